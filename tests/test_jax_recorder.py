@@ -1,8 +1,13 @@
-import ast
+"""The recorder of JAX: its files hold what was trained, and recording changes nothing.
+
+The trainings of `jax_cases.py` run in processes: with what stands in for JAX, and with JAX itself
+where an interpreter has it, that of the tests or `LOCKSTEP_JAX_PYTHON`.
+"""
+
+import functools
 import importlib.util
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -10,33 +15,52 @@ import sys
 import numpy as np
 import pytest
 
-TESTS = pathlib.Path(__file__).parent
-SCRIPTS = TESTS / "recorder_scripts"
-RECORDER = TESTS.parent / "recorders" / "lockstep_jax.py"
+from app.records.script_trace import load_trace
+from app.verification.recordings.trace_verification import (
+    given_tolerance,
+    verify_against,
+    verify_alone,
+)
+from conftest import ROOT
+
+SCRIPTS = ROOT / "tests/recorder_scripts"
 PYTHON = os.environ.get("LOCKSTEP_JAX_PYTHON") or (
-    sys.executable if importlib.util.find_spec("jax") else None
+    sys.executable if importlib.util.find_spec("jax") else ""
 )
-needs_jax = pytest.mark.skipif(
-    PYTHON is None, reason="needs JAX: set LOCKSTEP_JAX_PYTHON to a Python that has it"
-)
+needs_jax = pytest.mark.skipif(not PYTHON, reason="needs JAX (LOCKSTEP_JAX_PYTHON)")
 
 
-def run(arguments, directory, **environment):
-    """Returns what a program with JAX writes."""
-    completed = subprocess.run(
-        [PYTHON, *map(str, arguments)],
-        cwd=directory,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert completed.returncode == 0, completed.stderr[-3000:]
-    return completed.stdout
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Returns a function that runs all trainings; it returns folder and results."""
+
+    @functools.cache
+    def run(framework):
+        folder = tmp_path_factory.mktemp(framework)
+        paths = [ROOT / "recorders"] + [SCRIPTS / "stand_in"] * (framework == "stand-in")
+        done = subprocess.run(
+            [PYTHON if framework == "jax" else sys.executable, SCRIPTS / "jax_cases.py", folder],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(map(str, paths)),
+                "JAX_PLATFORMS": "cpu",
+            },
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return folder, json.loads((folder / "results.json").read_text())
+
+    return run
 
 
-def run_case(case, directory):
-    return json.loads(run([TESTS / "jax_cases.py", case, directory], directory))
+@pytest.fixture(params=["stand-in", pytest.param("jax", marks=[pytest.mark.slow, needs_jax])])
+def case(request, recorded):
+    """Returns the folder and the results of a case."""
+    folder, results = recorded(request.param)
+    return lambda name: (folder / name, results[name])
 
 
 class Trace:
@@ -65,11 +89,10 @@ def mean(*per_replica):
     return [np.mean(arrays, axis=0) for arrays in zip(*per_replica, strict=True)]
 
 
-@needs_jax
-def test_a_shard_map_step_is_recorded_on_each_device_without_a_change(tmp_path):
-    result = run_case("shard_map", tmp_path)
+def test_a_shard_map_step_is_recorded_on_each_device_without_a_change(case):
+    folder, result = case("shard_map")
     assert result["recorded"] == result["plain"]
-    trace = Trace(tmp_path / "two.npz")
+    trace = Trace(folder / "two.npz")
     about = trace.about
     assert about["format"] == "lockstep trace" and about["version"] == 1
     assert (about["framework"], about["order"]) == ("jax", "reduce, clip")
@@ -81,21 +104,12 @@ def test_a_shard_map_step_is_recorded_on_each_device_without_a_change(tmp_path):
         "seed"
     ]
     assert about["variables"][4] == {
-        "name": "opt_state/a/kernel",
-        "kind": "optimizer state",
-        "layout": "IO",
-        "of": "a/kernel",
-        "slot": "momentum",
+        **{"name": "opt_state/a/kernel", "kind": "optimizer state", "layout": "IO"},
+        **{"of": "a/kernel", "slot": "momentum"},
     }
-    assert about["optimizer"] == {
-        "class": "SGD",
-        "framework": "jax",
-        "learning_rate": 0.1,
-        "momentum": 0.9,
-    }
-    assert about["settings"][0] == [
-        {"learning_rate": 0.1, "momentum": 0.9, "weights": about["gradients"]}
-    ]
+    sgd = {"learning_rate": 0.1, "momentum": 0.9}
+    assert about["optimizer"] == {"class": "SGD", "framework": "jax", **sgd}
+    assert about["settings"][0] == [{**sgd, "weights": about["gradients"]}]
     assert (about["permuted"], about["replayed"]) == (None, None)
     for position, size in ((1, 4), (2, 4), (3, 2)):  # The last batch is shorter.
         assert [a.shape for a in trace.get(position, "data", 1)] == [(size, 5), (size, 2)]
@@ -119,15 +133,14 @@ def test_a_shard_map_step_is_recorded_on_each_device_without_a_change(tmp_path):
     # Steps that are not recorded run the same compiled function.
     assert result["unrecorded"] == result["plain"]
     assert not result["retraced"] and not result["has_callback"]
-    assert not (tmp_path / "none.npz").exists()
+    assert not (folder / "none.npz").exists()
+    assert not verify_alone(load_trace(folder / "two.npz")).findings
 
 
-@needs_jax
-def test_replay_loads_the_state_of_the_other_trace_and_permute_keeps_the_examples(tmp_path):
-    result = run_case("replay", tmp_path)
+def test_replay_loads_the_state_of_the_other_trace_and_permute_keeps_the_examples(case):
+    folder, result = case("replay")
     one, two, replayed, permuted, of_torch = (
-        Trace(tmp_path / f"{name}.npz")
-        for name in ("one", "two", "replayed", "permuted", "of_torch")
+        Trace(folder / f"{name}.npz") for name in ("one", "two", "replayed", "permuted", "of_torch")
     )
     assert replayed.about["replayed"] == "one.npz" and permuted.about["permuted"] == 5
     assert not is_equal(two.get(3, "before"), one.get(3, "before"))  # Other rounding.
@@ -147,17 +160,19 @@ def test_replay_loads_the_state_of_the_other_trace_and_permute_keeps_the_example
         sums = one.get(position, "sums")
         assert is_close(replayed.get(position, "sums"), sums)
         assert is_close(permuted.get(position, "sums"), sums)
+    traces = (load_trace(folder / f"{name}.npz") for name in ("one", "replayed"))
+    report = verify_against(*traces, {}, given_tolerance(None))
+    assert not report.faults and report.stages["gradients"] == report.stages["update"] == "clean"
     assert sum(moved) > 3  # A permutation of few examples may leave them where they are.
     assert re.search(r"one.npz: no step \[1\]; use steps=\[0, 2, 4\]$", result["missing_step"])
     assert result["missing_file"].endswith("none.npz: no such file; record it first")
     assert "no weight for a/kernel (5, 7) among [('b.weight', (7, 2))]" in result["wrong_name"]
 
 
-@needs_jax
-def test_a_pmap_step_is_recorded_without_its_axis_of_devices(tmp_path):
-    result = run_case("pmap", tmp_path)
+def test_a_pmap_step_is_recorded_without_its_axis_of_devices(case):
+    folder, result = case("pmap")
     assert result["recorded"] == result["plain"]
-    two, one, permuted = (Trace(tmp_path / f"{n}.npz") for n in ("two", "one", "permuted"))
+    two, one, permuted = (Trace(folder / f"{n}.npz") for n in ("two", "one", "permuted"))
     assert two.about["num_replicas"] == 2 and one.about["num_replicas"] == 1
     moved = []
     for position in (1, 2, 3):
@@ -175,11 +190,10 @@ def test_a_pmap_step_is_recorded_without_its_axis_of_devices(tmp_path):
     assert result["no_axis"] == "pmap: batch of shape (8, 5) has no axis of devices"
 
 
-@needs_jax
-def test_a_jit_step_with_shardings_has_no_gradient_of_one_device(tmp_path):
-    result = run_case("jit", tmp_path)
+def test_a_jit_step_with_shardings_has_no_gradient_of_one_device(case):
+    folder, result = case("jit")
     assert result["recorded_one"] == result["one"]
-    two, one = Trace(tmp_path / "two.npz"), Trace(tmp_path / "one.npz")
+    two, one = Trace(folder / "two.npz"), Trace(folder / "one.npz")
     assert (one.about["num_replicas"], two.about["num_replicas"]) == (1, 2)
     slots = [(v["of"], v["slot"]) for v in two.about["variables"] if "slot" in v]
     assert slots[:2] == [("", "count"), ("a/bias", "mu")] and slots[-1] == ("b/kernel", "nu")
@@ -195,82 +209,13 @@ def test_a_jit_step_with_shardings_has_no_gradient_of_one_device(tmp_path):
         assert two.get(position, "data", 1)[0].shape == (4, 5)
 
 
-@needs_jax
-def test_errors_are_one_line_and_recorded_steps_are_kept(tmp_path):
-    result = run_case("errors", tmp_path)
+def test_errors_are_one_line_and_recorded_steps_are_kept(case):
+    folder, result = case("errors")
     assert result["interrupted"] == "interrupted"
-    assert Trace(tmp_path / "interrupted.npz").about["steps"] == [0, 2]
+    assert Trace(folder / "interrupted.npz").about["steps"] == [0, 2]
     assert result["kept"], "a file that could not be written replaced the one before"
     assert result["no_key"].startswith("key: no array at 'seed' among 0/a/bias, 0/a/kernel")
     assert result["no_batch"].startswith("batch is missing; add it to arguments")
     assert result["no_output"].startswith("opt_state is missing; add it to arguments")
     assert result["twice"] == "keep('sums'): 2 calls in a step; keep all at once"
     assert result["kind"].startswith("keep: unknown kind 'grads'; use one of raw, sums")
-
-
-def apply_diff(script, diff):
-    """Returns a script with the changes of a unified diff."""
-    for hunk in re.split(r"^@@.*@@.*\n", diff, flags=re.MULTILINE)[1:]:
-        lines = hunk.splitlines(keepends=True)
-        old = "".join(line[1:] for line in lines if line[0] in " -")
-        assert script.count(old) == 1
-        script = script.replace(old, "".join(line[1:] for line in lines if line[0] in " +"))
-    return script
-
-
-def test_the_diff_of_the_script_is_shorter_than_ten_lines():
-    script = (SCRIPTS / "jax_shard_map.py").read_text()
-    diff = (SCRIPTS / "jax_shard_map.diff").read_text()
-    assert "lockstep" not in script
-    assert "lockstep_jax.record" in apply_diff(script, diff)
-    changed = re.findall(r"^[+-](?![+-]{2})", diff, flags=re.MULTILINE)
-    assert changed.count("+") < 10 and changed.count("-") == 1
-
-
-@needs_jax
-@pytest.mark.skipif("FASHION_MNIST_DIR" not in os.environ, reason="needs FASHION_MNIST_DIR")
-def test_the_script_and_its_bugs(tmp_path):
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        import jax_bugs
-    finally:
-        sys.path.remove(str(SCRIPTS))
-    diff = (SCRIPTS / "jax_shard_map.diff").read_text()
-    plain = (SCRIPTS / "jax_shard_map.py").read_text()
-    script = apply_diff(plain, diff)
-    (tmp_path / "lockstep_jax.py").write_text(RECORDER.read_text())
-
-    def train(name, text, num_devices, **environment):
-        (tmp_path / f"{name}.py").write_text(text)
-        environment |= {"NUM_DEVICES": num_devices, "NUM_EXAMPLES": "368", "TRACE": f"{name}.npz"}
-        return run([f"{name}.py"], tmp_path, **environment)
-
-    assert train("one", script, "1") == train("plain", plain, "1")
-    train("two", script, "2", REPLAY="one.npz")
-    one, two = Trace(tmp_path / "one.npz"), Trace(tmp_path / "two.npz")
-    for position in range(1, 6):
-        assert is_close(two.get(position, "sums"), one.get(position, "sums"))
-    for bug in jax_bugs.BUGS:
-        train(bug, jax_bugs.apply_bug(script, bug), "2", REPLAY="one.npz")
-    missing, twice, weights = (Trace(tmp_path / f"{bug}.npz") for bug in jax_bugs.BUGS)
-    assert not is_equal(missing.get(1, "after", 0), missing.get(1, "after", 1))
-    assert is_close(twice.get(1, "sums"), [2 * a for a in one.get(1, "sums")])
-    assert is_close(weights.get(1, "sums"), one.get(1, "sums"))
-    assert not is_close(weights.get(4, "sums"), one.get(4, "sums"))  # The batch is filled up.
-
-
-def test_the_recorder_needs_jax_and_numpy_only_and_is_short():
-    text = RECORDER.read_text()
-    tree = ast.parse(text)
-    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    imported |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    packages = {name.split(".")[0] for name in imported}
-    assert packages - set(sys.stdlib_module_names) == {"jax", "numpy"}
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    documentation = sum(
-        len((ast.get_docstring(n, clean=False) or "").splitlines())
-        for n in ast.walk(tree)
-        if isinstance(n, documented)
-    )
-    lines = [x for x in text.splitlines() if x.strip() and not x.strip().startswith("#")]
-    assert len(lines) - documentation <= 260

@@ -1,0 +1,313 @@
+"""Stands in for JAX: as much as `lockstep_jax.py` and `jax_cases.py` use, with NumPy.
+
+There are two devices; what `shard_map` and `pmap` run on them runs in two threads.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+import types
+from types import SimpleNamespace
+
+import numpy as np
+
+__version__ = "0.0+stand.in"
+_place = threading.local()  # Of a thread of a device: `index` and `exchange`.
+
+
+class Device:
+    process_index = 0
+
+
+_DEVICES = [Device(), Device()]
+
+
+class PartitionSpec(tuple):
+    def __new__(cls, *axes):
+        return super().__new__(cls, axes)
+
+
+class Sharding:
+    """Splits the first axis over the devices if the specification has an axis."""
+
+    def __init__(self, mesh, spec):
+        self.devices, self.is_split = list(mesh.devices), bool(spec)
+        self.device_set = set(self.devices)
+
+    def devices_indices_map(self, shape):
+        if not self.is_split:
+            return {device: (slice(None),) * len(shape) for device in self.devices}
+        size = shape[0] // len(self.devices)
+        return {d: (slice(i * size, i * size + size),) for i, d in enumerate(self.devices)}
+
+
+ONE_DEVICE = Sharding(SimpleNamespace(devices=_DEVICES[:1]), ())
+
+
+class Array(np.ndarray):
+    is_fully_addressable = True
+
+    def __array_finalize__(self, source):
+        self.sharding = ONE_DEVICE
+
+    @property
+    def is_fully_replicated(self):
+        return len(self.sharding.devices) == 1 or not self.sharding.is_split
+
+    @property
+    def addressable_shards(self):
+        parts = self.sharding.devices_indices_map(self.shape)
+        return [SimpleNamespace(device=device, data=self[part]) for device, part in parts.items()]
+
+    def copy(self):
+        return device_put(np.array(self), self.sharding, type(self))
+
+
+class Key(Array):
+    """Two numbers for each key; their axis is not one of the array's."""
+
+    dtype = "key"
+
+
+def device_put(tree, sharding, kind=None):
+    def put(leaf):
+        array = np.array(leaf).view(kind or (type(leaf) if isinstance(leaf, Key) else Array))
+        array.sharding = sharding
+        return array
+
+    return tree_map(put, tree)
+
+
+def make_array_from_callback(shape, sharding, part_of):
+    whole = None
+    for part in sharding.devices_indices_map(shape).values():
+        values = np.asarray(part_of(part))
+        whole = np.empty(shape, values.dtype) if whole is None else whole
+        whole[part] = values
+    return device_put(whole, sharding, Array)
+
+
+# --- Trees ---------------------------------------------------------------------------------------
+
+
+def _children(tree):
+    """Returns keys and values of a node, and what makes a node of values; None for a leaf."""
+    if isinstance(tree, dict):
+        keys = sorted(tree)
+        return keys, [tree[key] for key in keys], lambda v: dict(zip(keys, v, strict=True))
+    if hasattr(tree, "_fields"):
+        return tree._fields, list(tree), lambda values: type(tree)(*values)
+    if isinstance(tree, list | tuple):
+        return range(len(tree)), list(tree), type(tree)
+    return None
+
+
+def tree_flatten_with_path(tree, path=()):
+    if (node := _children(tree)) is None:
+        return [(path, tree)], tree
+    pairs = zip(node[0], node[1], strict=True)
+    return [x for key, v in pairs for x in tree_flatten_with_path(v, (*path, key))[0]], tree
+
+
+def leaves_of(tree):
+    return [leaf for _, leaf in tree_flatten_with_path(tree)[0]]
+
+
+def unflatten(structure, leaves):
+    leaves = iter(leaves)
+
+    def built(tree):
+        node = _children(tree)
+        return next(leaves) if node is None else node[2]([built(value) for value in node[1]])
+
+    return built(structure)
+
+
+def tree_map(function, first, *others):
+    rows = zip(leaves_of(first), *map(leaves_of, others), strict=True)
+    return unflatten(first, [function(*row) for row in rows])
+
+
+def keystr(path, simple, separator):
+    return separator.join(map(str, path))
+
+
+# --- Functions on devices ------------------------------------------------------------------------
+
+
+def _on_devices(function, arguments):
+    """Runs a function in one thread for each of its lists of arguments; returns the results."""
+    count = len(arguments)
+    barrier, sent, results = threading.Barrier(count, timeout=60), [None] * count, [None] * count
+
+    def exchange(index, value):
+        sent[index] = value
+        barrier.wait()
+        found = list(sent)
+        barrier.wait()
+        return found
+
+    def run(index):
+        _place.index, _place.exchange = index, functools.partial(exchange, index)
+        try:
+            results[index] = function(*arguments[index])
+        except BaseException as error:
+            results[index] = error
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def shard_map(function, *, mesh, in_specs, out_specs):
+    def called(*args):
+        parts = [
+            [_part(arg, Sharding(mesh, spec), d) for arg, spec in zip(args, in_specs, strict=True)]
+            for d in mesh.devices
+        ]
+        results = _on_devices(function, parts)
+        return tuple(device_put(each, Sharding(mesh, ())) for each in results[0])
+
+    called.shardings = lambda args: [
+        Sharding(mesh, spec)
+        for arg, spec in zip(args, in_specs, strict=True)
+        for _ in leaves_of(arg)
+    ]
+    return called
+
+
+def _part(tree, sharding, device):
+    def of_leaf(leaf):
+        part = sharding.devices_indices_map(np.shape(leaf))[device]
+        return np.asarray(leaf)[part].view(type(leaf) if isinstance(leaf, Key) else Array)
+
+    return tree_map(of_leaf, tree) if sharding.is_split else tree
+
+
+class _Compiled:
+    """A function whose donated arguments are lost after each call."""
+
+    def __init__(self, function, donate_argnums, shardings):
+        self.function, self.shardings = function, shardings
+        self.donated = donate_argnums if isinstance(donate_argnums, tuple) else (donate_argnums,)
+
+    def __call__(self, *args, **options):
+        result = self.function(*args, **options)
+        result = tree_map(
+            lambda a: a if isinstance(a, Array) else np.asarray(a).view(Array), result
+        )
+        for leaf in leaves_of([args[i] for i in self.donated]):
+            if isinstance(leaf, Array):
+                leaf.view(np.ndarray)[...] = 99
+        return result
+
+    def lower(self, *args, **options):
+        shardings = self.shardings(args, options)
+        compiled = SimpleNamespace(input_shardings=shardings, in_tree=SimpleNamespace())
+        compiled.in_tree.flatten_up_to = list
+        return SimpleNamespace(compile=lambda: compiled)
+
+
+def jit(function, donate_argnums=(), static_argnums=()):
+    def of_arrays(args, options):
+        leaves = [a for a in leaves_of((args, options)) if not isinstance(a, str)]
+        return [getattr(leaf, "sharding", None) for leaf in leaves]
+
+    of_map = getattr(function, "shardings", None)
+    found = of_arrays if of_map is None else lambda args, options: of_map(args)
+    return _Compiled(function, donate_argnums, found)
+
+
+def pmap(function, axis_name, donate_argnums=()):
+    def called(*args):
+        count = len(leaves_of(args)[0])
+        at = [[tree_map(lambda a, i=i: a[i], arg) for arg in args] for i in range(count)]
+        results = _on_devices(function, at)
+        mesh = SimpleNamespace(devices=_DEVICES[:count])
+        stacked = tree_map(lambda *parts: np.stack(parts), *results)
+        return device_put(stacked, Sharding(mesh, "d"))
+
+    def shardings(args, options):
+        leaves = leaves_of(args)
+        return [Sharding(SimpleNamespace(devices=_DEVICES[: len(a)]), "d") for a in leaves]
+
+    return _Compiled(called, donate_argnums, shardings)
+
+
+def _reduced(tree, function):
+    return tree_map(lambda *parts: function(np.stack(parts)).view(Array), *_place.exchange(tree))
+
+
+def pmean(tree, axis):
+    return _reduced(tree, lambda parts: parts.mean(axis=0, dtype=parts.dtype))
+
+
+def _axes():
+    return SimpleNamespace(manual_axes=("d",) * hasattr(_place, "index"))
+
+
+class make_user_context:
+    def __init__(self, value):
+        self.value = value
+
+    @contextlib.contextmanager
+    def __call__(self, value):
+        before, self.value = self.value, value
+        yield
+        self.value = before
+
+
+# --- Random numbers ------------------------------------------------------------------------------
+
+
+def key(*numbers):
+    return np.array([0, *numbers][-2:], np.uint32).view(Key)
+
+
+def fold_in(own, number):
+    return key(int(own[1]) + 1000, number)
+
+
+def split(own, count):
+    return np.array([fold_in(own, i) for i in range(count)], np.uint32).view(Key)
+
+
+def normal(own, shape):
+    seed = np.array(own).ravel().tolist()
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def _module(name, **content):
+    module = types.ModuleType(f"jax.{name}")
+    vars(module).update(content)
+    sys.modules[f"jax.{name}"] = module
+    return module
+
+
+devices = local_devices = _DEVICES.copy
+process_index, process_count = int, functools.partial(int, 1)
+block_until_ready, effects_barrier = leaves_of, int
+tree = SimpleNamespace(map=tree_map, leaves=leaves_of, unflatten=unflatten)
+tree_util = SimpleNamespace(tree_flatten_with_path=tree_flatten_with_path, keystr=keystr)
+lax = SimpleNamespace(axis_index=lambda axes: _place.index, pmean=pmean)
+debug = SimpleNamespace(callback=lambda function, *args: function(*args))
+dtypes = SimpleNamespace(issubdtype=lambda dtype, kind: dtype == kind, prng_key="key")
+random = SimpleNamespace(
+    key=key, fold_in=fold_in, split=split, normal=normal, key_impl=lambda own: "own",
+    key_data=lambda own: device_put(np.array(own), own.sharding, Array),
+    wrap_key_data=lambda data, impl: device_put(np.array(data), data.sharding, Key),
+)  # fmt: skip
+numpy = _module("numpy", asarray=lambda value: np.asarray(value).view(Array))
+sharding = _module(
+    "sharding", PartitionSpec=PartitionSpec, NamedSharding=Sharding, get_abstract_mesh=_axes,
+    Mesh=lambda devices, axes: SimpleNamespace(devices=devices),
+)  # fmt: skip
+_module("experimental", multihost_utils=None)
