@@ -14,6 +14,7 @@ import pytest
 
 from app.data.synthetic import generate_synthetic
 from app.options import Config, split_numbers
+from app.options.names import COMPARED_BY_DEFAULT
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.event_file import event_files
 from app.records.history import load_summary
@@ -25,10 +26,7 @@ from report_samples import write_training
 
 SMALL = ["--num_train_examples=500", "--recipe=fast", "--epochs=1", "--allow_unverified_data"]
 ON_CPUS = ["--device=cpu", "--num_devices=2"]
-STRATEGIES = ("single", "manual", "mirrored", "pipeline")
-COMPARE = [
-    *("compare", f"--strategies={','.join(STRATEGIES)}", "--deterministic", *ON_CPUS, *SMALL),
-]
+COMPARE = ["compare", "--deterministic", *ON_CPUS, *SMALL]
 
 pytestmark = pytest.mark.e2e
 
@@ -41,7 +39,7 @@ def _small(small_data, monkeypatch):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, small_data):
-    """The directory of a comparison of four strategies, and what it printed."""
+    """The directory of a comparison, and what it printed."""
     folder = tmp_path_factory.mktemp("compared") / "c"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS, "lenet", "dense_network:build_three_dense_layers")
@@ -63,7 +61,7 @@ def test_train_in_a_process_of_its_own(tmp_path):
     assert "\r" not in result.stdout and "\x1b" not in result.stdout  # Plain lines on a pipe.
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", COMPARED_BY_DEFAULT)
 def test_what_a_training_leaves(compared, strategy):
     folder, result = compared
     check_run(folder / strategy, strategy)
@@ -94,17 +92,17 @@ def test_a_comparison_prints_and_leaves_its_verdicts(compared):
     assert "manual and mirrored: bit-identical weights after 2 steps" in result.stdout
     assert "simulated devices" in result.stdout and ", report.html" in result.stdout
     lines = result.stdout.splitlines()
-    assert [x.split()[0] for x in lines if x.endswith("x")] == list(STRATEGIES)
+    assert [x.split()[0] for x in lines if x.endswith("x")] == list(COMPARED_BY_DEFAULT)
     saved = json.loads((folder / "compare.json").read_text())
-    assert [run["strategy"] for run in saved["runs"]] == list(STRATEGIES)
+    assert [run["strategy"] for run in saved["runs"]] == list(COMPARED_BY_DEFAULT)
     assert saved["runs"][0]["num_replicas"] == 1 and saved["runs"][1]["num_replicas"] == 2
-    assert len(saved["verdicts"]) == 6  # Each pair of the four.
+    assert len(saved["verdicts"]) == 3  # Each pair.
     for name in ("accuracy.png", "accuracy.svg"):
         assert (folder / name).stat().st_size > 10_000
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert all(f"c/{name}" in page for name in STRATEGIES) and "bit-identical" in page
+    assert all(f"c/{name}" in page for name in COMPARED_BY_DEFAULT) and "bit-identical" in page
     again = run_here_ok(*COMPARE, f"--out={folder}")
-    assert again.stdout.count("already finished") == len(STRATEGIES)
+    assert again.stdout.count("already finished") == len(COMPARED_BY_DEFAULT)
 
 
 def test_deterministic_runs_are_the_same_training(compared):

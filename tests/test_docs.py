@@ -61,6 +61,7 @@ SMALL = {
 EXIT_CODES = {"--num_train_examples=1026": 2, "=hierarchical": 6, "=1e30": 7, "--inject": 9}
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+RECORDING = (DOCS / "recording.svg").read_text(encoding="utf-8")
 NOTEBOOK = DOCS / "tour.ipynb"
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
@@ -315,7 +316,8 @@ def test_the_readme_s_commands_run_one_after_another(tmp_path):
         )  # fmt: skip
         assert result.returncode == 0, line + result.stdout + result.stderr
         if " --steps=5 " in line:
-            assert "manual and mirrored: bit-identical" in result.stdout
+            told = "The same training: 5 steps of manual and mirrored match one device"
+            assert told in result.stdout and told in RECORDING and line in RECORDING
         if line.startswith("evaluate"):
             log = (tmp_path / "runs" / "start" / "log.txt").read_text()
             assert result.stdout.split("test acc: ")[1][:6] in log
