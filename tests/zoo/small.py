@@ -1,17 +1,20 @@
-"""Small models, data sets and input pipelines that several cases of the zoo are made of."""
+"""What the cases of the zoo are made of: programs, small models, data and input pipelines."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+GLOBAL_BATCH_SIZE = 12
 
-def regression_data(global_batch_size: int, num_examples: int = 24) -> tf.data.Dataset:
+
+def regression_data(num_examples: int = 24) -> tf.data.Dataset:
     """Returns batches of 6 numbers and 2 targets, the same ones on every call."""
-    return tf.data.Dataset.from_tensor_slices(regression_arrays(num_examples)).batch(
-        global_batch_size
-    )
+    examples = tf.data.Dataset.from_tensor_slices(regression_arrays(num_examples))
+    return examples.batch(GLOBAL_BATCH_SIZE)
 
 
 def regression_arrays(num_examples: int) -> tuple[np.ndarray, np.ndarray]:
@@ -21,38 +24,103 @@ def regression_arrays(num_examples: int) -> tuple[np.ndarray, np.ndarray]:
     return x, np.tanh(x @ generator.normal(size=(6, 2))).astype("float32")
 
 
-def image_data(global_batch_size: int, num_examples: int = 24) -> tf.data.Dataset:
-    """Returns batches of images of shape (8, 8, 3) and of labels from 0 to 3."""
-    generator = np.random.default_rng(0)
-    images = generator.normal(size=(num_examples, 8, 8, 3)).astype("float32")
-    labels = generator.integers(0, 4, num_examples)
-    return tf.data.Dataset.from_tensor_slices((images, labels)).batch(global_batch_size)
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A training under a strategy.
+
+    Attributes:
+        model: builds and compiles the model.
+        data: returns the batches that one device trains on.
+        distribute: returns what `fit` is given under a strategy in place of the data.
+        evaluation_data, distribute_evaluation: the same for `evaluate`; without data, no evaluation
+            is compared.
+    """
+
+    model: Callable[[], keras.Model]
+    data: Callable[[], tf.data.Dataset] = regression_data
+    distribute: Callable[[tf.distribute.Strategy], Any] | None = None
+    evaluation_data: Callable[[], tf.data.Dataset] | None = None
+    distribute_evaluation: Callable[[tf.distribute.Strategy], Any] | None = None
 
 
-def dense_layers(*between: keras.layers.Layer, **options: object) -> list:
-    """Returns the layers of a small network for `regression_data`.
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A publicly reported bug, and what is to be found.
+
+    Attributes:
+        thread: where it is reported, after `https://github.com/`.
+        stage, cause, status: of the finding.
+        wrong: a program with the bug.
+        right: its twin, which is corrected.
+        steps, replicas: of the finding; None for any.
+        tensors: a part of the names of the finding's tensors.
+        also: further findings that belong to the case, as (stage, cause, status).
+        num_replicas: number of replicas to train on.
+    """
+
+    thread: str
+    stage: str
+    cause: str
+    wrong: Program
+    right: Program
+    status: str = "fault"
+    steps: tuple[int, ...] | None = None
+    replicas: tuple[int, ...] | None = None
+    tensors: str = ""
+    also: tuple[tuple[str, str, str], ...] = ()
+    num_replicas: int = 2
+
+    @property
+    def link(self) -> str:
+        """The address of the thread."""
+        return f"https://github.com/{self.thread}"
+
+    @property
+    def bug(self) -> str:
+        """The repository and the number of the thread."""
+        owner, repository, _, number = self.thread.split("/")
+        return f"{owner}/{repository}#{number}"
+
+
+def dense(
+    *between: keras.layers.Layer,
+    optimizer: keras.optimizers.Optimizer | None = None,
+    loss: Any = "mse",
+    kind: type[keras.Sequential] = keras.Sequential,
+    metrics: Sequence = (),
+    **first: object,
+) -> keras.Model:
+    """Returns a compiled network for `regression_data`, trained with SGD by default.
 
     Args:
         between: layers between the two dense ones.
-        options: of the first dense layer.
+        optimizer, loss, metrics: what it is compiled with.
+        kind: class of the model.
+        first: options of the first dense layer.
     """
-    return [
-        keras.Input((6,)),
-        keras.layers.Dense(8, activation="tanh", name="hidden", **options),
-        *between,
-        keras.layers.Dense(2, name="out"),
-    ]
-
-
-def compiled_dense(
-    optimizer: keras.optimizers.Optimizer | None = None,
-    loss: str | Callable = "mse",
-    kind: type[keras.Sequential] = keras.Sequential,
-) -> keras.Model:
-    """Returns a compiled network for `regression_data`, trained with SGD by default."""
-    model = kind(dense_layers(), name="network")
-    model.compile(optimizer=optimizer or keras.optimizers.SGD(0.1), loss=loss)
+    hidden = keras.layers.Dense(8, activation="tanh", name="hidden", **first)
+    layers = [keras.Input((6,)), hidden, *between, keras.layers.Dense(2, name="out")]
+    model = kind(layers, name="network")
+    model.compile(optimizer or keras.optimizers.SGD(0.1), loss, metrics=list(metrics))
     return model
+
+
+class OwnStep(keras.Sequential):
+    """A custom `train_step` whose loss is `loss_of(x, y)`."""
+
+    def loss_of(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        raise NotImplementedError
+
+    def losses_of(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        """Returns the loss of each example."""
+        return tf.reduce_mean(tf.square(y - self(x, training=True)), axis=-1)
+
+    def train_step(self, data: tuple) -> dict:
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(*data)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
 
 
 def one_pipeline_for_each_replica(
@@ -71,6 +139,11 @@ def one_pipeline_for_each_replica(
 
     merged = tf.data.Dataset.zip(*pipelines).flat_map(in_turn)
     return strategy.distribute_datasets_from_function(lambda context: merged)
+
+
+def num_replicas() -> int:
+    """Returns the number of replicas of the strategy; 1 without one."""
+    return tf.distribute.get_strategy().num_replicas_in_sync
 
 
 def replica_id() -> tf.Tensor:
