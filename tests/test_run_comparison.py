@@ -94,25 +94,14 @@ def test_verdicts(tmp_path):
 
 def test_the_table_shows_speed_up_over_single_where_it_is_there():
     single = make_summary(
-        strategy="single", epoch_sec=10.0, simulated_devices=False, num_replicas=1, num_shards=1,
-        images_per_sec=6000.0, devices=["/device:GPU:0"],
+        strategy="single", simulated_devices=False, num_replicas=1, epoch_sec=10.0,
+        devices=["/device:GPU:0"],
     )  # fmt: skip
     manual = make_summary(epoch_sec=8.0, images_per_sec=7500.0)
     table = results_table("", {"single": single, "manual": manual})
-    header = ["strategy", "devices", "test acc", "sec/epoch", "images/s", "speed-up"]
-    assert table.header == header
-    assert table.rows[0] == ["single", "1", "0.8449", "10.00", "6,000", "1.00x"]
+    assert [row[-1] for row in table.rows] == ["1.00x", "1.25x"]
     assert table.rows[1] == ["manual", "2 simulated", "0.8449", "8.00", "7,500", "1.25x"]
     assert results_table("", {"manual": manual}).rows[0][-1] == "–"
-
-
-def test_random_layers_are_named_as_what_sets_numbers_of_replicas_apart(tmp_path):
-    seed = {"model/dropout/seed_generator/seed_generator_state": np.zeros(2, np.int64)}
-    runs = [
-        make_run(tmp_path / "a", {**STATE, **seed}, num_shards=1),
-        make_run(tmp_path / "b", {**changed("model/conv/kernel", 5, 5.5), **seed}, num_shards=2),
-    ]
-    assert "random layers draw different numbers" in compare_weights(runs)[0].explanation
 
 
 def test_runs_on_different_images_are_not_compared(tmp_path):
@@ -124,7 +113,13 @@ def test_runs_on_different_images_are_not_compared(tmp_path):
         compare_weights(runs)
 
 
-def test_another_all_reduce_may_add_in_another_order(tmp_path):
+def test_a_reason_to_differ_is_named(tmp_path):
     other = changed("model/conv/kernel", 5, 5.5)
     runs = [make_run(tmp_path / "a", STATE), make_run(tmp_path / "b", other, all_reduce="nccl")]
     assert "the summation order differs" in compare_weights(runs)[0].explanation
+    seed = {"model/dropout/seed_generator/seed_generator_state": np.zeros(2, np.int64)}
+    runs = [
+        make_run(tmp_path / "c", {**STATE, **seed}, num_shards=1),
+        make_run(tmp_path / "d", {**other, **seed}, num_shards=2),
+    ]
+    assert "random layers draw different numbers" in compare_weights(runs)[0].explanation

@@ -58,13 +58,6 @@ def test_replicas_that_hold_the_same_bits_are_stored_once(tmp_path):
         np.testing.assert_array_equal(trace.read(1, "sums", 1, "a/kernel"), np.ones(3))
 
 
-def test_the_number_of_replicas_is_known_even_if_all_hold_the_same(tmp_path):
-    with TraceWriter(tmp_path / "a") as trace:
-        trace.write(1, "examples", [{"examples": np.zeros(2, np.int64)}] * 3)
-        trace.write(1, "loss", [{"loss": np.float32(1)}] * 3)
-    assert Trace(tmp_path / "a").num_shards == 3
-
-
 def test_examples_are_told_by_image_and_label():
     images = np.arange(2 * 4, dtype=np.uint8).reshape(2, 2, 2, 1)
     first = hash_examples(images, np.array([3, 4]))
@@ -82,15 +75,11 @@ def test_pairs_find_every_difference(tmp_path):
         (1, "sums"), (1, "weights"), (1, "updates"), (2, "sums"), (2, "weights"), (2, "updates"),
     }  # fmt: skip
     assert max(d.absolute for d in apart if d.kind == "weights") == 1.0
-
-
-def test_other_numbers_of_replicas_are_compared_by_what_they_share(tmp_path):
-    first = write_trace(tmp_path / "a")
-    second = write_trace(tmp_path / "b", num_replicas=1)
-    kinds = {d.kind: d for d in compare_traces(first, second) if d.step == 1}
+    # Of other numbers of replicas, what they share.
+    alone = write_trace(tmp_path / "d", num_replicas=1)
+    kinds = {d.kind: d for d in compare_traces(first, alone) if d.step == 1}
     assert set(kinds) == {"loss", "sums", "weights", "updates"}
-    assert kinds["loss"].absolute == 2  # 1 + 2 against 1.
-    assert kinds["sums"].identical
+    assert kinds["loss"].absolute == 2 and kinds["sums"].identical  # 1 + 2 against 1.
 
 
 def test_a_trace_of_another_program_is_read(tmp_path):
@@ -106,23 +95,16 @@ def test_a_trace_of_another_program_is_read(tmp_path):
     assert trace.read(1, "updates", 1, "a") == 0
 
 
-def test_the_order_of_the_tensors_is_kept(tmp_path):
-    with TraceWriter(tmp_path / "a") as trace:
-        write_step(trace, 1)
-        trace.write(1, "slots", [{"z": np.float32(1), "b": np.int64(1), "a": np.float16([1])}])
-    assert Trace(tmp_path / "a").tensors(1, "slots") == ["z", "b", "a"]
-
-
 def cut(path):
     os.truncate(path / "step-00002.safetensors", 100)
 
 
-def link(path):
+def replace_by_link(path):
     (path / "step-00002.safetensors").rename(path / "elsewhere")
     (path / "step-00002.safetensors").symlink_to("elsewhere")
 
 
-def pipe(path):
+def replace_by_pipe(path):
     (path / "step-00002.safetensors").unlink()
     os.mkfifo(path / "step-00002.safetensors")
 
@@ -131,12 +113,8 @@ def without_first_step(path):
     (path / "step-00001.safetensors").unlink()
 
 
-def misname(path, name="weights/first/conv1/kernel"):
-    save_file({name: np.zeros(2)}, path / "step-00002.safetensors")
-
-
-def misname_whole(path):
-    misname(path, "x")
+def misname(path):
+    save_file({"weights/first/conv1/kernel": np.zeros(2)}, path / "step-00002.safetensors")
 
 
 def empty(path):
@@ -145,12 +123,10 @@ def empty(path):
 
 
 @pytest.mark.parametrize(
-    "damage", [cut, link, pipe, without_first_step, misname, misname_whole, empty, os.rmdir]
+    "damage", [cut, replace_by_link, replace_by_pipe, without_first_step, misname, empty]
 )
 def test_a_damaged_trace_is_refused_in_a_line(tmp_path, damage):
     write_trace(tmp_path / "a")
-    if damage is os.rmdir:
-        empty(tmp_path / "a")
     damage(tmp_path / "a")
     with pytest.raises(DataError, match=r"a: not a complete trace \(.+\); record it again"):
         Trace(tmp_path / "a")
