@@ -88,12 +88,11 @@ def test_model_flatten_layers():
 
 
 def test_layer_inbound_nodes():
-    layer = keras.layers.Dense(1)
-    assert not tf_private.has_symbolic_output(layer)
-    layer(tf.zeros((1, 2)))
-    assert not tf_private.has_symbolic_output(layer), "keras Layer._inbound_nodes"
-    layer(keras.Input((2,)))
-    assert tf_private.has_symbolic_output(layer), "keras Layer._inbound_nodes"
+    layer, outputs = keras.layers.Dense(1), [False]
+    for value in (tf.zeros((1, 2)), keras.Input((2,))):
+        layer(value)
+        outputs.append(tf_private.has_symbolic_output(layer))
+    assert outputs == [False, False, True], "keras Layer._inbound_nodes"
 
 
 def test_layer_nodes():
@@ -177,29 +176,22 @@ def test_collective_key_base_keeps_strategies_of_different_sizes_apart():
     )
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments"),
-    [
-        (
-            "configure_coordination_service",
-            {"service_type", "service_leader", "heartbeat_timeout_in_ms", "coordinated_jobs"},
-        ),
-        ("set_config_key_value", {"key", "value"}),
-        ("get_config_key_value", {"key"}),
-    ],
-)
-def test_eager_context(method, arguments):
+def test_eager_context_and_coordinated_job():
     """What they do takes several processes: `test_workers.py` runs them."""
-    context = tf_private._context()
-    assert hasattr(context, method), f"tensorflow.python.eager.context.Context.{method} is gone"
-    assert arguments <= set(inspect.signature(getattr(context, method)).parameters)
-
-
-def test_coordinated_job():
     from tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2 import CoordinatedJob
 
     job = CoordinatedJob(name="worker", num_tasks=2)
     assert (job.name, job.num_tasks) == ("worker", 2)
+    context = tf_private._context()
+    for method, arguments in {
+        "configure_coordination_service": {
+            *("service_type", "service_leader", "heartbeat_timeout_in_ms", "coordinated_jobs"),
+        },
+        "set_config_key_value": {"key", "value"},
+        "get_config_key_value": {"key"},
+    }.items():
+        assert hasattr(context, method), f"tensorflow.python.eager.context.Context.{method} is gone"
+        assert arguments <= set(inspect.signature(getattr(context, method)).parameters)
 
 
 def test_an_attribute_that_is_gone_is_named():
