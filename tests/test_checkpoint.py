@@ -169,15 +169,13 @@ KERNEL = "model/conv/kernel"
 HUGE = [1 << 20, 1 << 20, 1 << 10]
 
 
-def file_of(arrays, order=None):
-    """Returns a file of these arrays, with an order that may be any text."""
-    order = json.dumps(list(arrays)) if order is None else order
-    return file_bytes(arrays, metadata={"order": order})
+def with_order(text):
+    return file_bytes(ARRAYS, metadata={"order": text})
 
 
 def with_header(**changes):
     """Returns the arrays' file with a header that says something else of one array."""
-    content = file_of(ARRAYS)
+    content = with_order(json.dumps(list(ARRAYS)))
     (size,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + size])
     header[KERNEL].update(changes)
@@ -199,24 +197,20 @@ CRAFTED_FILES = {
     "objects": (with_header(dtype="O"), "unknown variant `O`"),
     "a dtype that NumPy has not": (with_header(dtype="BF16", shape=[12]), "kernel has dtype BF16"),
     "huge": (with_header(shape=HUGE), "invalid shape, data type, or offset"),
-    "an order of others": (file_of(ARRAYS, '["../x"]'), "does not name each of its arrays once"),
-    "an order that is nested": (file_of(ARRAYS, "[" * 99_999), "recursion"),
+    "one twice": (with_order(json.dumps([*ARRAYS, KERNEL])), "does not name each of its arrays"),
+    "an order that is nested": (with_order("[" * 99_999), "recursion"),
 }
 # What was made up → how the manifest is changed, why it is refused.
 CRAFTED_MANIFESTS = {
-    "one replica too many": (set_counts([1, 1, 1]), "statistics/2/0' is missing"),
     "one replica too few": (set_counts([1]), "statistics/1/0 belongs to no replica"),
-    "more replicas than there are": (set_counts([[]] * 4097), "4097 replicas"),
     "another file": (
         lambda m: m["files"].update({"../x": m["files"].pop("state.safetensors")}),
         "'state.safetensors'",
     ),
     "another step": (set_progress(step=8), "says step 8"),
-    "a step that is none": (set_progress(step="7"), "step is '7'"),
     "sums over nothing": (set_progress(examples=0), "over 0 examples"),
     "time that runs back": (set_progress(total_sec=-1.0), "are no finite numbers"),
     "a sum that is none": (set_progress(loss_sum=math.nan), "are no finite numbers"),
-    "a number beyond all": (set_progress(total_sec=10**400), "too large"),
     "an epoch of another number": (
         set_progress(history=[dataclasses.asdict(record(2, step=3))]), "do not follow one another",
     ),

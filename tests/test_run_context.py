@@ -227,8 +227,8 @@ def test_other_directories_links_and_those_of_other_users_stay(own_place, monkey
 @pytest.mark.parametrize("report", ["print('told', flush=True)", "time.sleep(60)"])
 def test_the_watchdog_ends_a_process_in_which_nothing_moves(report):
     body = (
-        "watchdog._REPORT_SEC = 0.5\nup()\n"
-        f"with watchdog.watch(1, lambda: {report}):\n time.sleep(60)"
+        "watchdog._REPORT_SEC = 0.1\nup()\n"
+        f"with watchdog.watch(2, lambda: {report}):\n time.sleep(60)"
     )
     with python(body) as (process, _):
         output, _ = process.communicate(timeout=30)

@@ -39,7 +39,7 @@ class Memory:
 
     def __init__(self, choose: random.Random):
         self._random = choose
-        config = Config.of(global_batch_size=64, recipe="d2l", epochs=1000, verify_every=1)
+        config = Config.of(global_batch_size=64, recipe="fast", epochs=1000, verify_every=1)
         data = generate_synthetic(num_train=128, num_test=70)
         self._spec = TrainingSpec(config, data)
         self._strategy = self._spec.build_strategy(Devices(CPUS[:REPLICAS], simulated=True))
