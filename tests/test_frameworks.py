@@ -1,4 +1,4 @@
-"""LeNet and ResNet-18 in PyTorch and JAX, where interpreters have them; their options and files."""
+"""LeNet in PyTorch and JAX, where interpreters have them; their options and files."""
 
 import dataclasses
 import importlib
@@ -15,7 +15,6 @@ from app.records.script_trace import load_trace
 from app.verification.recordings.trace_verification import given_tolerance, verify_against
 from conftest import ROOT
 from models.lenet import build_lenet
-from models.resnet import build_resnet18
 from recorders import lockstep_keras
 from trace_samples import about, write_trace
 
@@ -27,17 +26,6 @@ PROGRAMS = {
 LEARNING_RATE = 0.2
 
 
-def of_programs(*names):
-    """Marks a test of programs, of which those without an interpreter are skipped."""
-    found = []
-    for name in names:
-        variable = PROGRAMS[name][0]
-        reason = f"{variable} names no interpreter"
-        skip = pytest.mark.skipif(not os.environ.get(variable), reason=reason)
-        found.append(pytest.param(name, marks=[pytest.mark.slow, skip]))
-    return pytest.mark.parametrize("name", found)
-
-
 def run(name, *options):
     """Runs a program and returns the lines that it prints."""
     variable, program = PROGRAMS[name]
@@ -45,10 +33,6 @@ def run(name, *options):
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
-
-
-def scaled(network):
-    return keras.Sequential([keras.layers.Rescaling(1 / 255), network])
 
 
 @dataclasses.dataclass
@@ -76,7 +60,7 @@ def lenet(tmp_path_factory):
     arrays = {"images": images[:40], "labels": labels[:40], "order": order}
     test = {"test_images": images[40:], "test_labels": labels[40:]}
     np.savez(folder / "batches.npz", **arrays, **test)
-    model = scaled(network)
+    model = keras.Sequential([keras.layers.Rescaling(1 / 255), network])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = keras.optimizers.SGD(LEARNING_RATE)
     model.compile(optimizer, loss=loss, metrics=["accuracy"])
@@ -93,7 +77,14 @@ def lenet(tmp_path_factory):
     return Training(*files, folder / "keras.npz", weights, epochs)
 
 
-@of_programs(*PROGRAMS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(not os.environ.get(variable), reason=variable))
+        for name, (variable, _) in PROGRAMS.items()
+    ],
+)
 def test_the_same_training_from_given_weights_and_batches(lenet, tmp_path, name):
     """Then the same LeNet from each recorded state."""
     files = {kind: tmp_path / f"o.{kind}" for kind in ("json", "npz")} | {"w": tmp_path / "w.npz"}
@@ -121,61 +112,6 @@ def test_the_same_training_from_given_weights_and_batches(lenet, tmp_path, name)
     report = verify_against(first, load_trace(files["npz"]), {}, given_tolerance(None))
     assert report.findings == [] and report.skipped == ()
     assert report.stages["gradients"] == report.stages["update"] == "clean"
-
-
-@pytest.fixture(scope="module")
-def resnet(tmp_path_factory):
-    """Trains a step of ResNet-18 by hand on 1 and 2 replicas, whose statistics are averaged."""
-    folder = tmp_path_factory.mktemp("resnet")
-    generator = np.random.default_rng(0)
-    # Coarse images: the network has to see where in the image something is.
-    images = np.kron(generator.integers(0, 256, (10, 4, 4, 1)), np.ones((1, 7, 7, 1)))
-    images, labels = images.astype(np.uint8), generator.integers(0, 10, 10)
-    arrays = {"images": images, "labels": labels, "order": np.arange(8)[None, ::-1]}
-    np.savez(folder / "batches.npz", **arrays, test_images=images, test_labels=labels)
-    replicas = [build_resnet18(image_shape=(28, 28, 1), num_classes=10) for _ in range(2)]
-    start = {v.path: v.numpy() for v in replicas[0].variables}
-    for path, value in start.items():
-        if not path.endswith("kernel"):
-            spread = (0.5, 1.5) if path.endswith(("gamma", "variance")) else (-0.1, 0.1)
-            start[path] = generator.uniform(*spread, value.shape).astype(np.float32)
-    np.savez(folder / "start.npz", **start)
-    expected = {}
-    for num_replicas in (1, 2):
-        own, total = replicas[:num_replicas], None
-        for replica, rows in zip(own, np.split(np.arange(8)[::-1], num_replicas), strict=True):
-            for variable in replica.variables:
-                variable.assign(start[variable.path])
-            with tf.GradientTape() as tape:
-                logits = replica(images[rows] / np.float32(255), training=True)
-                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels[rows], logits)
-                loss = tf.reduce_sum(losses) / 8
-            gradients = tape.gradient(loss, replica.trainable_variables)
-            total = [a + b for a, b in zip(total, gradients, strict=True)] if total else gradients
-        means = [np.mean(v, axis=0) for v in zip(*(r.get_weights() for r in own), strict=True)]
-        final = {v.path: mean for v, mean in zip(own[0].variables, means, strict=True)}
-        for variable, gradient in zip(own[0].trainable_variables, total, strict=True):
-            final[variable.path] = final[variable.path] - LEARNING_RATE * gradient.numpy()
-        expected[num_replicas] = final
-    return Training(str(folder / "start.npz"), str(folder / "batches.npz"), None, expected, [])
-
-
-@of_programs(*PROGRAMS)
-def test_the_same_step_of_resnet18(resnet, tmp_path, name):
-    options = ["--model=resnet18", f"--start={resnet.start}", f"--batches={resnet.batches}"]
-    options += ["--global_batch_size=8", f"--learning_rate={LEARNING_RATE}", "--num_steps=1"]
-    lines = run(name, *options, f"--weights={tmp_path / 'w.npz'}")
-    assert lines == ["step 1"]
-    start, final = dict(np.load(resnet.start)), dict(np.load(tmp_path / "w.npz"))
-    expected = resnet.weights[1 if name == "jit" else 2]  # With jit, a batch is normalised as one.
-    assert final.keys() == expected.keys()
-    for variable, value in expected.items():
-        if variable.endswith("bias") and "logits" not in variable:
-            continue  # Before BatchNorm, its gradient is pure rounding.
-        # A rounded activation at ReLU's 0 changes gradients by up to 1e-2, but no statistic.
-        tolerance = 1e-4 if "moving" in variable else 0.05
-        error, change = np.linalg.norm(final[variable] - value), value - start[variable]
-        assert error < tolerance * np.linalg.norm(change), variable
 
 
 # --- Options and files ---------------------------------------------------------------------------

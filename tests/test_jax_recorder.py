@@ -51,6 +51,7 @@ def recorded(tmp_path_factory):
             check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stderr.count(" steps was recorded") == 1 and "none of 6" in done.stderr
         return folder, json.loads((folder / "results.json").read_text())
 
     return run

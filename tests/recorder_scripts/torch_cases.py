@@ -7,6 +7,7 @@
 import contextlib
 import json
 import os
+import shutil
 import sys
 
 import lockstep_torch
@@ -108,11 +109,13 @@ def case_replay():
         "first.npz": {},
         "again.npz": {"replay": "first.npz"},
         "permuted.npz": {"replay": "first.npz", "permute": 1},
+        "of_rank.npz": {"replay": "ranks.npz"},  # A recording of several processes.
     }.items():
         model = network()
         if path != "first.npz":
             nn.init.ones_(model[0].weight)  # The weights are those of the other trace.
         train(model, adamw(model), path, steps=[0, 1, 3], **options)
+        shutil.copy("first.npz", "ranks.rank0.npz")
     model = network(0.3)
     train(model, adamw(model), "random.npz", steps=3)
     torch.manual_seed(1)
