@@ -256,21 +256,6 @@ def patched(offset, form, value, save=np.savez, entry=2):
     return damage
 
 
-def outside(path):
-    """A place of 64 bits, too large to seek."""
-    content = write_trace(path).read_bytes()
-    place = content.find(b"PK\x01\x02")
-    at = place + 46 + struct.unpack_from("<H", content, place + 28)[0]
-    extra = struct.pack("<HHQ", 1, 8, 2**64 - 1)
-    content = bytearray(content[:at] + extra + content[at:])
-    struct.pack_into("<H", content, place + 30, len(extra))
-    struct.pack_into("<I", content, place + 42, 0xFFFFFFFF)
-    end = content.rindex(b"PK\x05\x06")
-    (size,) = struct.unpack_from("<I", content, end + 12)
-    struct.pack_into("<I", content, end + 12, size + len(extra))
-    path.write_bytes(content)
-
-
 def cut(keep):
     return lambda path: path.write_bytes(keep(write_trace(path).read_bytes()))
 
@@ -310,14 +295,11 @@ def text(content):
 
 NO_ROWS = "nor one of the values, indices and rows"
 ARCHIVES = {
-    "empty": (lambda path: path.write_bytes(b""), "is not a trace (it is no .npz file)"),
     "page": (lambda path: path.write_bytes(b"<html>" * 99), "is not a trace (it is no .npz file)"),
     "array": (saved(x=np.ones(3)), "has a member 'x.npy', which no trace has"),
     "no about": (saved(**{"1/before/0/0": np.ones(3)}), "is not a trace (it has no member 'about'"),
-    "cut early": (cut(lambda content: content[:100]), "is truncated or damaged"),
     "cut": (cut(lambda content: content[:-1]), "is truncated or damaged"),
     "parent": (also_named("../1/before/0/0.npy"), ", which no trace has"),
-    "zero": (also_named("01/before/0/0.npy"), ", which no trace has"),
     "digit": (also_named("1/before/0/٣.npy"), ", which no trace has"),
     "line": (also_named("1/before/0/0.npy\n"), ", which no trace has"),
     "twice": (also_named("1/before/0/0.npy"), "has the member '1/before/0/0.npy' twice"),
@@ -327,9 +309,7 @@ ARCHIVES = {
     "larger than the file": (patched(20, "<I", 2**31), "has members that are larger than the file"),
     "ratio": (patched(24, "<I", 2**31, np.savez_compressed), "would be more than 1,000 times as"),
     "long": (patched(24, "<I", 5000, np.savez_compressed), "has 5,000 of "),
-    "short": (patched(24, "<I", 150, np.savez_compressed), "has 150 of "),
     "place": (patched(42, "<I", 2**30), "outside of the file"),
-    "place of 64 bits": (outside, "outside of the file"),
     "other place": (patched(42, "<I", 3), "is not where the directory says"),
     "other name": (patched(42, "<I", 0), "has another name in the directory"),
     "bit": (flipped(np.savez), "'2/after/1/2.npy' is damaged (its CRC differs)"),
@@ -337,27 +317,18 @@ ARCHIVES = {
     "object": (members(**{"1/data/0/0": np.array([{}], object)}), "0/0.npy' has dtype '|O'"),
     "record": (members(**{"1/data/0/0": np.zeros(2, [("a", "<f4")])}), "is no plain array"),
     "big-endian": (members(**{"1/data/0/0": np.zeros(2, ">f4")}), "has dtype '>f4', which no"),
-    "texts": (members(**{"1/data/0/0": np.zeros(2, "U3")}), "has dtype '<U3'"),
     "code": (header("(__import__('os').getpid(),)"), "'1/data/0/0.npy' is no plain array"),
-    "negative": (header("(-1,)"), "is no plain array"),
     "fortran": (header(is_fortran="1"), "is no plain array"),
-    "brackets": (header("(" * 300), "is no plain array"),
     "no line": (header(end=", }"), "is no plain array"),
     "bytes": (header("(3,)"), "has 98 of 102 bytes"),
-    "large": (header("(1000000000000,)"), "has 98 of 4,000,000,000,090 bytes"),
     "impossible": (header("(0, 999999999999, 999999999999)"), "has an impossible shape"),
     "axes": (header(f"({'1, ' * 40})"), "has an impossible shape"),
     "format 2": (header(magic=b"\x93NUMPY\x02\x00"), "is no array in NumPy's format 1.0"),
-    "magic": (header(magic=b"\x93NUMPX\x01\x00"), "is no array in NumPy's format 1.0"),
     "header": (one_member(b"\x93NUMPY\x01\x00\xff\xff" + bytes(99)), "is no array in NumPy's"),
     "truth": (one_member(lambda old: old[:-1] + b"\x07"), "has truth values other than 0 and 1"),
-    "position 3": (members(**{"3/loss/0/0": np.ones(1)}), "'3/loss/0/0.npy', but 2 steps"),
     "position 0": (members(**{"0/loss/0/0": np.ones(1)}), "'0/loss/0/0.npy', but 2 steps"),
     "replica": (members(**{"1/loss/2/0": np.ones(1)}), "/loss/2/0.npy', but not that replica"),
     "gap": (members(**{"1/data/0/2": np.ones(1)}), "has no array 1/data/0/1, but later ones"),
-    "first gap": (
-        members(**{"1/loss/0/0": None, "1/loss/0/7": np.ones(1)}), "has no array 1/loss/0/0, but"
-    ),
     "variable": (members(**{"1/before/0/4": np.ones(1)}), "1/before/0/4, but 4 variables"),
     "gradient": (members(**{"2/clipped/0/3": np.ones(1)}), "2/clipped/0/3, but 3 gradients"),
     "shape": (
@@ -366,10 +337,7 @@ ARCHIVES = {
     "shape of a gradient": (members(**{"2/raw/1/0": np.ones((2, 3))}), "has shape (2, 3), and its"),
     "no rows": (members(**{"1/raw/0/2/rows": None}), NO_ROWS),
     "rows and whole": (members(**{"1/raw/0/2": np.ones((5, 2))}), NO_ROWS),
-    "rows of data": (members(**{"1/data/0/0": None, "1/data/0/0/rows": np.array(1)}), NO_ROWS),
     "count": (members(**{"1/raw/0/2/rows": np.array(6)}), "1/raw/0/2 has shape (6, 2)"),
-    "counts": (members(**{"1/raw/0/2/rows": np.array([5])}), "are no rows of a gradient"),
-    "real count": (members(**{"1/raw/0/2/rows": np.array(5.0)}), "are no rows of a gradient"),
     "real rows": (members(**{"1/raw/0/2/indices": np.ones(3)}), "are no rows of a gradient"),
     "few rows": (members(**{"1/raw/0/2/indices": np.array([4, 0])}), "has another length than"),
     "later row": (members(**{"1/raw/0/2/indices": np.array([0, 5, 1])}), "a row outside of 0 to 4"),
@@ -382,8 +350,6 @@ ARCHIVES = {
     "texts of about": (text([json.dumps(about())]), "has an 'about' that is not one text"),
     "no JSON": (text("{"), "has an 'about' that is not JSON text"),
     "digits": (text("9" * 5000), "has an 'about' that is not JSON text"),
-    "list": (text("[]"), "is not a trace (its format is a list of 0"),
-    "deep": (text("[" * 100_000), "has an 'about' that is nested too deeply"),
     "deep value": (
         text(json.dumps(about())[:-1] + ', "x": ' + "[" * 60 + "]" * 60 + "}"), "nested too deeply"
     ),
@@ -463,17 +429,14 @@ WRONG = [
     ({"replicas": [0, 0]}, "replicas of 'about' is a list of 2"),
     ({"replicas": [0, 2]}, "replicas[1] of 'about' is 2, must be a whole number from 0 to 1"),
     ({"replicas": []}, "replicas of 'about' is a list of 0"),
-    ({"replicas": [0, float("nan")]}, "replicas[1] of 'about' is nan"),
     ({"steps": []}, "steps of 'about' is a list of 0, must be at least one number"),
     ({"steps": [3, 3]}, "steps of 'about' is a list of 2, must be at least one"),
-    ({"steps": [-1, 0]}, "steps[0] of 'about' is -1"),
     ({"steps": None}, "steps of 'about' is missing, must be a list"),
     ({"framework": ""}, "framework of 'about' is '', must be a name"),
     ({"framework": "a\nb"}, r"has the text 'a\nb' in 'about'; names"),
     ({"framework": "x" * 3000}, "in 'about'; names and other texts must be printable"),
     ({"\x1b[31m": 1}, r"has the text '\x1b[31m'"),
     ({"versions": {"torch": 2}}, "versions.torch of 'about' is 2, must be a text"),
-    ({"versions": ["torch"]}, "versions of 'about' is a list of 1, must be an object"),
     ({"variables": ["a"]}, "variables[0] of 'about' is 'a', must be an object"),
     (variable(name=""), "variables[0].name of 'about' is '', must be a name"),
     (variable(kind="bias"), "variables[0].kind of 'about' is 'bias', must be one of weight,"),
@@ -482,9 +445,7 @@ WRONG = [
     (variable(name="dense/bias"), "has two variables named 'dense/bias'"),
     ({"gradients": ["m/kernel"]}, "names 'm/kernel' in 'gradients' of 'about', which is no"),
     ({"gradients": ["dense/bias"] * 2}, "gradients of 'about' is a list of 2, must be each weight"),
-    ({"gradients": [1]}, "gradients[0] of 'about' is 1"),
     ({"reduction": "average"}, "reduction of 'about' is 'average', must be one of ''"),
-    ({"order": "clip"}, "order of 'about' is 'clip', must be one of 'reduce"),
     ({"optimizer": "SGD"}, "optimizer of 'about' is 'SGD', must be an object"),
     ({"settings": []}, "settings of 'about' is a list of 0, must be one list of"),
     ({"settings": [{}, {}]}, "settings[0] of 'about' is an object, must be a list"),
@@ -493,11 +454,8 @@ WRONG = [
     (group(nesterov=1), "settings[0][0].nesterov of 'about' is 1, must be true or false"),
     (group(weights="all"), "settings[0][0].weights of 'about' is 'all', must be a list"),
     (group(weights=["x"]), "names 'x' in 'settings' of 'about', which is no weight"),
-    ({"layers": {}}, "layers of 'about' is an object, must be a list"),
     (layer(name=None), "layers[0].name of 'about' is missing, must be a text"),
     (layer(**{"class": 1}), "layers[0].class of 'about' is 1"),
-    (layer(weights=[1]), "layers[0].weights[0] of 'about'"),
-    ({"data_layout": 4}, "data_layout of 'about' is 4"),
     ({"permuted": "7"}, "permuted of 'about' is '7', must be a whole number"),
     ({"replayed": 1}, "replayed of 'about' is 1, must be a text"),
     ({"micro_batches": [1]}, "micro_batches of 'about' is a list of 1, must be one count for each"),

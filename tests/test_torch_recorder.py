@@ -354,17 +354,6 @@ def test_gradients_accumulated_without_synchronisation_are_sent_once(two):
     assert largest_difference(trace.kind("sums"), mean) < 1e-6
 
 
-@pytest.mark.slow
-@needs_torch
-def test_weights_unused_by_one_rank_have_sums_on_both(recorded):
-    trace = Trace(recorded("torch", "two")[0], "unused")
-    assert "b.weight" not in trace.kind("raw") and "b.weight" in trace.kind("raw", 0, 1)
-    np.testing.assert_array_equal(
-        trace.kind("sums")["b.weight"], trace.kind("raw", 0, 1)["b.weight"] / 2
-    )
-    assert sorted(trace.kind("sums")["a.weight/indices"].tolist()) == [0, 1, 5]
-
-
 def test_fsdp_is_recorded_without_raw_gradients(two):
     folder, results = two
     assert all(result["fsdp"] is True for result in results)

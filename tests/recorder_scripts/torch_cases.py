@@ -344,19 +344,6 @@ def case_no_sync():
             optimizer.step()
 
 
-def case_unused():
-    """Has a weight that one process does not use, and a sparse gradient."""
-    if not HAS_TORCH:
-        return
-    model = nn.ModuleDict({"a": nn.Embedding(10, 3, sparse=True), "b": nn.Linear(3, 3)})
-    model.forward = lambda x: model["b"](model["a"](x)) if dist.get_rank() else model["a"](x)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
-    with lockstep_torch.record("unused.npz", wrapped, optimizer, steps=1):
-        wrapped(torch.tensor([dist.get_rank(), 5])).sum().backward()
-        optimizer.step()
-
-
 def case_fsdp():
     bits = []
     for path, options in {
@@ -380,7 +367,7 @@ CASES = {
         *(case_sparse, case_bfloat16, case_skipped, case_accumulation, case_two_models),
         *(case_exception, case_nested, case_errors, case_compiled),
     ],
-    "two": [case_ddp, case_bypass, case_no_sync, case_unused, case_fsdp],
+    "two": [case_ddp, case_bypass, case_no_sync, case_fsdp],
 }
 
 
