@@ -590,6 +590,33 @@ def test_a_fault_is_named(tmp_path, tolerance, name):
     assert "; ".join(shown(report)) == expected
 
 
+ALL, KERNEL, BIAS = (0, 1, 2, 3), ("dense/kernel",), ("dense/bias",)
+PLACES = {
+    "same shard": (ALL, (0, 1), ()),
+    "broadcast": ((0,), (1,), KERNEL),
+    "seeds": (ALL, (0, 1), ("drop/seed",)),
+    "repeated": (ALL[1:], (0, 1), ()),
+    "bypassed": (ALL, (), KERNEL + BIAS),
+    "without the last": (ALL, (0, 1, 2), KERNEL + BIAS),
+    "clipped on one": (ALL, (0,), ()),
+    "clipped first": (ALL, (0, 1), ()),
+    "frozen": (ALL, (), BIAS),
+    "not finite": ((1,), (0,), ()),
+    "reshuffled": ((3,), (), ()),
+    "dropped": ((2, 3), (), ()),
+    "nesterov": (ALL, (), ()),
+    "flipped after": ((1,), (1,), KERNEL),
+    "local norm": (ALL, (1,), ("norm/moving_mean", "norm/moving_variance")),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_finding_names_steps_replicas_and_weights(tmp_path, tolerance, name):
+    first, second, _ = FAULTS[name]
+    found = compared(*pair(first, second), tmp_path, tolerance).findings[0]
+    assert (found.steps, found.replicas, found.tensors) == PLACES[name]
+
+
 def test_every_cause_has_a_remedy_and_is_found_above(one, tmp_path, monkeypatch):
     expected = {each.split(": ")[1].strip("*") for *_, text in FAULTS.values() if text
                 for each in text.split("; ")}  # fmt: skip
