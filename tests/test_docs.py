@@ -1,8 +1,7 @@
 """The pages: each command that they show is run, as written or on small data; what they quote.
 
-Commands for workers, frameworks and recordings are run by `test_local_workers`,
-`test_framework_strategies` and `test_port_check`; those that install software, or need GPUs, are
-only parsed.
+Commands for workers, frameworks and recordings are run by the tests of these; those that install
+software, or need GPUs, are only parsed.
 """
 
 import json

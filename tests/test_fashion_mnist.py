@@ -109,6 +109,27 @@ def test_files_in_tfds_downloads_are_found_and_damaged_ones_are_not_passed_over(
     assert not isinstance(refusal.value, DataMissingError)
 
 
+def test_what_tfds_has_prepared_comes_in_the_order_of_the_files(folder, tmp_path, monkeypatch):
+    """TFDS is replaced; it orders examples by a hash of their index."""
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core.hashing import Hasher
+
+    files = load(folder)
+
+    class Prepared:
+        def as_dataset(self, split, batch_size):
+            images, labels = getattr(files, f"{split}_images"), getattr(files, f"{split}_labels")
+            order = sorted(range(len(labels)), key=Hasher(split).hash_key)
+            return {"image": images[order], "label": labels[order].astype(np.int64)}
+
+    monkeypatch.setattr(tfds, "builder", lambda name, data_dir: Prepared())
+    monkeypatch.setattr(tfds, "as_numpy", lambda dataset: dataset)
+    prepared = tmp_path / "tfds" / "fashion_mnist" / "3.0.1"
+    prepared.mkdir(parents=True)
+    (prepared / "dataset_info.json").write_text("{}")
+    assert load(tmp_path / "tfds").sha256() == files.sha256()
+
+
 def test_the_connection_is_given_up():
     """A server that takes the connection and never answers."""
     import socket
