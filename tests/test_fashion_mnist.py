@@ -4,9 +4,11 @@
 """
 
 import gzip
+import http.server
 import os
 import pathlib
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -128,6 +130,16 @@ def test_what_tfds_has_prepared_comes_in_the_order_of_the_files(folder, tmp_path
     prepared.mkdir(parents=True)
     (prepared / "dataset_info.json").write_text("{}")
     assert load(tmp_path / "tfds").sha256() == files.sha256()
+
+
+def test_any_answer_of_the_server_is_a_connection():
+    handler = http.server.BaseHTTPRequestHandler  # Answers that it knows no method.
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        server.timeout = 30
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        data_sources.check_connection(f"http://127.0.0.1:{server.server_port}/")
+        thread.join(30)
 
 
 def test_the_connection_is_given_up():
