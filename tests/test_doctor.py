@@ -211,4 +211,5 @@ def test_tensorflow_that_cannot_be_loaded_is_a_finding(tmp_path):
     result = run_main("doctor", "--dataset=synthetic", env={"PYTHONPATH": paths})
     assert result.returncode == 6
     assert "TensorFlow cannot be loaded (GLIBCXX_9 missing)" in result.stderr
+    assert "✗ TensorFlow " in result.stdout
     assert "pip install -r " in result.stdout.splitlines()[-1]
