@@ -20,6 +20,10 @@ ALLOWED = (
     # Guards `sys.modules`, which all commands of a process share.
     "_SYS_MODULES_LOCK = threading.Lock()",
 )
+MUTATORS = {
+    "append", "extend", "insert", "remove", "pop", "clear", "sort", "update", "setdefault",
+    "popitem", "add", "discard",
+}  # fmt: skip
 LITERALS = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -40,11 +44,16 @@ def statements_at_import(node, in_class=False):
             yield from statements_at_import(child, in_class or isinstance(child, ast.ClassDef))
 
 
+def targets(assignment):
+    return getattr(assignment, "targets", None) or [assignment.target]
+
+
 def is_state(assignment, in_class):
     """Returns whether a module or a class is given something that is there to change."""
     value = assignment.value
-    target = getattr(assignment, "target", None) or assignment.targets[0]
-    name = getattr(target, "id", "A")  # An item of a registry is part of a constant.
+    name = getattr(
+        targets(assignment)[0], "id", "A"
+    )  # An item of a registry is part of a constant.
     is_constant = name.strip("_").isupper() or name.startswith("__")
     if isinstance(value, ast.Call):
         return last_name(value) in MUTABLE_CALLS
@@ -56,6 +65,17 @@ def module_state(source):
     """Returns what in a module can change while the program runs, as lines of it."""
     tree = ast.parse(source)
     found = [node for node, in_class in statements_at_import(tree) if is_state(node, in_class)]
+    held = {
+        getattr(n, "id", "")
+        for a, of_class in statements_at_import(tree)
+        if not of_class
+        for n in targets(a)
+    }
+    for node in (n for f in ast.walk(tree) if isinstance(f, FUNCTIONS) for n in ast.walk(f)):
+        is_item = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        is_call = isinstance(node, ast.Attribute) and node.attr in MUTATORS
+        if (is_item or is_call) and getattr(node.value, "id", None) in held:
+            found.append(node)
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             found.append(node)
@@ -78,6 +98,7 @@ def test_no_module_of_app_keeps_state():
         "_NUMBERS = itertools.count()", "_lock = threading.Lock()", "def f():\n    global x",
         "@functools.cache\ndef f(): pass", "@functools.lru_cache(3)\ndef f(): pass",
         "atexit.register(f)", "class A:\n    seen = []", "if x:\n    _kept = {}",
+        "_SEEN = {}\ndef f():\n    _SEEN['x'] = 1", "_ALL = [1]\ndef f():\n    _ALL.append(2)",
         "_log = logging.getLogger('x')", "_x: ContextVar = ContextVar('x')",
     ],
 )  # fmt: skip

@@ -1,9 +1,8 @@
 """Disturbs small trainings of each strategy at random moments and resumes them.
 
 Each cycle starts the same command again and disturbs it: a signal, a kill or an error at a file
-operation, a damaged checkpoint, a limit of memory, a second start. Exit code, last line,
-checkpoints and processes are checked each time; a finished training has the weights of an
-undisturbed one.
+operation, a damaged checkpoint, a limit of memory. Exit code, last line, checkpoints and processes
+are checked each time; a finished training has the weights of an undisturbed one.
 """
 
 import collections
@@ -68,10 +67,10 @@ class Site:
         """The current run directory."""
         return self._folder / f"run {self.laps}"
 
-    def start(self, *words: str, prefix: Sequence[str] = MAIN, name: str = "output") -> Program:
+    def start(self, *words: str, prefix: Sequence[str] = MAIN) -> Program:
         """Starts the training in the run directory."""
         command = [*prefix, *self.words, f"--out={self.run_dir}", *words]
-        return Program(command, self._folder / f"{name}.txt", self._environment)
+        return Program(command, self._folder / "output.txt", self._environment)
 
     def wait_for_moment(self, program: Program) -> None:
         """Waits until a random moment of the training, or its end."""
@@ -137,22 +136,6 @@ def _memory_limit(site: Site) -> Ended:
     return program, f"{mib} MiB of address space", expected
 
 
-def _two_at_once(site: Site) -> Ended:
-    """Starts the training twice; one is refused and names the other."""
-    first = site.start()
-    time.sleep(site.random.uniform(0, 0.5))
-    second = site.start(name="second")
-    pids = {first.process.pid, second.process.pid}
-    codes = first.wait(), second.wait()
-    check(0 in codes and set(codes) <= {0, 5}, f"two at once: codes {codes}\n{second.text()}")
-    for program, code in ((first, codes[0]), (second, codes[1])):
-        check_output(program, code)
-        others = pids - {program.process.pid}
-        named = any(f"process {pid};" in program.text() for pid in others)
-        check(code == 0 or named or site.strategy == "multi_worker", program.last_line())
-    return first, f"two at once: codes {codes}", (0, 5)
-
-
 def _killed_worker(site: Site) -> Ended:
     """Kills a process that the training has started; the starter of workers restarts them."""
     program = site.start()
@@ -177,7 +160,6 @@ KINDS: dict[str, Callable[[Site], Ended]] = {
     "damaged checkpoint": _damaged,
     "SIGSTOP": _suspended,
     "memory limit": _memory_limit,
-    "two at once": _two_at_once,
     "worker killed": _killed_worker,
 }
 _OF_WORKERS = ("SIGKILL", "SIGTERM", "SIGINT", "second signal", "damaged checkpoint")
