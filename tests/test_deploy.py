@@ -102,6 +102,17 @@ def test_parts_of_the_manifest_and_the_image_belong_together():
     assert f"--tag {WORKER['image']} " in DOCKERFILE
 
 
+def test_a_pod_may_do_no_more_than_it_has_to():
+    assert POD["securityContext"]["runAsNonRoot"] is True
+    assert POD["automountServiceAccountToken"] is False
+    assert KINDS["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress"]
+    assert WORKER["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
 def test_final_exit_codes_fail_the_job_and_others_do_not():
     assert len(final_codes()) > 5
     rules = JOB["podFailurePolicy"]["rules"]
