@@ -198,9 +198,12 @@ def test_what_a_killed_run_left_is_removed_and_nothing_of_others(tmp_path):
     assert names(tmp_path / "checkpoints") == set()
 
 
-@pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
-def test_the_directory_of_something_else_is_left_alone(tmp_path, name):
-    (tmp_path / name).write_text('{"important": true}')
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("thesis.tex", "{}"), ("config.json", "{}"), ("config.json", "[" * 99_999)],
+)
+def test_the_directory_of_something_else_is_left_alone(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
     with pytest.raises(OutputError, match="files that this program did not write"):
         start(tmp_path, {}, overwrite=True)
     assert names(tmp_path) == {name}
