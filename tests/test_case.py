@@ -3,7 +3,6 @@
 import itertools
 import json
 import pathlib
-import re
 import sys
 import textwrap
 import types
@@ -20,7 +19,9 @@ from app.training.case_file import CaseFile
 from app.verification.case_phases import CaseData
 from app.verification.case_training import CaseTraining
 from conftest import CPUS, run_main
+from in_process import run_here
 from recorders.lockstep_keras import Recording
+from small_models import mirrored
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -54,22 +55,13 @@ def write(tmp_path):
     return write
 
 
-def load(path):
-    return CaseFile(path)
-
-
 # Options
 
 
-def test_a_case_runs_on_one_device_and_under_fit(write):
-    config = Config.of("verify", case=str(write(MODEL + DATA)))
-    assert config.distribution.strategies == ("single", "keras_fit")
-    assert Config.of("verify").strategies == ("single", "manual", "mirrored")
-
-
-def test_a_case_may_name_its_model(write):
+def test_options_of_a_case(write):
     path = write(MODEL + DATA)
     config = Config.of("verify", case=f"{path}:other")
+    assert config.distribution.strategies == ("single", "keras_fit")
     assert config.verification.case_path == path and config.verification.case_function == "other"
 
 
@@ -78,12 +70,8 @@ def test_a_case_may_name_its_model(write):
     [
         ({"recipe": "fast"}, "--recipe has no part in --case"),
         ({"inject": "same_shard"}, "--inject has no part in --case"),
-        (
-            {"strategies": ("manual",)},
-            "--strategies=manual does not run a case; use --strategies=",
-        ),
+        ({"strategies": ("manual",)}, "--strategies=manual does not run a case"),
         ({"case": "/nonexistent/case.py"}, "there is no file /nonexistent/case.py"),
-        ({"case": __file__.replace(".py", ".txt")}, "there is no file"),
     ],
 )
 def test_options_that_a_case_refuses(options, message):
@@ -111,7 +99,7 @@ def test_fit_needs_a_case():
 )
 def test_a_file_that_is_no_case(write, text, message):
     with pytest.raises(ConfigError, match=message):
-        load(write(text))
+        CaseFile(write(text))
 
 
 @pytest.mark.parametrize(
@@ -124,13 +112,13 @@ def test_a_file_that_is_no_case(write, text, message):
     ],
 )
 def test_a_function_that_returns_no_model(write, body, message):
-    case = load(write(DATA + f"\ndef model():\n    {body}\n"))
+    case = CaseFile(write(DATA + f"\ndef model():\n    {body}\n"))
     with pytest.raises(ConfigError, match=message):
         case.build_model()
 
 
 def test_a_data_function_has_to_return_a_data_set(write):
-    case = load(write(MODEL + "\ndef data(n):\n    return [n]\n"))
+    case = CaseFile(write(MODEL + "\ndef data(n):\n    return [n]\n"))
     with pytest.raises(ConfigError, match=r"data\(\) must return a tf.data.Dataset, got list"):
         case.create_data(4)
 
@@ -141,7 +129,7 @@ def test_modules_beside_the_case_come_first_whatever_they_are_called(write):
 
     write("WIDTH = 5\n", "models/__init__.py")
     write("def width():\n    from models import WIDTH\n    return WIDTH\n", "app.py")
-    case = load(
+    case = CaseFile(
         write(
             """
             import keras
@@ -170,7 +158,7 @@ def test_modules_that_make_up_their_attributes_are_left_alone(write, monkeypatch
 
     monkeypatch.setitem(sys.modules, "lazy_module_of_a_test", Lazy("lazy_module_of_a_test"))
     monkeypatch.setitem(sys.modules, "no_module_at_all", 3)
-    assert load(write(MODEL + DATA)).build_model().built
+    assert CaseFile(write(MODEL + DATA)).build_model().built
 
 
 # Where it is looked at
@@ -179,7 +167,7 @@ def test_modules_that_make_up_their_attributes_are_left_alone(write, monkeypatch
 def case_data(write, body, *, size=4, steps=2):
     own = DATA.replace("def data(", "def given(")
     text = f"{MODEL}{own}\ndef data(n):\n    {body.replace('data(', 'given(')}\n"
-    return CaseData(load(write(text)), size, steps)
+    return CaseData(CaseFile(write(text)), size, steps)
 
 
 def test_the_places_of_a_data_set_with_a_short_last_batch(write):
@@ -245,35 +233,27 @@ def test_a_generator_s_batches_are_counted(write):
 
 
 @pytest.mark.parametrize(
-    "body, message",
+    "body, error, message",
     [
-        ("return data(n).take(0)", "has no batch"),
-        ("return data(n).map(lambda x, y: (x + tf.random.uniform([]), y))", "batch 1 differs"),
-        ("return data(10).unbatch().shuffle(10).batch(n)", "give shuffle"),
+        ("data(n).take(0)", DataError, "has no batch"),
+        ("data(n).map(lambda x, y: (x + tf.random.uniform([]), y))", DataError, "batch 1 differs"),
+        ("data(10).unbatch().shuffle(10).batch(n)", DataError, "give shuffle"),
+        ("data(n).unbatch()", DataError, r"batch 1 has parts of shapes .*; call batch"),
+        ("data(n).map(lambda x, y: (x, y[0, 0]))", DataError, "batch 1 has parts of shapes"),
+        (
+            "data(n).map(lambda x, y: (tf.RaggedTensor.from_tensor(x), y))", ConfigError,
+            r"my_case.py:\d+: data\(\) returns a RaggedTensor in its batches",
+        ),
+        ("data(n).map(lambda x, y: (tf.sparse.from_dense(x), y))", ConfigError, "a SparseTensor"),
+        (
+            "data(n).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, 'bad'), y))",
+            ConfigError, "InvalidArgumentError",
+        ),
     ],
-)
-def test_data_that_cannot_be_verified(write, body, message):
+)  # fmt: skip
+def test_data_that_cannot_be_verified(write, body, error, message):
     tf.random.set_seed(None)
-    with pytest.raises(DataError, match=message):
-        case_data(write, body)
-
-
-@pytest.mark.parametrize(
-    ("body", "kind"),
-    [
-        ("return data(n).map(lambda x, y: (tf.RaggedTensor.from_tensor(x), y))", "RaggedTensor"),
-        ("return data(n).map(lambda x, y: (tf.sparse.from_dense(x), y))", "SparseTensor"),
-    ],
-)
-def test_data_that_are_not_dense(write, body, kind):
-    message = rf"my_case.py:\d+: data\(\) returns a {kind} in its batches; return dense tensors"
-    with pytest.raises(ConfigError, match=message):
-        case_data(write, body)
-
-
-@pytest.mark.parametrize("body", ["data(n).unbatch()", "data(n).map(lambda x, y: (x, y[0, 0]))"])
-def test_data_without_one_number_of_examples(write, body):
-    with pytest.raises(DataError, match=r"batch 1 has parts of shapes .*; call batch"):
+    with pytest.raises(error, match=message):
         case_data(write, f"return {body}")
 
 
@@ -288,19 +268,13 @@ def test_strings_and_none_are_data_too(write):
     assert len(first.passes) == 1 and first.passes[0][0][0].dtype.kind == "S"
 
 
-def test_an_error_in_the_data_names_the_line(write):
-    body = "return data(n).map(lambda x, y: (tf.debugging.check_numerics(x / 0.0, 'bad'), y))"
-    with pytest.raises(ConfigError, match="InvalidArgumentError"):
-        case_data(write, body)
-
-
 # What a user sees
 
 
 @pytest.mark.parametrize("is_restored", [True, False])
 def test_a_state_that_is_not_restored_is_named(write, monkeypatch, is_restored):
     path = write(MODEL + DATA)
-    case, config = load(path), Config.of("verify", case=str(path), global_batch_size=4)
+    case, config = CaseFile(path), Config.of("verify", case=str(path), global_batch_size=4)
     data = CaseData(case, 4, 2)
     training = CaseTraining(case, data, config, Devices(CPUS[:1], simulated=False), "single")
     training.record(data.phases(1)[0])
@@ -311,110 +285,114 @@ def test_a_state_that_is_not_restored_is_named(write, monkeypatch, is_restored):
     assert {name.rpartition("/")[2] for name in differing} == (set() if is_restored else names)
 
 
-def verify(out, *arguments):
-    result = run_main("verify", "--device=cpu", "--steps=2", f"--out={out}", *arguments)
-    record = out / "verify.json"
-    found = json.loads(record.read_text()) if record.exists() else None
-    return result, found
+@pytest.fixture(autouse=True)
+def _few_graphs():
+    """Not counted here: `verify` records four trainings for each strategy."""
 
 
-@pytest.mark.e2e
-def test_faults_are_named_with_remedy_and_exit_code(tmp_path):
-    case = EXAMPLES / "case_fit.py"
-    out = tmp_path / "run"
-    result, record = verify(out, f"--case={case}", "--num_devices=2", "--keep_traces")
+@pytest.fixture
+def verify(monkeypatch, tmp_path):
+    """Verifies a case in this process; returns the result, and what `verify.json` says."""
+    strategies = {num: mirrored(num) for num in (1, 2, 3)}
+    monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda names: strategies[len(names)])
+
+    def verify(case, *arguments):
+        options = f"--case={case}", f"--out={tmp_path / 'run'}", "--device=cpu", "--steps=2"
+        result = run_here("verify", *options, "--num_devices=2", *arguments)
+        record = tmp_path / "run/verify.json"
+        return result, json.loads(record.read_text()) if record.exists() else None
+
+    return verify
+
+
+def test_faults_are_named_with_remedy_and_exit_code(write, verify, tmp_path):
+    case = write(MODEL.replace('"sgd"', "keras.optimizers.SGD(clipnorm=0.1)") + DATA)
+    arguments = "--keep_traces", "--global_batch_size=4", "--strategies=keras_fit"
+    result, record = verify(case, *arguments)
     assert result.returncode == 9, result.stdout + result.stderr
+    out = tmp_path / "run"
     verdict = (
-        "keras_fit is not the training that case_fit.py defines on one device: same random numbers,"
-        " clipped before the sum"
+        "keras_fit is not the training that my_case.py defines on one device: clipped before the"
+        " sum"
     )
-    assert result.stderr.splitlines()[-1] == f"error: {verdict}; see {out}/report.html"
     lines = [line for line in result.stdout.splitlines() if not line.startswith("verifying")]
-    assert lines[0].startswith("single is the training that case_fit.py defines on one device:")
-    assert lines[1] == verdict
-    assert lines[-1].startswith(f"open {out}/report.html ")
-    for name in ("verify.json", "report.html"):
-        assert name in lines[-2] and (out / name).exists()
+    assert lines[0] == verdict and lines[-1].startswith(f"open {out}/report.html ")
     assert verdict in (out / "report.html").read_text(encoding="utf-8")
-    assert record["strategies"]["single"]["findings"] == []
-    findings = record["strategies"]["keras_fit"]["findings"]
-    assert [(f["stage"], f["cause"]) for f in findings] == [
-        ("random numbers", "same_random_numbers"), ("clipping", "clipped_before_the_sum")
-    ]  # fmt: skip
-    assert "clipnorm=0.1" in findings[1]["text"]
-    assert re.search(r"^  remedy +clip after the sum", result.stdout, re.MULTILINE)
-    stages = record["strategies"]["keras_fit"]["stages"]
-    assert stages["gradients"] == stages["update"] == stages["evaluation"] == "clean"
-    assert {*findings[0]} == {
+    (finding,) = record["strategies"]["keras_fit"]["findings"]
+    assert (finding["stage"], finding["cause"]) == ("clipping", "clipped_before_the_sum")
+    assert {*finding} == {
         "stage", "status", "cause", "text", "remedy", "steps", "replicas", "tensors", "distance",
         "allowed",
     }  # fmt: skip
-    for strategy in ("single", "keras_fit"):
-        assert len(list((tmp_path / "run/traces" / strategy).iterdir())) == 4
-        recording = Recording.load(tmp_path / f"run/traces/{strategy}/1-first.npz")
-        assert len(recording.steps) == 2
+    assert "clipnorm=0.1" in finding["text"] and f"remedy      {finding['remedy'][:9]}" in str(
+        lines
+    )
+    stages = record["strategies"]["keras_fit"]["stages"]
+    assert stages["gradients"] == stages["update"] == stages["evaluation"] == "clean"
+    traces = sorted((out / "traces/keras_fit").iterdir())
+    assert len(traces) == 4 and len(Recording.load(traces[0]).steps) == 2
 
 
-@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "text, arguments, code, line",
+    [
+        (MODEL + "\nraise ValueError('no')\n" + DATA, (), 2, "my_case.py:9: while it was imported"),
+        (
+            MODEL + DATA, ("--num_devices=3", "--strategies=keras_fit"), 2,
+            "use --global_batch_size=3",
+        ),
+        (MODEL.replace("(3,)", "(5,)") + DATA, (), 2, "while the model was called"),
+        (MODEL + DATA.replace(".batch(", ".take(0).batch("), (), 3, "data() has no batch"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(write, verify, text, arguments, code, line):
+    result, _ = verify(write(text), "--global_batch_size=4", *arguments)
+    assert result.returncode == code and "Traceback" not in result.stderr
+    assert line in result.stderr.strip().splitlines()[-1]
+
+
 @pytest.mark.slow
-def test_kept_recordings_are_those_of_the_last_run(write, tmp_path):
+def test_kept_recordings_are_those_of_the_last_run(write, verify, tmp_path):
     case, out = write(MODEL + DATA), tmp_path / "run"
     for kept in (3, 0):  # The last batch is one of the first steps.
         result, _ = verify(
-            out, f"--case={case}", "--strategies=single", "--overwrite",
-            *(["--keep_traces"] if kept else []),
-        )  # fmt: skip
+            case, "--strategies=single", "--overwrite", *(["--keep_traces"] if kept else [])
+        )
         assert result.returncode == 0, result.stdout + result.stderr
         assert len(list(out.glob("traces/single/*.npz"))) == kept
         assert not [path for path in out.iterdir() if "traces" in path.name] or kept
 
 
-@pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "file, causes, code",
+    "file, causes",
     [
-        ("case_train_step.py", {"scalar_loss_not_divided"}, 9),
-        ("case_train_step.py:corrected", set(), 0),
-        ("case_two_inputs.py", {"weighted_mean_of_means", "other_evaluation"}, 9),
-        ("case_two_inputs.py:corrected", set(), 0),
-        ("case_minimal.py", set(), 0),
+        ("case_train_step.py", {"scalar_loss_not_divided"}),
+        ("case_train_step.py:corrected", set()),
+        ("case_two_inputs.py", {"weighted_mean_of_means", "other_evaluation"}),
+        ("case_two_inputs.py:corrected", set()),
+        ("case_minimal.py", set()),
     ],
 )
-def test_the_examples(tmp_path, file, causes, code):
-    result, record = verify(tmp_path / "run", f"--case={EXAMPLES}/{file}", "--num_devices=2")
-    assert result.returncode == code, result.stdout + result.stderr
+def test_the_examples(verify, file, causes):
+    result, record = verify(EXAMPLES / file)
+    assert result.returncode == (9 if causes else 0), result.stdout + result.stderr
     found = record["strategies"]["keras_fit"]["findings"]
     assert {finding["cause"] for finding in found} == causes
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "text, arguments, code, line",
-    [
-        (
-            MODEL + "\nraise ValueError('no')\n" + DATA,
-            (),
-            2,
-            "my_case.py:9: while it was imported",
-        ),
-        (
-            MODEL + DATA,
-            ("--num_devices=3", "--global_batch_size=4"),
-            2,
-            "use --global_batch_size=3",
-        ),
-        (MODEL.replace("(3,)", "(5,)") + DATA, (), 2, "while the model was called"),
-        (MODEL + DATA.replace(".batch(", ".take(0).batch("), (), 3, "data() has no batch"),
-    ],
-)
-def test_bad_input_is_one_line(write, tmp_path, text, arguments, code, line):
-    case = write(text)
-    arguments = (f"--case={case}", *(arguments or ("--num_devices=2", "--global_batch_size=4")))
-    result, _ = verify(tmp_path / "run", *arguments)
-    assert result.returncode == code and "Traceback" not in result.stderr
-    assert line in result.stderr.strip().splitlines()[-1]
+def test_a_process_ends_with_the_verdict_and_its_code(tmp_path):
+    out = tmp_path / "run"
+    result = run_main(
+        "verify", f"--case={EXAMPLES / 'case_fit.py'}", "--device=cpu", "--num_devices=2",
+        "--steps=2", f"--out={out}", "--strategies=keras_fit",
+    )  # fmt: skip
+    assert result.returncode == 9, result.stdout + result.stderr
+    causes = "same random numbers, clipped before the sum"
+    end = f"error: keras_fit is not the training that case_fit.py defines on one device: {causes}"
+    assert result.stderr.splitlines()[-1] == f"{end}; see {out}/report.html"
 
 
 OWN_STEP = """
@@ -458,7 +436,6 @@ def data(global_batch_size):
 """
 
 
-@pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text, cause, step",
@@ -481,12 +458,8 @@ def data(global_batch_size):
         ),
     ],
 )
-def test_a_fault_of_one_place_is_found_by_the_default_command(write, tmp_path, text, cause, step):
-    case = write(text)
-    result, record = verify(
-        tmp_path / "run", f"--case={case}", "--num_devices=2", "--global_batch_size=12",
-        "--strategies=keras_fit",
-    )  # fmt: skip
+def test_a_fault_of_one_place_is_found(write, verify, text, cause, step):
+    result, record = verify(write(text), "--global_batch_size=12", "--strategies=keras_fit")
     assert result.returncode == 9, result.stdout + result.stderr
     (finding,) = record["strategies"]["keras_fit"]["findings"]
     assert (finding["cause"], finding["steps"]) == (cause, [step])
