@@ -101,7 +101,6 @@ class Script:
     sums_loss: bool = False  # Instead of the mean over the examples.
     weighted: bool = True  # Replicas are weighted by their examples, as is correct.
     update: Callable | None = None
-    kinds: Sequence[str] = ("data", "loss", "raw", "sums", "clipped", "before", "after")
     edit: Callable = lambda script: None  # Changes the arrays of the recording.
     renamed: dict[str, str] = dataclasses.field(default_factory=dict)  # In the description.
 
@@ -186,7 +185,7 @@ class Script:
     def _keep(self, step: int, kind: str, per_replica: Sequence[Arrays]) -> None:
         position = list(self.steps).index(step) + 1
         for replica, arrays in enumerate(per_replica):
-            if kind not in self.kinds or (kind == "sums" and self.reduce is None):
+            if kind == "sums" and self.reduce is None:
                 continue
             for index, array in enumerate(arrays):
                 self.arrays[f"{position}/{kind}/{replica}/{index}"] = np.array(array)
