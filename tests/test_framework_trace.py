@@ -9,12 +9,16 @@ import pytest
 from app.data.input_pipeline import epoch_order, train_dataset
 from app.records.script_trace import load_trace
 from app.runtime.errors import DataError
-from app.verification.frameworks.framework_recording import findings_of
+from app.verification.frameworks import framework_recording
+from app.verification.frameworks.framework_files import TrainingFiles
+from app.verification.frameworks.framework_recording import FrameworkRecorder, findings_of
 from app.verification.frameworks.framework_trace import convert_trace
 from app.verification.frameworks.image_labels import ImageLabels
+from app.verification.recorded import Recorded
 from app.verification.recorder import Recorder
 from app.verification.trace import Trace
 from conftest import CPUS
+from in_process import parse_here
 from small_models import deep_norm_network, seeded
 from strategies.manual import ManualStrategy
 
@@ -230,3 +234,46 @@ def test_a_recording_says_what_is_wrong_with_it(recorded, tmp_path):
         recording.members[name] = recording.members[name.replace("/sums/", "/raw/")]
     causes = [found.cause for found in findings_of(recording.write(tmp_path / "raw.npz"))]
     assert causes[0] == "not_all_reduced"
+
+
+def test_a_program_is_recorded_as_a_strategy_and_its_own_files_are_removed(
+    recorded, tmp_path, monkeypatch
+):
+    trace, batches, _ = recorded
+    start, arrays = tmp_path / "start.npz", tmp_path / "batches.npz"
+    names = [*trace.tensors(0, "weights"), *trace.tensors(0, "own statistics")]
+    np.savez(start, **dict.fromkeys(names, np.zeros(1)))
+    images, labels = (np.concatenate(part) for part in zip(*batches, strict=True))
+    order = np.arange(len(labels))[::-1]
+    np.savez(arrays, images=images[::-1], labels=labels[::-1], order=order[None])
+    split = (1, 1, 1, False, [1], False)
+    common = Recorded(["CPU"], *split, "data", "", 0.1, 40, True, False, None, [], {})
+    files = TrainingFiles(start, arrays, common, steps_per_epoch=2)
+    given = []
+
+    def run_program(name, python, config, rate, paths, *flags, num_replicas, on_line):
+        given.extend([name, python, rate, num_replicas, *flags])
+        on_line("step 1")
+        on_line("a line")
+        Recording(trace, batches).write(paths["trace"])
+
+    monkeypatch.setattr(framework_recording, "call_in_child_process", lambda *a, **o: files)
+    monkeypatch.setattr(framework_recording, "run_program", run_program)
+    config = parse_here(
+        *("verify", "--strategies=single,torch_ddp", "--steps=2", f"--global_batch_size={SIZE}"),
+        *("--num_devices=2", "--device=cpu", "--model=resnet18"),
+    )
+    recorder, messages = FrameworkRecorder(config, {"torch_ddp": "py"}, tmp_path), []
+    found = recorder.record("torch_ddp", tmp_path / "trace", messages.append)
+    assert messages == [("step", 1)]
+    steps = ["--epochs=1", "--num_steps=2", "--recorded_steps=2"]
+    assert given == ["torch_ddp", "py", 0.1, 2, *steps]
+    assert (found.num_replicas, found.num_copies, found.shard_weights) == (2, 2, [1, 1])
+    assert found.own_findings == [] and found.simulated_devices and not found.syncs_batch_norm
+    converted = Trace(tmp_path / "trace")
+    for step in (1, 2):
+        for replica in (0, 1):
+            a, b = (t.read(step, "examples", replica, "examples") for t in (trace, converted))
+            np.testing.assert_array_equal(a, b)
+    recorder.remove_files()
+    assert [path.name for path in tmp_path.iterdir()] == ["trace"]
