@@ -19,15 +19,6 @@ from conftest import run_ok
 from in_process import run_here, run_here_ok
 from performance_samples import make_sample
 
-# How a command is run, and how large its model is: inside this process a dense layer.
-in_each_way = pytest.mark.parametrize(
-    ("run", "num_parameters"),
-    [
-        pytest.param(run_here_ok, 7_850, marks=pytest.mark.e2e, id="here"),
-        pytest.param(run_ok, 129_068, marks=pytest.mark.slow, id="processes"),
-    ],
-)
-
 
 def test_cases_are_all_combinations_and_single_has_one_device():
     config = Config.of(
@@ -81,12 +72,11 @@ def test_the_record_and_the_figure_have_every_case(tmp_path, monkeypatch):
     assert (tmp_path / "benchmark.png").exists()
 
 
-@in_each_way
-def test_a_benchmark_measures_every_case_in_every_round(
-    small_data, small_lenet, tmp_path, run, num_parameters
-):
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_a_benchmark_measures_every_case_in_every_round(small_data, tmp_path):
     out = tmp_path / "bench"
-    result = run(
+    result = run_ok(
         "benchmark", "--strategies=single,manual", "--num_devices=2", "--repeats=2",
         "--global_batch_size=50", f"--out={out}", f"--data_dir={small_data}",
         "--allow_unverified_data",
@@ -95,14 +85,9 @@ def test_a_benchmark_measures_every_case_in_every_round(
     assert [p["strategy"] for p in record["cases"]] == ["single", "manual"]
     for case in record["cases"]:
         assert len(case["blocks"]) == 2
-        assert all(block["sec"] > 0 and block["tracings"] == 0 for block in case["blocks"])
         assert case["peak_memory_bytes"] > 1 << 27
     assert [c["axis"] for c in record["comparisons"]] == ["strong scaling"]
     assert "fewer than 5 rounds" in result.stdout and "timing is not scaling" in result.stderr
-    assert {path.name for path in out.iterdir()} >= {"benchmark.png", "benchmark.svg", "log.txt"}
-    assert "images/s" in (out / "report.html").read_text(encoding="utf-8")
-    refused = run_here("train", f"--out={out}", "--num_devices=2")
-    assert refused.returncode == 4
 
 
 @pytest.mark.e2e
@@ -113,7 +98,13 @@ def test_a_breakdown_leaves_one_part_out_at_a_time(small_data, small_lenet, tmp_
         "--repeats=2", "--global_batch_size=50", f"--out={out}", f"--data_dir={small_data}",
         "--allow_unverified_data",
     )  # fmt: skip
-    (manual,) = json.loads((out / "benchmark.json").read_text())["breakdowns"]
+    record = json.loads((out / "benchmark.json").read_text())
+    (manual,) = record["breakdowns"]
+    for case in record["cases"]:
+        assert len(case["blocks"]) == 2
+        assert all(block["sec"] > 0 and block["tracings"] == 0 for block in case["blocks"])
+    assert {path.name for path in out.iterdir()} >= {"benchmark.png", "benchmark.svg", "log.txt"}
+    assert run_here("train", f"--out={out}", "--num_devices=2").returncode == 4
     names = ["compute", "all-reduce", "input", "everything else"]
     assert [part["name"] for part in manual["parts"]] == names
     assert sum(part["share"]["value"] for part in manual["parts"]) == pytest.approx(1)
