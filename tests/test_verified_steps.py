@@ -28,6 +28,7 @@ from app.verification.split import Split
 from app.verification.step_checker import StepChecker
 from app.verification.step_verifier import create_step_verifier
 from app.verification.trace import Trace
+from app.verification.trace_checker import TraceChecker
 from app.verification.trace_gather import gather_trace
 from conftest import CPUS
 from failing_steps import InjectedError, after_step
@@ -208,6 +209,9 @@ def recorded_steps(verified, steps_per_epoch, num_steps):
         count = verified.num_steps_before_next(progress)
         due = [n for n in range(1, count + 1) if verified.is_due(progress, steps_ahead=n)]
         assert not due or (due, count) == ([1], 1)
+        # The step before is a call of its own, too: the state before it is kept.
+        ahead = [n for n in range(1, count + 1) if verified.is_due(progress, steps_ahead=n + 1)]
+        assert not ahead or count == 1
         found += [progress.step + n for n in due]
         step = progress.step + count
         progress = dataclasses.replace(
@@ -316,18 +320,22 @@ class Steps:
     def __init__(self, folder):
         self.spec = TrainingSpec(config_of(model="resnet18"), dataset())
         self.reference = Reference.of(self.spec, "float32")
+        self.arrays = self.record(folder)
+        self.checker = StepChecker(self.spec, "manual", 2)
+
+    def record(self, folder):
+        """Trains three steps; returns their arrays, and those of three copies of the weights."""
         batches = [self.spec.batch(position) for position in range(3)]
         train_shard_by_shard(self.reference, batches, shard_weights=[1, 1, 1], path=folder / "t")
         with Trace(folder / "t") as trace:
             arrays = read_all(trace)
         shared = ("sums", "slots", "weights")
-        self.arrays = {key: 3 * held if key[1] in shared else held for key, held in arrays.items()}
-        self.checker = StepChecker(self.spec, "manual", 2)
+        return {key: 3 * held if key[1] in shared else held for key, held in arrays.items()}
 
-    def find(self, step, *, checker=None, **changes):
+    def find(self, step, *, checker=None, arrays=None, **changes):
         """Returns what a checker finds in a step with some of its arrays changed."""
         trace = MemoryTrace(step, Split(3, 3, 3))
-        for (at, kind), per_item in self.arrays.items():
+        for (at, kind), per_item in (arrays or self.arrays).items():
             if at in (step - 1, step):
                 change = changes.get(f"{kind}_{at}", lambda items: items)
                 trace.write(at, kind, change([dict(item) for item in per_item]))
@@ -337,6 +345,14 @@ class Steps:
         """Returns the state before a step."""
         kinds = ("weights", "slots", "statistics")
         return {n: a for kind in kinds for n, a in self.arrays[step - 1, kind][0].items()}
+
+    def updated(self, step, total):
+        """Returns changes to the sums of a step, and to the weights that follow from them."""
+        after = self.reference.update(self.before(step), total)
+        return {
+            f"sums_{step}": lambda _: [total] * 3,
+            f"weights_{step}": lambda held: [{name: after[name] for name in held[0]}] * 3,
+        }
 
     def gradients(self, step):
         """Computes the gradients of a step from its examples in another order."""
@@ -392,19 +408,33 @@ def test_what_is_wrong_in_a_step_is_found_however_often_it_comes(steps, step, ch
     assert steps.find(step) is None
 
 
-def test_what_rounding_sets_apart_in_a_step_is_right(steps):
+def test_what_is_wrong_is_found_where_all_else_follows_from_it(steps, tmp_path, monkeypatch):
+    double = {name: 2 * array for name, array in steps.arrays[2, "sums"][0].items()}
+    found = steps.find(2, **steps.updated(2, double))
+    assert str(found).startswith("scaled gradient, step 2, sums of")
+    start = steps.reference.initial_state
+    changed = {"conv/kernel": np.float32(1.01) * start["conv/kernel"]}
+    monkeypatch.setattr(steps.reference, "initial_state", {**start, **changed})
+    found = steps.find(1, arrays=steps.record(tmp_path))
+    assert str(found).startswith("initial weights, step 0, weights of conv/kernel")
+
+
+def test_what_rounding_sets_apart_in_a_step_is_right(steps, monkeypatch):
     """First measured against float64, then by the limits that this has shown."""
-    checker = StepChecker(steps.spec, "manual", 2)
+    checker, measured, check_step = (
+        StepChecker(steps.spec, "manual", 2),
+        [],
+        TraceChecker.check_step,
+    )
+    monkeypatch.setattr(
+        TraceChecker, "check_step", lambda *args: measured.append(args[2]) or check_step(*args)
+    )
     for step in (1, 2, 3):
         sent = steps.gradients(step)
         total = {name: sum(arrays[name] for arrays in sent[::-1]) for name in sent[0]}
-        after = steps.reference.update(steps.before(step), total)
-        changes = {
-            f"gradients_{step}": lambda _, sent=sent: sent,
-            f"sums_{step}": lambda _, total=total: [total] * 3,
-            f"weights_{step}": lambda held, after=after: [{n: after[n] for n in held[0]}] * 3,
-        }
+        changes = {f"gradients_{step}": lambda _, sent=sent: sent, **steps.updated(step, total)}
         assert steps.find(step, checker=checker, **changes) is None
+    assert measured[0] == 1 and len(measured) < 3
 
 
 def test_a_step_that_is_not_finite_is_left_to_the_training(steps):
