@@ -2,6 +2,7 @@
 
 import collections
 
+import keras
 import tensorflow as tf
 
 PRODUCTS = "MatMul", "Conv2D", "Conv2DBackpropInput", "Conv2DBackpropFilter"
@@ -13,7 +14,8 @@ def short(device):
 
 
 def devices_of_variables(variables):
-    return {short(getattr(v, "value", v).device) for v in variables}
+    """Returns the devices of variables of TensorFlow or of Keras."""
+    return {short((v.value if isinstance(v, keras.Variable) else v).device) for v in variables}
 
 
 def step_graph(strategy, iterator):

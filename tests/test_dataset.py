@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from app.data import dataset_loader
-from app.data.dataset import ImageDataset
 from app.data.dataset_loader import load_dataset, with_train_subset
 from app.data.input_pipeline import eval_dataset, num_steps_per_epoch, train_dataset
 from app.data.synthetic import generate_synthetic
@@ -97,14 +96,6 @@ def test_evaluation_is_in_order_and_ends():
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_automatic_tuning_is_off():
-    for dataset in (
-        train_dataset(*numbered(10), seed=0, global_batch_size=5),
-        eval_dataset(*numbered(10), global_batch_size=5),
-    ):
-        assert dataset.options().autotune.enabled is False
-
-
 # Data sets.
 
 
@@ -157,14 +148,8 @@ def test_hash_sees_images_labels_and_order():
     dataset = small()
     changed = dataset.train_labels.copy()
     changed[0] = (changed[0] + 1) % 10
-    variants = [
-        dataclasses.replace(dataset, train_labels=changed),
-        dataclasses.replace(
-            dataset,
-            train_images=dataset.train_images[::-1],
-            train_labels=dataset.train_labels[::-1],
-        ),
-    ]
+    order = {"train_images": dataset.train_images[::-1], "train_labels": dataset.train_labels[::-1]}
+    variants = [dataclasses.replace(dataset, **own) for own in ({"train_labels": changed}, order)]
     assert len({dataset.sha256(), *(variant.sha256() for variant in variants)}) == 3
 
 
@@ -175,26 +160,22 @@ def test_a_subset_larger_than_the_set_is_refused():
 
 
 def test_auto_falls_back_with_a_warning_but_not_from_a_named_folder(monkeypatch, tmp_path):
-    def missing(data_dir, *, allow_unverified):
-        raise dataset_loader.DataMissingError("nowhere; get it")
-
-    monkeypatch.setattr(dataset_loader, "load_fashion_mnist", missing)
-    monkeypatch.setattr(dataset_loader, "generate_synthetic", small)
     told = []
-    options = {"allow_unverified": False, "warn": told.append}
-    dataset = load_dataset("auto", data_dir=None, **options)
-    assert isinstance(dataset, ImageDataset) and dataset.name == "synthetic"
+
+    def load(name, data_dir, error):
+        def load_fashion_mnist(data_dir, *, allow_unverified):
+            raise error
+
+        monkeypatch.setattr(dataset_loader, "load_fashion_mnist", load_fashion_mnist)
+        monkeypatch.setattr(dataset_loader, "generate_synthetic", small)
+        return load_dataset(name, data_dir=data_dir, allow_unverified=False, warn=told.append)
+
+    missing, damaged = dataset_loader.DataMissingError("nowhere; get it"), DataError("damaged; g")
+    assert load("auto", None, missing).name == "synthetic"
     assert len(told) == 1 and "GENERATED" in told[0] and "nowhere" in told[0]
     for name, data_dir in [("auto", str(tmp_path)), ("fashion_mnist", None)]:
         with pytest.raises(DataError, match="nowhere"):
-            load_dataset(name, data_dir=data_dir, **options)
-    assert len(told) == 1
-
-
-def test_auto_does_not_replace_damaged_data(monkeypatch):
-    def damaged(data_dir, *, allow_unverified):
-        raise DataError("damaged; get it")
-
-    monkeypatch.setattr(dataset_loader, "load_fashion_mnist", damaged)
+            load(name, data_dir, missing)
     with pytest.raises(DataError, match="damaged"):
-        load_dataset("auto", data_dir=None, allow_unverified=False, warn=print)
+        load("auto", None, damaged)
+    assert len(told) == 1
