@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import tensorflow as tf
 
 from app.devices import free_memory
 from app.devices.device_setup import Devices
@@ -41,20 +42,24 @@ def test_memory_of_this_machine_is_found():
     assert 100 << 20 < free_memory.available_bytes() < 100 << 40
 
 
-def test_what_says_that_memory_ran_out():
-    import tensorflow as tf
-
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(tf.errors.ResourceExhaustedError(None, None, "OOM"))
-    assert is_out_of_memory(RuntimeError("can't start new thread"))
-    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
-    assert not is_out_of_memory(RuntimeError("OOM"))
+def test_what_says_that_memory_ran_out_and_what_that_a_disk_is_full():
+    """TensorFlow has one class for both."""
+    full = DiskFullError("f: No space left on device; make room")
+    full.__cause__ = tf.errors.ResourceExhaustedError(None, None, "f; No space left on device")
+    for error, expected in [
+        (MemoryError(), True),
+        (tf.errors.ResourceExhaustedError(None, None, "OOM"), True),
+        (RuntimeError("can't start new thread"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("OOM"), False),
+        (full, False),
+    ]:
+        assert is_out_of_memory(error) == expected, error
 
 
 @pytest.mark.parametrize("error", [MemoryError("stack"), RuntimeError("can't start new thread")])
 def test_an_error_of_memory_while_a_function_is_traced_is_one(error):
     """TensorFlow raises another one in its place: StagingError, or RuntimeError."""
-    import tensorflow as tf
 
     def fail():
         raise error
@@ -63,18 +68,6 @@ def test_an_error_of_memory_while_a_function_is_traced_is_one(error):
         tf.function(fail)()
     assert is_out_of_memory(caught.value)
     assert str(out_of_memory(caught.value)).startswith(f"out of memory ({error});")
-
-
-def test_a_full_disk_is_no_lack_of_memory():
-    """TensorFlow has one class for both."""
-    import tensorflow as tf
-
-    with pytest.raises(DiskFullError) as caught:
-        try:
-            raise tf.errors.ResourceExhaustedError(None, None, "f; No space left on device")
-        except tf.errors.OpError as error:
-            raise DiskFullError("f: No space left on device; make room") from error
-    assert not is_out_of_memory(caught.value)
 
 
 def test_an_error_at_the_limit_of_the_address_space_is_one_of_memory():

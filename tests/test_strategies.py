@@ -67,7 +67,7 @@ def frozen_network():
 MOMENTUM, FUSED = {"optimizer": momentum_sgd}, {"optimizer": fused_sgd}
 BF16, F16 = {"policy": "mixed_bfloat16"}, {"policy": "mixed_float16", "optimizer": float16_sgd}
 OVERFLOW = {"policy": "mixed_float16", "optimizer": overflowing_sgd}
-THREE = {**NORM, **MOMENTUM}
+THREE = {**NORM, **MOMENTUM, "label_smoothing": 0.1}
 IN_BF16 = {"communication_dtype": "bfloat16", "bucket_mib": 1}
 DROP = {"micro_batches": 2, "pipeline_cuts": ("drop",)}
 PARTS = {**NORM, "accumulate_steps": 2, "shard_weights": (2, 1)}
@@ -141,8 +141,8 @@ CLOSE = [
      [t("manual", 2, accumulate_steps=2), 5e-6], [t("manual", 2, shard_weights=(3, 1)), 5e-6]),
     (t("single", 1, **MOMENTUM), [t("manual", 4, **MOMENTUM), 5e-6]),
     (t("single", 1, **FUSED), [t("manual", 2, **FUSED), 1e-5]),
-    (t("single", 1, functional_network, momentum_sgd),
-     [t("tensor", 4, functional_network, momentum_sgd), 5e-6]),
+    (t("single", 1, functional_network, momentum_sgd, label_smoothing=0.1),
+     [t("tensor", 4, functional_network, momentum_sgd, label_smoothing=0.1), 5e-6]),
     # BatchNorm over the whole batch; it carries the rounding of a sum further.
     (t("single", 1, **NORM), [t("manual", 3, **SYNC), 2e-5], [t("mirrored", 3, **SYNC), 2e-5],
      [t("manual", 3, **SYNC, shard_weights=(2, 1, 1)), 2e-5], [t("manual", 1, **SYNC), ROUNDING],
@@ -384,7 +384,15 @@ def overflows_of(walked):
     return skipped
 
 
-@pytest.mark.parametrize("walked", [t(n, 2, **OVERFLOW) for n in ("manual", "tensor")], ids=str)
+OVERFLOWING = [
+    t("manual", 2, **OVERFLOW),
+    t("sharded", 2, **OVERFLOW),
+    t("pipeline", 2, **OVERFLOW, micro_batches=2),
+    t("tensor", 2, **OVERFLOW),
+]
+
+
+@pytest.mark.parametrize("walked", OVERFLOWING, ids=str)
 def test_steps_that_overflow_are_skipped(walked):
     assert {*overflows_of(walked)} == {True, False}
 
