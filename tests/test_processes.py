@@ -1,5 +1,6 @@
 """The child processes of the program: results, messages, and all ways in which they end."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -89,9 +90,9 @@ def test_a_process_ends_with_the_one_that_has_started_it():
     """Killed, so that it can end nothing itself."""
     script = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
-        "import process_functions; from app.runtime.processes import ChildProcess\n"
-        "with ChildProcess(process_functions.echo) as child:\n"
-        "    child.send(1); child.receive(); print(child.pid, flush=True); child.receive()\n"
+        "import process_functions; from app.runtime.processes import ChildProcess, call_function\n"
+        "with ChildProcess(call_function, process_functions.hang) as child:\n"
+        "    child.receive(); print(child.pid, flush=True); child.receive()\n"
     )
     with python(script) as parent:
         try:
@@ -100,9 +101,13 @@ def test_a_process_ends_with_the_one_that_has_started_it():
             parent.kill()
     status, deadline = pathlib.Path(f"/proc/{pid}/stat"), time.monotonic() + 20
     # "Z": its new parent has not waited for it yet.
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    try:
+        while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
