@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from app.devices import rendezvous
 from app.devices.cluster import Cluster, host_and_port
 from app.devices.local_workers import free_ports
 from app.devices.rendezvous import _MOST_STRANGERS, meet
@@ -116,6 +117,20 @@ def test_a_port_in_use_is_named():
         pytest.raises(ConfigError, match=f"port .* of {cluster.addresses[0]}: Address already"),
     ):
         meet(cluster, {}, 1)
+
+
+def test_the_oldest_of_too_many_silent_strangers_is_dropped(start, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_HELLO_SEC", 60)
+    chief, worker = clusters(SECRET, SECRET)
+    (met,) = start([chief])
+    address = host_and_port(chief.addresses[0])
+    with contextlib.ExitStack() as stack:
+        oldest = stack.enter_context(connect(address))
+        for _ in range(_MOST_STRANGERS):
+            stack.enter_context(connect(address))
+        with contextlib.suppress(ConnectionResetError):
+            assert oldest.recv(1) == b""
+        assert [each.result(30) for each in (*start([worker]), met)] == [None] * 2
 
 
 @pytest.mark.parametrize(
