@@ -468,11 +468,11 @@ def _spawn(run, args, nprocs):
         _world[:], _pipe[:] = (rank, nprocs), [ends[rank]]
         run(rank, *args)
 
-    children = [context.Process(target=start, args=(rank,)) for rank in range(nprocs)]
+    children = [context.Process(target=start, args=(r,), daemon=True) for r in range(nprocs)]
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join(20)
     assert [child.exitcode for child in children] == [0] * nprocs
 
 
