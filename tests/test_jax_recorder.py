@@ -198,6 +198,9 @@ def test_a_jit_step_with_shardings_has_no_gradient_of_one_device(case):
     assert (one.about["num_replicas"], two.about["num_replicas"]) == (1, 2)
     slots = [(v["of"], v["slot"]) for v in two.about["variables"] if "slot" in v]
     assert slots[:2] == [("", "count"), ("a/bias", "mu")] and slots[-1] == ("b/kernel", "nu")
+    names = [v["name"] for v in two.about["variables"]]
+    count = two.get(1, "before")[names.index("opt_state/count")]
+    assert count.dtype == np.int32 and count == 0
     kinds = {v["name"]: v["kind"] for v in two.about["variables"]}
     assert kinds["state/mean"] == "statistic" and kinds["key"] == "seed"
     assert [s[0]["learning_rate"] for s in two.about["settings"]] == [0.0, 0.01, 0.02]

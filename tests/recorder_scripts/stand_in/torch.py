@@ -496,7 +496,7 @@ optim = _module("optim", SGD=SGD, Adam=Adam, AdamW=AdamW, Optimizer=Optimizer)
 distributed = _module(
     "distributed", is_available=lambda: True, is_initialized=lambda: _world[1] > 1,
     get_rank=lambda group=None: _world[0], get_world_size=lambda group=None: _world[1],
-    init_process_group=lambda *args, **options: None, destroy_process_group=lambda: None,
+    init_process_group=lambda *args, **options: None, barrier=lambda: _exchanged(None),
     tensor=types.SimpleNamespace(distribute_tensor=lambda value, *args, **options: value),
 )  # fmt: skip
 _module("distributed.fsdp", fully_shard=fully_shard)
