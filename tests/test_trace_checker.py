@@ -434,7 +434,7 @@ INJECTED = [
     ("shuffle_order", "accumulation 2 × 2", "examples 1", "of replica 1 has another order"),
     ("perturb_weight:replica=2,step=2", "mirrored", "updates 2", "replica 2 changed"),
     ("perturb_weight:step=0", "manual", "weights 0", "replica 1 starts"),
-    ("local_batch_norm", "norm pipeline", "statistics 1", "every micro-batch"),
+    ("local_batch_norm", "norm pipeline", "statistics 1", "those of micro-batch 0"),
     ("bf16_all_reduce", "manual", "sums 1", "bfloat16"),
     ("lost_micro_batch", "mirrored accumulation", "sums 1", "micro-batch 1 of every replica"),
     ("divided_twice", "accumulation", "sums 1", "4 is the number of micro-batches"),

@@ -435,6 +435,10 @@ def test_what_rounding_sets_apart_in_a_step_is_right(steps, monkeypatch):
         changes = {f"gradients_{step}": lambda _, sent=sent: sent, **steps.updated(step, total)}
         assert steps.find(step, checker=checker, **changes) is None
     assert measured[0] == 1 and len(measured) < 3
+    wrong = [{name: np.float32(1.01 * a) for name, a in arrays.items()} for arrays in sent]
+    total = {name: sum(arrays[name] for arrays in wrong) for name in wrong[0]}
+    found = steps.find(3, checker=checker, gradients_3=lambda _: wrong, **steps.updated(3, total))
+    assert str(found).startswith("scaled gradient, step 3, gradients of")
 
 
 def test_a_step_that_is_not_finite_is_left_to_the_training(steps):
