@@ -103,7 +103,7 @@ def test_another_order_of_summation_is_within_tolerance():
         measurements = training.edited(computed(1, rows=rows)).check(last_step=1).measurements
         first = [m for m in measurements if m.step == 1 and m.kind in ("loss", "gradients")]
         assert sum(m.absolute32 > 0 for m in first) > len(first) / 4
-        assert max(m.error / m.limit for m in first) < 0.9
+        assert 0.02 < max(m.error / m.limit for m in first) < 0.9  # And not much wider.
 
 
 def test_an_all_reduce_in_bfloat16_is_right_where_it_was_asked_for():
