@@ -355,9 +355,9 @@ def test_bad_input_is_one_line(write, verify, text, arguments, code, line):
 def test_kept_recordings_are_those_of_the_last_run(write, verify, tmp_path):
     case, out = write(MODEL + DATA), tmp_path / "run"
     for kept in (3, 0):  # The last batch is one of the first steps.
-        result, _ = verify(
-            case, "--strategies=single", "--overwrite", *(["--keep_traces"] if kept else [])
-        )
+        keeps = ["--keep_traces"] if kept else []
+        one = "--strategies=single", "--num_devices=1", "--overwrite"
+        result, _ = verify(case, *one, *keeps)
         assert result.returncode == 0, result.stdout + result.stderr
         assert len(list(out.glob("traces/single/*.npz"))) == kept
         assert not [path for path in out.iterdir() if "traces" in path.name] or kept

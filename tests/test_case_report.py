@@ -19,34 +19,21 @@ NAMES = (HOSTILE, "line\nbreak\x1b[31m", os.fsdecode(b"bytes \xff"), "W" * 300)
 @pytest.mark.parametrize(
     "findings, status, end",
     [
+        ((), "clean", "every stage is clean"),
+        ((LOCAL,), "by design", "on one device: local statistics; no fault found"),
         (
-            (),
-            "clean",
-            "is the training that my_case.py defines on one device: every stage is clean",
+            (CLIPPED, {**CLIPPED, "stage": "update", "cause": "not_updated"}, CLIPPED), "fault",
+            "on one device: clipped before the sum, not updated",
         ),
         (
-            (LOCAL,),
-            "by design",
-            "differs by design from the training that my_case.py defines on one device: local"
-            " statistics; no fault found",
-        ),
-        (
-            (CLIPPED, {**CLIPPED, "stage": "update", "cause": "not_updated"}, CLIPPED),
-            "fault",
-            "is not the training that my_case.py defines on one device: clipped before the sum, not"
-            " updated",
-        ),
-        (
-            (LOCAL, CLIPPED),
-            "fault",
-            "is not the training that my_case.py defines on one device: clipped before the sum;"
-            " also different by design: local statistics",
+            (LOCAL, CLIPPED), "fault",
+            "on one device: clipped before the sum; also different by design: local statistics",
         ),
     ],
-)
+)  # fmt: skip
 def test_the_verdict_is_one_sentence(findings, status, end):
-    run = case_run(*findings)
-    assert verdict("keras_fit", run) == (status, f"keras_fit {end}")
+    found, sentence = verdict("keras_fit", case_run(*findings))
+    assert found == status and sentence.startswith("keras_fit ") and sentence.endswith(end)
 
 
 def test_a_stage_with_a_finding_is_shown_even_if_it_was_not_checked():
@@ -126,18 +113,6 @@ def test_verdicts_are_printed_before_tables_and_findings(tmp_path, capsys):
     assert [line.split()[0] for line in lines[at + 1 : at + 5]] == [
         "where", "why", "remedy", "difference"
     ]  # fmt: skip
-
-
-def test_long_texts_are_printed_in_lines_of_a_terminal(tmp_path, capsys):
-    text = "one of many words " * 20
-    describe_case(
-        write_case(tmp_path / "run", {"fit": case_run({**CLIPPED, "text": text})})
-    ).print()
-    lines = capsys.readouterr().out.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("  why  "))
-    assert "".join(lines[at : at + 5]).count("many") == 20
-    assert all(len(line) <= 100 for line in lines[1:])
-    assert re.match(r" {14}\w", lines[at + 1])
 
 
 def test_what_is_printed_has_no_control_characters(tmp_path, capsys):
