@@ -1,31 +1,11 @@
-"""The files for contributors: one version, and the same checks in hooks, workflow and make."""
+"""The files for contributors: pinned packages, targets of make, what runs without the program."""
 
 import ast
 import re
 
 import pytest
-import yaml
 
 from conftest import ROOT
-
-
-def load_yaml(name):
-    return yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
-
-
-def test_hooks_run_the_tools_of_make_lint_from_the_environment():
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
-    (repository,) = load_yaml(".pre-commit-config.yaml")["repos"]
-    assert repository["repo"] == "local"
-    assert {hook["language"] for hook in repository["hooks"]} == {"system"}
-    entries = [hook["entry"].replace(".venv/bin/", "$(BIN)/") for hook in repository["hooks"]]
-    assert [*map(tool, entries)] == [*map(tool, recipe.splitlines())]
-
-
-def tool(command):
-    """Returns the program and its subcommand, without options and paths."""
-    return [word for word in command.split() if not word.startswith("-") and word != "."]
 
 
 def test_the_lock_file_has_every_pinned_package_and_a_hash_for_each():
@@ -37,14 +17,6 @@ def test_the_lock_file_has_every_pinned_package_and_a_hash_for_each():
     pinned = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
     assert {name.lower().replace("_", "-") for name in pinned} <= locked
     assert len(entries) == len(re.findall(r"^[\w.-]+==", text, re.M)) > 50
-
-
-def test_the_workflow_runs_ci_on_every_supported_python():
-    job = load_yaml(".github/workflows/test.yml")["jobs"]["test"]
-    assert job["strategy"]["matrix"]["python-version"] == ["3.11", "3.12", "3.13"]
-    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    (setup,) = [step["with"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
-    assert setup["python-version"] == "${{ matrix.python-version }}" and setup["cache"] == "pip"
 
 
 @pytest.mark.parametrize("name", ["BUILD", "CONTRIBUTING"])

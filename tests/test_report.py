@@ -13,14 +13,16 @@ import sys
 import pytest
 
 import report_samples
+from app.options import Config
 from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT
 from app.records.files import read_json
 from app.records.history import load_summary
 from app.report.page import REPORT_FILE, find_records, write_report
 from app.report.result import Result, Table
+from app.report.training_result import settings_table
 from app.runtime.errors import OutputError
 from conftest import ROOT
-from report_samples import CLIPPED, case_run, write_case
+from report_samples import CLIPPED, case_run, write_case, write_config
 
 VOID = {"meta", "link", "br", "img"}
 HOSTILE = "<script>alert(1)<b>\"&'{{ 7 * 7 }} $\\frac$"
@@ -136,6 +138,8 @@ def test_trainings_have_their_results_settings_and_curves(everything, page):
     assert "generated: changed on the way: recipe d2l → fast" in page.text
     assert "bitwise identical weights: compared/manual, compared/mirrored" in page.text
     assert any(row[0] == "≠ strategy" for row in page.rows)
+    table = settings_table({"a": {"seed": 0, "lr": 0.1}, "b": {"seed": 0, "lr": 0.2}})
+    assert table.rows == [["≠ lr", "0.1", "0.2"], ["seed", "0", "0"]]
     sources = [attrs["src"] for tag, attrs in page.elements if tag == "img"]
     assert sources and all(each.startswith("data:image/svg+xml;base64,") for each in sources)
 
@@ -194,6 +198,8 @@ def test_which_records_a_page_is_made_of(tmp_path, capsys):
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "ignored bert" in told
     (tmp_path / "c" / "compare.json").unlink()
+    two = {"strategies": ("single", "manual")}
+    write_config(tmp_path / "c", Config.of("compare", **two), strategy="single,manual")
     assert "Not finished: there is no result yet." in report(tmp_path / "c").text
     names = ("manual", REPORT_FILE, "single")  # `runs/*` may hold an earlier report.
     page = report(*(tmp_path / "c" / name for name in names), out=tmp_path / "new" / "r.html")
