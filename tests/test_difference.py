@@ -63,6 +63,15 @@ def test_a_limit_can_be_written_down_where_no_order_is_off_by_a_rounding():
     assert json.loads(json.dumps(limited.limit)) == 4 * 2.0**-24
 
 
+def test_an_array_of_rounding_alone_does_not_widen_the_limits_of_others():
+    """As the gradient of a bias that BatchNorm removes."""
+    samples = [
+        SummationSample(Measurement.of((1, kind, "a", 0), np.ones(1), np.ones(1)), [error])
+        for kind, error in (("gradients", 0.5), ("gradients", 1e-6), ("loss", 1e-7))
+    ]
+    assert [m.limit for m in with_limits(samples)] == pytest.approx([2.0, 4e-6, 4e-7])
+
+
 def step(*sends):
     """Seconds and processor seconds at which replicas sent, both in milliseconds."""
     return [(sec / 1000, busy / 1000) for sec, busy in sends]

@@ -75,6 +75,12 @@ def test_pairs_find_every_difference(tmp_path):
         (1, "sums"), (1, "weights"), (1, "updates"), (2, "sums"), (2, "weights"), (2, "updates"),
     }  # fmt: skip
     assert max(d.absolute for d in apart if d.kind == "weights") == 1.0
+    # Another update, from other weights to the same ones.
+    with TraceWriter(tmp_path / "e") as trace:
+        trace.write(0, "weights", [{"a/kernel": np.ones(3, np.float32)}] * 2)
+        write_step(trace, 1)
+    apart = [d for d in compare_traces(first, Trace(tmp_path / "e")) if not d.identical]
+    assert [(d.step, d.kind) for d in apart] == [(0, "weights"), (1, "updates")]
     # Of other numbers of replicas, what they share.
     alone = write_trace(tmp_path / "d", num_replicas=1)
     kinds = {d.kind: d for d in compare_traces(first, alone) if d.step == 1}
