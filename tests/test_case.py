@@ -375,7 +375,8 @@ def test_kept_recordings_are_those_of_the_last_run(write, verify, tmp_path):
     ],
 )
 def test_the_examples(verify, file, causes):
-    result, record = verify(EXAMPLES / file)
+    both = "single,keras_fit" if file == "case_minimal.py" else "keras_fit"
+    result, record = verify(EXAMPLES / file, f"--strategies={both}")
     assert result.returncode == (9 if causes else 0), result.stdout + result.stderr
     found = record["strategies"]["keras_fit"]["findings"]
     assert {finding["cause"] for finding in found} == causes
