@@ -112,6 +112,7 @@ def test_num_gpus_without_a_gpu_falls_back_and_says_so(machine, capsys):
     [
         (0, {"strategy": "single"}, ["/device:CPU:0"], []),
         (2, {}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
+        (2, {"num_gpus": 2}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
         (4, {"num_gpus": 2}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
         (2, {"device": "cpu", "num_devices": 4}, CPUS, []),
     ],
