@@ -56,6 +56,7 @@ fused_sgd = functools.partial(scheduled, FusedSGD)
 scaled_sgd = functools.partial(scheduled, ScaledSGD, initial_scale=2.0**15)
 float16_sgd = functools.partial(ScaledSGD, 0.1, initial_scale=1024.0)
 overflowing_sgd = functools.partial(scheduled, ScaledSGD, initial_scale=2.0**18)
+longer_overflowing_sgd = functools.partial(scheduled, ScaledSGD, initial_scale=2.0**20)
 
 
 def real_network(name):
@@ -404,7 +405,7 @@ def overflows_of(walked):
 
 OVERFLOWING = [
     t("manual", 2, **OVERFLOW),
-    t("sharded", 2, **OVERFLOW),
+    t("sharded", 4, policy="mixed_float16", optimizer=longer_overflowing_sgd),
     t("pipeline", 2, **OVERFLOW, micro_batches=2, pipeline_cuts=("conv",)),
     t("tensor", 2, **OVERFLOW),
 ]
