@@ -16,6 +16,7 @@ from app.records.history import load_history, load_summary
 from app.runtime.errors import ConfigError
 from app.verification import tasks
 from app.verification.tasks import Recorded
+from app.verification.trace import TraceWriter
 from conftest import run_main
 from in_process import run_here, run_here_ok
 from models import MODELS
@@ -167,6 +168,20 @@ def test_single_has_the_batch_norm_of_the_others(options, others, shards_of_sing
     faulty = config.replace(inject="scale_gradient:strategy=single")
     with pytest.raises(ConfigError, match="cannot be injected into single"):
         verify._recording(faulty, "single", others)
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_how_far_batch_norm_sets_trainings_apart_is_measured(tmp_path, num_shards):
+    """Where one normalises two shards and the other four, not where both normalise the same."""
+    for name, value in (("manual", 1), ("pipeline", 2)):
+        with TraceWriter(tmp_path / name) as trace:
+            trace.write(0, "weights", [{"w": np.zeros(2)}])
+            trace.write(1, "examples", [{"examples": np.arange(2)}])
+            trace.write(1, "sums", [{"w": np.full(2, value, np.float32)}])
+    config = Config.of("verify", strategies=("manual", "pipeline"), num_devices=2)
+    runs = {"manual": recorded(2), "pipeline": recorded(num_shards)}
+    (comparison,) = verify._compare(config, runs, tmp_path, {}).values()
+    assert comparison.by_design == (None if num_shards == 2 else 1)
 
 
 def test_a_training_that_is_not_finite_is_refused(tmp_path):
