@@ -7,7 +7,6 @@ import collections
 import gc
 import os
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -25,56 +24,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 NUM_LOGICAL_CPUS = 4
 MAX_GRAPHS_OF_A_TEST = 150
 CPUS = [f"/device:CPU:{i}" for i in range(NUM_LOGICAL_CPUS)]
-
-
-# Corner cases whose neighbours are in `make test`, and tests in separate processes whose subject
-# has a faster test in this process. `make test-all` runs all of them.
-_ONLY_IN_TEST_ALL = re.compile(
-    r"""
-    test_strategies\.py::(
-        test_parity_step_by_step\[(?!2-17|3-15|4-15)
-        |test_batch_norm_parity\[[13]\]
-        |test_evaluation_sees_every_example_once\[.*-[24]\]
-        |test_prediction_keeps_the_order\[.*-3\]
-        |test_fewer_images_than_replicas\[manual-resnet18\]
-        |test_replicas_hold_the_same_bits\[(mirrored|multi_worker)-3\]
-        |test_the_fused_momentum_step_gives_the_bits_of_keras\[.*-False\]
-        |test_reading_changes_nothing\[(single|multi_worker)\]
-        |test_every_strategy_builds_every_model\[.*(single|multi_worker)-resnet18\]
-        |test_any_strategy_goes_on_from_the_state_of_any_other\[.*multi_worker
-        |test_steps_in_one_call_are_the_same_steps\[(single|multi_worker)\]
-    )
-    |test_step_options\.py::(
-        test_what_xla_compiles_is_the_same_training\[(single|multi_worker)\]
-        |test_xla_keeps_the_statistics
-        |test_reduced_precision_is_the_same_training_on_every_strategy\[mixed_float16\]
-    )
-    |test_trace_checker\.py::(
-        test_faults_are_caught_and_named\[(?!mean_of_means|drop_gradient).*multi_worker
-        |test_faults_are_caught_and_named\[local_batch_norm-(mirrored|manual-3)
-        |test_faults_are_caught_and_named\[.*-manual-3
-        |test_faults_are_caught_and_named\[(?!drop_gradient|perturb_weight).*mirrored
-        |test_clean_trainings_hold\[1-
-        |test_the_tolerance_of_gradients_is_no_blank_cheque\[small_resnet-1
-    )
-    |test_training\.py::(
-        test_a_run_cut_off_in_mid_epoch_equals_an_uninterrupted_one\[(single|multi_worker)\]
-        |test_a_run_leaves_its_records\[(single|multi_worker)\]
-        |test_batch_norm_statistics_go_on_bit_for_bit\[mirrored\]
-        |test_a_run_cut_off_while_it_saves_can_be_finished\[.*(after_rename|mid_file|before_manifest)
-        |test_a_signal_in_the_evaluation
-    )
-    |test_model_checks\.py::test_manual_and_mirrored_train_unnamed_layers_bit_for_bit
-    |test_local_workers\.py::test_(a_killed_worker|the_death_of_the_starter)
-    |test_api\.py::test_an_interruption_saves
-    |test_docs\.py::test_one_s_own_model_is_refused_with_dropout
-    |test_commands\.py::test_(a_terminal_gets_a_live_bar|a_reader_that_goes_away)
-    |test_survival\.py::test_(a_signal_saves|a_stall_ends|a_comparison_hands)
-    |test_device_setup\.py::test_a_user_s_keras_settings
-    |test_cluster\.py::test_a_missing_worker
-    """,
-    re.VERBOSE,
-)
 
 
 def runs_tests(config) -> bool:
@@ -100,8 +49,6 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # Before `-m` selects tests.
 def pytest_collection_modifyitems(items):
     for item in items:
-        if _ONLY_IN_TEST_ALL.search(item.nodeid):
-            item.add_marker("slow")
         if not any(item.iter_markers("e2e")) and not any(item.iter_markers("slow")):
             item.add_marker("unit")
 
