@@ -5,6 +5,7 @@ The process that distributes the tests to the workers of pytest-xdist imports no
 
 import collections
 import gc
+import itertools
 import os
 import pathlib
 import shutil
@@ -23,6 +24,11 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_LOGICAL_CPUS = 4
 MAX_GRAPHS_OF_A_TEST = 150
+# A worker gets whole files, these first, so that no long one is left for the end.
+LONGEST = {
+    "test_strategies", "test_lockstep_keras", "test_trace_checker", "test_case",
+    "test_verified_steps", "test_training",
+}  # fmt: skip
 CPUS = [f"/device:CPU:{i}" for i in range(NUM_LOGICAL_CPUS)]
 
 
@@ -42,12 +48,16 @@ def pytest_configure(config):
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
     )
+    # Strategies of different sizes in one process need different numbers for their groups of devices.
+    numbers = itertools.count(1_500_000_000, step=1000)
+    tf.distribute.MirroredStrategy._collective_key_base = property(lambda self: next(numbers))
     keep_order_of_summation()
     tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` selects tests.
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
     for item in items:
         if not any(item.iter_markers("e2e")) and not any(item.iter_markers("slow")):
             item.add_marker("unit")
