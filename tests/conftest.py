@@ -48,7 +48,7 @@ def pytest_configure(config):
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
     )
-    # Strategies of different sizes in one process need different numbers for their groups of devices.
+    # Strategies of different sizes in one process need other numbers for their groups of devices.
     numbers = itertools.count(1_500_000_000, step=1000)
     tf.distribute.MirroredStrategy._collective_key_base = property(lambda self: next(numbers))
     keep_order_of_summation()
