@@ -271,7 +271,7 @@ def test_strings_and_none_are_data_too(write):
 # What a user sees
 
 
-@pytest.mark.parametrize("is_restored", [True, False])
+@pytest.mark.parametrize("is_restored", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_state_that_is_not_restored_is_named(write, monkeypatch, is_restored):
     path = write(MODEL + DATA)
     case, config = CaseFile(path), Config.of("verify", case=str(path), global_batch_size=4)

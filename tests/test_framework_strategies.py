@@ -44,6 +44,7 @@ def compared(fake, tmp_path_factory):
     return out, compare(out)
 
 
+@pytest.mark.slow
 def test_what_a_program_has_trained_becomes_a_run(compared):
     out, result = compared
     assert result.returncode == 0, result.stderr

@@ -358,6 +358,7 @@ def test_errors_of_a_replay(one, tmp_path):
 # --- Permutation ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_examples_are_permuted_together(without_dropout, tmp_path):
     def eager():
         model = build()

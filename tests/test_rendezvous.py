@@ -48,6 +48,7 @@ def test_workers_meet(start, secret):
     assert [each.result(30) for each in start(members)] == [None] * 3
 
 
+@pytest.mark.slow
 def test_a_worker_that_comes_again_is_one_worker(start):
     chief, first, second = clusters(SECRET, SECRET, SECRET)
     (met,) = start([chief])
@@ -68,7 +69,9 @@ def test_all_workers_learn_who_is_missing(start):
             waiting.result(30)
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400\r\n\r\n", b"[1]\n"])
+@pytest.mark.parametrize(
+    "answer", [pytest.param(b"", marks=pytest.mark.slow), b"HTTP/1.1 400\r\n\r\n", b"[1]\n"]
+)
 def test_a_chief_that_does_not_answer_or_answers_garbage_is_named(start, answer):
     chief, worker = clusters(SECRET, SECRET)
     with socket.create_server(host_and_port(chief.addresses[0])) as server:

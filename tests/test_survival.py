@@ -62,6 +62,7 @@ def end(process, timeout=60):
     return process.returncode, errors.splitlines()[-1]
 
 
+@pytest.mark.slow  # `test_api` has a signal in `make test`.
 def test_a_signal_saves_and_names_the_command_that_goes_on(tmp_path, small_program):
     run_dir = tmp_path / "my run"
     # The fourth step takes a second: the signal comes in mid-epoch, whatever the machine.

@@ -93,7 +93,10 @@ def finding_of(run_dir, **options):
     "options",
     [
         {"all_reduce": "ring", "num_devices": 3, "model": "resnet18"},
-        {"strategy": "mirrored", "batch_norm": "sync", "model": "resnet18"},
+        pytest.param(
+            {"strategy": "mirrored", "batch_norm": "sync", "model": "resnet18"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"strategy": "sharded", "shard": "optimizer", "precision": "mixed_bfloat16"},
             marks=pytest.mark.slow,
@@ -261,6 +264,7 @@ def _without_overflow(sums):
     return [tf.where(tf.math.is_finite(each), each, 0.0) for each in sums]
 
 
+@pytest.mark.slow
 def test_a_slow_replica_is_reported_once(tmp_path, capsys):
     summary = train(tmp_path, verify_every=1, inject="slow_replica:replica=1,ms=300")
     assert summary.mismatches == 0
