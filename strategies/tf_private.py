@@ -255,21 +255,3 @@ def disable_op_determinism() -> None:
     from tensorflow.python.framework import config
 
     private(config, "disable_op_determinism")()
-
-
-def release_graphs() -> None:
-    """Releases the graphs of functions traced so far that nothing else holds.
-
-    TensorFlow keeps the gradient of every `tf.custom_gradient` that it has traced, and every Python
-    function within a graph, until the process ends, and with them their graphs: about 3 MB for each
-    small training. Functions with custom gradients that were traced before can still be called;
-    differentiating them again raises `LookupError`.
-    """
-    from tensorflow.python.framework import ops
-
-    gradients = private(private(ops, "gradient_registry"), "_registry")
-    for name in [name for name in gradients if name.startswith("CustomGradient-")]:
-        del gradients[name]
-    graph = tf.compat.v1.get_default_graph()
-    if hasattr(graph, "_py_funcs_used_in_graph"):  # It has none before the first function.
-        graph._py_funcs_used_in_graph = []

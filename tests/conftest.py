@@ -5,7 +5,6 @@ The process that distributes the tests to the workers of pytest-xdist imports no
 
 import collections
 import gc
-import itertools
 import os
 import pathlib
 import shutil
@@ -15,6 +14,7 @@ import sys
 
 import numpy as np
 import pytest
+from tensorflow_graphs import number_device_groups, record_graphs, release_graphs
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # A shell lets background jobs inherit that these are ignored.
@@ -48,9 +48,7 @@ def pytest_configure(config):
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
     )
-    # Strategies of different sizes in one process need other numbers for their groups of devices.
-    numbers = itertools.count(1_500_000_000, step=1000)
-    tf.distribute.MirroredStrategy._collective_key_base = property(lambda self: next(numbers))
+    number_device_groups()
     keep_order_of_summation()
     tf.config.threading.set_intra_op_parallelism_threads(1)
 
@@ -81,8 +79,6 @@ def _seeds():
 def _released_graphs():
     """Releases the graphs that a test has traced, which TensorFlow would keep: 3 MB each."""
     yield
-    from strategies.tf_private import release_graphs
-
     release_graphs()
 
 
@@ -107,17 +103,9 @@ def _graph_optimizer(request):
 @pytest.fixture(autouse=True, scope="session")
 def traced_graphs(pytestconfig):
     """The names of the functions traced to graphs so far, which takes most of a test's time."""
-    from tensorflow.python.framework import func_graph
-
-    names, trace = [], func_graph.func_graph_from_py_func
-
-    def count(name, *arguments, **options):
-        names.append(name)
-        return trace(name, *arguments, **options)
-
-    func_graph.func_graph_from_py_func = count
-    yield names
-    func_graph.func_graph_from_py_func = trace
+    with pytest.MonkeyPatch.context() as patch:
+        names = record_graphs(patch)
+        yield names
     _workeroutput(pytestconfig)["traced_graphs"] = len(names)
 
 

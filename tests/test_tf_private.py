@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow_graphs import release_graphs
 
 from conftest import CPUS, ROOT
 from small_models import small_network
@@ -235,7 +236,7 @@ def test_graphs_of_functions_are_released():
     assert any(reference() is not None for reference in kept), (
         "TensorFlow frees them by itself: release_graphs is not needed any more"
     )
-    tf_private.release_graphs()
+    release_graphs()
     gc.collect()
     assert [reference() for reference in kept] == [None] * 3
     x = tf.Variable(1.0)
