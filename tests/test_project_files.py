@@ -38,3 +38,9 @@ def test_frameworks_and_recorders_use_nothing_of_the_program():
                 modules = [alias.name for alias in node.names]
             packages = {(name or "").split(".")[0] for name in modules}
             assert packages.isdisjoint({"app", "models", "recorders", "strategies"}), path
+
+
+def test_each_file_of_tests_serves_a_promise():
+    page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    files = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
+    assert set(re.findall(r"`(test_\w+)`", page)) == files
