@@ -23,12 +23,13 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_LOGICAL_CPUS = 4
-MAX_GRAPHS_OF_A_TEST = 150
+MAX_GRAPHS_OF_A_TEST = 250
 # A worker gets whole files, these first, so that no long one is left for the end.
-LONGEST = {
-    "test_strategies", "test_lockstep_keras", "test_trace_checker", "test_case",
-    "test_verified_steps", "test_training",
-}  # fmt: skip
+LONGEST = [
+    "test_docs", "test_case", "test_strategies", "test_lockstep_keras", "test_zoo",
+    "test_trace_checker", "test_campaigns", "test_local_workers", "test_verified_steps",
+    "test_survival", "test_training",
+]  # fmt: skip
 CPUS = [f"/device:CPU:{i}" for i in range(NUM_LOGICAL_CPUS)]
 
 
@@ -55,7 +56,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` selects tests.
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items:
         if not any(item.iter_markers("e2e")) and not any(item.iter_markers("slow")):
             item.add_marker("unit")

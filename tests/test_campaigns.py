@@ -32,7 +32,7 @@ def test_the_guard_of_the_fuzzer_sees_what_it_has_to(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    ["kills --cycles=4 --seed=3 --only=manual", "bits --cycles=20", "network --only=worker-killed"],
+    ["kills --cycles=2 --seed=3 --only=manual", "bits --cycles=20", "network --only=worker-killed"],
 )
 def test_a_short_campaign(words):
     if words.startswith("network") and (reason := network.unavailable()):

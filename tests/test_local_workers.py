@@ -114,14 +114,13 @@ def test_a_cluster_is_one_training(expected, small_program, small_data, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parity
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_killed_worker_costs_a_restart(expected, small_program, small_data, tmp_path, index):
+def test_a_killed_worker_costs_a_restart(expected, small_program, small_data, tmp_path):
     out = tmp_path / "run"
     with launched(small_program, small_data, out) as launcher:
         wait_for_checkpoint(out)
-        os.kill(environments(launcher)[index][0], signal.SIGKILL)
+        os.kill(environments(launcher)[0][0], signal.SIGKILL)
         text = finish(launcher)
-    assert f"worker {index} ended with code 137" in text
+    assert "worker 0 ended with code 137" in text
     assert "restart 1 of 3" in text
     assert load_summary(out).weights_sha256 == expected
 
