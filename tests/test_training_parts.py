@@ -1,5 +1,6 @@
 """The parts of the training loop: strategy, workers, writers, checkpoint schedule."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -72,6 +73,11 @@ def test_one_number_that_is_not_finite_is_found(number):
         training.save(None, compile_sec=0.0)
     del state["model/b"]
     assert training.save(None, compile_sec=0.0)
+
+
+def test_a_training_begins_with_nothing_counted():
+    numbers = dataclasses.asdict(Progress())
+    assert len(numbers) > 5 and not any(numbers.values())
 
 
 def test_a_finished_epoch_tells_of_training_and_test_apart():

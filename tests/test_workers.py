@@ -11,7 +11,7 @@ from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
 from app.options import Config
 from app.runtime.errors import ConfigError
-from strategies.workers import Workers
+from strategies.workers import Workers, split_bytes
 
 CONFIG = Config.of(
     strategy="multi_worker",
@@ -208,3 +208,14 @@ def test_one_process_is_all_there_is():
     assert workers.gather(b"a") == [b"a"]
     assert workers.all_reduce_max(3, 0.5) == [3.0, 0.5]
     assert workers.broadcast(b"a") == b"a"
+
+
+def test_a_message_is_split_into_arrays_of_exactly_its_length():
+    arrays = [np.arange(3, dtype=np.int64), np.float32([[1.5], [2.5]])]
+    message = b"".join(array.tobytes() for array in arrays)
+    for array, found in zip(arrays, split_bytes(message, arrays), strict=True):
+        np.testing.assert_array_equal(found, array, strict=True)
+    assert split_bytes(b"", []) == []
+    for wrong, likes in ((message[:-1], arrays), (message + b"x", arrays), (b"x", [])):
+        with pytest.raises(ValueError, match="bytes instead of"):
+            split_bytes(wrong, likes)
