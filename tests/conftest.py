@@ -58,9 +58,6 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-    for item in items:
-        if not any(item.iter_markers("e2e")) and not any(item.iter_markers("slow")):
-            item.add_marker("unit")
 
 
 def pytest_collection_finish():

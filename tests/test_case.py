@@ -382,7 +382,6 @@ def test_the_examples(verify, file, causes):
     assert {finding["cause"] for finding in found} == causes
 
 
-@pytest.mark.e2e
 @pytest.mark.slow
 def test_a_process_ends_with_the_verdict_and_its_code(tmp_path):
     out = tmp_path / "run"

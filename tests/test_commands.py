@@ -28,8 +28,6 @@ SMALL = ["--num_train_examples=500", "--recipe=fast", "--epochs=1", "--allow_unv
 ON_CPUS = ["--device=cpu", "--num_devices=2"]
 COMPARE = ["compare", "--deterministic", *ON_CPUS, *SMALL]
 
-pytestmark = pytest.mark.e2e
-
 
 @pytest.fixture(autouse=True)
 def _small(small_data, monkeypatch):

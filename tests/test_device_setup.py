@@ -45,7 +45,6 @@ print(json.dumps({
 """
 
 
-@pytest.mark.e2e
 def test_without_a_gpu_two_logical_cpus_whatever_a_user_s_settings_of_keras_are(tmp_path):
     (tmp_path / "keras.json").write_text(
         '{"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}'
@@ -219,7 +218,6 @@ def test_settings_of_one_command_do_not_reach_the_next():
         keras.config.set_image_data_format("channels_last")
 
 
-@pytest.mark.e2e
 def test_a_signal_while_tensorflow_is_imported_has_its_line(tmp_path):
     """Standard error is redirected meanwhile."""
     (tmp_path / "tensorflow.py").write_text(

@@ -184,7 +184,6 @@ def test_all_is_printed_and_the_first_error_ends_it(monkeypatch, tmp_path, optio
     assert "/none" not in line and __file__ not in line  # What is broken is not advised.
 
 
-@pytest.mark.e2e
 def test_the_command_on_this_machine(tmp_path):
     result = run_ok("doctor", "--dataset=synthetic", cwd=tmp_path)
     for name in ("manual", "mirrored"):
@@ -203,7 +202,6 @@ def test_a_sum_that_loses_a_replica_is_found():
     assert result.stderr.splitlines()[-1].startswith("error: all-reduce hierarchical of mirrored")
 
 
-@pytest.mark.e2e
 def test_tensorflow_that_cannot_be_loaded_is_a_finding(tmp_path):
     (tmp_path / "tensorflow").mkdir()
     (tmp_path / "tensorflow" / "__init__.py").write_text("raise ImportError('GLIBCXX_9 missing')")

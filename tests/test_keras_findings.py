@@ -12,7 +12,7 @@ from conftest import ROOT, program_environment
 PAGE = (ROOT / "docs/keras_findings.md").read_text(encoding="utf-8")
 START, *PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def printed(program):

@@ -465,7 +465,6 @@ print(compare(recorder, build))
 """
 
 
-@pytest.mark.e2e
 @pytest.mark.slow
 def test_a_script_needs_the_file_alone_to_record_and_the_folder_to_compare(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -73,7 +73,6 @@ def test_the_record_and_the_figure_have_every_case(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.e2e
 def test_a_benchmark_measures_every_case_in_every_round(small_data, tmp_path):
     out = tmp_path / "bench"
     result = run_ok(
@@ -90,7 +89,6 @@ def test_a_benchmark_measures_every_case_in_every_round(small_data, tmp_path):
     assert "fewer than 5 rounds" in result.stdout and "timing is not scaling" in result.stderr
 
 
-@pytest.mark.e2e
 def test_a_breakdown_leaves_one_part_out_at_a_time(small_data, small_lenet, tmp_path):
     out = tmp_path / "bench"
     result = run_here_ok(

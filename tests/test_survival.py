@@ -16,7 +16,7 @@ from app.runtime.shown_command import shown_python
 from conftest import ROOT, program_environment
 from in_process import run_here, run_here_ok
 
-pytestmark = [pytest.mark.e2e, pytest.mark.parity]  # Processes have TensorFlow's optimizer, too.
+pytestmark = pytest.mark.parity  # Processes have TensorFlow's optimizer, too.
 
 TRAIN = [
     *("--device=cpu", "--num_devices=2", "--allow_unverified_data", "--num_train_examples=200"),

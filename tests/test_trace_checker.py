@@ -592,7 +592,6 @@ def test_shards_have_names(split, shards, said):
 
 
 @slow
-@pytest.mark.e2e
 def test_a_training_whose_kernels_round_otherwise_holds(tmp_path):
     """As on another device: recorded without oneDNN, checked with it. No bit needs to agree."""
     script = (

@@ -27,9 +27,6 @@ SMALL = [
 ]  # fmt: skip
 
 
-pytestmark = pytest.mark.e2e
-
-
 @pytest.fixture(autouse=True)
 def _small(small_data, small_lenet, monkeypatch):
     monkeypatch.setenv("FASHION_MNIST_DIR", str(small_data))

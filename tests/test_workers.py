@@ -96,7 +96,6 @@ def talk(prepared, config):
     return said, list(strategy.local_shard_ids), seen
 
 
-@pytest.mark.e2e
 def test_workers_talk_and_split_every_batch(per_worker):
     (chief, ids, seen), (other, other_ids, other_seen) = (talked for talked, *_ in per_worker)
     assert (ids, other_ids) == ([0, 1], [2, 3])
@@ -115,7 +114,6 @@ def test_workers_talk_and_split_every_batch(per_worker):
         assert batch == list(range(20 * step, min(20 * step + 20, 50)))
 
 
-@pytest.mark.e2e
 def test_no_worker_waits_long_for_one_that_does_not_leave(per_worker):
     (_, _, chief_sec), (_, _, other_sec) = per_worker
     assert 0.4 < chief_sec < 20 and other_sec < 0.4
@@ -162,7 +160,6 @@ def normalise(prepared):
     return *results, after_reading, averaged, given_back, divergence.tensor
 
 
-@pytest.mark.e2e
 def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
     from conftest import CPUS  # A worker must not find devices made already.
     from strategies import load_strategy_class
