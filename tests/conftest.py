@@ -14,6 +14,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from tensorflow_graphs import number_device_groups, record_graphs, release_graphs
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

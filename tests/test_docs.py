@@ -17,7 +17,6 @@ import nbformat
 import numpy as np
 import pytest
 from PIL import Image
-from tensorflow_graphs import release_graphs
 
 from app.options.fault import FAULTS
 from app.options.table import COMMANDS, options_of
@@ -25,6 +24,7 @@ from app.report import plot_style
 from conftest import ROOT, copy_program, program_environment
 from in_process import run_here
 from models import MODELS
+from tensorflow_graphs import release_graphs
 
 DOCS = ROOT / "docs"
 OF_ROOT = ("README", "BUILD", "CHANGELOG", "CONTRIBUTING", "SECURITY")

@@ -148,7 +148,7 @@ def test_the_death_of_the_starter_leaves_nothing(small_program, small_data, tmp_
         found = environments(launcher)
         assert set(found) == {0, 1}
         ports = [int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", found[0][1])]
-        os.kill(found[1][0], signal.SIGSTOP)  # One that could not end by itself.
+        os.kill(found[1][0], signal.SIGSTOP)  # A stopped process ends only by SIGKILL.
         launcher.kill()
         launcher.wait(_TIMEOUT_SEC)
         wait_until(lambda: not any(is_alive(pid) for pid, _ in found.values()))

@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow_graphs import release_graphs
 
 from conftest import CPUS, ROOT
 from small_models import small_network
 from strategies import tf_private
 from strategies.collective_cluster import CollectiveStrategy
+from tensorflow_graphs import release_graphs
 
 PRIVATE_FILES = {ROOT / "strategies" / "tf_private.py"}
 # Modules of TensorFlow and Keras that are not public, and underscore attributes that they own.
@@ -234,7 +234,7 @@ def test_graphs_of_functions_are_released():
     trace()
     gc.collect()
     assert any(reference() is not None for reference in kept), (
-        "TensorFlow frees them by itself: release_graphs is not needed any more"
+        "TensorFlow frees the graphs now; remove release_graphs"
     )
     release_graphs()
     gc.collect()

@@ -70,8 +70,8 @@ def _other_weights(
         older = state_before(context.trace, mismatch.step - 1)
         stages = {f"stage {k}": names for k, names in enumerate(of_device)}
         weights = context.trace.tensors(mismatch.step, "weights")
-        everybody = split.name_items("weights", range(split.num_copies))
-        for who, names in {**stages, everybody: weights}.items():
+        every_copy = split.name_items("weights", range(split.num_copies))
+        for who, names in {**stages, every_copy: weights}.items():
             if is_right(
                 context.compute(mismatch, state={**before, **{n: older[n] for n in names}})
             ):
