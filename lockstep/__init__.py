@@ -1,0 +1,1 @@
+"""Verifies that a distributed training is the same training as on one device."""

@@ -1,0 +1,1 @@
+"""Checks one stage of a step each."""

@@ -1,0 +1,103 @@
+"""Checks that each example of the global batch is on one replica."""
+
+import collections
+import itertools
+from collections.abc import Iterator
+
+from lockstep.arithmetic import rows_of
+from lockstep.context import Context
+from lockstep.oracles import Batch
+from lockstep.verdict import Finding
+
+_DIFFERENT_PART = 0.9
+_SAME_PART = 0.5  # Replicas that share a larger part of their examples are a fault.
+
+
+def check_examples(context: Context) -> Iterator[Finding]:
+    """Checks the examples of all shards against the batch of the data set, or each other."""
+    if not context.has("data"):
+        return
+    if context.batch is not None:
+        context.mark_checked()
+        yield from _against_batch(context, context.batch)
+    elif len(context.shards) > 1:
+        context.mark_checked()
+        yield from _different_examples(context)
+
+
+def _against_batch(context: Context, batch: Batch) -> Iterator[Finding]:
+    """Compares the examples with those of the batch that the data set defines."""
+    shards = [rows_of(data) for data in context.data]
+    given, asked = sum(shards, collections.Counter()), rows_of(batch)
+    missing, extra = asked - given, given - asked
+    if not missing and not extra:
+        return
+    num_inputs, _ = context.oracle.targets(batch)
+    of_inputs = [rows_of(data[:num_inputs]) for data in context.data]
+    if sum(of_inputs, collections.Counter()) == rows_of(batch[:num_inputs]):
+        yield context.found(
+            "labels_shifted",
+            f"{extra.total()} of {asked.total()} inputs have a different target than in the data"
+            " set",
+        )
+        return
+    twins = [
+        (a, b)
+        for a, b in itertools.combinations(context.shards, 2)
+        if shards[a] and not shards[b] - shards[a]
+    ]
+    if twins and extra and not extra.keys() - asked.keys():
+        items = sorted({shard for pair in twins for shard in pair})
+        if len(items) == len(shards) and all(shard == shards[0] for shard in shards):
+            text = f"all {len(shards)} received the same {shards[0].total()} examples"
+        else:
+            first, second = (context.trace.name_of("data", shard) for shard in twins[0])
+            text = f"{first} and {second} received the same {shards[twins[0][1]].total()} examples"
+        yield context.found("same_examples", text, items=items)
+        return
+    wrong = [s for s in context.shards if shards[s] - asked]
+    yield context.found(*_why(context, asked, given), items=wrong)
+
+
+def _why(
+    context: Context, asked: collections.Counter, given: collections.Counter
+) -> tuple[str, str]:
+    """Returns cause and text for unexpected or missing rows."""
+    missing, extra = asked - given, given - asked
+    sizes, num = "/".join(map(str, context.sizes)), asked.total()
+    if extra and not extra.keys() - asked.keys():
+        return "repeated_examples", (
+            f"{extra.total()} examples were received twice and {missing.total()} not at all; shards"
+            f" of {sizes}, batch of {num}"
+        )
+    if extra:
+        of_data_set = context.oracle.known_examples()
+        if of_data_set and not extra.keys() - of_data_set:
+            return "other_order", (
+                f"{extra.total()} of {given.total()} examples belong to other batches of the data"
+                " set: another order of examples"
+            )
+        return "other_examples", (
+            f"{extra.total()} of {given.total()} examples are not in this batch of the data set"
+        )
+    return "lost_examples", (
+        f"{missing.total()} of {num} examples were received by nobody; shards of {sizes}"
+    )
+
+
+def _different_examples(context: Context) -> Iterator[Finding]:
+    """Finds shards that train on the same examples, without knowing the batch."""
+    rows = [rows_of(data[:1]) for data in context.data]
+    for first, second in itertools.combinations(context.shards, 2):
+        shared = (rows[first] & rows[second]).total()
+        size = min(rows[first].total(), rows[second].total())
+        # In data with few distinct examples, replicas share many of them.
+        are_different = all(
+            len(rows[r]) >= _DIFFERENT_PART * rows[r].total() for r in (first, second)
+        )
+        if size and shared > _SAME_PART * size and are_different:
+            yield context.found(
+                "same_examples",
+                f"replicas {first} and {second} train on the same examples: {shared} of {size}",
+                items=(first, second),
+            )

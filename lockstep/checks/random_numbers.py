@@ -1,0 +1,127 @@
+"""Checks that random layers use different random numbers on each replica."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lockstep.arithmetic import MARGIN, relative_distance, relative_norm, same_bits
+from lockstep.context import Context
+from lockstep.trace import SEED
+from lockstep.verdict import Finding
+
+
+def check_random_numbers(context: Context) -> Iterator[Finding]:
+    """Checks the seeds and the states of generators that a step uses."""
+    if len(context.shards) == 1:
+        return
+    if context.computes and context.oracle.random_layers:
+        yield from _seeds_of_layers(context)
+    elif not context.computes:
+        yield from _equal_states(context)
+
+
+def _seeds_of_layers(context: Context) -> Iterator[Finding]:
+    """Finds layers that draw the same numbers on several replicas, by computing them."""
+    before, left = ([each(shard) for shard in context.shards] for each in (context.state, context.left))
+    seeds = [
+        name
+        for name in context.of_kind(SEED)
+        if any(not same_bits(b[name], a[name]) for b, a in zip(before, left, strict=True))
+    ]
+    if not seeds:
+        return
+    context.mark_checked()
+    equal = {
+        name: [s for s in context.shards[1:] if same_bits(before[s][name], before[0][name])]
+        for name in seeds
+    }
+    looking = [s for s in context.shards[1:] if any(s in e for e in equal.values())]
+    looking = [s for s in looking if _looks_at_number(context, s)]
+    same = [
+        name
+        for name in seeds
+        if any(s not in looking or not _looks_at_number(context, s, name) for s in equal[name])
+    ]
+    if same:
+        layers = context.oracle.layers_of(same)
+        names = ", ".join(context.oracle.layer_names[index] for index in layers[:3])
+        yield context.found(
+            "same_random_numbers",
+            f"{len(same)} of {len(seeds)} seed generators ({names or 'of the model'}) have the"
+            " same state on several replicas, which draw the same masks for different examples",
+            items=context.shards, tensors=same,
+        )  # fmt: skip
+
+
+def _looks_at_number(context: Context, shard: int, seed: str = "") -> bool:
+    """Returns whether random numbers depend on the number of the replica, not only on the seed.
+
+    The step then differs from the step with number 0.
+
+    Args:
+        context: the step.
+        shard: the shard.
+        seed: name of a seed; layers with other seeds are switched off. "" for all.
+    """
+    oracle = context.oracle
+    own = oracle.layers_of([seed]) if seed else oracle.random_layers
+    off = tuple(index for index in oracle.random_layers if index not in own)
+    scales = {"scales": (1.0, 1.0)}
+    mine, first = (
+        oracle.compute(context.ask(shard, replica=number, off=off, **scales))
+        for number in (context.trace.replica_of(shard), 0)
+    )
+    spread = context.expected(shard).spread
+    if mine.y_pred:
+        return relative_distance(mine.y_pred, first.y_pred) > MARGIN * spread.forward
+    return relative_norm(mine.raw, first.raw) > MARGIN * spread.backward
+
+
+def _equal_states(context: Context) -> Iterator[Finding]:
+    """Finds replicas that draw from the same random state."""
+    before = context.named("before") if context.has("before") else [{} for _ in context.shards]
+    after = context.named("after") if context.has("after") else before
+    drawn = [
+        name
+        for name in context.of_kind(SEED)
+        if any(name in b and not same_bits(b[name], a[name]) for b, a in zip(before, after, strict=True))
+    ]
+    states = context.arrays("random") if context.has("random") else []
+    for second in context.shards[1:]:
+        for first in range(second):
+            both_draw = bool(states) and draws(context, first) and draws(context, second)
+            if not both_draw and not drawn:
+                continue
+            context.mark_checked()
+            equal = [n for n in drawn if same_bits(before[first][n], before[second][n])]
+            if equal or (both_draw and _all_same(states[first], states[second])):
+                yield context.found(
+                    "same_random_numbers",
+                    f"replicas {first} and {second} draw from the same random state",
+                    items=(first, second), tensors=equal,
+                )  # fmt: skip
+
+
+def draws(context: Context, shard: int) -> bool:
+    """Returns whether a shard uses random numbers in the step.
+
+    A generator that no layer uses may have the same state on all replicas, as after one
+    `manual_seed`. Without its state after the step, the random layers decide; a trace without
+    layers has the keys that the script passes to its step.
+    """
+    if not context.has("random"):
+        return False
+    before = context.arrays("random")[shard]
+    if context.has("random_after"):
+        return not _all_same(before, context.arrays("random_after")[shard])
+    layers = context.trace.about.layers
+    return not layers or any(is_random(layer) for layer in layers)
+
+
+def is_random(layer: dict) -> bool:
+    """Returns whether a layer of a trace uses random numbers in training."""
+    return "dropout" in str(layer.get("class", "")).lower() and layer.get("rate", 1) != 0
+
+
+def _all_same(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
+    return len(first) == len(second) and all(map(same_bits, first, second))

@@ -1,0 +1,1 @@
+"""Predicts what known faults would leave in a recording."""

@@ -1,0 +1,127 @@
+"""Oracles: who can say what is right."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from lockstep.trace import Named
+
+Batch = list[np.ndarray]  # Leaves of the examples: inputs, targets and sample weights.
+
+
+class Ask(NamedTuple):
+    """A step of one shard to compute on one device, without the update.
+
+    Attributes:
+        state: all variables before the step.
+        data: the examples.
+        scales: factors of the data loss and of regularisation.
+        starts: start of the backward pass by each prediction, in place of the gradient of the loss.
+        replica: number of the replica that the code sees.
+        off: indices of the layers to compute in inference mode.
+    """
+
+    state: Named
+    data: Batch
+    scales: tuple[float, float] = (1.0, 1.0)
+    starts: list[np.ndarray] | None = None
+    replica: int = 0
+    off: tuple[int, ...] = ()
+
+
+class Computed(NamedTuple):
+    """The result of a step on one device, without the update.
+
+    Attributes:
+        y_pred: leaves of the predictions; empty if unknown.
+        loss: data loss and regularisation, without the scales; None if unknown.
+        raw: gradients before clipping; empty if they overflow and the step is to be skipped.
+        after: all variables after the step; only statistics and seeds have changed.
+    """
+
+    y_pred: list[np.ndarray]
+    loss: tuple[float, float] | None
+    raw: Named
+    after: Named
+
+
+class Oracle(Protocol):
+    """Computes what is right for a trace, from its own states and examples.
+
+    Attributes:
+        unit: largest step between numbers near 1 in the layers' dtypes.
+        units: the same for each variable.
+        layer_names: names of the layers that contain no other layers.
+        random_layers: indices of those that draw random numbers.
+        layers_with_statistics: indices of those with moving statistics.
+        synchronizes: whether BatchNorm uses the statistics of all shards.
+        scales_loss: whether the optimizer skips steps whose gradients overflow.
+        is_exact: whether `compute` can compute in float64.
+        why_not_exact: why not.
+        tracks: names of the optimizer's own variables that an update changes.
+    """
+
+    unit: float
+    units: dict[str, float]
+    layer_names: list[str]
+    random_layers: tuple[int, ...]
+    layers_with_statistics: tuple[int, ...]
+    synchronizes: bool
+    scales_loss: bool
+    is_exact: bool
+    why_not_exact: str
+    tracks: set[str]
+
+    def start(self) -> Named | None:
+        """Returns the state before the first step; None if unknown."""
+
+    def known_examples(self) -> set[int]:
+        """Returns the hashes of all examples of the data set (`arithmetic.rows_of`), if known."""
+
+    def layers_of(self, seeds: Collection[str]) -> tuple[int, ...]:
+        """Returns the indices of the layers that draw from these seeds."""
+
+    def bitwise(self, asks: Sequence[Ask], total: int) -> list[Computed] | None:
+        """Computes shards exactly as a right training does, bit for bit; None if it cannot.
+
+        Args:
+            asks: the shards; their losses are sums divided by `total`.
+            total: number of examples of the batch.
+        """
+
+    def compute(self, ask: Ask, *, exactly: bool = False) -> Computed:
+        """Computes a shard in float32, or in float64."""
+
+    def compute_finely(self, ask: Ask) -> Computed | None:
+        """Computes a shard with float32 layers in place of bfloat16 and float16 layers."""
+
+    def loss(
+        self, state: Named, data: Batch, y_pred: Batch, masks: Batch, *, weighted: bool = True
+    ) -> float:
+        """Returns the loss of given predictions, without regularisation."""
+
+    def loss_gradients(self, state: Named, data: Batch, y_pred: Batch, masks: Batch) -> Batch:
+        """Returns the gradient of that loss with respect to each prediction."""
+
+    def regular_gradients(self, state: Named, data: Batch) -> Named:
+        """Returns the gradients of the regularisation losses; empty without any."""
+
+    def targets(self, data: Batch) -> tuple[int, list[np.ndarray]]:
+        """Returns how many leaves of the examples are inputs, and the sample weights."""
+
+    def clip(self, gradients: Named) -> Named:
+        """Returns gradients after the optimizer's clipping."""
+
+    def limits(self) -> str:
+        """Returns the thresholds of the optimizer's clipping in words; "" without clipping."""
+
+    def update(self, before: Named, sums: Named, **changes: Any) -> Named:
+        """Returns all variables after the optimizer's update with these gradients.
+
+        Args:
+            before: all variables before the update.
+            sums: the gradients.
+            **changes: `clips`, clip first; `rate`, factor of the learning rate; `decays`, whether
+                it also applies to weight decay.
+        """

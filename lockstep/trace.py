@@ -1,0 +1,258 @@
+"""Holds what a training computed in some steps: the trace that every check reads.
+
+The arrays of a step belong to *shards*, the parts of a batch with their own examples, loss and
+gradient, and to *copies* of the weights. In data parallelism, both are the replicas; a pipeline has
+several shards (micro-batches) and one copy. `docs/trace_format.md` describes the file.
+"""
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed"
+OF_VARIABLES = ("before", "after", "own_before", "own_after")
+OF_GRADIENTS = ("raw", "sums", "clipped")
+OF_COPIES = ("before", "after", "sums")
+CLIP_FIRST, REDUCE_FIRST = "clip, reduce", "reduce, clip"
+
+
+class Rows(NamedTuple):
+    """A gradient of some rows of a weight; rows that occur several times are to be added.
+
+    Attributes:
+        values: `(n, …)`, one entry per index.
+        indices: `(n,)`, row numbers.
+        rows: length of the weight's first axis.
+    """
+
+    values: np.ndarray
+    indices: np.ndarray
+    rows: int
+
+    def dense(self) -> np.ndarray:
+        """Returns the gradient of the whole weight."""
+        whole = np.zeros((self.rows, *self.values.shape[1:]), self.values.dtype)
+        np.add.at(whole, self.indices, self.values)
+        return whole
+
+
+Array = Any  # np.ndarray | Rows
+Named = dict[str, Array]  # Name of a variable → its array.
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """A variable whose arrays are in "before" and "after".
+
+    Attributes:
+        name: name in the framework; unique among weights and statistics.
+        kind: `WEIGHT`, `STATISTIC`, `STATE` or `SEED`.
+        layout: order of the axes, for example "HWIO"; "" if unknown or without meaning.
+        of: for optimizer state, the name of its weight; "" if it belongs to none.
+        slot: for optimizer state, the framework's name for it, for example "momentum".
+    """
+
+    name: str
+    kind: str
+    layout: str = ""
+    of: str = ""
+    slot: str = ""
+
+
+class Shard(NamedTuple):
+    """A part of a batch: the replica that computes it, and its relative size."""
+
+    replica: int
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """The description of a trace; its attributes are the keys of docs/trace_format.md.
+
+    Attributes:
+        framework: "keras", "torch", "jax", "lockstep" for our own strategies, or another name.
+        num_replicas: number of replicas of the training.
+        steps: numbers of the recorded steps, ascending, from 0.
+        variables: the variables of the arrays in "before" and "after".
+        gradients: the weights of the arrays in "raw", "sums" and "clipped".
+        replicas: numbers of the replicas in this file; empty for all of them.
+        shards: the shards of a batch; empty for one per replica.
+        num_copies: number of copies of the weights; 0 for one per replica.
+        syncs_batch_norm: whether BatchNorm normalises over all shards.
+        whole_loss: whether the loss is computed once, from the predictions of all shards.
+        reduction: result of the all-reduce, "sum" or "mean"; "" if unknown.
+        order: `REDUCE_FIRST` or `CLIP_FIRST`.
+        reduced_in: dtype in which gradients are all-reduced, "" for their own.
+        optimizer: class and constant settings.
+        settings: for each recorded step, the optimizer's parameter groups.
+        layers: name, class, weights and settings of each layer, if the framework has layers.
+        data_layout: "NHWC", "NCHW" or "".
+        micro_batches: for each step, the forward passes whose gradients a replica accumulates.
+        permuted: seed of the permutation of the examples; None without one.
+        replayed: name of the trace whose state was loaded before each step, or None.
+        structure: structure of "data", as Keras' recorder describes it.
+        predicted: structure of "y_pred".
+        parts: for each device, weight → shape of the part that it holds; empty for whole copies.
+        versions: package → version.
+    """
+
+    framework: str
+    num_replicas: int
+    steps: tuple[int, ...] = ()
+    variables: tuple[Variable, ...] = ()
+    gradients: tuple[str, ...] = ()
+    replicas: tuple[int, ...] = ()
+    shards: tuple[Shard, ...] = ()
+    num_copies: int = 0
+    syncs_batch_norm: bool = False
+    whole_loss: bool = False
+    reduction: str = ""
+    order: str = REDUCE_FIRST
+    reduced_in: str = ""
+    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: tuple[Sequence[Mapping[str, Any]], ...] = ()
+    layers: tuple[Mapping[str, Any], ...] = ()
+    data_layout: str = ""
+    micro_batches: tuple[int, ...] = ()
+    permuted: int | None = None
+    replayed: str | None = None
+    structure: Any = None
+    predicted: Any = None
+    parts: tuple[Mapping[str, tuple[int, ...]], ...] = ()
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[str]:
+        """A unique name of each variable: its name, numbered where names repeat."""
+        found: list[str] = []
+        for variable in self.variables:
+            name, number = variable.name, 2
+            while name in found:
+                name, number = f"{variable.name}#{number}", number + 1
+            found.append(name)
+        return found
+
+
+class Trace:
+    """The arrays of some steps, in memory or in files.
+
+    Positions count the recorded steps from 0: `steps[position]` is the number of a step. An array
+    that was not recorded is absent; it is never taken to equal another one.
+
+    Args:
+        about: the description.
+        stored: name of an array, `POSITION/KIND/ITEM/INDEX` with positions from 1 → array.
+        name: name for messages.
+
+    Attributes:
+        shards: numbers of the shards.
+        copies: numbers of the copies of the weights.
+        keys: a unique name for each variable.
+        kinds: key → kind of the variable.
+    """
+
+    def __init__(
+        self, about: About, stored: MutableMapping[str, np.ndarray] | None = None, name: str = ""
+    ):
+        self.name, self._stored = name, {} if stored is None else stored
+        self._index: dict[tuple[int, str, int], dict[int, bool]] = {}
+        self.describe(about)
+        for key in self._stored:
+            self._add_to_index(key)
+
+    def describe(self, about: About) -> None:
+        """Replaces the description."""
+        self.about = about
+        self.shards = range(len(about.shards) or about.num_replicas)
+        self.copies = range(about.num_copies or about.num_replicas)
+        self.keys = about.keys
+        self.kinds = dict(zip(self.keys, (v.kind for v in about.variables), strict=True))
+
+    def _add_to_index(self, name: str) -> None:
+        position, kind, item, index, *part = name.split("/")
+        found = self._index.setdefault((int(position) - 1, kind, int(item)), {})
+        found[int(index)] = bool(part)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The numbers of the recorded steps."""
+        return self.about.steps
+
+    def items(self, kind: str) -> range:
+        """Returns the shards or the copies, whichever have arrays of a kind."""
+        of_copies = kind in OF_COPIES or (kind == "clipped" and self.about.order == REDUCE_FIRST)
+        return self.copies if of_copies else self.shards
+
+    def copy_of(self, shard: int) -> int:
+        """Returns the copy of the weights with which a shard is computed."""
+        return shard * len(self.copies) // len(self.shards)
+
+    def replica_of(self, shard: int) -> int:
+        """Returns the replica that computes a shard."""
+        shards = self.about.shards
+        return shards[shard].replica if shards else shard
+
+    def name_of(self, kind: str, item: int) -> str:
+        """Returns "replica 1", "micro-batch 1" or "micro-batch 1 of replica 0"."""
+        per_replica = len(self.shards) // self.about.num_replicas
+        if self.items(kind) is self.copies or per_replica <= 1:
+            return f"replica {item}"
+        of = f" of replica {item // per_replica}" if self.about.num_replicas > 1 else ""
+        return f"micro-batch {item % per_replica}{of}"
+
+    def has(self, position: int, kind: str) -> bool:
+        """Returns whether every shard, or copy, has arrays of a kind in a step."""
+        return all((position, kind, item) in self._index for item in self.items(kind))
+
+    def arrays(self, position: int, kind: str, item: int) -> list[Array] | None:
+        """Returns the arrays of a kind in order; None if they were not recorded.
+
+        Kinds of variables and gradients have one entry per variable or weight, None for an array
+        that does not exist: optimizer state before the first update, the gradient of a weight that
+        the loss does not use.
+        """
+        found = self._index.get((position, kind, item))
+        if found is None:
+            return None
+        lengths = dict.fromkeys(OF_VARIABLES, len(self.keys))
+        lengths |= dict.fromkeys(OF_GRADIENTS, len(self.about.gradients))
+        prefix = f"{position + 1}/{kind}/{item}"
+        return [
+            self._read(f"{prefix}/{index}", found[index]) if index in found else None
+            for index in range(lengths.get(kind, len(found)))
+        ]
+
+    def _read(self, name: str, has_rows: bool) -> Array:
+        if not has_rows:
+            return self._stored[name]
+        values, indices, rows = (self._stored[f"{name}/{part}"] for part in Rows._fields)
+        return Rows(values, indices, int(rows))
+
+    def named(self, position: int, kind: str, item: int) -> Named | None:
+        """Returns name → array for a kind of variables or gradients; None if not recorded."""
+        arrays = self.arrays(position, kind, item)
+        if arrays is None:
+            return None
+        names = self.keys if kind in OF_VARIABLES else self.about.gradients
+        return {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
+
+    def put(self, position: int, kind: str, item: int, arrays: Sequence[Array]) -> None:
+        """Adds the arrays of a kind; None for one that does not exist."""
+        self._index.setdefault((position, kind, item), {})
+        for index, array in enumerate(arrays):
+            if array is None:
+                continue
+            name = f"{position + 1}/{kind}/{item}/{index}"
+            self._index[position, kind, item][index] = isinstance(array, Rows)
+            if isinstance(array, Rows):
+                for part, value in array._asdict().items():
+                    self._stored[f"{name}/{part}"] = np.asarray(value)
+            else:
+                self._stored[name] = np.asarray(array)
+
+    def stored(self) -> Mapping[str, np.ndarray]:
+        """Returns all arrays by their names in the file."""
+        return self._stored

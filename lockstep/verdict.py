@@ -1,0 +1,172 @@
+"""Defines the answer of a verification: findings, measurements and the verdict."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
+
+STAGES = {
+    "start": "weights and optimizer state before the step: equal on all replicas, and as expected",
+    "random numbers": "no two replicas and no two steps draw the same random numbers",
+    "examples": "every example of the global batch is on one replica, with its target",
+    "forward": "each replica's predictions for its examples",
+    "loss": "the sum of the replicas' losses: equal to the loss of the whole batch",
+    "regularisation": "the sum of the regularisation losses: equal to that of one device",
+    "gradients": "each replica's gradients of its loss, before clipping",
+    "clipping": "the sum of the gradients after clipping: equal to the clipped sum",
+    "all-reduce": "the gradients that each replica receives: the sum or mean of those sent",
+    "update": "weights and optimizer state after the update",
+    "statistics": "moving statistics and seeds after the step",
+    "agreement": "weights and optimizer state after the step: equal on all replicas",
+    "evaluation": "loss and metrics of an evaluation: every example is counted once",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A difference in one stage.
+
+    Attributes:
+        stage: a key of `STAGES`.
+        status: `BY_DESIGN` or `FAULT`.
+        cause: a key of `causes.CAUSES`.
+        text: one sentence with the numbers.
+        steps: numbers of the steps with this difference, from 0.
+        items: replicas or micro-batches with this difference, as in "replica 1"; empty for all.
+        tensors: names of the affected variables; empty if no variable is.
+        distance: the largest relative difference.
+        allowed: the largest relative difference that rounding can cause; 0 if unknown or none.
+    """
+
+    stage: str
+    status: str
+    cause: str
+    text: str
+    steps: tuple[int, ...]
+    items: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    distance: float = 0.0
+    allowed: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """The difference of one array of one step from what is expected.
+
+    Attributes:
+        step: number of the step, from 0.
+        stage: a key of `STAGES`.
+        tensor: name of the variable, or "loss".
+        item: the replica or micro-batch, as in "replica 1".
+        distance: relative difference.
+        allowed: relative difference that rounding can cause.
+        same_bits: whether the array is bitwise that of one device in float32.
+    """
+
+    step: int
+    stage: str
+    tensor: str
+    item: str
+    distance: float
+    allowed: float
+    same_bits: bool = False
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the array is right."""
+        return self.same_bits or self.distance <= self.allowed
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether a training is the one that it should be; the result of checking a trace.
+
+    Attributes:
+        name: name of the training.
+        reference: the training that it should be, as in "training of one.npz"; "" if the trace was
+            checked on its own.
+        steps: numbers of the checked steps, from 0.
+        num_replicas: number of replicas of the training.
+        findings: all differences, in the order of the stages.
+        checked: the stages that could be checked.
+        tolerance: how the tolerances were computed.
+        notes: what could not be compared, and why.
+        measurements: every array that was compared with a computed one.
+    """
+
+    name: str
+    reference: str
+    steps: tuple[int, ...]
+    num_replicas: int
+    findings: tuple[Finding, ...]
+    checked: tuple[str, ...]
+    tolerance: str
+    notes: tuple[str, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no fault."""
+        return not self.faults
+
+    @property
+    def faults(self) -> list[Finding]:
+        """The findings with status `FAULT`."""
+        return [finding for finding in self.findings if finding.status == FAULT]
+
+    @property
+    def status(self) -> str:
+        """`CLEAN`, `BY_DESIGN` or `FAULT`."""
+        return _worst(finding.status for finding in self.findings)
+
+    def status_of(self, stage: str) -> str:
+        """Returns the status of a stage; "not checked" if it could not be checked."""
+        found = [finding.status for finding in self.findings if finding.stage == stage]
+        return _worst(found) if found or stage in self.checked else "not checked"
+
+    def __str__(self) -> str:
+        from lockstep.text import describe
+
+        return describe(self)
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the verdict as plain data, without its measurements."""
+        from lockstep.text import record_of
+
+        return record_of(self)
+
+    def to_json(self) -> str:
+        """Returns the verdict as JSON text; see docs/verify_json.md."""
+        return json.dumps(self.to_record(), indent=1)
+
+
+def _worst(statuses: Any) -> str:
+    return max([CLEAN, *statuses], key=[CLEAN, BY_DESIGN, FAULT].index)
+
+
+def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Merges findings of equal stage, status and cause over steps, items and tensors."""
+    same: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        same.setdefault((finding.stage, finding.status, finding.cause), []).append(finding)
+    order = list(STAGES)
+    return tuple(
+        dataclasses.replace(
+            group[0],
+            steps=tuple(sorted({step for each in group for step in each.steps})),
+            items=tuple(dict.fromkeys(item for each in group for item in each.items)),
+            tensors=tuple(dict.fromkeys(name for each in group for name in each.tensors)),
+            distance=max(each.distance for each in group),
+        )
+        for _, group in sorted(same.items(), key=lambda pair: order.index(pair[0][0]))
+    )
+
+
+def first_fault(verdicts: Mapping[str, Verdict]) -> tuple[str, Finding] | None:
+    """Returns the name of the first training with a fault, and its first fault."""
+    for name, verdict in verdicts.items():
+        for finding in verdict.faults:
+            return name, finding
+    return None
