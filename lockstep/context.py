@@ -36,6 +36,7 @@ class Facts:
         starts: for each shard, the gradient with respect to its predictions, if it is given.
         off: shards that compute in inference mode.
         drawn_as: shard → shard whose random numbers it uses.
+        states: shard → changes of its step: other weights from which it computes.
         exact: shards whose loss, gradients and statistics are bitwise those of one device.
         wrong: stages with a fault that other stages must take into account.
         unknown: stages whose inputs are wrong in an unknown way, so that they cannot be checked.
@@ -46,13 +47,14 @@ class Facts:
     starts: tuple[Batch | None, ...]
     off: frozenset[int] = frozenset()
     drawn_as: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    states: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     exact: frozenset[int] = frozenset()
     wrong: frozenset[str] = frozenset()
     unknown: frozenset[str] = frozenset()
 
     def with_shard(self, shard: int, **values: Any) -> "Facts":
         """Returns the facts with other values of one shard."""
-        changed = {
+        changed: dict[str, Any] = {
             name: tuple(value if s == shard else old for s, old in enumerate(getattr(self, name)))
             for name, value in values.items()
         }
@@ -100,6 +102,7 @@ class Context:
         self.base_scales = ((share, share),) * len(shards)  # Of the steps that `expected` computes.
         self.facts = Facts(tuple(data), self.base_scales, (None,) * len(shards))
         self.in_float64 = True  # Until a step turns out to depend on its dtype.
+        self.num_in_float64 = 0
 
     # What was recorded.
 
@@ -230,9 +233,14 @@ class Context:
             state = self.with_seeds_of(other, state)
         off = self.modal_layers if shard in facts.off else ()
         scales = self.base_scales[shard]
-        usual = {"state": state, "data": facts.used[shard], "scales": scales, "off": off}
+        usual: dict[str, Any] = {
+            "state": state,
+            "data": facts.used[shard],
+            "scales": scales,
+            "off": off,
+        }
         usual |= {"starts": facts.starts[shard], "replica": self.trace.replica_of(shard)}
-        return Ask(**(usual | changes))
+        return Ask(**{**usual, **facts.states.get(shard, {}), **changes})
 
     @functools.cached_property
     def _expected(self) -> dict[int, Expected]:
@@ -241,13 +249,12 @@ class Context:
     def expected(self, shard: int) -> Expected:
         """Returns the step of a shard on one device, for the examples that it was given."""
         if shard not in self._expected:
-            ask = self.ask(shard, data=self.data[shard], off=())
-            if shard in self.facts.drawn_as:
-                ask = ask._replace(state=self.state(shard))
+            ask = self.ask(shard, data=self.data[shard], off=(), state=self.state(shard))
             step, spread, exactly = measure(
                 self.oracle, ask, self._variables, seed=self.position, exactly=self.in_float64
             )
             self.in_float64 = self.in_float64 and (exactly or not self.oracle.is_exact)
+            self.num_in_float64 += exactly
             self._expected[shard] = Expected(step, spread, exactly)
         return self._expected[shard]
 
@@ -296,19 +303,29 @@ class Context:
         """Returns the factor of a shard's gradients over those that `expected` computes."""
         return self.facts.scales[shard][0] / self.base_scales[shard][0]
 
-    def limit(self, shard: int, name: str, value: Array) -> float:
-        """Returns how far rounding can move a gradient of a shard, as a Euclidean distance."""
+    def limit(self, shard: int, name: str, value: Array, times: float | None = None) -> float:
+        """Returns how far rounding can move a gradient of a shard, as a Euclidean distance.
+
+        Args:
+            shard: the shard.
+            name: name of the weight.
+            value: the gradient.
+            times: factor over the gradients of `expected`; None for that of the facts.
+        """
         spread = self.expected(shard).spread
-        own = abs(self.times_base(shard)) * spread.gradients.get(name, 0.0)
+        factor = abs(self.times_base(shard) if times is None else times)
+        own = factor * spread.gradients.get(name, 0.0)
         return MARGIN * max(own, spread.backward * norm(value)) + TINY
 
-    def near(self, shard: int, actual: Named, expected: Named) -> list[str]:
+    def near(
+        self, shard: int, actual: Named, expected: Named, times: float | None = None
+    ) -> list[str]:
         """Returns the names of the gradients that are as expected, within rounding."""
         return [
             name
             for name, value in actual.items()
             if name in expected
-            and distance(value, expected[name]) <= self.limit(shard, name, expected[name])
+            and distance(value, expected[name]) <= self.limit(shard, name, expected[name], times)
         ]
 
     @property
@@ -384,13 +401,14 @@ class Context:
         return same or apart <= allowed
 
 
-def is_bitwise(context: Context, shard: int, computed: Computed, loss: float) -> bool:
+def is_bitwise(context: Context, shard: int, computed: Computed) -> bool:
     """Returns whether loss, gradients and statistics of a shard are bitwise those computed."""
-    right = context.arrays("loss")[shard][0]
+    loss = context.arrays("loss")[shard][0]
+    right = computed.loss[0] if computed.loss else np.nan
     left = context.left(shard)
     statistics = [name for name in context.of_kind(STATISTIC) if name in computed.after]
     return (
-        same_bits(np.asarray(right), np.asarray(loss, np.asarray(right).dtype))
+        same_bits(loss, np.asarray(right, loss.dtype))
         and all_same_bits(context.named("raw")[shard], computed.raw)
         and all(same_bits(left[name], computed.after[name]) for name in statistics)
     )

@@ -121,9 +121,7 @@ def spread_of(own: Computed, repeated: Sequence[Computed], unit: float) -> Sprea
     return Spread(forward, backward, gradients)
 
 
-def is_another_step(
-    result: Computed, own: Computed, near: Sequence[Computed], unit: float
-) -> bool:
+def is_another_step(result: Computed, own: Computed, near: Sequence[Computed], unit: float) -> bool:
     """Returns whether a step depends on the order of its examples by more than rounding.
 
     Args:

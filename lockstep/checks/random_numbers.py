@@ -1,6 +1,7 @@
 """Checks that random layers use different random numbers on each replica."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,9 @@ def check_random_numbers(context: Context) -> Iterator[Finding]:
 
 def _seeds_of_layers(context: Context) -> Iterator[Finding]:
     """Finds layers that draw the same numbers on several replicas, by computing them."""
-    before, left = ([each(shard) for shard in context.shards] for each in (context.state, context.left))
+    before, left = (
+        [each(shard) for shard in context.shards] for each in (context.state, context.left)
+    )
     seeds = [
         name
         for name in context.of_kind(SEED)
@@ -84,7 +87,10 @@ def _equal_states(context: Context) -> Iterator[Finding]:
     drawn = [
         name
         for name in context.of_kind(SEED)
-        if any(name in b and not same_bits(b[name], a[name]) for b, a in zip(before, after, strict=True))
+        if any(
+            name in b and not same_bits(b[name], a[name])
+            for b, a in zip(before, after, strict=True)
+        )
     ]
     states = context.arrays("random") if context.has("random") else []
     for second in context.shards[1:]:
@@ -118,7 +124,7 @@ def draws(context: Context, shard: int) -> bool:
     return not layers or any(is_random(layer) for layer in layers)
 
 
-def is_random(layer: dict) -> bool:
+def is_random(layer: Mapping[str, Any]) -> bool:
     """Returns whether a layer of a trace uses random numbers in training."""
     return "dropout" in str(layer.get("class", "")).lower() and layer.get("rate", 1) != 0
 

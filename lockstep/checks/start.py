@@ -47,9 +47,11 @@ def _initial_state(context: Context) -> Iterator[Finding]:
             weights = [n for n in wrong if context.trace.kinds[n] == WEIGHT]
             what = "weights" if weights else "optimizer state or statistics"
             is_state = all(context.trace.kinds[n] == STATE for n in wrong)
+            apart = [ratio(distance(state[n], expected[n]), norm(expected[n])) for n in wrong]
             yield context.found(
                 "other_initial_state" if is_state else "other_initial_weights",
-                f"{len(wrong)} variables start from other {what} than model, recipe and seed define",
+                f"{len(wrong)} variables start from {what} other than those that model, recipe and"
+                " seed define",
                 kind="before", items=(context.trace.copy_of(shard),), tensors=wrong,
-                distance=max(ratio(distance(state[n], expected[n]), norm(expected[n])) for n in wrong),
+                distance=max(apart),
             )  # fmt: skip

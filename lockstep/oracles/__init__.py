@@ -1,6 +1,6 @@
 """Oracles: who can say what is right."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -55,8 +55,10 @@ class Oracle(Protocol):
         layer_names: names of the layers that contain no other layers.
         random_layers: indices of those that draw random numbers.
         layers_with_statistics: indices of those with moving statistics.
+        may_mix: whether a prediction may depend on other examples, which is worth a check.
         synchronizes: whether BatchNorm uses the statistics of all shards.
         scales_loss: whether the optimizer skips steps whose gradients overflow.
+        records_overflow: whether a trace has the gradients of such steps.
         is_exact: whether `compute` can compute in float64.
         why_not_exact: why not.
         tracks: names of the optimizer's own variables that an update changes.
@@ -67,8 +69,10 @@ class Oracle(Protocol):
     layer_names: list[str]
     random_layers: tuple[int, ...]
     layers_with_statistics: tuple[int, ...]
+    may_mix: bool
     synchronizes: bool
     scales_loss: bool
+    records_overflow: bool
     is_exact: bool
     why_not_exact: str
     tracks: set[str]
@@ -106,6 +110,9 @@ class Oracle(Protocol):
 
     def regular_gradients(self, state: Named, data: Batch) -> Named:
         """Returns the gradients of the regularisation losses; empty without any."""
+
+    def backward_faults(self, ask: Ask) -> Iterator[tuple[str, str, Callable[[], Named]]]:
+        """Yields cause, text and gradients of faults inside the backward pass of a split model."""
 
     def targets(self, data: Batch) -> tuple[int, list[np.ndarray]]:
         """Returns how many leaves of the examples are inputs, and the sample weights."""

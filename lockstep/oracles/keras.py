@@ -168,6 +168,9 @@ class KerasOracle:
         ValueError: the trace is of another model.
     """
 
+    may_mix = True
+    records_overflow = False
+
     def __init__(self, model: keras.Model | Callable[[], keras.Model], trace: Trace):
         is_built = isinstance(model, keras.Model)
         self._one = one = OneDevice(model if is_built else model(), trace)
@@ -303,6 +306,10 @@ class KerasOracle:
             name: np.zeros(weight.shape) if g is None else to_numpy(g)
             for name, weight, g in zip(names, weights, gradients, strict=True)
         }
+
+    def backward_faults(self, ask: Ask) -> Iterator[tuple[str, str, Callable[[], Named]]]:
+        """Yields nothing: the model is not split."""
+        yield from ()
 
     def targets(self, data: Batch) -> tuple[int, list[np.ndarray]]:
         """Returns how many leaves of the examples are inputs, and the sample weights."""

@@ -1,0 +1,80 @@
+"""Checks the sums that each copy receives."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lockstep.arithmetic import (
+    EPS,
+    UNITS,
+    add,
+    are_finite,
+    dense,
+    distance,
+    is_within,
+    norm,
+    ratio,
+    same_bits,
+    scaled,
+    sum_bound,
+)
+from lockstep.context import Context, Facts
+from lockstep.hypotheses.of_sums import SumOf, why_sum
+from lockstep.verdict import Finding
+
+
+def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
+    """Checks the sums that each copy receives against those of the gradients sent."""
+    if not context.has(context.kind_sent) or not context.has_several:
+        return
+    if context.overflows and not context.oracle.records_overflow:
+        return
+    context.mark_checked()
+    sent = context.named(context.kind_sent)
+    has_sums = context.has("sums")
+    received = context.named("sums") if has_sums else sent
+    kind, sent_before = "sums" if has_sums else "raw", context.earlier(context.kind_sent)
+    sums_before = context.earlier("sums")
+    limits = context.oracle.limits() if context.computes and context.clips_sum else ""
+    clipped = [context.oracle.clip(gradients) for gradients in sent] if limits else []
+    share, unit = context.share(0), UNITS.get(context.trace.about.reduced_in, EPS)
+    for item, own in enumerate(received):
+        groups: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
+        known: list[np.ndarray] = []
+        # A few elements do not determine the factors of the sum; large tensors do.
+        for name in sorted(own, key=lambda name: -np.size(dense(own[name]))):
+            parts = [gradients[name] for gradients in sent if name in gradients]
+            if len(parts) < len(sent):
+                continue
+            got, total = own[name], scaled(add(parts), share) if share != 1 else add(parts)
+            width = max(unit, context.oracle.units.get(name, EPS) if context.computes else EPS)
+            bound = sum_bound(parts, width) * share
+            right = same_bits(got, total) or is_within(got, total, bound)
+            allowed = float(np.linalg.norm(bound))
+            context.measure(name, kind, item, got, total, allowed, same=same_bits(got, total))
+            if right:
+                continue
+            if not are_finite([got]) and are_finite(parts):
+                text = "what is received is NaN or infinite, although what is sent is finite"
+                groups.setdefault(("not_finite", text, ()), []).append(name)
+                continue
+            if clipped and is_within(got, add([c[name] for c in clipped]), 8 * sum_bound(parts)):
+                text = f"{limits} is applied on each replica, not to the sum"
+                groups.setdefault(("clipped_before_the_sum", text, ()), []).append(name)
+                continue
+            before = []
+            if sent_before:
+                old = [gradients[name] for gradients in sent_before if name in gradients]
+                before.append((scaled(add(old), share), sum_bound(old)))
+            if sums_before and name in sums_before[item]:
+                before.append((sums_before[item][name], sum_bound([sums_before[item][name]])))
+            is_shared = all(same_bits(other[name], got) for other in received if name in other)
+            asked = SumOf(context, None if is_shared else item, got, parts, share, bound)
+            groups.setdefault(why_sum(asked, before, known), []).append(name)
+        for (cause, text, lost), names in groups.items():
+            apart = max(distance(own[n], scaled(add([g[n] for g in sent]), share)) for n in names)
+            size = max(norm(add([g[n] for g in sent])) * share for n in names)
+            yield context.found(
+                cause, text, kind=context.kind_sent if lost else kind, items=lost or (item,),
+                tensors=names, distance=ratio(apart, size),
+            )  # fmt: skip

@@ -1,0 +1,158 @@
+"""Checks moving statistics and seeds after the step."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.arithmetic import (
+    EPS,
+    MARGIN,
+    TINY,
+    dense,
+    distance,
+    is_far,
+    is_within,
+    norm,
+    ratio,
+    same_bits,
+)
+from lockstep.context import Context
+from lockstep.trace import SEED, STATISTIC, Named
+from lockstep.verdict import Finding
+
+
+def check_statistics(context: Context) -> Iterator[Finding]:
+    """Checks moving statistics and seeds of each shard, and their averages."""
+    names = context.of_kind(STATISTIC, SEED)
+    if not names or not context.has("after"):
+        return
+    if context.computes:
+        context.mark_checked()
+        for shard in context.shards:
+            if shard not in context.facts.exact:
+                yield from _of_shard(context, shard, names)
+    if context.has("own_after"):
+        context.mark_checked()
+        yield from _averages(context)
+
+
+def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Finding]:
+    """Checks the statistics and seeds that a shard leaves."""
+    left, before = context.left(shard), context.state(shard)
+    facts, oracle = context.facts, context.oracle
+    own = _own(context, shard)
+    allowed = MARGIN * context.expected(shard).spread.forward
+    wrong = []
+    for name in names:
+        if name not in left or name not in own:
+            continue
+        same = same_bits(left[name], own[name])
+        limit = 0.0 if context.trace.kinds[name] == SEED else allowed * norm(own[name])
+        context.measure(name, "own_after", shard, left[name], own[name], limit, same=same)
+        if not same and (
+            context.trace.kinds[name] == SEED or is_far(left[name], own[name], allowed)
+        ):
+            wrong.append(name)
+    if not wrong:
+        return
+    stay = all(same_bits(left[name], before[name]) for name in wrong)
+    if stay and shard in facts.off:
+        return
+    apart = max(ratio(distance(left[n], own[n]), norm(own[n])) for n in wrong)
+    where: Any = {"items": (shard,), "tensors": wrong, "distance": apart, "allowed": allowed}
+    if stay:
+        text = "moving statistics and seeds do not change in the training step"
+        yield context.found("inference_mode", text, **where)
+        return
+    cause, text = _why(context, shard, left, before, own, wrong)
+    if oracle.synchronizes and cause == "unexplained":
+        cause, text = (
+            "local_statistics",
+            (
+                "the layer is synchronized, but its moving statistics are those of one replica's"
+                " examples, not of the whole batch"
+            ),
+        )
+    yield context.found(cause, text, **where)
+
+
+def _own(context: Context, shard: int) -> Named:
+    """Returns the variables that a shard should leave, given the state that it computes with."""
+    if shard in context.facts.states:
+        return context.oracle.compute(context.ask(shard, off=())).after
+    return context.expected(shard).step.after
+
+
+def _why(
+    context: Context, shard: int, left: Named, before: Named, own: Named, wrong: Sequence[str]
+) -> tuple[str, str]:
+    """Explains statistics by known ways to average wrongly."""
+    allowed = MARGIN * context.expected(shard).spread.forward
+
+    def fits(predicted: Named) -> bool:
+        return all(n in predicted and not is_far(left[n], predicted[n], allowed) for n in wrong)
+
+    change = {n: dense(own[n]) - dense(before[n]) for n in wrong}
+    if fits({n: dense(own[n]) + change[n] for n in wrong}):
+        return "doubled_average", "moving statistics change twice as much as they should"
+    if context.oracle.layers_with_statistics and len(context.shards) > 1:
+        whole = [np.concatenate(parts) for parts in zip(*context.data, strict=True)]
+        if fits(context.oracle.compute(context.ask(shard, data=whole)).after):
+            return "whole_batch_norm", "BatchNorm normalises over the whole batch, not each shard"
+    for other in context.shards:
+        if other != shard and fits(_own(context, other)):
+            name = context.trace.name_of("own_after", other)
+            return "same_examples", f"moving statistics are those of {name}"
+    num = context.sizes[shard]
+    if num > 1:
+        for factor, what in ((num / (num - 1), "n / (n - 1)"), ((num - 1) / num, "(n - 1) / n")):
+            if fits({n: dense(before[n]) + factor * change[n] for n in wrong}):
+                return "wrong_count", f"moving statistics are those of a count that is {what} off"
+    return (
+        "unexplained",
+        "moving statistics or seeds differ from those of one device for the replica's examples",
+    )
+
+
+def _averages(context: Context) -> Iterator[Finding]:
+    """Checks the statistics that are evaluated and saved: the mean over the shards."""
+    own, saved = context.named("own_after"), context.named("after")[0]
+    sizes = np.array(context.sizes if context.has("data") else [1] * len(own), float)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in context.of_kind(STATISTIC):
+        parts = [dense(each[name]) for each in own if name in each]
+        if len(parts) < len(own) or name not in saved:
+            continue
+        mean = np.mean(parts, axis=0)
+        bound = (len(parts) + 1) * EPS / 2 * np.mean(np.abs(parts), axis=0) + TINY
+        same = same_bits(saved[name], np.mean([each[name] for each in own], axis=0))
+        context.measure(
+            name, "after", 0, saved[name], mean, float(np.linalg.norm(bound)), same=same
+        )
+        if same or is_within(saved[name], mean, bound):
+            continue
+        weighted = np.average(parts, axis=0, weights=sizes) if sizes.sum() else mean
+        cause, text = "unexplained", "moving statistics are not the mean over the replicas"
+        for shard, part in enumerate(parts):
+            if is_within(saved[name], part, bound):
+                shown = context.trace.name_of("own_after", shard)
+                cause, text = (
+                    "statistics_not_averaged",
+                    (
+                        f"BatchNorm's moving statistics are not averaged: those of {shown} are"
+                        " evaluated and saved"
+                    ),
+                )
+                break
+        else:
+            if is_within(saved[name], weighted, bound):
+                cause = "weighted_average"
+                text = "moving statistics are averaged with weights, by the size of the shards"
+            elif is_within(saved[name], 2 * mean, 2 * bound) or is_within(
+                saved[name], len(parts) * mean, len(parts) * bound
+            ):
+                cause, text = "doubled_average", "moving statistics are summed, not averaged"
+        groups.setdefault((cause, text), []).append(name)
+    for (cause, text), names in groups.items():
+        yield context.found(cause, text, kind="after", tensors=names)

@@ -1,0 +1,237 @@
+"""Checks weights and optimizer state after the update."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lockstep.arithmetic import (
+    MARGIN,
+    TINY,
+    add,
+    bits,
+    dense,
+    distance,
+    is_within,
+    norm,
+    ratio,
+    same_bits,
+)
+from lockstep.context import Context, Facts
+from lockstep.hypotheses.of_updates import update_hypotheses
+from lockstep.trace import SEED, STATE, WEIGHT, Array, Named, Rows
+from lockstep.verdict import Finding
+
+
+def check_update(context: Context) -> Iterator[Finding | Facts]:
+    """Checks the update of each copy, with the gradients that it applies."""
+    if not (context.computes and context.has("after")):
+        return
+    oracle = context.oracle
+    skips_unseen = oracle.scales_loss and not oracle.records_overflow
+    if skips_unseen and (context.overflows or not context.has("raw")):
+        yield from _check_skipped(context)
+        return
+    if not context.applied(0):
+        yield from _check_unseen(context)
+        return
+    context.mark_checked()
+    watched = [n for n, kind in context.trace.kinds.items() if kind == WEIGHT or n in oracle.tracks]
+    before, after = context.named("before"), context.named("after")
+    checked: dict[tuple, tuple[Named, Named | None]] = {}
+    for copy in context.copies:
+        applied = context.applied(copy)
+        key = tuple(map(bits, [*(before[copy][n] for n in watched), *applied.values()]))
+        if key not in checked:
+            checked[key] = context.updated(before[copy], applied), None
+        expected, bounds = checked[key]
+        if not all(same_bits(after[copy][n], expected[n]) for n in watched) and bounds is None:
+            bounds = rounding_bounds(context, before[copy], applied)
+            checked[key] = expected, bounds
+        wrong = []
+        for name in watched:
+            same = same_bits(after[copy][name], expected[name])
+            allowed = 0.0 if bounds is None else float(np.linalg.norm(bounds[name]))
+            context.measure(
+                name, "after", copy, after[copy][name], expected[name], allowed, same=same
+            )
+            if not same and not is_within(after[copy][name], expected[name], (bounds or {})[name]):
+                wrong.append(name)
+        if wrong and bounds is not None:
+            yield dataclasses.replace(context.facts, wrong=context.facts.wrong | {"update"})
+            yield from _explain(context, copy, expected, bounds, wrong)
+    yield from _check_rows_summed_first(context)
+
+
+def rounding_bounds(context: Context, before: Named, sums: Named) -> Named:
+    """Returns the possible rounding error of each element of the optimizer's update.
+
+    Repeats the update from gradients and states changed by one unit in the last place.
+    """
+    generator, units = np.random.default_rng(context.position), context.oracle.units
+    base = context.updated(before, sums)
+    apart = {name: np.zeros(array.shape) for name, array in base.items()}
+
+    def near(array: Array, unit: float) -> Array:
+        if isinstance(array, Rows):
+            return array._replace(values=near(array.values, unit))
+        if not np.issubdtype(array.dtype, np.floating):
+            return array
+        return array * (1 + unit * generator.choice([-1, 1], array.shape)).astype(array.dtype)
+
+    for _ in range(3):
+        # Step counters of schedules and accumulated factors are not changed.
+        state = {
+            n: near(a, units[n]) if context.trace.kinds[n] != SEED and a.ndim else a
+            for n, a in before.items()
+        }
+        moved = context.updated(state, {n: near(g, units[n]) for n, g in sums.items()})
+        for name, array in moved.items():
+            far = np.abs(dense(array) - dense(base[name]))
+            apart[name] = np.maximum(apart[name], np.where(np.isfinite(far), far, 0))
+
+    def size(array: np.ndarray) -> np.ndarray:
+        return np.abs(np.where(np.isfinite(array), dense(array), 0))
+
+    return {
+        n: MARGIN * (a + np.sqrt(np.mean(a**2)) + units[n] * (size(base[n]) + size(before[n])))
+        + TINY
+        for n, a in apart.items()
+        if n in before
+    }
+
+
+def _explain(
+    context: Context, copy: int, expected: Named, bounds: Named, wrong: Sequence[str]
+) -> Iterator[Finding]:
+    """Explains an update that differs from the optimizer's."""
+    before, after = context.named("before")[copy], context.named("after")[copy]
+    kinds = context.trace.kinds
+    counters = [name for name in wrong if name.endswith("iteration")]
+    if counters:
+        made = int(after[counters[0]]) - int(before[counters[0]])
+        yield context.found(
+            "schedule_stepped_too_often" if made else "not_updated",
+            f"`iterations` advances by {made} in one step, so a learning rate schedule runs {made}"
+            " times as fast",
+            kind="after", items=(copy,), tensors=counters,
+        )  # fmt: skip
+    left = [name for name in wrong if name not in counters]
+    while left:
+        weights = [name for name in left if kinds[name] == WEIGHT] or left
+        cause, text, explained = _why(context, copy, expected, bounds, weights)
+        apart = max(ratio(distance(after[n], expected[n]), norm(expected[n])) for n in left)
+        yield context.found(
+            cause, text, kind="after", items=(copy,), tensors=explained, distance=apart
+        )
+        if kinds[left[0]] == STATE or cause != "changed_on_its_own":
+            # A wrong weight may result from a wrong state: one explanation for both.
+            left = [n for n in left if n not in explained and kinds[n] == WEIGHT]
+        else:
+            left = [n for n in left if n not in explained]
+
+
+def _why(
+    context: Context, copy: int, expected: Named, bounds: Named, wrong: Sequence[str]
+) -> tuple[str, str, list[str]]:
+    """Returns cause, text and the explained variables, as many as one cause explains."""
+    after = context.named("after")[copy]
+    for cause, text, predict in update_hypotheses(context, copy, expected, wrong):
+        predicted = predict()
+        explained = [
+            name
+            for name in wrong
+            if is_within(after[name], predicted[name], bounds[name])
+            and not is_within(expected[name], predicted[name], bounds[name])
+        ]
+        if explained:
+            return cause, text, explained
+    few = {
+        n: int(np.sum(~(np.abs(dense(after[n]) - dense(expected[n])) <= bounds[n]))) for n in wrong
+    }
+    rare = [n for n in wrong if few[n] <= max(1, np.size(after[n]) // 100)]
+    if rare:
+        count = sum(few[n] for n in rare)
+        text = f"{count} elements differ from the update, all other elements are right"
+        return "changed_on_its_own", text, rare
+    text = "the optimizer makes a different update with these gradients"
+    return "unexplained", text, list(wrong)
+
+
+def _check_rows_summed_first(context: Context) -> Iterator[Finding]:
+    """Checks whether summing repeated rows of an embedding's gradient changes the update.
+
+    On one device, the optimizer receives the gradient of a table row by row, with several rows for
+    a repeated token. Lockstep's strategies send the sum of these rows.
+    """
+    if not context.trace.about.whole_loss:
+        return
+    sums, raws = context.applied(0), [context.expected(s).step.raw for s in context.shards]
+    rows = [n for n, g in raws[0].items() if isinstance(g, Rows) and n in sums]
+    if not rows or isinstance(sums[rows[0]], Rows):
+        return
+    before, by_row = context.named("before")[0], dict(sums)
+    for name in rows:
+        joined = add([raw[name] for raw in raws])
+        clipped = ratio(norm(sums[name]), norm(joined))  # Factor of the clipping.
+        values = (joined.values * clipped).astype(sums[name].dtype)
+        by_row[name] = joined._replace(values=values)
+    expected, other = context.updated(before, sums), context.updated(before, by_row)
+    bounds = rounding_bounds(context, before, sums)
+    apart = [n for n in rows if not is_within(other[n], expected[n], bounds[n])]
+    if not apart:
+        return
+    far = [ratio(distance(other[n], expected[n]), distance(expected[n], before[n])) for n in apart]
+    yield context.found(
+        "rows_summed_first",
+        "the gradient of an embedding has one row for each token; the rows of a token are summed"
+        " before the update, and Keras' optimizer takes them one by one: the update is"
+        f" {max(far):.1%} another one",
+        design=True, tensors=apart, distance=max(far),
+    )  # fmt: skip
+
+
+def _changed(context: Context) -> dict[str, list[int]]:
+    """Returns weight → the copies on which it changes."""
+    pairs = list(zip(context.named("before"), context.named("after"), strict=True))
+    return {
+        name: copies
+        for name in context.of_kind(WEIGHT)
+        if (copies := [c for c, (b, a) in enumerate(pairs) if not same_bits(b[name], a[name])])
+    }
+
+
+def _check_unseen(context: Context) -> Iterator[Finding]:
+    """Reports that a step changes weights without the optimizer, so that little can be checked."""
+    if changed := _changed(context):
+        context.mark_checked()
+        yield context.found(
+            "update_not_seen",
+            "weights change, and the compiled optimizer was given no gradients: gradients,"
+            " all-reduce and update could not be checked",
+            tensors=changed, design=True,
+        )  # fmt: skip
+
+
+def _check_skipped(context: Context) -> Iterator[Finding | Facts]:
+    """Checks a step that one device skips, or that was skipped, because gradients overflowed."""
+    context.mark_checked()
+    overflows, changed = context.overflows, _changed(context)
+    if context.has("raw"):
+        yield dataclasses.replace(context.facts, wrong=context.facts.wrong | {"update"})
+        names = ", ".join(context.trace.name_of("raw", shard) for shard in overflows)
+        yield context.found(
+            "overflow_not_skipped",
+            f"gradients overflow on {names}, and the step is not skipped: infinite gradients are"
+            " applied",
+            items=overflows,
+        )  # fmt: skip
+        return
+    whole = [np.concatenate(parts) for parts in zip(*context.data, strict=True)]
+    if not overflows and context.oracle.compute(context.ask(0, data=whole)).raw:
+        text = "the step is skipped although gradients overflow on no replica"
+        yield context.found("not_updated", text)
+    if changed:
+        copies = sorted({copy for found in changed.values() for copy in found})
+        text = "weights change in a skipped step"
+        yield context.found("changed_on_its_own", text, kind="after", items=copies, tensors=changed)

@@ -1,0 +1,174 @@
+"""Explains a wrong sum of gradients."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.arithmetic import MARGIN, add, dense, is_within, scaled
+from lockstep.context import Context
+from lockstep.hypotheses.of_tensors import why_tensor
+from lockstep.trace import Array
+
+Why = tuple[str, str, tuple[int, ...]]  # Cause, text, and shards if other than the receiver.
+
+
+class SumOf(NamedTuple):
+    """A wrong sum.
+
+    Attributes:
+        context: the step.
+        item: the copy that received it; None if all received it.
+        got: the sum.
+        parts: the gradients that each shard sent.
+        share: factor of the sum: 1, or one over the number of shards for a mean.
+        bound: bound of each element's error.
+    """
+
+    context: Context
+    item: int | None
+    got: Array
+    parts: Sequence[Array]
+    share: float
+    bound: np.ndarray
+
+
+def why_sum(asked: SumOf, before: Sequence[tuple], known: list[np.ndarray]) -> Why:
+    """Explains a wrong sum.
+
+    Args:
+        asked: the sum.
+        before: sums of the previous step, and their possible rounding errors.
+        known: factors of the shards in the sums of other tensors; new ones are added.
+    """
+    _, _, got, parts, share, bound = asked
+    num, sums = len(parts), dense(got)
+    if sums.shape != bound.shape:
+        return "unexplained", f"the sum has shape {sums.shape}, not {bound.shape}", ()
+    if np.any(sums) and any(is_within(got, old, limit) for old, limit in before):
+        return "stale_gradient", "the sum is that of the previous step", ()
+    rows = np.stack([dense(part).ravel() for part in parts])
+    for factors in _factors(asked, rows, known):
+        limit = MARGIN * max(1, float(np.abs(factors / share).max())) * bound
+        if is_within(got, np.tensordot(factors, rows, 1).reshape(sums.shape), limit):
+            known.append(factors)
+            shown = np.where(np.abs(factors) < 1e-3 * share, 0, factors)
+            return _why_factors(asked, shown / share)
+    for cause, text, candidate in reduced_sums(parts):
+        if is_within(got, candidate * share, bound):
+            return cause, text, ()
+    if text := _sum_of_some(sums / share, rows, bound / share):
+        return "sparsified", text, ()
+    return *why_tensor(got, scaled(add(parts), share), 0.0, num), ()
+
+
+def _factors(asked: SumOf, rows: np.ndarray, known: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields factors of the shards' gradients that may give the sum: simple, known, fitted."""
+    context, item, _, parts, share, _ = asked
+    num = len(parts)
+    yield np.full(num, 1 / num if share == 1 else 1.0)
+    if item is not None:
+        own = [context.trace.copy_of(shard) == item for shard in context.shards]
+        yield np.array(own, float) * share
+    for shard in range(num):
+        without = np.full(num, share)
+        without[shard] = 0
+        yield without
+    yield from known
+    sums = dense(asked.got).ravel()
+    if sums.size > num and np.isfinite(rows).all() and np.isfinite(sums).all():
+        yield np.linalg.lstsq(rows.T, sums, rcond=None)[0]
+
+
+def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:
+    """Explains a sum of the shards' gradients with these factors, 1 where they are right."""
+    context, item, num = asked.context, asked.item, len(factors)
+    if np.allclose(factors, 1 / num, rtol=1e-3):
+        text = f"the gradients are averaged over {num} replicas, not summed"
+        return "mean_instead_of_sum", text, ()
+    if asked.share != 1 and np.allclose(factors, num, rtol=1e-3):
+        return "sum_instead_of_mean", f"it is the sum of what {num} replicas send, not the mean", ()
+    own = [shard for shard in context.shards if context.trace.copy_of(shard) == item]
+    if item is not None and all(factors[own]) and not np.any(np.delete(factors, own)):
+        times = "" if np.allclose(factors[own], 1, rtol=1e-3) else f", times {factors[own[0]]:.4g}"
+        text = f"it is the gradient of this replica, not the sum over {num} replicas{times}"
+        return "not_all_reduced", text, ()
+    odd = tuple(int(q) for q in np.flatnonzero(np.abs(factors - 1) > 1e-3))
+    if not np.any(factors):
+        return "lost_replica", "the sum is 0", ()
+    names = ", ".join(context.trace.name_of("raw", shard) for shard in odd)
+    if odd and not any(factors[q] for q in odd):
+        per_replica = num // context.trace.about.num_replicas
+        whole = len(odd) % per_replica == 0 and len({context.trace.replica_of(q) for q in odd}) * (
+            per_replica
+        ) == len(odd)
+        cause = "lost_replica" if whole else "lost_micro_batch"
+        return cause, f"the sum does not contain the gradient of {names}", odd
+    if odd and np.allclose(factors[list(odd)], 2, rtol=1e-3) and len(odd) < num:
+        return "repeated_gradient", f"the sum contains the gradient of {names} twice", odd
+    sizes = np.array(context.sizes) if context.has("data") else np.ones(num)
+    if len(set(sizes.tolist())) > 1 and np.all(sizes):
+        of_means = sizes.sum() / (num * sizes)
+        if np.allclose(factors, of_means, rtol=1e-3):
+            shown = "/".join(map(str, sizes.tolist()))
+            text = (
+                f"it is the mean of the means of shards of {shown} examples, which weigh the same"
+            )
+            return "mean_of_means", text, ()
+    shown = ", ".join(f"{factor:.{4 if odd else 8}g}" for factor in factors)
+    text = f"the sum contains the replicas' gradients multiplied by {shown}"
+    return "scaled_gradient", text, odd if len(odd) < num else ()
+
+
+def to_bfloat16(array: np.ndarray) -> np.ndarray:
+    """Rounds float32 to bfloat16, ties to even; the result is float32."""
+    words = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = (words + 0x7FFF + ((words >> 16) & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32).reshape(np.shape(array))
+
+
+def to_float16(array: np.ndarray) -> np.ndarray:
+    """Rounds float32 to float16; the result is float32."""
+    with np.errstate(over="ignore"):
+        return np.asarray(array, np.float32).astype(np.float16).astype(np.float32)
+
+
+SHORT: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "bfloat16": to_bfloat16, "float16": to_float16,
+}  # fmt: skip
+
+
+def reduced_sums(parts: Sequence[Array]) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yields (cause, text, sum) for gradients that are sent in a lower precision."""
+    arrays = [dense(part) for part in parts]
+    for name, rounded in SHORT.items():
+        short = [rounded(array) for array in arrays]
+        text = f"gradients are rounded to {name}"
+        yield "reduced_precision", f"{text} before the sum", np.add.reduce(short, dtype=np.float64)
+        added = short[0]
+        for array in short[1:]:
+            added = rounded(added + array)
+        yield "reduced_precision", f"{text} and summed in it", added
+        whole = rounded(np.sum(arrays, axis=0))
+        yield "reduced_precision", f"the sum is rounded to {name}", whole
+    for levels in (127, 128, 7):
+        scales = [float(np.max(np.abs(array), initial=0)) / levels or 1.0 for array in arrays]
+        sent = [np.round(a / scale) * scale for a, scale in zip(arrays, scales, strict=True)]
+        bits = levels.bit_length() + 1 if levels & 1 else levels.bit_length()
+        yield "quantised", f"gradients are quantised to {bits} bits", np.sum(sent, axis=0)
+    signs = [np.sign(array) * np.mean(np.abs(array)) for array in arrays]
+    yield "quantised", "gradients are quantised to their signs", np.sum(signs, axis=0)
+
+
+def _sum_of_some(sums: np.ndarray, rows: np.ndarray, bound: np.ndarray) -> str:
+    """Returns in words whether each element is the sum of some shards' elements; "" if not."""
+    flat, limit, num = sums.ravel(), bound.ravel(), len(rows)
+    if num > 8:
+        return ""
+    full, found = np.abs(rows.sum(axis=0) - flat) <= limit, np.zeros(flat.shape, bool)
+    for subset in range(1 << num):
+        chosen = [q for q in range(num) if subset >> q & 1]
+        found |= np.abs(rows[chosen].sum(axis=0) - flat) <= limit
+    if not found.all():
+        return ""
+    return f"in {np.mean(~full):.0%} of the elements, the part of some replicas is 0"

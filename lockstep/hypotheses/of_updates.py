@@ -1,0 +1,143 @@
+"""Predicts the update that a copy would make with a known fault."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from lockstep.arithmetic import (
+    add_named,
+    dense,
+    factor_of,
+    scaled_all,
+    total_norm,
+)
+from lockstep.context import Context
+from lockstep.trace import STATE, Named
+
+Hypothesis = tuple[str, str, Callable[[], Named]]  # Cause, text, all variables after the update.
+
+
+def update_hypotheses(
+    context: Context, copy: int, expected: Named, wrong: Sequence[str]
+) -> Iterator[Hypothesis]:
+    """Yields hypotheses about a wrong update of a copy."""
+    before, applied = context.named("before")[copy], context.applied(copy)
+    yield "not_updated", "the weights do not change", lambda: before
+    yield from _with_other_gradients(context, copy, before, applied)
+    yield from _with_other_states(context, copy, before, applied)
+    yield from _more_than_once(context, before, applied)
+    yield from _with_fitted_numbers(context, copy, expected, wrong)
+
+
+def _with_other_gradients(
+    context: Context, copy: int, before: Named, applied: Named
+) -> Iterator[Hypothesis]:
+    """Yields updates with gradients other than those that the copy received."""
+    update = partial(context.updated, before)
+    num = len(context.shards)
+    if num > 1 and context.has(context.kind_sent):
+        sent, clips = context.named(context.kind_sent), context.clips_sum
+        own = [sent[s] for s in context.shards if context.trace.copy_of(s) == copy]
+        if len(own) < num:
+            text = "the update uses the gradients of this replica, not the sum"
+            yield "not_all_reduced", text, lambda: update(add_named(own), clips=clips)
+        for other in context.shards:
+            name = context.trace.name_of("raw", other)
+            text = f"the update uses only the gradients of {name}"
+            yield "not_all_reduced", text, partial(update, sent[other], clips=clips)
+    for factor in (1 / num, float(num)) if num > 1 else ():
+        cause = "mean_instead_of_sum" if factor < 1 else "scaled_gradient"
+        text = f"the update uses {factor:.4g} times the sum"
+        yield cause, text, partial(update, scaled_all(applied, factor))
+    if context.has("clipped") and context.clips_sum and context.has("sums"):
+        text = "the update uses the gradients before clipping"
+        yield "clipped_on_one_replica", text, partial(update, context.named("sums")[copy])
+    text = "the summed gradients are clipped on this replica"
+    yield "clipped_on_one_replica", text, partial(update, applied, clips=True)
+    olds = (context.earlier(kind) for kind in ("sums", "clipped", "raw"))
+    if old := next((old for old in olds if old and len(old) == len(context.copies)), None):
+        text = "the update uses the gradients of the previous step"
+        yield "stale_gradient", text, partial(update, old[copy])
+    for name in applied:
+        zero = applied | {name: scaled_all({name: applied[name]}, 0.0)[name]}
+        yield "frozen", f"{name} is updated with a gradient of 0", partial(update, zero)
+
+
+def _with_other_states(
+    context: Context, copy: int, before: Named, applied: Named
+) -> Iterator[Hypothesis]:
+    """Yields updates from an optimizer state or weights that are reset, old or exchanged."""
+    slots = [n for n in context.of_kind(STATE) if n in before and before[n].ndim]
+    zeros = {name: np.zeros_like(before[name]) for name in slots}
+    if slots and any(np.any(before[name]) for name in slots):
+        text = "the update starts from an optimizer state of zeros"
+        yield "zeroed_state", text, partial(context.updated, before | zeros, applied)
+    counters = [n for n in context.of_kind(STATE) if n.endswith("iteration") and n in before]
+    if counters:
+        start = {name: np.zeros_like(before[name]) for name in counters} | zeros
+        text = "the update starts from the optimizer state of a first step"
+        yield "reset_state", text, partial(context.updated, before | start, applied)
+    if context.follows:
+        older = context.named("before", context.position - 1)[copy]
+        old = {name: older[name] for name in slots if name in older}
+        if old:
+            text = "the update starts from the optimizer state of the previous step"
+            yield "shifted_state", text, partial(context.updated, before | old, applied)
+        weights = {name: older[name] for name in applied if name in older}
+        text = "the update starts from the weights of the previous step"
+        yield "stale_weights", text, partial(context.updated, before | weights, applied)
+    by_shape: dict[tuple, list[str]] = {}
+    for name in slots:
+        by_shape.setdefault(before[name].shape, []).append(name)
+    for names in by_shape.values():
+        if len(names) > 1:
+            moved = {a: before[b] for a, b in zip(names, [*names[1:], names[0]], strict=True)}
+            text = f"the update uses the optimizer state of other variables for {names[0]}"
+            yield "shifted_state", text, partial(context.updated, before | moved, applied)
+
+
+def _more_than_once(context: Context, before: Named, applied: Named) -> Iterator[Hypothesis]:
+    """Yields updates that are made twice."""
+
+    def twice() -> Named:
+        return context.updated(context.updated(before, applied), applied)
+
+    yield "updated_twice", "the update is made twice", twice
+
+
+def _with_fitted_numbers(
+    context: Context, copy: int, expected: Named, wrong: Sequence[str]
+) -> Iterator[Hypothesis]:
+    """Yields updates with a fitted number: another learning rate, a decay, a clipping norm."""
+    before, after = context.named("before")[copy], context.named("after")[copy]
+    applied = context.applied(copy)
+    twices = [context.updated(before, applied, rate=2.0, decays=d) for d in (True, False)]
+    for chosen in [wrong, *([name] for name in wrong if len(wrong) > 1)]:
+        apart = [dense(after[n]) - dense(expected[n]) for n in chosen]
+        for twice, decays in zip(twices, (True, False), strict=True):
+            slope = [dense(twice[n]) - dense(expected[n]) for n in chosen]
+            rate = 1 + factor_of(apart, slope)
+            if np.isfinite(rate):
+                yield (
+                    "other_learning_rate",
+                    f"the learning rate is {rate:.4g} times that of the optimizer",
+                    partial(context.updated, before, applied, rate=rate, decays=decays),
+                )  # fmt: skip
+        for base in (expected, before):
+            decay = -factor_of(apart, [dense(base[n]) for n in chosen])
+            if decay > 0:
+                less = {
+                    n: dense(expected[n]) - decay * dense(b) for n, b in base.items()
+                }  # fmt: skip
+                yield (
+                    "weight_decay_on_top",
+                    f"a weight decay of {decay:.3g} is applied in addition to the optimizer's"
+                    " update", partial(dict, less),
+                )  # fmt: skip
+    norms = total_norm(applied)
+    for factor in (1.0, 0.1, 5.0, 10.0):
+        if norms > factor:
+            clipped = scaled_all(applied, factor / norms)
+            text = f"the sum is clipped to norm {factor:g} before the update"
+            yield "clipped_on_one_replica", text, partial(context.updated, before, clipped)
