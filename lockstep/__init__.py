@@ -1,1 +1,80 @@
 """Verifies that a distributed training is the same training as on one device."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lockstep.trace import Trace
+from lockstep.verdict import Finding, Measurement, Verdict
+
+__all__ = ["Finding", "Measurement", "Trace", "TraceError", "Verdict", "compare"]
+__version__ = "0.1.0"
+
+
+def compare(
+    one: Any,
+    two: Any = None,
+    *,
+    permuted: Any = None,
+    model: Any = None,
+    batches: Sequence[Any] = (),
+    names: Mapping[str, str] | None = None,
+    tolerance: float | None = None,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> Verdict:
+    """Checks a recorded training: on its own, against another recording, or against one device.
+
+    A training is the path of its recording, a `Trace`, or a recorder after its `with` block.
+
+    Args:
+        one: the training; with `two`, the reference.
+        two: the training to check against `one`; None to check `one`.
+        permuted: a recording of `one` with permuted examples, which gives the tolerance.
+        model: for a Keras training, the model compiled by the same code outside of the strategy's
+            scope; or a function that builds it, with which the expected values are computed in
+            float64, if the model supports it. The training is then checked against one device.
+        batches: with `model`, the global batch of each step as the data set defines it.
+        names: name of a weight in `two` → its name in `one`, where they cannot be matched.
+        tolerance: relative difference of gradients to allow between `one` and `two`.
+        on_step: called with the number of checked steps after each step.
+
+    Returns:
+        The verdict: `ok`, `findings`, `str(verdict)` and `to_json()`.
+
+    Raises:
+        TraceError: a file is damaged, or not a recording.
+        ValueError: nothing was recorded, the recordings have nothing in common, or the model is
+            another one.
+    """
+    if model is None:
+        from lockstep.comparison import compare_traces
+
+        traces = [_trace_of(each) for each in (one, two, permuted) if each is not None]
+        verdicts = compare_traces(traces, names or {}, tolerance, on_step)
+        return list(verdicts.values())[-1]
+    if two is not None:
+        raise ValueError("compare takes either a second training or model=, not both")
+    from lockstep.engine import check
+    from lockstep.oracles.keras import KerasOracle
+
+    trace = _trace_of(one)
+    return check(trace, KerasOracle(model, trace), batches=batches, on_step=on_step)
+
+
+def _trace_of(training: Any) -> Trace:
+    """Returns the trace of a path, a recorder or a trace."""
+    from lockstep import trace_file
+
+    if isinstance(training, Trace):
+        return training
+    if isinstance(training, str | os.PathLike):
+        return trace_file.load(training)
+    return trace_file.from_parts(training.about, training.arrays)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TraceError":  # Reading files is not needed for a trace in memory.
+        from lockstep.trace_file import TraceError
+
+        return TraceError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,7 @@ STAGES = {
     "statistics": "moving statistics and seeds after the step",
     "agreement": "weights and optimizer state after the step: equal on all replicas",
     "evaluation": "loss and metrics of an evaluation: every example is counted once",
+    "time": "no replica sends its gradients much later than all others",
 }
 
 
@@ -94,6 +95,8 @@ class Verdict:
         tolerance: how the tolerances were computed.
         notes: what could not be compared, and why.
         measurements: every array that was compared with a computed one.
+        framework: `About.framework` of the trace; selects the remedies.
+        step_names: names of steps that are not called "step N" after their number.
     """
 
     name: str
@@ -105,6 +108,8 @@ class Verdict:
     tolerance: str
     notes: tuple[str, ...] = ()
     measurements: tuple[Measurement, ...] = ()
+    framework: str = ""
+    step_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -120,6 +125,15 @@ class Verdict:
     def status(self) -> str:
         """`CLEAN`, `BY_DESIGN` or `FAULT`."""
         return _worst(finding.status for finding in self.findings)
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether every array is bitwise that of one device in float32."""
+        return bool(self.measurements) and all(each.same_bits for each in self.measurements)
+
+    def name_of(self, step: int) -> str:
+        """Returns the name of a step, as in "step 3"."""
+        return self.step_names.get(step, f"step {step}")
 
     def status_of(self, stage: str) -> str:
         """Returns the status of a stage; "not checked" if it could not be checked."""
@@ -161,6 +175,33 @@ def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
             distance=max(each.distance for each in group),
         )
         for _, group in sorted(same.items(), key=lambda pair: order.index(pair[0][0]))
+    )
+
+
+def in_sequence(parts: Sequence[Verdict]) -> Verdict:
+    """Joins verdicts on successive parts of one training; steps keep their names.
+
+    Args:
+        parts: verdicts of the same name and reference.
+    """
+    first, found, measured, names = parts[0], [], [], {}
+    for part in parts:
+        number = {step: len(names) + position for position, step in enumerate(part.steps)}
+        names |= {number[step]: part.name_of(step) for step in part.steps}
+        found += [
+            dataclasses.replace(each, steps=tuple(number[step] for step in each.steps))
+            for each in part.findings
+        ]
+        measured += [dataclasses.replace(m, step=number[m.step]) for m in part.measurements]
+    checked = {stage for part in parts for stage in part.checked}
+    return dataclasses.replace(
+        first,
+        steps=tuple(names),
+        step_names=names,
+        findings=merged(found),
+        measurements=tuple(measured),
+        checked=tuple(stage for stage in STAGES if stage in checked),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     )
 
 

@@ -1,0 +1,158 @@
+"""The verdict of the verifier: causes and remedies, sentences, findings, the JSON."""
+
+import ast
+import dataclasses
+import json
+
+import pytest
+
+from conftest import ROOT
+from lockstep.causes import CAUSES, Cause, remedy_of
+from lockstep.text import describe, facts_of, line_of, named_steps, sentence_of
+from lockstep.verdict import (
+    BY_DESIGN,
+    FAULT,
+    Finding,
+    Measurement,
+    Verdict,
+    in_sequence,
+    merged,
+)
+
+CLIPPED = Finding(
+    "clipping", FAULT, "clipped_before_the_sum", "clipnorm=0.1 is applied on each replica",
+    (0, 1, 2), (), ("dense/kernel", "dense/bias"), 0.47, 1e-5,
+)  # fmt: skip
+LOCAL = Finding(
+    "forward", BY_DESIGN, "local_statistics", "bn normalises the examples of each replica",
+    (1,), ("replica 0", "replica 1"), tuple(f"bn_{i}" for i in range(15)),
+)  # fmt: skip
+
+
+def verdict_on(*findings, **changes):
+    given = {
+        "name": "fit", "reference": "training that a.py defines on one device",
+        "steps": (0, 1, 2), "num_replicas": 2, "findings": merged(findings),
+        "checked": ("start", "forward", "clipping"), "tolerance": "float64", "framework": "keras",
+    }  # fmt: skip
+    return Verdict(**given | changes)
+
+
+def causes_used():
+    """The causes in the package's code: strings before a text with spaces."""
+    for path in (ROOT / "lockstep").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = getattr(node, "args", None) if isinstance(node, ast.Call) else None
+            parts = node.elts if isinstance(node, ast.Tuple) else parts
+            name = getattr(getattr(node, "func", None), "attr", "")
+            for first, second in zip(parts or [], (parts or [])[1:], strict=False):
+                is_name = isinstance(first, ast.Constant) and isinstance(first.value, str)
+                is_text = isinstance(second, ast.JoinedStr) or " " in str(
+                    getattr(second, "value", "")
+                )
+                if is_name and first.value.replace("_", "").isalpha() and (
+                    is_text or name == "found"
+                ):  # fmt: skip
+                    yield path.name, first.value
+
+
+def test_every_cause_has_a_remedy():
+    for cause in CAUSES:
+        for framework in ("", *Cause._fields):
+            assert remedy_of(cause, framework) and remedy_of(cause, "pandas")
+    own = ("causes.py", "text.py")
+    found = {each for file, each in causes_used() if "_" in each and file not in own}
+    assert found <= CAUSES.keys()
+
+
+@pytest.mark.parametrize(
+    "findings, status, end",
+    [
+        ((), "clean", "is the training that a.py defines on one device: every stage is clean"),
+        ((LOCAL,), "by design", "on one device: local statistics; no fault found"),
+        (
+            (LOCAL, CLIPPED), "fault",
+            "on one device: clipped before the sum; also different by design: local statistics",
+        ),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_one_sentence(findings, status, end):
+    verdict = verdict_on(*findings)
+    assert (verdict.status, verdict.ok) == (status, status != "fault")
+    assert sentence_of(verdict).startswith("fit ") and sentence_of(verdict).endswith(end)
+    alone = dataclasses.replace(verdict, reference="")
+    assert sentence_of(alone).startswith("fit has ")
+
+
+def test_bitwise_trainings_are_said_to_be():
+    same = Measurement(0, "update", "w", "replica 0", 0.0, 1e-7, True)
+    assert sentence_of(verdict_on(measurements=(same,))).endswith("clean, bit for bit")
+    near = dataclasses.replace(same, same_bits=False)
+    assert sentence_of(verdict_on(measurements=(same, near))).endswith("clean")
+
+
+def test_findings_say_where_why_and_what_to_do():
+    verdict = verdict_on(CLIPPED, LOCAL)
+    assert facts_of(CLIPPED, verdict) == {
+        "where": "clipping, every step; dense/kernel, dense/bias",
+        "why": CLIPPED.text,
+        "remedy": CAUSES["clipped_before_the_sum"].keras,
+        "difference": "up to 0.47, relative; rounding allows 1e-05",
+    }
+    assert facts_of(LOCAL, verdict)["where"] == (
+        "forward, step 1; replicas 0, 1; bn_0, bn_1, bn_2 and 12 more"
+    )
+    lines = describe(verdict).splitlines()
+    assert lines[0] == f"{sentence_of(verdict)} (3 steps on 2 replicas)"
+    assert lines[1] == "tolerances: float64"
+    stages = [line.split()[0] for line in lines[2:] if line[:3] != "   "]
+    assert stages == ["start", "forward", "clipping"]
+    assert line_of(CLIPPED, verdict).startswith("clipped before the sum in clipping, every step")
+
+
+def test_findings_of_all_steps_replicas_and_tensors_are_one():
+    again = dataclasses.replace(CLIPPED, steps=(4,), items=("replica 1",), tensors=("out/bias",))
+    found, local = merged([CLIPPED, LOCAL, again])[::-1]
+    assert local == LOCAL and found.steps == (0, 1, 2, 4) and found.items == ("replica 1",)
+    assert found.tensors == ("dense/kernel", "dense/bias", "out/bias")
+
+
+def test_parts_of_a_training_are_joined_under_the_names_of_their_steps():
+    first = verdict_on(CLIPPED, step_names={0: "step 1", 1: "step 2", 2: "step 3"})
+    found = dataclasses.replace(CLIPPED, stage="evaluation", cause="other_metric", steps=(0,))
+    last = verdict_on(
+        found, steps=(0,), step_names={0: "an evaluation"}, checked=("evaluation",)
+    )  # fmt: skip
+    whole = in_sequence([first, last])
+    assert whole.steps == (0, 1, 2, 3) and whole.checked[-1] == "evaluation"
+    clipped, other = (facts_of(each, whole)["where"].split(";")[0] for each in whole.findings)
+    assert (clipped, other) == ("clipping, every step", "evaluation")
+    assert whole.to_record()["steps"] == ["step 1", "step 2", "step 3", "an evaluation"]
+
+
+@pytest.mark.parametrize(
+    "steps, text",
+    [
+        ((1, 2, 3, 4), "steps 1 to 4"), ((1, 2), "step 1, step 2"),
+        ((1, 2, 4), "step 1, step 2, step 4"), ((), ""),
+    ],
+)  # fmt: skip
+def test_consecutive_steps_are_joined(steps, text):
+    names = [f"step {number}" for number in steps]
+    assert ", ".join(named_steps(names)) == text
+    assert named_steps([*names, "an evaluation"])[-1] == "an evaluation"
+
+
+def test_the_json_has_the_stages_and_findings_of_every_source():
+    infinite = dataclasses.replace(CLIPPED, distance=float("inf"))
+    record = json.loads(verdict_on(infinite, LOCAL).to_json(), parse_constant=pytest.fail)
+    assert record["stages"] == {"start": "clean", "forward": "by design", "clipping": "fault"}
+    local, clipped = record["findings"]
+    assert local["items"] == ["replica 0", "replica 1"] and local["steps"] == ["step 1"]
+    assert clipped["distance"] is None and clipped["remedy"].startswith("clip after the sum")
+
+
+def test_names_of_users_cannot_change_the_terminal():
+    hostile = "line\nbreak\x1b[31m"
+    found = dataclasses.replace(CLIPPED, tensors=(hostile,), text=hostile)
+    assert all(line.isprintable() for line in describe(verdict_on(found, name=hostile)).split("\n"))
