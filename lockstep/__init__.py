@@ -1,5 +1,6 @@
 """Verifies that a distributed training is the same training as on one device."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -56,9 +57,24 @@ def compare(
         raise ValueError("compare takes either a second training or model=, not both")
     from lockstep.engine import check
     from lockstep.oracles.keras import KerasOracle
+    from lockstep.record_keras import leaves
 
     trace = _trace_of(one)
-    return check(trace, KerasOracle(model, trace), batches=batches, on_step=on_step)
+    verdict = check(
+        trace,
+        KerasOracle(model, trace),
+        batches=[leaves(batch) for batch in batches],
+        name=trace.name or "the recorded training",
+        reference="training that the model defines on one device",
+        on_step=on_step,
+    )
+    if trace.about.num_replicas > 1:
+        return verdict
+    note = (
+        "only one replica: faults between replicas cannot appear; create two devices first, with"
+        " tf.config.set_logical_device_configuration"
+    )
+    return dataclasses.replace(verdict, notes=(*verdict.notes, note))
 
 
 def _trace_of(training: Any) -> Trace:

@@ -200,6 +200,7 @@ CAUSES: dict[str, Cause] = {
     # Update.
     "not_updated": Cause("apply the summed gradients on every replica"),
     "update_not_seen": Cause("apply gradients with `model.optimizer.apply`"),
+    "updated_twice": Cause("apply the summed gradients once per step"),
     "other_learning_rate": Cause(_ONE_RATE),
     "schedule_stepped_too_often": Cause(
         "advance the schedule once per update",

@@ -23,7 +23,7 @@ from lockstep.context import Context, Expected, Facts, is_bitwise
 from lockstep.oracles import Batch, Oracle
 from lockstep.rounding import repeated_spread
 from lockstep.trace import Trace
-from lockstep.verdict import Finding, Measurement, Verdict, merged
+from lockstep.verdict import STAGES, Finding, Measurement, Verdict, merged
 
 Check = Callable[[Context], Iterator[Finding | Facts]]
 CHECKS: dict[str, Check] = {  # Stage → its check, in the order of the data.
@@ -97,12 +97,11 @@ def verdict_of(
     trace: Trace, result: Result, oracle: Oracle | None, *, name: str, reference: str
 ) -> Verdict:
     """Returns the verdict for what was found."""
-    order = [*CHECKS, "evaluation"]
-    checked = tuple(sorted(result.checked, key=order.index))
+    checked = tuple(stage for stage in STAGES if stage in result.checked)
     return Verdict(
         name or trace.name, reference, trace.steps, trace.about.num_replicas,
         merged(result.findings), checked, _tolerance(result, oracle),
-        measurements=tuple(result.measurements),
+        measurements=tuple(result.measurements), framework=trace.about.framework,
     )  # fmt: skip
 
 
