@@ -46,13 +46,13 @@ def _against_batch(context: Context, batch: Batch) -> Iterator[Finding]:
         for a, b in itertools.combinations(context.shards, 2)
         if shards[a] and not shards[b] - shards[a]
     ]
-    if twins and extra and not extra.keys() - asked.keys():
-        items = sorted({shard for pair in twins for shard in pair})
-        if len(items) == len(shards) and all(shard == shards[0] for shard in shards):
-            text = f"all {len(shards)} received the same {shards[0].total()} examples"
-        else:
+    all_same = len(shards) > 1 and all(shard == shards[0] for shard in shards)
+    if all_same or (twins and extra and not extra.keys() - asked.keys()):
+        text = f"all {len(shards)} received the same {shards[0].total()} examples"
+        if not all_same:
             first, second = (context.trace.name_of("data", shard) for shard in twins[0])
             text = f"{first} and {second} received the same {shards[twins[0][1]].total()} examples"
+        items = sorted({shard for pair in twins for shard in pair})
         yield context.found("same_examples", text, items=items)
         return
     wrong = [s for s in context.shards if shards[s] - asked]
