@@ -2,23 +2,29 @@
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from lockstep.trace_file import from_parts
 
 from app.devices.device_setup import Devices
 from app.options import Config
 from app.options.names import KERAS_FIT
 from app.runtime.errors import ConfigError
 from app.training.case_file import CaseFile
-from app.verification.case_phases import CaseData, Phase
-from recorders.lockstep_keras import Recorder, Recording
+from app.verification.case_data import CaseData, Part
+from lockstep.arithmetic import same_bits
+from lockstep.checks.evaluation import check_evaluation
+from lockstep.record_keras import Recorder, is_float, leaves
+from lockstep.trace import Trace
+from lockstep.verdict import Finding
 from strategies.tf_private import reset_layer_numbers
 
-States = Sequence[Sequence[np.ndarray]]  # All variables of each replica.
+State = Sequence[np.ndarray]  # All variables of a replica.
 
 
 class CaseTraining:
@@ -102,22 +108,29 @@ class CaseTraining:
             return None
         return self._case.distribute(self._strategy, self._config.training.global_batch_size)
 
-    def record(self, phase: Phase) -> Recording:
-        """Records `fit` on the dataset of a phase."""
+    def parts(self) -> list[Part]:
+        """Returns the parts of the training to verify."""
+        if self.splits_itself:
+            return self._data.whole_training()
+        state_bytes = sum(int(v.value.shape.num_elements()) * 4 for v in self.variables)
+        return self._data.parts(4 * max(1, state_bytes) * self.num_replicas)
+
+    def record(self, part: Part) -> Trace:
+        """Records `fit` on the dataset of a part."""
         try:
-            recorder = Recorder(self.model, steps=phase.wanted)
+            recorder = Recorder(self.model, steps=part.wanted)
         except ValueError as error:
             raise ConfigError(f"--case={self._config.verification.case}: {error}") from error
 
         def fit() -> None:
-            dataset = phase.dataset or self._distributed()
+            dataset = part.dataset or self._distributed()
             with recorder, warnings.catch_warnings():
-                # Keras warns that a phase is only a part of the dataset.
+                # Keras warns that this is only a part of the dataset.
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
-                self.model.fit(dataset, epochs=phase.epochs, verbose=0, shuffle=False)
+                self.model.fit(dataset, epochs=part.epochs, verbose=0, shuffle=False)
 
         self._case.run(fit, "in model.fit()")
-        return recorder.recording()
+        return from_parts(recorder.about, recorder.arrays)
 
     def resume(self) -> list[str]:
         """Saves all variables as arrays and assigns them to a new model and optimizer.
@@ -139,13 +152,84 @@ class CaseTraining:
         arrays = [np.asarray(value) for value in values]
         return arrays * (self.num_replicas // len(arrays))
 
-    def evaluate(self, dataset: tf.data.Dataset) -> tuple[dict[str, float], States]:
-        """Returns loss and metrics over a dataset, and the state used to compute them."""
+    def evaluate(self) -> list[Finding]:
+        """Compares loss and metrics of an evaluation with those of one device."""
         copies = [self._copies(variable) for variable in self.variables]
+        states = list(zip(*copies, strict=True))
+        dataset = self._data.to_evaluate()
         logs = self._case.run(
             lambda: self.model.evaluate(dataset, verbose=0, return_dict=True), "in model.evaluate()"
         )
-        return logs, list(zip(*copies, strict=True))
+        one = self.build()
+        return compare_evaluation(logs, one, states, self._data.to_evaluate())
+
+
+def compare_evaluation(
+    logs: Mapping[str, Any], model: keras.Model, states: Sequence[State], dataset: tf.data.Dataset
+) -> list[Finding]:
+    """Compares loss and metrics of `evaluate` under a strategy with those of one device.
+
+    Args:
+        logs: result of `model.evaluate(..., return_dict=True)` under the strategy.
+        model: the model compiled by the same code, outside of the strategy's scope.
+        states: variables of the model, then of its optimizer, for each replica, in the evaluation.
+        dataset: the batches of the evaluation, each example once.
+    """
+    expected = _numbers(_evaluate(model, states[0], dataset))
+    drawn = [
+        variable.path
+        for variable, array in zip(model.variables, states[0], strict=False)
+        if not is_float(variable) and not same_bits(np.asarray(variable), array)
+    ]
+
+    def loss_of_local_states() -> float:
+        """Returns the loss of a dataset whose shards are evaluated with the replicas' states."""
+        shards = _shards_of(dataset, len(states))
+        sizes = [sum(len(leaves(batch)[0]) for batch in shard) for shard in shards]
+        losses = [
+            _evaluate(model, state, shard)["loss"] if size else 0.0
+            for state, shard, size in zip(states, shards, sizes, strict=True)
+        ]
+        return float(np.average(losses, weights=sizes))
+
+    differ = not all(map(same_bits, states[0], states[-1]))
+    local = loss_of_local_states if differ else None
+    return check_evaluation(_numbers(logs), expected, drawn=drawn, loss_of_local_states=local)
+
+
+def _evaluate(model: keras.Model, state: State, batches: tf.data.Dataset) -> dict[str, Any]:
+    """Evaluates a model from a state."""
+    variables = [*model.variables, *model.optimizer.variables]
+    for variable, array in zip(variables, state, strict=True):
+        variable.assign(tf.cast(array, variable.dtype))
+    with warnings.catch_warnings():
+        # Keras warns at the end of a dataset of unknown size, such as a shard.
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        return model.evaluate(batches, verbose=0, return_dict=True)
+
+
+def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Returns all numbers in logs; a metric with several numbers has one entry for each."""
+    found: dict[str, float] = {}
+    for name, value in logs.items():
+        numbers = np.ravel(value)
+        names = [name] if len(numbers) == 1 else [f"{name}[{i}]" for i in range(len(numbers))]
+        found |= dict(zip(names, map(float, numbers), strict=True))
+    return found
+
+
+def _shards_of(dataset: tf.data.Dataset, num_replicas: int) -> list[tf.data.Dataset]:
+    """Splits each batch into one part per replica, as `MirroredStrategy` does."""
+
+    def part(replica: int, *batch: Any) -> Any:
+        size = -(-tf.shape(leaves(batch)[0])[0] // num_replicas)
+        cut = keras.tree.map_structure(
+            lambda leaf: leaf[replica * size : (replica + 1) * size], batch
+        )
+        return cut if len(cut) > 1 else cut[0]
+
+    parts = [dataset.map(partial(part, replica)) for replica in range(num_replicas)]
+    return [shard.filter(lambda *batch: tf.shape(leaves(batch)[0])[0] > 0) for shard in parts]
 
 
 def _differing(

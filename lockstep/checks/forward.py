@@ -115,6 +115,12 @@ def _why(context: Context, shard: int, allowed: float) -> tuple[str, str, Facts]
         right = are_finite(context.expected(shard).step.y_pred)
         if right:
             return "not_finite", "predictions are NaN or infinite, and finite on one device", facts
+    if oracle.synchronizes and fits():
+        text = (
+            f"BatchNorm normalises the {context.sizes[shard]} examples of each shard separately; it"
+            f" is to normalise over all {sum(context.sizes)} of the batch"
+        )
+        return "local_statistics", text, facts
     if context.modal_layers and fits(off=context.modal_layers):
         off = dataclasses.replace(facts, off=facts.off | {shard})
         return "inference_mode", "the predictions are those of the model in inference mode", off

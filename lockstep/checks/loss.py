@@ -14,6 +14,7 @@ from lockstep.checks.losses import (
 )
 from lockstep.checks.whole_loss import check_whole_loss
 from lockstep.context import Context, Facts
+from lockstep.hypotheses.of_losses import other_losses
 from lockstep.oracles import Batch
 from lockstep.verdict import Finding
 
@@ -60,6 +61,16 @@ def check_loss(context: Context) -> Iterator[Finding | Facts]:
         yield facts
         return
     cause, text = losses.why()
+    if cause == "other_loss":
+        yield facts
+        for name, why, shard, known in other_losses(context, losses.odd):
+            yield dataclasses.replace(known, wrong=known.wrong | {"loss"})
+            yield context.found(
+                name, why, items=(shard,), distance=losses.apart, allowed=losses.allowed
+            )
+            cause = ""
+    if not cause:
+        return
     unknown = {"loss"} if cause == "other_loss" else set()
     yield dataclasses.replace(
         facts, wrong=facts.wrong | {"loss"}, unknown=facts.unknown | unknown

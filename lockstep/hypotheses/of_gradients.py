@@ -19,6 +19,11 @@ def gradient_hypotheses(context: Context, shard: int) -> Iterator[Hypothesis]:
     if old := context.earlier("raw"):
         yield "stale_gradient", "those of the previous step", lambda: old[shard]
     yield from _of_other_shards(context, shard)
+    for name, value in context.state(shard).items():
+        if name.endswith("loss_scale") and value.ndim == 0 and value != 1:
+            text = f"multiplied by the loss scale, {float(value):g}"
+            expected = context.gradients(shard)
+            yield "loss_scale_left", text, partial(scaled_all, expected, float(value))
     yield from _of_regularisation(context, shard)
     if context.modal_layers:
         off = context.modal_layers

@@ -1,4 +1,4 @@
-"""Predicts with which other weights, or in which other way, a shard may have computed."""
+"""Predicts with which other weights, or for which other examples, a shard may have computed."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,62 +11,90 @@ from lockstep.trace import WEIGHT, Named
 
 OtherState = tuple[str, str, Mapping[str, Any]]  # Cause, text, and changes of `Context.ask`.
 
+_MOST_LAYERS = 24  # With more layers, each of them is tried with the likelier changes only.
+
 
 def other_states(context: Context, shard: int) -> Iterator[OtherState]:
-    """Yields other states from which a shard may have computed.
+    """Yields other states and examples from which a shard may have computed.
 
-    The whole state of the step before, that of a stage or a layer; weights of which a device has
-    another part; repeated biases.
+    The state or the examples of the step before, for all layers, a stage or a layer; weights of
+    which a device has another part; biases that are left out or added again.
     """
     state = context.state(shard)
     yield from _of_the_step_before(context, shard, state)
     yield from _of_parts(context, state)
-    yield from _of_layers(context, state)
+    few = len(layers(context)) <= _MOST_LAYERS
+    for layer, names in layers(context).items():
+        yield from _of_layer(context, state, layer, names, few)
 
 
 def _of_the_step_before(context: Context, shard: int, state: Named) -> Iterator[OtherState]:
-    """Yields the weights of the step before: of all layers, of a stage, of one layer."""
+    """Yields weights and examples of the step before: of all layers, of a stage, of one layer."""
     if not context.follows:
         return
-    older = context.state(shard, context.position - 1)
-    yield (
-        "stale_weights", "those for the weights of the previous step", {"state": older}
-    )  # fmt: skip
+    position = context.position - 1
+    older = context.state(shard, position)
+    yield "stale_weights", "those for the weights of the previous step", {"state": older}
     for number, names in enumerate(stages(context)):
         text = f"those with the previous step's weights of stage {number}"
         yield "stale_stage", text, {"state": state | {n: older[n] for n in names}}
     for layer, names in layers(context).items():
         text = f"those with the previous step's weights of {layer}"
         yield "stale_weights", text, {"state": state | {n: older[n] for n in names}}
+    if (data := context.trace.arrays(position, "data", shard)) is not None:
+        text = "those for the examples of the previous step"
+        yield "stale_activations", text, {"data": data}
 
 
 def _of_parts(context: Context, state: Named) -> Iterator[OtherState]:
-    """Yields weights whose parts were put together wrongly, and biases that are added again."""
-    about = context.trace.about
-    num = len(about.parts) // about.num_replicas
-    biases = {name: array for name, array in state.items() if name.endswith("bias")}
-    if num > 1 and biases:
-        for layer, names in {"": list(biases), **layers(context)}.items():
-            changed = {name: num * state[name] for name in names if name in biases}
-            if changed:
-                where = f" of {layer}" if layer else ""
-                text = f"those with biases{where} that are added {num} times"
-                yield "repeated_bias", text, {"state": state | changed}
-    for first, second in itertools.combinations(range(len(about.parts)), 2):
-        for swap, how in ((_swapped_elements, "elements"), (_swapped_channels, "channels")):
-            changed = swap(context, state, first, second)
-            text = f"those with the {how} of devices {first} and {second} exchanged"
-            yield "swapped_parts", text, {"state": state | changed}
+    """Yields weights whose parts were put together wrongly."""
+    weights = context.of_kind(WEIGHT)
+    for first, second in itertools.combinations(range(len(context.trace.about.parts)), 2):
+        whose = f"of devices {first} and {second} exchanged"
+        for names in (weights, *layers(context).values()):
+            where = "" if names is weights else f" of {names[0].rpartition('/')[0]}"
+            elements = {n: _exchanged(state[n].ravel(), context, first, second) for n in names}
+            changed = {n: array.reshape(state[n].shape) for n, array in elements.items()}
+            yield (
+                "swapped_parts",
+                f"those with the elements{where} {whose}",
+                {"state": state | changed},
+            )
+            changed = {n: _exchanged(state[n], context, first, second) for n in names}
+            yield (
+                "other_order_of_parts",
+                f"those with the channels{where} {whose}",
+                {"state": state | changed},
+            )
 
 
-def _of_layers(context: Context, state: Named) -> Iterator[OtherState]:
-    """Yields zeros in place of the weights of a layer, or of its bias."""
-    for layer, names in layers(context).items():
+def _of_layer(
+    context: Context, state: Named, layer: str, names: Sequence[str], few: bool
+) -> Iterator[OtherState]:
+    """Yields weights of a layer that are left out or added again, also by one device."""
+    num = max(len(context.trace.about.parts) // context.trace.about.num_replicas, 1)
+    for name in names:
+        is_bias = name.endswith("bias")
+        if is_bias and num > 1:
+            text = f"those with {name} added {num} times"
+            yield "repeated_bias", text, {"state": state | {name: num * state[name]}}
+        if is_bias or few:
+            text = f"those with zeros in place of {name}"
+            yield "frozen", text, {"state": state | {name: np.zeros_like(state[name])}}
+        for part, (start, end) in enumerate(bounds(np.shape(state[name])[-1], num) if few else ()):
+            if num == 1 or not state[name].ndim:
+                continue
+            for factor, cause in ((0, "frozen"), (num, "repeated_bias")):
+                if factor and not is_bias:
+                    continue
+                changed = np.array(state[name])
+                changed[..., start:end] *= factor
+                what = "left out" if not factor else f"added {factor} times"
+                text = f"those with device {part}'s part of {name} {what}"
+                yield cause, text, {"state": state | {name: changed}}
+    if few:
         zeros = {name: np.zeros_like(state[name]) for name in names}
         yield "frozen", f"those with zeros in place of {layer}", {"state": state | zeros}
-        for name in names if len(names) > 1 else ():
-            text = f"those with zeros in place of {name}"
-            yield "frozen", text, {"state": state | {name: zeros[name]}}
 
 
 def stages(context: Context) -> list[list[str]]:
@@ -92,35 +120,11 @@ def bounds(size: int, num: int) -> list[tuple[int, int]]:
     return [(sum(sizes[:part]), sum(sizes[: part + 1])) for part in range(num)]
 
 
-def _swapped_elements(context: Context, state: Named, first: int, second: int) -> Named:
-    """Returns weights with two devices' ranges of elements exchanged."""
+def _exchanged(array: np.ndarray, context: Context, first: int, second: int) -> np.ndarray:
+    """Returns an array with two devices' ranges of the last axis exchanged."""
+    if not array.ndim:
+        return array
     num = len(context.trace.about.parts)
-    found = {}
-    for name in context.of_kind(WEIGHT):
-        flat = state[name].ravel()
-        ranges = [flat[start:end] for start, end in bounds(flat.size, num)]
-        ranges[first], ranges[second] = ranges[second], ranges[first]
-        found[name] = np.concatenate(ranges).reshape(state[name].shape)
-    return found
-
-
-def _swapped_channels(context: Context, state: Named, first: int, second: int) -> Named:
-    """Returns weights with two devices' output channels exchanged."""
-    num, found = len(context.trace.about.parts), {}
-    for name in context.of_kind(WEIGHT):
-        array = state[name]
-        if not array.ndim:
-            continue
-        ranges = [array[..., start:end] for start, end in bounds(array.shape[-1], num)]
-        ranges[first], ranges[second] = ranges[second], ranges[first]
-        found[name] = np.concatenate(ranges, axis=-1)
-    return found
-
-
-def channels_of(context: Context) -> Mapping[str, Sequence[int]]:
-    """Returns weight → its output channels on each device of a replica; empty for other splits."""
-    about = context.trace.about
-    held = about.parts[: len(about.parts) // about.num_replicas]
-    if len(held) < 2 or any(set(part) != set(held[0]) for part in held):
-        return {}
-    return {name: [part[name][-1] for part in held] for name in held[0]}
+    ranges = [array[..., start:end] for start, end in bounds(array.shape[-1], num)]
+    ranges[first], ranges[second] = ranges[second], ranges[first]
+    return np.concatenate(ranges, axis=-1)

@@ -57,8 +57,8 @@ def why_sum(asked: SumOf, before: Sequence[tuple], known: list[np.ndarray]) -> W
     for cause, text, candidate in reduced_sums(parts):
         if is_within(got, candidate * share, bound):
             return cause, text, ()
-    if text := _sum_of_some(sums / share, rows, bound / share):
-        return "sparsified", text, ()
+    if found := _sum_of_some(sums / share, rows, bound / share):
+        return *found, ()
     return *why_tensor(got, scaled(add(parts), share), 0.0, num), ()
 
 
@@ -160,15 +160,30 @@ def reduced_sums(parts: Sequence[Array]) -> Iterator[tuple[str, str, np.ndarray]
     yield "quantised", "gradients are quantised to their signs", np.sum(signs, axis=0)
 
 
-def _sum_of_some(sums: np.ndarray, rows: np.ndarray, bound: np.ndarray) -> str:
-    """Returns in words whether each element is the sum of some shards' elements; "" if not."""
+def _sum_of_some(sums: np.ndarray, rows: np.ndarray, bound: np.ndarray) -> tuple[str, str] | None:
+    """Explains a sum that is right in some elements and lacks or repeats a shard in the others."""
     flat, limit, num = sums.ravel(), bound.ravel(), len(rows)
-    if num > 8:
-        return ""
-    full, found = np.abs(rows.sum(axis=0) - flat) <= limit, np.zeros(flat.shape, bool)
+    total = rows.sum(axis=0)
+    wrong = np.abs(total - flat) > limit
+    if num > 8 or not wrong.any():
+        return None
+
+    def fit(terms: np.ndarray) -> np.ndarray:
+        return np.abs(terms - flat)[wrong] <= 2 * limit[wrong]
+
+    where = np.flatnonzero(wrong)
+    shown = f"in {np.mean(wrong):.0%} of the elements, numbers {where[0]} to {where[-1]},"
+    if np.any([fit(row) for row in rows], axis=0).all():
+        return "own_gradient_only", f"{shown} it is the gradient of one replica, not the sum"
+    if fit(2 * total).all() or np.any([fit(total + row) for row in rows], axis=0).all():
+        return (
+            "row_of_two_parts",
+            f"{shown} the gradient of a replica, or all of it, is added twice",
+        )
+    found = np.zeros(len(where), bool)
     for subset in range(1 << num):
-        chosen = [q for q in range(num) if subset >> q & 1]
-        found |= np.abs(rows[chosen].sum(axis=0) - flat) <= limit
-    if not found.all():
-        return ""
-    return f"in {np.mean(~full):.0%} of the elements, the part of some replicas is 0"
+        chosen = [shard for shard in range(num) if subset >> shard & 1]
+        found |= fit(rows[chosen].sum(axis=0))
+    if found.all():
+        return "sparsified", f"{shown} the part of some replicas is 0"
+    return None

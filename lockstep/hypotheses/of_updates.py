@@ -13,6 +13,7 @@ from lockstep.arithmetic import (
     total_norm,
 )
 from lockstep.context import Context
+from lockstep.hypotheses.of_sums import SHORT
 from lockstep.trace import STATE, Named
 
 Hypothesis = tuple[str, str, Callable[[], Named]]  # Cause, text, all variables after the update.
@@ -27,6 +28,13 @@ def update_hypotheses(
     yield from _with_other_gradients(context, copy, before, applied)
     yield from _with_other_states(context, copy, before, applied)
     yield from _more_than_once(context, before, applied)
+    for name, rounded in SHORT.items():
+        text = f"the weights are rounded to {name} after the update"
+        yield (
+            "reduced_precision",
+            text,
+            lambda rounded=rounded: expected | {n: rounded(expected[n]) for n in applied},
+        )
     yield from _with_fitted_numbers(context, copy, expected, wrong)
 
 

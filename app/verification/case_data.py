@@ -1,7 +1,7 @@
-"""Defines the phases of a case's verification: parts of its dataset to train on, and their batches.
+"""Defines the parts of a case's training that are verified, and their batches.
 
 Faults tend to appear in the first steps, a short last batch, the second epoch and after a resume.
-Each of these is a separate phase, so that the steps between them need not be trained.
+Each of these is a separate part, so that the steps between them need not be trained.
 """
 
 import collections
@@ -15,7 +15,9 @@ import tensorflow as tf
 
 from app.runtime.errors import DataError
 from app.training.case_file import CaseFile, is_none
-from recorders.lockstep_keras import Recording, leaves, plain_copy
+from lockstep.arithmetic import rows_of
+from lockstep.record_keras import leaves, plain_copy
+from lockstep.trace import Trace
 
 Batch = list[np.ndarray]  # Leaves of inputs, targets and sample weights.
 
@@ -27,7 +29,7 @@ _NUM_PASSES = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class Part:
     """A part of a training.
 
     Attributes:
@@ -37,7 +39,7 @@ class Phase:
         wanted: numbers of the steps to check, from 0.
         passes: batches of these steps in successive passes over the dataset.
         names: names of these steps.
-        resumes: whether the model is saved and restored before this phase.
+        resumes: whether the model is saved and restored before this part.
     """
 
     place: str
@@ -48,12 +50,12 @@ class Phase:
     names: list[str]
     resumes: bool = False
 
-    def batches_of(self, recording: Recording) -> list[Batch]:
+    def batches_of(self, trace: Trace) -> list[Batch]:
         """Returns the batches of the pass that matches most of the replicas' batches."""
-        given = [_rows(_joined(recording, step)) for step in range(len(recording.steps))]
+        given = [_rows_of_all(trace, position) for position in range(len(trace.steps))]
 
         def num_same(batches: list[Batch]) -> int:
-            return sum(_rows(b) == g for b, g in zip(batches, given, strict=False))
+            return sum(rows_of(b) == g for b, g in zip(batches, given, strict=False))
 
         return max(self.passes, key=num_same)
 
@@ -100,32 +102,32 @@ class CaseData:
         """Returns a newly created dataset."""
         return self._case.create_data(self._size)
 
-    def phases(self, bytes_of_a_step: int) -> list[Phase]:
-        """Returns the phases in the order of a training.
+    def parts(self, bytes_of_a_step: int) -> list[Part]:
+        """Returns the parts in the order of a training.
 
         Args:
-            bytes_of_a_step: size of one recorded step; limits the number of steps of a phase.
+            bytes_of_a_step: size of one recorded step; limits the number of steps of a part.
         """
-        phases = []
+        parts = []
         chunk = max(1, _CHUNK_BYTES // bytes_of_a_step)
         for start in range(0, self._num_first, chunk):
             size = min(chunk, self._num_first - start)
             names = [f"step {start + i + 1}" for i in range(size)]
-            phases.append(self._piece("first", _Slice(start, size), names))
+            parts.append(self._piece("first", _Slice(start, size), names))
         if (last := self._last()) is not None:
             # After a full batch: `fit` fails if the first batch does not divide evenly.
             piece = self._piece("last_batch", _Slice(last, 1), [""])
             dataset = _Slice(last - 1, 2).of(self.dataset())
-            phases.append(dataclasses.replace(piece, dataset=dataset, wanted=[1]))
+            parts.append(dataclasses.replace(piece, dataset=dataset, wanted=[1]))
         if self.num_batches is not None:
             piece = self._piece("second_epoch", _Slice(0, 1), [_SECOND_EPOCH], first_pass=2)
-            phases.append(dataclasses.replace(piece, epochs=2, wanted=[1]))
+            parts.append(dataclasses.replace(piece, epochs=2, wanted=[1]))
         piece = self._piece("resume", _Slice(0, 1), [_RESUMED])
-        phases.append(dataclasses.replace(piece, resumes=True))
-        return [_with_sizes(phase) for phase in phases]
+        parts.append(dataclasses.replace(piece, resumes=True))
+        return [_with_sizes(part) for part in parts]
 
-    def whole_training(self) -> list[Phase]:
-        """Returns one phase of two epochs, for a case that distributes its data."""
+    def whole_training(self) -> list[Part]:
+        """Returns one part of two epochs, for a case that distributes its data."""
         numbers: list[int] = []
         names: list[str] = []
         passes: list[list[Batch]] = [[] for _ in range(_NUM_PASSES)]
@@ -145,7 +147,7 @@ class CaseData:
         if self.num_batches is not None:
             look_at(_Slice(0, 1), [_SECOND_EPOCH], epoch=2)
         epochs = 2 if names[-1] == _SECOND_EPOCH else 1
-        return [Phase("first", None, epochs, numbers, passes, names)]
+        return [Part("first", None, epochs, numbers, passes, names)]
 
     def _piece(
         self,
@@ -154,14 +156,14 @@ class CaseData:
         names: list[str],
         *,
         first_pass: int = 1,
-    ) -> Phase:
-        """Returns a phase with the batches of some passes; equal passes are listed once."""
+    ) -> Part:
+        """Returns a part with the batches of some passes; equal passes are listed once."""
         passes: list[list[Batch]] = []
         for batches in self._draw_passes(slice_, first_pass - 1 + _NUM_PASSES)[first_pass - 1 :]:
             if not any(_is_same(batches, other) for other in passes):
                 passes.append(batches)
         numbers = range(len(names))
-        return Phase(place, slice_.of(self.dataset()), 1, numbers, passes, names)
+        return Part(place, slice_.of(self.dataset()), 1, numbers, passes, names)
 
     def _draw_passes(self, slice_: _Slice, number: int) -> list[list[Batch]]:
         """Returns the batches of successive passes over the dataset."""
@@ -221,11 +223,11 @@ def _check_shapes(shapes: Sequence[tuple[int, ...]], where: str) -> None:
         )
 
 
-def _with_sizes(phase: Phase) -> Phase:
+def _with_sizes(part: Part) -> Part:
     """Adds the size of the last batch to its name."""
-    if phase.place != "last_batch":
-        return phase
-    return dataclasses.replace(phase, names=[_name_last(phase.passes[0][0])])
+    if part.place != "last_batch":
+        return part
+    return dataclasses.replace(part, names=[_name_last(part.passes[0][0])])
 
 
 def _name_last(batch: Batch) -> str:
@@ -254,13 +256,7 @@ def _is_same(first: list[Batch], second: list[Batch]) -> bool:
     )
 
 
-def _joined(recording: Recording, step: int) -> Batch:
-    """Returns the global batch: the examples of all replicas."""
-    per_replica = [recording.steps[step]["data", r] for r in range(recording.num_replicas)]
-    return [np.concatenate(parts) for parts in zip(*per_replica, strict=True)]
-
-
-def _rows(batch: Batch) -> collections.Counter:
-    """Counts equal examples of a batch; their order does not matter."""
-    leaves_of_rows = ([np.asarray(row).tobytes() for row in array] for array in batch)
-    return collections.Counter(zip(*leaves_of_rows, strict=True))
+def _rows_of_all(trace: Trace, position: int) -> collections.Counter:
+    """Counts the examples of all replicas in a step; their order does not matter."""
+    shards = (trace.arrays(position, "data", shard) or [] for shard in trace.shards)
+    return sum(map(rows_of, shards), collections.Counter())
