@@ -24,6 +24,8 @@ from lockstep.rounding import Spread, measure
 from lockstep.trace import CLIP_FIRST, REDUCE_FIRST, STATISTIC, Array, Named, Trace
 from lockstep.verdict import BY_DESIGN, FAULT, Finding, Measurement
 
+_LIKE_STALE_AT_FIRST = ("frozen", "lost_replica", "lost_micro_batch", "not_updated")
+
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
@@ -376,7 +378,10 @@ class Context:
         names = tuple(self.trace.name_of(kind, item) for item in items)
         status = BY_DESIGN if design else FAULT
         where = (self.number,), tuple(dict.fromkeys(names)), tuple(tensors)
-        return Finding(stage or self.stage, status, cause, text, *where, distance, allowed)
+        # A buffer with the gradients of the previous step holds 0 in the first one.
+        is_first = self.position == 0 and cause in _LIKE_STALE_AT_FIRST
+        may_be = ("stale_gradient",) if is_first else ()
+        return Finding(stage or self.stage, status, cause, text, *where, distance, allowed, may_be)
 
     def measure(
         self, tensor: str, kind: str, item: int, actual: Array, expected: Array, allowed: float,

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
@@ -39,6 +40,8 @@ class Finding:
         tensors: names of the affected variables; empty if no variable is.
         distance: the largest relative difference.
         allowed: the largest relative difference that rounding can cause; 0 if unknown or none.
+        may_be: causes that explain it in its step as well, such as a gradient of the previous step
+            for a gradient of 0 in the first step.
     """
 
     stage: str
@@ -50,6 +53,7 @@ class Finding:
     tensors: tuple[str, ...] = ()
     distance: float = 0.0
     allowed: float = 0.0
+    may_be: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +164,19 @@ def _worst(statuses: Any) -> str:
     return max([CLEAN, *statuses], key=[CLEAN, BY_DESIGN, FAULT].index)
 
 
+def _fitting_all_steps(findings: Sequence[Finding], finding: Finding) -> Finding:
+    """Returns a finding with the cause that explains the other steps, too, if there is one."""
+    for other in findings:
+        same_place = other.stage == finding.stage and set(finding.tensors) & set(other.tensors)
+        if same_place and other.steps != finding.steps and other.cause in finding.may_be:
+            return dataclasses.replace(finding, cause=other.cause, text=other.text)
+    return finding
+
+
 def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Merges findings of equal stage, status and cause over steps, items and tensors."""
     same: dict[tuple[str, str, str], list[Finding]] = {}
-    for finding in findings:
+    for finding in map(partial(_fitting_all_steps, findings), findings):
         same.setdefault((finding.stage, finding.status, finding.cause), []).append(finding)
     order = list(STAGES)
     return tuple(

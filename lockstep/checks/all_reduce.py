@@ -62,15 +62,13 @@ def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
                 text = f"{limits} is applied on each replica, not to the sum"
                 groups.setdefault(("clipped_before_the_sum", text, ()), []).append(name)
                 continue
-            before = []
-            if sent_before:
-                old = [gradients[name] for gradients in sent_before if name in gradients]
-                before.append((scaled(add(old), share), sum_bound(old)))
-            if sums_before and name in sums_before[item]:
-                before.append((sums_before[item][name], sum_bound([sums_before[item][name]])))
             is_shared = all(same_bits(other[name], got) for other in received if name in other)
-            asked = SumOf(context, None if is_shared else item, got, parts, share, bound)
-            groups.setdefault(why_sum(asked, before, known), []).append(name)
+            old_parts = [g[name] for g in sent_before or () if name in g]
+            old_sum = sums_before[item].get(name) if sums_before else None
+            asked = SumOf(
+                context, None if is_shared else item, got, parts, share, bound, old_parts, old_sum
+            )
+            groups.setdefault(why_sum(asked, known), []).append(name)
         for (cause, text, lost), names in groups.items():
             apart = max(distance(own[n], scaled(add([g[n] for g in sent]), share)) for n in names)
             size = max(norm(add([g[n] for g in sent])) * share for n in names)

@@ -23,6 +23,8 @@ class SumOf(NamedTuple):
         parts: the gradients that each shard sent.
         share: factor of the sum: 1, or one over the number of shards for a mean.
         bound: bound of each element's error.
+        old_parts: the gradients that each shard sent in the last step that has them.
+        old_sum: the sum of that step.
     """
 
     context: Context
@@ -31,22 +33,24 @@ class SumOf(NamedTuple):
     parts: Sequence[Array]
     share: float
     bound: np.ndarray
+    old_parts: Sequence[Array] = ()
+    old_sum: Array | None = None
 
 
-def why_sum(asked: SumOf, before: Sequence[tuple], known: list[np.ndarray]) -> Why:
+def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
     """Explains a wrong sum.
 
     Args:
         asked: the sum.
-        before: sums of the previous step, and their possible rounding errors.
         known: factors of the shards in the sums of other tensors; new ones are added.
     """
-    _, _, got, parts, share, bound = asked
+    got, parts, share, bound = asked.got, asked.parts, asked.share, asked.bound
     num, sums = len(parts), dense(got)
     if sums.shape != bound.shape:
         return "unexplained", f"the sum has shape {sums.shape}, not {bound.shape}", ()
-    if np.any(sums) and any(is_within(got, old, limit) for old, limit in before):
-        return "stale_gradient", "the sum is that of the previous step", ()
+    for text, old, limit, items in _stale(asked):
+        if np.any(sums) and is_within(got, old, limit) and not is_within(add(parts), old, bound):
+            return "stale_gradient", text, items
     rows = np.stack([dense(part).ravel() for part in parts])
     for factors in _factors(asked, rows, known):
         limit = MARGIN * max(1, float(np.abs(factors / share).max())) * bound
@@ -62,9 +66,24 @@ def why_sum(asked: SumOf, before: Sequence[tuple], known: list[np.ndarray]) -> W
     return *why_tensor(got, scaled(add(parts), share), 0.0, num), ()
 
 
+def _stale(asked: SumOf) -> Iterator[tuple[str, Array, np.ndarray, tuple[int, ...]]]:
+    """Yields text, sum, bound and shards for sums with gradients of the previous step."""
+    parts, old, share = list(asked.parts), list(asked.old_parts), asked.share
+    if asked.old_sum is not None:
+        yield "the sum is that of the previous step", asked.old_sum, sum_bound([asked.old_sum]), ()
+    if len(old) != len(parts):
+        return
+    yield "the sum is that of the previous step", scaled(add(old), share), sum_bound(old), ()
+    for shard in range(len(parts)):
+        mixed = [*parts[:shard], old[shard], *parts[shard + 1 :]]
+        name = asked.context.trace.name_of("raw", shard)
+        text = f"the sum contains the gradient that {name} sent in the previous step"
+        yield text, scaled(add(mixed), share), sum_bound(mixed), (shard,)
+
+
 def _factors(asked: SumOf, rows: np.ndarray, known: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
     """Yields factors of the shards' gradients that may give the sum: simple, known, fitted."""
-    context, item, _, parts, share, _ = asked
+    context, item, parts, share = asked.context, asked.item, asked.parts, asked.share
     num = len(parts)
     yield np.full(num, 1 / num if share == 1 else 1.0)
     if item is not None:
