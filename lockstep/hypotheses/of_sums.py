@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.arithmetic import MARGIN, add, dense, is_within, scaled
+from lockstep.arithmetic import MARGIN, add, dense, is_within, scaled, sum_bound
 from lockstep.context import Context
 from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.trace import Array
