@@ -1,20 +1,21 @@
 """Records for tests of reports, as written by every command, without training."""
 
+import contextlib
+import io
+
 from app.commands.compare import describe
 from app.options import Config
 from app.performance.benchmark_output import write_benchmark
 from app.performance.case_comparison import all_comparisons
+from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
 from app.records.history import write_history, write_summary
-from app.verification.case_output import describe_case
+from app.runtime.errors import MismatchError
 from app.verification.difference import WeightDifference
-from app.verification.measurement import Measurement
-from app.verification.recorded import Recorded
+from app.verification.output import report
+from app.verification.run import Pair, Run
 from app.verification.run_comparison import PairVerdict as WeightVerdict
-from app.verification.split import Split
-from app.verification.trace_comparison import PairDifference
-from app.verification.verdict import Diagnosis, PairVerdict, StrategyVerdict
-from app.verification.verify_output import write_record
+from lockstep.verdict import BY_DESIGN, FAULT, STAGES, Finding, Measurement, Verdict, merged
 from performance_samples import make_sample
 from test_records import make_history, make_summary
 
@@ -57,94 +58,78 @@ def write_comparison(path):
     write_json(path / "compare.json", {"shown": describe(config, summaries, verdicts).to_record()})
 
 
-def write_verification(path, *, fault=None):
-    """Writes the files of `verify` for two steps of two strategies; one has a fault."""
-    config = Config.of("verify", strategies=("manual", "mirrored"), steps=2, inject=fault)
-    write_config(path, config, command="verify")
-
-    def measured(share, absolute32):
-        return [
-            Measurement(step, kind, "logits/kernel", replica, 1e-9, 1e-7, 3, absolute32, share, 1.0)
-            for step in (1, 2)
-            for kind in ("gradients", "sums", "weights")
-            for replica in (0, 1)
-        ]
-
-    false = Measurement(1, "sums", "conv1/kernel", 1, 0.125, 0.5, 9, 0.125, 5e7, 1.0)
-    split = Split(2, 2, 2)
-    strategy_verdicts = {
-        "manual": StrategyVerdict(
-            "manual",
-            measured(0.25, 1e-9) + [false] * bool(fault),
-            false if fault else None,
-            Diagnosis("lost_gradient", "the sum is without replica 1") if fault else None,
-            None,
-            split,
-        ),
-        "mirrored": StrategyVerdict("mirrored", measured(0.5, 0.0), None, None, None, split),
-    }
-    counts = len(CPUS), len(CPUS), len(CPUS)
-    run = Recorded(
-        *(CPUS, *counts, False, [1, 1], True, "synthetic", "cc" * 32, 0.2, 100),
-        *(False, False, None, [], VERSIONS),
-    )
-    apart = [
-        PairDifference(step, "weights", "logits/kernel", 0, 3e-9 * step, 1e-7, 4, not fault)
-        for step in (1, 2)
-    ]
-    verdict = PairVerdict.of(strategy_verdicts["manual"], strategy_verdicts["mirrored"], apart)
-    write_record(path, config, dict.fromkeys(strategy_verdicts, run), strategy_verdicts, [verdict])
+CLIPPED = Finding(
+    "clipping", FAULT, "clipped_before_the_sum", "clipnorm=0.1 is applied on each replica",
+    (0, 1, 2), (), ("dense/kernel", "dense/bias"), 0.47, 1e-5,
+)  # fmt: skip
+LOCAL = Finding(
+    "forward", BY_DESIGN, "local_statistics", "bn normalises the examples of each replica",
+    (1,), ("replica 0", "replica 1"), tuple(f"bn_{i}" for i in range(15)),
+)  # fmt: skip
+LOST = Finding(
+    "all-reduce", FAULT, "lost_replica", "the sum is without replica 1", (1,), ("replica 1",),
+    ("conv1/kernel",), 0.5, 1e-7,
+)  # fmt: skip
 
 
-CHECKS = {
-    "start": "weights on every replica", "forward": "predictions", "clipping": "the clipped sum",
-    "update": "weights after the step",
-}  # fmt: skip
-CLIPPED = {
-    "stage": "clipping", "status": "fault", "cause": "clipped_before_the_sum",
-    "text": "clipnorm=0.1 is applied on each replica", "steps": ["step 1", "step 2", "step 3"],
-    "replicas": [], "tensors": ["dense/kernel", "dense/bias"], "distance": 0.47, "allowed": 1e-5,
-    "remedy": "clip after the sum: `all_reduce` first",
-}  # fmt: skip
-LOCAL = {
-    "stage": "forward", "status": "by design", "cause": "local_statistics",
-    "text": "bn normalises the examples of each replica", "steps": ["step 2"], "replicas": [0, 1],
-    "tensors": [f"bn_{i}" for i in range(15)], "distance": 0.0, "allowed": 0.0, "remedy": "none",
-}  # fmt: skip
-
-
-def case_run(*findings, replicas=2, **changes):
-    """Returns the entry of `verify.json` for a strategy of a case."""
-    stages = dict.fromkeys(CHECKS, "clean") | {f["stage"]: f["status"] for f in findings}
-    if replicas == 1:
-        del stages["start"]
-    return {
-        "reference": "training that my_case.py defines on one device",
-        "devices": CPUS[:replicas], "simulated_devices": replicas > 1,
-        "steps": [*(f"step {i}" for i in (1, 2, 3)), "an evaluation"], "stages": stages,
-        "checks": CHECKS, "findings": list(findings), "tolerance": "float64",
-        "model": "network", "versions": VERSIONS, **changes,
+def make_run(*findings, name="fit", replicas=2, about="", **changes):
+    """Returns a verified training with these findings."""
+    given = {
+        "reference": "training that my_case.py defines on one device", "steps": (0, 1, 2, 3),
+        "num_replicas": replicas, "findings": merged(findings), "framework": "keras",
+        "checked": ("start",) * (replicas > 1) + ("forward", "clipping", "update"),
+        "tolerance": "float64", "step_names": {3: "an evaluation"},
     }  # fmt: skip
+    verdict = Verdict(name, **given | changes)
+    return Run(verdict, CPUS[:replicas], replicas > 1, VERSIONS, about)
 
 
-def write_case(path, runs=None, **changes):
+def write_run(path, runs, pairs=(), caveats=(), **facts):
+    """Writes the files of `verify`."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {"written_by": "lockstep", "command": "verify", **facts}
+    write_json(path / "config.json", {**config, "strategy": ",".join(runs)})
+    with contextlib.suppress(MismatchError), contextlib.redirect_stdout(io.StringIO()):
+        setup = {"model": f"{facts.get('model', 'network')}, batch 8, seed 0, 2 simulated CPUs"}
+        report(path, runs, facts=facts, setup=setup, pairs=pairs, caveats=caveats)
+
+
+def write_case(path, runs=None, **facts):
     """Writes the files of `verify --case`: a clean strategy, one by design, one with a fault."""
     runs = runs or {
-        "single": case_run(replicas=1),
-        "mirrored": case_run(LOCAL),
-        "keras_fit": case_run(LOCAL, CLIPPED),
+        "single": make_run(name="single", replicas=1),
+        "mirrored": make_run(LOCAL, name="mirrored"),
+        "keras_fit": make_run(LOCAL, CLIPPED, name="keras_fit"),
     }
-    record = {
-        "command": "verify", "case": "folder/my_case.py", "model": "network",
-        "global_batch_size": 8, "seed": 0, "strategies": runs,
-        "setup": {"model": f"{changes.get('model', 'network')}, batch 8, seed 0, 2 simulated CPUs"},
-        "comparison": "Each stage of each step, compared with one device", **changes,
+    write_run(path, runs, case="folder/my_case.py", **facts)
+
+
+def write_verification(path, *, fault=None):
+    """Writes the files of `verify` for two steps of two strategies; one may have a fault."""
+
+    def measured(share, same):
+        return tuple(
+            Measurement(step, stage, "logits/kernel", f"replica {r}", share * 1e-7, 1e-7, same)
+            for step in (0, 1)
+            for stage in ("gradients", "all-reduce", "update")
+            for r in (0, 1)
+        )
+
+    lost = Measurement(0, "all-reduce", "conv1/kernel", "replica 1", 0.5, 1e-7)
+    of_model = {
+        "reference": "training on one device", "steps": (0, 1), "step_names": {}, "checked": STAGES
     }  # fmt: skip
-    path.mkdir(parents=True, exist_ok=True)
-    config = {"written_by": "lockstep", "command": "verify", "case": record["case"]}
-    write_json(path / "config.json", {**config, "strategy": ",".join(runs)})
-    write_json(path / "verify.json", {**record, "shown": describe_case(record).to_record()})
-    return record
+    runs = {
+        "manual": make_run(
+            *([LOST] if fault else []), name="manual", about="2 shards on 2 devices",
+            measurements=measured(0.25, False) + ((lost,) if fault else ()), **of_model,
+        ),
+        "mirrored": make_run(name="mirrored", measurements=measured(0.0, True), **of_model),
+    }  # fmt: skip
+    outcome = "different" if fault else "equal within rounding"
+    pair = Pair(("manual", "mirrored"), outcome, 3e-9, 1e-7, "weights, logits/kernel")
+    caveats = [injected_fault_caveat(fault)] if fault else []
+    write_run(path, runs, [pair], [*caveats, DATASET_CAVEATS["synthetic"]], model="lenet")
 
 
 def write_measured_cases(path):

@@ -318,16 +318,16 @@ def test_faults_are_named_with_remedy_and_exit_code(write, verify, tmp_path):
     lines = [line for line in result.stdout.splitlines() if not line.startswith("verifying")]
     assert lines[0] == verdict and lines[-1].startswith(f"open {out}/report.html ")
     assert verdict in (out / "report.html").read_text(encoding="utf-8")
-    (finding,) = record["strategies"]["keras_fit"]["findings"]
+    (finding,) = record["trainings"]["keras_fit"]["findings"]
     assert (finding["stage"], finding["cause"]) == ("clipping", "clipped_before_the_sum")
     assert {*finding} == {
-        "stage", "status", "cause", "text", "remedy", "steps", "replicas", "tensors", "distance",
+        "stage", "status", "cause", "text", "remedy", "steps", "items", "tensors", "distance",
         "allowed",
     }  # fmt: skip
     assert "clipnorm=0.1" in finding["text"] and f"remedy      {finding['remedy'][:9]}" in str(
         lines
     )
-    stages = record["strategies"]["keras_fit"]["stages"]
+    stages = record["trainings"]["keras_fit"]["stages"]
     assert stages["gradients"] == stages["update"] == stages["evaluation"] == "clean"
     traces = sorted((out / "traces/keras_fit").iterdir())
     assert len(traces) == 4 and len(Recording.load(traces[0]).steps) == 2
@@ -378,7 +378,7 @@ def test_the_examples(verify, file, causes):
     both = "single,keras_fit" if file == "case_minimal.py" else "keras_fit"
     result, record = verify(EXAMPLES / file, f"--strategies={both}")
     assert result.returncode == (9 if causes else 0), result.stdout + result.stderr
-    found = record["strategies"]["keras_fit"]["findings"]
+    found = record["trainings"]["keras_fit"]["findings"]
     assert {finding["cause"] for finding in found} == causes
 
 
@@ -461,5 +461,5 @@ def data(global_batch_size):
 def test_a_fault_of_one_place_is_found(write, verify, text, cause, step):
     result, record = verify(write(text), "--global_batch_size=12", "--strategies=keras_fit")
     assert result.returncode == 9, result.stdout + result.stderr
-    (finding,) = record["strategies"]["keras_fit"]["findings"]
+    (finding,) = record["trainings"]["keras_fit"]["findings"]
     assert (finding["cause"], finding["steps"]) == (cause, [step])

@@ -505,6 +505,6 @@ def test_the_example_records_clipping_before_the_all_reduce(tmp_path, monkeypatc
     record = json.loads((tmp_path / "run" / "verify.json").read_text(encoding="utf-8"))
     found = {
         name: {finding["cause"] for finding in strategy["findings"]}
-        for name, strategy in record["strategies"].items()
+        for name, strategy in record["trainings"].items()
     }
     assert found["one.npz"] == set() and "clipped_before_the_sum" in found["two.npz"]

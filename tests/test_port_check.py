@@ -80,8 +80,8 @@ def test_what_a_port_changes_is_named(originals, tmp_path, monkeypatch, name):
     result = run_here("verify", f"--traces={one},{port},{permuted}", f"--out={out}")
     is_wrong = any(not cause.endswith("*") for cause in causes)
     assert result.returncode == (9 if is_wrong else 0), result.stderr
-    found = json.loads((out / "verify.json").read_text())["strategies"]["keras.npz"]
-    assert "not matched" not in found["model"]
+    found = json.loads((out / "verify.json").read_text())["trainings"]["keras.npz"]
+    assert "not matched" not in found["about"]
     expected = [f"{stage}: {cause}" for cause, stages in causes.items() for stage in stages]
     if name not in ("initialisers", "padding"):
         expected.append("statistics: unbiased_variance*")

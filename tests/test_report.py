@@ -1,5 +1,6 @@
 """Tests `report.html`: the rows of the console, verdicts, caveats, hostile names, and refusals."""
 
+import dataclasses
 import html.parser
 import itertools
 import json
@@ -22,7 +23,8 @@ from app.report.result import Result, Table
 from app.report.training_result import settings_table
 from app.runtime.errors import OutputError
 from conftest import ROOT
-from report_samples import CLIPPED, case_run, write_case, write_config
+from lockstep.verdict import Measurement
+from report_samples import CLIPPED, make_run, write_case, write_config
 
 VOID = {"meta", "link", "br", "img"}
 HOSTILE = "<script>alert(1)<b>\"&'{{ 7 * 7 }} $\\frac$"
@@ -107,16 +109,16 @@ def test_the_page_has_the_rows_and_sentences_that_the_console_prints(
 
 def test_verdicts_are_green_and_red_and_come_first(page):
     good, bad, by_design = map(page.paragraphs, ("good", "bad", "design"))
-    assert any(text.startswith("proved: The same training") for text in good)
+    assert any(text.startswith("proved: manual is the training on one device") for text in good)
     assert any(text.startswith("compared: manual and mirrored end with") for text in good)
-    assert any(text.startswith("refuted: Not the same training: manual does not") for text in bad)
+    assert "refuted: manual is not the training on one device: lost replica" in bad
     assert any(text.startswith("case: keras_fit is not the training") for text in bad)
     assert any(text.startswith("case: mirrored differs by design") for text in by_design)
     assert page.marked[1][0].startswith("verdict")  # After the line with the names.
     assert ["clipping", "clean", "clean", "✗ fault"] in page.rows
     at = page.text.index("keras_fit, fault: clipped before the sum")
     assert page.text[at + 1 : at + 5] == [
-        "where", "clipping, every step; dense/kernel, dense/bias", "why", CLIPPED["text"]
+        "where", "clipping, every step; dense/kernel, dense/bias", "why", CLIPPED.text
     ]  # fmt: skip
 
 
@@ -163,8 +165,10 @@ def test_hostile_names_are_text(tmp_path):
     report_samples.write_training(folder, model=HOSTILE, versions={HOSTILE: HOSTILE})
     report_samples.write_training(tmp_path / "other", changes=[HOSTILE], strategy=HOSTILE)
     report_samples.write_training(tmp_path / os.fsdecode(b"run \xff"))
-    found = {**CLIPPED, "tensors": [HOSTILE], "text": HOSTILE, "cause": HOSTILE}
-    write_case(tmp_path / "case", {HOSTILE: case_run(found, model=HOSTILE)}, model=HOSTILE)
+    found = dataclasses.replace(CLIPPED, tensors=(HOSTILE,), text=HOSTILE)
+    one = Measurement(0, "clipping", HOSTILE, HOSTILE, 1.0, 0.5)
+    run = make_run(found, name=HOSTILE, tolerance=HOSTILE, measurements=(one,))
+    write_case(tmp_path / "case", {HOSTILE: run}, model=HOSTILE)
     page = report(tmp_path)
     assert not {"script", "b"} & {tag for tag, _ in page.elements}
     assert {HOSTILE, "run ?"} <= {row[0] for row in page.rows}

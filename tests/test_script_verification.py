@@ -728,8 +728,8 @@ def test_the_command_reports_a_fault(tmp_path, one):
     assert result.returncode == 9
     assert "two.npz is not the training of one.npz: not all reduced" in result.stdout
     record = json.loads((out / "verify.json").read_text())
-    assert list(record["strategies"]) == ["one.npz", "two.npz"]
-    assert record["strategies"]["two.npz"]["stages"]["all-reduce"] == "fault"
+    assert list(record["trainings"]) == ["one.npz", "two.npz"]
+    assert record["trainings"]["two.npz"]["stages"]["all-reduce"] == "fault"
     page = (out / "report.html").read_text()
     assert "not all reduced" in page and "call the wrapped model" in page
 
@@ -744,7 +744,7 @@ def test_the_command_ends_with_0_if_all_is_clean(tmp_path, one):
     assert result.returncode == 0, result.stderr
     assert "two.npz is the training of one.npz: every stage is clean" in result.stdout
     assert "0.0001, the default" in result.stdout
-    model = json.loads((out / "verify.json").read_text())["strategies"]["two.npz"]["model"]
+    model = json.loads((out / "verify.json").read_text())["trainings"]["two.npz"]["about"]
     assert model.startswith("torch 1.0, 2 replicas, gradients of steps ")
     assert "not matched" not in model
 

@@ -16,7 +16,7 @@ from app.runtime import console
 from app.runtime.errors import ConfigError, MismatchError
 from app.runtime.progress_bar import StepProgress
 from app.verification import tasks
-from app.verification.case_result import CaseResult
+from app.verification.run import Run
 from app.verification.case_runner import verify_case
 from app.verification.frameworks.framework_program import find_interpreters
 from app.verification.frameworks.framework_recording import FrameworkRecorder
@@ -50,10 +50,10 @@ class Comparison(NamedTuple):
 Comparisons = dict[tuple[str, str], Comparison]  # For each pair of strategies.
 
 
-def run(config: Config) -> list[PairVerdict] | dict[str, CaseResult]:
+def run(config: Config) -> list[PairVerdict] | dict[str, Run]:
     """Records each strategy in a separate process, checks every step and reports the verdicts.
 
-    Returns a `PairVerdict` for each pair of strategies; for a case, strategy → `CaseResult`.
+    Returns a `PairVerdict` for each pair of strategies; for a case, strategy → `Run`.
 
     Raises:
         MismatchError: a step differs from the reference, or a replica is a straggler.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from app.verification.case_record import BY_DESIGN
+from lockstep.verdict import BY_DESIGN
 from app.verification.recordings.recorded_step import (
     CLIPPED_FIRST,
     SEED,

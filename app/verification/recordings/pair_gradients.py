@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from app.verification.case_record import BY_DESIGN, FAULT
+from lockstep.verdict import BY_DESIGN, FAULT
 from app.verification.recordings.gradient_explanations import (
     Allowed,
     decays_equally,

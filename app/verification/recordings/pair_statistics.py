@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from app.verification.case_record import BY_DESIGN, FAULT
+from lockstep.verdict import BY_DESIGN, FAULT
 from app.verification.recordings.norm_statistics import MovingStatistic, moving_statistics
 from app.verification.recordings.recorded_step import STATISTIC, Named, RecordedStep
 from app.verification.recordings.step_pair import StepPair

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from app.verification.case_record import BY_DESIGN
+from lockstep.verdict import BY_DESIGN
 from app.verification.recordings.optimizer_rules import OF_GRADIENTS, OF_UPDATES, Rule, Slots
 from app.verification.recordings.step_pair import StepPair
 from app.verification.recordings.trace_arrays import TINY

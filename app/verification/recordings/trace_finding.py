@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from app.verification.case_record import FAULT
+from lockstep.verdict import FAULT
 
 STAGES = {
     "start": "weights and optimizer state before a step: equal on all replicas and in both"

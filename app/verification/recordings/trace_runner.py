@@ -1,9 +1,7 @@
 """Runs `verify --traces`: verifies recordings of users' scripts and reports the findings."""
 
-import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 from app.options import Config
 from app.records.run_directory import open_command_directory
@@ -11,9 +9,7 @@ from app.records.run_naming import default_out, named_path
 from app.records.script_trace import ScriptTrace, load_trace
 from app.runtime.errors import DataError
 from app.runtime.progress_bar import StepProgress
-from app.verification.case_result import CaseResult
-from app.verification.case_runner import report_case
-from app.verification.recordings.trace_finding import STAGES
+from app.verification.output import report
 from app.verification.recordings.trace_verification import (
     TraceReport,
     between_frameworks,
@@ -22,9 +18,13 @@ from app.verification.recordings.trace_verification import (
     verify_against,
     verify_alone,
 )
+from app.verification.run import Run
+from lockstep.verdict import Finding, Verdict
+
+_UNEXPLAINED = ("unexplained_gradient", "unexplained_update", "other_sum")
 
 
-def verify_traces(config: Config) -> dict[str, CaseResult]:
+def verify_traces(config: Config) -> dict[str, Run]:
     """Verifies each recording on its own, and all further ones against the first.
 
     Returns:
@@ -47,7 +47,8 @@ def verify_traces(config: Config) -> dict[str, CaseResult]:
     with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
         results = _verify(config, traces, permuted)
         run_directory.start(overwrite=config.output.overwrite)
-        report_case(path, _record(traces, results))
+        names = {"traces": [trace.name for trace in traces]}
+        report(path, results, facts=names, setup={})
     return results
 
 
@@ -68,7 +69,7 @@ def _load(names: Sequence[str]) -> tuple[list[ScriptTrace], ScriptTrace | None]:
 
 def _verify(
     config: Config, traces: Sequence[ScriptTrace], permuted: ScriptTrace | None
-) -> dict[str, CaseResult]:
+) -> dict[str, Run]:
     first, *others = traces
     names = _short_names(traces)
     with StepProgress(sum(len(trace.steps) for trace in traces)) as progress:
@@ -77,12 +78,14 @@ def _verify(
         if permuted is not None and config.verification.tolerance is None:
             tolerance = computed_tolerance(first, permuted, config.verification.names)
         alone = "that of float32 sums and updates"
-        results = {names[0]: _result(verify_alone(first), "", tolerance.text if others else alone)}
+        results = {
+            names[0]: _run(names[0], verify_alone(first), "", tolerance.text if others else alone)
+        }
         for name, other in zip(names[1:], others, strict=True):
             progress.start(f"comparing {name}")
             allowed = between_frameworks(tolerance, first, other)
-            report = verify_against(first, other, config.verification.names, allowed)
-            results[name] = _result(report, f"training of {names[0]}", allowed.text)
+            found = verify_against(first, other, config.verification.names, allowed)
+            results[name] = _run(name, found, f"training of {names[0]}", allowed.text)
     return results
 
 
@@ -97,25 +100,19 @@ def _short_names(traces: Sequence[ScriptTrace]) -> list[str]:
     return [f"{path.name} ({number})" for number, path in enumerate(paths, start=1)]
 
 
-def _result(report: TraceReport, reference: str, tolerance: str) -> CaseResult:
+def _run(name: str, report: TraceReport, reference: str, tolerance: str) -> Run:
     trace = report.trace
-    findings = [
-        dataclasses.asdict(each)
-        | {"remedy": each.remedy, "steps": [f"step {number}" for number in each.steps]}
-        for each in report.findings
-    ]
-    return CaseResult(
-        reference=reference,
-        devices=[],
-        simulated_devices=False,
-        steps=[f"step {number}" for number in trace.steps],
-        stages=dict(report.stages),
-        checks=STAGES,
-        findings=findings,
-        tolerance=tolerance,
-        model=_about(report),
-        versions=dict(trace.versions),
-    )
+    findings = []
+    for found in report.findings:
+        items = tuple(f"replica {replica}" for replica in found.replicas)
+        where = found.steps, items, found.tensors, found.distance, found.allowed
+        cause = "unexplained" if found.cause in _UNEXPLAINED else found.cause
+        findings.append(Finding(found.stage, found.status, cause, found.text, *where))
+    verdict = Verdict(
+        name, reference, tuple(trace.steps), trace.num_replicas, tuple(findings),
+        tuple(report.stages), tolerance, framework=trace.framework,
+    )  # fmt: skip
+    return Run(verdict, versions=dict(trace.versions), about=_about(report))
 
 
 def _about(report: TraceReport) -> str:
@@ -135,17 +132,3 @@ def _about(report: TraceReport) -> str:
     if report.unmatched:
         texts.append(f"not matched: {', '.join(report.unmatched)}")
     return ", ".join(texts)
-
-
-def _record(traces: Sequence[ScriptTrace], results: dict[str, CaseResult]) -> dict[str, Any]:
-    several = len(traces) > 1
-    first = next(iter(results))
-    return {
-        "command": "verify",
-        "traces": [trace.name for trace in traces],
-        "setup": {name: result.model for name, result in results.items()},
-        "comparison": f"Each stage of each step, within the recording and against {first}"
-        if several
-        else "Each stage of each step, within the recording",
-        "strategies": {name: dataclasses.asdict(result) for name, result in results.items()},
-    }

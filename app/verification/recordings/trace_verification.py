@@ -8,7 +8,7 @@ import numpy as np
 
 from app.records.script_trace import ScriptTrace
 from app.runtime.errors import DataError
-from app.verification.case_record import BY_DESIGN, CLEAN, FAULT
+from lockstep.verdict import BY_DESIGN, CLEAN, FAULT
 from app.verification.recordings.one_trace_checks import (
     check_step,
     check_steps_together,

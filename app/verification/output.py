@@ -1,0 +1,283 @@
+"""Shows the results of `verify`: prints them, writes `verify.json` and the page.
+
+Strategies, cases and recordings have one output: a verdict on each training, the stages of its
+steps, every finding with its cause and remedy, and how far each stage is from what is expected.
+"""
+
+import itertools
+import math
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from app.records.files import write_json
+from app.report import result
+from app.report.page import REPORT_FILE, write_report
+from app.report.result import Block, Facts, Result, Table
+from app.runtime import console
+from app.runtime.errors import MismatchError
+from app.verification.run import EQUAL, IDENTICAL, Pair, Run
+from lockstep import __version__
+from lockstep.causes import title_of
+from lockstep.text import (
+    columns_of,
+    facts_of,
+    finite,
+    named_steps,
+    one_line,
+    record_of,
+    sentence_of,
+)
+from lockstep.verdict import BY_DESIGN, CLEAN, FAULT, STAGES, Measurement
+
+VERIFY_FILE = "verify.json"
+_STATUSES = {CLEAN: result.GOOD, BY_DESIGN: result.BY_DESIGN, FAULT: result.BAD}
+_MOST_LINES = 3  # Pairs with a line each; more pairs are grouped.
+
+
+def report(
+    path: pathlib.Path,
+    runs: Mapping[str, Run],
+    *,
+    facts: Mapping[str, Any],
+    setup: Mapping[str, str],
+    pairs: Sequence[Pair] = (),
+    caveats: Sequence[str] = (),
+    also: Sequence[str] = (),
+) -> None:
+    """Prints the verdicts and writes `verify.json`, the figure and the page.
+
+    Args:
+        path: the run directory.
+        runs: name of each training → its result.
+        facts: what `verify.json` has about the command.
+        setup: label → text: how the trainings were set up.
+        pairs: comparisons of two trainings with each other.
+        caveats: what makes the result differ from what a reader would expect.
+        also: names of other files in the directory.
+
+    Raises:
+        MismatchError: a training has a fault.
+    """
+    shown = describe(runs, setup, pairs, caveats)
+    record = record_of_runs(runs, facts, pairs)
+    write_json(path / VERIFY_FILE, {**record, "shown": shown.to_record()})
+    shown.print()
+    files = [VERIFY_FILE, REPORT_FILE, *also]
+    if any(run.verdict.measurements for run in runs.values()):
+        from app.report.verification_plot import plot_verification
+
+        plot_verification(path)
+        files[1:1] = ["verify.png", "verify.svg"]
+    write_report([path], path / REPORT_FILE)
+    console.say()
+    console.say(f"saved in {path}: {', '.join(files)}")
+    console.say(f"open {path / REPORT_FILE} for the stages, causes and remedies on one page")
+    if faults := [sentence_of(run.verdict) for run in runs.values() if not run.verdict.ok]:
+        raise MismatchError(f"{'; '.join(faults)}; see {path / REPORT_FILE}")
+
+
+def record_of_runs(
+    runs: Mapping[str, Run], facts: Mapping[str, Any], pairs: Sequence[Pair] = ()
+) -> dict[str, Any]:
+    """Returns the contents of `verify.json` except what is shown; see docs/verify_json.md."""
+    versions: dict[str, str] = {}
+    for run in runs.values():
+        versions |= run.versions
+    return {
+        "format": "lockstep verify",
+        "version": 2,
+        "lockstep": __version__,
+        "command": "verify",
+        **facts,
+        "versions": versions,
+        "trainings": {name: _record_of_run(run) for name, run in runs.items()},
+        "pairs": [
+            {
+                "trainings": list(pair.names),
+                "outcome": pair.outcome,
+                "absolute": finite(pair.absolute),
+                "relative": finite(pair.relative),
+                "where": pair.where,
+                "why": pair.why,
+            }
+            for pair in pairs
+        ],
+    }
+
+
+def _record_of_run(run: Run) -> dict[str, Any]:
+    return {
+        **record_of(run.verdict),
+        "devices": list(run.devices),
+        "simulated_devices": run.simulated_devices,
+        "versions": dict(run.versions),
+        "about": run.about,
+        **run.facts,
+        "measurements": columns_of(run.verdict),
+    }
+
+
+def describe(
+    runs: Mapping[str, Run],
+    setup: Mapping[str, str],
+    pairs: Sequence[Pair] = (),
+    caveats: Sequence[str] = (),
+) -> Result:
+    """Describes the results in sentences and tables; see `report` for the arguments."""
+    verdicts = [(_STATUSES[run.verdict.status], sentence_of(run.verdict)) for run in runs.values()]
+    blocks: list[Block] = [*outcome_sentences(pairs), _setup(runs, setup)]
+    for name, run in runs.items():
+        about = [run.about] if run.about else []
+        blocks += [one_line(f"{name}: {text}") for text in (*about, *run.verdict.notes)]
+    blocks += [_stages(runs), *_explanations(runs), *_side_by_side(pairs, runs)]
+    if rows := [row for group in _groups(runs) for row in _measured(group, runs)]:
+        header = ["training", "stage", "difference", "allowed", "of allowed", "bitwise equal"]
+        blocks += [
+            Table("The largest difference of each stage, relative to its array", header, rows),
+            "allowed: what rounding can cause, computed for each array; bitwise equal: to one"
+            " device in float32",
+        ]
+    return Result(verdicts, blocks, caveats)
+
+
+def _setup(runs: Mapping[str, Run], setup: Mapping[str, str]) -> Facts:
+    """Returns the set-up with the checked steps and the tolerances."""
+    longest = max((run.verdict for run in runs.values()), key=lambda verdict: len(verdict.steps))
+    tolerances = dict.fromkeys(run.verdict.tolerance for run in runs.values())
+    shown = {**setup, "steps": ", ".join(named_steps([*map(longest.name_of, longest.steps)]))}
+    shown["tolerances"] = "; ".join(filter(None, tolerances))
+    return Facts("", {one_line(label): one_line(text) for label, text in shown.items() if text})
+
+
+def _stages(runs: Mapping[str, Run]) -> Table:
+    """Returns the status of each stage in each training."""
+    verdicts = [run.verdict for run in runs.values()]
+    references = [one_line(verdict.reference) for verdict in verdicts if verdict.reference]
+    against = f", compared with the {references[0]} from the same state" if references else ""
+    rows = []
+    for stage in STAGES:
+        statuses = [verdict.status_of(stage) for verdict in verdicts]
+        if any(status != "not checked" for status in statuses):
+            rows.append([stage, *map(_cell, statuses)])
+    return Table(f"Each stage of each step{against}", ["stage", *map(one_line, runs)], rows)
+
+
+def _cell(status: str) -> str:
+    return {"not checked": "–", FAULT: f"✗ {FAULT}"}.get(status, status)
+
+
+def _explanations(runs: Mapping[str, Run]) -> list[Facts]:
+    """Explains every finding, faults first; equal findings of several trainings once."""
+    names: dict[tuple, list[str]] = {}
+    for name, run in runs.items():
+        for finding in run.verdict.findings:
+            facts = tuple(facts_of(finding, run.verdict).items())
+            names.setdefault((finding.status, finding.cause, facts), []).append(name)
+    return [
+        Facts(one_line(f"{', '.join(same)}, {status}: {title_of(cause)}"), dict(facts))
+        for (status, cause, facts), same in sorted(names.items(), key=lambda n: n[0][0] != FAULT)
+    ]
+
+
+def _groups(runs: Mapping[str, Run]) -> list[list[str]]:
+    """Groups the names of bitwise identical trainings, which share their measurements."""
+    groups: list[list[str]] = []
+    for name, run in runs.items():
+        measured = run.verdict.measurements
+        same = (g for g in groups if measured and runs[g[0]].verdict.measurements is measured)
+        if (group := next(same, None)) is not None:
+            group.append(name)
+        else:
+            groups.append([name])
+    return groups
+
+
+def _measured(group: Sequence[str], runs: Mapping[str, Run]) -> list[list[str]]:
+    """Returns a row for each stage: the array that is closest to its tolerance, or beyond it."""
+    name, rows = one_line(" = ".join(group)), list[list[str]]()
+    for stage in STAGES:
+        arrays = [m for m in runs[group[0]].verdict.measurements if m.stage == stage]
+        if not arrays:
+            continue
+        worst = max(arrays, key=lambda m: (not m.is_within, share_of(m), m.distance))
+        share = share_of(worst)
+        rows.append(
+            [
+                "" if rows else name,
+                stage if worst.is_within else f"✗ {stage}",
+                f"{worst.distance:.2g}",
+                f"{worst.allowed:.2g}" if worst.allowed else "–",
+                f"{share:.0%}" if share < 1000 else "–",
+                f"{sum(m.same_bits for m in arrays)} of {len(arrays)}",
+            ]
+        )
+    return rows
+
+
+def share_of(measured: Measurement) -> float:
+    """Returns a difference over what is allowed; infinite if none is allowed."""
+    if measured.same_bits or measured.distance == 0:
+        return 0.0
+    share = measured.distance / measured.allowed if measured.allowed else math.inf
+    return math.inf if math.isnan(share) else share
+
+
+def _side_by_side(pairs: Sequence[Pair], runs: Mapping[str, Run]) -> list[Block]:
+    """Returns how far apart the trainings of each pair end, and which differ by design."""
+    if not pairs:
+        return []
+    steps = console.count(max(len(run.verdict.steps) for run in runs.values()), "step")
+    rows = [
+        [
+            " – ".join(pair.names),
+            pair.outcome,
+            f"{pair.absolute:.2g}",
+            f"{pair.relative:.2g}",
+            "everything" if pair.outcome == IDENTICAL else pair.where,
+        ]
+        for pair in pairs
+    ]
+    header = ["pair", "verdict", "apart by", "relative", "in"]
+    return [
+        Table(f"Side by side: how far apart after {steps}", header, rows),
+        "the verdict depends on each single step, not on how far apart the ends are",
+        *(pair.why for pair in pairs if pair.why),
+    ]
+
+
+def outcome_sentences(pairs: Sequence[Pair]) -> list[str]:
+    """Returns one sentence for each pair; for more than three pairs, one for each group."""
+    if len(pairs) <= _MOST_LINES:
+        return [f"{' and '.join(pair.names)}: {pair.outcome}" for pair in pairs]
+    names = list(dict.fromkeys(name for pair in pairs for name in pair.names))
+    equal = _connected(names, [p.names for p in pairs if p.outcome in (IDENTICAL, EQUAL)])
+    identical = _connected(names, [p.names for p in pairs if p.outcome == IDENTICAL])
+    sentences = [
+        f"{_joined(group)}: {IDENTICAL if group in identical else EQUAL}"
+        for group in (*equal, *(group for group in identical if group not in equal))
+        if len(group) > 1
+    ]
+    for first, second in itertools.combinations(equal, 2):
+        between = {
+            pair.outcome
+            for pair in pairs
+            if any({*pair.names} == {one, other} for one in first for other in second)
+        }
+        sentences.append(f"{_joined(first)} – {_joined(second)}: {', '.join(sorted(between))}")
+    return sentences
+
+
+def _connected(names: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Returns the names in groups connected by the pairs."""
+    groups = [[name] for name in names]
+    for one, other in pairs:
+        first, second = (next(g for g in groups if name in g) for name in (one, other))
+        if first is not second:
+            first += second
+            groups.remove(second)
+    return groups
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

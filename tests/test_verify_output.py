@@ -1,0 +1,96 @@
+"""What people see of `verify`: the lines printed, the figure, `verify.json`."""
+
+import dataclasses
+import json
+import os
+import re
+
+import pytest
+
+from app.runtime.errors import MismatchError
+from app.verification.output import describe, outcome_sentences, report
+from app.verification.run import IDENTICAL, Pair
+from report_samples import CLIPPED, LOCAL, make_run, write_verification
+
+NAMES = ("line\nbreak\x1b[31m", os.fsdecode(b"bytes \xff"), "$\\frac$", "W" * 300)
+RUNS = {
+    "single": make_run(name="single", replicas=1),
+    "mirrored": make_run(LOCAL, name="mirrored"),
+    "keras_fit": make_run(LOCAL, CLIPPED, name="keras_fit"),
+}
+
+
+def lines_of(capsys, result):
+    result.print()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_verdicts_are_printed_before_tables_and_findings(capsys):
+    lines = lines_of(capsys, describe(RUNS, {"model": "network"}))
+    assert [line.partition(" ")[0] for line in lines[:3]] == [*RUNS]
+    assert lines[2].endswith("local statistics") and lines[3] == ""
+    assert "  steps       steps 0 to 2, an evaluation" in lines
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
+    assert rows["clipping"] == ["clean", "clean", "✗", "fault"]
+    assert rows["start"] == ["–", "clean", "clean"]
+    titles = [line for line in lines if re.match(r"\w.*, (fault|by design):", line)]
+    assert titles == [
+        "keras_fit, fault: clipped before the sum",
+        "mirrored, keras_fit, by design: local statistics",
+    ]
+    at, end = map(lines.index, titles)
+    labels = [line.split()[0] for line in lines[at + 1 : end] if re.match(r"  \w", line)]
+    assert labels == ["where", "why", "remedy", "difference"]
+
+
+def test_every_file_of_a_verification(tmp_path, capsys):
+    write_verification(tmp_path / "run", fault="drop_gradient:replica=1")
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"config.json", "report.html", "verify.json", "verify.png", "verify.svg"}
+    text = (tmp_path / "run" / "verify.json").read_text()
+    record = json.loads(text, parse_constant=pytest.fail)
+    assert (record["format"], record["version"], record["model"]) == ("lockstep verify", 2, "lenet")
+    manual = record["trainings"]["manual"]
+    assert manual["findings"][0]["cause"] == "lost_replica" and manual["about"].startswith("2 sh")
+    assert len({len(column) for column in manual["measurements"].values()}) == 1
+    assert record["pairs"][0]["outcome"] == "different"
+    figure = (tmp_path / "run" / "verify.svg").read_text()
+    assert "injected fault: drop_gradient" in figure and "manual is not the training" in figure
+    with pytest.raises(MismatchError, match=r"keras_fit is not the training .*sum; also .*; see"):
+        report(tmp_path, RUNS, facts={}, setup={})
+    assert "verify.png" not in capsys.readouterr().out
+
+
+def test_the_table_has_the_array_that_is_closest_to_its_tolerance(tmp_path, capsys):
+    write_verification(tmp_path / "run")
+    rows = json.loads((tmp_path / "run" / "verify.json").read_text())["shown"]["blocks"][-2]["rows"]
+    assert rows[0] == ["manual", "gradients", "2.5e-08", "1e-07", "25%", "0 of 4"]
+    assert rows[3] == ["mirrored", "gradients", "0", "1e-07", "0%", "4 of 4"]
+
+
+def test_names_of_users_cannot_change_the_terminal_or_the_figure(tmp_path, capsys):
+    for name in NAMES:
+        found = dataclasses.replace(CLIPPED, tensors=(name,), text=name)
+        run = make_run(found, name=name, about=name, tolerance=name)
+        lines = lines_of(capsys, describe({name: run}, {name: name}))
+        assert all(line.isprintable() for line in lines)
+
+
+def pairs(*outcomes):
+    return [Pair(tuple(names.split()), outcome) for names, outcome in outcomes]
+
+
+def test_many_pairs_are_told_in_groups():
+    one = pairs(("a b", IDENTICAL), ("a c", "different"), ("b c", "different"))
+    assert outcome_sentences(one) == [
+        "a and b: bit-identical", "a and c: different", "b and c: different"
+    ]  # fmt: skip
+    same = [(f"{a} {b}", IDENTICAL) for a, b in ("ab", "ac", "bc")]
+    near = [(f"{a} d", "equal within rounding") for a in "abc"]
+    assert outcome_sentences(pairs(*same, *near)) == [
+        "a, b, c and d: equal within rounding", "a, b and c: bit-identical"
+    ]  # fmt: skip
+    apart = [(f"{a} d", "different") for a in "abc"]
+    assert outcome_sentences(pairs(*same, *apart)) == [
+        "a, b and c: bit-identical", "a, b and c – d: different"
+    ]  # fmt: skip
