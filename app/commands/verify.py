@@ -16,12 +16,12 @@ from app.runtime import console
 from app.runtime.errors import ConfigError, MismatchError
 from app.runtime.progress_bar import StepProgress
 from app.verification import tasks
-from app.verification.run import Run
 from app.verification.case_runner import verify_case
 from app.verification.frameworks.framework_program import find_interpreters
 from app.verification.frameworks.framework_recording import FrameworkRecorder
 from app.verification.recorded import Checked, Recorded
 from app.verification.recordings.trace_runner import verify_traces
+from app.verification.run import Run
 from app.verification.straggler import find_straggler
 from app.verification.strategy_processes import StrategyProcesses
 from app.verification.trace import Trace

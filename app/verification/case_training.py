@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from lockstep.trace_file import from_parts
 
 from app.devices.device_setup import Devices
 from app.options import Config
@@ -21,6 +20,7 @@ from lockstep.arithmetic import same_bits
 from lockstep.checks.evaluation import check_evaluation
 from lockstep.record_keras import Recorder, is_float, leaves
 from lockstep.trace import Trace
+from lockstep.trace_file import from_parts
 from lockstep.verdict import Finding
 from strategies.tf_private import reset_layer_numbers
 

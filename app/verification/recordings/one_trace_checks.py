@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.verdict import BY_DESIGN
 from app.verification.recordings.recorded_step import (
     CLIPPED_FIRST,
     SEED,
@@ -26,6 +25,7 @@ from app.verification.recordings.trace_arrays import (
 )
 from app.verification.recordings.trace_finding import TraceFinding, fault
 from app.verification.recordings.update_check import check_update
+from lockstep.verdict import BY_DESIGN
 
 _SCALED = 1e-5  # Relative deviation of a clipped gradient's elements from a common factor.
 _CAUSES_OF_DIVERGENCE = ("start", "all-reduce", "clipping", "update")

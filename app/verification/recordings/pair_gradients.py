@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-from lockstep.verdict import BY_DESIGN, FAULT
 from app.verification.recordings.gradient_explanations import (
     Allowed,
     decays_equally,
@@ -15,6 +14,7 @@ from app.verification.recordings.recorded_step import Named
 from app.verification.recordings.step_pair import StepPair
 from app.verification.recordings.trace_arrays import distances_of, factor, total_norm
 from app.verification.recordings.trace_finding import TraceFinding, fault
+from lockstep.verdict import BY_DESIGN, FAULT
 
 
 def compare_gradients(pair: StepPair, allowed: Allowed) -> list[TraceFinding] | None:

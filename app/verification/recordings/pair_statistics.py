@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.verdict import BY_DESIGN, FAULT
 from app.verification.recordings.norm_statistics import MovingStatistic, moving_statistics
 from app.verification.recordings.recorded_step import STATISTIC, Named, RecordedStep
 from app.verification.recordings.step_pair import StepPair
 from app.verification.recordings.trace_arrays import distance, factor, norm, relative_distances
 from app.verification.recordings.trace_finding import TraceFinding
+from lockstep.verdict import BY_DESIGN, FAULT
 
 _CLOSE = 1e-4
 _OTHER_SHARE = 1e-3  # Momentum settings are short numbers.

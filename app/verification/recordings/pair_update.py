@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.verdict import BY_DESIGN
 from app.verification.recordings.optimizer_rules import OF_GRADIENTS, OF_UPDATES, Rule, Slots
 from app.verification.recordings.step_pair import StepPair
 from app.verification.recordings.trace_arrays import TINY
 from app.verification.recordings.trace_finding import TraceFinding, fault
 from app.verification.recordings.update_check import Update, updates_of
+from lockstep.verdict import BY_DESIGN
 
 _NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
 _SMALL_PART = 1e-2

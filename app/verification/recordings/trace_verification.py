@@ -8,7 +8,6 @@ import numpy as np
 
 from app.records.script_trace import ScriptTrace
 from app.runtime.errors import DataError
-from lockstep.verdict import BY_DESIGN, CLEAN, FAULT
 from app.verification.recordings.one_trace_checks import (
     check_step,
     check_steps_together,
@@ -30,6 +29,7 @@ from app.verification.recordings.trace_finding import (
     merged,
 )
 from app.verification.script_match import Matching, match_variables
+from lockstep.verdict import BY_DESIGN, CLEAN, FAULT
 
 DEFAULT_TOLERANCE = 1e-4
 # One permutation underestimates the largest effect of rounding.
