@@ -92,10 +92,10 @@ def record(words: str, out: pathlib.Path) -> list[Line]:
 
 
 def _kind(line: str) -> str:
-    if line.startswith(("The same training", "test acc")):
+    if line.startswith("test acc") or "is the training on one device" in line:
         return "good"
-    bad = ("WARNING", "error", "Not the same training", "  where", "  why")
-    return "bad" if line.startswith(bad) or "does not match" in line else ""
+    bad = ("WARNING", "error", "  where", "  why")
+    return "bad" if line.startswith(bad) or "is not the training" in line else ""
 
 
 def _shortened(lines: Sequence[Line], most: int) -> list[Line]:
@@ -145,7 +145,7 @@ def render(scenes: Sequence[tuple[str, Sequence[Line]]]) -> str:
             f' width="{width}" height="{height}" role="img">',
             "<title>A terminal with three commands</title>",
             "<desc>A training reaches an accuracy of 0.87. A verification of five steps passes."
-            " Another one, with an injected fault, names a lost gradient.</desc>",
+            " Another one, with an injected fault, names a lost replica.</desc>",
             f"<style>{style}\n</style>",
             f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>',
             *texts,

@@ -106,7 +106,11 @@ def test_what_the_page_shows_can_be_run(number, tmp_path):
         env=program_environment(PYTHONPATH=str(ROOT)),
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
-    told = ["9 manual does not match: lost gradient", "test accuracy 0.", "CPU:1 [[3. 3.]]"][number]
+    told = [
+        "9 manual is not the training on one device: lost replica",
+        "test accuracy 0.",
+        "CPU:1 [[3. 3.]]",
+    ][number]
     assert told in result.stdout
 
 

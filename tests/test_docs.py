@@ -159,7 +159,7 @@ def test_a_fault_in_ones_own_code_is_found(copy, small_data, part, file, changes
     path.write_text(kept)
     assert result.returncode == code
     if code == 9:
-        assert "server does not match: scaled gradient" in result.stdout
+        assert "server is not the training on one device: scaled gradient" in result.stdout
         return
     text = re.sub(r"```.*?```", "", EXTEND.partition("## An all-reduce")[2], flags=re.S)
     (quote, *_) = re.findall(r"(?:^ {4}.*\n)+", text, re.M)
@@ -315,7 +315,7 @@ def test_the_readme_s_commands_run_one_after_another(tmp_path):
         )  # fmt: skip
         assert result.returncode == 0, line + result.stdout + result.stderr
         if " --steps=5 " in line:
-            told = "The same training: 5 steps of manual and mirrored match one device"
+            told = "mirrored is the training on one device: every stage is clean"
             assert told in result.stdout and told in RECORDING and line in RECORDING
         if line.startswith("evaluate"):
             log = (tmp_path / "runs" / "start" / "log.txt").read_text()
@@ -345,7 +345,7 @@ def test_the_notebook_runs_and_shows_what_it_says():
         notebook, timeout=300, resources={"metadata": {"path": NOTEBOOK.parent}}
     ).execute(env=environment)  # Raises where a cell fails.
     seen = texts_of(notebook)
-    fault = "exit code 9: manual does not match: lost gradient"
+    fault = "exit code 9: manual is not the training on one device: lost replica"
     for told in ("[[3. 3.]]", "'bit-identical'", fault, "\nTrue", "(8, True)"):
         for texts in (shown, seen):
             assert any(told in text for text in texts), told
