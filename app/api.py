@@ -21,9 +21,9 @@ def run(config: Config) -> Any:
 
     Returns:
         `train`: the `Summary` of the run; `compare`: one `Summary` per strategy, in
-        order; `verify`: a `PairVerdict` for each pair of strategies; `evaluate`: the test accuracy,
-        a fraction, or with `images` probabilities `(N, num_classes)`. Other commands return None:
-        they print and write their results.
+        order; `verify`: name → `Run` with the verdict, for each training; `evaluate`: the test
+        accuracy, a fraction, or with `images` probabilities `(N, num_classes)`. Other commands
+        return None: they print and write their results.
 
     Raises:
         LockstepError: the command failed; `exit_code` is the program's.

@@ -10,5 +10,5 @@ from app import Config, run
 summary = run(Config.of("train", recipe="fast", epochs=1, num_train_examples=6000, num_devices=2))
 print(f"test accuracy {summary.test_accuracy:.4f}")
 
-(pair,) = run(Config.of("verify", strategies=("single", "manual"), steps=3, num_devices=2))
-print(f"verdict: {pair.outcome}")
+verified = run(Config.of("verify", strategies=("single", "manual"), steps=3, num_devices=2))
+print(f"verdict: {verified['manual'].verdict.status}")

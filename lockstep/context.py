@@ -77,7 +77,7 @@ class Context:
     Args:
         trace: the trace to check.
         position: position of the step in the trace, from 0.
-        oracle: computes what is right; None if nobody can.
+        oracle: computes what is right; None to check consistency alone.
         batch: the global batch that the data set defines, if known.
         checked: stages that were checked in earlier steps; new ones are added.
 

@@ -14,7 +14,16 @@ from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 _DOCUMENTS = ("*.md", "docs/*.md", "docs/*.ipynb", "Makefile", "deploy/*")
-_CODE = ("main.py", "app", "models", "strategies", "recorders", "frameworks", "benchmarks")
+_CODE = (
+    "main.py",
+    "app",
+    "models",
+    "strategies",
+    "recorders",
+    "lockstep",
+    "frameworks",
+    "benchmarks",
+)
 _CODE_TOO = ("examples", "docs/recording.py", "tests")
 _OWN_FILES = ("tests/plain_language.py",)
 

@@ -346,7 +346,7 @@ def test_the_notebook_runs_and_shows_what_it_says():
     ).execute(env=environment)  # Raises where a cell fails.
     seen = texts_of(notebook)
     fault = "exit code 9: manual is not the training on one device: lost replica"
-    for told in ("[[3. 3.]]", "'bit-identical'", fault, "\nTrue", "(8, True)"):
+    for told in ("[[3. 3.]]", "'mirrored': 'clean'", fault, "\nTrue", "(8, True)"):
         for texts in (shown, seen):
             assert any(told in text for text in texts), told
     by_hand, mirrored = next(text for text in seen if text.startswith("manual 0.")).splitlines()

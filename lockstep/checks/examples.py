@@ -81,7 +81,7 @@ def _why(
             f"{extra.total()} of {given.total()} examples are not in this batch of the data set"
         )
     return "lost_examples", (
-        f"{missing.total()} of {num} examples were received by nobody; shards of {sizes}"
+        f"{missing.total()} of {num} examples were received by no replica; shards of {sizes}"
     )
 
 

@@ -82,7 +82,7 @@ def check_loss(context: Context) -> Iterator[Finding | Facts]:
 
 
 def _finite(context: Context) -> Iterator[Finding]:
-    """Finds losses that are not finite, where nobody can say whether they should be."""
+    """Finds losses that are not finite, where no oracle can say whether they should be."""
     if odd := [s for s in context.shards if not are_finite(context.arrays("loss")[s])]:
         yield context.found("not_finite", "the loss is NaN or infinite", items=odd)
 
