@@ -19,11 +19,9 @@ from lockstep import trace_file
 from lockstep.engine import check
 from lockstep.oracles.keras import KerasOracle
 from lockstep.trace import Trace
-from lockstep.verdict import FAULT, Finding, Verdict, merged
+from lockstep.verdict import FAULT, Finding, Verdict, in_sequence
 
 Send = Callable[[tuple], None]
-
-_EVALUATION = "an evaluation"  # Name of the last "step".
 
 
 def verify_with(
@@ -43,7 +41,7 @@ def verify_with(
     data = CaseData(case, config.training.global_batch_size, config.verification.steps)
     training = CaseTraining(case, data, config, devices, strategy)
     training.check_possible()
-    verdicts, names = list[Verdict](), list[str]()
+    verdicts: list[Verdict] = []
     for number, part in enumerate(training.parts(), start=1):
         changed = training.resume() if part.resumes else []
         trace = training.record(part)
@@ -57,16 +55,27 @@ def verify_with(
             with io_errors_as(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 trace_file.save(trace, path)
-        verdict = _check(case, training, part, trace)
+        names = dict(zip(part.wanted, part.names, strict=True))
+        verdict = dataclasses.replace(_check(case, training, part, trace), step_names=names)
         if changed:
-            verdict = _with(verdict, _not_restored(changed, part.wanted[0]))
-        verdicts.append(_renumbered(verdict, part, len(names)))
-        names += part.names
-        send(("step", len(names)))
+            found = _not_restored(changed, part.wanted[0])
+            verdict = dataclasses.replace(verdict, findings=(found, *verdict.findings))
+        verdicts.append(verdict)
+        send(("step", sum(len(each.steps) for each in verdicts)))
     findings = case.run(training.evaluate, "in model.evaluate() on one device")
-    last = len(names)
-    findings = [dataclasses.replace(each, steps=(last,)) for each in findings]
-    verdict = _joined(verdicts, [*names, _EVALUATION], findings, strategy, config)
+    evaluation = dataclasses.replace(
+        verdicts[0],
+        steps=(0,),
+        step_names={0: "an evaluation"},
+        findings=tuple(findings),
+        checked=("evaluation",),
+        measurements=(),
+    )
+    verdict = dataclasses.replace(
+        in_sequence([*verdicts, evaluation]),
+        name=strategy,
+        reference=f"training that {config.verification.case_path.name} defines on one device",
+    )
     return Run(
         verdict,
         devices=devices.names,
@@ -84,41 +93,7 @@ def _check(case: CaseFile, training: CaseTraining, part: Part, trace: Trace) -> 
     return case.run(check_trace, "on one device")
 
 
-def _with(verdict: Verdict, finding: Finding) -> Verdict:
-    return dataclasses.replace(verdict, findings=(finding, *verdict.findings))
-
-
 def _not_restored(names: list[str], step: int) -> Finding:
     """Returns the finding about variables that differ from the saved state in the next step."""
     text = f"{len(names)} variables are not what was saved"
     return Finding("start", FAULT, "not_restored", text, (step,), tensors=tuple(names))
-
-
-def _renumbered(verdict: Verdict, part: Part, first: int) -> Verdict:
-    """Returns the verdict on a part with the numbers of its steps among those of all parts."""
-    numbers = {wanted: first + index for index, wanted in enumerate(part.wanted)}
-    findings = [
-        dataclasses.replace(each, steps=tuple(numbers[step] for step in each.steps))
-        for each in verdict.findings
-    ]
-    measurements = [dataclasses.replace(m, step=numbers[m.step]) for m in verdict.measurements]
-    return dataclasses.replace(
-        verdict, findings=tuple(findings), measurements=tuple(measurements)
-    )  # fmt: skip
-
-
-def _joined(
-    verdicts: list[Verdict], names: list[str], more: list[Finding], strategy: str, config: Config
-) -> Verdict:
-    """Returns one verdict on all parts of a training."""
-    checked = dict.fromkeys(stage for verdict in verdicts for stage in verdict.checked)
-    return dataclasses.replace(
-        verdicts[0],
-        name=strategy,
-        reference=f"training that {config.verification.case_path.name} defines on one device",
-        steps=tuple(range(len(names))),
-        findings=merged([*(f for verdict in verdicts for f in verdict.findings), *more]),
-        checked=(*checked, "evaluation"),
-        measurements=tuple(m for verdict in verdicts for m in verdict.measurements),
-        step_names=dict(enumerate(names)),
-    )
