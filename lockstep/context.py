@@ -11,6 +11,7 @@ from lockstep.arithmetic import (
     MARGIN,
     TINY,
     all_same_bits,
+    are_finite,
     dense,
     distance,
     join,
@@ -345,7 +346,12 @@ class Context:
         """The shards whose gradients overflow in float16, so that the step should be skipped."""
         if not (self.computes and self.oracle.scales_loss):
             return []
-        return [shard for shard in self.shards if not self.expected(shard).step.raw]
+        raw, exact = self.named("raw"), self.facts.exact
+        return [
+            shard
+            for shard in self.shards
+            if not (are_finite(raw[shard]) if shard in exact else self.expected(shard).step.raw)
+        ]
 
     def updated(self, before: Named, sums: Named, **changes: Any) -> Named:
         """Returns all variables after the optimizer's update; see `Oracle.update`."""
@@ -407,13 +413,15 @@ class Context:
 
 
 def is_bitwise(context: Context, shard: int, computed: Computed) -> bool:
-    """Returns whether loss, gradients and statistics of a shard are bitwise those computed."""
+    """Returns whether predictions, loss, gradients and statistics are bitwise those computed."""
     loss = context.arrays("loss")[shard][0]
     right = computed.loss[0] if computed.loss else np.nan
     left = context.left(shard)
     statistics = [name for name in context.of_kind(STATISTIC) if name in computed.after]
+    y_pred = context.arrays("y_pred")[shard] if context.has("y_pred") else computed.y_pred
     return (
-        same_bits(loss, np.asarray(right, loss.dtype))
+        all(map(same_bits, y_pred, computed.y_pred))
+        and same_bits(loss, np.asarray(right, loss.dtype))
         and all_same_bits(context.named("raw")[shard], computed.raw)
         and all(same_bits(left[name], computed.after[name]) for name in statistics)
     )

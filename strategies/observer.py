@@ -16,11 +16,13 @@ class Shard(NamedTuple):
         images: uint8 `(n_r, height, width, channels)`.
         labels: int32 `(n_r,)`.
         num_global_examples: int scalar, number of examples in the global batch.
+        logits: `(n_r, num_classes)`, in the layers' dtype; None until they are computed.
     """
 
     images: tf.Tensor
     labels: tf.Tensor
     num_global_examples: tf.Tensor
+    logits: tf.Tensor | None = None
 
 
 class Observer:

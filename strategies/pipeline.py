@@ -110,7 +110,7 @@ class PipelineStrategy(ModelParallelStrategy):
         stages, last = pipeline.stages, len(pipeline.stages) - 1
         weights = pipeline.read_weights(self.observer, r * len(stages))
         inbox = {Task(0, True, m): [batch.images] for m, batch in enumerate(micro_batches)}
-        passes, before, gradients, losses, totals = {}, {}, {}, {}, {}
+        passes, before, gradients, logits, losses, totals = {}, {}, {}, {}, {}, {}
         done: list[list[tf.Operation]] = [[] for _ in stages]
         for task in self.tasks:  # 2. The schedule.
             k, is_forward, m = task
@@ -126,6 +126,7 @@ class PipelineStrategy(ModelParallelStrategy):
                     passes[k, m] = tape, x, y
                     made, receiver = [y], Task(k + 1, True, m)
                     if k == last:  # The backward pass starts from the gradient by the logits.
+                        logits[m] = y
                         losses[m], totals[m], dy = self.loss_and_logits_gradient(
                             y, micro_batches[m].labels, micro_batches[m].num_global_examples
                         )
@@ -150,7 +151,8 @@ class PipelineStrategy(ModelParallelStrategy):
             if receiver.stage >= 0:  # Send activations forward, or their gradients backward.
                 with tf.device(stages[receiver.stage].device):
                     inbox.setdefault(receiver, []).append(tf.identity(made[0]))
-        sums = self._sums(r, pipeline, micro_batches, losses, gradients)
+        seen = [batch._replace(logits=logits[m]) for m, batch in enumerate(micro_batches)]
+        sums = self._sums(r, pipeline, seen, losses, gradients)
         return sums, base.StepTotals.sum([totals[m] for m in range(len(micro_batches))])
 
     def _sums(

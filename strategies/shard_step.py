@@ -136,7 +136,7 @@ class ShardStep(Copies):
 
         def loss_and_gradients(
             images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
-        ) -> tuple[tf.Tensor, StepTotals, list[tf.Tensor]]:
+        ) -> tuple[tf.Tensor, tf.Tensor, StepTotals, list[tf.Tensor]]:
             weights = replica.weights or replica.model.trainable_variables
             with tf.GradientTape() as tape:
                 if replica.weights:
@@ -145,14 +145,15 @@ class ShardStep(Copies):
                     lambda: replica.model(images, training=True), replica.values(index)
                 )
                 loss, totals = self.loss(logits, labels, num_global_examples)
-            return loss, totals, differentiate(tape, loss, weights, loss_scale=loss_scale)
+            gradients = differentiate(tape, loss, weights, loss_scale=loss_scale)
+            return logits, loss, totals, gradients
 
         if self.jit_compile:
             loss_and_gradients = tf.function(loss_and_gradients, jit_compile=True)
         images, labels = shard
-        loss, totals, gradients = loss_and_gradients(images, labels, num_global_examples)
+        logits, loss, totals, gradients = loss_and_gradients(images, labels, num_global_examples)
         shard_id = replica.replica_id * self.shards_per_replica + index
-        observed = Shard(images, labels, num_global_examples)
+        observed = Shard(images, labels, num_global_examples, logits)
         return self.observer.on_shard(shard_id, observed, loss, gradients), totals
 
     def loss(

@@ -83,11 +83,13 @@ def synchronized_gradients(
         totals.append(own_totals)
         logits_gradients.append(gradient)
     per_replica_gradients = []
-    for replica, shard, loss, gradients in zip(
-        replicas, shards, losses, tape.gradient(logits, logits_gradients, weights), strict=True
-    ):
+    per_replica = zip(
+        replicas, shards, logits.tensors, losses,
+        tape.gradient(logits, logits_gradients, weights), strict=True,
+    )  # fmt: skip
+    for replica, shard, own_logits, loss, gradients in per_replica:
         with tf.device(replica.device):
-            examples = Shard(shard[0], shard[1], num_global_examples)
+            examples = Shard(shard[0], shard[1], num_global_examples, own_logits)
             per_replica_gradients.append(
                 strategy.observer.on_shard(
                     replica.replica_id, examples, loss, strategy.unscale(gradients)

@@ -107,7 +107,8 @@ class TensorStrategy(ModelParallelStrategy):
                 gradients[d] = self.unscale(gradients[d])
         whole = row.join(gradients, self._paths)
         with tf.device(row.devices[0]):
-            seen = self.observer.on_shard(r, shard, loss, whole)
+            observed = shard._replace(logits=logits.tensors[0])
+            seen = self.observer.on_shard(r, observed, loss, whole)
         return (gradients if seen is whole else row.split(seen, self._paths)), totals
 
     def _logits(

@@ -10,8 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from app.verification.reference import Forward
 from strategies.layer_calls import LayerCall, LayerCalls
+
+Forward = Callable[[keras.Model, tf.Tensor], tf.Tensor]
 
 # Layers that need all channels of their input; other layers process channels separately.
 _NEED_ALL_CHANNELS = (

@@ -323,8 +323,7 @@ class KerasOracle:
 
     def limits(self) -> str:
         """Returns the thresholds of the optimizer's clipping in words; "" without clipping."""
-        values = {name: getattr(self._one.optimizer, name, None) for name in _LIMITS}
-        return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
+        return limits_of(self._one.optimizer)
 
     def update(
         self, before: Named, sums: Named, *, clips: bool = False, rate: float = 1.0,
@@ -333,15 +332,7 @@ class KerasOracle:
         """Returns all variables after the optimizer's update; see `Oracle`."""
         one, optimizer = self._one, self._one.optimizer
         one.load(before)
-        with Hooks() as hooks:
-            if not clips:
-                hooks.hook(optimizer, "_clip_gradients", lambda inner, grads: grads)
-            if rate != 1.0 and decays:
-                name = "_get_current_learning_rate"
-                hooks.hook(optimizer, name, lambda inner: rate * inner())
-            elif rate != 1.0:
-                name = "_backend_update_step"
-                hooks.hook(optimizer, name, lambda inner, g, v, own: inner(g, v, rate * own))
+        with changed_optimizer(optimizer, clips=clips, rate=rate, decays=decays):
             optimizer.apply(list(map(to_tf, sums.values())), one.weights_of(list(sums)))
         return one.read()
 
@@ -356,12 +347,41 @@ def _seeds_drawn(trace: Trace) -> set[str]:
     return drawn
 
 
+def limits_of(optimizer: keras.optimizers.Optimizer) -> str:
+    """Returns the thresholds of an optimizer's clipping in words; "" without clipping."""
+    values = {name: getattr(optimizer, name, None) for name in _LIMITS}
+    return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
+
+
 @contextlib.contextmanager
-def in_float64() -> Iterator[None]:
+def changed_optimizer(
+    optimizer: keras.optimizers.Optimizer, *, clips: bool = False, rate: float = 1.0,
+    decays: bool = True,
+) -> Iterator[None]:  # fmt: skip
+    """Changes an optimizer's updates in a `with` block; see `Oracle.update`."""
+    with Hooks() as hooks:
+        if not clips:
+            hooks.hook(optimizer, "_clip_gradients", lambda inner, grads: grads)
+        if rate != 1.0 and decays:
+            name = "_get_current_learning_rate"
+            hooks.hook(optimizer, name, lambda inner: rate * inner())
+        elif rate != 1.0:
+            name = "_backend_update_step"
+            hooks.hook(optimizer, name, lambda inner, g, v, own: inner(g, v, rate * own))
+        yield
+
+
+def in_float64() -> contextlib.AbstractContextManager:
     """Makes Keras build and run models in float64 in a `with` block."""
+    return in_dtype("float64", "float64")
+
+
+@contextlib.contextmanager
+def in_dtype(dtype: str, policy_name: str) -> Iterator[None]:
+    """Makes Keras build and run models in a dtype, with a dtype policy, in a `with` block."""
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(policy_name)
     try:
         yield
     finally:

@@ -1,0 +1,228 @@
+"""Records the steps of a training with any strategy as a trace."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from app.runtime.errors import ConfigError
+from app.runtime.versions import versions
+from app.verification.straggler import SendTime
+from lockstep import trace as traces
+from lockstep.trace import About, Variable
+from strategies.base import Strategy
+from strategies.observer import Observer, Shard
+
+T = TypeVar("T")
+
+
+class Arrays(Protocol):
+    """Receives the arrays of a step: a `lockstep.trace.Trace`, or the writer of a file."""
+
+    def put(self, position: int, kind: str, item: int, arrays: Sequence[Any]) -> None:
+        """Adds the arrays of a kind; see `Trace.put`."""
+
+
+class State(NamedTuple):
+    """The variables of a training between two steps.
+
+    Attributes:
+        copies: copy of the weights → all variables, with averaged moving statistics.
+        own: shard → its own moving statistics, with None in place of all other variables; empty if
+            there is one shard.
+    """
+
+    copies: dict[int, list[np.ndarray]]
+    own: dict[int, list[np.ndarray | None]]
+
+    def put(self, trace: Arrays, position: int, when: str) -> None:
+        """Adds the variables to a trace, "before" or "after" a step."""
+        for copy_id, variables in self.copies.items():
+            trace.put(position, when, copy_id, variables)
+        for shard_id, statistics in self.own.items():
+            trace.put(position, f"own_{when}", shard_id, statistics)
+
+
+class StepRecorder(Observer):
+    """Observes the steps of a strategy, and adds the arrays of the last step to a trace.
+
+    Args:
+        strategy: a built strategy.
+        inner: a second observer, which may inject a fault: what a shard computes is kept before it,
+            the sums after it.
+    """
+
+    def __init__(self, strategy: Strategy, inner: Observer | None = None):
+        self._strategy, self._inner = strategy, inner or Observer()
+        self._kept: dict[tuple[str, int], list[np.ndarray]] = {}
+        self._sent: dict[int, SendTime] = {}
+        self._parts: dict[int, dict[str, tuple[int, ...]]] = {}  # Shapes of a device's parts.
+        self._syncs_batch_norm = strategy.syncs_batch_norm  # As configured, before any fault.
+
+    def about(self, steps: Sequence[int], *, communication_dtype: str = "") -> About:
+        """Returns the description of a trace of these steps, from 0.
+
+        Args:
+            steps: numbers of the recorded steps.
+            communication_dtype: dtype of the gradient all-reduce; "" for that of the gradients.
+        """
+        strategy, size = self._strategy, self._strategy.shards_per_replica
+        model = strategy.model
+        optimizer = {"class": type(strategy.optimizer).__name__, "framework": "keras"}
+        return About(
+            "lockstep",
+            strategy.num_replicas,
+            steps=tuple(steps),
+            variables=tuple(_variables(strategy)),
+            gradients=tuple(variable.path for variable in model.trainable_variables),
+            shards=tuple(
+                traces.Shard(shard_id // size, float(weight))
+                for shard_id, weight in enumerate(strategy.shard_weights)
+            ),
+            num_copies=strategy.num_copies,
+            syncs_batch_norm=self._syncs_batch_norm,
+            reduction="sum",
+            reduced_in=communication_dtype,
+            optimizer=optimizer,
+            data_layout="NHWC",
+            parts=tuple(self._parts[device_id] for device_id in sorted(self._parts)),
+            versions=versions(),
+        )
+
+    def state(self) -> State:
+        """Returns the current variables of this worker's copies and shards."""
+        strategy, averages = self._strategy, self._strategy.averaged_statistics()
+        copies = [list((state | averages).values()) for state in strategy.copy_states()]
+        own: list[list[np.ndarray | None]] = []
+        if averages and strategy.num_shards > 1:
+            names = strategy.variable_names
+            statistics = [{n: v.numpy() for n, v in s.items()} for s in strategy.shard_statistics()]
+            own = [[each.get(name) for name in names] for each in statistics]
+        return State(
+            dict(zip(strategy.local_copy_ids, copies, strict=True)),
+            dict(zip(strategy.local_shard_ids, own, strict=False)),
+        )
+
+    def put_step(self, trace: Arrays, position: int) -> None:
+        """Adds what the last step has computed, without the variables."""
+        for shard_id, kept in self._take("shard").items():
+            images, labels, logits, loss, *raw = kept
+            trace.put(position, "data", shard_id, [images, labels])
+            trace.put(position, "y_pred", shard_id, [logits])
+            trace.put(position, "mask", shard_id, [np.zeros(())])
+            trace.put(position, "loss", shard_id, [loss, np.zeros((), loss.dtype)])
+            trace.put(position, "raw", shard_id, raw)
+        for copy_id, sums in self._take("sums").items():
+            trace.put(position, "sums", copy_id, sums)
+
+    def take_times(self) -> list[SendTime]:
+        """Returns when this worker's replicas sent their gradients in the last step."""
+        taken, self._sent = self._sent, {}
+        times = list(self._in_order("times", taken).values())
+        num = self._strategy.shards_per_replica
+        return [max(times[i : i + num]) for i in range(0, len(times), num)]
+
+    def on_shard(
+        self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """Keeps examples, logits, loss and gradients, and the time at which they were sent."""
+        kept = [shard.images, shard.labels, shard.logits, loss, *gradients]
+        self._keep("shard", shard_id, kept)
+        sent = self._inner.on_shard(shard_id, shard, loss, gradients)
+        with tf.control_dependencies(sent):
+            tf.numpy_function(self._keep_time, [shard_id], [])
+        return sent
+
+    def on_update(self, copy_id: int | tf.Tensor, summed_gradients: list[tf.Tensor]) -> None:
+        """Keeps the sums."""
+        self._keep("sums", copy_id, summed_gradients)
+        self._inner.on_update(copy_id, summed_gradients)
+
+    def on_weights(
+        self, device_id: int, weights: Mapping[str, tf.Tensor]
+    ) -> Mapping[str, tf.Tensor]:
+        """Keeps the shapes of the weights that a device uses."""
+        self._parts[device_id] = {path: tuple(tensor.shape) for path, tensor in weights.items()}
+        return self._inner.on_weights(device_id, weights)
+
+    def on_pieces(self, device_id: int, pieces: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the terms of the inner observer."""
+        return self._inner.on_pieces(device_id, pieces)
+
+    def on_average(
+        self,
+        per_shard_statistics: Sequence[Sequence[np.ndarray]],
+        averages: Mapping[str, np.ndarray],
+    ) -> Mapping[str, np.ndarray]:
+        """Returns the averages of the inner observer."""
+        return self._inner.on_average(per_shard_statistics, averages)
+
+    def _keep(self, what: str, item_id: int | tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
+        """Keeps tensors of a shard or a copy once they are computed."""
+
+        def keep(item_id: np.ndarray, *arrays: np.ndarray) -> None:
+            self._kept[what, int(item_id)] = [np.array(array) for array in arrays]
+
+        # NumPy cannot save bfloat16.
+        kept = [tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t for t in tensors]
+        tf.numpy_function(keep, [item_id, *kept], [])
+
+    def _keep_time(self, shard_id: np.ndarray) -> None:
+        self._sent[int(shard_id)] = time.monotonic(), time.process_time()
+
+    def _take(self, what: str) -> dict[int, list[np.ndarray]]:
+        """Returns the arrays kept under a name in the last step: item → arrays."""
+        taken = {i: self._kept.pop((kind, i)) for kind, i in list(self._kept) if kind == what}
+        return self._in_order(what, taken)
+
+    def _in_order(self, what: str, taken: dict[int, T]) -> dict[int, T]:
+        """Returns the kept values of this worker's shards, or copies, in order."""
+        strategy, of_copies = self._strategy, what == "sums"
+        ids = strategy.local_copy_ids if of_copies else strategy.local_shard_ids
+        if set(taken) != set(ids):
+            found = ", ".join(map(str, sorted(taken))) or "none"
+            items, method = (
+                ("copies", "apply_gradients") if of_copies else ("shards", "local_gradients")
+            )
+            raise ConfigError(
+                f"strategy {strategy.name} reported the {what} of {items} {found} instead of"
+                f" {', '.join(map(str, ids))}; its train_step must call self.{method} for each, see"
+                " docs/extend.md"
+            )
+        return {item_id: taken[item_id] for item_id in ids}
+
+
+def _variables(strategy: Strategy) -> list[Variable]:
+    """Returns the description of all variables of a copy, in the order of `variable_names`."""
+    weights = [variable.path for variable in strategy.model.trainable_variables]
+    found = []
+    for name in strategy.variable_names:
+        path = name.removeprefix("model/")
+        if name in strategy.statistics_names:
+            found.append(Variable(path, traces.STATISTIC))
+        elif name.startswith("model/"):
+            found.append(Variable(path, traces.WEIGHT))
+        else:  # For example optimizer/conv1_kernel_momentum.
+            stem = path.removeprefix("optimizer/")
+            of = [w for w in weights if stem.startswith(f"{w.replace('/', '_')}_")]
+            weight = max(of, key=len, default="")
+            slot = stem.removeprefix(f"{weight.replace('/', '_')}_") if weight else stem
+            found.append(Variable(path, traces.STATE, of=weight, slot=slot))
+    return found
+
+
+def check_repeatable(model: keras.Model) -> None:
+    """Checks that a step is a function of only weights and examples.
+
+    Raises:
+        ConfigError: a layer draws random numbers in training.
+    """
+    seeds = [v.path for v in model.variables if not np.issubdtype(np.dtype(v.dtype), np.floating)]
+    if seeds:
+        raise ConfigError(
+            f"model {model.name} draws random numbers in training ({seeds[0]}), so a step"
+            " cannot be repeated; leave out layers such as Dropout"
+        )
