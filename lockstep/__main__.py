@@ -1,6 +1,7 @@
 """`python -m lockstep one.npz [two.npz …]`: verifies recordings of training scripts."""
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -71,10 +72,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and less than 1, got {text}")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < 1:
+            return value
+    raise argparse.ArgumentTypeError(f"must be at least 0 and less than 1, got {text}")
 
 
 def _pair(text: str) -> tuple[str, str]:
