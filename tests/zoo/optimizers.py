@@ -20,13 +20,14 @@ import warnings
 from collections.abc import Callable, Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "recorders"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from lockstep_keras import Recorder, compare
+import lockstep
+from lockstep.record_keras import Recorder
 
 layers, optimizers = keras.layers, keras.optimizers
 NUM_REPLICAS, NUM_STEPS = 3, 5
@@ -109,7 +110,7 @@ def data(model: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def search(model: str, optimizer: str, dtype: str, seed: int) -> str:
-    """Trains a pair and compares it; returns the report if it has a fault, else "clean"."""
+    """Trains a pair and compares it; returns the verdict if it has a fault, else "clean"."""
 
     def build() -> keras.Model:
         built = MODELS[model]()
@@ -130,9 +131,9 @@ def search(model: str, optimizer: str, dtype: str, seed: int) -> str:
         batches = tf.data.Dataset.from_tensor_slices(data(model, seed)).batch(GLOBAL_BATCH_SIZE)
         with Recorder(trained, NUM_STEPS) as record:
             trained.fit(batches, verbose=0)
-        report = compare(record, build, batches=list(batches.as_numpy_iterator()))
-        assert report.num_steps == NUM_STEPS and "update" in report.checked
-        return str(report) if report.faults else CLEAN
+        verdict = lockstep.compare(record, model=build, batches=list(batches.as_numpy_iterator()))
+        assert len(verdict.steps) == NUM_STEPS and "update" in verdict.checked
+        return CLEAN if verdict.ok else str(verdict)
     finally:
         keras.config.set_dtype_policy("float32")
         keras.backend.clear_session()

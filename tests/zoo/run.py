@@ -15,10 +15,11 @@ import pathlib
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 FOLDER = pathlib.Path(__file__).resolve().parent
-for _folder in (FOLDER, FOLDER.parents[1] / "recorders"):
+for _folder in (FOLDER, FOLDER.parents[1]):
     if str(_folder) not in sys.path:
         sys.path.insert(0, str(_folder))
 
@@ -28,14 +29,17 @@ import losses_and_updates
 import tensorflow as tf
 from small import Case, Program
 
-from keras_comparison import Finding
-from lockstep_keras import Recorder, compare, compare_evaluation
+import lockstep
+from app.verification.case_training import compare_evaluation
+from lockstep.record_keras import Recorder
+from lockstep.trace_file import from_parts
+from lockstep.verdict import Finding
 
 CASES = losses_and_updates.CASES | data_and_layers.CASES
 MAX_STEPS, MAX_REPLICAS = 6, 3
 
 
-def search(program: Program, num_replicas: int) -> list[Finding]:
+def search(program: Program, num_replicas: int) -> Sequence[Finding]:
     """Trains a program under a strategy, and returns what is not as on one device."""
     keras.utils.set_random_seed(1)
     strategy = tf.distribute.MirroredStrategy(
@@ -50,14 +54,15 @@ def search(program: Program, num_replicas: int) -> list[Finding]:
     given = program.distribute(strategy) if program.distribute else program.data()
     with Recorder(model, steps=MAX_STEPS) as record:
         model.fit(given, verbose=0)
-    one_device = program.model()
-    found = compare(record, one_device, batches=batches).findings
+    one_device, trace = program.model(), from_parts(record.about, record.arrays)
+    found = lockstep.compare(trace, model=one_device, batches=batches).findings
     if program.evaluation_data:
         dataset, distribute = program.evaluation_data(), program.distribute_evaluation
         given = distribute(strategy) if distribute else dataset
         logs = model.evaluate(given, verbose=0, return_dict=True)
-        states = [record.steps[-1]["after", replica] for replica in range(num_replicas)]
-        found = [*found, *compare_evaluation(logs, one_device, states, dataset)]
+        last = len(trace.steps) - 1
+        states = [trace.arrays(last, "after", replica) or [] for replica in trace.copies]
+        found = *found, *compare_evaluation(logs, one_device, states, dataset)
     return found
 
 
@@ -66,8 +71,8 @@ class Row:
     """What was found in a case and in its twin, and why the case fails, if it does."""
 
     name: str
-    found: list[Finding]
-    twin: list[Finding]
+    found: Sequence[Finding]
+    twin: Sequence[Finding]
     problems: list[str]
 
 
@@ -83,16 +88,17 @@ def examine(name: str) -> Row:
     return Row(name, found, twin, [*problems(case, found), *(f"twin: {_short(f)}" for f in twin)])
 
 
-def problems(case: Case, found: list[Finding]) -> list[str]:
+def problems(case: Case, found: Sequence[Finding]) -> list[str]:
     """Returns what differs from what the case says is to be found."""
     named = [f for f in found if _where(f) == (case.stage, case.cause, case.status)]
     also = [f for f in found if f not in named and _where(f) not in case.also]
     wrong = [] if named else [f"not found: {case.stage}/{case.cause}"]
     wrong += [f"also: {_short(finding)}" for finding in also]
     for finding in named:
-        for name in ("steps", "replicas"):
-            if getattr(case, name) not in (None, getattr(finding, name)):
-                wrong.append(f"{name} {getattr(finding, name)}, not {getattr(case, name)}")
+        if case.steps not in (None, finding.steps):
+            wrong.append(f"steps {finding.steps}, not {case.steps}")
+        if case.items not in (None, finding.items):
+            wrong.append(f"{finding.items}, not {case.items}")
         if not all(case.tensors in tensor for tensor in finding.tensors or [""]):
             wrong.append(f"tensors {finding.tensors}, not those of {case.tensors}")
     return wrong
@@ -116,7 +122,7 @@ def _print_row(row: Row, verbose: bool) -> None:
         print(f"       {problem}")
     if verbose:
         for finding in [*row.found, *row.twin]:
-            print("       " + str(finding).replace("\n", "\n       "))
+            print(f"       {finding.text}")
     sys.stdout.flush()
 
 

@@ -71,6 +71,11 @@ class Case:
     num_replicas: int = 2
 
     @property
+    def items(self) -> tuple[str, ...] | None:
+        """The names of the replicas, as in findings."""
+        return None if self.replicas is None else tuple(f"replica {r}" for r in self.replicas)
+
+    @property
     def link(self) -> str:
         """The address of the thread."""
         return f"https://github.com/{self.thread}"
