@@ -1,7 +1,7 @@
 """Records two steps of Keras' `fit` on one device and on two, for `verify --traces`.
 
-    PYTHONPATH=recorders .venv/bin/python examples/record_fit.py 1 one.npz
-    PYTHONPATH=recorders .venv/bin/python examples/record_fit.py 2 two.npz one.npz
+    PYTHONPATH=. .venv/bin/python examples/record_fit.py 1 one.npz
+    PYTHONPATH=. .venv/bin/python examples/record_fit.py 2 two.npz one.npz
     .venv/bin/python main.py verify --traces=one.npz,two.npz
 
 The second run starts each recorded step from the state in the first recording. Keras clips the
@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import lockstep_keras
+from lockstep import record_keras
 
 
 def main(num_devices: int, path: str, replay: str | None = None) -> None:
@@ -31,7 +31,7 @@ def main(num_devices: int, path: str, replay: str | None = None) -> None:
     generator = np.random.default_rng(0)
     examples = generator.normal(size=(64, 8)), generator.normal(size=(64, 4))
     dataset = tf.data.Dataset.from_tensor_slices(examples).batch(32)
-    with lockstep_keras.record(path, model, steps=[0, 1], replay=replay):
+    with record_keras.record(path, model, steps=[0, 1], replay=replay):
         model.fit(dataset, shuffle=False, verbose=0)
 
 

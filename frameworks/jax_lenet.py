@@ -29,11 +29,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "recorders"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import jax_models
-import lockstep_jax
 import training_files
 from training_files import Batch, Data
+
+from lockstep import record_jax
 
 Tree = Any  # Dictionaries of arrays.
 Step = Callable[..., tuple[Tree, Tree, Any, Any]]
@@ -61,9 +62,9 @@ def training_step(
 
     (loss, (logits, state)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
     if axis:
-        grads = lockstep_jax.keep("raw", grads)
+        grads = record_jax.keep("raw", grads)
         grads = jax.lax.pmean(grads, axis)
-    grads = lockstep_jax.keep("sums", grads)
+    grads = record_jax.keep("sums", grads)
     params = jax.tree.map(lambda p, g: p - learning_rate * g, params, grads)
     return params, state, loss, (logits.argmax(1) == labels).mean()
 
@@ -179,7 +180,7 @@ def recorded(train_step: Step, options: argparse.Namespace, variables: Iterable[
     names = {}
     if options.replay:
         names = training_files.names_in_replay(options.replay, "jax", variables)
-    return lockstep_jax.record(
+    return record_jax.record(
         options.trace,
         train_step,
         arguments={"params": 0, "state": 1, "batch": (2, 3)},

@@ -32,11 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "recorders"))
-import lockstep_torch
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import torch_models
 import training_files
 from training_files import Batch, Data
+
+from lockstep import record_torch
 
 
 def part_of_process(images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -139,7 +140,7 @@ def train(
             names = training_files.names_in_replay(options.replay, "torch", variables)
             settings["names"] = names
         steps = options.recorded_steps
-        recording = lockstep_torch.record(options.trace, model, optimizer, steps, **settings)
+        recording = record_torch.record(options.trace, model, optimizer, steps, **settings)
     with recording:
         if options.num_steps:
             epochs = (training_files.batches_of(options, data, e) for e in range(options.epochs))

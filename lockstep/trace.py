@@ -152,12 +152,14 @@ class Trace:
         copies: numbers of the copies of the weights.
         keys: a unique name for each variable.
         kinds: key → kind of the variable.
+        of_replica: replica → description in its file, whose settings may be its own.
     """
 
     def __init__(
         self, about: About, stored: MutableMapping[str, np.ndarray] | None = None, name: str = ""
     ):
         self.name, self._stored = name, {} if stored is None else stored
+        self.of_replica: Mapping[int, About] = {}
         self._index: dict[tuple[int, str, int], dict[int, bool]] = {}
         self.describe(about)
         for key in self._stored:

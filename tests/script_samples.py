@@ -209,7 +209,7 @@ class Script:
         if self.replicas > 1 and not self.local_norm:
             norm["class"] = "SyncBatchNorm"
         about = {
-            "format": "lockstep trace", "version": 1, "framework": self.framework,
+            "format": "lockstep trace", "version": 2, "framework": self.framework,
             "versions": {self.framework: "1.0"}, "num_replicas": self.replicas,
             "replicas": list(range(self.replicas)), "steps": list(self.steps),
             "variables": variables, "gradients": list(WEIGHTS), "reduction": "mean",

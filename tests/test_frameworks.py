@@ -14,8 +14,8 @@ import tensorflow as tf
 from app.records.script_trace import load_trace
 from app.verification.recordings.trace_verification import given_tolerance, verify_against
 from conftest import ROOT
+from lockstep import record_keras
 from models.lenet import build_lenet
-from recorders import lockstep_keras
 from trace_samples import about, write_trace
 
 PROGRAMS = {
@@ -65,7 +65,7 @@ def lenet(tmp_path_factory):
     optimizer = keras.optimizers.SGD(LEARNING_RATE)
     model.compile(optimizer, loss=loss, metrics=["accuracy"])
     epochs = []
-    with lockstep_keras.record(str(folder / "keras.npz"), model, steps=2):
+    with record_keras.record(str(folder / "keras.npz"), model, steps=2):
         for rows in order:
             data = tf.data.Dataset.from_tensor_slices((images[rows], labels[rows])).batch(16)
             history = model.fit(data, verbose=0).history

@@ -37,7 +37,7 @@ def recorded(tmp_path_factory):
     @functools.cache
     def run(framework):
         folder = tmp_path_factory.mktemp(framework)
-        paths = [ROOT / "recorders"] + [SCRIPTS / "stand_in"] * (framework == "stand-in")
+        paths = [ROOT] + [SCRIPTS / "stand_in"] * (framework == "stand-in")
         done = subprocess.run(
             [PYTHON if framework == "jax" else sys.executable, SCRIPTS / "jax_cases.py", folder],
             env={
@@ -95,7 +95,7 @@ def test_a_shard_map_step_is_recorded_on_each_device_without_a_change(case):
     assert result["recorded"] == result["plain"]
     trace = Trace(folder / "two.npz")
     about = trace.about
-    assert about["format"] == "lockstep trace" and about["version"] == 1
+    assert about["format"] == "lockstep trace" and about["version"] == 2
     assert (about["framework"], about["order"]) == ("jax", "reduce, clip")
     assert (about["num_replicas"], about["replicas"]) == (2, [0, 1])
     assert (about["steps"], about["reduction"]) == ([0, 2, 4], "mean")

@@ -1,4 +1,4 @@
-"""The trace that `lockstep_keras.record` writes, and its replay."""
+"""The trace that `record_keras.record` writes, and its replay."""
 
 import functools
 import json
@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from conftest import ROOT, program_environment
 from in_process import run_here
-from recorders import lockstep_keras
-from recorders.keras_comparison import compare
-from recorders.lockstep_keras import Recorder, Recording, Sparse, record
+from lockstep import compare, trace_file
+from lockstep.record_keras import Recorder, record
+from lockstep.trace import Rows
 from small_models import mirrored
 
 layers, optimizers = keras.layers, keras.optimizers
@@ -112,7 +112,7 @@ def without_dropout(tmp_path_factory):
 
 def test_what_a_file_says(one):
     _, about, arrays = one
-    assert (about["format"], about["version"], about["framework"]) == ("lockstep trace", 1, "keras")
+    assert (about["format"], about["version"], about["framework"]) == ("lockstep trace", 2, "keras")
     assert about["versions"]["keras"] == keras.__version__
     assert about["num_replicas"] == 2 and about["replicas"] == [0, 1]
     assert about["steps"] == [0, 2, 3]
@@ -213,10 +213,12 @@ def test_sparse_gradients_have_three_members_and_a_file_says_the_same(tmp_path):
     _, arrays = read(tmp_path / "sparse.npz")
     shapes = [arrays[f"1/raw/0/0/{part}"].shape for part in ("values", "indices", "rows")]
     assert shapes == [(20, 4), (20,), ()] and int(arrays["1/raw/0/0/rows"]) == 9
-    loaded = Recording.load(tmp_path / "sparse.npz")
-    assert isinstance(loaded.steps[0]["raw", 0][0], Sparse)
-    assert str(compare(loaded, build())) == str(compare(recorder, build()))
-    assert "scalar loss not divided" in str(compare(loaded, build()))
+    loaded = trace_file.load(tmp_path / "sparse.npz")
+    assert isinstance(loaded.arrays(0, "raw", 0)[0], Rows)
+    assert trace_file.from_parts(recorder.about, recorder.arrays).about == loaded.about
+    verdict = compare(tmp_path / "sparse.npz", model=build)
+    assert str(verdict).partition(":")[2] == str(compare(recorder, model=build)).partition(":")[2]
+    assert "scalar loss not divided" in str(verdict)
 
 
 def test_recording_changes_nothing(training):
@@ -225,22 +227,18 @@ def test_recording_changes_nothing(training):
     assert bits_of(model) == training[1]
 
 
-def test_files_of_several_processes_are_read_together(one, tmp_path):
-    path, _, arrays = one
-    whole = Recording.load(path)
+def test_each_process_writes_a_file(one, tmp_path):
+    path, about, arrays = one
+    recorder = Recorder(on_replicas(convolution))
     for replica in (0, 1):
-        part = Recording.load(path)
-        part.steps = [{k: v for k, v in step.items() if k[1] == replica} for step in part.steps]
-        part.save(tmp_path / "one.npz")
+        recorder.about |= about | {"replicas": [replica]}
+        recorder.arrays = {n: a for n, a in arrays.items() if n.split("/")[2] == str(replica)}
+        recorder.save(tmp_path / "one.npz")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one.rank0.npz", "one.rank1.npz"]
-    assert read(tmp_path / "one.rank1.npz")[0]["replicas"] == [1]
-    loaded = Recording.load(tmp_path / "one.npz")
-    loaded.save(tmp_path / "whole.npz")
-    again = read(tmp_path / "whole.npz")[1]
-    assert vars(whole).keys() == vars(loaded).keys() and sorted(again) == sorted(arrays)
-    assert all(again[name].tobytes() == arrays[name].tobytes() for name in arrays)
-    kept = Recording.load(path, kinds=["before"]).steps
-    assert {kind for step in kept for kind, _ in step} == {"before"}
+    again, whole = trace_file.load(tmp_path / "one.npz"), trace_file.load(path)
+    assert again.about == whole.about and sorted(again.stored()) == sorted(arrays)
+    assert all(again.stored()[n].tobytes() == array.tobytes() for n, array in arrays.items())
+    Recorder(on_replicas(convolution), [2], replay=tmp_path / "one.npz")
 
 
 def test_errors_of_files(tmp_path):
@@ -250,13 +248,13 @@ def test_errors_of_files(tmp_path):
     ):
         pass
     with pytest.raises(ValueError, match=r"none\.npz does not exist"):
-        Recording.load(tmp_path / "none.npz")
-    about = {"format": "lockstep trace", "version": 2}
-    np.savez(tmp_path / "later.npz", about=np.array(json.dumps(about)))
+        Recorder(on_replicas(convolution), replay=tmp_path / "none.npz")
+    about = {"format": "lockstep trace", "version": 1}
+    np.savez(tmp_path / "older.npz", about=np.array(json.dumps(about)))
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
-    for name in ("later", "other"):
-        with pytest.raises(ValueError, match="is not a recording in format version 1"):
-            Recording.load(tmp_path / f"{name}.npz")
+    for name in ("older", "other"):
+        with pytest.raises(ValueError, match="is not of version 2; record it again"):
+            Recorder(on_replicas(convolution), replay=tmp_path / f"{name}.npz")
 
 
 def test_models_that_cannot_be_recorded():
@@ -437,56 +435,28 @@ def test_a_custom_loop(tmp_path):
 # --- Without Lockstep ----------------------------------------------------------------------------
 
 SCRIPT = """
-import importlib, shutil, sys
-import keras, numpy as np, tensorflow as tf
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-from lockstep_keras import Recorder, compare, record
+import numpy as np, tensorflow as tf, keras
+from record_keras import record
 
-def build():
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.layers.Dense(2)])
-    model.compile("sgd", "mse")
-    return model
-
-strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-with strategy.scope():
-    model = build()
+model = keras.Sequential([keras.layers.Dense(2)])
+model.compile("sgd", "mse")
 x = np.ones((8, 3), np.float32)
 with record("two.npz", model, steps=1) as recorder:
     model.fit(x, x[:, :2], batch_size=8, verbose=0)
-try:
-    compare(recorder, build)
-except ImportError as error:
-    print(error)
-shutil.copytree(sys.argv[1], "keras_comparison")
-importlib.invalidate_caches()
-print(compare(recorder, build))
 """
 
 
 @pytest.mark.slow
-def test_a_script_needs_the_file_alone_to_record_and_the_folder_to_compare(tmp_path):
+def test_a_script_needs_the_file_alone_to_record(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    shutil.copy(ROOT / "recorders" / "lockstep_keras.py", tmp_path)
+    shutil.copy(ROOT / "lockstep" / "record_keras.py", tmp_path)
     result = subprocess.run(
-        [sys.executable, "script.py", ROOT / "recorders" / "keras_comparison"],
+        [sys.executable, "script.py"],
         capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False,
         env=program_environment(PYTHONPATH=""),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    first, second, *_ = result.stdout.splitlines()
-    assert first == (
-        "compare needs the folder keras_comparison: copy it beside lockstep_keras.py, or save the"
-        " recording and run `python main.py verify --traces=FILE`"
-    )
-    assert second.startswith("1 step on 2 replicas: the training that the model defines")
-    assert (tmp_path / "two.npz").exists()
-
-
-def test_the_package_is_found_beside_the_file_in_a_package():
-    assert lockstep_keras.compare is not compare
-    assert lockstep_keras.comparison().compare is compare
+    assert trace_file.load(tmp_path / "two.npz").steps == (0,)
 
 
 @pytest.mark.slow
@@ -495,7 +465,6 @@ def test_the_example_records_clipping_before_the_all_reduce(tmp_path, monkeypatc
     monkeypatch.setattr(tf.config, "set_logical_device_configuration", lambda *_: None)
     strategies = {num: mirrored(num) for num in (1, 2)}
     monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda names: strategies[len(names)])
-    monkeypatch.setitem(sys.modules, "lockstep_keras", lockstep_keras)
     main = runpy.run_path(str(ROOT / "examples" / "record_fit.py"))["main"]
     one, two = tmp_path / "one.npz", tmp_path / "two.npz"
     main(1, str(one))

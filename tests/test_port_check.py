@@ -59,7 +59,7 @@ def originals(tmp_path_factory):
             for more in ([f"--trace={one}"], replay):
                 subprocess.run(
                     [TORCH, SCRIPTS / "port_torch.py", *options.split(), *more],
-                    env={**os.environ, "PYTHONPATH": str(ROOT / "recorders")},
+                    env={**os.environ, "PYTHONPATH": str(ROOT)},
                     check=True,
                 )
             known[options] = one, permuted
@@ -75,7 +75,7 @@ def test_what_a_port_changes_is_named(originals, tmp_path, monkeypatch, name):
     replay = [f"--replay={one}"] * (name != "initialisers")
     arguments = ["port_keras.py", *keras.split(), f"--trace={port}", *replay]
     monkeypatch.setattr("sys.argv", arguments)
-    monkeypatch.syspath_prepend(ROOT / "recorders")
+    monkeypatch.syspath_prepend(ROOT)
     runpy.run_path(str(SCRIPTS / "port_keras.py"), run_name="__main__")
     result = run_here("verify", f"--traces={one},{port},{permuted}", f"--out={out}")
     is_wrong = any(not cause.endswith("*") for cause in causes)

@@ -74,7 +74,7 @@ def write_keras_trace(path):
     """Writes a trace of the same network in Keras' layouts, with weights drawn at random."""
     random = np.random.default_rng(0)
     about = {
-        **{"format": "lockstep trace", "version": 1, "framework": "keras", "steps": [0]},
+        **{"format": "lockstep trace", "version": 2, "framework": "keras", "steps": [0]},
         **{"num_replicas": 1, "replicas": [0], "optimizer": {"class": "AdamW"}},
         "variables": [
             {"name": name, "kind": kind, "layout": layout}
@@ -96,7 +96,7 @@ def recorded(tmp_path_factory):
     def run(framework, kind):
         folder = tmp_path_factory.mktemp(kind)
         write_keras_trace(folder / "keras.npz")
-        paths = [ROOT / "recorders"] + [SCRIPTS / "stand_in"] * (framework == "stand-in")
+        paths = [ROOT] + [SCRIPTS / "stand_in"] * (framework == "stand-in")
         python = PYTHON if framework == "torch" else sys.executable
         done = subprocess.run(
             [python, str(SCRIPTS / "torch_cases.py"), str(folder), kind],
@@ -131,7 +131,7 @@ def two(request, recorded):
 def test_a_trace_has_the_members_of_the_format(one):
     trace = Trace(one[0], "format")
     about = trace.about
-    assert (about["format"], about["version"], about["framework"]) == ("lockstep trace", 1, "torch")
+    assert (about["format"], about["version"], about["framework"]) == ("lockstep trace", 2, "torch")
     assert (about["num_replicas"], about["replicas"], about["steps"]) == (1, [0], [0, 2])
     assert (about["reduction"], about["order"], about["wrapper"]) == ("", "reduce, clip", "")
     assert (about["data_layout"], about["permuted"], about["replayed"]) == ("NCHW", None, None)
@@ -289,7 +289,7 @@ ERRORS = {
     "folder": "nowhere/x.npz: must be an .npz file in a folder that exists",
     "missing step": "replay=first.npz: does not have steps {9}; record them there",
     "no trace": "replay=absent.npz: cannot be read as a trace",
-    "later": "replay=later.npz: cannot be read as a trace: version 2, this file",
+    "later": "replay=later.npz: cannot be read as a trace: version 3, this file",
     "damaged": "replay=damaged.npz: cannot be read as a trace",
     "unmatched": "replay: weight (5, 7) is not matched by 0.weight (4, 1, 2, 2)",
     "misnamed": "replay: 1.bias (4,) is not matched by 4.weight (5, 64); pass names",

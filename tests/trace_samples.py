@@ -18,7 +18,7 @@ def about(**changes):
     """Returns the description of a trace of 2 steps and 2 replicas, with some keys changed."""
     group = {"learning_rate": 0.1, "momentum": 0.9, "nesterov": False, "weights": list(WEIGHTS)}
     return {
-        "format": "lockstep trace", "version": 1,
+        "format": "lockstep trace", "version": 2,
         "framework": "torch", "versions": {"torch": "2.13.0"},
         "num_replicas": 2, "replicas": [0, 1],
         "steps": [0, 234],

@@ -13,10 +13,11 @@ from functools import partial
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 import jax
-import lockstep_jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from lockstep import record_jax
 
 ARGUMENTS = {"params": 0, "opt_state": 1, "batch": (2, 3), "key": 4}
 OUTPUTS = {"params": 0, "opt_state": 1, "loss": 2}
@@ -67,11 +68,11 @@ def shard_map_step(num_devices, noise=0.5, traces=None):
     def step(params, velocity, x, y, key):
         if traces is not None:
             traces.append(x.shape)
-        key = lockstep_jax.keep("random", jax.random.fold_in(key, jax.lax.axis_index("d")))
+        key = record_jax.keep("random", jax.random.fold_in(key, jax.lax.axis_index("d")))
         loss, grads = value_and_grad(params, x, y, key, noise)
-        loss, grads = lockstep_jax.keep("loss", loss), lockstep_jax.keep("raw", grads)
-        grads = lockstep_jax.keep("sums", jax.lax.pmean(grads, "d"))
-        clipped = lockstep_jax.keep("clipped", jax.tree.map(lambda g: g.clip(-0.5, 0.5), grads))
+        loss, grads = record_jax.keep("loss", loss), record_jax.keep("raw", grads)
+        grads = record_jax.keep("sums", jax.lax.pmean(grads, "d"))
+        clipped = record_jax.keep("clipped", jax.tree.map(lambda g: g.clip(-0.5, 0.5), grads))
         return *update(params, velocity, clipped), jax.lax.pmean(loss, "d")
 
     return step
@@ -80,8 +81,8 @@ def shard_map_step(num_devices, noise=0.5, traces=None):
 @partial(jax.pmap, axis_name="d", donate_argnums=(0, 1))
 def pmap_step(params, velocity, x, y, key):
     loss, grads = value_and_grad(params, x, y, key)
-    grads = lockstep_jax.keep("raw", grads)
-    grads = lockstep_jax.keep("sums", jax.lax.pmean(grads, "d"))
+    grads = record_jax.keep("raw", grads)
+    grads = record_jax.keep("sums", jax.lax.pmean(grads, "d"))
     return *update(params, velocity, grads), loss
 
 
@@ -90,7 +91,7 @@ def jit_step(name, state, examples, *, key):
     """Trains with Adam; the state is one object, the batch a dictionary, the key a keyword."""
     params, moments, stats = state
     loss, grads = value_and_grad(params, examples["x"], examples["y"], key)
-    grads = lockstep_jax.keep("sums", grads)
+    grads = record_jax.keep("sums", grads)
     mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments["mu"], grads)
     nu = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, moments["nu"], grads)
     params = jax.tree.map(lambda p, m, v: p - 0.01 * m / (v**0.5 + 1e-7), params, mu, nu)
@@ -142,7 +143,7 @@ def record(directory, name, step, run=loop, **options):
     for key in {"replay"} & set(options):
         options[key] = directory / options[key]
     try:
-        with lockstep_jax.record(directory / name, step, **options) as recorded:
+        with record_jax.record(directory / name, step, **options) as recorded:
             return run(recorded)
     except ValueError as error:
         return str(error)
@@ -255,11 +256,11 @@ def case_errors(directory):
 
     @jax.jit
     def twice(params, velocity, x, y, key):
-        grads = lockstep_jax.keep("sums", lockstep_jax.keep("sums", params))
+        grads = record_jax.keep("sums", record_jax.keep("sums", params))
         return *update(params, velocity, grads), 0.0
 
     results["twice"] = record(directory, "x.npz", twice)
-    results["kind"] = record(directory, "x.npz", lambda *_: lockstep_jax.keep("grads", 1))
+    results["kind"] = record(directory, "x.npz", lambda *_: record_jax.keep("grads", 1))
     return results
 
 

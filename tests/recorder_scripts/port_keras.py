@@ -1,6 +1,6 @@
 """Trains the CNN of port_torch.py with Keras; --default=NAME leaves a default of Keras as it is.
 
-PYTHONPATH=recorders python port_keras.py --trace=keras.npz --replay=torch.npz
+PYTHONPATH=. python port_keras.py --trace=keras.npz --replay=torch.npz
 """
 
 import argparse
@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-import lockstep_keras
+from lockstep import record_keras
 
 STEPS = [0, 1, 2, 9, 10]
 DEFAULTS = [
@@ -94,7 +94,7 @@ def main():
     elif options.class_weights:
         loss = WeightedMean()
     model.compile(build_optimizer(options), loss)
-    with lockstep_keras.record(options.trace, model, STEPS, replay=options.replay):
+    with record_keras.record(options.trace, model, STEPS, replay=options.replay):
         model.fit(load_data(options.drop_remainder), epochs=2, class_weight=class_weight, verbose=2)
 
 

@@ -1,15 +1,16 @@
 """Trains a small CNN with PyTorch: the original of port_keras.py.
 
-PYTHONPATH=recorders python port_torch.py --trace=torch.npz
+PYTHONPATH=. python port_torch.py --trace=torch.npz
 """
 
 import argparse
 
-import lockstep_torch
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import record_torch
 
 STEPS = [0, 1, 2, 9, 10]  # Step 9 has the last, short batch, and step 10 begins the second epoch.
 
@@ -63,7 +64,7 @@ def main():
     model = build_model()
     optimizer = build_optimizer(options, model)
     more = {"replay": options.replay, "permute": options.permute}
-    with lockstep_torch.record(options.trace, model, optimizer, STEPS, **more):
+    with record_torch.record(options.trace, model, optimizer, STEPS, **more):
         train(options, model, optimizer)
 
 

@@ -10,13 +10,14 @@ import os
 import shutil
 import sys
 
-import lockstep_torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from lockstep import record_torch
 
 torch.set_num_threads(1)
 HAS_TORCH = not torch.__version__.endswith("stand.in")
@@ -37,7 +38,7 @@ def batch(step, shard=0, num_shards=1):
 
 def train(model, optimizer, path=None, num_steps=4, shards=(0, 1), **options):
     """Trains, with a recording if there is a path, and returns the final bits."""
-    record = lockstep_torch.record(path, model, optimizer, **options) if path else None
+    record = record_torch.record(path, model, optimizer, **options) if path else None
     with record or contextlib.nullcontext():
         for step in range(num_steps):
             x, y = batch(step, *shards)
@@ -75,7 +76,7 @@ def case_format():
     ]
     optimizer = torch.optim.AdamW(groups, 0.01, betas=(0.8, 0.99), weight_decay=0.1)
     original = torch.autograd.backward
-    with lockstep_torch.record("format.npz", model, optimizer, steps=[0, 2]):
+    with record_torch.record("format.npz", model, optimizer, steps=[0, 2]):
         for step in range(4):
             x, y = batch(step)
             optimizer.zero_grad()
@@ -159,7 +160,7 @@ class Parts(nn.Module):
 def case_no_gradient():
     model = Parts()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with lockstep_torch.record("no_gradient.npz", model, optimizer, steps=1):
+    with record_torch.record("no_gradient.npz", model, optimizer, steps=1):
         model(torch.ones(4, 5)).sum().backward()
         optimizer.step()
 
@@ -167,7 +168,7 @@ def case_no_gradient():
 def case_sparse():
     model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Flatten())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with lockstep_torch.record("sparse.npz", model, optimizer, steps=1):
+    with record_torch.record("sparse.npz", model, optimizer, steps=1):
         model(torch.tensor([[1, 2], [2, 7]])).sum().backward()
         optimizer.step()
 
@@ -176,7 +177,7 @@ def case_bfloat16():
     for path, replay in {"bfloat16.npz": None, "bfloat16_again.npz": "bfloat16.npz"}.items():
         model = nn.Linear(5, 5).bfloat16()
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        with lockstep_torch.record(path, model, optimizer, steps=2, replay=replay):
+        with record_torch.record(path, model, optimizer, steps=2, replay=replay):
             for _ in range(2):
                 optimizer.zero_grad()
                 model(torch.ones(4, 5).to(torch.bfloat16)).sum().backward()
@@ -187,7 +188,7 @@ def case_skipped():
     """The update of the second batch is skipped, as a GradScaler does."""
     model = network()
     optimizer = adamw(model)
-    with lockstep_torch.record("skipped.npz", model, optimizer, steps=2):
+    with record_torch.record("skipped.npz", model, optimizer, steps=2):
         for step in range(3):
             x, y = batch(step)
             F.mse_loss(model(x), y).backward()
@@ -199,7 +200,7 @@ def case_skipped():
 def case_accumulation():
     model = network()
     optimizer, losses = adamw(model), []
-    with lockstep_torch.record("accumulation.npz", model, optimizer, steps=1):
+    with record_torch.record("accumulation.npz", model, optimizer, steps=1):
         for step in range(2):
             x, y = batch(step)
             loss = F.mse_loss(model(x), y) / 2
@@ -213,7 +214,7 @@ def case_two_models():
     """Trains a generator; the discriminator's loss is not part of its step."""
     model, other = nn.Linear(5, 5), nn.Linear(5, 1)
     optimizer, other_optimizer = adamw(model), adamw(other)
-    with lockstep_torch.record("two_models.npz", model, optimizer, steps=1):
+    with record_torch.record("two_models.npz", model, optimizer, steps=1):
         made = model(torch.ones(4, 5))
         (other(made.detach()).sum() + 1000).backward()
         other_optimizer.step()
@@ -226,7 +227,7 @@ def case_exception():
     model = network()
     optimizer = adamw(model)
     try:
-        with lockstep_torch.record("exception.npz", model, optimizer, steps=3):
+        with record_torch.record("exception.npz", model, optimizer, steps=3):
             for step in range(3):
                 x, y = batch(step)
                 optimizer.zero_grad()
@@ -243,8 +244,7 @@ def case_nested():
     optimizers = [torch.optim.SGD(x.parameters(), 0.1) for x in models]
     original = torch.autograd.backward
     records = [
-        lockstep_torch.record(f"nested{i}.npz", models[i], optimizers[i], steps=[i])
-        for i in range(2)
+        record_torch.record(f"nested{i}.npz", models[i], optimizers[i], steps=[i]) for i in range(2)
     ]
     with records[0], records[1]:
         for _ in range(3):
@@ -256,7 +256,7 @@ def case_nested():
 
 def case_errors():
     model = network()
-    optimizer, record, larger = adamw(model), lockstep_torch.record, nn.Linear(7, 5)
+    optimizer, record, larger = adamw(model), record_torch.record, nn.Linear(7, 5)
 
     def with_closure():
         with record("closure.npz", model, optimizer, steps=1):
@@ -269,9 +269,9 @@ def case_errors():
 
     with open("damaged.npz", "wb") as file:
         file.write(b"PK\x03\x04 damaged")
-    with lockstep_torch.np.load("first.npz") as file:
-        later = str(file["about"]).replace('"version": 1', '"version": 2')
-    lockstep_torch.np.savez("later.npz", about=later)
+    with record_torch.np.load("first.npz") as file:
+        later = str(file["about"]).replace('"version": 2', '"version": 3')
+    record_torch.np.savez("later.npz", about=later)
     misnamed = {"1.bias": "4.weight"}
     replayed = {"steps": [0], "replay": "first.npz"}
     return {
@@ -320,7 +320,7 @@ def case_bypass():
     """The bugs of scripts: no all-reduce, in the first step; clipping on one replica."""
     model = DistributedDataParallel(network())
     optimizer = adamw(model)
-    with lockstep_torch.record("bypass.npz", model, optimizer, steps=2):
+    with record_torch.record("bypass.npz", model, optimizer, steps=2):
         for step in range(2):
             x, y = batch(step, dist.get_rank(), 2)
             optimizer.zero_grad()
@@ -333,7 +333,7 @@ def case_bypass():
 def case_no_sync():
     model = DistributedDataParallel(network())
     optimizer = adamw(model)
-    with lockstep_torch.record("no_sync.npz", model, optimizer, steps=2):
+    with record_torch.record("no_sync.npz", model, optimizer, steps=2):
         for is_synchronised in (True, False):
             optimizer.zero_grad()
             for step in range(2):

@@ -1,8 +1,9 @@
 """Records steps of a JAX training, with each replica's results, in a file of plain arrays.
 
-This file is standalone: copy it next to your script. It needs JAX and NumPy.
+This file is standalone: copy it next to your script, or `from lockstep import record_jax`. It needs
+JAX and NumPy.
 
-    recorder = lockstep_jax.record(
+    recorder = record_jax.record(
         "two.npz", train_step,  # train_step(params, opt_state, images, labels, key)
         arguments={"params": 0, "opt_state": 1, "batch": (2, 3), "key": 4},
         outputs={"params": 0, "opt_state": 1, "loss": 2},
@@ -14,10 +15,10 @@ This file is standalone: copy it next to your script. It needs JAX and NumPy.
 position, name of a keyword argument, path such as "0/params", or a tuple of these. "state" stands
 for BatchNorm statistics. Within the step, `keep` records gradients and returns them:
 
-    grads = lockstep_jax.keep("raw", grads)      # In shard_map or pmap: before psum or pmean.
-    grads = lockstep_jax.keep("sums", grads)     # After psum or pmean.
-    grads = lockstep_jax.keep("clipped", grads)  # After clipping, if the step clips.
-    key = lockstep_jax.keep("random", key)       # The key that this device draws numbers with.
+    grads = record_jax.keep("raw", grads)      # In shard_map or pmap: before psum or pmean.
+    grads = record_jax.keep("sums", grads)     # After psum or pmean.
+    grads = record_jax.keep("clipped", grads)  # After clipping, if the step clips.
+    key = record_jax.keep("random", key)       # The key that this device draws numbers with.
 
 Under `jax.jit` with shardings the step is one program for all devices, and the gradient of a single
 device does not exist: keep "sums" and "clipped" only. Keys and losses are those of the whole batch.
@@ -193,7 +194,7 @@ class record:
     def _save(self) -> None:
         """Writes the file under another name first, then renames it."""
         optimizer = {k: v for k, v in self.optimizer.items() if not callable(v)}
-        about = {"format": "lockstep trace", "version": 1, "framework": "jax", **self._about}
+        about = {"format": "lockstep trace", "version": 2, "framework": "jax", **self._about}
         about |= {"versions": {"jax": jax.__version__}, "order": "reduce, clip", "layers": []}
         about |= {"optimizer": optimizer | {"framework": "jax"}, "data_layout": self.data_layout}
         about |= {"permuted": self.permute, "replayed": self._trace and self._trace.path.name}
@@ -257,8 +258,14 @@ class _Trace:
             raise ValueError(f"replay={path}: no such file; record it first")
         self.members = np.load(file)
         self.about = json.loads(str(self.members["about"]))
+        if self.about["version"] != 2:
+            raise ValueError(f"replay={path}: is not of version 2; record it again")
+        self.aliases = self.about.get("aliases", {})
         if missing := sorted(wanted - {*self.about["steps"]}):
             raise ValueError(f"replay={path}: no step {missing}; use steps={self.about['steps']}")
+
+    def _array(self, name: str) -> np.ndarray:
+        return self.members[self.aliases.get(name, name)]
 
     def load(self, number: int, leaves: list[Any], variables: list[Any], keys: bool) -> None:
         """Replaces the variables among `leaves` by those before step `number`."""
@@ -268,7 +275,7 @@ class _Trace:
         for index, shape, mine in variables:
             name = self.names.get(mine["name"], mine["name"])
             same = {
-                i: _transpose(self.members[f"{prefix}/{i}"], theirs["layout"], mine["layout"])
+                i: _transpose(self._array(f"{prefix}/{i}"), theirs["layout"], mine["layout"])
                 for i, theirs in left.items()
                 if theirs["kind"] == mine["kind"] in kinds
                 and (theirs["name"] == name or not {mine["name"], theirs["name"]} & self._fixed)

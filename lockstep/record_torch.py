@@ -1,8 +1,9 @@
 """Records what a PyTorch training computes, step by step, in a file of plain arrays.
 
-This file is standalone: copy it next to your script. It needs PyTorch and NumPy.
+This file is standalone: copy it next to your script, or `from lockstep import record_torch`. It
+needs PyTorch and NumPy.
 
-    with lockstep_torch.record("two.npz", model, optimizer, steps=[0, 1, 2, 234, 235]):
+    with record_torch.record("two.npz", model, optimizer, steps=[0, 1, 2, 234, 235]):
         train(model, optimizer)  # Your own loop, unchanged.
 
 Of several processes, each writes one file: `two.rank0.npz`, `two.rank1.npz`. Recording does not
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 NAMES = {"lr": "learning_rate", "eps": "epsilon", "alpha": "rho", "stride": "strides", "p": "rate"}
 OF_LAYERS = ("eps", "momentum", "stride", "padding", "dilation", "groups", "p")
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
-FORMAT = {"format": "lockstep trace", "version": 1, "framework": "torch", "order": "reduce, clip"}
+FORMAT = {"format": "lockstep trace", "version": 2, "framework": "torch", "order": "reduce, clip"}
 AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
 
 
@@ -95,8 +96,9 @@ class record:
             arrays = np.load(found, allow_pickle=False)
             about = json.loads(str(arrays["about"]))
             _require(
-                about["version"] == 1, f"version {about['version']}, this file reads version 1"
+                about["version"] == 2, f"version {about['version']}, this file reads version 2"
             )
+            self.members = {name: name for name in arrays} | about.get("aliases", {})
             missing = self.wanted - set(about["steps"])
         except Exception as error:
             raise ValueError(f"replay={path}: cannot be read as a trace: {error}") from None
@@ -212,7 +214,8 @@ class record:
         about, replicas = self.other_about, self.other_about["replicas"]
         key = f"{about['steps'].index(step) + 1}/%s/{replicas[self.rank % len(replicas)]}/%s"
         keys = {key % ("before", i): v for i, v in enumerate(about["variables"])}
-        return key, [{**v, "array": self.other[x]} for x, v in keys.items() if x in self.other]
+        found = [(self.members[x], v) for x, v in keys.items() if x in self.members]
+        return key, [{**v, "array": self.other[name]} for name, v in found]
 
     @torch.no_grad()
     def _load(self) -> None:
@@ -236,7 +239,7 @@ class record:
         if self.other_about["num_replicas"] == self.num_replicas:
             restore = [torch.set_rng_state, torch.cuda.set_rng_state]
             for index in range(1 + torch.cuda.is_initialized()):
-                if (random := key % ("random", index)) in self.other:
+                if random := self.members.get(key % ("random", index)):
                     restore[index](torch.tensor(self.other[random]))
 
     def _match(self, others: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,16 +1,17 @@
 """Records each replica's results in some training steps of Keras, in a file of plain arrays.
 
-This file is standalone: copy it beside your script. It needs TensorFlow, Keras 3 and NumPy.
+This file is standalone: copy it beside your script, or `from lockstep import record_keras`. It
+needs TensorFlow, Keras 3 and NumPy.
 
-    with lockstep_keras.record("two.npz", model, steps=[0, 1, 2]):
+    with record_keras.record("two.npz", model, steps=[0, 1, 2]):
         model.fit(dataset)  # The model is compiled under `strategy.scope()`.
 
-`verify --traces=one.npz,two.npz` of Lockstep compares such files. With the folder
-`keras_comparison` beside this file, a script can compare its steps with one device:
+`python -m lockstep one.npz two.npz` compares such files. With the package installed, a script can
+compare its steps with one device:
 
-    with Recorder(model, steps=3) as recorder:
+    with record_keras.Recorder(model, steps=3) as recorder:
         model.fit(dataset)
-    print(compare(recorder, build_model))  # The builder is called outside of the scope.
+    print(lockstep.compare(recorder, model=build_model))  # Called outside of the scope.
 
 A custom loop passes `optimizer`, and runs `strategy.run(recorder.wrap(replica_step), args=...)`.
 
@@ -21,12 +22,11 @@ Recording does not change the training bitwise; other steps are not copied.
 import collections
 import contextlib
 import glob
-import importlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 import keras
 import numpy as np
@@ -34,141 +34,13 @@ import tensorflow as tf
 from keras import tree
 from keras.src.backend import get_keras_mask  # Masks have no public access.
 
-FORMAT, VERSION = "lockstep trace", 1
+FORMAT: dict[str, Any] = {"format": "lockstep trace", "version": 2}
 LAYER_SETTINGS = {  # Attribute → key.
     "epsilon": "epsilon", "momentum": "momentum", "strides": "strides", "padding": "padding",
     "dilation_rate": "dilation",
 }  # fmt: skip
 TRANSPOSES = {("OIHW", "HWIO"): (2, 3, 1, 0), ("OI", "IO"): (1, 0)}  # (from, to) → axes.
-Arrays = list[Any]  # Of `np.ndarray` and `Sparse`.
 Path = str | os.PathLike
-
-
-class Sparse(collections.namedtuple("Sparse", "values indices rows")):
-    """A gradient of some rows of a table, like `tf.IndexedSlices`."""
-
-
-class Recording:
-    """Recorded steps in version 1 of the trace format, with attributes named after its keys.
-
-    Attributes:
-        steps: for each recorded step, (kind, replica) → arrays.
-        numbers: numbers of these steps, from 0.
-        structure: structure of "data"; see `to_json`.
-        predicted: structure of "y_pred"; see `to_json`.
-        whole_loss: whether the loss is computed once, from the predictions of all replicas.
-    """
-
-    def __init__(self, num_replicas: int):
-        self.num_replicas = num_replicas
-        self.steps: list[dict[tuple[str, int], Arrays]] = []
-        self.numbers: list[int] = []
-        self.framework, self.order, self.data_layout = "keras", "clip, reduce", ""
-        self.variables: list[dict[str, str]] = []
-        self.gradients: list[str] = []
-        self.optimizer: dict[str, Any] = {}
-        self.settings: list[list[dict[str, Any]]] = []
-        self.layers: list[dict[str, Any]] = []
-        self.permuted: int | None = None
-        self.replayed: str | None = None
-        self.structure: Any = None
-        self.predicted: Any = None
-        self.whole_loss = False
-
-    @property
-    def replicas(self) -> list[int]:
-        """The replicas with recorded arrays: those of this process."""
-        return sorted({replica for step in self.steps for _, replica in step})
-
-    def describe(self, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-        """Describes the variables of a model and its optimizer, and the layers."""
-        layers = [part for part in model._flatten_layers(include_self=False) if not part._layers]
-        layouts = {}
-        for layer in layers:
-            if isinstance(layer, keras.layers.Conv2D):
-                self.data_layout = {"channels_last": "NHWC"}.get(layer.data_format, "NCHW")
-            if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense) and layer.built:
-                layout = "IO" if len(layer.kernel.shape) == 2 else "HWIO"
-                layouts[getattr(layer.kernel, "path", "")] = layout
-        self.layers = [
-            {"name": layer.name, "class": type(layer).__name__}
-            | {"weights": [weight.path for weight in layer.weights]}
-            | {to: getattr(layer, own) for own, to in LAYER_SETTINGS.items() if hasattr(layer, own)}
-            for layer in layers
-        ]
-        weights = [weight.path for weight in model.trainable_variables]
-        self.variables = []
-        for variable in model.variables:
-            kind = "weight" if variable.path in weights else "statistic"
-            kind = kind if is_float(variable) else "seed"
-            layout = layouts.get(variable.path, "")
-            self.variables.append({"name": variable.path, "kind": kind, "layout": layout})
-        starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}
-        for variable in optimizer.variables:
-            start = max(filter(variable.name.startswith, starts), key=len, default="")
-            of, slot = starts.get(start, ""), variable.name.removeprefix(start)
-            about = {"name": variable.path, "kind": "optimizer state", "of": of, "slot": slot}
-            self.variables.append({**about, "layout": layouts.get(of, "")})
-
-    def save(self, path: Path) -> None:
-        """Writes a file when it is complete; process 0 of several processes `….rank0.npz`."""
-        name, replicas = os.fspath(path), self.replicas
-        if 0 < len(replicas) < self.num_replicas:
-            name = f"{name.removesuffix('.npz')}.rank{replicas[0] // len(replicas)}.npz"
-        with open(f"{name}.tmp", "wb") as file:
-            self.write(file)
-            file.flush()
-            os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
-        os.replace(f"{name}.tmp", name)
-
-    def write(self, file: BinaryIO) -> None:
-        """Writes arrays POSITION/KIND/REPLICA/INDEX, and "about", a JSON text, as `.npz`."""
-        arrays: dict[str, Any] = {}
-        for position, step in enumerate(self.steps, start=1):
-            for (kind, replica), values in step.items():
-                for index, value in enumerate(values):
-                    name = f"{position}/{kind}/{replica}/{index}"
-                    parts = value._asdict() if isinstance(value, Sparse) else {"": value}
-                    for part, array in parts.items():
-                        arrays[f"{name}/{part}" if part else name] = np.asarray(array)
-        about = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        about |= {"format": FORMAT, "version": VERSION, "steps": about.pop("numbers")}
-        about |= {"replicas": self.replicas, "reduction": "sum"}
-        about["versions"] = {p.__name__: p.__version__ for p in (keras, tf, np)}
-        np.savez(file, **arrays, about=np.array(json.dumps(about, default=str)))
-
-    @classmethod
-    def load(cls, path: Path | BinaryIO, kinds: Collection[str] = ()) -> "Recording":
-        """Reads a file, or those of all processes; only arrays of some kinds, if any are given.
-
-        Raises:
-            ValueError: the file does not exist, or is not a recording of this version.
-        """
-        files: list[Any] = [path]
-        if isinstance(path, Path) and not os.path.exists(path):
-            stem = os.fspath(path).removesuffix(".npz")
-            files = sorted(glob.glob(f"{glob.escape(stem)}.rank*.npz"))
-            if not files:
-                raise ValueError(f"{path} does not exist; pass a file that record() has written")
-        recording, parts = cls(0), collections.defaultdict[tuple, dict[str, Any]](dict)
-        for file in files:
-            with np.load(file, allow_pickle=False) as members:
-                about = json.loads(str(members["about"])) if "about" in members else {}
-                if (about.get("format"), about.get("version")) != (FORMAT, VERSION):
-                    raise ValueError(f"{file} is not a recording in format version {VERSION}")
-                recording.numbers = about.pop("steps")
-                for name in vars(recording).keys() & about.keys():
-                    setattr(recording, name, about[name])
-                for name in set(members) - {"about"}:
-                    position, kind, replica, index, *part = name.split("/")
-                    if kind in (kinds or [kind]):
-                        key = int(position) - 1, kind, int(replica), int(index)
-                        parts[key]["".join(part)] = members[name]
-        recording.steps = [{} for _ in recording.numbers]
-        for (position, kind, replica, _), part in sorted(parts.items(), key=lambda item: item[0]):
-            value = part[""] if "" in part else Sparse(**part)
-            recording.steps[position].setdefault((kind, replica), []).append(value)
-        return recording
 
 
 class Hooks(contextlib.ExitStack):
@@ -184,7 +56,7 @@ class Hooks(contextlib.ExitStack):
             self.callback(object.__setattr__, owner, name, hidden)
 
 
-class Recorder(Recording):
+class Recorder:
     """Records steps of `model.fit`, or of a custom loop, in a `with` block.
 
     Args:
@@ -197,6 +69,10 @@ class Recorder(Recording):
         names: name of a variable → its name in `replay`; others are matched in order, by kind and
             shape.
 
+    Attributes:
+        about: the description of the recording, complete after the block.
+        arrays: `POSITION/KIND/REPLICA/INDEX` → array, after the block.
+
     Raises:
         ValueError: no hook can run in this training, or `replay` lacks steps or variables.
     """
@@ -207,7 +83,6 @@ class Recorder(Recording):
         replay: Path | None = None, permute: int | None = None,
         names: Mapping[str, str] | None = None,
     ):  # fmt: skip
-        super().__init__(model.distribute_strategy.num_replicas_in_sync)
         optimizer = optimizer or getattr(model, "optimizer", None)
         if optimizer is None:
             raise ValueError(f"model {model.name} is not compiled; call model.compile first")
@@ -221,20 +96,22 @@ class Recorder(Recording):
                 f"model {model.name} is compiled with a MultiOptimizer, whose optimizers no hook"
                 " sees; record it with one optimizer at a time, for all weights"
             )
+        self.about: dict[str, Any] = {
+            **FORMAT, "framework": "keras", "reduction": "sum", "order": "clip, reduce",
+            "num_replicas": model.distribute_strategy.num_replicas_in_sync, "steps": [],
+            "variables": [], "gradients": [],
+            "permuted": permute, "replayed": None if replay is None else os.fspath(replay),
+            "versions": {package.__name__: package.__version__ for package in (keras, tf, np)},
+        }  # fmt: skip
+        self.arrays: dict[str, np.ndarray] = {}
         self._model, self._outer, self._hooks = model, optimizer, Hooks()
         self._optimizer = inner_optimizer(optimizer)
         self._wanted = range(steps) if isinstance(steps, int) else steps
-        self.permuted, self.replayed = permute, None if replay is None else os.fspath(replay)
         self._replay = None if replay is None else Replay(replay, self._wanted, names or {})
-        self._kept: dict[tuple[int, str, int], Arrays] = {}
+        # Step number, kind and replica → "INDEX" or "INDEX/values", … → array.
+        self._kept: dict[tuple[int, str, int], dict[str, np.ndarray]] = {}
         self._num_seen: collections.Counter[int] = collections.Counter()
         self._number: dict[int, tf.Tensor] = {}  # Step number of a replica, or -1.
-
-    def recording(self) -> Recording:
-        """Returns what was recorded, without the hooks."""
-        recording = Recording(self.num_replicas)
-        vars(recording).update({name: getattr(self, name) for name in vars(recording)})
-        return recording
 
     def wrap(self, step: Callable) -> Callable:
         """Returns a custom loop's replica step with hooks; its arguments are the batch."""
@@ -242,6 +119,18 @@ class Recorder(Recording):
             with self._model.distribute_strategy.scope():
                 self._optimizer.build(self._model.trainable_variables)
         return partial(self._step, step)
+
+    def save(self, path: Path) -> None:
+        """Writes a file when it is complete; process 0 of several processes `….rank0.npz`."""
+        name, replicas = os.fspath(path), self.about["replicas"]
+        if 0 < len(replicas) < self.about["num_replicas"]:
+            name = f"{name.removesuffix('.npz')}.rank{replicas[0] // len(replicas)}.npz"
+        about = np.array(json.dumps(self.about, default=str))
+        with open(f"{name}.tmp", "wb") as file:
+            np.savez(file, allow_pickle=False, about=about, **self.arrays)
+            file.flush()
+            os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
+        os.replace(f"{name}.tmp", name)
 
     def __enter__(self) -> "Recorder":
         model, optimizer, hook = self._model, self._optimizer, self._hooks.hook
@@ -257,15 +146,21 @@ class Recorder(Recording):
         self._hooks.close()
         self._model.train_function = None
         # A step that an error has ended is omitted.
-        self.numbers = sorted({number for number, kind, _ in self._kept if kind == "after"})
-        self.steps, self.settings = [], []
-        for wanted in self.numbers:
-            step = {(k, r): self._kept[n, k, r] for n, k, r in sorted(self._kept) if n == wanted}
-            rates = [step.pop(key) for key in list(step) if key[0] == "learning_rate"]
-            self.steps.append(step)
-            self.settings.append(settings_of(self._model, self._optimizer, float(rates[0][0])))
-        self.optimizer = {"class": type(self._optimizer).__name__, "framework": "keras"}
-        self.optimizer |= constants_of(self._optimizer)
+        steps = sorted({number for number, kind, _ in self._kept if kind == "after"})
+        rates: dict[int, float] = {}
+        for (number, kind, replica), arrays in sorted(self._kept.items()):
+            if kind == "learning_rate":
+                rates.setdefault(number, float(arrays["0"]))
+            elif number in steps:
+                place = f"{steps.index(number) + 1}/{kind}/{replica}"
+                self.arrays |= {f"{place}/{index}": array for index, array in arrays.items()}
+        optimizer = {"class": type(self._optimizer).__name__, "framework": "keras"}
+        self.about |= {
+            "steps": steps,
+            "replicas": sorted({replica for _, _, replica in self._kept}),
+            "settings": [settings_of(self._model, self._optimizer, rates[n]) for n in steps],
+            "optimizer": optimizer | constants_of(self._optimizer),
+        }
         if self._replay and self._replay.error:  # Without the notes of a traced function.
             raise ValueError(self._replay.error) from None
 
@@ -282,34 +177,34 @@ class Recorder(Recording):
     def _keep(self, kind: str, values: Sequence[Any]) -> None:
         """Copies tensors and variables of this replica, if its step is recorded."""
         replica = replica_id()
-        number, is_sparse = self._number[replica], [isinstance(v, tf.IndexedSlices) for v in values]
+        number, parts = self._number[replica], dict[str, Any]()
+        for index, value in enumerate(values):
+            if isinstance(value, tf.IndexedSlices):
+                parts |= {f"{index}/values": value.values, f"{index}/indices": value.indices}
+                parts[f"{index}/rows"] = value.dense_shape[0]
+            else:
+                parts[f"{index}"] = value
 
         def keep(number: np.int64, *arrays: np.ndarray) -> np.int64:
             copies = map(plain_copy, arrays)  # Buffers are reused.
-            self._kept[int(number), kind, replica] = [
-                Sparse(next(copies), next(copies), int(next(copies))) if sparse else next(copies)
-                for sparse in is_sparse
-            ]
+            self._kept[int(number), kind, replica] = dict(zip(parts, copies, strict=True))
             return number
 
         def copy() -> tf.Tensor:
-            flat: list[tf.Tensor] = []
-            for value, sparse in zip(values, is_sparse, strict=True):
-                parts = (value.values, value.indices, value.dense_shape[0]) if sparse else (value,)
-                flat += map(to_numpy_dtype, parts)
+            flat = [to_numpy_dtype(value) for value in parts.values()]
             return tf.numpy_function(keep, [number, *flat], tf.int64)
 
         tf.cond(number >= 0, copy, lambda: number)
 
     def _step(self, inner: Callable, *data: Any) -> Any:
         state, replica = [*self._model.variables, *self._outer.variables], replica_id()
-        self.describe(self._model, self._outer)
+        self.about |= description(self._model, self._outer)
         self._number[replica] = number = self._begin(replica)
         if self._replay:
-            self._replay.assign(state, self.variables, number, replica)
-        if self.permuted is not None:
-            data = permuted(data, number, [self.permuted, replica])
-        self.structure = to_json(data[0] if len(data) == 1 else data)
+            self._replay.assign(state, self.about["variables"], number, replica)
+        if (seed := self.about["permuted"]) is not None:
+            data = permuted(data, number, [seed, replica])
+        self.about["structure"] = to_json(data[0] if len(data) == 1 else data)
         self._keep("data", leaves(data))
         self._keep("before", state)
         self._keep("learning_rate", [self._optimizer.learning_rate])
@@ -323,7 +218,7 @@ class Recorder(Recording):
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         if call.get("training", True):
             predictions = leaves(call["y_pred"])
-            self.predicted = to_json(call["y_pred"])
+            self.about["predicted"] = to_json(call["y_pred"])
             self._keep("y_pred", predictions)
             masks = map(get_keras_mask, predictions)
             self._keep("mask", [tf.zeros(()) if mask is None else mask for mask in masks])
@@ -332,7 +227,7 @@ class Recorder(Recording):
 
     def _apply_gradients(self, inner: Callable, gradients: Sequence, variables: Sequence) -> Any:
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
-        self.gradients = [getattr(v, "path", v.name) for _, v in pairs]
+        self.about["gradients"] = [getattr(v, "path", v.name) for _, v in pairs]
         self._keep("raw", [g for g, _ in pairs])
         return inner(gradients, variables)
 
@@ -352,26 +247,46 @@ class Replay:
 
     def __init__(self, path: Path, wanted: Collection[int], names: Mapping[str, str]):
         self._path, self._names, self.error = path, names, ""
-        self._trace = Recording.load(path, kinds=["before"])
-        if missing := sorted(set(wanted) - set(self._trace.numbers)):
-            raise ValueError(f"replay={path} lacks steps {missing}; it has {self._trace.numbers}")
+        self._arrays: dict[str, np.ndarray] = {}  # Of all processes, those before the steps.
+        stem = os.fspath(path).removesuffix(".npz")
+        files = glob.glob(f"{glob.escape(stem)}.rank*.npz")
+        files = [os.fspath(path)] if os.path.exists(path) else files
+        if not files:
+            raise ValueError(f"replay={path} does not exist; pass a file that was recorded")
+        for file in files:
+            with np.load(file, allow_pickle=False) as members:
+                self._about = json.loads(str(members["about"])) if "about" in members else {}
+                if self._about | FORMAT != self._about:
+                    raise ValueError(f"replay={file} is not of version 2; record it again")
+                sources = {name: name for name in members.files} | self._about.get("aliases", {})
+                before = {name: of for name, of in sources.items() if "/before/" in name}
+                self._arrays |= {name: members[of] for name, of in before.items()}
+        self._steps = self._about["steps"]
+        if missing := sorted(set(wanted) - set(self._steps)):
+            raise ValueError(f"replay={path} lacks steps {missing}; it has {self._steps}")
+
+    def _before(self, step: int, replica: int) -> dict[int, np.ndarray]:
+        """Returns index of a variable → array, of the copy of the weights of a replica."""
+        copies = self._about.get("num_copies") or self._about["num_replicas"]
+        place = f"{self._steps.index(step) + 1}/before/{replica % copies}"
+        names = {i: f"{place}/{i}" for i in range(len(self._about["variables"]))}
+        return {i: self._arrays[name] for i, name in names.items() if name in self._arrays}
 
     def assign(
         self, state: Sequence[keras.Variable], variables: Sequence[dict[str, str]],
         number: tf.Tensor, replica: int,
     ) -> None:  # fmt: skip
         """Assigns the state before a step to this replica's copies, if the step is recorded."""
-        trace, copies_of = self._trace, tf.distribute.get_strategy().experimental_local_results
+        copies_of = tf.distribute.get_strategy().experimental_local_results
         found = self._matched([tuple(variable.shape) for variable in state], variables)
         copies = [copies_of(state[own].value) for own, *_ in found]
 
         def read(number: np.int64) -> list[np.ndarray]:
-            step = trace.steps[trace.numbers.index(int(number))]
-            before = step["before", replica % trace.num_replicas]
+            before = self._before(int(number), replica)
             return [np.transpose(before[other], axes) for _, other, axes in found]
 
         def assign() -> tf.Tensor:
-            first = trace.steps[0]["before", 0]
+            first = self._before(self._steps[0], 0)
             dtypes = [first[other].dtype for _, other, _ in found]
             arrays = tf.numpy_function(read, [number], dtypes)
             for copy, array in zip(copies, arrays, strict=True):
@@ -385,9 +300,11 @@ class Replay:
         self, shapes: Sequence[tuple], variables: Sequence[dict[str, str]]
     ) -> list[tuple[int, int, tuple[int, ...]]]:
         """Returns triples: index of a variable, its index in the other recording, transposition."""
-        trace, arrays = self._trace, self._trace.steps[0]["before", 0]
-        kinds = ["weight", "statistic"] + ["optimizer state", "seed"] * (trace.framework == "keras")
-        free, found, partners = list(range(len(arrays))), [], {"": ""}
+        others, arrays = self._about["variables"], self._before(self._steps[0], 0)
+        kinds = ["weight", "statistic"]
+        if self._about["framework"] == "keras":
+            kinds += ["optimizer state", "seed"]
+        free, found, partners = list(arrays), [], {"": ""}
         if unknown := self._names.keys() - {about["name"] for about in variables}:
             self._fail(f"names has {', '.join(sorted(unknown))}, which the model does not have")
         for own, (shape, about) in enumerate(zip(shapes, variables, strict=True)):
@@ -400,7 +317,7 @@ class Replay:
                 wanted["name"] = self._names[about["name"]]
             fits = []
             for other in free:
-                theirs, array = trace.variables[other], arrays[other]
+                theirs, array = others[other], arrays[other]
                 layouts = theirs.get("layout", ""), about["layout"]
                 axes = TRANSPOSES.get(layouts, tuple(range(array.ndim)))
                 same = all(theirs.get(key) == value for key, value in wanted.items())
@@ -411,7 +328,7 @@ class Replay:
             if not fits:
                 listed = [
                     f"{theirs['name']} {array.shape}"
-                    for theirs, array in zip(trace.variables, arrays, strict=False)
+                    for theirs, array in ((others[other], arrays[other]) for other in arrays)
                     if theirs["kind"] == about["kind"]
                 ]
                 self._fail(
@@ -420,7 +337,7 @@ class Replay:
                 )
             _, other, axes = min(fits)
             free.remove(other)
-            partners[about["name"]] = trace.variables[other]["name"]
+            partners[about["name"]] = others[other]["name"]
             found.append((own, other, axes))
         return found
 
@@ -442,35 +359,44 @@ def record(
         with recorder:
             yield recorder
     finally:
-        if recorder.steps:
+        if recorder.arrays:
             recorder.save(path)
-    if not recorder.steps:
+    if not recorder.arrays:
         raise ValueError(f"{path} is not written: no step was recorded; train within the block")
 
 
-def compare(*args: Any, **kwargs: Any) -> Any:
-    """Compares a recording with one device; see `keras_comparison.compare`."""
-    return comparison().compare(*args, **kwargs)
-
-
-def compare_evaluation(*args: Any, **kwargs: Any) -> Any:
-    """Compares an evaluation with one device; see `keras_comparison.compare_evaluation`."""
-    return comparison().compare_evaluation(*args, **kwargs)
-
-
-def comparison() -> Any:
-    """Returns the package in the folder beside this file."""
-    name = f"{__name__.rpartition('lockstep_keras')[0]}keras_comparison"
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise ModuleNotFoundError(
-            "compare needs the folder keras_comparison: copy it beside lockstep_keras.py, or save"
-            " the recording and run `python main.py verify --traces=FILE`",
-            name=name,
-        ) from None
+def description(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer
+) -> dict[str, list[dict[str, Any]] | str]:
+    """Describes the variables of a model and its optimizer, and the layers."""
+    layers = [part for part in model._flatten_layers(include_self=False) if not part._layers]
+    layouts, data_layout = {}, ""
+    for layer in layers:
+        if isinstance(layer, keras.layers.Conv2D):
+            data_layout = {"channels_last": "NHWC"}.get(layer.data_format, "NCHW")
+        if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense) and layer.built:
+            layout = "IO" if len(layer.kernel.shape) == 2 else "HWIO"
+            layouts[getattr(layer.kernel, "path", "")] = layout
+    described = [
+        {"name": layer.name, "class": type(layer).__name__}
+        | {"weights": [weight.path for weight in layer.weights]}
+        | {to: getattr(layer, own) for own, to in LAYER_SETTINGS.items() if hasattr(layer, own)}
+        for layer in layers
+    ]
+    weights = [weight.path for weight in model.trainable_variables]
+    variables = []
+    for variable in model.variables:
+        kind = "weight" if variable.path in weights else "statistic"
+        kind = kind if is_float(variable) else "seed"
+        layout = layouts.get(variable.path, "")
+        variables.append({"name": variable.path, "kind": kind, "layout": layout})
+    starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}
+    for variable in optimizer.variables:
+        start = max(filter(variable.name.startswith, starts), key=len, default="")
+        of, slot = starts.get(start, ""), variable.name.removeprefix(start)
+        about = {"name": variable.path, "kind": "optimizer state", "of": of, "slot": slot}
+        variables.append({**about, "layout": layouts.get(of, "")})
+    return {"layers": described, "variables": variables, "data_layout": data_layout}
 
 
 def permuted(data: Any, number: tf.Tensor, seed: Sequence[int]) -> Any:

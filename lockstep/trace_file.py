@@ -1,0 +1,400 @@
+"""Reads and writes traces as `.npz` files, in the format of docs/trace_format.md, version 2.
+
+Another program may have written a file, or it may be damaged: names, sizes, dtypes and shapes are
+checked when it is opened, and an array is read, with its checksum, when it is asked for.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import pathlib
+import re
+import stat
+import zipfile
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from lockstep.about import Fault, about_from, json_of, shown
+from lockstep.trace import OF_GRADIENTS, OF_VARIABLES, About, Rows, Trace
+
+MAX_MEMBERS, MAX_RATIO = 250_000, 1000  # Deflate reaches a ratio of 1032.
+DTYPES = (
+    *("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8"),
+    *("<f2", "<f4", "<f8"),
+)
+Path = str | os.PathLike[str]
+
+_MAX_ABOUT_BYTES, _MAX_HEADER_BYTES = 64 << 20, 1024
+_NUMBER = r"(?:0|[1-9]\d{0,8})"
+_NAME = re.compile(
+    rf"{_NUMBER}/[a-z_]{{1,40}}/{_NUMBER}/{_NUMBER}(/values|/indices|/rows)?", re.ASCII
+)
+_RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
+_OWN_KEYS = ("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "permuted")
+
+
+class TraceError(ValueError):
+    """A file is not a trace, or is damaged; the text is one line with the file and advice."""
+
+
+class _Header(NamedTuple):
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+# --- Writing -------------------------------------------------------------------------------------
+
+
+class Writer(MutableMapping[str, np.ndarray]):
+    """Writes arrays to a new file as they come; one that repeats earlier bits becomes an alias.
+
+    Until `close`, the file has a temporary name; without it, a `with` block leaves no file.
+
+    Args:
+        target: path of the file, or an open file such as `io.BytesIO`.
+    """
+
+    def __init__(self, target: Path | BinaryIO):
+        self._path = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
+        self._temporary = f"{self._path}.{os.getpid()}.tmp"
+        self._file: Any = open(self._temporary, "w+b") if self._path else target  # noqa: SIM115
+        self._zip = zipfile.ZipFile(self._file, "w")
+        self._members: dict[str, str] = {}  # Name → name of the member with its bits.
+        self._names: dict[bytes, str] = {}  # Checksum → name of the member.
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._path and not self._file.closed:
+            self._file.close()
+            os.unlink(self._temporary)
+
+    def __setitem__(self, name: str, array: np.ndarray) -> None:
+        if name in self._members:
+            raise ValueError(f"{name} is written already")
+        array = np.asarray(array)
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
+        checksum = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=20)
+        checksum.update(array.reshape(-1).view(np.uint8))
+        self._members[name] = self._names.setdefault(checksum.digest(), name)
+        if self._members[name] == name:
+            self._write(name, array)
+
+    def _write(self, name: str, array: np.ndarray) -> None:
+        with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
+            np.lib.format.write_array(member, array, allow_pickle=False)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return _read_array(self._zip, self._members[name])
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"{name} is written already")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def close(self, about: About) -> None:
+        """Writes the description, and gives the file its name."""
+        aliases = {name: member for name, member in self._members.items() if name != member}
+        self._write("about", np.array(json_of(about, aliases)))
+        self._zip.close()
+        if self._path:
+            self._file.flush()
+            os.fsync(self._file.fileno())  # A power cut leaves the whole file, or none.
+            self._file.close()
+            os.replace(self._temporary, self._path)
+
+
+def save(trace: Trace, target: Path | BinaryIO) -> None:
+    """Writes a trace to a path, or to an open file such as `io.BytesIO`."""
+    with Writer(target) as writer:
+        writer.update(trace.stored())
+        writer.close(trace.about)
+
+
+# --- Reading -------------------------------------------------------------------------------------
+
+
+def load(source: Path | BinaryIO | Sequence[BinaryIO]) -> Trace:
+    """Opens a trace; its arrays are read when they are asked for.
+
+    Args:
+        source: `two.npz`, for one file or one for each rank (`two.rank0.npz`, …), or any of the
+            ranks' files; or an open file, or those of all processes.
+
+    Raises:
+        TraceError: a file is missing, incomplete, damaged, or of another version; also raised
+            later, by reading a damaged array.
+    """
+    if isinstance(source, str | os.PathLike):
+        name, paths = _find_files(pathlib.Path(source))
+        files = [_File(str(path), _open(path)) for path in paths]
+    else:
+        name, opened = "the trace", [source] if hasattr(source, "read") else list(source)
+        files = [_File(f"part {i} of the trace", file) for i, file in enumerate(opened)]
+    with _errors_of(name):
+        about = _common_description(files)
+        stored = collections.ChainMap[str, np.ndarray]({}, *files)  # type: ignore[arg-type]
+        if len(stored) < sum(map(len, files)):
+            raise Fault("has an array in two of its files; record it again")
+    trace = Trace(about, stored, name)
+    trace.of_replica = {replica: file.about for file in files for replica in file.replicas}
+    return trace
+
+
+def from_parts(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str = "") -> Trace:
+    """Returns the trace of a recorder's `about` and `arrays`, as if it had been saved and loaded.
+
+    Raises:
+        TraceError: they do not describe a trace.
+    """
+    with _errors_of(name or "the recording"):
+        checked, _ = about_from(json.dumps(about, default=str))
+        headers = {key: _Header(array.dtype, array.shape) for key, array in arrays.items()}
+        _check_arrays(checked, headers, arrays)
+    return Trace(checked, dict(arrays), name)
+
+
+class _File(Mapping[str, np.ndarray]):
+    """The arrays of one open file."""
+
+    def __init__(self, name: str, file: BinaryIO):
+        self.name = name
+        with _errors_of(name):
+            self._zip = zipfile.ZipFile(file)
+            members = _members_of(self._zip, file.seek(0, os.SEEK_END))
+            self.about, aliases = about_from(_read_about(self._zip, members.pop("about")))
+            if not self.about.steps:
+                raise Fault("has no steps; record it again")
+            headers = {key: _header_of(self._zip, info) for key, info in members.items()}
+            for alias, of in aliases.items():
+                if alias in headers or of not in members or not _NAME.fullmatch(alias):
+                    raise Fault(f"has a wrong alias {shown(alias)}; record it again")
+            headers |= {alias: headers[of] for alias, of in aliases.items()}
+            self._members = {key: aliases.get(key, key) for key in headers}
+            self.replicas = self.about.replicas or tuple(range(self.about.num_replicas))
+            _check_arrays(self.about, headers, self)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        member = self._members[name]
+        with _errors_of(self.name):
+            array = _read_array(self._zip, member)
+            if name.endswith("/indices") and array.size:
+                rows = int(self[name.replace("indices", "rows")])
+                if not 0 <= array.min() <= array.max() < rows:
+                    raise Fault(f"has a row outside of 0 to {rows - 1} in {name}; record it again")
+            return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+
+@contextlib.contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Raises any error of reading a file, which may be damaged anywhere, as a `TraceError`."""
+    advice = "; pass a file that a recorder of Lockstep wrote"
+    try:
+        yield
+    except TraceError:
+        raise
+    except Fault as error:
+        text, cause = str(error), error.__cause__
+    except MemoryError as error:
+        text = "needs more memory than there is; record fewer steps or a smaller batch"
+        cause = error
+    except OSError as error:
+        text, cause = f"cannot be read ({error.strerror or error}){advice}", error
+    except Exception as error:
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        text, cause = f"is no .npz file or is damaged ({reason}){advice}", error
+    else:
+        return
+    line = f"{name}: {text}"
+    raise TraceError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line)) from cause
+
+
+def _find_files(path: pathlib.Path) -> tuple[str, list[pathlib.Path]]:
+    """Returns the name of the whole trace, and its files in order of ranks."""
+    match = _RANK.fullmatch(path.name)
+    name = path.with_name(f"{match[1]}.npz") if match else path
+    stem, ranks = name.name.removesuffix(".npz"), dict[int, pathlib.Path]()
+    with _errors_of(str(path)):
+        for file in path.parent.iterdir() if path.parent.is_dir() else ():
+            found = _RANK.fullmatch(file.name)
+            if found and found[1] == stem:
+                ranks[int(found[2])] = file
+        if match is None and os.path.lexists(path):
+            if ranks:
+                raise Fault(
+                    f"there is {ranks[min(ranks)].name}, too; remove the older recording, or pass"
+                    " the name of a rank's file"
+                )
+            return str(name), [path]
+        if not ranks:
+            raise Fault(
+                f"does not exist, nor does {stem}.rank0.npz; pass a file that a recorder of"
+                " Lockstep wrote"
+            )
+    return str(name), [ranks[rank] for rank in sorted(ranks)]
+
+
+def _open(path: pathlib.Path) -> BinaryIO:
+    with _errors_of(str(path)):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # Opening a pipe would wait.
+            raise Fault("is not a regular file; pass a file that a recorder of Lockstep wrote")
+        return open(path, "rb")
+
+
+def _members_of(archive: zipfile.ZipFile, size_bytes: int) -> dict[str, zipfile.ZipInfo]:
+    """Returns the members by their names without suffix, if they are those of a trace."""
+    infos, found = archive.infolist(), dict[str, zipfile.ZipInfo]()
+    if len(infos) > MAX_MEMBERS:
+        raise Fault(f"has more than {MAX_MEMBERS:,} members; record fewer steps")
+    if sum(info.compress_size for info in infos) > size_bytes:
+        raise Fault("has members that are larger than the file; record it again")
+    if sum(info.file_size for info in infos) > MAX_RATIO * size_bytes:
+        times = f"would be more than {MAX_RATIO:,} times as large uncompressed"
+        raise Fault(f"{times}; record it again")
+    for info in infos:
+        name = info.orig_filename.removesuffix(".npy")
+        if info.orig_filename == name or not (name == "about" or _NAME.fullmatch(name)):
+            raise Fault(
+                f"has a member {shown(info.orig_filename)}, which no trace has; pass a file that a"
+                " recorder of Lockstep wrote"
+            )
+        if name in found:
+            raise Fault(f"has the member {shown(name)} twice; record it again")
+        found[name] = info
+    if "about" not in found:
+        raise Fault("has no member 'about'; pass a file that a recorder of Lockstep wrote")
+    return found
+
+
+def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    with archive.open(f"{name}.npy") as member:  # Compares the checksum at the end.
+        return np.lib.format.read_array(member, allow_pickle=False)
+
+
+def _header_of(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
+    """Returns dtype and shape of a member whose size is as they say."""
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    with archive.open(info) as member:
+        read = readers[np.lib.format.read_magic(member)]
+        shape, _, dtype = read(member, max_header_size=_MAX_HEADER_BYTES)
+        is_text = dtype.kind in "SU" and (info.filename == "about.npy" or "/data/" in info.filename)
+        if dtype.str not in DTYPES and not is_text:
+            raise Fault(
+                f"has dtype {shown(dtype.str)} in {info.filename}, which no trace has; record"
+                " numbers of at most 64 bits, little-endian (bfloat16 as float32)"
+            )
+        expected = member.tell() + math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or info.file_size != expected:
+            sizes = f"has {info.file_size:,} of {expected:,} bytes"
+            raise Fault(f"{sizes} in {info.filename}; record it again")
+    return _Header(dtype, shape)
+
+
+def _read_about(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
+    header = _header_of(archive, info)
+    if header.dtype.kind != "U" or header.shape or info.file_size > _MAX_ABOUT_BYTES:
+        raise Fault("has an 'about' that is not one text of at most 64 MiB; record it again")
+    return str(_read_array(archive, "about"))
+
+
+def _check_arrays(
+    about: About, headers: Mapping[str, _Header], arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Checks that the description has the place of each array, and its variable that shape."""
+    trace, shapes = Trace(about), dict[int, tuple[int, ...]]()
+    groups = collections.defaultdict[str, dict[int, set[str]]](lambda: collections.defaultdict(set))
+    for name in headers:
+        group, index, *part = re.split(r"/(\d+)(?:/([a-z]+))?$", name)[:3]
+        groups[group][int(index)].add(part[0] or "")
+    indices = {v.name: i for i, v in enumerate(about.variables) if v.kind == "weight"}
+    of_gradient = [indices[name] for name in about.gradients]
+    order = sorted(groups, key=lambda group: group.split("/")[1] not in OF_VARIABLES)
+    for group in order:
+        position, kind, item = group.split("/")
+        if not (0 < int(position) <= len(about.steps) and int(item) in trace.items(kind)):
+            raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
+        if about.replicas and not _is_of(trace, kind, int(item)):
+            raise Fault(f"has arrays {group}, but not of that replica; record it again")
+        is_variable, is_gradient = kind in OF_VARIABLES, kind in OF_GRADIENTS
+        count = len(about.variables) if is_variable else len(about.gradients)
+        if not (is_variable or is_gradient):
+            count = len(groups[group])
+        for index, parts in groups[group].items():
+            name = f"{group}/{index}"
+            if index >= count:
+                raise Fault(f"has an array {name} of {count} in {group}; record it again")
+            shape = _shape_of(name, parts, headers, arrays)
+            if is_variable or is_gradient:
+                variable = index if is_variable else of_gradient[index]
+                if shapes.setdefault(variable, shape) != shape:
+                    raise Fault(
+                        f"has shape {shape} in {name}, and {shapes[variable]} for its variable"
+                        " elsewhere; record it again"
+                    )
+
+
+def _is_of(trace: Trace, kind: str, item: int) -> bool:
+    """Returns whether a shard, or a copy, is one of the replicas of a file."""
+    is_shard = trace.items(kind) is trace.shards
+    if not is_shard and len(trace.copies) != trace.about.num_replicas:
+        return True
+    return (trace.replica_of(item) if is_shard else item) in trace.about.replicas
+
+
+def _shape_of(
+    name: str, parts: set[str], headers: Mapping[str, _Header], arrays: Mapping[str, np.ndarray]
+) -> tuple[int, ...]:
+    """Returns the shape of an array, and of the whole weight for a gradient of some rows."""
+    if parts == {""}:
+        return headers[name].shape
+    fault = Fault(f"has wrong rows in {name}; record it again")
+    if parts != {*Rows._fields}:
+        raise fault
+    values, indices, rows = (headers[f"{name}/{part}"] for part in Rows._fields)
+    is_valid = len(indices.shape) == 1 and rows.shape == () and values.shape[:1] == indices.shape
+    if not is_valid or {indices.dtype.kind, rows.dtype.kind} - {"i", "u"}:
+        raise fault
+    return (int(arrays[f"{name}/rows"]), *values.shape[1:])
+
+
+def _common_description(files: Sequence[_File]) -> About:
+    """Returns the description of a training whose files hold each replica once."""
+    first = files[0]
+    for file in files[1:]:
+        for field in dataclasses.fields(About):
+            values = getattr(file.about, field.name), getattr(first.about, field.name)
+            if field.name not in _OWN_KEYS and values[0] != values[1]:
+                raise Fault(
+                    f"{field.name!r} of {file.name} differs from that of {first.name}; remove"
+                    " files of other recordings, or record it again"
+                )
+        if (file.about.permuted is None) != (first.about.permuted is None):
+            raise Fault("only some of its files are permuted; record it again")
+    counts = collections.Counter(replica for file in files for replica in file.replicas)
+    for replica in range(first.about.num_replicas):
+        if counts[replica] != 1:
+            raise Fault(
+                f"has replica {replica} {counts[replica]} times, of {first.about.num_replicas}"
+                " replicas; pass one file for each process of one training"
+            )
+    return dataclasses.replace(first.about, replicas=())
