@@ -39,7 +39,8 @@ def gradient_hypotheses(context: Context, shard: int) -> Iterator[Hypothesis]:
                 partial(context.gradients, shard, state=state),
             )  # fmt: skip
     yield from _of_other_examples(context, shard)
-    for cause, text, predict in context.oracle.backward_faults(context.ask(shard)):
+    asked = context.ask(shard, scales=context.facts.scales[shard])
+    for cause, text, predict in context.oracle.backward_faults(asked):
         yield cause, text, predict
     for cause, text, changes in other_states(context, shard):
         yield cause, text, partial(context.gradients, shard, **changes)

@@ -49,12 +49,16 @@ def _of_the_step_before(context: Context, shard: int, state: Named) -> Iterator[
 def _of_parts(context: Context, state: Named) -> Iterator[OtherState]:
     """Yields weights whose parts were put together wrongly."""
     weights = context.of_kind(WEIGHT)
+    num = len(context.trace.about.parts) // context.trace.about.num_replicas
+    biases = {name: num * state[name] for name in weights if name.endswith("bias")}
+    if num > 1 and biases:
+        text = f"those with all biases added {num} times"
+        yield "repeated_bias", text, {"state": state | biases}
     for first, second in itertools.combinations(range(len(context.trace.about.parts)), 2):
         whose = f"of devices {first} and {second} exchanged"
         for names in (weights, *layers(context).values()):
             where = "" if names is weights else f" of {names[0].rpartition('/')[0]}"
-            elements = {n: _exchanged(state[n].ravel(), context, first, second) for n in names}
-            changed = {n: array.reshape(state[n].shape) for n, array in elements.items()}
+            changed = with_exchanged_elements(context, state, names, first, second)
             yield (
                 "swapped_parts",
                 f"those with the elements{where} {whose}",
@@ -118,6 +122,19 @@ def bounds(size: int, num: int) -> list[tuple[int, int]]:
     """Returns the ranges of `num` nearly equal parts; the first ones are larger."""
     sizes = [size // num + (part < size % num) for part in range(num)]
     return [(sum(sizes[:part]), sum(sizes[: part + 1])) for part in range(num)]
+
+
+def with_exchanged_elements(
+    context: Context, state: Named, names: Sequence[str], first: int, second: int, *,
+    back: bool = False,
+) -> Named:  # fmt: skip
+    """Returns variables with two devices' ranges of elements exchanged, or exchanged back."""
+    found = {}
+    for name in names:
+        order = _exchanged(np.arange(state[name].size), context, first, second)
+        order = np.argsort(order) if back else order
+        found[name] = state[name].ravel()[order].reshape(state[name].shape)
+    return found
 
 
 def _exchanged(array: np.ndarray, context: Context, first: int, second: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Predicts the update that a copy would make with a known fault."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -13,8 +14,9 @@ from lockstep.arithmetic import (
     total_norm,
 )
 from lockstep.context import Context
+from lockstep.hypotheses.of_states import with_exchanged_elements
 from lockstep.hypotheses.of_sums import SHORT
-from lockstep.trace import STATE, Named
+from lockstep.trace import STATE, WEIGHT, Named
 
 Hypothesis = tuple[str, str, Callable[[], Named]]  # Cause, text, all variables after the update.
 
@@ -28,6 +30,7 @@ def update_hypotheses(
     yield from _with_other_gradients(context, copy, before, applied)
     yield from _with_other_states(context, copy, before, applied)
     yield from _more_than_once(context, before, applied)
+    yield from _of_exchanged_parts(context, before, applied, expected)
     for name, rounded in SHORT.items():
         text = f"the weights are rounded to {name} after the update"
         yield (
@@ -112,6 +115,22 @@ def _more_than_once(context: Context, before: Named, applied: Named) -> Iterator
         return context.updated(context.updated(before, applied), applied)
 
     yield "updated_twice", "the update is made twice", twice
+
+
+def _of_exchanged_parts(
+    context: Context, before: Named, applied: Named, expected: Named
+) -> Iterator[Hypothesis]:
+    """Yields updated weights that are put together wrongly, also in the step before."""
+    weights, exchange = context.of_kind(WEIGHT), partial(with_exchanged_elements, context)
+    for first, second in itertools.combinations(range(len(context.trace.about.parts)), 2):
+        text = f"the updated weights have the elements of devices {first} and {second} exchanged"
+        yield "swapped_parts", text, partial(exchange, expected, weights, first, second)
+
+        def again(first: int = first, second: int = second) -> Named:
+            held = exchange(before, weights, first, second, back=True)
+            return exchange(context.updated(before | held, applied), weights, first, second)
+
+        yield "swapped_parts", text, again
 
 
 def _with_fitted_numbers(
