@@ -1,6 +1,5 @@
 """Describes verdicts: in sentences for people, as plain data for programs."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -70,6 +69,7 @@ def line_of(finding: Finding, verdict: Verdict) -> str:
 def record_of(verdict: Verdict) -> dict[str, Any]:
     """Returns a verdict as plain data, without its measurements; see docs/verify_json.md."""
     stages = {stage: verdict.status_of(stage) for stage in STAGES}
+    shown = ("stage", "status", "cause", "text", "items", "tensors")
     return {
         "reference": verdict.reference,
         "framework": verdict.framework,
@@ -79,7 +79,7 @@ def record_of(verdict: Verdict) -> dict[str, Any]:
         "steps": [verdict.name_of(step) for step in verdict.steps],
         "stages": {stage: s for stage, s in stages.items() if s != "not checked"},
         "findings": [
-            dataclasses.asdict(finding)
+            {name: getattr(finding, name) for name in shown}
             | {
                 "steps": [verdict.name_of(step) for step in finding.steps],
                 "remedy": remedy_of(finding.cause, verdict.framework),
@@ -94,9 +94,14 @@ def record_of(verdict: Verdict) -> dict[str, Any]:
 
 
 def columns_of(verdict: Verdict) -> dict[str, list]:
-    """Returns the measurements of a verdict as columns, so that each name is written once."""
-    names = ("step", "stage", "tensor", "item", "distance", "allowed", "same_bits")
-    columns = {name: [getattr(m, name) for m in verdict.measurements] for name in names}
+    """Returns the measurements of a verdict as columns, so that each name is written once.
+
+    Steps are positions in the list of the checked steps.
+    """
+    position = {step: index for index, step in enumerate(verdict.steps)}
+    names = ("stage", "tensor", "item", "distance", "allowed", "same_bits")
+    columns = {"step": [position[m.step] for m in verdict.measurements]}
+    columns |= {name: [getattr(m, name) for m in verdict.measurements] for name in names}
     for name in ("distance", "allowed"):
         columns[name] = [finite(value) for value in columns[name]]
     return columns

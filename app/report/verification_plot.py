@@ -3,7 +3,7 @@
 import math
 import pathlib
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -61,8 +61,10 @@ def _draw(record: Mapping[str, Any]) -> Figure:
     panels[0, 0].set_ylim(_FLOOR / 2, max(10, 5 * max(worst.values())))  # Shared by all panels.
     for axes, title in zip(panels[0], stages.values(), strict=True):
         axes.set_title(title, fontsize=9)
+    steps = max((run["steps"] for run in record["trainings"].values()), key=len)
     for axes in panels[-1]:
         axes.set_xlabel("step")
+        axes.xaxis.set_major_formatter(lambda position, _: _tick(steps, position))
     result = Result.from_record(record["shown"])
     figure.suptitle(_title(result))
     figure.supxlabel(_notes(result), fontsize=9, color="0.25", ha="left", x=0.01, linespacing=1.4)
@@ -82,6 +84,12 @@ def _lines(measured: Mapping[str, list]) -> Lines:
         point = (step, min(max(share, _FLOOR), _CEILING))
         lines.setdefault((stage, tensor, item), []).append(point)
     return lines
+
+
+def _tick(steps: Sequence[str], position: float) -> str:
+    """Returns the number of a step; "" for a step with another name."""
+    name = steps[int(position)] if 0 <= position < len(steps) else ""
+    return name.removeprefix("step ") if name.startswith("step ") else ""
 
 
 def _draw_panel(axes: Axes, lines: list[list[tuple[int, float]]]) -> None:

@@ -201,7 +201,7 @@ def _measured(group: Sequence[str], runs: Mapping[str, Run]) -> list[list[str]]:
         if not arrays:
             continue
         worst = max(arrays, key=lambda m: (not m.is_within, share_of(m), m.distance))
-        share = share_of(worst)
+        share, num_equal = share_of(worst), sum(m.same_bits for m in arrays)
         rows.append(
             [
                 "" if rows else name,
@@ -209,7 +209,7 @@ def _measured(group: Sequence[str], runs: Mapping[str, Run]) -> list[list[str]]:
                 f"{worst.distance:.2g}",
                 f"{worst.allowed:.2g}" if worst.allowed else "–",
                 f"{share:.0%}" if share < 1000 else "–",
-                f"{sum(m.same_bits for m in arrays)} of {len(arrays)}",
+                f"{num_equal} of {len(arrays)}" if num_equal else "–",
             ]
         )
     return rows
