@@ -21,6 +21,7 @@ from lockstep.arithmetic import (
     scaled,
 )
 from lockstep.oracles import Ask, Batch, Computed, Oracle
+from lockstep.oracles.rules import RuleOracle
 from lockstep.rounding import Spread, measure
 from lockstep.trace import CLIP_FIRST, REDUCE_FIRST, STATISTIC, Array, Named, Trace
 from lockstep.verdict import BY_DESIGN, FAULT, Finding, Measurement
@@ -186,8 +187,16 @@ class Context:
 
     @property
     def sizes(self) -> list[int]:
-        """The number of examples of each shard."""
-        return [len(data[0]) for data in self.data]
+        """The number of examples of each shard; 0 where it is unknown."""
+        return [sum(map(len, self.inputs(shard))) for shard in self.shards]
+
+    def inputs(self, shard: int) -> list[np.ndarray]:
+        """Returns the first leaf of the examples of each forward pass of a shard."""
+        if not self.has("data"):
+            return []
+        data, counts = self.data[shard], self.trace.about.micro_batches
+        leaves = len(data) // (counts[self.position] if counts else 1)
+        return [array for array in data[:: max(1, leaves)] if array.ndim]
 
     def joined(self, kind: str, order: Sequence[int] = ()) -> list[np.ndarray]:
         """Returns the concatenated arrays of all shards, in order or in the given order."""
@@ -355,8 +364,19 @@ class Context:
 
     def updated(self, before: Named, sums: Named, **changes: Any) -> Named:
         """Returns all variables after the optimizer's update; see `Oracle.update`."""
+        assert self.updater is not None
         clips = self.clips_sum and not self.has("clipped")
-        return self.oracle.update(before, sums, **({"clips": clips} | changes))
+        return self.updater.update(before, sums, **({"clips": clips} | changes))
+
+    @functools.cached_property
+    def updater(self) -> Oracle | RuleOracle | None:
+        """The oracle that computes updates: by the optimizer's rule if no other one computes."""
+        if self.computes:
+            return self.oracle
+        if not (self.has("before") and self.has("after") and self.applied(0)):
+            return None
+        rule = RuleOracle(self.trace, self.position, self.applied(0))
+        return rule if rule.rules else None
 
     # What was found.
 

@@ -29,6 +29,10 @@ from lockstep.match_variables import (
 from lockstep.trace import STATE, STATISTIC, WEIGHT, Named, Trace
 
 
+class NamesError(ValueError):
+    """A map of names that does not fit the traces."""
+
+
 class Pair(NamedTuple):
     """A variable that both traces have.
 
@@ -83,7 +87,7 @@ def match_variables(first: Trace, second: Trace, names: Mapping[str, str]) -> Ma
         names: names in one trace → names in the other, where known.
 
     Raises:
-        ValueError: `names` has an unknown name, or pairs variables of different shapes.
+        NamesError: `names` has an unknown name, or pairs variables of different shapes.
     """
     return _Matcher(first, second).match(names)
 
@@ -132,14 +136,14 @@ class _Matcher:
         for pair in names.items():
             found = self._find(*pair) or self._find(*reversed(pair))
             if found is None:
-                raise ValueError(
+                raise NamesError(
                     f"names: {pair[0]!r} and {pair[1]!r} are not one weight or statistic of"
                     f" {self._traces[0].name} and one of {self._traces[1].name}; correct the names,"
                     " and use each once"
                 )
             a, b = found
             if axes_by_any(a, b) is None:
-                raise ValueError(
+                raise NamesError(
                     f"names: {a.key!r} has shape {a.shape}, and {b.key!r} {b.shape}; pair variables"
                     " of equal shapes"
                 )

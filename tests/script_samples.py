@@ -1,11 +1,14 @@
 """Recordings of a small training computed with NumPy: correct ones, and ones with a fault."""
 
 import dataclasses
-import json
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+
+from lockstep.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
+from lockstep.trace_file import save
 
 NUM_EXAMPLES, BATCH, FEATURES, OUTPUTS = 40, 16, 12, 3
 STEPS_PER_EPOCH = 3  # Batches of 16, 16 and 8.
@@ -103,6 +106,7 @@ class Script:
     update: Callable | None = None
     edit: Callable = lambda script: None  # Changes the arrays of the recording.
     renamed: dict[str, str] = dataclasses.field(default_factory=dict)  # In the description.
+    more_variables: Sequence[Variable] = ()
 
     def __post_init__(self):
         given = {"learning_rate": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
@@ -190,38 +194,50 @@ class Script:
             for index, array in enumerate(arrays):
                 self.arrays[f"{position}/{kind}/{replica}/{index}"] = np.array(array)
 
-    def write(self, path) -> str:
-        """Writes the recording; returns its path."""
+    def trace(self, name: str = "one.npz") -> Trace:
+        """Returns the recording."""
         variables = [
-            {"name": "dense/kernel", "kind": "weight", "layout": "IO"},
-            {"name": "dense/bias", "kind": "weight", "layout": ""},
-            *({"name": name, "kind": "statistic", "layout": ""} for name in NORM),
+            Variable("dense/kernel", WEIGHT, "IO"),
+            Variable("dense/bias", WEIGHT),
+            *(Variable(norm, STATISTIC) for norm in NORM),
             *(
-                {
-                    "name": f"{n}/{slot}", "kind": "optimizer state", "layout": "",
-                    "of": n, "slot": slot,
-                }
-                for n in WEIGHTS
+                Variable(f"{weight}/{slot}", STATE, of=weight, slot=slot)
+                for weight in WEIGHTS
                 for slot in SLOTS[self.optimizer]
             ),
-        ]  # fmt: skip
+            *self.more_variables,
+        ]
         norm = {"name": "norm", "class": "BatchNorm2d", "weights": [], "epsilon": 1e-5}
         if self.replicas > 1 and not self.local_norm:
             norm["class"] = "SyncBatchNorm"
+        settings = [({**self.settings, "weights": list(WEIGHTS)},) for _ in self.steps]
         about = {
-            "format": "lockstep trace", "version": 2, "framework": self.framework,
-            "versions": {self.framework: "1.0"}, "num_replicas": self.replicas,
-            "replicas": list(range(self.replicas)), "steps": list(self.steps),
-            "variables": variables, "gradients": list(WEIGHTS), "reduction": "mean",
-            "order": "reduce, clip",
+            "framework": self.framework, "num_replicas": self.replicas, "steps": tuple(self.steps),
+            "variables": tuple(variables), "gradients": WEIGHTS, "reduction": "mean",
             "optimizer": {"class": self.optimizer, "framework": self.framework},
-            "settings": [[{**self.settings, "weights": list(WEIGHTS)}] for _ in self.steps],
-            "layers": [{**norm, "momentum": self.norm_momentum}], "data_layout": "",
-            "permuted": self.permute, "replayed": "one.npz" if self.replay else None,
-            "micro_batches": [1] * len(self.steps), **self.about,
+            "settings": tuple(settings), "layers": ({**norm, "momentum": self.norm_momentum},),
+            "permuted": self.permute, "replayed": "one.npz" if self.replay else None, **self.about,
         }  # fmt: skip
-        text = json.dumps(about)
-        for old, new in self.renamed.items():
-            text = text.replace(old, new)
-        np.savez(path, **self.arrays, about=np.array(text))
+        return renamed(Trace(About(**about), dict(self.arrays), name), self.renamed)
+
+    def write(self, path: pathlib.Path) -> str:
+        """Writes the recording; returns its path."""
+        save(self.trace(), path)
         return str(path)
+
+
+def renamed(trace: Trace, names: dict[str, str]) -> Trace:
+    """Returns a trace whose weights and layouts have other names."""
+
+    def other(value: Any) -> Any:
+        if isinstance(value, Variable):
+            return Variable(*map(other, dataclasses.astuple(value)))
+        if isinstance(value, dict):
+            return {key: other(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(other, value))
+        return names.get(value, value) if isinstance(value, str) else value
+
+    changed = {n: other(getattr(trace.about, n)) for n in ("variables", "gradients", "settings")}
+    trace.describe(dataclasses.replace(trace.about, **changed))
+    return trace

@@ -20,7 +20,6 @@ from app.verification.case_runner import verify_case
 from app.verification.frameworks.framework_program import find_interpreters
 from app.verification.frameworks.framework_recording import FrameworkRecorder
 from app.verification.recorded import Checked, Recorded
-from app.verification.recordings.trace_runner import verify_traces
 from app.verification.run import Run
 from app.verification.straggler import find_straggler
 from app.verification.strategy_processes import StrategyProcesses
@@ -30,6 +29,7 @@ from app.verification.trace_comparison import (
     compare_traces,
     first_sums_apart,
 )
+from app.verification.trace_runner import verify_traces
 from app.verification.verdict import NO_CAUSE, PairVerdict, StrategyVerdict
 from app.verification.verify_output import write_record
 

@@ -1,6 +1,6 @@
 """Checks the sums that each copy receives."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from lockstep.arithmetic import (
     are_finite,
     dense,
     distance,
+    factor_of,
+    is_far,
     is_within,
     norm,
     ratio,
@@ -20,6 +22,7 @@ from lockstep.arithmetic import (
 )
 from lockstep.context import Context, Facts
 from lockstep.hypotheses.of_sums import SumOf, why_sum
+from lockstep.trace import Array, Named
 from lockstep.verdict import Finding
 
 
@@ -29,9 +32,14 @@ def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
         return
     if context.overflows and not context.oracle.records_overflow:
         return
+    sent, has_sums = context.named(context.kind_sent), context.has("sums")
+    if not context.computes:
+        if not has_sums:
+            yield from _without_sums(context, sent)
+            return
+        if not context.trace.about.reduction or not all(map(are_finite, sent)):
+            return
     context.mark_checked()
-    sent = context.named(context.kind_sent)
-    has_sums = context.has("sums")
     received = context.named("sums") if has_sums else sent
     kind, sent_before = "sums" if has_sums else "raw", context.earlier(context.kind_sent)
     sums_before = context.earlier("sums")
@@ -76,3 +84,32 @@ def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
                 cause, text, kind=context.kind_sent if lost else kind, items=lost or (item,),
                 tensors=names, distance=ratio(apart, size),
             )  # fmt: skip
+
+
+def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
+    """Finds replicas that apply what they sent, if no all-reduce was recorded."""
+    applied = [context.applied(copy) for copy in context.copies]
+    if len(applied) != len(sent) or not all(applied):
+        return
+    context.mark_checked()
+    own = [
+        name
+        for name in sent[0]
+        if not all(name in other and same_bits(sent[0][name], other[name]) for other in sent[1:])
+        and all(
+            name in got and _is_multiple(got[name], sent[item].get(name, 0.0))
+            for item, got in enumerate(applied)
+        )
+    ]
+    if own:
+        text = (
+            "each replica applies the gradient of its own examples: no all-reduce of"
+            f" {len(own)} of {len(sent[0])} gradients was seen"
+        )
+        yield context.found("not_all_reduced", text, tensors=own)
+
+
+def _is_multiple(applied: Array, sent: Array) -> bool:
+    """Returns whether a gradient is the sent one, clipped or not."""
+    factor = factor_of([applied], [sent])
+    return not (is_far(applied, factor * dense(sent)) if np.isfinite(factor) else norm(applied))

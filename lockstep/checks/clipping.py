@@ -6,6 +6,7 @@ import numpy as np
 
 from lockstep.arithmetic import (
     add_named,
+    are_finite,
     dense,
     distance,
     factor_of,
@@ -13,6 +14,7 @@ from lockstep.arithmetic import (
     norm,
     ratio,
     relative_norm,
+    same_bits,
     total_norm,
 )
 from lockstep.context import Context
@@ -20,11 +22,17 @@ from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.trace import Array, Named
 from lockstep.verdict import Finding
 
+_SCALED = 1e-5  # Relative deviation of factors that are equal.
+
 
 def check_clipping(context: Context) -> Iterator[Finding]:
     """Checks clipped gradients, and their sum against the clipped sum."""
     source = "sums" if context.clips_sum else "raw"
-    if not context.computes or not context.has("clipped") or not context.has(source):
+    if not context.has("clipped") or not context.has(source):
+        return
+    if not context.computes:
+        context.mark_checked()
+        yield from _factors_of_clipping(context, context.named(source), context.named("clipped"))
         return
     if context.overflows:
         return
@@ -50,6 +58,28 @@ def check_clipping(context: Context) -> Iterator[Finding]:
             f" {total_norm(sent):.4g}, the clipped sum has {total_norm(expected):.4g}",
             tensors=wrong, distance=relative_norm(sent, expected), allowed=1e-5,
         )  # fmt: skip
+
+
+def _factors_of_clipping(
+    context: Context, given: Sequence[Named], clipped: Sequence[Named]
+) -> Iterator[Finding]:
+    """Compares the factors of clipping, where the limits of the optimizer are unknown."""
+    if len(clipped) < 2 or not all(map(are_finite, (*given, *clipped))):
+        return
+    factors = []
+    for before, after in zip(given, clipped, strict=True):
+        names = [name for name in after if name in before]
+        scale = factor_of([after[n] for n in names], [before[n] for n in names])
+        factors.append(1.0 if all(same_bits(after[n], before[n]) for n in names) else scale)
+    odd = [item for item, factor in enumerate(factors) if factor != 1]
+    if context.clips_sum and not np.ptp(factors) <= _SCALED * abs(factors[0]):
+        listed = ", ".join(f"{factor:.4g}" for factor in factors)
+        text = f"the replicas scale the same gradient by different factors: {listed}"
+        yield context.found("clipped_on_one_replica", text, kind="clipped", items=odd)
+    elif not context.clips_sum and odd:
+        norms = ", ".join(f"{total_norm(gradients):.4g}" for gradients in given)
+        text = f"each replica clips its own gradient, of norm {norms}, before the sum"
+        yield context.found("clipped_before_the_sum", text, kind="raw", items=odd)
 
 
 def _why(

@@ -13,6 +13,8 @@ from lockstep.verdict import Finding
 
 def check_random_numbers(context: Context) -> Iterator[Finding]:
     """Checks the seeds and the states of generators that a step uses."""
+    if not context.computes and context.has("random"):
+        yield from _repeated(context)
     if len(context.shards) == 1:
         return
     if context.computes and context.oracle.random_layers:
@@ -106,6 +108,22 @@ def _equal_states(context: Context) -> Iterator[Finding]:
                     f"replicas {first} and {second} draw from the same random state",
                     items=(first, second), tensors=equal,
                 )  # fmt: skip
+
+
+def _repeated(context: Context) -> Iterator[Finding]:
+    """Finds steps that draw the same numbers as an earlier one."""
+    for position in range(context.position):
+        earlier = Context(context.trace, position)
+        for shard in context.shards:
+            if not (draws(earlier, shard) and draws(context, shard)):
+                continue
+            context.mark_checked()
+            states = [each.arrays("random")[shard] for each in (earlier, context)]
+            if states[0] and _all_same(*states):
+                text = (
+                    f"step {context.number} starts from the random state of step {earlier.number}"
+                )
+                yield context.found("random_numbers_repeated", text, items=(shard,))
 
 
 def draws(context: Context, shard: int) -> bool:

@@ -15,7 +15,7 @@ def check_start(context: Context) -> Iterator[Finding]:
         return
     context.mark_checked()
     before = context.named("before")
-    if not context.follows:
+    if not context.follows or context.trace.about.replayed is not None:
         yield from differing_copies(context, "before", "before the step")
     elif context.trace.has(context.position - 1, "after"):
         after = context.named("after", context.position - 1)

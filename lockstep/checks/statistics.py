@@ -32,9 +32,28 @@ def check_statistics(context: Context) -> Iterator[Finding]:
         for shard in context.shards:
             if shard not in context.facts.exact:
                 yield from _of_shard(context, shard, names)
+    elif len(context.copies) > 1 and context.of_kind(STATISTIC):
+        context.mark_checked()
+        yield from _local(context)
     if context.has("own_after"):
         context.mark_checked()
         yield from _averages(context)
+
+
+def _local(context: Context) -> Iterator[Finding]:
+    """Finds moving statistics that differ between copies, where nobody computes them."""
+    first, *others = context.named("after")
+    for copy, other in enumerate(others, start=1):
+        names = [n for n in context.of_kind(STATISTIC) if n in first and n in other]
+        if names := [name for name in names if not same_bits(first[name], other[name])]:
+            text = (
+                "each replica normalises its own examples and has moving statistics that differ"
+                " from those of replica 0"
+            )
+            yield context.found(
+                "local_statistics", text, design=True, kind="after", items=(copy,), tensors=names,
+                distance=max(ratio(distance(other[n], first[n]), norm(first[n])) for n in names),
+            )  # fmt: skip
 
 
 def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Finding]:

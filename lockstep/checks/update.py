@@ -9,6 +9,7 @@ from lockstep.arithmetic import (
     MARGIN,
     TINY,
     add,
+    are_finite,
     bits,
     dense,
     distance,
@@ -19,29 +20,38 @@ from lockstep.arithmetic import (
 )
 from lockstep.context import Context, Facts
 from lockstep.hypotheses.of_updates import update_hypotheses
+from lockstep.oracles.rules import RuleOracle
 from lockstep.trace import SEED, STATE, WEIGHT, Array, Named, Rows
 from lockstep.verdict import Finding
 
 
 def check_update(context: Context) -> Iterator[Finding | Facts]:
     """Checks the update of each copy, with the gradients that it applies."""
-    if not (context.computes and context.has("after")):
+    oracle = context.updater
+    if oracle is None or not context.has("after"):
         return
-    oracle = context.oracle
-    skips_unseen = oracle.scales_loss and not oracle.records_overflow
-    if skips_unseen and (context.overflows or not context.has("raw")):
-        yield from _check_skipped(context)
-        return
-    if not context.applied(0):
-        yield from _check_unseen(context)
+    if not isinstance(oracle, RuleOracle):
+        skips_unseen = oracle.scales_loss and not oracle.records_overflow
+        if skips_unseen and (context.overflows or not context.has("raw")):
+            yield from _check_skipped(context)
+            return
+        if not context.applied(0):
+            yield from _check_unseen(context)
+            return
+        weights = set(context.of_kind(WEIGHT))
+    elif all(are_finite(context.applied(copy)) for copy in context.copies):
+        weights = set(oracle.rules)
+    else:
         return
     context.mark_checked()
-    watched = [n for n, kind in context.trace.kinds.items() if kind == WEIGHT or n in oracle.tracks]
     before, after = context.named("before"), context.named("after")
+    updated = weights | oracle.tracks
+    watched = [n for n in context.trace.keys if n in updated and all(n in each for each in after)]
     checked: dict[tuple, tuple[Named, Named | None]] = {}
     for copy in context.copies:
         applied = context.applied(copy)
-        key = tuple(map(bits, [*(before[copy][n] for n in watched), *applied.values()]))
+        state = [before[copy][n] for n in watched if n in before[copy]]
+        key = tuple(map(bits, [*state, *applied.values()]))
         if key not in checked:
             checked[key] = context.updated(before[copy], applied), None
         expected, bounds = checked[key]
@@ -60,14 +70,18 @@ def check_update(context: Context) -> Iterator[Finding | Facts]:
         if wrong and bounds is not None:
             yield dataclasses.replace(context.facts, wrong=context.facts.wrong | {"update"})
             yield from _explain(context, copy, expected, bounds, wrong)
-    yield from _check_rows_summed_first(context)
+    if context.computes:
+        yield from _check_rows_summed_first(context)
 
 
 def rounding_bounds(context: Context, before: Named, sums: Named) -> Named:
     """Returns the possible rounding error of each element of the optimizer's update.
 
-    Repeats the update from gradients and states changed by one unit in the last place.
+    Repeats the update from gradients and states changed by one unit in the last place, if no rule
+    tells its terms.
     """
+    if isinstance(context.updater, RuleOracle):
+        return context.updater.bounds(before, sums)
     generator, units = np.random.default_rng(context.position), context.oracle.units
     base = context.updated(before, sums)
     apart = {name: np.zeros(array.shape) for name, array in base.items()}
@@ -136,12 +150,25 @@ def _why(
 ) -> tuple[str, str, list[str]]:
     """Returns cause, text and the explained variables, as many as one cause explains."""
     after = context.named("after")[copy]
+    bad = [name for name in wrong if not are_finite([after[name]]) and are_finite([expected[name]])]
+    if bad:
+        return "not_finite", "NaN or infinite, although weights and gradients are finite", bad
+    # What an update does to a weight and to its state has one cause.
+    groups: dict[str, list[str]] = {name: [name] for name in bounds if name in after}
+    for key, variable in zip(context.trace.keys, context.trace.about.variables, strict=True):
+        if key in groups and variable.of in groups:
+            groups[variable.of].append(key)
+            groups[key] = groups[variable.of]
+
+    def fits(name: str, predicted: Named) -> bool:
+        return name in predicted and is_within(after[name], predicted[name], bounds[name])
+
     for cause, text, predict in update_hypotheses(context, copy, expected, wrong):
         predicted = predict()
         explained = [
             name
             for name in wrong
-            if is_within(after[name], predicted[name], bounds[name])
+            if all(fits(each, predicted) for each in groups[name])
             and not is_within(expected[name], predicted[name], bounds[name])
         ]
         if explained:

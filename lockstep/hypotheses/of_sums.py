@@ -103,6 +103,8 @@ def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:
     """Explains a sum of the shards' gradients with these factors, 1 where they are right."""
     context, item, num = asked.context, asked.item, len(factors)
     if np.allclose(factors, 1 / num, rtol=1e-3):
+        if asked.share != 1:
+            return "scaled_gradient", f"the mean is divided by the {num} replicas once more", ()
         text = f"the gradients are averaged over {num} replicas, not summed"
         return "mean_instead_of_sum", text, ()
     if asked.share != 1 and np.allclose(factors, num, rtol=1e-3):
@@ -112,9 +114,12 @@ def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:
         times = "" if np.allclose(factors[own], 1, rtol=1e-3) else f", times {factors[own[0]]:.4g}"
         text = f"it is the gradient of this replica, not the sum over {num} replicas{times}"
         return "not_all_reduced", text, ()
-    odd = tuple(int(q) for q in np.flatnonzero(np.abs(factors - 1) > 1e-3))
     if not np.any(factors):
         return "lost_replica", "the sum is 0", ()
+    divisor = num / np.count_nonzero(factors)
+    if asked.share != 1 and np.allclose(factors[factors != 0], divisor, rtol=1e-3):
+        factors = factors / divisor  # The mean of some shards.
+    odd = tuple(int(q) for q in np.flatnonzero(np.abs(factors - 1) > 1e-3))
     names = ", ".join(context.trace.name_of("raw", shard) for shard in odd)
     if odd and not any(factors[q] for q in odd):
         per_replica = num // context.trace.about.num_replicas

@@ -16,6 +16,7 @@ from lockstep.arithmetic import (
 from lockstep.context import Context
 from lockstep.hypotheses.of_states import with_exchanged_elements
 from lockstep.hypotheses.of_sums import SHORT
+from lockstep.oracles.rules import RuleOracle
 from lockstep.trace import STATE, WEIGHT, Named
 
 Hypothesis = tuple[str, str, Callable[[], Named]]  # Cause, text, all variables after the update.
@@ -27,10 +28,16 @@ def update_hypotheses(
     """Yields hypotheses about a wrong update of a copy."""
     before, applied = context.named("before")[copy], context.applied(copy)
     yield "not_updated", "the weights do not change", lambda: before
-    yield from _with_other_gradients(context, copy, before, applied)
+    state = {n: before[n] for n in wrong if context.trace.kinds[n] == STATE and n in before}
+    if state:
+        yield "not_updated", "the optimizer state does not change", lambda: expected | state
+    yield from _with_other_gradients(context, copy, before, applied, wrong)
     yield from _with_other_states(context, copy, before, applied)
     yield from _more_than_once(context, before, applied)
     yield from _of_exchanged_parts(context, before, applied, expected)
+    if isinstance(rule := context.updater, RuleOracle):
+        for cause, text, settings in rule.hypotheses():
+            yield cause, text, partial(rule.update, before, applied, **settings)
     for name, rounded in SHORT.items():
         text = f"the weights are rounded to {name} after the update"
         yield (
@@ -42,7 +49,7 @@ def update_hypotheses(
 
 
 def _with_other_gradients(
-    context: Context, copy: int, before: Named, applied: Named
+    context: Context, copy: int, before: Named, applied: Named, wrong: Sequence[str]
 ) -> Iterator[Hypothesis]:
     """Yields updates with gradients other than those that the copy received."""
     update = partial(context.updated, before)
@@ -70,7 +77,7 @@ def _with_other_gradients(
     if old := next((old for old in olds if old and len(old) == len(context.copies)), None):
         text = "the update uses the gradients of the previous step"
         yield "stale_gradient", text, partial(update, old[copy])
-    for name in applied:
+    for name in (n for n in wrong if n in applied):
         zero = applied | {name: scaled_all({name: applied[name]}, 0.0)[name]}
         yield "frozen", f"{name} is updated with a gradient of 0", partial(update, zero)
 

@@ -11,15 +11,17 @@ import numpy as np
 from app.options import Config
 from app.options.rules import num_framework_replicas
 from app.records.files import io_errors_as
-from app.records.script_trace import ScriptTrace, load_trace
+from app.records.script_trace import load_trace
 from app.runtime.processes import call_in_child_process
 from app.verification.frameworks.framework_files import TrainingFiles, write_training_files
 from app.verification.frameworks.framework_program import FRAMEWORKS, run_program
 from app.verification.frameworks.framework_trace import convert_trace
 from app.verification.frameworks.image_labels import ImageLabels
 from app.verification.recorded import Recorded
-from app.verification.recordings.trace_verification import verify_alone
 from app.verification.verdict import Diagnosis
+from lockstep import trace_file
+from lockstep.comparison import verify_alone
+from lockstep.trace import Trace
 
 _ABSENT = ("momentum", "weight_decay", "dampening", "nesterov")  # From plain SGD.
 _STEP = re.compile(r"step (\d+)")
@@ -117,7 +119,7 @@ def _record(
     rows = [epoch[s * size : (s + 1) * size] for epoch in order for s in range(per_epoch)]
     batches = ((images[batch], labels[batch]) for batch in rows[:num_steps])
     sizes = convert_trace(script, names, batches, ImageLabels(images, labels), path)
-    own_findings = findings_of(script)
+    own_findings = findings_of(trace_file.load(script_path))
     for file in path.parent.glob(f"{path.name}-script*.npz"):
         with io_errors_as(file):
             file.unlink()
@@ -136,13 +138,13 @@ def _record(
     )
 
 
-def findings_of(script: ScriptTrace) -> list[Diagnosis]:
+def findings_of(script: Trace) -> list[Diagnosis]:
     """Returns the findings of a recording without a comparison, earliest step first.
 
     Its optimizer must be that of the recipe, and each step must follow from the recorded arrays.
     """
     findings = []
-    for group in script.settings(0, 0):
+    for group in script.about.settings[0] if script.about.settings else ():
         others = {name: group.get(name) for name in _ABSENT if group.get(name)}
         if others:
             shown = ", ".join(f"{name}={value}" for name, value in others.items())

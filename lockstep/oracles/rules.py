@@ -8,11 +8,15 @@ References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`; `keras.o
 `keras.optimizers.Adam`; `optax.sgd`, `optax.adamw`.
 """
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from lockstep.arithmetic import TINY, dense, unit_of
+from lockstep.trace import STATE, Named, Trace
 
 IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
 OF_GRADIENTS, OF_UPDATES = "of gradients", "of updates"
@@ -20,6 +24,15 @@ AFTER_CORRECTION, BEFORE_CORRECTION = "after bias correction", "before bias corr
 UNDER_ROOT = "under the root"
 
 ROUNDINGS = 32  # Of the terms of an update; the longest rule has about 12 operations.
+# Role → its names in PyTorch, Keras and Optax.
+_SLOTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "SGD": {"velocity": ("momentum_buffer", "momentum", "trace")},
+    "Adam": {
+        "first_moment": ("exp_avg", "m", "mu", "momentum"),
+        "second_moment": ("exp_avg_sq", "v", "nu", "velocity"),
+    },
+}
+_COUNTERS = ("step", "iterations", "iteration", "count")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,8 +71,7 @@ class Rule:
     corrects_bias: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """The optimizer state of one weight before a step, in float64.
 
     Attributes:
@@ -206,3 +218,140 @@ def _rounding_of_correction(beta: float, number: int) -> float:
     """
     error = 1 + number * beta ** (number - 1) / 4
     return error / (1 - beta**number) / ROUNDINGS if beta < 1 else 0.0
+
+
+Change = tuple[str, str, dict[str, Any]]  # Cause, text, other settings of the rules.
+
+
+class RuleOracle:
+    """Computes the update of a step by the rule of its optimizer; nothing else.
+
+    Args:
+        trace: the trace, which describes the optimizer.
+        position: position of the step in the trace, from 0.
+        weights: names of the weights that the step updates.
+
+    Attributes:
+        rules: name of a weight → its rule; empty if a rule or its state is unknown.
+        tracks: keys of the optimizer state that an update changes.
+    """
+
+    def __init__(self, trace: Trace, position: int, weights: Iterable[str]):
+        self._after = trace.named(position, "after", 0) or {}
+        self._slots: dict[str, dict[str, str]] = {}  # Weight → role → key.
+        self._counter: dict[str, str] = {}  # Weight → key.
+        self.rules: dict[str, Rule] = {}
+        settings = trace.about.settings[position] if trace.about.settings else ()
+        for weight in weights:
+            own = [g for g in settings if weight in g.get("weights", ())]
+            of_all = [g for g in settings if "weights" not in g]
+            rule = rule_of(trace.about.optimizer, (own or of_all or [{}])[0])
+            if rule is None or not self._find_state(trace, weight, rule):
+                self.rules = {}
+                return
+            self.rules[weight] = rule
+        self.tracks = {key for roles in self._slots.values() for key in roles.values()}
+
+    def _find_state(self, trace: Trace, weight: str, rule: Rule) -> bool:
+        """Finds the optimizer state of a weight; returns whether all of it is recorded."""
+        has_state = rule.family == "Adam" or rule.momentum
+        roles = _SLOTS[rule.family] if has_state else {}
+        for key, variable in zip(trace.keys, trace.about.variables, strict=True):
+            if variable.kind != STATE or key not in self._after:
+                continue
+            is_scalar = np.size(self._after[key]) == 1
+            if variable.slot in _COUNTERS and variable.of in ("", weight) and is_scalar:
+                self._counter[weight] = key
+            for role, names in roles.items():
+                if variable.of == weight and variable.slot in names:
+                    self._slots.setdefault(weight, {})[role] = key
+        is_counted = rule.family == "SGD" or weight in self._counter
+        return is_counted and roles.keys() <= self._slots.get(weight, {}).keys()
+
+    def slots(self, weight: str, before: Named) -> Slots:
+        """Returns the state of a weight; what the first update creates is 0 before it."""
+        found: dict[str, Any] = {
+            role: dense(before.get(key, np.zeros_like(self._after[key])))
+            for role, key in self._slots.get(weight, {}).items()
+        }
+        counter = self._counter.get(weight)
+        number = None if counter is None else int(np.reshape(before.get(counter, 0), ())) + 1
+        return Slots(**found, number=number)
+
+    def state_of(self, weight: str) -> list[str]:
+        """Returns the keys of the state of a weight."""
+        return list(self._slots.get(weight, {}).values())
+
+    def with_rules(self, rules: Mapping[str, Rule]) -> "RuleOracle":
+        """Returns the same oracle with other rules."""
+        other = copy.copy(self)
+        other.rules = dict(rules)
+        return other
+
+    def changed(self, **settings: Any) -> "RuleOracle":
+        """Returns the same oracle with other settings of all rules."""
+        rules = {n: dataclasses.replace(rule, **settings) for n, rule in self.rules.items()}
+        return self.with_rules(rules)
+
+    def _updated(self, before: Named, sums: Named) -> Iterator[tuple[str, Sized]]:
+        for weight, rule in self.rules.items():
+            if weight not in sums or weight not in before:
+                continue
+            slots = self.slots(weight, before)
+            after = updated(rule, dense(before[weight]), dense(sums[weight]), slots)
+            keys = {"weight": weight, **self._slots.get(weight, {})}
+            yield from ((keys[role], value) for role, value in after.items() if role in keys)
+
+    def update(
+        self, before: Named, sums: Named, *, clips: bool = False, rate: float = 1.0,
+        decays: bool = True, **settings: Any,
+    ) -> Named:  # fmt: skip
+        """Returns all variables after the update, in float64; see `Oracle.update`.
+
+        Args:
+            before: all variables before the update.
+            sums: the gradients.
+            clips: has no effect: the rule knows of no clipping.
+            rate: factor of the learning rate.
+            decays: whether the factor also applies to weight decay.
+            **settings: other settings of all rules.
+        """
+        oracle = self.changed(**settings) if settings else self
+        if rate != 1.0:
+            rules = {
+                name: dataclasses.replace(
+                    rule,
+                    learning_rate=rate * rule.learning_rate,
+                    weight_decay=rule.weight_decay / (1.0 if decays or not rate else rate),
+                )
+                for name, rule in oracle.rules.items()
+            }
+            oracle = self.with_rules(rules)
+        counters = {key: np.asarray(before.get(key, 0)) + 1 for key in set(self._counter.values())}
+        new = {key: sized.value for key, sized in oracle._updated(before, sums)}
+        return {**before, **counters, **new}
+
+    def bounds(self, before: Named, sums: Named) -> Named:
+        """Returns how far rounding can move each element after the update."""
+        return {
+            key: ROUNDINGS * unit_of(np.asarray(self._after.get(key, sized.value))) * sized.size
+            + TINY
+            for key, sized in self._updated(before, sums)
+        }
+
+    def hypotheses(self) -> Iterator[Change]:
+        """Yields updates with one other setting."""
+        rules = self.rules.values()
+        for decay in dict.fromkeys([0.0, *(2 * rule.weight_decay for rule in rules)]):
+            text = f"the change is that of a weight decay of {decay:g}"
+            yield "other_weight_decay", text, {"weight_decay": decay}
+        for place in (IN_GRADIENT, IN_WEIGHTS):
+            text = f"weight decay is {place}"
+            yield "weight_decay_placement", text, {"decay_placement": place}
+        for nesterov, form in ((True, "with"), (False, "without")):
+            text = f"the change is that of momentum {form} the look-ahead of Nesterov"
+            yield "other_nesterov", text, {"nesterov": nesterov}
+        yield "bias_not_corrected", "the bias is not corrected", {"corrects_bias": False}
+        for place in (AFTER_CORRECTION, BEFORE_CORRECTION, UNDER_ROOT):
+            text = f"epsilon is added {place}"
+            yield "epsilon_placement", text, {"epsilon_placement": place}

@@ -1,13 +1,21 @@
-"""Explains different gradients by the settings and statistics of the layers of two scripts."""
+"""Explains different gradients by the layers of two scripts: their settings, a flattened order."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from app.verification.recordings.norm_statistics import moving_statistics
-from app.verification.recordings.recorded_step import RecordedStep
-from app.verification.recordings.step_pair import StepPair
+import numpy as np
 
-Cause = tuple[str, str]  # A key of `REMEDIES`, and a sentence.
+from lockstep.arithmetic import dense, norm
+from lockstep.checks.other_statistics import moving_statistics
+from lockstep.context import Context
+from lockstep.oracles.recording import StepPair, Tolerance
+from lockstep.trace import Named
+
+_MOST_CHANNELS = 4096
+# A different loss scales the examples of a batch, so that rows agree only in their size.
+_ALIKE, _MORE_ALIKE = 0.5, 0.3
+_BY_CHANCE = 6  # Times 1 / sqrt(n), the standard deviation of a correlation of n random values.
+Cause = tuple[str, str]  # A key of `causes.CAUSES`, and a sentence.
 Layer = dict[str, Any]
 
 BOTH_SIDES, AT_THE_END = "on both sides", "more at the end"
@@ -16,8 +24,8 @@ KINDS = ("batchnorm", "layernorm", "conv", "dropout")
 
 def local_statistics(pair: StepPair) -> Iterator[Cause]:
     """Yields a cause if BatchNorm normalises each replica's examples separately."""
-    for step, which in ((pair.second, "second"), (pair.first, "first")):
-        if step.trace.num_replicas > 1 and (count := num_local_norms(step)):
+    for step, which in pair.both:
+        if step.trace.about.num_replicas > 1 and (count := num_local_norms(step)):
             yield (
                 "local_statistics",
                 f"{count} BatchNorm layers of the {which} recording normalise the examples of"
@@ -25,20 +33,20 @@ def local_statistics(pair: StepPair) -> Iterator[Cause]:
             )
 
 
-def num_local_norms(step: RecordedStep) -> int:
-    """Returns how many BatchNorm layers of a recording are not synchronized."""
+def num_local_norms(step: Context) -> int:
+    """Returns how many BatchNorm layers of a trace are not synchronized."""
     return sum(
         kind_of(layer) == "batchnorm"
         and "Sync" not in str(layer.get("class"))
         and not layer.get("synchronized")
-        for layer in step.trace.layers
+        for layer in step.trace.about.layers
     )
 
 
 def other_settings(pair: StepPair) -> Iterator[Cause]:
-    """Yields causes for settings of layers that differ, read from the recordings.
+    """Yields causes for settings of layers that differ, read from the traces.
 
-    Omits a setting if the next BatchNorm receives the same batch in both recordings.
+    Omits a setting if the next BatchNorm receives the same batch in both traces.
     """
     layers = [_compared(step) for step in (pair.first, pair.second)]
     differences: dict[str, list[str]] = {}
@@ -59,11 +67,11 @@ def other_settings(pair: StepPair) -> Iterator[Cause]:
         )
 
 
-def _compared(step: RecordedStep) -> list[Layer]:
+def _compared(step: Context) -> list[Layer]:
     """Returns the layers with settings; a convolution gets the padding of the layer before it."""
     found: list[Layer] = []
     before: Any = None
-    for layer in step.trace.layers:
+    for layer in step.trace.about.layers:
         name = str(layer.get("class", "")).lower()
         if "zeropad" in name:
             before = _amounts(layer.get("padding"), is_torch="padding" not in name)
@@ -86,7 +94,7 @@ def _same_kind(first: Sequence[Layer], second: Sequence[Layer]) -> Iterator[tupl
 
 
 def _has_no_effect(pair: StepPair, layers: Sequence[Layer], layer: Layer) -> bool:
-    """Returns whether the BatchNorm behind a layer receives the same batch in both recordings."""
+    """Returns whether the BatchNorm behind a layer receives the same batch in both traces."""
     later = layers[[each is layer for each in layers].index(True) + 1 :]
     norms = [each for each in later if kind_of(each) == "batchnorm"]
     if not norms:
@@ -150,3 +158,57 @@ def _amounts(padding: Any, *, is_torch: bool) -> list[list[int]]:
 def _pair_of(value: Any) -> tuple[int, ...]:
     values = list(value if isinstance(value, list | tuple) else [value or 1])
     return tuple(values * 2 if len(values) == 1 else values)
+
+
+def reordered_rows(
+    pair: StepPair, first: Named, second: Named, wrong: Sequence[str], tolerance: Tolerance
+) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Yields an explanation of different gradients by the order of the flattened axes.
+
+    Rows of a dense kernel's gradient are equal in another order; or, if the kernel itself is not
+    reordered and the loss differs, of similar size in that order.
+    """
+    layouts = {variable.name: variable.layout for variable in pair.first.trace.about.variables}
+    for name in wrong:
+        a, b = dense(first[name]), dense(second[name])
+        if a.ndim != 2:
+            continue
+        if layouts.get(name) == "OI":
+            a, b = a.T, b.T
+        sizes = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
+        direct = _correlation(*sizes)
+        found = [
+            (
+                bool(tolerance.wrong({name: b[order]}, {name: a})),
+                -_correlation(sizes[0], sizes[1][order]),
+                n,
+            )
+            for n, order in _orders(len(a))
+        ]
+        if not found:
+            continue
+        is_far, unlike, channels = min(found)
+        least = max(_ALIKE, _BY_CHANCE / len(a) ** 0.5, direct + _MORE_ALIKE)
+        if not is_far or -unlike > least:
+            yield (
+                "flatten_order",
+                f"the inputs of {name} are in another order: {channels} channels are flattened"
+                " first in one script and last in the other",
+                [name],
+            )
+            return
+
+
+def _orders(count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields numbers of channels, and the row order with the channels on the other side."""
+    rows = np.arange(count)
+    for channels in range(2, min(count, _MOST_CHANNELS)):
+        if count % channels == 0:
+            yield channels, rows.reshape(channels, -1).T.ravel()
+            yield channels, rows.reshape(-1, channels).T.ravel()
+
+
+def _correlation(first: np.ndarray, second: np.ndarray) -> float:
+    a, b = (array - array.mean() for array in (first.astype(np.float64), second))
+    size = norm(a) * norm(b)
+    return float(a @ b) / size if size else 0.0

@@ -1,1 +1,0 @@
-"""Verifies recordings of users' scripts, from any framework; needs only NumPy."""

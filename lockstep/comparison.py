@@ -1,0 +1,297 @@
+"""Verifies recordings: each on its own, and all further ones against the first."""
+
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from lockstep.arithmetic import EPS, MARGIN
+from lockstep.checks.other_examples import (
+    compare_examples,
+    compare_losses,
+    compare_starts,
+    repeated_batches,
+)
+from lockstep.checks.other_gradients import (
+    compare_clipping,
+    compare_gradients,
+    explained_by,
+    is_decay_in_loss,
+)
+from lockstep.checks.other_rule import compare_rules
+from lockstep.checks.other_statistics import compare_statistics
+from lockstep.context import Context
+from lockstep.engine import check
+from lockstep.oracles.recording import EXACT, StepPair, Tolerance, TraceOracle
+from lockstep.trace import Trace
+from lockstep.verdict import STAGES, Finding, Verdict, merged
+
+DEFAULT_TOLERANCE = 1e-4
+# Gradients from inputs of another scale differ by more than this.
+_NEAR = 0.1
+# A larger effect is a fault that the permuted recording also has, not float32 rounding.
+_MOST_BY_ROUNDING = 1e-2
+_KERNELS = 64  # ULPs by which correct kernels of two frameworks differ.
+
+Findings = dict[str, list[Finding]]  # Stage → findings, also empty ones of stages that are clean.
+
+
+def compare_traces(
+    traces: Sequence[Trace],
+    names: Mapping[str, str],
+    tolerance: float | None = None,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> dict[str, Verdict]:
+    """Verifies each recording on its own, and all further ones against the first.
+
+    Args:
+        traces: the recordings; one with permuted examples only gives the tolerance.
+        names: names of weights in one recording → names in the other, where they do not match.
+        tolerance: relative difference of gradients to allow; None to compute it.
+        on_step: called after each step, with the number of steps that have been checked.
+
+    Returns:
+        Name of the recording → verdict, in their order.
+
+    Raises:
+        ValueError: the recordings have nothing in common.
+    """
+    permuted = [trace for trace in traces if trace.about.permuted is not None]
+    first, *others = [trace for trace in traces if trace.about.permuted is None] or [None]
+    if first is None:
+        raise ValueError(
+            f"{permuted[0].name}: is recorded with permute=, which only gives the tolerance; pass"
+            " the recording to verify, too"
+        )
+    if len(permuted) > 1:
+        raise ValueError(
+            f"{permuted[1].name}: is the second recording with permute=; pass only one"
+        )
+    allowed = given_tolerance(tolerance)
+    if permuted and tolerance is None:
+        allowed = computed_tolerance(first, permuted[0], names)
+    short = _short_names([first, *others])
+    alone = verify_alone(first, short[0], on_step)
+    verdicts = {short[0]: dataclasses.replace(alone, tolerance=allowed.text) if others else alone}
+    for name, other in zip(short[1:], others, strict=True):
+        done = sum(len(verdict.steps) for verdict in verdicts.values())
+        own = between_frameworks(allowed, first, other)
+        verdicts[name] = verify_against(
+            first,
+            other,
+            names,
+            own,
+            name,
+            f"training of {short[0]}",
+            lambda n, d=done: on_step(d + n),
+        )
+    return verdicts
+
+
+def _short_names(traces: Sequence[Trace]) -> list[str]:
+    """Returns file names, with as many parent folders as needed to distinguish them."""
+    paths = [pathlib.Path(trace.name or "recording").absolute() for trace in traces]
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        short = [str(pathlib.Path(*path.parts[-count:])) for path in paths]
+        if len(set(short)) == len(short):
+            return short
+    # The same file twice.
+    return [f"{path.name} ({number})" for number, path in enumerate(paths, start=1)]
+
+
+def verify_alone(
+    trace: Trace, name: str = "", on_step: Callable[[int], None] = lambda step: None
+) -> Verdict:
+    """Checks one recording on its own."""
+    verdict = check(trace, name=name, on_step=on_step)
+    contexts = [Context(trace, position) for position in range(len(trace.steps))]
+    found = []
+    if all(context.has("data") for context in contexts):
+        for context in contexts:
+            if (earlier := repeated_batches(contexts).get(context.number)) is not None:
+                text = (
+                    f"step {context.number} has the examples of step {earlier} again, in the same"
+                    " order"
+                )
+                found.append(context.found("not_reshuffled", text, stage="examples", design=True))
+    return _with(verdict, {"examples": found} if found else {})
+
+
+def _with(verdict: Verdict, found: Findings) -> Verdict:
+    """Returns a verdict with further findings."""
+    findings = [each for stage in found.values() for each in stage]
+    checked = {*verdict.checked, *found}
+    return dataclasses.replace(
+        verdict,
+        findings=merged([*verdict.findings, *findings]),
+        checked=tuple(stage for stage in STAGES if stage in checked),
+    )
+
+
+def verify_against(
+    first: Trace,
+    second: Trace,
+    names: Mapping[str, str],
+    tolerance: Tolerance,
+    name: str = "",
+    reference: str = "",
+    on_step: Callable[[int], None] = lambda step: None,
+) -> Verdict:
+    """Checks a recording, and compares it with the first, step by step.
+
+    Args:
+        first: the reference.
+        second: the recording to check.
+        names: name of a weight in one recording → name in the other, where they do not match.
+        tolerance: tolerance of the gradients.
+        name, reference: the trainings in words.
+        on_step: called after each step, with its number from 1.
+
+    Raises:
+        ValueError: the recordings have no step or no weight in common.
+    """
+    oracle = TraceOracle(first, second, names)
+    alone = check(second, name=name, reference=reference, on_step=on_step)
+    found: Findings = {}
+    skipped, wrong_sums = [], {
+        step
+        for finding in alone.faults
+        if finding.stage in ("all-reduce", "clipping")
+        for step in finding.steps
+    }  # fmt: skip
+    examples = compare_examples(list(oracle.pairs()))
+    for pair in oracle.pairs():
+        _add(found, "start", compare_starts(pair, is_first=pair.number == oracle.numbers[0]))
+        others = None if examples is None else examples[pair.number]
+        gradients = None
+        if not pair.starts_equally:
+            skipped.append(pair.number)
+        elif others and _is_converted_inside(pair, others, tolerance):
+            others = []
+        if pair.starts_equally and not others:
+            gradients = _compare_computation(pair, found, tolerance)
+            if pair.number not in wrong_sums and not gradients:
+                _add(found, "clipping", compare_clipping(pair, tolerance))
+        _add(found, "examples", others)
+        rules = compare_rules(pair)
+        if rules and is_decay_in_loss(gradients):
+            left_out = ("other_weight_decay", "weight_decay_placement")
+            rules = [each for each in rules if each.cause not in left_out]
+        _add(found, "update", rules)
+    unmatched = (*oracle.matching.unmatched_first, *oracle.matching.unmatched_second)
+    verdict = dataclasses.replace(_with(alone, found), tolerance=tolerance.text)
+    return dataclasses.replace(verdict, notes=(*verdict.notes, *_notes(skipped, unmatched)))
+
+
+def _notes(skipped: Sequence[int], unmatched: Sequence[str]) -> list[str]:
+    """Returns what could not be compared, and why."""
+    notes = []
+    if skipped:
+        numbers = ", ".join(map(str, skipped))
+        notes.append(
+            f"gradients of steps {numbers} not compared, which start from other states: record them"
+            " with replay="
+        )
+    if unmatched:
+        notes.append(f"not matched: {', '.join(unmatched)}")
+    return notes
+
+
+def _add(found: Findings, stage: str, findings: Sequence[Finding] | None) -> None:
+    """Adds the findings of a stage; None if it could not be checked."""
+    if findings is not None:
+        found.setdefault(stage, []).extend(findings)
+
+
+def _is_converted_inside(pair: StepPair, others: Sequence[Finding], tolerance: Tolerance) -> bool:
+    """Returns whether inputs of another scale or layout give approximately equal gradients.
+
+    One of the models then scales or transposes its inputs, and a remaining difference has another
+    cause.
+    """
+    first, second = pair.gradients()
+    is_form = others[0].cause in ("other_normalisation", "other_layout")
+    near = Tolerance({}, max(tolerance.allowed(list(first)), _NEAR), "")
+    return is_form and bool(first) and not near.wrong(second, first)
+
+
+def _compare_computation(
+    pair: StepPair, found: Findings, tolerance: Tolerance
+) -> list[Finding] | None:
+    """Compares what two recordings compute from the same state and examples."""
+    gradients = compare_gradients(pair, tolerance)
+    losses = compare_losses(pair, max(tolerance.usual, 1e-5))
+    moving = compare_statistics(pair, max(1e-4, tolerance.usual))
+    _add(found, "loss", explained_by(gradients, losses, "other_loss"))
+    _add(found, "gradients", gradients)
+    _add(found, "statistics", explained_by(gradients, moving, "other_statistics"))
+    return gradients
+
+
+def given_tolerance(value: float | None) -> Tolerance:
+    """Returns the tolerance of a flag, or the default."""
+    if value is not None:
+        return Tolerance({}, value, f"{value:g}, given by --tolerance")
+    text = (
+        f"{DEFAULT_TOLERANCE:g}, the default; record a third time with permute=1 to compute it from"
+        " the effect of rounding"
+    )
+    return Tolerance({}, DEFAULT_TOLERANCE, text)
+
+
+def between_frameworks(tolerance: Tolerance, first: Trace, second: Trace) -> Tolerance:
+    """Returns a tolerance of at least the difference of kernels of two frameworks.
+
+    Permuting the examples changes the order of sums over examples; another framework also sums
+    pixels and channels in another order.
+    """
+    if first.about.framework == second.about.framework or not tolerance.of_weight:
+        return tolerance
+    least = _KERNELS * EPS
+    return Tolerance(
+        {name: max(value, least) for name, value in tolerance.of_weight.items()},
+        max(tolerance.usual, least),
+        f"{tolerance.text}, and at least {least:.2g} between two frameworks",
+    )
+
+
+def computed_tolerance(first: Trace, permuted: Trace, names: Mapping[str, str]) -> Tolerance:
+    """Computes the tolerance from a recording with permuted examples: another order of sums.
+
+    Raises:
+        ValueError: none of its steps starts from a state of the first recording.
+    """
+    spread: dict[str, float] = {}
+    num_steps = 0
+    for pair in TraceOracle(first, permuted, names).pairs():
+        expected, actual = pair.gradients() if pair.starts_equally else ({}, {})
+        if not expected:
+            continue
+        num_steps += 1
+        apart = EXACT.wrong(actual, expected)
+        for name in expected:
+            spread[name] = max(spread.get(name, 0.0), apart.get(name, 0.0))
+    if not spread:
+        raise ValueError(
+            f"{permuted.name}: no step starts from the state of {first.name}; record it with"
+            " replay= and the same steps"
+        )
+    # If examples are summed in higher precision, permuting them has no effect and is not
+    # conclusive.
+    usual = statistics.median([far for far in spread.values() if far] or [EPS])
+    of_weight = {
+        name: min(MARGIN * max(far, usual, EPS), _MOST_BY_ROUNDING)
+        if np.isfinite(far)
+        else DEFAULT_TOLERANCE
+        for name, far in spread.items()
+    }
+    low, high = min(of_weight.values()), max(of_weight.values())
+    text = (
+        f"{low:.2g} to {high:.2g}, relative, {MARGIN} times the effect of permuting the examples"
+        f" in {num_steps} steps of {permuted.name}"
+    )
+    if high == _MOST_BY_ROUNDING:
+        text += ", limited to 0.01: a larger effect is not rounding"
+    return Tolerance(of_weight, min(MARGIN * max(usual, EPS), _MOST_BY_ROUNDING), text)
