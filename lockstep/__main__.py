@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     from lockstep.comparison import compare_traces
+    from lockstep.match import NamesError
     from lockstep.trace_file import load
 
     try:
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdicts = compare_traces([load(f) for f in options.files], names, options.tolerance)
     except ValueError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        return UNREADABLE
+        return FLAGS if isinstance(error, NamesError) else UNREADABLE
     if options.json:
         print(json.dumps(record_of_all(verdicts), indent=1))
     else:
