@@ -127,9 +127,9 @@ def describe(
     """Describes the results in sentences and tables; see `report` for the arguments."""
     verdicts = [(_STATUSES[run.verdict.status], sentence_of(run.verdict)) for run in runs.values()]
     blocks: list[Block] = [*outcome_sentences(pairs), _setup(runs, setup)]
-    for name, run in runs.items():
-        about = [run.about] if run.about else []
-        blocks += [one_line(f"{name}: {text}") for text in (*about, *run.verdict.notes)]
+    blocks += [
+        one_line(f"{name}: {note}") for name, run in runs.items() for note in run.verdict.notes
+    ]
     blocks += [_stages(runs), *_explanations(runs), *_side_by_side(pairs, runs)]
     if rows := [row for group in _groups(runs) for row in _measured(group, runs)]:
         header = ["training", "stage", "difference", "allowed", "of allowed", "bitwise equal"]
@@ -142,10 +142,14 @@ def describe(
 
 
 def _setup(runs: Mapping[str, Run], setup: Mapping[str, str]) -> Facts:
-    """Returns the set-up with the checked steps and the tolerances."""
+    """Returns how all and each were trained, the checked steps and the tolerances."""
     longest = max((run.verdict for run in runs.values()), key=lambda verdict: len(verdict.steps))
     tolerances = dict.fromkeys(run.verdict.tolerance for run in runs.values())
-    shown = {**setup, "steps": ", ".join(named_steps([*map(longest.name_of, longest.steps)]))}
+    shown = {
+        **setup,
+        **{name: run.about for name, run in runs.items()},
+        "steps": ", ".join(named_steps([*map(longest.name_of, longest.steps)])),
+    }
     shown["tolerances"] = "; ".join(filter(None, tolerances))
     return Facts("", {one_line(label): one_line(text) for label, text in shown.items() if text})
 

@@ -41,8 +41,7 @@ def verify_traces(config: Config) -> dict[str, Run]:
     with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
         runs = _verify(config, traces)
         run_directory.start(overwrite=config.output.overwrite)
-        setup = {name: run.about for name, run in runs.items()}
-        output.report(path, runs, facts={"traces": fields["traces"]}, setup=setup)
+        output.report(path, runs, facts={"traces": fields["traces"]}, setup={})
     return runs
 
 
