@@ -1,9 +1,14 @@
-"""Parses the description of a trace: JSON text, which another program may have written."""
+"""Parses the description of a trace: JSON text, which another program may have written.
+
+The annotations of `About` say which types its keys have.
+"""
 
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping
+import types
+import typing
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.trace import (
@@ -15,122 +20,21 @@ from lockstep.trace import (
     WEIGHT,
     About,
     Shard,
-    Variable,
 )
 
 FORMAT, VERSION = "lockstep trace", 2
 
 _MAX_DEPTH, _MAX_TEXT, _MAX_SHOWN, _MAX_REPLICAS = 50, 2_000, 60, 65_536
-_KINDS = (WEIGHT, STATISTIC, STATE, SEED)
+_SWITCHES = ("nesterov", "amsgrad")
 _NUMBERS = (
     *("learning_rate", "momentum", "dampening", "weight_decay"),
     *("beta_1", "beta_2", "rho", "epsilon"),
 )
-_SWITCHES = ("nesterov", "amsgrad")
-
-Test = Callable[[Any], Any]
+_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 class Fault(Exception):
     """An error in a file, with advice; `trace_file` prepends the file's name."""
-
-
-def _whole(low: int, high: int) -> Test:
-    return lambda value: type(value) is int and low <= value <= high
-
-
-def _one_of(*choices: str) -> Test:
-    return lambda value: isinstance(value, str) and value in choices
-
-
-def _list_of(test: Test) -> Test:
-    return lambda value: isinstance(value, list) and all(map(test, value))
-
-
-def _object_of(test: Test) -> Test:
-    return lambda value: isinstance(value, dict) and all(map(test, value.values()))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_variable(value: Any) -> bool:
-    texts = [value.get(field.name, "") for field in dataclasses.fields(Variable)]
-    return all(map(_is_text, texts)) and texts[0] and texts[1] in _KINDS
-
-
-def _is_group(value: Any) -> bool:
-    numbers = [value[name] for name in _NUMBERS if value.get(name) is not None]
-    switches = [value[name] for name in _SWITCHES if value.get(name) is not None]
-    return (
-        all(map(_is_number, numbers))
-        and all(isinstance(switch, bool) for switch in switches)
-        and _list_of(_is_text)(value.get("weights", []))
-    )
-
-
-def _is_layer(value: Any) -> bool:
-    names = value.get("name"), value.get("class")
-    return all(map(_is_text, names)) and _list_of(_is_text)(value.get("weights", []))
-
-
-def _is_shard(value: Any) -> bool:
-    is_pair = isinstance(value, list) and len(value) == 2
-    return is_pair and _whole(0, _MAX_REPLICAS)(value[0]) and _is_number(value[1]) and value[1] > 0
-
-
-def _is_structure(value: Any) -> bool:
-    """Tests what `record_keras.to_json` writes."""
-    if not isinstance(value, dict):
-        return value is None or _whole(0, 2**31)(value)
-    if len(value) != 1:
-        return False
-    ((kind, content),) = value.items()
-    of = _object_of if kind == "dict" else _list_of
-    return kind in ("dict", "list", "tuple") and of(_is_structure)(content)
-
-
-def _each(test: Test) -> Test:
-    return lambda value: isinstance(value, dict) and test(value)
-
-
-_TEXT, _COUNT = (_is_text, "a text"), _whole(0, _MAX_REPLICAS)
-_IS_TRUE = (lambda value: isinstance(value, bool), "true or false")
-_OBJECTS = "a list of objects with the keys of docs/trace_format.md"
-_NESTED = (_is_structure, "nested objects as in docs/trace_format.md")
-_KEYS: dict[str, tuple[Test, str]] = {
-    "framework": (lambda value: _is_text(value) and value, "a name"),
-    "num_replicas": (_whole(1, _MAX_REPLICAS), f"a whole number from 1 to {_MAX_REPLICAS}"),
-    "steps": (_list_of(_whole(0, 2**62)), "a list of whole numbers"),
-    "variables": (_list_of(_each(_is_variable)), _OBJECTS),
-    "gradients": (_list_of(_is_text), "a list of names"),
-    "replicas": (_list_of(_COUNT), "a list of whole numbers"),
-    "shards": (_list_of(_is_shard), "a list of pairs [replica, weight]"),
-    "num_copies": (_COUNT, f"a whole number to {_MAX_REPLICAS}"),
-    "syncs_batch_norm": _IS_TRUE,
-    "whole_loss": _IS_TRUE,
-    "reduction": (_one_of("", "sum", "mean"), "one of '', 'sum', 'mean'"),
-    "order": (_one_of(REDUCE_FIRST, CLIP_FIRST), f"{REDUCE_FIRST!r} or {CLIP_FIRST!r}"),
-    "reduced_in": _TEXT,
-    "optimizer": (_object_of(lambda value: True), "an object"),
-    "settings": (_list_of(_list_of(_each(_is_group))), "a list of groups for each step"),
-    "layers": (_list_of(_each(_is_layer)), _OBJECTS),
-    "data_layout": _TEXT,
-    "micro_batches": (_list_of(_whole(1, 2**31)), "a list of whole numbers from 1"),
-    "permuted": (lambda value: value is None or _whole(-(2**64), 2**64)(value), "a whole number"),
-    "replayed": (lambda value: value is None or _is_text(value), "a text"),
-    "structure": _NESTED,
-    "predicted": _NESTED,
-    "parts": (_list_of(_object_of(_list_of(_whole(0, 2**48)))), "objects of shapes"),
-    "versions": (_object_of(_is_text), "an object of texts"),
-    "aliases": (_object_of(_is_text), "an object of names"),
-}
-_REQUIRED = ("framework", "num_replicas", "steps", "variables", "gradients")
 
 
 def about_from(text: str) -> tuple[About, dict[str, str]]:
@@ -147,23 +51,13 @@ def about_from(text: str) -> tuple[About, dict[str, str]]:
         raise Fault("is not a trace; pass a file that a recorder of Lockstep wrote")
     _check_version(values.get("version"))
     _check_tree(values)
-    known = {key: value for key, value in values.items() if key in _KEYS}
-    for key, (test, required) in _KEYS.items():
-        if (key in known and not test(known[key])) or (key in _REQUIRED and key not in known):
-            found = f"is {shown(known[key])}" if key in known else "is missing"
-            raise Fault(f"{key} of 'about' {found}, must be {required}; record it again")
-    aliases = known.pop("aliases", {})
-    fields = [field.name for field in dataclasses.fields(Variable)]
-    known["variables"] = [
-        Variable(**{k: v for k, v in each.items() if k in fields}) for each in known["variables"]
-    ]
-    known["parts"] = [{k: tuple(v) for k, v in each.items()} for each in known.get("parts", [])]
-    known["shards"] = [Shard(*each) for each in known.get("shards", [])]
-    about = About(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
-    _check_relations(about)
+    about = _parsed(values, About, "")
+    for key, is_right, required in _requirements(about):
+        if not is_right:
+            raise Fault(f"{key} of 'about' must be {required}; record it again")
     if sorted(about.replicas) == [*range(about.num_replicas)]:
         about = dataclasses.replace(about, replicas=())
-    return about, aliases
+    return about, _parsed(values.get("aliases", {}), Mapping[str, str], "aliases")
 
 
 def json_of(about: About, aliases: Mapping[str, str]) -> str:
@@ -205,31 +99,80 @@ def _check_tree(root: Any) -> None:
                 )
         if depth > _MAX_DEPTH or (type(node) is int and not -(2**64) < node < 2**64):
             raise Fault("has deep nesting or more than 64 bits in 'about'; record it again")
-        children = node.values() if isinstance(node, dict) else node
         if isinstance(node, dict | list):
+            children = node.values() if isinstance(node, dict) else node
             nodes += [(child, depth + 1) for child in children]
 
 
-def _check_relations(about: About) -> None:
-    """Checks values against each other."""
+def _parsed(value: Any, wanted: Any, key: str) -> Any:
+    """Returns a value as an annotation says: a tuple for a list, an object of a class."""
+    origin, (first, *more) = typing.get_origin(wanted), typing.get_args(wanted) or (None,)
+    if wanted is Any or (origin is types.UnionType and value is None):
+        return value
+    if origin is types.UnionType:
+        return _parsed(value, first, key)
+    if dataclasses.is_dataclass(wanted) and isinstance(value, dict):
+        fields, start = typing.get_type_hints(wanted), f"{key}." if key else ""
+        found = {name: value[name] for name in fields if name in value}
+        for field in dataclasses.fields(wanted):
+            is_required = {field.default, field.default_factory} == {dataclasses.MISSING}
+            if is_required and field.name not in found:
+                raise Fault(f"{start}{field.name} of 'about' is missing; record it again")
+        return wanted(**{n: _parsed(v, fields[n], f"{start}{n}") for n, v in found.items()})
+    if wanted is Shard and isinstance(value, list) and len(value) == 2:
+        return Shard(_parsed(value[0], int, key), _parsed(value[1], float, key))
+    if origin is not None and isinstance(value, list) and not issubclass(origin, Mapping):
+        return tuple(_parsed(each, first, f"{key}[{i}]") for i, each in enumerate(value))
+    if origin is not None and isinstance(value, dict) and issubclass(origin, Mapping):
+        return {name: _parsed(each, more[0], f"{key}.{name}") for name, each in value.items()}
+    if type(value) is wanted or (wanted is float and type(value) is int):
+        return value
+    required = _NAMES.get(wanted, "a list" if origin in (tuple, typing.Sequence) else "an object")
+    raise Fault(f"{key} of 'about' is {shown(value)}, must be {required}; record it again")
+
+
+def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
+    """Yields a key, whether its value is possible, and the requirement."""
+    num, steps = about.num_replicas, about.steps
     unique = [v.name for v in about.variables if v.kind in (WEIGHT, STATISTIC)]
-    weights = {v.name for v in about.variables if v.kind == WEIGHT}
-    named = [name for step in about.settings for group in step for name in group.get("weights", [])]
-    of = [variable.of for variable in about.variables if variable.of]
+    weights = {variable.name for variable in about.variables if variable.kind == WEIGHT}
+    groups = [group for step in about.settings for group in step]
     replicas = [*about.replicas, *(shard.replica for shard in about.shards)]
-    ascending = all(a < b for a, b in itertools.pairwise(about.steps))
-    for is_right, wrong in (
-        (ascending, "steps are not ascending"),
-        (len(set(unique)) == len(unique), "two weights or statistics have one name"),
-        (len(set(about.gradients)) == len(about.gradients), "gradients has a name twice"),
-        (weights.issuperset([*about.gradients, *named, *of]), "a name is not that of a weight"),
-        (len(set(about.replicas)) == len(about.replicas), "replicas has a number twice"),
-        (max(replicas, default=0) < about.num_replicas, "a replica is not below num_replicas"),
-        (len(about.settings) in (0, len(about.steps)), "settings do not have one list per step"),
-        (len(about.micro_batches) in (0, len(about.steps)), "micro_batches are not one per step"),
-    ):
-        if not is_right:
-            raise Fault(f"has an 'about' in which {wrong}; record it again")
+    yield "framework", about.framework, "a name"
+    yield "num_replicas", 0 < num <= _MAX_REPLICAS, f"from 1 to {_MAX_REPLICAS}"
+    yield "num_copies", 0 <= about.num_copies <= _MAX_REPLICAS, f"from 0 to {_MAX_REPLICAS}"
+    ascending = all(a < b for a, b in itertools.pairwise((-1, *steps)))
+    yield "steps", ascending, "whole numbers from 0, in ascending order"
+    yield "replicas", len(set(about.replicas)) == len(about.replicas), "different numbers"
+    yield "replicas", all(0 <= number < num for number in replicas), f"from 0 to {num - 1}"
+    yield "shards", all(shard.weight > 0 for shard in about.shards), "of positive weights"
+    yield "variables", len(set(unique)) == len(unique), "of unique weights and statistics"
+    for variable in about.variables:
+        yield "variables", variable.name, "of names"
+        kinds = (WEIGHT, STATISTIC, STATE, SEED)
+        yield "variables", variable.kind in kinds, f"of the kinds {', '.join(kinds)}"
+        yield "variables", not variable.of or variable.of in weights, "of weights"
+    yield "gradients", weights.issuperset(about.gradients), "names of weights"
+    yield "gradients", len(set(about.gradients)) == len(about.gradients), "different names"
+    yield "reduction", about.reduction in ("", "sum", "mean"), "'', 'sum' or 'mean'"
+    orders = REDUCE_FIRST, CLIP_FIRST
+    yield "order", about.order in orders, " or ".join(map(repr, orders))
+    yield "settings", len(about.settings) in (0, len(steps)), "one list of groups for each step"
+    for group in groups:
+        names = group.get("weights", [])
+        is_right = isinstance(names, list) and all(name in weights for name in names)
+        yield "weights in settings", is_right, "names of weights"
+        for wanted, keys in ((int | float, _NUMBERS), (bool, _SWITCHES)):
+            for key in keys:
+                value = group.get(key)
+                is_right = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
+                yield f"{key} in settings", value is None or is_right, "a number, true or false"
+    for layer in about.layers:
+        texts = [layer.get("name"), layer.get("class"), *layer.get("weights", ())]
+        yield "layers", all(isinstance(text, str) for text in texts), "names, classes and weights"
+    counts = about.micro_batches
+    yield "micro_batches", len(counts) in (0, len(steps)), "one number for each step"
+    yield "micro_batches", all(0 < count < 2**31 for count in counts), "whole numbers from 1"
 
 
 def shown(value: Any) -> str:

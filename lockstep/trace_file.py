@@ -16,7 +16,7 @@ import re
 import stat
 import zipfile
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -29,6 +29,7 @@ DTYPES = (
     *("<f2", "<f4", "<f8"),
 )
 Path = str | os.PathLike[str]
+Header = tuple[np.dtype, tuple[int, ...]]
 
 _MAX_ABOUT_BYTES, _MAX_HEADER_BYTES = 64 << 20, 1024
 _NUMBER = r"(?:0|[1-9]\d{0,8})"
@@ -41,11 +42,6 @@ _OWN_KEYS = ("replicas", "versions", "optimizer", "settings", "layers", "micro_b
 
 class TraceError(ValueError):
     """A file is not a trace, or is damaged; the text is one line with the file and advice."""
-
-
-class _Header(NamedTuple):
-    dtype: np.dtype
-    shape: tuple[int, ...]
 
 
 # --- Writing -------------------------------------------------------------------------------------
@@ -73,6 +69,7 @@ class Writer(MutableMapping[str, np.ndarray]):
 
     def __exit__(self, *_: object) -> None:
         if self._path and not self._file.closed:
+            self._zip.close()
             self._file.close()
             os.unlink(self._temporary)
 
@@ -160,7 +157,7 @@ def from_parts(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name:
     """
     with _errors_of(name or "the recording"):
         checked, _ = about_from(json.dumps(about, default=str))
-        headers = {key: _Header(array.dtype, array.shape) for key, array in arrays.items()}
+        headers = {key: (array.dtype, array.shape) for key, array in arrays.items()}
         _check_arrays(checked, headers, arrays)
     return Trace(checked, dict(arrays), name)
 
@@ -288,7 +285,7 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         return np.lib.format.read_array(member, allow_pickle=False)
 
 
-def _header_of(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
+def _header_of(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
     """Returns dtype and shape of a member whose size is as they say."""
     readers = {
         (1, 0): np.lib.format.read_array_header_1_0,
@@ -307,18 +304,18 @@ def _header_of(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
         if min(shape, default=0) < 0 or info.file_size != expected:
             sizes = f"has {info.file_size:,} of {expected:,} bytes"
             raise Fault(f"{sizes} in {info.filename}; record it again")
-    return _Header(dtype, shape)
+    return dtype, shape
 
 
 def _read_about(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
-    header = _header_of(archive, info)
-    if header.dtype.kind != "U" or header.shape or info.file_size > _MAX_ABOUT_BYTES:
+    dtype, shape = _header_of(archive, info)
+    if dtype.kind != "U" or shape or info.file_size > _MAX_ABOUT_BYTES:
         raise Fault("has an 'about' that is not one text of at most 64 MiB; record it again")
     return str(_read_array(archive, "about"))
 
 
 def _check_arrays(
-    about: About, headers: Mapping[str, _Header], arrays: Mapping[str, np.ndarray]
+    about: About, headers: Mapping[str, Header], arrays: Mapping[str, np.ndarray]
 ) -> None:
     """Checks that the description has the place of each array, and its variable that shape."""
     trace, shapes = Trace(about), dict[int, tuple[int, ...]]()
@@ -333,8 +330,6 @@ def _check_arrays(
         position, kind, item = group.split("/")
         if not (0 < int(position) <= len(about.steps) and int(item) in trace.items(kind)):
             raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
-        if about.replicas and not _is_of(trace, kind, int(item)):
-            raise Fault(f"has arrays {group}, but not of that replica; record it again")
         is_variable, is_gradient = kind in OF_VARIABLES, kind in OF_GRADIENTS
         count = len(about.variables) if is_variable else len(about.gradients)
         if not (is_variable or is_gradient):
@@ -353,28 +348,20 @@ def _check_arrays(
                     )
 
 
-def _is_of(trace: Trace, kind: str, item: int) -> bool:
-    """Returns whether a shard, or a copy, is one of the replicas of a file."""
-    is_shard = trace.items(kind) is trace.shards
-    if not is_shard and len(trace.copies) != trace.about.num_replicas:
-        return True
-    return (trace.replica_of(item) if is_shard else item) in trace.about.replicas
-
-
 def _shape_of(
-    name: str, parts: set[str], headers: Mapping[str, _Header], arrays: Mapping[str, np.ndarray]
+    name: str, parts: set[str], headers: Mapping[str, Header], arrays: Mapping[str, np.ndarray]
 ) -> tuple[int, ...]:
     """Returns the shape of an array, and of the whole weight for a gradient of some rows."""
     if parts == {""}:
-        return headers[name].shape
+        return headers[name][1]
     fault = Fault(f"has wrong rows in {name}; record it again")
     if parts != {*Rows._fields}:
         raise fault
     values, indices, rows = (headers[f"{name}/{part}"] for part in Rows._fields)
-    is_valid = len(indices.shape) == 1 and rows.shape == () and values.shape[:1] == indices.shape
-    if not is_valid or {indices.dtype.kind, rows.dtype.kind} - {"i", "u"}:
+    is_valid = len(indices[1]) == 1 and rows[1] == () and values[1][:1] == indices[1]
+    if not is_valid or {indices[0].kind, rows[0].kind} - {"i", "u"}:
         raise fault
-    return (int(arrays[f"{name}/rows"]), *values.shape[1:])
+    return (int(arrays[f"{name}/rows"]), *values[1][1:])
 
 
 def _common_description(files: Sequence[_File]) -> About:

@@ -14,13 +14,8 @@ import sys
 import numpy as np
 import pytest
 
-from app.records.script_trace import load_trace
-from app.verification.recordings.trace_verification import (
-    given_tolerance,
-    verify_against,
-    verify_alone,
-)
 from conftest import ROOT
+from lockstep import compare
 
 SCRIPTS = ROOT / "tests/recorder_scripts"
 PYTHON = os.environ.get("LOCKSTEP_TORCH_PYTHON") or (
@@ -206,11 +201,8 @@ def test_replay_is_exact_to_the_bit(one):
     assert_equal(Trace(one[0], "random").arrays, Trace(one[0], "random_again").arrays)
     assert_equal(Trace(one[0], "bfloat16").arrays, Trace(one[0], "bfloat16_again").arrays)
     assert Trace(one[0], "bfloat16").kind("after")["weight"].dtype == np.float32
-    report = verify_against(
-        *(load_trace(one[0] / f"{name}.npz") for name in ("first", "again")),
-        *({}, given_tolerance(None)),
-    )
-    assert not report.findings and report.stages["update"] == report.stages["gradients"] == "clean"
+    verdict = compare(one[0] / "first.npz", one[0] / "again.npz")
+    assert not verdict.findings and {"update", "gradients"} <= {*verdict.checked}
 
 
 def test_permuted_examples_change_rounding_only(one):
@@ -330,14 +322,14 @@ def test_ddp_is_recorded_by_each_rank_and_replayed_to_the_bit(two):
         assert largest_difference(a, b) < 1e-5
     assert_equal(trace.arrays, Trace(folder, "ddp_again").arrays)
     assert all(result["ddp"] is True for result in results)  # The bits without a recording.
-    assert not verify_alone(load_trace(folder / "ddp.npz")).faults
+    assert compare(folder / "ddp.npz").ok
 
 
 def test_what_bypasses_ddp_has_no_sums_and_is_named(two):
     trace = Trace(two[0], "bypass")
     assert not trace.kind("sums", 0) and trace.kind("sums", 1)
     assert_equal(trace.kind("raw", 0), trace.kind("clipped", 0))
-    faults = verify_alone(load_trace(two[0] / "bypass.npz")).faults
+    faults = compare(two[0] / "bypass.npz").faults
     assert [(f.stage, f.cause) for f in faults if f.stage != "agreement"] == [
         ("start", "diverged_replicas"),
         ("all-reduce", "not_all_reduced"),

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 
+from lockstep import trace_file
+
 WEIGHTS = {"dense/kernel": (3, 2), "dense/bias": (2,), "embedding": (5, 2)}
 VARIABLES = [
     {"name": "dense/kernel", "kind": "weight", "layout": "IO"},
@@ -70,3 +72,8 @@ def write_ranks(folder, **changes):
         description = about(replicas=[rank], **changes)
         write_trace(folder / f"two.rank{rank}.npz", description, arrays(replicas=(rank,)))
     return folder / "two.npz"
+
+
+def trace(**changes):
+    """Returns the trace of `about` and `arrays` in memory."""
+    return trace_file.from_parts(about(**changes), arrays())
