@@ -228,7 +228,8 @@ def _write_recordings(path):
     _write_recording(path / "right.npz")
     content = (path / "right.npz").read_bytes()
     (path / "truncated.npz").write_bytes(content[: len(content) // 2])
-    _write_recording(path / "newer.npz", version=2)
+    _write_recording(path / "newer.npz", version=3)
+    _write_recording(path / "older.npz", version=1)
     _write_recording(path / "permuted.npz", permuted=1)
     _write_recording(path / "permuted_too.npz", permuted=2)
     _write_recording(path / "other_steps.npz", steps=[7])
@@ -241,7 +242,7 @@ def _write_recordings(path):
 def _write_recording(path, shape=(2, 2), **changes):
     """Writes the recording of one step of a linear model."""
     about = {
-        "format": "lockstep trace", "version": 1, "framework": "torch", "versions": {"torch": "1"},
+        "format": "lockstep trace", "version": 2, "framework": "torch", "versions": {"torch": "1"},
         "num_replicas": 1, "replicas": [0], "steps": [0],
         "variables": [{"name": "kernel", "kind": "weight", "layout": "IO"}],
         "gradients": ["kernel"], "permuted": None, "micro_batches": [1], **changes,
