@@ -6,6 +6,6 @@ As a library: `from app import Config, run`; see `docs/library.md`.
 from app.api import run
 from app.options import Config
 from app.runtime.errors import LockstepError
+from lockstep import __version__
 
-__version__ = "0.1.0"
 __all__ = ["Config", "LockstepError", "__version__", "run"]

@@ -127,7 +127,8 @@ def _parsed(value: Any, wanted: Any, key: str) -> Any:
         return {name: _parsed(each, more[0], f"{key}.{name}") for name, each in value.items()}
     if type(value) is wanted or (wanted is float and type(value) is int):
         return value
-    required = _NAMES.get(wanted, "a list" if origin in (tuple, typing.Sequence) else "an object")
+    is_object = origin is None or issubclass(origin, Mapping)
+    required = _NAMES.get(wanted, "an object" if is_object else "a list")
     raise Fault(f"{key} of 'about' is {shown(value)}, must be {required}; record it again")
 
 
