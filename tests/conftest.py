@@ -164,7 +164,7 @@ def copy_program(folder: pathlib.Path) -> None:
     """Copies the program as cloned, so that it can be changed, and its runs/ are separate."""
     shutil.copy(ROOT / "main.py", folder)
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("app", "models", "recorders", "strategies", "examples"):
+    for name in ("app", "lockstep", "models", "strategies", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
 
 

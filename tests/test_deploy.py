@@ -94,7 +94,7 @@ def test_parts_of_the_manifest_and_the_image_belong_together():
     assert f"create secret generic {secret} --from-literal={key}=" in text
 
     copied = [line.split()[1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ")]
-    packages = {"app", "models", "recorders", "strategies"}
+    packages = {"app", "lockstep", "models", "strategies"}
     assert {*copied} == {"requirements.txt", "main.py", *packages}
     assert all((ROOT / name).exists() for name in copied)
     user = POD["securityContext"]["runAsUser"], POD["securityContext"]["runAsGroup"]
