@@ -1,10 +1,7 @@
-"""Small trainings that are recorded once, arrays of them to edit, and their verification."""
+"""Small trainings with our strategies, recorded once, whose arrays tests edit."""
 
-import copy
 import dataclasses
 import functools
-import pathlib
-import tempfile
 
 import keras
 import numpy as np
@@ -12,19 +9,11 @@ import numpy as np
 from app.data.input_pipeline import train_batch, train_dataset
 from app.options.fault import Fault
 from app.training.fault_injection import inject_data_fault, inject_fault
-from app.verification.diagnosis import explain
-from app.verification.measurement import first_mismatch
-from app.verification.memory_trace import MemoryTrace
-from app.verification.recorder import Recorder
-from app.verification.reference import Reference
-from app.verification.split import KINDS_OF_A_SHARD, Split
-from app.verification.step_context import StepContext
-from app.verification.step_start import find_shards, state_before
-from app.verification.straggler import find_straggler
-from app.verification.trace import KINDS, PARTS, Trace, hash_examples
-from app.verification.trace_checker import TraceChecker
-from app.verification.verdict import StrategyVerdict
+from app.verification.recorder import StepRecorder
+from app.verification.strategy_oracle import StrategyOracle
 from conftest import CPUS
+from lockstep.engine import check
+from lockstep.trace import Trace
 from models.resnet import build_resnet
 from small_models import seeded
 from strategies import load_strategy_class
@@ -53,6 +42,8 @@ SPLITS = {
     "mirrored accumulation": ("mirrored", 2, {"accumulate_steps": 2}),
     "weighted": ("manual", 2, {"shard_weights": (3, 1)}),
     "bfloat16": ("manual", 2, {"communication_dtype": "bfloat16"}),
+    "smoothed": ("manual", 2, {"label_smoothing": 0.1}),
+    "compiled": ("manual", 2, {"jit_compile": True}),
     "sync manual": ("manual", 2, {"batch_norm": "sync"}),
     "sync mirrored": ("mirrored", 3, {"batch_norm": "sync"}),
     "sync sharded": ("sharded", 2, {"batch_norm": "sync"}),
@@ -103,15 +94,10 @@ def sgd():
 
 
 @functools.cache
-def reference(build, dtype, *, mean_of_squares=False):
-    return Reference(seeded(build), sgd, dtype, mean_of_squares=mean_of_squares)
-
-
-@functools.cache
 def batch(step):
-    """Returns the global batch of a step."""
-    return train_batch(
-        IMAGES, LABELS, seed=SEED, global_batch_size=GLOBAL_BATCH_SIZE, step=step - 1
+    """Returns the global batch of a step, from 0."""
+    return list(
+        train_batch(IMAGES, LABELS, seed=SEED, global_batch_size=GLOBAL_BATCH_SIZE, step=step)
     )
 
 
@@ -121,133 +107,103 @@ def batches(seed=SEED):
 
 @dataclasses.dataclass
 class Training:
-    """What a training has recorded.
+    """A recorded training.
 
     Attributes:
+        trace: its trace.
         build: builds its network.
-        split: its numbers of replicas, shards and copies.
-        arrays: step and kind → for each shard, or copy of the weights, name → array.
-        times: when each replica sent its gradients.
+        optimizer: creates its optimizer.
+        precision: its dtype policy.
+        label_smoothing: of its loss.
     """
 
+    trace: Trace
     build: object
-    split: Split
-    arrays: dict
-    times: list
+    optimizer: object = sgd
+    precision: str = "float32"
+    label_smoothing: float = 0.0
 
-    @property
-    def num_steps(self):
-        return max(step for step, _ in self.arrays)
+    def edited(self, edit, **about):
+        """Returns a copy with some arrays or some of the description changed."""
+        description = dataclasses.replace(self.trace.about, **about)
+        trace = Trace(description, dict(self.trace.stored()))
+        edit(trace)
+        return dataclasses.replace(self, trace=trace)
 
-    @property
-    def parts(self):
-        """Shapes of each device's parts of the weights."""
-        return self.trace().parts()
+    def oracle(self):
+        about = self.trace.about
+        split = about.shards, about.syncs_batch_norm, str(about.parts)
+        return _oracle(self.build, self.optimizer, self.precision, self.label_smoothing, split,
+                       _About(about))  # fmt: skip
 
-    def edited(self, edit):
-        """Returns a copy with some arrays changed."""
-        changed = dataclasses.replace(self, arrays=copy.deepcopy(self.arrays))
-        edit(changed)
-        return changed
-
-    def trace(self):
-        trace = MemoryTrace(self.num_steps, self.split)
-        trace.first_step = 1
-        for (step, kind), per_item in self.arrays.items():
-            trace.write(step, kind, per_item)
-        return trace
-
-    def state_before(self, step):
-        return state_before(self.trace(), step)
-
-    def shards(self, step):
-        """Returns the rows of each shard in the batch of a step."""
-        return find_shards(self.trace(), step, *batch(step))[0]
-
-    def compute(self, step, *, state=(), rows=None, forward=None):
-        """Computes the contributions of shards in float32, on one device.
-
-        Args:
-            step: number of the step.
-            state: changes to the state before the step.
-            rows: the rows of each shard; None for those of the training.
-            forward: see `Reference.gradients`.
-        """
-        before = {**self.state_before(step), **dict(state)}
-        shards = self.shards(step) if rows is None else rows
-        return reference(self.build, "float32").gradients(
-            before, *batch(step), shards, forward=forward
-        )
-
-    def check(self, *, last_step=NUM_STEPS, communication_dtype="float32", references=None):
-        """Verifies the steps up to a last one, by default with the references of its network."""
-        trace = self.trace()
-        reference64, reference32 = references or (
-            reference(self.build, dtype) for dtype in ("float64", "float32")
-        )
-        synchronized = None
-        if self.split.syncs_batch_norm:
-            synchronized = reference(self.build, "float32", mean_of_squares=True)
-        checker = TraceChecker(
-            reference64,
-            reference32,
-            mean_of_squares=synchronized,
-            communication_dtype=communication_dtype,
-        )
-        measurements = checker.check(trace, map(batch, range(1, last_step + 1)))
-        mismatch = first_mismatch(measurements)
-        context = StepContext(
-            trace, measurements, batch, lambda: hash_examples(IMAGES, LABELS), reference64
-        )
-        diagnosis = mismatch and explain(context, mismatch)
-        straggler = find_straggler(self.times)
-        return StrategyVerdict("x", measurements, mismatch, diagnosis, straggler, self.split)
+    def check(self, num_steps=NUM_STEPS):
+        """Verifies the first steps, by default all."""
+        trace = self.trace
+        if num_steps < len(trace.steps):
+            about = dataclasses.replace(trace.about, steps=trace.steps[:num_steps])
+            trace = Trace(about, dict(trace.stored()))
+        return check(trace, self.oracle(), batches=list(map(batch, trace.steps)), name="x")
 
 
-def create(split):
-    name, num_devices, options = SPLITS[split]
-    strategy = load_strategy_class(name)(CPUS[:num_devices], **options)
-    assert strategy.num_devices == num_devices
-    return strategy
+class _About:
+    """A description that does not count as an argument of a cached function."""
+
+    def __init__(self, about):
+        self.about = about
+
+    def __eq__(self, other):
+        return True
+
+    def __hash__(self):
+        return 0
 
 
 @functools.cache
-def recorded(split, build=plain):
+def _oracle(build, optimizer, precision, label_smoothing, split, about):
+    return StrategyOracle(
+        seeded(build), optimizer, about.about, precision=precision,
+        label_smoothing=label_smoothing,
+        examples=lambda: [[IMAGES, LABELS.astype(np.int32)]],
+    )  # fmt: skip
+
+
+@functools.cache
+def recorded(split, build=plain, **options):
     """Records a training without a fault, once."""
-    return record(split, build)
+    return record(split, build, **options)
 
 
-def record(split, build, *, fault="", num_steps=NUM_STEPS):
-    """Records a training."""
-    strategy, dataset, observer = create(split), batches(), None
-    declared = Split.of(strategy)
-    strategy.build(seeded(build), sgd)
+def record(
+    split, build=plain, *, fault="", observer=None, num_steps=NUM_STEPS, precision="float32",
+    optimizer=sgd, begin=lambda strategy: None,
+):  # fmt: skip
+    """Records a training, with an injected fault or another observer."""
+    name, num_devices, options = SPLITS[split]
+    strategy, dataset = load_strategy_class(name)(CPUS[:num_devices], **options), batches()
+    assert strategy.num_devices == num_devices
+    keras.config.set_dtype_policy(precision)
+    try:
+        strategy.build(seeded(build), optimizer)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    dtype = options.get("communication_dtype", "")
+    recorder = StepRecorder(strategy, observer, communication_dtype=dtype)
+    begin(strategy)
     if fault:
         fault = Fault.parse(fault)
-        observer = inject_fault(
-            fault, strategy, batch_sizes={GLOBAL_BATCH_SIZE, 10}, num_steps=num_steps
-        )
-        observer.begin()
+        sizes = {GLOBAL_BATCH_SIZE, 10}
+        inner = inject_fault(fault, strategy, batch_sizes=sizes, num_steps=num_steps)
+        inner.begin()
+        recorder.inner = inner
         dataset = inject_data_fault(fault, batches, strategy, seed=SEED)
-    recorder = Recorder(strategy, observer)
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "trace"
-        times = recorder.record(strategy.distribute(dataset), num_steps=num_steps, path=path)
-        with Trace(path, syncs_batch_norm=declared.syncs_batch_norm) as trace:
-            assert trace.split == declared
-            return Training(build, trace.split, read_all(trace), times)
-
-
-def read_all(trace):
-    """Returns step and kind → for each shard, or copy of the weights, name → array."""
-    arrays = {}
-    for step in range(trace.first_step - 1, trace.num_steps + 1):
-        for kind in KINDS.keys() - {"updates", "agreement"}:
-            count = trace.num_shards if kind in KINDS_OF_A_SHARD else trace.num_copies
-            if tensors := trace.tensors(step, kind):
-                arrays[step, kind] = [
-                    {tensor: trace.read(step, kind, i, tensor) for tensor in tensors}
-                    for i in range(1 if kind == "statistics" else count)
-                ]
-    parts = [{name: np.array(shape) for name, shape in part.items()} for part in trace.parts()]
-    return arrays | ({(trace.first_step, PARTS): parts} if parts else {})
+    strategy.observer = recorder
+    trace = Trace(recorder.about(range(num_steps)))
+    iterator, state = strategy.distribute(dataset), recorder.state()
+    for position in range(num_steps):
+        state.put(trace, position, "before")
+        strategy.train_steps(iterator, 1)
+        recorder.put_step(trace, position)
+        state = recorder.state()
+        state.put(trace, position, "after")
+    trace.describe(recorder.about(range(num_steps)))
+    return Training(trace, build, optimizer, precision, options.get("label_smoothing", 0.0))

@@ -182,6 +182,8 @@ class Training:
         )
         self._step_sec = call_sec / num_steps
         self._state.add_steps(num_steps, totals, call_sec=call_sec)
+        if not math.isfinite(totals.loss_sum):  # A wrong step may be why.
+            self._verified.check(before, self._state, self.save)
         self._state.check_finite(totals, "training loss")
         images_per_sec = totals.examples / call_sec
         self._bar.step(

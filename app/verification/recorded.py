@@ -2,10 +2,9 @@
 
 import dataclasses
 
-from app.verification.measurement import Measurement
-from app.verification.split import Split
 from app.verification.straggler import SendTime
-from app.verification.verdict import Diagnosis
+from lockstep.trace import About
+from lockstep.verdict import Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,65 +12,59 @@ class Recorded:
     """A training whose trace is on disk.
 
     Attributes:
+        about: description of its trace.
         devices: devices of all workers.
-        num_replicas: number of parts of a batch that are trained in parallel.
-        num_shards: number of parts of a batch with their own gradient and BatchNorm statistics.
-        num_copies: number of copies of the weights.
-        syncs_batch_norm: whether BatchNorm was configured to normalise over the whole batch.
-        shard_weights: relative sizes of the shards.
         simulated_devices: whether logical devices share a processor.
         dataset: name of the dataset.
         dataset_sha256: hash of all images and labels.
         learning_rate: peak learning rate.
         num_train_examples: number of training examples.
         has_batch_norm: whether the model has moving statistics.
-        is_reference: whether the training is the reference itself, which need not be checked.
-        effect_of_shards: relative difference of the first gradient from that of BatchNorm over the
-            whole batch; None if not computed.
+        versions: versions of the software that affects the results.
         send_sec: for each step and replica, seconds and seconds of processor time from the start of
             the step until the replica sent its last gradient.
-        versions: versions of the software that affects the results.
-        skipped_steps: steps that were skipped because a gradient overflowed in float16.
-        own_findings: findings of a framework's recording without a comparison, which explain a
-            mismatch that has no other explanation.
+        skipped_steps: steps, from 1, that were skipped because a gradient overflowed in float16.
+        diverged_step: the first step, from 1, after which the loss or a variable is not finite; 0
+            for none.
     """
 
+    about: About
     devices: list[str]
-    num_replicas: int
-    num_shards: int
-    num_copies: int
-    syncs_batch_norm: bool
-    shard_weights: list[int]
     simulated_devices: bool
     dataset: str
     dataset_sha256: str
     learning_rate: float
     num_train_examples: int
     has_batch_norm: bool
-    is_reference: bool
-    effect_of_shards: float | None
-    send_sec: list[list[SendTime]]
     versions: dict[str, str]
+    send_sec: list[list[SendTime]] = dataclasses.field(default_factory=list)
     skipped_steps: list[int] = dataclasses.field(default_factory=list)
-    own_findings: list[Diagnosis] = dataclasses.field(default_factory=list)
+    diverged_step: int = 0
+
+    @property
+    def shard_weights(self) -> tuple[int, ...]:
+        """Relative sizes of the shards."""
+        return tuple(int(shard.weight) for shard in self.about.shards)
 
     @property
     def replica_weights(self) -> list[int]:
         """Relative sizes of the replicas' parts of a batch."""
-        size = self.num_shards // self.num_replicas
-        return [sum(self.shard_weights[i : i + size]) for i in range(0, self.num_shards, size)]
-
-    @property
-    def split(self) -> Split:
-        """The split of the training, equal to that of its trace."""
-        return Split(self.num_replicas, self.num_shards, self.num_copies, self.syncs_batch_norm)
+        size = len(self.about.shards) // self.about.num_replicas
+        weights = self.shard_weights
+        return [sum(weights[i : i + size]) for i in range(0, len(weights), size)]
 
     @property
     def normalised_by(self) -> tuple[int, ...]:
         """The sizes of the parts of a batch that BatchNorm normalises; empty without BatchNorm."""
         if not self.has_batch_norm:
             return ()
-        return (1,) if self.syncs_batch_norm else tuple(self.shard_weights)
+        return (1,) if self.about.syncs_batch_norm else self.shard_weights
+
+    def describe(self) -> str:
+        """Returns the parts of a batch in words: "2 replicas of 4 micro-batches"."""
+        num, size = self.about.num_replicas, len(self.about.shards) // self.about.num_replicas
+        replicas = f"{num} replica{'s' if num > 1 else ''}"
+        return replicas if size == 1 else f"{replicas} of {size} micro-batches"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +72,10 @@ class Checked:
     """The result of checking a trace.
 
     Attributes:
-        measurements: measurements of every array of every step, in the order of computation.
-        first_mismatch: first measurement out of tolerance; None without one.
-        diagnosis: explanation of the first mismatch; None without one.
+        verdict: the verdict.
+        effect_of_shards: relative difference of the first gradient from that of BatchNorm over the
+            whole batch; None if it was not asked for.
     """
 
-    measurements: list[Measurement]
-    first_mismatch: Measurement | None
-    diagnosis: Diagnosis | None
+    verdict: Verdict
+    effect_of_shards: float | None = None

@@ -1,8 +1,10 @@
 """Records and checks single steps of a running training; see `VerifiedSteps`."""
 
 import collections
+import dataclasses
+import hashlib
+import io
 import json
-import math
 import os
 import pathlib
 import time
@@ -15,15 +17,21 @@ from app.runtime import console
 from app.runtime.errors import ConfigError
 from app.training.training_spec import TrainingSpec
 from app.training.verified_steps import StepFinding
-from app.verification.memory_trace import MemoryTrace
+from app.verification import recorder
 from app.verification.recorder import StepRecorder, check_repeatable
-from app.verification.split import Split
-from app.verification.step_checker import StepChecker
 from app.verification.straggler import SendTime, find_straggler
-from app.verification.trace_gather import gather_trace
+from app.verification.strategy_oracle import StrategyOracle
+from lockstep import trace_file
+from lockstep.arithmetic import bits
+from lockstep.engine import Result, check_step, verdict_of
+from lockstep.text import line_of
+from lockstep.trace import OF_COPIES, Trace
 from strategies.base import Strategy
 from strategies.copies import State
 from strategies.step_totals import StepTotals
+from strategies.workers import Workers
+
+TRACE_FILE = "trace.npz"  # Of a step with a mismatch.
 
 _STRAGGLER_STEPS = 8  # Number of last recorded steps in all of which a straggler must be late.
 
@@ -58,7 +66,7 @@ def create_step_verifier(
 
 
 class StepVerifier:
-    """Records steps of a strategy and compares them with the reference.
+    """Records steps of a strategy and compares them with one device.
 
     With several workers, each records its own replicas. The chief gathers and checks all
     recordings, and broadcasts the result.
@@ -71,68 +79,87 @@ class StepVerifier:
 
     def __init__(self, config: Config, spec: TrainingSpec, strategy: Strategy):
         self._config, self._spec, self._strategy = config, spec, strategy
-        self._recorder = StepRecorder(strategy, strategy.observer)
-        self._split = Split.of(strategy)  # As configured: a fault may change the actual split.
-        self._checker: StepChecker | None = None
-        self._older: tuple[int, State] | None = None
-        self._trace = MemoryTrace(0, self._local_split())
+        dtype = config.distribution.communication_dtype
+        self._recorder = StepRecorder(strategy, strategy.observer, communication_dtype=dtype)
+        self._oracle: StrategyOracle | None = None
+        self._older: tuple[int, recorder.State] | None = None
+        self._trace: Trace | None = None  # Of the last recorded step on this worker.
+        self._wrong: Trace | None = None  # Of the last step with a mismatch.
         times: Any = collections.deque(maxlen=_STRAGGLER_STEPS)
         self._times: collections.deque[list[SendTime]] = times
 
     def compile(self, iterator: Any) -> None:
-        """Compiles the function of the recorded step, and builds the reference."""
+        """Compiles the function of the recorded step, and the computations on one device."""
         self._strategy.train_observed_steps(iterator, 0, self._recorder)
         if self._strategy.workers.is_chief:
             num_threads = min(self._strategy.num_devices, os.cpu_count() or 1)
-            self._checker = StepChecker(self._spec, self._strategy.name, num_threads)
+            about = dataclasses.replace(self._recorder.about(()), replicas=())
+            self._oracle = StrategyOracle.of(self._spec, about, num_threads=num_threads)
+            self._oracle.compile()
 
     def keep_state(self, step: int) -> None:
-        """Keeps the weights after `step`, the start of the step before the recorded one."""
-        names = [variable.path for variable in self._strategy.model.trainable_variables]
-        copy = self._strategy.copies()[0]
-        self._older = step, {name: copy[f"model/{name}"].numpy() for name in names}
+        """Keeps the variables after `step`, the start of the step before the recorded one."""
+        self._older = step, self._recorder.state()
 
     def train_step(self, iterator: Any, step: int) -> tuple[StepTotals, float]:
         """Runs and records a step; returns its totals and the seconds of the call."""
-        self._trace = trace = MemoryTrace(step, self._local_split())
-        older, self._older = self._older, None
-        if older and older[0] == step - 2:
-            trace.write(step - 2, "weights", [older[1]])
-        self._recorder.write_states(trace, step - 1, _check_nothing)
+        older = self._step_before(step - 2)
+        steps = (step - 2, step - 1) if older else (step - 1,)
+        self._trace = trace = Trace(self._recorder.about(steps), older)
+        position = len(steps) - 1
+        self._recorder.state().put(trace, position, "before")
         start, busy = time.monotonic(), time.process_time()
         totals = self._strategy.train_observed_steps(iterator, 1, self._recorder)
         call_sec = time.monotonic() - start
-        if math.isfinite(totals.loss_sum):  # Otherwise the training ends.
-            self._recorder.write_parts(trace, step)
-            self._recorder.write_step(trace, step, _check_nothing)
-            sent = self._recorder.take_times()
-            self._add_times([(sec - start, cpu - busy) for sec, cpu in sent])
+        self._recorder.put_step(trace, position)
+        self._recorder.state().put(trace, position, "after")
+        sent = self._recorder.take_times()
+        self._add_times([(sec - start, cpu - busy) for sec, cpu in sent])
         return totals, call_sec
+
+    def _step_before(self, number: int) -> dict[str, np.ndarray]:
+        """Returns what is known of the step before the recorded one, by name; empty if nothing."""
+        trace, older = self._trace, self._older
+        self._trace = self._older = None
+        if trace is not None and trace.steps[-1] == number:
+            last = f"{len(trace.steps)}/"
+            found = {name: a for name, a in trace.stored().items() if name.startswith(last)}
+            return {f"1/{name.removeprefix(last)}": array for name, array in found.items()}
+        if older is None or older[0] != number:
+            return {}
+        trace = Trace(self._recorder.about((number,)))
+        older[1].put(trace, 0, "before")
+        return dict(trace.stored())
 
     def check(self, position: int) -> StepFinding | None:
         """Checks the recorded step, whose batch is at `position` in the data, from 0."""
-        workers = self._strategy.workers
-        trace = gather_trace(self._trace, self._split, workers)
-        text, state = "", None
-        if self._checker and (finding := self._checker.find(trace, position)):
-            step = trace.first_step
-            text = f"{self._strategy.name} has a mismatch: {finding}"
-            if not any(
-                len(trace.replicas(step - 1, kind, tensor)) > 1
-                for kind in ("slots", "weights")
-                for tensor in trace.tensors(step - 1, kind)
-            ):
-                state = self._state_before(trace)
-        self._trace = trace
+        workers, own = self._strategy.workers, self._trace
+        assert own is not None
+        trace = _gathered(own, workers)
+        text, state, per_shard = "", None, list[list[np.ndarray]]()
+        if self._oracle and (text := self._find(trace, self._oracle, position)):
+            state, per_shard = self._state_before(trace)
         text = json.loads(workers.broadcast(json.dumps(text).encode()))
-        if self._config.verification.verify_every == 1:  # Otherwise `keep_state` is called in time.
-            before = self._trace.first_step - 1
-            names = self._trace.tensors(before, "weights")
-            self._older = before, {t: self._trace.read(before, "weights", 0, t) for t in names}
+        if self._config.verification.verify_every != 1:
+            self._trace = None  # Frees its arrays.
         if not text:
-            self._trace = MemoryTrace(0, self._local_split())  # Frees its arrays.
             return None
-        return StepFinding(text, state, self._statistics_before(trace) if state else [])
+        self._wrong = trace
+        return StepFinding(text, state, per_shard)
+
+    def _find(self, trace: Trace, oracle: StrategyOracle, position: int) -> str:
+        """Returns what is wrong with the recorded step in one line; "" if nothing is."""
+        result, last = Result(), len(trace.steps) - 1
+        check_step(trace, last, oracle, list(self._spec.batch(position)), result)
+        name, number = self._strategy.name, trace.steps[last]
+        verdict = dataclasses.replace(
+            verdict_of(trace, result, oracle, name=name, reference="training on one device"),
+            steps=(number,),
+            step_names={number: f"step {number + 1}"},
+        )
+        if verdict.ok:
+            return ""
+        return f"{name} has a mismatch: {line_of(verdict.faults[0], verdict)}"
 
     def slow_replica(self) -> str:
         """Returns the replica that was slowest in all of the last recorded steps; "" for none."""
@@ -147,39 +174,59 @@ class StepVerifier:
 
     def save(self, path: pathlib.Path) -> None:
         """Writes the trace of the last step with a mismatch to a directory."""
-        self._trace.save(path)
-
-    def _local_split(self) -> Split:
-        """The split of this worker's recording."""
-        num, split = self._strategy.workers.count, self._split
-        return split._replace(
-            num_replicas=split.num_replicas // num,
-            num_shards=split.num_shards // num,
-            num_copies=len(self._strategy.local_copy_ids),
-        )
+        assert self._wrong is not None
+        path.mkdir()
+        trace_file.save(self._wrong, path / TRACE_FILE)
 
     def _add_times(self, times: list[SendTime]) -> None:
         per_worker = self._strategy.workers.gather_arrays([np.array(times)])
         self._times.append([(float(sec), float(cpu)) for (a,) in per_worker for sec, cpu in a])
 
-    def _state_before(self, trace: MemoryTrace) -> State:
-        """Returns the state before the step, as in a checkpoint."""
-        step, state = trace.first_step - 1, {}
-        for name in self._strategy.variable_names:
-            _, _, tensor = name.partition("/")
-            kind = next(
-                k for k in ("weights", "statistics", "slots") if tensor in trace.tensors(step, k)
-            )
-            state[name] = trace.read(step, kind, 0, tensor)
-        return state
+    def _state_before(self, trace: Trace) -> tuple[State | None, list[list[np.ndarray]]]:
+        """Returns the state before the step, and the BatchNorm statistics of each shard.
 
-    def _statistics_before(self, trace: MemoryTrace) -> list[list[np.ndarray]]:
-        """Returns each shard's BatchNorm statistics before the step; [] without BatchNorm."""
-        step, kind = trace.first_step - 1, "own statistics"
-        tensors = trace.tensors(step, kind)
-        shards = range(trace.num_shards if tensors else 0)
-        return [[trace.read(step, kind, shard_id, t) for t in tensors] for shard_id in shards]
+        The state is None if copies of the weights differed: none is known to be the right one.
+        """
+        last = len(trace.steps) - 1
+        copies = [trace.arrays(last, "before", copy) or [] for copy in trace.copies]
+        if any([*map(bits, copy)] != [*map(bits, copies[0])] for copy in copies[1:]):
+            return None, []
+        own = [trace.arrays(last, "own_before", shard) or [] for shard in trace.shards]
+        per_shard = [[array for array in each if array is not None] for each in own]
+        state = dict(zip(self._strategy.variable_names, copies[0], strict=True))
+        return state, per_shard if any(per_shard) else []
 
 
-def _check_nothing(step: int, kind: str, per_item: list[dict[str, np.ndarray]]) -> None:
-    """Does nothing: the training loop handles a loss that is not finite."""
+def _gathered(trace: Trace, workers: Workers) -> Trace:
+    """Returns the trace of all replicas; every worker calls it with its own trace.
+
+    Values that all copies of the weights share are sent only if they differ from the chief's.
+    """
+    if workers.count == 1:
+        return trace
+    common = {
+        name: hashlib.sha256(bits(array)).digest()
+        for name, array in trace.stored().items()
+        if name.split("/")[1] in OF_COPIES
+    }
+    chief = workers.broadcast(b"".join(common.values()))
+    same = {
+        name
+        for i, (name, digest) in enumerate(common.items())
+        if not workers.is_chief and digest == chief[i * 32 : (i + 1) * 32]
+    }
+    sent = {name: array for name, array in trace.stored().items() if name not in same}
+    buffer = io.BytesIO()
+    trace_file.save(Trace(trace.about, sent), buffer)
+    per_worker = [io.BytesIO(message) for message in workers.gather(buffer.getvalue())]
+    if not workers.is_chief:
+        return trace
+    whole = trace_file.load(per_worker)
+    for position in range(len(whole.steps)):
+        for kind in OF_COPIES:
+            first = whole.arrays(position, kind, 0)
+            for copy in whole.copies if first else ():
+                own = whole.arrays(position, kind, copy) or [None] * len(first)
+                missing = [a if b is None else None for a, b in zip(first, own, strict=True)]
+                whole.put(position, kind, copy, missing)
+    return whole

@@ -62,41 +62,26 @@ class StrategyProcesses:
         self._processes.close()
         self._threads.shutdown()
 
-    def record(
-        self,
-        name: str,
-        function: Callable[..., Recorded],
-        child: Config,
-        more: tuple[Any, ...],
-    ) -> None:
-        """Starts to record a strategy: `function(send, child, num_steps, path, *more)`."""
+    def record(self, name: str, child: Config, shard_weights: tuple[int, ...]) -> None:
+        """Starts to record a strategy; see `tasks.record`."""
         self._recordings[name] = self._start(
             f"recording {name}",
-            function,
+            tasks.record,
             child,
             self._config.verification.steps,
-            self._traces / name,
-            *more,
+            self._traces / f"{name}.npz",
+            shard_weights,
         )
 
     def recorded(self) -> dict[str, Recorded]:
         """Waits for all recordings; returns them in the order of the calls of `record`."""
         return {name: call.result() for name, call in self._recordings.items()}
 
-    def check(self, name: str, run: Recorded) -> None:
+    def check(self, name: str, path: pathlib.Path) -> None:
         """Starts to check the trace of a strategy, unless it was started before."""
-        if name in self._checks:
-            return
-        config = self._config
-        dtype = config.for_training(name, inject=None).distribution.communication_dtype
-        self._checks[name] = self._start(
-            f"checking every step of {name}",
-            tasks.check,
-            config.on_one_machine(),
-            self._traces / name,
-            run.syncs_batch_norm,
-            dtype,
-        )
+        if name not in self._checks:
+            what, child = f"checking every step of {name}", self._config.on_one_machine()
+            self._checks[name] = self._start(what, tasks.check, child, path, name)
 
     def checked(self) -> dict[str, Checked]:
         """Waits for all checks; returns strategy → result."""

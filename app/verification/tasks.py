@@ -7,11 +7,11 @@ to the parent; `dataset` has the images, if they have been loaded before.
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import math
 import os
 import pathlib
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,17 +21,20 @@ from app.devices import device_setup
 from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
 from app.options import Config, rules
-from app.records.files import io_errors_as, remove
+from app.records.files import io_errors_as
 from app.runtime import console
 from app.runtime.errors import DiskFullError
 from app.runtime.processes import Channel
 from app.verification.recorded import Checked, Recorded
-from app.verification.split import Split
-from app.verification.straggler import SendTime
+from lockstep import trace_file
+from lockstep.arithmetic import add_named, are_finite, relative_norm
+from lockstep.trace import Trace
 
 if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
     from app.data.dataset import ImageDataset
     from app.training.training_spec import TrainingSpec
+    from app.verification.recorder import State, StepRecorder
+    from app.verification.strategy_oracle import StrategyOracle
     from strategies.base import Strategy
 
 Send = Callable[[tuple], None]
@@ -40,24 +43,16 @@ Send = Callable[[tuple], None]
 def record_on_workers(
     send: Send, config: Config, num_steps: int, path: pathlib.Path, num_workers: int
 ) -> Recorded:
-    """Trains `num_steps` steps with `num_workers` processes and writes one trace to `path`.
+    """Trains `num_steps` steps with `num_workers` processes; each writes a trace of its replicas.
 
-    Each worker writes the arrays of its own replicas. The traces are merged by files, independent
-    of the all-reduce that is being verified.
+    The traces are put together from files, independent of the all-reduce that is being verified.
     """
-    from app.verification.trace import merge_traces
-
     with WorkerGroup(
         split_resources(num_workers, config), _record_as_worker, config, num_steps, path
     ) as group:
         while (message := group.receive())[0] == "message":
             send(message[1])
     per_worker = message[1]
-    parts = [_worker_path(path, index) for index in range(len(per_worker))]
-    merge_traces(parts, path)
-    for part in parts:
-        with io_errors_as(part):
-            remove(part)
     send_sec = [
         [time for worker_times in times for time in worker_times]
         for times in zip(*(worker.send_sec for worker in per_worker), strict=True)
@@ -71,15 +66,12 @@ def _record_as_worker(
     return record(channel.send, config, num_steps, path)
 
 
-def _worker_path(path: pathlib.Path, index: int) -> pathlib.Path:
-    return path.with_name(f"{path.name}-{index}")
-
-
 def record(
     send: Send,
     config: Config,
     num_steps: int,
     path: pathlib.Path,
+    shard_weights: Sequence[int] = (),
     *,
     dataset: "ImageDataset | None" = None,
 ) -> Recorded:
@@ -89,123 +81,149 @@ def record(
         send: called with progress messages.
         config: options of the training.
         num_steps: number of steps.
-        path: directory of the trace.
+        path: file of the trace; with several workers, that of the whole trace.
+        shard_weights: relative sizes of the shards; empty for those of `config`.
         dataset: the images; None to load them.
     """
     devices, spec = set_up(send, config, dataset)
-    if devices.workers:
-        path = _worker_path(path, devices.workers.index)
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.fault_injection import inject_data_fault, inject_fault
-    from app.verification.recorder import Recorder
+    from app.verification.recorder import StepRecorder, check_repeatable
 
-    strategy = spec.build_strategy(devices)
-    split = Split.of(strategy)  # As configured: a fault may change the actual split.
+    strategy, fault = spec.build_strategy(devices), config.verification.fault
+    strategy.shard_weights = list(shard_weights) or strategy.shard_weights
+    check_repeatable(strategy.model)
     run_all_reduce_self_test(strategy)
-    batches, observer = spec.batches(), None
-    if config.verification.fault:
+    dtype = config.distribution.communication_dtype
+    # As configured: a fault may change the actual split.
+    recorder = StepRecorder(strategy, communication_dtype=dtype)
+    batches = spec.batches()
+    if fault:
         observer = inject_fault(
-            config.verification.fault, strategy, batch_sizes=spec.batch_sizes(), num_steps=num_steps
+            fault, strategy, batch_sizes=spec.batch_sizes(), num_steps=num_steps
         )
         observer.begin()
-        batches = inject_data_fault(
-            config.verification.fault,
-            lambda seed: spec.batches(seed=seed),
-            strategy,
-            seed=config.training.seed,
-        )
+        recorder.inner, seed = observer, config.training.seed
+        batches = inject_data_fault(fault, lambda s: spec.batches(seed=s), strategy, seed=seed)
+    strategy.observer = recorder
     _check_space(strategy, num_steps, path)
-    recorder, iterator = Recorder(strategy, observer), strategy.distribute(batches)
+    if devices.workers:
+        path = path.with_name(f"{path.stem}.rank{devices.workers.index}.npz")
+    recording = _Recording(strategy, recorder, path)
+    iterator = strategy.distribute(batches)
     if not devices.workers:
         strategy.train_steps(iterator, 0)  # Compiles the step, while another process may train.
-    with contextlib.nullcontext() if devices.workers else _lock(path.parent):
-        send_sec = recorder.record(
-            iterator, num_steps=num_steps, path=path, on_step=lambda step: send(("step", step))
-        )
-    has_batch_norm = any("/moving_" in name for name in strategy.variable_names)
-    recorded = recorded_as(
-        spec,
-        devices,
-        split,
-        strategy.shard_weights,
-        has_batch_norm=has_batch_norm,
-        send_sec=send_sec,
+    with contextlib.nullcontext() if devices.workers else _lock(path.parent), io_errors_as(path):
+        recording.run(iterator, num_steps, lambda step: send(("step", step)))
+    return dataclasses.replace(
+        recorded_as(spec, devices),
+        about=recording.trace.about,
+        has_batch_norm=any("/moving_" in name for name in strategy.variable_names),
+        send_sec=recording.times,
+        skipped_steps=recording.skipped_steps,
+        diverged_step=recording.diverged_step,
     )
-    return dataclasses.replace(recorded, skipped_steps=recorder.skipped_steps)
 
 
-def record_on_one_device(
-    send: Send,
-    config: Config,
-    num_steps: int,
-    path: pathlib.Path,
-    shard_weights: tuple[int, ...],
-    *,
-    dataset: "ImageDataset | None" = None,
-) -> Recorded:
-    """Records `single` with the BatchNorm of several shards, computed one after another."""
-    devices, spec = set_up(send, config, dataset)
-    from app.verification.reference import Reference
-    from app.verification.shard_by_shard import effect_of_shards, train_shard_by_shard
-    from app.verification.trace import Trace
+class _Recording:
+    """Trains and writes the trace of each step, with memory for one step.
 
-    reference = Reference.of(spec, "float32")
-    skipped_steps = train_shard_by_shard(
-        reference,
-        spec.batches().take(num_steps).as_numpy_iterator(),
-        shard_weights=shard_weights,
-        path=path,
-        on_step=lambda step: send(("step", step)),
-    )
-    with Trace(path) as trace:
-        images, labels = next(spec.batches().as_numpy_iterator())
-        effect = effect_of_shards(reference, images, labels, trace, shard_weights)
-    split = Split(num_replicas=1, num_shards=len(shard_weights), num_copies=1)
-    recorded = recorded_as(
-        spec, devices, split, shard_weights, has_batch_norm=True, effect_of_shards=effect
-    )
-    return dataclasses.replace(recorded, skipped_steps=skipped_steps)
+    Attributes:
+        trace: the trace, whose arrays are in the file.
+        times: when each replica sent its gradients, for each step.
+        skipped_steps, diverged_step: see `Recorded`.
+    """
+
+    def __init__(self, strategy: "Strategy", recorder: "StepRecorder", path: pathlib.Path):
+        self._strategy, self._recorder, self._path = strategy, recorder, path
+        self.times: list[list[tuple[float, float]]] = []
+        self.skipped_steps: list[int] = []
+        self.diverged_step = 0
+
+    def run(self, iterator: Iterator, num_steps: int, on_step: Callable[[int], None]) -> None:
+        """Trains `num_steps` steps."""
+        from strategies.loss_scale import loss_scale_of
+
+        strategy, recorder = self._strategy, self._recorder
+        with trace_file.Writer(self._path) as writer:
+            self.trace = trace = Trace(recorder.about(range(num_steps)), writer)
+            state = recorder.state()
+            for position in range(num_steps):
+                state.put(trace, position, "before")
+                start, busy = time.monotonic(), time.process_time()
+                scale = loss_scale_of(strategy.optimizer)
+                totals = strategy.train_steps(iterator, 1)
+                if scale is not None and loss_scale_of(strategy.optimizer) < scale:
+                    self.skipped_steps.append(position + 1)
+                recorder.put_step(trace, position)
+                state = recorder.state()
+                state.put(trace, position, "after")
+                sent = recorder.take_times()
+                self.times.append([(sec - start, cpu - busy) for sec, cpu in sent])
+                is_finite = math.isfinite(totals.loss_sum) and _is_finite(state)
+                if not is_finite and not self.diverged_step:
+                    self.diverged_step = position + 1
+                on_step(position + 1)
+            trace.describe(recorder.about(range(num_steps)))
+            writer.close(trace.about)
+
+
+def _is_finite(state: "State") -> bool:
+    return all(map(are_finite, state.copies.values()))
 
 
 def check(
     send: Send,
     config: Config,
     path: pathlib.Path,
-    syncs_batch_norm: bool,
-    communication_dtype: str,
+    name: str,
     *,
     dataset: "ImageDataset | None" = None,
 ) -> Checked:
-    """Checks a trace against the reference, and explains its first mismatch.
+    """Checks a trace against one device.
 
     Args:
         send: called with progress messages.
-        config, path: options of the training, and directory of its trace.
-        syncs_batch_norm: whether its BatchNorm was configured to normalise over the whole batch.
-        communication_dtype: dtype of the gradient all-reduce.
+        config: options of the training.
+        path: file of its trace.
+        name: name of the training.
         dataset: the images; None to load them.
     """
     _, spec = set_up(send, config, dataset)
-    from app.verification.diagnosis import explain
-    from app.verification.measurement import first_mismatch
-    from app.verification.step_context import StepContext
-    from app.verification.step_start import hash_training_examples
-    from app.verification.trace import Trace
-    from app.verification.trace_checker import TraceChecker
+    from app.verification.strategy_oracle import StrategyOracle
+    from lockstep.engine import check
 
-    def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-        return next(spec.batches(start_step=step - 1).as_numpy_iterator())
-
-    checker = TraceChecker.of(
-        spec, syncs_batch_norm=syncs_batch_norm, communication_dtype=communication_dtype
+    trace = trace_file.load(path)
+    oracle = StrategyOracle.of(spec, trace.about)
+    verdict = check(
+        trace,
+        oracle,
+        batches=[list(spec.batch(step)) for step in trace.steps],
+        name=name,
+        reference="training on one device",
+        on_step=lambda step: send(("step", step)),
     )
-    with Trace(path, syncs_batch_norm=syncs_batch_norm) as trace:
-        batches = spec.batches().as_numpy_iterator()
-        measurements = checker.check(trace, batches, on_step=lambda step: send(("step", step)))
-        mismatch = first_mismatch(measurements)
-        hashes = functools.partial(hash_training_examples, spec)
-        context = StepContext(trace, measurements, batch, hashes, checker.reference64)
-        return Checked(measurements, mismatch, explain(context, mismatch) if mismatch else None)
+    names = {step: f"step {step + 1}" for step in verdict.steps}
+    verdict = dataclasses.replace(verdict, step_names=names)
+    in_shards = name == "single" and len(trace.shards) > 1
+    return Checked(verdict, _effect_of_shards(trace, oracle) if in_shards else None)
+
+
+def _effect_of_shards(trace: Trace, oracle: "StrategyOracle") -> float:
+    """Returns how far the first gradient is from that of BatchNorm over the whole batch."""
+    from lockstep.context import Context
+
+    context = Context(trace, 0, oracle)
+    state = context.state(0)
+    if oracle.scales_loss:  # The recorded gradients may overflow.
+        state = {**state, "optimizer/loss_scale": np.array(1, np.float32)}
+    num, whole = sum(context.sizes), [np.concatenate(a) for a in zip(*context.data, strict=True)]
+    parts = [
+        oracle.compute(context.ask(s, state=state, scales=(size / num, 1.0))).raw
+        for s, size in enumerate(context.sizes)
+    ]
+    together = context.ask(0, state=state, data=whole, scales=(1.0, 1.0))
+    return relative_norm(add_named(parts), oracle.compute(together).raw)
 
 
 @contextlib.contextmanager
@@ -250,43 +268,19 @@ def set_up(
     return devices, TrainingSpec(config, dataset)
 
 
-def recorded_as(
-    spec: "TrainingSpec",
-    devices: device_setup.Devices,
-    split: Split,
-    shard_weights: Sequence[int],
-    *,
-    has_batch_norm: bool,
-    effect_of_shards: float | None = None,
-    send_sec: Sequence[list[SendTime]] = (),
-) -> Recorded:
-    """Returns the description of a recording.
-
-    Args:
-        spec: specification of the training.
-        devices: devices of the training; the reference uses the first one.
-        split: split of the batch.
-        shard_weights: relative sizes of the shards.
-        has_batch_norm: whether the model has moving statistics.
-        effect_of_shards: for the reference; see `Recorded`.
-        send_sec: see `Recorded`.
-    """
+def recorded_as(spec: "TrainingSpec", devices: device_setup.Devices) -> Recorded:
+    """Returns what a training is recorded with; its trace is yet to be described."""
     from app.runtime.versions import versions
+    from lockstep.trace import About
 
-    is_reference = effect_of_shards is not None
-    names = devices.names[:1] if is_reference else devices.names
     return Recorded(
-        devices=names,
-        **split._asdict(),
-        shard_weights=list(shard_weights),
-        simulated_devices=devices.simulated and len(names) > 1,
+        about=About("lockstep", 1),
+        devices=devices.names,
+        simulated_devices=devices.simulated and len(devices.names) > 1,
         dataset=spec.dataset.name,
         dataset_sha256=spec.dataset.sha256(),
         learning_rate=spec.learning_rate,
         num_train_examples=len(spec.dataset.train_images),
-        has_batch_norm=has_batch_norm,
-        is_reference=is_reference,
-        effect_of_shards=effect_of_shards,
-        send_sec=list(send_sec),
+        has_batch_norm=False,
         versions=versions(),
     )

@@ -11,7 +11,6 @@ import numpy as np
 
 from app.options import Config
 from app.verification.recorded import Recorded
-from app.verification.split import Split
 
 START_FILE, BATCHES_FILE = "start.npz", "batches.npz"
 
@@ -68,11 +67,6 @@ def write_training_files(
         test_images=dataset.test_images,
         test_labels=dataset.test_labels,
     )
-    recorded = recorded_as(
-        spec,
-        devices,
-        Split(1, 1, 1),
-        [1],
-        has_batch_norm=any("/moving_" in variable.path for variable in model.variables),
-    )
+    has_batch_norm = any("/moving_" in variable.path for variable in model.variables)
+    recorded = dataclasses.replace(recorded_as(spec, devices), has_batch_norm=has_batch_norm)
     return TrainingFiles(start, batches, recorded, spec.steps_per_epoch)

@@ -1,7 +1,6 @@
 """Records the training of another framework as the trace of a strategy."""
 
 import dataclasses
-import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -11,19 +10,13 @@ import numpy as np
 from app.options import Config
 from app.options.rules import num_framework_replicas
 from app.records.files import io_errors_as
-from app.records.script_trace import load_trace
 from app.runtime.processes import call_in_child_process
 from app.verification.frameworks.framework_files import TrainingFiles, write_training_files
 from app.verification.frameworks.framework_program import FRAMEWORKS, run_program
-from app.verification.frameworks.framework_trace import convert_trace
-from app.verification.frameworks.image_labels import ImageLabels
+from app.verification.frameworks.framework_trace import FrameworkTrace
 from app.verification.recorded import Recorded
-from app.verification.verdict import Diagnosis
 from lockstep import trace_file
-from lockstep.comparison import verify_alone
-from lockstep.trace import Trace
 
-_ABSENT = ("momentum", "weight_decay", "dampening", "nesterov")  # From plain SGD.
 _STEP = re.compile(r"step (\d+)")
 
 
@@ -98,7 +91,7 @@ def _record(
         if match := _STEP.fullmatch(line):
             on_message(("step", int(match[1])))
 
-    script_path = path.with_name(f"{path.name}-script.npz")
+    script_path = path.with_name(f"{path.stem}-script.npz")
     run_program(
         name,
         python,
@@ -110,45 +103,21 @@ def _record(
         num_replicas=num_replicas,
         on_line=on_line,
     )
-    script = load_trace(script_path)
+    script = trace_file.load(script_path)
     with np.load(files.start) as start:
         names = list(start)
     with np.load(files.batches) as arrays:
-        images, labels, order = arrays["images"], arrays["labels"], arrays["order"]
-    size, per_epoch = config.training.global_batch_size, files.steps_per_epoch
-    rows = [epoch[s * size : (s + 1) * size] for epoch in order for s in range(per_epoch)]
-    batches = ((images[batch], labels[batch]) for batch in rows[:num_steps])
-    sizes = convert_trace(script, names, batches, ImageLabels(images, labels), path)
-    own_findings = findings_of(trace_file.load(script_path))
-    for file in path.parent.glob(f"{path.name}-script*.npz"):
+        images, labels = arrays["images"], arrays["labels"]
+    framework, has_batch_norm = FRAMEWORKS[name], files.recorded.has_batch_norm
+    syncs = framework.syncs_batch_norm and has_batch_norm
+    about = FrameworkTrace(script, names, images, labels, syncs_batch_norm=syncs).save(path)
+    for file in path.parent.glob(f"{path.stem}-script*.npz"):
         with io_errors_as(file):
             file.unlink()
-    framework, least = FRAMEWORKS[name], math.gcd(*sizes)
     return dataclasses.replace(
         files.recorded,
+        about=about,
         devices=[f"{framework.title} {i}" for i in range(num_replicas)],
-        num_replicas=len(sizes),
-        num_shards=len(sizes),
-        num_copies=num_replicas,
-        syncs_batch_norm=framework.syncs_batch_norm and files.recorded.has_batch_norm,
-        shard_weights=[size // least for size in sizes],
         simulated_devices=num_replicas > 1,
-        versions={**files.recorded.versions, **script.versions},
-        own_findings=own_findings,
+        versions={**files.recorded.versions, **script.about.versions},
     )
-
-
-def findings_of(script: Trace) -> list[Diagnosis]:
-    """Returns the findings of a recording without a comparison, earliest step first.
-
-    Its optimizer must be that of the recipe, and each step must follow from the recorded arrays.
-    """
-    findings = []
-    for group in script.about.settings[0] if script.about.settings else ():
-        others = {name: group.get(name) for name in _ABSENT if group.get(name)}
-        if others:
-            shown = ", ".join(f"{name}={value}" for name, value in others.items())
-            text = f"the optimizer has {shown}, which the recipe does not have"
-            findings.append(Diagnosis("other_optimizer", text))
-    faults = sorted(verify_alone(script).faults, key=lambda fault: min(fault.steps, default=0))
-    return [*findings, *(Diagnosis(fault.cause, fault.text) for fault in faults)]

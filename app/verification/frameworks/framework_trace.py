@@ -1,4 +1,4 @@
-"""Converts the recording of another framework to the trace of a strategy.
+"""Converts the recording of another framework to a trace with the names of our own trainings.
 
 Names and layouts become those of Keras. A gradient becomes the replica's part of the gradient of
 the mean loss over the global batch: if the all-reduce averages over R replicas, 1 / R of the
@@ -6,214 +6,159 @@ recorded gradient. With JAX's `jit` and shardings, replicas have no gradients of
 whole batch is then one shard, whose gradient is the sum.
 """
 
+import collections
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from app.records.script_trace import Rows, ScriptTrace
-from app.records.trace_about import Variable
 from app.runtime.errors import DataError
-from app.verification.frameworks.image_labels import ImageLabels
-from app.verification.trace import TraceWriter, hash_examples
-
-Arrays = dict[str, np.ndarray]
-Batch = tuple[np.ndarray, np.ndarray]  # Images and labels.
+from lockstep import trace_file
+from lockstep.arithmetic import plain
+from lockstep.trace import STATE, STATISTIC, WEIGHT, About, Named, Shard, Trace, Variable
 
 # Axes of another framework's layout, in the order of Keras.
 _AXES = {"OIHW": (2, 3, 1, 0), "OI": (1, 0)}
 _KERAS_NAMES = {"running_mean": "moving_mean", "running_var": "moving_variance"}
+_STATE = ("optimizer/iteration", "optimizer/learning_rate")
+_NO_LABEL = 255  # Of an image that is not in the training set.
 
 
-def convert_trace(
-    script: ScriptTrace,
-    names: Sequence[str],
-    batches: Iterable[Batch],
-    labels: ImageLabels,
-    path: pathlib.Path,
-) -> list[int]:
-    """Writes the trace of a recording with consecutive steps from 0.
+class FrameworkTrace:
+    """Reads a recording by Keras name.
 
     Args:
         script: the recording.
         names: Keras names of weights and statistics, in the order of the model.
-        batches: images and labels of each step.
-        labels: labels of the training set. A recording of PyTorch has the arguments of the model,
-            images without labels; a wrong label shows in the loss.
-        path: directory of the trace.
-
-    Returns:
-        The number of examples of each shard in the first step.
+        images: uint8 `(n, height, width, channels)`, the training set.
+        labels: integers `(n,)`. A recording of PyTorch has the arguments of the model, images
+            without labels; a wrong label shows in the loss.
+        syncs_batch_norm: whether BatchNorm normalises over all shards.
 
     Raises:
-        DataError: the recording is incomplete, or weights change between two steps.
-    """
-    if list(script.steps) != list(range(len(script.steps))):
-        raise DataError(f"{script.name}: steps {script.steps} do not follow each other from 0 on")
-    reader = _Reader(script, names, labels)
-    num_replicas = script.num_replicas if reader.has_shards else 1
-    with TraceWriter(path, num_replicas) as trace:
-        after = reader.states(0, "before")
-        _write_state(trace, 0, after, reader.settings(0, num_updates=0))
-        sizes: list[int] = []
-        for position, batch in zip(range(len(script.steps)), batches, strict=False):
-            before = reader.states(position, "before")
-            _check_same(script, position, before, after)
-            step = position + 1
-            shards = reader.examples(position, batch)
-            sizes = sizes or [len(labels) for _, labels in shards]
-            hashes = [hash_examples(images, labels) for images, labels in shards]
-            trace.write(step, "examples", [{"examples": shard} for shard in hashes])
-            trace.write(step, "loss", reader.losses(position))
-            trace.write(step, "gradients", reader.gradients(position))
-            trace.write(step, "sums", reader.sums(position))
-            after = reader.states(position, "after")
-            _write_state(trace, step, after, reader.settings(position, num_updates=step))
-    return sizes
-
-
-def _write_state(
-    trace: TraceWriter, step: int, states: Mapping[str, list[Arrays]], slots: Arrays
-) -> None:
-    trace.write(step, "weights", states["weights"])
-    own = states["own statistics"]
-    trace.write(step, "own statistics", own)
-    mean = {name: np.mean([arrays[name] for arrays in own], axis=0) for name in own[0]}
-    trace.write(step, "statistics", [mean])
-    trace.write(step, "slots", [slots])
-
-
-def _check_same(
-    script: ScriptTrace,
-    position: int,
-    before: Mapping[str, list[Arrays]],
-    after: Mapping[str, list[Arrays]],
-) -> None:
-    """Checks that a step starts from the state after the previous step."""
-    for kind, replicas in before.items():
-        for replica_id, arrays in enumerate(replicas):
-            for name, array in arrays.items():
-                if array.tobytes() != after[kind][replica_id][name].tobytes():
-                    raise DataError(
-                        f"{script.name}: {name} of replica {replica_id} changes before step"
-                        f" {position}, outside of a step; change it in the optimizer only"
-                    )
-
-
-class _Reader:
-    """Reads arrays of a recording by Keras name.
-
-    Args:
-        script: the recording.
-        names: Keras names of weights and statistics, in the order of the model.
-        labels: labels of the training set.
-
-    Attributes:
-        has_shards: whether the recording has the gradients of each replica.
+        DataError: the recording is incomplete.
     """
 
-    def __init__(self, script: ScriptTrace, names: Sequence[str], labels: ImageLabels):
-        self._script, self._names, self._labels = script, names, labels
-        self._variables = {_keras_name(v, script.variables): v for v in script.variables}
-        missing = [name for name in names if name not in self._variables]
-        if missing:
-            raise DataError(f"{script.name}: has no variable {missing[0]}; record the same model")
-        self.has_shards = script.shapes(0, "raw", 0) is not None
+    def __init__(
+        self, script: Trace, names: Sequence[str], images: np.ndarray, labels: np.ndarray, *,
+        syncs_batch_norm: bool,
+    ):  # fmt: skip
+        if list(script.steps) != list(range(len(script.steps))):
+            raise DataError(f"{script.name}: steps {script.steps} do not follow each other from 0")
+        self._script, self._variables = script, dict[str, Variable]()
+        variables = script.about.variables
+        by_name = {_keras_name(each, variables): each for each in variables}
+        for name in names:
+            if name not in by_name:
+                raise DataError(f"{script.name}: has no variable {name}; record the same model")
+            self._variables[name] = by_name[name]
+        self._labels: dict[bytes, collections.deque[int]] = collections.defaultdict(
+            collections.deque
+        )
+        for image, label in zip(images, labels, strict=True):
+            self._labels[image.tobytes()].append(int(label))
+        self._has_shards = script.has(0, "raw")
+        num = script.about.num_replicas if self._has_shards else 1
+        self._shards, self._syncs_batch_norm = range(num), syncs_batch_norm
+        self._weights = [name for name, v in self._variables.items() if v.kind == WEIGHT]
+        self._statistics = [name for name, v in self._variables.items() if v.kind == STATISTIC]
 
-    def states(self, position: int, kind: str) -> dict[str, list[Arrays]]:
-        """Returns weights of each copy and statistics of each shard, "before" or "after" a step."""
-        replicas = [
-            dict(zip(self._script.variables, self._arrays(position, kind, r), strict=True))
-            for r in range(self._script.num_replicas)
-        ]
-        found: dict[str, list[Arrays]] = {}
-        for of, own in ("weight", "weights"), ("statistic", "own statistics"):
-            of_kind = {n: v for n, v in self._named() if v.kind == of}
-            found[own] = [{n: _as_keras(a[v], v) for n, v in of_kind.items()} for a in replicas]
-        if not self.has_shards:
-            del found["own statistics"][1:]
-        return found
+    def about(self) -> About:
+        """Returns the description of the converted trace."""
+        about, num = self._script.about, len(self._shards)
+        kinds = [Variable(name, variable.kind) for name, variable in self._variables.items()]
+        sizes = [len(self._examples(0, shard)[1]) for shard in self._shards]
+        return About(
+            about.framework,
+            about.num_replicas if self._has_shards else 1,
+            steps=about.steps,
+            variables=(*kinds, *(Variable(n, STATE, slot=n.rpartition("/")[2]) for n in _STATE)),
+            gradients=tuple(self._weights),
+            shards=tuple(Shard(s, float(sizes[s] // np.gcd.reduce(sizes))) for s in range(num)),
+            num_copies=about.num_replicas,
+            syncs_batch_norm=self._syncs_batch_norm,
+            reduction="sum",
+            optimizer=about.optimizer,
+            data_layout="NHWC",
+            versions=about.versions,
+        )
 
-    def _named(self) -> Iterator[tuple[str, Variable]]:
-        return ((name, self._variables[name]) for name in self._names)
+    def save(self, path: pathlib.Path) -> About:
+        """Writes the converted trace, and returns its description."""
+        with trace_file.Writer(path) as writer:
+            trace = Trace(self.about(), writer)
+            for position in range(len(trace.steps)):
+                for when in ("before", "after"):
+                    self._put_state(trace, position, when)
+                for shard in self._shards:
+                    loss = self._part(self._arrays(position, "loss", shard)[0])
+                    raw = self._gradients(position, "raw" if self._has_shards else "sums", shard)
+                    trace.put(position, "data", shard, self._examples(position, shard))
+                    trace.put(position, "loss", shard, [loss, np.zeros((), loss.dtype)])
+                    trace.put(position, "raw", shard, [self._part(g) for g in raw])
+                # Without an all-reduce, the gradients that each replica's optimizer applies.
+                kind = "sums" if self._script.has(position, "sums") else "clipped"
+                for copy in trace.copies:
+                    trace.put(position, "sums", copy, self._gradients(position, kind, copy))
+            writer.close(trace.about)
+        return trace.about
 
-    def examples(self, position: int, batch: Batch) -> list[Batch]:
-        """Returns uint8 images `(n, height, width, channels)` and labels `(n,)` of each shard.
-
-        Args:
-            position: position of the step.
-            batch: images and labels of the global batch.
-        """
-        data = [self._arrays(position, "data", r) for r in range(self._script.num_replicas)]
-        images = [_as_bytes(arrays[0], self._script) for arrays in data]
-        if len(data[0]) > 1:
-            labels = [arrays[1].ravel() for arrays in data]
-        else:
-            labels = self._labels.of_batch(images, batch)
-        if self.has_shards:
-            return list(zip(images, labels, strict=True))
-        return [(np.concatenate(images), np.concatenate(labels))]
-
-    def losses(self, position: int) -> list[Arrays]:
-        """Returns each shard's part of the mean loss of the global batch."""
-        losses = [self._arrays(position, "loss", r)[0] for r in range(self._num_shards)]
-        return [{"loss": self._part(loss)} for loss in losses]
-
-    def gradients(self, position: int) -> list[Arrays]:
-        """Returns the gradients of these parts, for each shard."""
-        if not self.has_shards:
-            return self.sums(position)[:1]
-        return [
-            {name: self._part(gradient) for name, gradient in self._of_weights(position, "raw", r)}
-            for r in range(self._num_shards)
-        ]
-
-    def sums(self, position: int) -> list[Arrays]:
-        """Returns the gradients after the all-reduce, for each replica.
-
-        Without an all-reduce, returns the gradients that each replica's optimizer applies.
-        """
-        replicas = range(self._script.num_replicas)
-        is_reduced = self._script.shapes(position, "sums", 0) is not None
-        kind = "sums" if is_reduced else "clipped"
-        return [dict(self._of_weights(position, kind, r)) for r in replicas]
-
-    def settings(self, position: int, *, num_updates: int) -> Arrays:
-        """Returns the optimizer's state: number of updates and learning rate."""
-        groups = self._script.settings(position, 0)
+    def _put_state(self, trace: Trace, position: int, when: str) -> None:
+        """Adds weights, statistics and the optimizer's state "before" or "after" a step."""
+        groups = self._script.about.settings[position]
         rates = {group["learning_rate"] for group in groups}
         if len(rates) != 1:
             raise DataError(f"{self._script.name}: has {len(rates)} learning rates; use one")
-        return {
-            "iteration": np.array(num_updates, np.int64),
-            "learning_rate": np.array(rates.pop(), np.float32),
-        }
+        num_updates = np.array(position + (when == "after"), np.int64)
+        slots = [num_updates, np.array(rates.pop(), np.float32)]
+        states = [self._state(position, when, copy) for copy in trace.copies]
+        mean = {n: np.mean([states[s][n] for s in self._shards], axis=0) for n in self._statistics}
+        for copy, state in enumerate(states):
+            trace.put(position, when, copy, [*(state | mean).values(), *slots])
+        for shard in self._shards if self._statistics and len(self._shards) > 1 else ():
+            own = [states[shard][n] if n in mean else None for n in self._variables]
+            trace.put(position, f"own_{when}", shard, own)
 
-    @property
-    def _num_shards(self) -> int:
-        return self._script.num_replicas if self.has_shards else 1
+    def _state(self, position: int, when: str, copy: int) -> Named:
+        arrays = dict(zip(self._script.keys, self._arrays(position, when, copy), strict=True))
+        return {n: _as_keras(plain(arrays[v.name]), v) for n, v in self._variables.items()}
+
+    def _examples(self, position: int, shard: int) -> list[np.ndarray]:
+        """Returns uint8 images `(n, height, width, channels)` and labels `(n,)` of a shard."""
+        replicas = [shard] if self._has_shards else range(self._script.about.num_replicas)
+        data = [self._arrays(position, "data", replica) for replica in replicas]
+        images = np.concatenate([_as_bytes(arrays[0], self._script) for arrays in data])
+        if len(data[0]) > 1:
+            labels = np.concatenate([np.ravel(arrays[1]) for arrays in data])
+        else:
+            labels = np.array([self._label_of(image.tobytes()) for image in images])
+        return [images, labels.astype(np.int32)]
+
+    def _label_of(self, image: bytes) -> int:
+        """Returns the label of an image; of equal images with several labels, one after another."""
+        if image not in self._labels:
+            return _NO_LABEL
+        self._labels[image].rotate(-1)
+        return self._labels[image][-1]
+
+    def _gradients(self, position: int, kind: str, item: int) -> list[np.ndarray]:
+        arrays = self._arrays(position, kind, item)
+        found = dict(zip(self._script.about.gradients, arrays, strict=True))
+        variables = ((name, self._variables[name]) for name in self._weights)
+        return [_as_keras(plain(found[variable.name]), variable) for _, variable in variables]
 
     def _part(self, array: np.ndarray) -> np.ndarray:
-        averages = self.has_shards and self._script.reduction == "mean"
-        return array / np.float32(self._script.num_replicas) if averages else array
+        averages = self._has_shards and self._script.about.reduction == "mean"
+        return array / np.float32(len(self._shards)) if averages else array
 
-    def _of_weights(
-        self, position: int, kind: str, replica: int
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        arrays = self._arrays(position, kind, replica)
-        found = dict(zip(self._script.gradients, arrays, strict=True))
-        for name, variable in self._named():
-            if variable.kind == "weight":
-                yield name, _as_keras(found[variable.name], variable)
-
-    def _arrays(self, position: int, kind: str, replica: int) -> list[np.ndarray]:
-        arrays = self._script.arrays(position, kind, replica)
+    def _arrays(self, position: int, kind: str, item: int) -> list[np.ndarray]:
+        arrays = self._script.arrays(position, kind, item)
         if arrays is None:
             raise DataError(
-                f"{self._script.name}: has no {kind!r} of replica {replica} in step {position};"
+                f"{self._script.name}: has no {kind!r} of replica {item} in step {position};"
                 " record it again"
             )
-        return [np.asarray(a.dense() if isinstance(a, Rows) else a) for a in arrays]
+        return arrays
 
 
 def _keras_name(variable: Variable, variables: Sequence[Variable]) -> str:
@@ -238,11 +183,11 @@ def _as_keras(array: np.ndarray, variable: Variable) -> np.ndarray:
     return np.ascontiguousarray(array.transpose(axes) if axes else array)
 
 
-def _as_bytes(images: np.ndarray, script: ScriptTrace) -> np.ndarray:
+def _as_bytes(images: np.ndarray, script: Trace) -> np.ndarray:
     """Returns uint8 images from recorded images that were divided by 255."""
     if images.dtype != np.uint8:
         pixels = np.rint(images.astype(np.float64) * 255)
         if np.max(np.abs(images * 255.0 - pixels), initial=0) > 1e-3 or pixels.min() < 0:
             raise DataError(f"{script.name}: has images that are not bytes divided by 255")
         images = pixels.astype(np.uint8)
-    return images.transpose(0, 2, 3, 1) if script.data_layout == "NCHW" else images
+    return images.transpose(0, 2, 3, 1) if script.about.data_layout == "NCHW" else images
