@@ -164,15 +164,16 @@ class Recorder:
         if self._replay and self._replay.error:  # Without the notes of a traced function.
             raise ValueError(self._replay.error) from None
 
-    def _begin(self, replica: int) -> tf.Tensor:
+    def _begin(self, replica: int, data: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns the number of the step that a replica begins, -1 if it is not recorded."""
 
-        def begin() -> np.int64:
+        def begin(*sizes: np.ndarray) -> np.int64:
             number = self._num_seen[replica]
             self._num_seen[replica] += 1
             return np.int64(number if number in self._wanted else -1)
 
-        return tf.numpy_function(begin, [], tf.int64)
+        # At the end of the data, a step begins in vain: it must not be counted.
+        return tf.numpy_function(begin, [tf.size(leaf) for leaf in data[:1]], tf.int64)
 
     def _keep(self, kind: str, values: Sequence[Any]) -> None:
         """Copies tensors and variables of this replica, if its step is recorded."""
@@ -199,7 +200,7 @@ class Recorder:
     def _step(self, inner: Callable, *data: Any) -> Any:
         state, replica = [*self._model.variables, *self._outer.variables], replica_id()
         self.about |= description(self._model, self._outer)
-        self._number[replica] = number = self._begin(replica)
+        self._number[replica] = number = self._begin(replica, leaves(data))
         if self._replay:
             self._replay.assign(state, self.about["variables"], number, replica)
         if (seed := self.about["permuted"]) is not None:
