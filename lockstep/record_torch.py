@@ -65,11 +65,11 @@ class record:
         self.called = model.module if self.ddp else model
         self.module = getattr(self.called, "_orig_mod", self.called)  # Of torch.compile.
         self.weights = dict(self.module.named_parameters())
-        self.is_sharded = any(hasattr(p, "full_tensor") for p in self.weights.values())
         group = self.ddp.process_group if self.ddp else None
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if is_distributed else 0
         self.num_replicas = dist.get_world_size(group) if is_distributed else 1
+        self.is_sharded = _is_sharded(self.module, self.num_replicas)
         self.variables: dict[str, dict[str, str]] = {}  # In the order of their arrays.
         self.per_step: dict[str, list[Any]] = {"steps": [], "settings": [], "micro_batches": []}
         self.arrays: dict[str, np.ndarray] = {}
@@ -327,6 +327,26 @@ def _random_states() -> list[Tensor]:
 def _require(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).mro())
+
+
+def _is_sharded(module: nn.Module, num_replicas: int) -> bool:
+    """Returns whether `fully_shard` has split the weights, over a mesh of data alone."""
+    owners = [owner for _, owner in module.named_modules() if _is_fsdp(owner)]
+    split = {name: p for name, p in module.named_parameters() if hasattr(p, "full_tensor")}
+    for name, p in split.items():
+        is_own = any(p is weight for owner in owners for weight in owner.parameters())
+        axes = [placement.is_replicate() for placement in p.placements]
+        is_data = is_own and axes in ([False], [True], [True, False])  # The last: hybrid sharding.
+        _require(
+            is_data and p.device_mesh.size() == num_replicas,
+            f"model: {name} is split over a mesh with other axes than data, such as tensor"
+            " parallelism; record a model with DDP, or fully_shard over all processes",
+        )
+    return bool(split)
 
 
 def _rank_path(path: str, rank: int) -> str:

@@ -333,7 +333,6 @@ def test_what_bypasses_ddp_has_no_sums_and_is_named(two):
     assert [(f.stage, f.cause) for f in faults] == [
         ("clipping", "clipped_on_one_replica"),
         ("all-reduce", "not_all_reduced"),
-        ("agreement", "diverged_replicas"),
     ]
 
 
@@ -359,3 +358,13 @@ def test_fsdp_is_recorded_without_raw_gradients(two):
         del sums["0.bias"], expected["0.bias"]
         assert largest_difference(sums, expected) < 1e-5
         assert_equal(ddp.kind("before", step), replayed.kind("before", step))
+
+
+def test_a_mesh_with_other_axes_than_data_is_refused(two):
+    for result in two[1]:
+        assert len(result["other_meshes"]) == 3
+        for message in result["other_meshes"]:
+            assert message == (
+                "model: 0.weight is split over a mesh with other axes than data, such as tensor"
+                " parallelism; record a model with DDP, or fully_shard over all processes"
+            )

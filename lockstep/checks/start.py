@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lockstep.arithmetic import distance, norm, ratio, same_bits
 from lockstep.checks.agreement import differing_copies
 from lockstep.context import Context
-from lockstep.trace import STATE, WEIGHT
+from lockstep.trace import STATE, STATISTIC, WEIGHT, Named
 from lockstep.verdict import Finding
 
 
@@ -26,6 +26,7 @@ def check_start(context: Context) -> Iterator[Finding]:
                 if name in before[copy]
                 and name in after[copy]
                 and not same_bits(before[copy][name], after[copy][name])
+                and not _is_broadcast(context, name, before[copy], before[0])
             ]
             if changed:
                 text = f"{name} changed between two steps"
@@ -34,6 +35,12 @@ def check_start(context: Context) -> Iterator[Finding]:
                 )
     if context.computes and context.number == 0:
         yield from _initial_state(context)
+
+
+def _is_broadcast(context: Context, name: str, own: Named, first: Named) -> bool:
+    """Returns whether PyTorch's DDP may have sent the statistics of replica 0 to all replicas."""
+    of_torch = context.trace.about.framework == "torch"
+    return of_torch and context.trace.kinds[name] == STATISTIC and same_bits(own[name], first[name])
 
 
 def _initial_state(context: Context) -> Iterator[Finding]:

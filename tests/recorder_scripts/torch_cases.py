@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import record_torch
@@ -361,13 +363,34 @@ def case_fsdp():
     return is_equal(*bits[-2:])
 
 
+def case_other_meshes():
+    """Tensor parallelism, with and without a mesh of data, and a mesh of some processes."""
+
+    def refused(split):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        split(model)
+        return message(record_torch.record, "x.npz", model, adamw(model))
+
+    def split_both(model):
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+        fully_shard(model, mesh=mesh["data"])
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"0": ColwiseParallel()}
+    return [
+        refused(lambda model: parallelize_module(model, mesh["tensor"], plan)),
+        refused(split_both),
+        refused(lambda model: fully_shard(model, mesh=mesh["data"])),
+    ]
+
+
 CASES = {
     "one": [
         *(case_format, case_bits, case_replay, case_other_optimizer, case_port, case_no_gradient),
         *(case_sparse, case_bfloat16, case_skipped, case_accumulation, case_two_models),
         *(case_exception, case_nested, case_errors, case_compiled),
     ],
-    "two": [case_ddp, case_bypass, case_no_sync, case_fsdp],
+    "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_other_meshes],
 }
 
 

@@ -354,10 +354,23 @@ class DataParallel(DistributedDataParallel):
     """Is refused by the recorder."""
 
 
-def fully_shard(module):
+class FSDPModule:
+    pass
+
+
+def _on_mesh(module, size, *are_replicated):
     """Each process keeps the whole weights, which are DTensors nevertheless."""
     for p in module.parameters():
-        p.full_tensor, p.device_mesh, p.placements = p.clone, None, None
+        p.full_tensor, p.device_mesh = p.clone, types.SimpleNamespace(size=lambda: size)
+        p.placements = [types.SimpleNamespace(is_replicate=lambda x=x: x) for x in are_replicated]
+    return module
+
+
+def fully_shard(module, mesh=None):
+    before = [p.placements for p in module.parameters() if hasattr(p, "placements")]
+    is_split = mesh is not None and bool(before)  # Over two axes.
+    _on_mesh(module, 2 if mesh is None or is_split else mesh, *[False] * (1 + is_split))
+    module.__class__ = type("FSDP", (FSDPModule, type(module)), {})
     if isinstance(module, Sequential):
         module.register_forward_pre_hook(lambda *_: _waiting.append(module.parameters()))
     return module
@@ -500,5 +513,15 @@ distributed = _module(
     tensor=types.SimpleNamespace(distribute_tensor=lambda value, *args, **options: value),
 )  # fmt: skip
 _module("distributed.fsdp", fully_shard=fully_shard)
+_module(
+    "distributed.device_mesh",
+    init_device_mesh=lambda kind, sizes, mesh_dim_names: dict(
+        zip(mesh_dim_names, sizes, strict=True)
+    ),
+)
+_module(
+    "distributed.tensor.parallel",
+    ColwiseParallel=object, parallelize_module=lambda m, mesh, plan: _on_mesh(m, 2, False),
+)  # fmt: skip
 _module("utils._pytree", tree_leaves=_leaves, tree_map_only=_map_only)
 multiprocessing = _module("multiprocessing", spawn=_spawn)
