@@ -1,27 +1,12 @@
-"""Differences of arrays, stragglers, and the verdict over two trainings."""
+"""Differences of arrays, and stragglers."""
 
-import itertools
-import json
 import math
 
 import numpy as np
 import pytest
 
 from app.verification.difference import Difference
-from app.verification.measurement import Measurement
-from app.verification.pair_outcomes import outcome_sentences
-from app.verification.split import Split
 from app.verification.straggler import find_straggler
-from app.verification.tolerance import SummationSample, with_limits
-from app.verification.trace_comparison import PairDifference
-from app.verification.verdict import (
-    DIFFERENT,
-    EQUAL,
-    IDENTICAL,
-    Diagnosis,
-    PairVerdict,
-    StrategyVerdict,
-)
 
 
 def test_the_largest_element_counts():
@@ -54,22 +39,6 @@ def test_what_is_not_finite_is_never_equal():
 def test_nothing_differs_by_nothing():
     assert Difference.between(np.zeros((0,)), np.zeros((0,))) == Difference(0.0, 0.0, 0)
     assert Difference.between(np.ones(3), np.ones(3)) == Difference(0.0, 0.0, 0)
-
-
-def test_a_limit_can_be_written_down_where_no_order_is_off_by_a_rounding():
-    """As in a single step whose loss comes out the same in every order."""
-    measured = Measurement.of((1, "loss", "loss", 0), np.ones(1), np.ones(1))
-    (limited,) = with_limits([SummationSample(measured, [0.0, 1e-9])])
-    assert json.loads(json.dumps(limited.limit)) == 4 * 2.0**-24
-
-
-def test_an_array_of_rounding_alone_does_not_widen_the_limits_of_others():
-    """As the gradient of a bias that BatchNorm removes."""
-    samples = [
-        SummationSample(Measurement.of((1, kind, "a", 0), np.ones(1), np.ones(1)), [error])
-        for kind, error in (("gradients", 0.5), ("gradients", 1e-6), ("loss", 1e-7))
-    ]
-    assert [m.limit for m in with_limits(samples)] == pytest.approx([2.0, 4e-6, 4e-7])
 
 
 def step(*sends):
@@ -115,57 +84,3 @@ def test_replicas_that_share_cores_are_no_stragglers():
     assert find_straggler([shared] * 9) is None
     assert find_straggler([step((100, 100))] * 5) is None
     assert find_straggler([]) is None
-
-
-# --- The verdict over two trainings ---
-
-WRONG = Measurement.counted((1, "examples", "examples", 0), 3)
-APART = PairDifference(1, "weights", "a", 0, 0.1, 0.1, 9, identical=False)
-SAME = PairDifference(1, "weights", "a", 0, 0.0, 0.0, 0, identical=True)
-
-
-def verdict_of(name, mismatch):
-    diagnosis = Diagnosis("other_order", "…") if mismatch else None
-    measurements = [mismatch] if mismatch else []
-    return StrategyVerdict(name, measurements, mismatch, diagnosis, None, Split(2, 2, 2))
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "difference", "outcome"),
-    [
-        (None, None, APART, EQUAL),
-        (WRONG, None, APART, DIFFERENT),
-        (None, WRONG, APART, DIFFERENT),
-        (WRONG, WRONG, APART, DIFFERENT),
-        (None, None, SAME, IDENTICAL),
-    ],
-)
-def test_one_wrong_training_makes_a_pair_different(first, second, difference, outcome):
-    verdicts = verdict_of("manual", first), verdict_of("mirrored", second)
-    assert PairVerdict.of(*verdicts, [difference]).outcome == outcome
-
-
-def test_few_pairs_have_a_sentence_each():
-    outcomes = [(("a", "b"), IDENTICAL), (("a", "c"), DIFFERENT), (("b", "c"), DIFFERENT)]
-    assert outcome_sentences(outcomes) == [
-        "a and b: bit-identical",
-        "a and c: different",
-        "b and c: different",
-    ]
-
-
-def test_many_pairs_are_said_in_groups():
-    pairs = [*itertools.combinations("abcd", 2)]
-    outcomes = [(pair, IDENTICAL if pair == ("b", "c") else EQUAL) for pair in pairs]
-    assert outcome_sentences(outcomes) == [
-        "a, b, c and d: equal within rounding",
-        "b and c: bit-identical",
-    ]
-    assert outcome_sentences([(pair, IDENTICAL) for pair in pairs]) == [
-        "a, b, c and d: bit-identical"
-    ]
-    outcomes = [(pair, DIFFERENT if "d" in pair else EQUAL) for pair in pairs]
-    assert outcome_sentences(outcomes) == [
-        "a, b and c: equal within rounding",
-        "a, b and c – d: different",
-    ]

@@ -7,18 +7,16 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import load_file
 
-from app.commands import verify
 from app.options import Config
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.history import load_history, load_summary
-from app.runtime.errors import ConfigError
-from app.verification import tasks
-from app.verification.tasks import Recorded
-from app.verification.trace import TraceWriter
+from app.verification import strategy_runner
+from app.verification.recorded import Recorded
 from conftest import run_main
 from in_process import run_here, run_here_ok
+from lockstep.trace import WEIGHT, About, Shard, Trace, Variable
+from lockstep.trace_file import load as load_trace
 from models import MODELS
 
 SMALL = [
@@ -68,10 +66,8 @@ def test_a_clean_verification(clean):
         ".lock", "config.json", "log.txt", "traces", "verify.json", "verify.png", "verify.svg",
         "report.html",
     }  # fmt: skip
-    traces = out / "traces"
-    assert {path.name for path in traces.iterdir()} == {"single", "manual", "mirrored"}
-    steps = {f"step-{step:05d}.safetensors" for step in range(4)}
-    assert {path.name for path in (traces / "manual").iterdir()} == steps
+    names = {f"{name}.npz" for name in ("single", "manual", "mirrored")}
+    assert {path.name for path in (out / "traces").iterdir()} == names
     assert count_pixels(out / "verify.png", BLUE) > 500
     assert count_pixels(out / "verify.png", RED) == 0
     assert "injected fault" not in (out / "verify.svg").read_text()
@@ -80,21 +76,23 @@ def test_a_clean_verification(clean):
 def test_the_record_holds_every_number(clean):
     out, _ = clean
     record = load(out)
-    assert record["steps"] == 3 and record["tf32"] is False and record["injected_fault"] == ""
-    outcomes = {tuple(pair["strategies"]): pair["outcome"] for pair in record["pairs"]}
+    assert record["tf32"] is False and record["injected_fault"] == ""
+    outcomes = {tuple(pair["trainings"]): pair["outcome"] for pair in record["pairs"]}
     assert outcomes == {
         ("single", "manual"): "equal within rounding",
         ("single", "mirrored"): "equal within rounding",
         ("manual", "mirrored"): "bit-identical",
     }
-    measured = record["strategies"]["manual"]["measurements"]
+    manual = record["trainings"]["manual"]
+    assert (manual["steps"], manual["status"]) == (["step 1", "step 2", "step 3"], "clean")
+    measured = manual["measurements"]
     assert len({len(column) for column in measured.values()}) == 1
-    assert set(measured["step"]) == set(range(4))
-    assert {"loss", "gradients", "sums", "slots", "updates", "weights"} <= set(measured["kind"])
-    holds = zip(measured["error"], measured["limit"], measured["absolute32"], strict=True)
-    assert all(error <= limit or exact == 0 for error, limit, exact in holds)
-    step = load_file(out / "traces" / "manual" / "step-00003.safetensors")
-    assert step["weights/0/logits/kernel"].shape == (784, 10)
+    assert set(measured["step"]) == set(range(3))
+    assert {"forward", "loss", "gradients", "all-reduce", "update"} <= set(measured["stage"])
+    holds = zip(measured["distance"], measured["allowed"], measured["same_bits"], strict=True)
+    assert all(distance <= allowed or same for distance, allowed, same in holds)
+    trace = load_trace(out / "traces" / "manual.npz")
+    assert trace.named(2, "after", 1)["logits/kernel"].shape == (784, 10)
 
 
 @pytest.mark.parametrize(
@@ -113,18 +111,18 @@ def test_a_fault_is_caught_named_and_marked(tmp_path, request, in_processes):
         result = run_here(*arguments)
     assert result.returncode == 9
     last = result.stderr.splitlines()[-1]
-    assert last.startswith("error: mirrored does not match: lost gradient, first at step 1, sums ")
-    assert "the sum does not contain the gradient of replica 1" in last
+    assert last.startswith("error: mirrored is not the training on one device: lost replica; see ")
+    assert "the sum does not contain the gradient of replica 1" in result.stdout
     assert "Traceback" not in result.stderr
     assert re.search(r"manual – mirrored +different ", result.stdout)
-    assert re.search(r"^ +where +first at step 1, sums of ", result.stdout, re.MULTILINE)
+    assert re.search(r"^ +where +all-reduce, every step; ", result.stdout, re.MULTILINE)
     assert f"injected fault: {fault}" in result.stderr
-    assert "lost gradient" in (out / "report.html").read_text(encoding="utf-8")
+    assert "lost replica" in (out / "report.html").read_text(encoding="utf-8")
     record = load(out)
     assert record["injected_fault"] == fault
-    assert record["strategies"]["manual"]["findings"] == []
-    (finding,) = record["strategies"]["mirrored"]["findings"]
-    assert finding["cause"] == "lost_gradient"
+    assert record["trainings"]["manual"]["findings"] == []
+    (finding,) = record["trainings"]["mirrored"]["findings"]
+    assert finding["cause"] == "lost_replica"
     for name in ("config.json", "log.txt"):
         assert "drop_gradient" in (out / name).read_text()
     assert not (out / "traces").exists()
@@ -135,9 +133,11 @@ def test_a_fault_is_caught_named_and_marked(tmp_path, request, in_processes):
 
 def recorded(num_shards=2):
     """Returns the description of a recording of a model with BatchNorm."""
-    values = dict.fromkeys(field.name for field in dataclasses.fields(Recorded))
-    shards = {"num_shards": num_shards, "shard_weights": [1] * num_shards}
-    return Recorded(**(values | {"devices": ["a", "b"], "has_batch_norm": True} | shards))
+    about = About("lockstep", 2, (0,), (Variable("w", WEIGHT),), ("w",))
+    about = dataclasses.replace(
+        about, shards=(Shard(0), Shard(1)) * (num_shards // 2) or (Shard(0),)
+    )
+    return Recorded(about, ["a", "b"], True, "synthetic", "cc", 0.1, 40, True, {})
 
 
 @pytest.mark.parametrize(
@@ -145,40 +145,38 @@ def recorded(num_shards=2):
     [
         ({"strategies": ("single", "mirrored")}, {"mirrored": recorded()}, (1, 1)),
         # With statistics of the whole batch, and with one shard on several devices.
-        ({"strategies": ("single", "manual"), "batch_norm": "sync"}, {"manual": recorded()}, None),
-        ({"strategies": ("single", "tensor")}, {"tensor": recorded(1)}, None),
+        ({"strategies": ("single", "manual"), "batch_norm": "sync"}, {"manual": recorded()}, ()),
+        ({"strategies": ("single", "tensor")}, {"tensor": recorded(1)}, ()),
         # A pipeline has no other statistics than those of its micro-batches.
         ({"strategies": ("single", "manual", "pipeline"), "batch_norm": "sync"},
          {"manual": recorded(), "pipeline": recorded(4)}, (1, 1, 1, 1)),
     ],
 )  # fmt: skip
-def test_single_has_the_batch_norm_of_the_others(options, others, shards_of_single):
-    """Where these normalise shards, it is what one device makes of all of them."""
+def test_single_has_the_batch_norm_of_the_others(tmp_path, options, others, shards_of_single):
+    """Where these normalise shards, it trains on as many shards one after another."""
     config = Config.of("verify", num_devices=2, **options)
-    function, child, more = verify._recording(config, "single", others)
-    if shards_of_single is None:
-        assert function is tasks.record and more == ()
-        assert (child.distribution.strategy, child.distribution.num_devices) == ("single", None)
-        return
-    assert function is tasks.record_on_one_device and more == (shards_of_single,)
-    assert child.distribution.num_devices == 2
-    faulty = config.replace(inject="scale_gradient:strategy=single")
-    with pytest.raises(ConfigError, match="cannot be injected into single"):
-        verify._recording(faulty, "single", others)
+    verification = strategy_runner._Verification(config, tmp_path, None)
+    verification._recorded = others
+    child, weights = verification._recording("single")
+    assert weights == shards_of_single
+    assert (child.distribution.strategy, child.distribution.num_devices) == ("single", None)
+    assert child.distribution.accumulate_steps == max(1, len(weights))
 
 
 @pytest.mark.parametrize("num_shards", [2, 4])
-def test_how_far_batch_norm_sets_trainings_apart_is_measured(tmp_path, num_shards):
+def test_how_far_batch_norm_sets_trainings_apart_is_measured(num_shards):
     """Where one normalises two shards and the other four, not where both normalise the same."""
-    for name, value in (("manual", 1), ("pipeline", 2)):
-        with TraceWriter(tmp_path / name) as trace:
-            trace.write(0, "weights", [{"w": np.zeros(2)}])
-            trace.write(1, "examples", [{"examples": np.arange(2)}])
-            trace.write(1, "sums", [{"w": np.full(2, value, np.float32)}])
-    config = Config.of("verify", strategies=("manual", "pipeline"), num_devices=2)
-    runs = {"manual": recorded(2), "pipeline": recorded(num_shards)}
-    (comparison,) = verify._compare(config, runs, tmp_path, {}).values()
-    assert comparison.by_design == (None if num_shards == 2 else 1)
+    runs, traces = [recorded(2), recorded(num_shards)], []
+    for run, value in zip(runs, (1, 2), strict=True):
+        trace = Trace(run.about)
+        for copy in (0, 1):
+            trace.put(0, "sums", copy, [np.full(2, value, np.float32)])
+            trace.put(0, "after", copy, [np.full(2, value, np.float32)])
+        traces.append(trace)
+    pair = strategy_runner._compare(("manual", "pipeline"), tuple(traces), runs)
+    outcome = "equal within rounding" if num_shards == 2 else "another training by design"
+    assert (pair.outcome, pair.absolute, pair.where) == (outcome, 1, "weights, w")
+    assert ("the first gradients are 100.0% apart" in pair.why) == (num_shards == 4)
 
 
 def test_a_training_that_is_not_finite_is_refused(tmp_path):
@@ -186,7 +184,7 @@ def test_a_training_that_is_not_finite_is_refused(tmp_path):
         "verify", *SMALL, "--steps=3", "--recipe=fast", "--learning_rate=1e30",
         "--strategies=manual", f"--out={tmp_path}/run",
     )  # fmt: skip
-    assert result.returncode == 7 and "not finite at step" in result.stderr.splitlines()[-1]
+    assert result.returncode == 7 and "not finite after step" in result.stderr.splitlines()[-1]
 
 
 def test_hierarchical_on_three_devices_is_refused_before_anything_is_trained(tmp_path):

@@ -301,7 +301,7 @@ def _straggler(recorded: Recorded, verdict: Verdict) -> Finding | None:
         f" {1000 * late.work_sec:.0f} ms, and they wait for it; the numbers are right"
     )
     items = (f"replica {late.replica_id}",)
-    return Finding("all-reduce", FAULT, "slow_replica", text, verdict.steps, items)
+    return Finding("time", FAULT, "slow_replica", text, verdict.steps, items)
 
 
 def _compare(
