@@ -23,10 +23,8 @@ from lockstep.match_variables import (
     has_order,
     has_same_role,
     read_items,
-    slot_of,
-    transposed_shape,
 )
-from lockstep.trace import STATE, STATISTIC, WEIGHT, Named, Trace
+from lockstep.trace import STATISTIC, WEIGHT, Named, Trace
 
 
 class NamesError(ValueError):
@@ -52,14 +50,11 @@ class Matching(NamedTuple):
 
     Attributes:
         pairs: weights and statistics, in the order of the first trace.
-        state: optimizer state of paired weights. Frameworks may define it differently: Keras' SGD
-            multiplies the velocity by the learning rate, PyTorch's does not.
         unmatched_first: keys of unpaired variables of the first trace.
         unmatched_second: keys of unpaired variables of the second trace.
     """
 
     pairs: tuple[Pair, ...]
-    state: tuple[Pair, ...]
     unmatched_first: tuple[str, ...]
     unmatched_second: tuple[str, ...]
 
@@ -77,9 +72,7 @@ _Fit = Callable[[Item, Item], Shape | None]
 
 
 def match_variables(first: Trace, second: Trace, names: Mapping[str, str]) -> Matching:
-    """Pairs the weights, statistics and optimizer state of two traces.
-
-    Ignores step counters and seeds.
+    """Pairs the weights and statistics of two traces.
 
     Args:
         first: the trace whose layouts are used.
@@ -98,9 +91,7 @@ class _Matcher:
     def __init__(self, first: Trace, second: Trace):
         self._traces = first, second
         self._all = read_items(first), read_items(second)
-        self._first, self._second = (
-            [item for item in items if item.variable.kind != STATE] for items in self._all
-        )
+        self._first, self._second = map(list, self._all)
         self._has_order = all(map(has_order, self._traces, self._all))
         self._refused: tuple[list[Item], list[Item]] = ([], [])
         self._pairs: list[Pair] = []
@@ -116,13 +107,11 @@ class _Matcher:
             for roles in (("kernel",), ("scale",), None):
                 self._match_by_order(fit, roles)
                 self._match_by_layer()
-        state, (left_first, left_second) = self._match_state()
         order = {key: index for index, key in enumerate(self._traces[0].keys)}
         return Matching(
             tuple(sorted(self._pairs, key=lambda pair: order[pair.first])),
-            tuple(state),
-            _keys(self._first, self._refused[0], left_first),
-            _keys(self._second, self._refused[1], left_second),
+            _keys(self._first, self._refused[0]),
+            _keys(self._second, self._refused[1]),
         )
 
     def _add(self, a: Item, b: Item, fit: _Fit) -> None:
@@ -230,23 +219,6 @@ class _Matcher:
             rivals = [c for c in firsts[a.layer] if has_same_role(c, a)]
             if len(near) == len(rivals) == 1 and axes_by_order(a, near[0]) is not None:
                 self._add(a, near[0], axes_by_order)
-
-    def _match_state(self) -> tuple[list[Pair], tuple[list[Item], list[Item]]]:
-        """Pairs the optimizer state of paired weights; also returns the unpaired state."""
-        partners = {pair.first: pair for pair in self._pairs}
-        firsts, seconds = ([i for i in items if i.variable.of] for items in self._all)
-        others = {(item.variable.of, slot_of(item)): item for item in seconds}
-        found, left = [], []
-        for a in firsts:
-            pair = partners.get(a.variable.of)
-            b = others.get((pair.second, slot_of(a))) if pair else None
-            axes = (pair.transpose if pair else None) or tuple(range(len(a.shape or ())))
-            if b is not None and transposed_shape(b, axes) == a.shape:
-                found.append(_pair(a, b, axes))
-                seconds.remove(b)
-            else:
-                left.append(a)
-        return found, (left, seconds)
 
 
 def _keys(*items: Iterable[Item]) -> tuple[str, ...]:

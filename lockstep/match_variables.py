@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.trace import OF_GRADIENTS, STATE, STATISTIC, WEIGHT, Array, Rows, Trace, Variable
+from lockstep.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Array, Rows, Trace, Variable
 
 Shape = tuple[int, ...]
 
@@ -21,13 +21,6 @@ _ROLES = {
     **dict.fromkeys(("moving_variance", "running_var", "variance", "var"), "variance"),
 }
 _KNOWN_ROLES = frozenset(_ROLES.values())
-_SLOTS = {
-    **dict.fromkeys(("momentum", "momentum_buffer", "trace", "m", "exp_avg", "mu"), "first moment"),
-    **dict.fromkeys(("velocity", "v", "exp_avg_sq", "nu", "square_avg"), "second moment"),
-    **dict.fromkeys(("velocity_hat", "max_exp_avg_sq", "nu_max"), "largest second moment"),
-    **dict.fromkeys(("accumulator", "sum", "sum_of_squares"), "sum of squares"),
-    **dict.fromkeys(("average_gradient", "grad_avg"), "mean gradient"),
-}
 _COUNTERS = ("num_batches_tracked", "step", "count", "iteration", "iterations")
 # Permutations of a kernel's axes between frameworks, used without a layout.
 _DEPTHWISE = (2, 3, 0, 1)  # (channels, 1, height, width) ↔ (height, width, channels, 1)
@@ -78,15 +71,15 @@ class Item(NamedTuple):
 
 
 def read_items(trace: Trace) -> list[Item]:
-    """Returns the variables of a trace, without seeds and step counters."""
+    """Returns the weights and statistics of a trace, without step counters."""
     variables, shapes = trace.about.variables, _shapes(trace)
     parts = [re.split(r"[/.:]", re.sub(r":\d+$", "", v.name)) for v in variables]
     items = []
-    for kind in (WEIGHT, STATISTIC, STATE):
+    for kind in (WEIGHT, STATISTIC):
         indices = [
             index
             for index, variable in enumerate(variables)
-            if variable.kind == kind and not _is_counter(variable, parts[index][-1])
+            if variable.kind == kind and parts[index][-1] not in _COUNTERS
         ]
         shared = _num_shared([parts[index][:-2] for index in indices])
         for index in indices:
@@ -108,12 +101,6 @@ def _with_scales(items: Sequence[Item]) -> list[Item]:
         role = "scale" if item.index in vectors else "shift" if is_shift else item.role
         found.append(item._replace(role=role))
     return found
-
-
-def _is_counter(variable: Variable, last: str) -> bool:
-    if variable.kind == STATE:
-        return not variable.of or variable.slot in _COUNTERS
-    return variable.kind == STATISTIC and last in _COUNTERS
 
 
 def has_order(trace: Trace, items: Sequence[Item]) -> bool:
@@ -139,12 +126,13 @@ def _num_shared(prefixes: Sequence[Sequence[str]]) -> int:
 def _shapes(trace: Trace) -> dict[str, Shape]:
     """Returns key → shape of every variable that has an array."""
     found: dict[str, Shape] = {}
+    wanted = {key for key, kind in trace.kinds.items() if kind in (WEIGHT, STATISTIC)}
     for position in range(len(trace.steps)):
         for kind in ("before", "after", *OF_GRADIENTS):
             for item in trace.items(kind):
                 for key, array in (trace.named(position, kind, item) or {}).items():
                     found.setdefault(key, _shape_of(array))
-                if found.keys() >= set(trace.keys):
+                if found.keys() >= wanted:
                     return found
     return found
 
@@ -152,11 +140,6 @@ def _shapes(trace: Trace) -> dict[str, Shape]:
 def _shape_of(array: Array) -> Shape:
     is_rows = isinstance(array, Rows)
     return (array.rows, *array.values.shape[1:]) if is_rows else np.shape(array)
-
-
-def slot_of(item: Item) -> str:
-    """Returns the role of an optimizer variable, normalised over frameworks."""
-    return _SLOTS.get(item.variable.slot.lower(), item.variable.slot.lower())
 
 
 def has_same_role(a: Item, b: Item) -> bool:

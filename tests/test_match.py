@@ -20,11 +20,6 @@ def statistic(name, value):
     return Variable(name, STATISTIC), np.asarray(value, np.float32)
 
 
-def state(name, of, slot, value):
-    entry = Variable(name, STATE, of=of, slot=slot)
-    return entry, None if value is None else np.asarray(value, np.float32)
-
-
 def trace(framework, *variables, **about):
     """Returns a trace of one step of these variables; arrays that are None are left out."""
     described = About(framework, 1, (0,), tuple(entry for entry, _ in variables), **about)
@@ -77,7 +72,7 @@ def matched(first, second, names=None):
     """Returns the matching, whose pairs have equal arrays in the order of the first's axes."""
     matching = match_variables(first, second, names or {})
     own, other = first.named(0, "before", 0), second.named(0, "before", 0)
-    for pair in [*matching.pairs, *matching.state]:
+    for pair in matching.pairs:
         array = other[pair.second]
         array = array if pair.transpose is None else np.transpose(array, pair.transpose)
         np.testing.assert_allclose(own[pair.first], array, rtol=0, atol=1e-7)
@@ -143,10 +138,10 @@ def torch_resnet(blocks=((8, 8), (8, 16))):
 
 
 def test_equal_recordings_match_by_name():
-    variables = [*lenet(keras_layer), state("m", "conv1/kernel", "momentum", values((3, 3, 1, 20)))]
+    momentum = Variable("m", STATE, of="conv1/kernel", slot="momentum"), values((3, 3, 1, 20))
+    variables = [*lenet(keras_layer), momentum]
     matching = all_matched(trace("keras", *variables), trace("keras", *variables))
     assert [pair.first for pair in matching.pairs] == [v.name for v, _ in variables[:-1]]
-    assert len(matching.state) == 1
 
 
 def test_names_of_a_common_part_are_the_same_without_it():
@@ -326,49 +321,3 @@ def test_a_wrong_map_is_refused(names, wrong):
     with pytest.raises(ValueError) as caught:
         match_variables(first, second, names)
     assert wrong in str(caught.value)
-
-
-# --- Optimizer state -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("own", "other"),
-    [
-        (("momentum",), ("momentum_buffer",)),
-        (("momentum",), ("trace",)),
-        (("momentum", "velocity", "velocity_hat"), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
-        (("m", "v"), ("mu", "nu")),
-    ],
-)
-def test_optimizer_state_follows_its_weight(own, other):
-    kernel = values((4, 3))
-    slots = {slot: values((4, 3), seed) for seed, slot in enumerate(own)}
-    first = trace(
-        "keras", state("step", "", "iteration", 3), *keras_layer("a", kernel),
-        *(state(f"opt/{s}", "a/kernel", s, v) for s, v in slots.items()),
-    )  # fmt: skip
-    states = [
-        state(f"b.weight/{s}", "b.weight", s, v.T)
-        for s, v in zip(other, slots.values(), strict=True)
-    ]
-    states += [state("b.weight/step", "b.weight", "step", 3)]
-    matching = all_matched(first, trace("torch", *torch_layer("b", kernel), *states[::-1]))
-    assert [(p.first, p.second) for p in matching.state] == [
-        (f"opt/{a}", f"b.weight/{b}") for a, b in zip(own, other, strict=True)
-    ]
-    assert {pair.transpose for pair in matching.state} == {(1, 0)}
-
-
-def test_optimizer_state_without_partner_is_listed_until_it_exists():
-    kernel = values((4, 3))
-    first = trace("keras", *keras_layer("a", kernel), state("m", "a/kernel", "momentum", kernel))
-    second = trace("torch", *torch_layer("a", kernel), state("s", "a.weight", "sum", kernel.T))
-    matching = match_variables(first, second, {})
-    assert (matching.state, matching.unmatched_first) == ((), ("m",))
-    assert matching.unmatched_second == ("s",)
-    buffer = state("n", "a.weight", "momentum_buffer", None)
-    second = trace("torch", *torch_layer("a", kernel), buffer)
-    assert match_variables(first, second, {}).unmatched_first == ("m",)
-    second.put(0, "after", 0, [None, None, kernel.T])
-    matching = match_variables(first, second, {})
-    assert [(pair.first, pair.second) for pair in matching.state] == [("m", "n")]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lockstep.arithmetic import (
+    EPS,
     MARGIN,
     TINY,
     add,
@@ -77,13 +78,11 @@ def check_update(context: Context) -> Iterator[Finding | Facts]:
 def rounding_bounds(context: Context, before: Named, sums: Named) -> Named:
     """Returns the possible rounding error of each element of the optimizer's update.
 
-    Repeats the update from gradients and states changed by one unit in the last place, if no rule
-    tells its terms.
+    Repeats the update from gradients and states changed by one unit in the last place.
     """
-    if isinstance(context.updater, RuleOracle):
-        return context.updater.bounds(before, sums)
-    generator, units = np.random.default_rng(context.position), context.oracle.units
-    base = context.updated(before, sums)
+    generator, oracle = np.random.default_rng(context.position), context.updater
+    assert oracle is not None
+    base, units = context.updated(before, sums), oracle.units
     apart = {name: np.zeros(array.shape) for name, array in base.items()}
 
     def near(array: Array, unit: float) -> Array:
@@ -96,10 +95,14 @@ def rounding_bounds(context: Context, before: Named, sums: Named) -> Named:
     for _ in range(3):
         # Step counters of schedules and accumulated factors are not changed.
         state = {
-            n: near(a, units[n]) if context.trace.kinds[n] != SEED and a.ndim else a
+            n: near(a, units.get(n, EPS)) if context.trace.kinds[n] != SEED and a.ndim else a
             for n, a in before.items()
         }
-        moved = context.updated(state, {n: near(g, units[n]) for n, g in sums.items()})
+        gradients = {n: near(g, units[n]) for n, g in sums.items()}
+        if isinstance(oracle, RuleOracle):
+            moved = oracle.rounded(generator).update(state, gradients)
+        else:
+            moved = context.updated(state, gradients)
         for name, array in moved.items():
             far = np.abs(dense(array) - dense(base[name]))
             apart[name] = np.maximum(apart[name], np.where(np.isfinite(far), far, 0))
@@ -108,10 +111,11 @@ def rounding_bounds(context: Context, before: Named, sums: Named) -> Named:
         return np.abs(np.where(np.isfinite(array), dense(array), 0))
 
     return {
-        n: MARGIN * (a + np.sqrt(np.mean(a**2)) + units[n] * (size(base[n]) + size(before[n])))
+        n: MARGIN
+        * (a + np.sqrt(np.mean(a**2)) + units[n] * (size(base[n]) + size(before.get(n, 0))))
         + TINY
         for n, a in apart.items()
-        if n in before
+        if n in units
     }
 
 

@@ -10,20 +10,19 @@ References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`; `keras.o
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.arithmetic import TINY, dense, unit_of
-from lockstep.trace import STATE, Named, Trace
+from lockstep.arithmetic import EPS, dense, unit_of
+from lockstep.trace import STATE, Array, Named, Trace
 
 IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
 OF_GRADIENTS, OF_UPDATES = "of gradients", "of updates"
 AFTER_CORRECTION, BEFORE_CORRECTION = "after bias correction", "before bias correction"
 UNDER_ROOT = "under the root"
 
-ROUNDINGS = 32  # Of the terms of an update; the longest rule has about 12 operations.
 # Role → its names in PyTorch, Keras and Optax.
 _SLOTS: dict[str, dict[str, tuple[str, ...]]] = {
     "SGD": {"velocity": ("momentum_buffer", "momentum", "trace")},
@@ -118,17 +117,9 @@ def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule |
     return Rule(**defaults | given)
 
 
-class Sized(NamedTuple):
-    """A computed array, and the sum of the magnitudes of all terms added to get it.
-
-    The sum of magnitudes bounds the rounding error.
-    """
-
-    value: np.ndarray
-    size: np.ndarray
-
-
-def updated(rule: Rule, weight: np.ndarray, gradient: np.ndarray, slots: Slots) -> dict[str, Sized]:
+def updated(
+    rule: Rule, weight: Array, gradient: Array, slots: Slots, correction: Sequence[float] = (1, 1)
+) -> Named:
     """Applies a rule to one weight, in float64.
 
     Args:
@@ -136,63 +127,49 @@ def updated(rule: Rule, weight: np.ndarray, gradient: np.ndarray, slots: Slots) 
         weight: weight before the step, of any shape.
         gradient: gradient that the optimizer applies, of the same shape.
         slots: optimizer state before the step.
+        correction: factors of both betas in the correction of the bias.
 
     Returns:
         "weight" and the names of the `Slots` that the rule has → value after the step.
     """
-    w, g = weight.astype(np.float64), gradient.astype(np.float64)
+    w, g = dense(weight), dense(gradient)
     if rule.decay_placement == IN_GRADIENT:
-        decay = rule.weight_decay * w
-        sent = Sized(g + decay, np.abs(g) + np.abs(decay))
-        kept = Sized(w, np.abs(w))
+        g = g + rule.weight_decay * w
     else:
-        decay = rule.learning_rate * rule.weight_decay * w
-        sent = Sized(g, np.abs(g))
-        kept = Sized(w - decay, np.abs(w) + np.abs(decay))
-    apply = _sgd if rule.family == "SGD" else _adam
-    change, after = apply(rule, sent, slots)
-    return {"weight": Sized(kept.value + change.value, kept.size + change.size), **after}
+        w = w - rule.learning_rate * rule.weight_decay * w
+    if rule.family == "SGD":
+        change, after = _sgd(rule, g, slots)
+    else:
+        change, after = _adam(rule, g, slots, correction)
+    return {"weight": w + change, **after}
 
 
-def _sgd(rule: Rule, gradient: Sized, slots: Slots) -> tuple[Sized, dict[str, Sized]]:
+def _sgd(rule: Rule, gradient: np.ndarray, slots: Slots) -> tuple[np.ndarray, Named]:
     """Returns the change of the weight, and the velocity after it."""
-    rate, sizes = rule.learning_rate, Sized(gradient.size, gradient.size)
+    change = -rule.learning_rate * gradient
     if not rule.momentum:
-        return Sized(-rate * gradient.value, rate * sizes.size), {}
-    velocity = slots.velocity
-    old = Sized(np.zeros_like(gradient.value), np.zeros_like(gradient.value))
-    if velocity is not None:
-        old = Sized(velocity, np.abs(velocity))
-    changes, news = [], []
-    for of_old, of_gradient, sign in (
-        (old.value, gradient.value, -1.0),
-        (old.size, gradient.size, 1.0),
-    ):
-        if rule.velocity == OF_UPDATES:
-            new = rule.momentum * of_old + sign * rate * of_gradient
-            ahead = rule.momentum * new + sign * rate * of_gradient
-            changes.append(ahead if rule.nesterov else new)
-        else:
-            kept = 1.0 if velocity is None else 1.0 - rule.dampening
-            new = rule.momentum * of_old + kept * of_gradient
-            ahead = of_gradient + rule.momentum * new
-            changes.append(sign * rate * (ahead if rule.nesterov else new))
-        news.append(new)
-    return Sized(*changes), {"velocity": Sized(*news)}
+        return change, {}
+    velocity = 0.0 if slots.velocity is None else slots.velocity
+    if rule.velocity == OF_UPDATES:
+        new = rule.momentum * velocity + change
+        return (rule.momentum * new + change if rule.nesterov else new), {"velocity": new}
+    kept = 1.0 if slots.velocity is None else 1.0 - rule.dampening
+    new = rule.momentum * velocity + kept * gradient
+    ahead = gradient + rule.momentum * new
+    return -rule.learning_rate * (ahead if rule.nesterov else new), {"velocity": new}
 
 
-def _adam(rule: Rule, gradient: Sized, slots: Slots) -> tuple[Sized, dict[str, Sized]]:
+def _adam(
+    rule: Rule, gradient: np.ndarray, slots: Slots, correction: Sequence[float]
+) -> tuple[np.ndarray, Named]:
     """Returns the change of the weight, and both moments after it."""
-    zero, number, g = np.zeros_like(gradient.value), slots.number or 1, gradient.value
-    old = zero if slots.first_moment is None else slots.first_moment
-    first = Sized(
-        rule.beta_1 * old + (1 - rule.beta_1) * g,
-        rule.beta_1 * np.abs(old) + (1 - rule.beta_1) * gradient.size,
-    )
-    old = zero if slots.second_moment is None else slots.second_moment
-    second = rule.beta_2 * old + (1 - rule.beta_2) * g * g
-    first_left = 1 - rule.beta_1**number if rule.corrects_bias else 1.0
-    second_left = 1 - rule.beta_2**number if rule.corrects_bias else 1.0
+    old_first = 0.0 if slots.first_moment is None else slots.first_moment
+    old_second = 0.0 if slots.second_moment is None else slots.second_moment
+    number = slots.number or 1
+    first = rule.beta_1 * old_first + (1 - rule.beta_1) * gradient
+    second = rule.beta_2 * old_second + (1 - rule.beta_2) * gradient**2
+    first_left = 1 - (correction[0] * rule.beta_1) ** number if rule.corrects_bias else 1.0
+    second_left = 1 - (correction[1] * rule.beta_2) ** number if rule.corrects_bias else 1.0
     if rule.epsilon_placement == UNDER_ROOT:
         root = np.sqrt(second / second_left + rule.epsilon)
     elif rule.epsilon_placement == BEFORE_CORRECTION:
@@ -200,24 +177,8 @@ def _adam(rule: Rule, gradient: Sized, slots: Slots) -> tuple[Sized, dict[str, S
     else:
         root = np.sqrt(second / second_left) + rule.epsilon
     root = np.where(root == 0, 1.0, root)  # For a gradient of 0 with an epsilon of 0.
-    scale = rule.learning_rate / first_left / root
-    rounded = 1.0
-    if rule.corrects_bias:
-        rounded += _rounding_of_correction(rule.beta_1, number)
-        rounded += _rounding_of_correction(rule.beta_2, number) / 2  # Under the root.
-    sizes = rule.beta_2 * np.abs(old) + (1 - rule.beta_2) * gradient.size**2
-    after = {"first_moment": first, "second_moment": Sized(second, sizes)}
-    return Sized(-scale * first.value, rounded * scale * first.size), after
-
-
-def _rounding_of_correction(beta: float, number: int) -> float:
-    """Returns the error of 1 - beta ** number in float32, relative, in `ROUNDINGS` units.
-
-    Keras and Optax compute it in float32, where 1 - 0.999 has few bits left: beta is rounded by a
-    quarter of a unit, and the power by at most one.
-    """
-    error = 1 + number * beta ** (number - 1) / 4
-    return error / (1 - beta**number) / ROUNDINGS if beta < 1 else 0.0
+    change = -rule.learning_rate / first_left * first / root
+    return change, {"first_moment": first, "second_moment": second}
 
 
 Change = tuple[str, str, dict[str, Any]]  # Cause, text, other settings of the rules.
@@ -240,6 +201,7 @@ class RuleOracle:
         self._after = trace.named(position, "after", 0) or {}
         self._slots: dict[str, dict[str, str]] = {}  # Weight → role → key.
         self._counter: dict[str, str] = {}  # Weight → key.
+        self._correction: tuple[float, ...] = (1.0, 1.0)
         self.rules: dict[str, Rule] = {}
         settings = trace.about.settings[position] if trace.about.settings else ()
         for weight in weights:
@@ -293,15 +255,6 @@ class RuleOracle:
         rules = {n: dataclasses.replace(rule, **settings) for n, rule in self.rules.items()}
         return self.with_rules(rules)
 
-    def _updated(self, before: Named, sums: Named) -> Iterator[tuple[str, Sized]]:
-        for weight, rule in self.rules.items():
-            if weight not in sums or weight not in before:
-                continue
-            slots = self.slots(weight, before)
-            after = updated(rule, dense(before[weight]), dense(sums[weight]), slots)
-            keys = {"weight": weight, **self._slots.get(weight, {})}
-            yield from ((keys[role], value) for role, value in after.items() if role in keys)
-
     def update(
         self, before: Named, sums: Named, *, clips: bool = False, rate: float = 1.0,
         decays: bool = True, **settings: Any,
@@ -327,17 +280,30 @@ class RuleOracle:
                 for name, rule in oracle.rules.items()
             }
             oracle = self.with_rules(rules)
-        counters = {key: np.asarray(before.get(key, 0)) + 1 for key in set(self._counter.values())}
-        new = {key: sized.value for key, sized in oracle._updated(before, sums)}
-        return {**before, **counters, **new}
+        after = dict(before)
+        for key in set(self._counter.values()):
+            after[key] = np.asarray(before.get(key, 0)) + 1
+        for weight, rule in oracle.rules.items():
+            if weight in sums and weight in before:
+                slots = self.slots(weight, before)
+                new = updated(rule, before[weight], sums[weight], slots, self._correction)
+                keys = {"weight": weight, **self._slots.get(weight, {})}
+                after |= {keys[role]: value for role, value in new.items() if role in keys}
+        return after
 
-    def bounds(self, before: Named, sums: Named) -> Named:
-        """Returns how far rounding can move each element after the update."""
-        return {
-            key: ROUNDINGS * unit_of(np.asarray(self._after.get(key, sized.value))) * sized.size
-            + TINY
-            for key, sized in self._updated(before, sums)
-        }
+    def rounded(self, generator: np.random.Generator) -> "RuleOracle":
+        """Returns the same oracle with a bias correction in float32.
+
+        So do Keras and Optax compute it; of 1 - 0.999, few bits are left.
+        """
+        other = copy.copy(self)
+        other._correction = tuple(1 + EPS * generator.choice([-1, 1], 2))
+        return other
+
+    @property
+    def units(self) -> dict[str, float]:
+        """Relative rounding error of each variable's dtype."""
+        return {key: unit_of(np.asarray(array)) for key, array in self._after.items()}
 
     def hypotheses(self) -> Iterator[Change]:
         """Yields updates with one other setting."""
