@@ -14,6 +14,7 @@ from lockstep.arithmetic import (
     factor_of,
     is_far,
     is_within,
+    length,
     norm,
     ratio,
     same_bits,
@@ -58,7 +59,7 @@ def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
             width = max(unit, context.oracle.units.get(name, EPS) if context.computes else EPS)
             bound = sum_bound(parts, width) * share
             right = same_bits(got, total) or is_within(got, total, bound)
-            allowed = float(np.linalg.norm(bound))
+            allowed = length(bound)
             context.measure(name, kind, item, got, total, allowed, same=same_bits(got, total))
             if right:
                 continue

@@ -13,6 +13,7 @@ from lockstep.arithmetic import (
     distance,
     is_far,
     is_within,
+    length,
     norm,
     ratio,
     same_bits,
@@ -146,9 +147,7 @@ def _averages(context: Context) -> Iterator[Finding]:
         mean = np.mean(parts, axis=0)
         bound = (len(parts) + 1) * EPS / 2 * np.mean(np.abs(parts), axis=0) + TINY
         same = same_bits(saved[name], np.mean([each[name] for each in own], axis=0))
-        context.measure(
-            name, "after", 0, saved[name], mean, float(np.linalg.norm(bound)), same=same
-        )
+        context.measure(name, "after", 0, saved[name], mean, length(bound), same=same)
         if same or is_within(saved[name], mean, bound):
             continue
         weighted = np.average(parts, axis=0, weights=sizes) if sizes.sum() else mean

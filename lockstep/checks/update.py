@@ -15,6 +15,7 @@ from lockstep.arithmetic import (
     dense,
     distance,
     is_within,
+    length,
     norm,
     ratio,
     same_bits,
@@ -62,7 +63,7 @@ def check_update(context: Context) -> Iterator[Finding | Facts]:
         wrong = []
         for name in watched:
             same = same_bits(after[copy][name], expected[name])
-            allowed = 0.0 if bounds is None else float(np.linalg.norm(bounds[name]))
+            allowed = 0.0 if bounds is None else length(bounds[name])
             context.measure(
                 name, "after", copy, after[copy][name], expected[name], allowed, same=same
             )

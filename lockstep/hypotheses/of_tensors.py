@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.arithmetic import EPS, dense, factor_of, ratio
+from lockstep.arithmetic import EPS, dense, factor_of, length, ratio
 
 
 def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> tuple[str, str]:
@@ -14,9 +14,9 @@ def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> t
         return "unexplained", f"the gradient has shape {a.shape}, not {e.shape}"
     if not np.any(a):
         return "frozen", "all elements of the gradient are 0"
-    limit = max(limit, 64 * EPS * float(np.linalg.norm(e)))
+    limit = max(limit, 64 * EPS * length(e))
     factor = factor_of([a], [e])
-    if np.linalg.norm(a - factor * e) <= abs(factor) * limit:
+    if length(a - factor * e) <= abs(factor) * limit:
         known = {
             1 / num_replicas: " (1 / number of replicas)",
             num_replicas: " (the number of replicas)",
@@ -27,19 +27,17 @@ def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> t
             f"the gradient is {factor:.4g} times as large as it should be{why}",
         )
     kept = a != 0
-    if np.mean(kept) < 0.9 and np.linalg.norm((a - e)[kept]) <= limit:
+    if np.mean(kept) < 0.9 and length((a - e)[kept]) <= limit:
         return (
             "sparsified",
             f"{np.mean(~kept):.0%} of the gradient's elements are 0, all others are right",
         )
     for name, bits in (("bfloat16", 16), ("float16", 13)):
-        if has_short_mantissa(a, bits) and np.linalg.norm(a - e) <= 2.0 ** (
-            bits - 23
-        ) * np.linalg.norm(e):
+        if has_short_mantissa(a, bits) and length(a - e) <= 2.0 ** (bits - 23) * length(e):
             return "reduced_precision", f"the gradient is rounded to {name}"
     if len(np.unique(a)) <= min(256, a.size // 4):
         return "quantised", f"the {a.size} elements have only {len(np.unique(a))} different values"
-    apart = ratio(float(np.linalg.norm(a - e)), float(np.linalg.norm(e)))
+    apart = ratio(length(a - e), length(e))
     return (
         "unexplained",
         f"the relative difference is {apart:.2g}; no scale, shift, other examples, previous step,"
