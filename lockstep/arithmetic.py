@@ -149,7 +149,8 @@ def same_bits(a: Array, b: Array) -> bool:
         return True
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
-    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (x, y))
+    unsigned = np.uint64 if x.nbytes % 8 == 0 else np.uint8
+    first, second = (np.ascontiguousarray(array).reshape(-1).view(unsigned) for array in (x, y))
     return bool(np.array_equal(first, second))
 
 

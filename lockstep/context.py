@@ -10,7 +10,6 @@ import numpy as np
 from lockstep.arithmetic import (
     MARGIN,
     TINY,
-    add_named,
     all_same_bits,
     are_finite,
     dense,
@@ -20,7 +19,6 @@ from lockstep.arithmetic import (
     ratio,
     same_bits,
     scaled,
-    scaled_all,
 )
 from lockstep.oracles import Ask, Batch, Computed, Oracle
 from lockstep.oracles.rules import RuleOracle
@@ -227,15 +225,11 @@ class Context:
 
     def applied(self, copy: int) -> Named:
         """Returns the gradients that the optimizer of a copy applies; empty if unknown."""
-        for kind in ("clipped", "sums") if self.clips_sum else ("sums",):
-            if self.has(kind):
+        kinds = ("clipped", "sums", "raw") if self.clips_sum else ("sums", "clipped", "raw")
+        for kind in kinds:
+            if self.has(kind) and len(self.trace.items(kind)) == len(self.copies):
                 return self.named(kind)[copy]
-        if not self.has(self.kind_sent):
-            return {}
-        sent = self.named(self.kind_sent)
-        if "all-reduce" in self.facts.wrong:  # Nothing is summed.
-            return sent[copy]
-        return scaled_all(add_named(sent), self.share(0)) if len(sent) > 1 else sent[0]
+        return {}
 
     def share(self, shard: int) -> float:
         """Returns a shard's share of the sum: 1, or one over the number of shards for a mean."""
@@ -429,13 +423,13 @@ class Context:
             allowed: Euclidean distance that rounding can cause.
             same: whether the array is known to be bitwise right.
         """
-        size = norm(expected)
-        apart = 0.0 if same else distance(actual, expected)
         where = self.number, self.stage, tensor, self.trace.name_of(kind, item)
-        self.measurements.append(
-            Measurement(*where, ratio(apart, size), ratio(allowed, size), same)
-        )
-        return same or apart <= allowed
+        if same:
+            self.measurements.append(Measurement(*where, 0.0, 0.0, True))
+            return True
+        size, apart = norm(expected), distance(actual, expected)
+        self.measurements.append(Measurement(*where, ratio(apart, size), ratio(allowed, size)))
+        return apart <= allowed
 
 
 def is_bitwise(context: Context, shard: int, computed: Computed) -> bool:

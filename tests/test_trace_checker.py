@@ -3,9 +3,12 @@
 Each training is recorded once; most faults are made in the arrays of the recording.
 """
 
+import numpy as np
 import pytest
 
-from verification_samples import SPLITS, norm, plain, recorded
+from app.options.fault import FAULTS
+from app.training.optimizers import ScaledSGD
+from verification_samples import NUM_STEPS, SPLITS, norm, plain, record, recorded, residual, sgd
 
 slow = pytest.mark.slow
 
@@ -20,6 +23,8 @@ OTHERS = [split for split in SPLITS if split not in (*PLAIN[1:], *NORMALISED)]
         *((split, plain) for split in PLAIN),
         *((split, norm) for split in NORMALISED),
         *(pytest.param(split, norm, marks=slow) for split in OTHERS),
+        pytest.param("manual", residual, marks=slow),
+        pytest.param("tensor", residual, marks=slow),
     ],
 )
 def test_right_trainings_are_clean(split, build):
@@ -28,9 +33,180 @@ def test_right_trainings_are_clean(split, build):
     verdict = training.check()
     assert verdict.status == "clean", str(verdict)
     stages = {"start", "examples", "forward", "loss", "gradients", "update"}
-    stages |= {"statistics"} if build is norm else set()
+    stages |= {"statistics"} if build is not plain else set()
     assert stages <= set(verdict.checked)
     assert {m.step for m in verdict.measurements} == {0, 1, 2}
+    assert all(m.allowed < 0.1 for m in verdict.measurements)
     shards = {m.item for m in verdict.measurements if m.stage == "gradients"}
     together = training.trace.about.syncs_batch_norm
     assert len(shards) == (1 if together else len(training.trace.shards))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("split", ["single", "manual", "mirrored", "pipeline", "weighted"])
+def test_the_oracle_is_bitwise(split):
+    """Most verified steps need no tolerance."""
+    measurements = recorded(split, norm).check().measurements
+    assert measurements and all(m.same_bits for m in measurements)
+
+
+def scaled():
+    return ScaledSGD(0.1, momentum=0.9, initial_scale=2.0**10)
+
+
+def overflowing():
+    """Creates an optimizer that skips the first steps."""
+    return ScaledSGD(0.1, momentum=0.9, weight_decay=1e-3, initial_scale=2.0**22)
+
+
+@pytest.mark.parametrize(
+    ("split", "precision", "optimizer"),
+    [
+        ("manual", "mixed_bfloat16", sgd),
+        ("tensor", "mixed_float16", scaled),
+        ("pipeline", "mixed_float16", overflowing),
+        pytest.param("compiled", "mixed_bfloat16", sgd, marks=slow),
+        pytest.param("sync manual", "mixed_float16", overflowing, marks=slow),
+        pytest.param("sharded", "mixed_float16", scaled, marks=slow),
+    ],
+)
+def test_other_precisions_are_clean(split, precision, optimizer):
+    verdict = record(split, norm, precision=precision, optimizer=optimizer).check()
+    assert verdict.status == "clean", str(verdict)
+
+
+def test_rounding_is_right_and_more_is_not():
+    """As on another device: gradients that differ from those of one device by rounding alone."""
+
+    def rounded(training, units):
+        def edit(trace):
+            for shard in trace.shards:
+                change(trace, 0, "raw", shard, lambda a: a * (1 + units * np.float32(2.0**-23)))
+
+        return training.edited(edit).check(1)
+
+    for build in (plain, norm):
+        verdict = rounded(recorded("tensor", build), 2)
+        assert "gradients" not in {finding.stage for finding in verdict.findings}, str(verdict)
+        verdict = rounded(recorded("tensor", build), 20_000)
+        assert "gradients" in {finding.stage for finding in verdict.faults}
+
+
+def test_an_all_reduce_in_bfloat16_is_right_where_it_was_asked_for():
+    verdict = recorded("bfloat16").edited(lambda trace: None, reduced_in="").check()
+    assert causes(verdict) == {("all-reduce", "reduced_precision")}
+
+
+# --- Faults --------------------------------------------------------------------------------------
+
+
+def causes(verdict):
+    return {(finding.stage, finding.cause) for finding in verdict.faults}
+
+
+INJECTED = [  # Fault, split, network, stage and cause.
+    ("drop_gradient", "manual", plain, "all-reduce", "lost_replica"),
+    ("drop_gradient:step=2", "mirrored", plain, "all-reduce", "lost_replica"),
+    ("scale_gradient", "single", plain, "all-reduce", "scaled_gradient"),
+    ("scale_gradient:factor=3", "manual", plain, "all-reduce", "scaled_gradient"),
+    ("mean_of_means", "manual", norm, "all-reduce", "mean_of_means"),
+    ("same_shard", "pipeline", plain, "examples", "same_examples"),
+    ("shuffle_order", "manual", plain, "examples", "other_order"),
+    ("perturb_weight:step=2", "manual", plain, "update", "changed_on_its_own"),
+    ("local_batch_norm", "manual", norm, "statistics", "statistics_not_averaged"),
+    ("bf16_all_reduce", "manual", plain, "all-reduce", "reduced_precision"),
+    ("lost_micro_batch", "pipeline", plain, "all-reduce", "lost_micro_batch"),
+    ("divided_twice", "pipeline", plain, "all-reduce", "mean_instead_of_sum"),
+    ("stale_stage", "pipeline", plain, "forward", "stale_stage"),
+    ("forgotten_backward_sum", "tensor", plain, "gradients", "forgotten_backward_sum"),
+    ("forgotten_backward_sum", "tensor 2 × 2", norm, "gradients", "forgotten_backward_sum"),
+    ("repeated_bias", "tensor", plain, "forward", "repeated_bias"),
+    ("wrong_shard", "sharded", plain, "forward", "swapped_parts"),
+    ("wrong_shard", "sharded state", norm, "update", "swapped_parts"),
+    ("unsynced_batch_norm", "sync manual", norm, "forward", "local_statistics"),
+    ("unsynced_batch_norm", "sync mirrored", norm, "forward", "local_statistics"),
+]
+
+
+@pytest.mark.parametrize(("fault", "split", "build", "stage", "cause"), INJECTED)
+def test_injected_faults_are_named(fault, split, build, stage, cause):
+    verdict = record(split, build, fault=fault).check()
+    assert verdict.faults, str(verdict)
+    first = verdict.faults[0]
+    assert (first.stage, first.cause) == (stage, cause), str(verdict)
+    assert {finding.cause for finding in verdict.faults} == {cause}, str(verdict)
+    if "step=2" in fault:
+        assert first.steps[0] == 1
+
+
+def test_every_fault_to_inject_is_tested():
+    assert {fault.partition(":")[0] for fault, *_ in INJECTED} | {"slow_replica"} == set(FAULTS)
+
+
+def change(trace, position, kind, item, function, only=None):
+    """Changes the arrays of floating-point numbers of a kind, or only one of them."""
+    arrays = [
+        function(array).astype(array.dtype)
+        if array is not None and array.dtype.kind == "f" and only in (None, index)
+        else array
+        for index, array in enumerate(trace.arrays(position, kind, item))
+    ]
+    trace.put(position, kind, item, arrays)
+
+
+def times(factor, position, kind, item, only=None):
+    return lambda trace: change(trace, position, kind, item, lambda a: a * factor, only)
+
+
+def of_all(edit, *items):
+    """Returns an edit of several items."""
+
+    def edit_all(trace):
+        for item in items:
+            edit(item)(trace)
+
+    return edit_all
+
+
+def with_nan(trace):
+    change(trace, 1, "sums", 0, lambda a: np.where(np.arange(a.size).reshape(a.shape), a, np.nan))
+
+
+def stale(trace):
+    trace.put(1, "raw", 1, trace.arrays(0, "raw", 1))
+
+
+def exchanged(trace):
+    first, second = (trace.arrays(1, "y_pred", shard) for shard in trace.shards)
+    trace.put(1, "y_pred", 0, [first[0][::-1]])
+    trace.put(1, "y_pred", 1, second)
+
+
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [
+        (times(1.01, 0, "before", 1), ("start", "diverged_replicas")),
+        (times(1.01, 1, "before", 1), ("start", "changed_on_its_own")),
+        (exchanged, ("forward", "unexplained")),
+        (times(1.01, 1, "loss", 1), ("loss", "other_loss")),
+        (times(1.001, 1, "raw", 1), ("gradients", "scaled_gradient")),
+        (times(0, 1, "raw", 1, only=0), ("gradients", "frozen")),
+        (stale, ("gradients", "stale_gradient")),
+        (times(2, 1, "sums", 1), ("all-reduce", "scaled_gradient")),
+        (with_nan, ("all-reduce", "not_finite")),
+        (times(1.01, 1, "after", 1), ("update", "unexplained")),
+        (times(1.01, 1, "own_after", 1), ("statistics", "unexplained")),
+        (of_all(lambda copy: times(2, 1, "after", copy, only=3), 0, 1),
+         ("statistics", "doubled_average")),
+    ],
+)  # fmt: skip
+def test_a_fault_in_a_stage_is_found_there(edit, found):
+    verdict = recorded("manual", norm).edited(edit).check(2)
+    assert verdict.faults, str(verdict)
+    assert (verdict.faults[0].stage, verdict.faults[0].cause) == found, str(verdict)
+
+
+def test_what_follows_from_a_fault_is_not_a_fault():
+    """Wrong sums lead to an update that is right for these sums."""
+    verdict = record("manual", plain, fault="drop_gradient").check()
+    assert len(verdict.faults) == 1 and verdict.faults[0].steps == tuple(range(NUM_STEPS))

@@ -62,7 +62,7 @@ def _of_parts(context: Context, state: Named) -> Iterator[OtherState]:
             yield (
                 "swapped_parts",
                 f"those with the elements{where} {whose}",
-                {"state": state | changed},
+                {"state": changed},
             )
             changed = {n: _exchanged(state[n], context, first, second) for n in names}
             yield (
@@ -128,8 +128,8 @@ def with_exchanged_elements(
     context: Context, state: Named, names: Sequence[str], first: int, second: int, *,
     back: bool = False,
 ) -> Named:  # fmt: skip
-    """Returns variables with two devices' ranges of elements exchanged, or exchanged back."""
-    found = {}
+    """Returns a state with two devices' ranges of elements exchanged, or exchanged back."""
+    found = dict(state)
     for name in names:
         order = _exchanged(np.arange(state[name].size), context, first, second)
         order = np.argsort(order) if back else order

@@ -1,0 +1,1 @@
+"""Standalone files to copy beside a script, which record and compare its training steps."""
