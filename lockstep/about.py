@@ -118,7 +118,8 @@ def _parsed(value: Any, wanted: Any, key: str) -> Any:
             is_required = {field.default, field.default_factory} == {dataclasses.MISSING}
             if is_required and field.name not in found:
                 raise Fault(f"{start}{field.name} of 'about' is missing; record it again")
-        return wanted(**{n: _parsed(v, fields[n], f"{start}{n}") for n, v in found.items()})
+        parsed = {n: _parsed(v, fields[n], f"{start}{n}") for n, v in found.items()}
+        return wanted(**parsed)  # type: ignore[operator]
     if wanted is Shard and isinstance(value, list) and len(value) == 2:
         return Shard(_parsed(value[0], int, key), _parsed(value[1], float, key))
     if origin is not None and isinstance(value, list) and not issubclass(origin, Mapping):

@@ -79,7 +79,7 @@ class Writer(MutableMapping[str, np.ndarray]):
         array = np.asarray(array)
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
         checksum = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=20)
-        checksum.update(array.reshape(-1).view(np.uint8))
+        checksum.update(array.reshape(-1).view(np.uint8).data)
         self._members[name] = self._names.setdefault(checksum.digest(), name)
         if self._members[name] == name:
             self._write(name, array)
@@ -137,7 +137,8 @@ def load(source: Path | BinaryIO | Sequence[BinaryIO]) -> Trace:
         name, paths = _find_files(pathlib.Path(source))
         files = [_File(str(path), _open(path)) for path in paths]
     else:
-        name, opened = "the trace", [source] if hasattr(source, "read") else list(source)
+        opened: Sequence[Any] = source if isinstance(source, Sequence) else [source]
+        name = "the trace"
         files = [_File(f"part {i} of the trace", file) for i, file in enumerate(opened)]
     with _errors_of(name):
         about = _common_description(files)
