@@ -42,7 +42,7 @@ def check_statistics(context: Context) -> Iterator[Finding]:
 
 
 def _local(context: Context) -> Iterator[Finding]:
-    """Finds moving statistics that differ between copies, where nobody computes them."""
+    """Finds moving statistics that differ between copies, where no oracle computes them."""
     first, *others = context.named("after")
     for copy, other in enumerate(others, start=1):
         names = [n for n in context.of_kind(STATISTIC) if n in first and n in other]

@@ -1,7 +1,7 @@
 """Checks weights and optimizer state after the update."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -49,31 +49,45 @@ def check_update(context: Context) -> Iterator[Finding | Facts]:
     before, after = context.named("before"), context.named("after")
     updated = weights | oracle.tracks
     watched = [n for n in context.trace.keys if n in updated and all(n in each for each in after)]
-    checked: dict[tuple, tuple[Named, Named | None]] = {}
+    computed: dict[tuple, Named] = {}
+    reach: dict[tuple, Named] = {}
     for copy in context.copies:
         applied = context.applied(copy)
         state = [before[copy][n] for n in watched if n in before[copy]]
         key = tuple(map(bits, [*state, *applied.values()]))
-        if key not in checked:
-            checked[key] = context.updated(before[copy], applied), None
-        expected, bounds = checked[key]
-        if not all(same_bits(after[copy][n], expected[n]) for n in watched) and bounds is None:
-            bounds = rounding_bounds(context, before[copy], applied)
-            checked[key] = expected, bounds
-        wrong = []
+        if key not in computed:
+            computed[key] = context.updated(before[copy], applied)
+        expected, own = computed[key], after[copy]
+        differing = [name for name in watched if not same_bits(own[name], expected[name])]
+        bounds = reach.get(key) or least_bounds(context, before[copy], expected, differing)
+        wrong = [n for n in differing if not is_within(own[n], expected[n], bounds[n])]
+        if wrong and key not in reach:
+            bounds = reach[key] = rounding_bounds(context, before[copy], applied)
+            wrong = [n for n in wrong if not is_within(own[n], expected[n], bounds[n])]
         for name in watched:
-            same = same_bits(after[copy][name], expected[name])
-            allowed = 0.0 if bounds is None else length(bounds[name])
-            context.measure(
-                name, "after", copy, after[copy][name], expected[name], allowed, same=same
-            )
-            if not same and not is_within(after[copy][name], expected[name], (bounds or {})[name]):
-                wrong.append(name)
-        if wrong and bounds is not None:
+            same = name not in differing
+            allowed = 0.0 if same else length(bounds[name])
+            context.measure(name, "after", copy, own[name], expected[name], allowed, same=same)
+        if wrong:
             yield dataclasses.replace(context.facts, wrong=context.facts.wrong | {"update"})
             yield from _explain(context, copy, expected, bounds, wrong)
     if context.computes:
         yield from _check_rows_summed_first(context)
+
+
+def least_bounds(context: Context, before: Named, after: Named, names: Iterable[str]) -> Named:
+    """Returns the part of `rounding_bounds` that needs no other update: of the last addition."""
+
+    def size(array: Array) -> np.ndarray:
+        return np.abs(np.where(np.isfinite(array), dense(array), 0))
+
+    assert context.updater is not None
+    units = context.updater.units
+    return {
+        n: MARGIN * units[n] * (size(after[n]) + size(before.get(n, 0))) + TINY
+        for n in names
+        if n in units
+    }
 
 
 def rounding_bounds(context: Context, before: Named, sums: Named) -> Named:
@@ -108,16 +122,8 @@ def rounding_bounds(context: Context, before: Named, sums: Named) -> Named:
             far = np.abs(dense(array) - dense(base[name]))
             apart[name] = np.maximum(apart[name], np.where(np.isfinite(far), far, 0))
 
-    def size(array: np.ndarray) -> np.ndarray:
-        return np.abs(np.where(np.isfinite(array), dense(array), 0))
-
-    return {
-        n: MARGIN
-        * (a + np.sqrt(np.mean(a**2)) + units[n] * (size(base[n]) + size(before.get(n, 0))))
-        + TINY
-        for n, a in apart.items()
-        if n in units
-    }
+    least = least_bounds(context, before, base, apart)
+    return {n: least[n] + MARGIN * (apart[n] + np.sqrt(np.mean(apart[n] ** 2))) for n in least}
 
 
 def _explain(
