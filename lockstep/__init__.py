@@ -55,11 +55,12 @@ def compare(
         return list(verdicts.values())[-1]
     if two is not None:
         raise ValueError("compare takes either a second training or model=, not both")
-    from lockstep.engine import check
+    from lockstep.engine import check, require_steps
     from lockstep.oracles.keras import KerasOracle
     from lockstep.record_keras import leaves
 
     trace = _trace_of(one)
+    require_steps(trace)
     verdict = check(
         trace,
         KerasOracle(model, trace),

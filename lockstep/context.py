@@ -10,6 +10,7 @@ import numpy as np
 from lockstep.arithmetic import (
     MARGIN,
     TINY,
+    add_named,
     all_same_bits,
     are_finite,
     dense,
@@ -19,6 +20,7 @@ from lockstep.arithmetic import (
     ratio,
     same_bits,
     scaled,
+    scaled_all,
 )
 from lockstep.oracles import Ask, Batch, Computed, Oracle
 from lockstep.oracles.rules import RuleOracle
@@ -225,11 +227,15 @@ class Context:
 
     def applied(self, copy: int) -> Named:
         """Returns the gradients that the optimizer of a copy applies; empty if unknown."""
-        kinds = ("clipped", "sums", "raw") if self.clips_sum else ("sums", "clipped", "raw")
-        for kind in kinds:
-            if self.has(kind) and len(self.trace.items(kind)) == len(self.copies):
+        for kind in ("clipped", "sums") if self.clips_sum else ("sums",):
+            if self.has(kind):
                 return self.named(kind)[copy]
-        return {}
+        if not self.has(self.kind_sent):
+            return {}
+        sent = self.named(self.kind_sent)
+        if "all-reduce" in self.facts.wrong:  # Nothing is summed.
+            return sent[copy]
+        return scaled_all(add_named(sent), self.share(0)) if len(sent) > 1 else sent[0]
 
     def share(self, shard: int) -> float:
         """Returns a shard's share of the sum: 1, or one over the number of shards for a mean."""

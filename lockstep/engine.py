@@ -83,14 +83,19 @@ def check(
     Raises:
         ValueError: nothing was recorded.
     """
-    if not trace.steps:
-        raise ValueError("nothing was recorded; train within the `with` block of the recorder")
+    require_steps(trace)
     result = Result()
     for position in range(len(trace.steps)):
         batch = batches[position] if position < len(batches) else None
         check_step(trace, position, oracle, batch, result)
         on_step(position + 1)
     return verdict_of(trace, result, oracle, name=name, reference=reference)
+
+
+def require_steps(trace: Trace) -> None:
+    """Raises a ValueError for a trace without steps."""
+    if not trace.steps:
+        raise ValueError("nothing was recorded; train within the `with` block of the recorder")
 
 
 def verdict_of(
@@ -152,7 +157,7 @@ def prepare(context: Context) -> None:
     """Compares all shards bitwise with one device, and computes what they share."""
     if not context.computes:
         return
-    if context.trace.about.whole_loss and context.has("y_pred"):
+    if context.trace.about.whole_loss and context.has("y_pred") and context.has("mask"):
         _prepare_whole_loss(context)
     if context.oracle.synchronizes:
         _compute_together(context)

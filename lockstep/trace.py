@@ -243,7 +243,7 @@ class Trace:
 
     def put(self, position: int, kind: str, item: int, arrays: Sequence[Array]) -> None:
         """Adds the arrays of a kind; None for one that does not exist."""
-        self._index.setdefault((position, kind, item), {})
+        self._index[position, kind, item] = {}
         for index, array in enumerate(arrays):
             if array is None:
                 continue

@@ -1,5 +1,6 @@
 """Checks the sums that each copy receives."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -8,6 +9,7 @@ from lockstep.arithmetic import (
     EPS,
     UNITS,
     add,
+    add_named,
     are_finite,
     dense,
     distance,
@@ -19,8 +21,10 @@ from lockstep.arithmetic import (
     ratio,
     same_bits,
     scaled,
+    scaled_all,
     sum_bound,
 )
+from lockstep.checks.update import rounding_bounds
 from lockstep.context import Context, Facts
 from lockstep.hypotheses.of_sums import SumOf, why_sum
 from lockstep.trace import Array, Named
@@ -33,16 +37,14 @@ def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
         return
     if context.overflows and not context.oracle.records_overflow:
         return
-    sent, has_sums = context.named(context.kind_sent), context.has("sums")
-    if not context.computes:
-        if not has_sums:
-            yield from _without_sums(context, sent)
-            return
-        if not context.trace.about.reduction or not all(map(are_finite, sent)):
-            return
+    sent = context.named(context.kind_sent)
+    if not context.has("sums"):
+        yield from (_with_own if context.computes else _without_sums)(context, sent)
+        return
+    if not context.computes and not (context.trace.about.reduction and all(map(are_finite, sent))):
+        return
     context.mark_checked()
-    received = context.named("sums") if has_sums else sent
-    kind, sent_before = "sums" if has_sums else "raw", context.earlier(context.kind_sent)
+    received, sent_before = context.named("sums"), context.earlier(context.kind_sent)
     sums_before = context.earlier("sums")
     limits = context.oracle.limits() if context.computes and context.clips_sum else ""
     clipped = [context.oracle.clip(gradients) for gradients in sent] if limits else []
@@ -57,12 +59,12 @@ def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
                 continue
             got, total = own[name], scaled(add(parts), share) if share != 1 else add(parts)
             if same_bits(got, total):
-                context.measure(name, kind, item, got, total, 0.0, same=True)
+                context.measure(name, "sums", item, got, total, 0.0, same=True)
                 continue
             width = max(unit, context.oracle.units.get(name, EPS) if context.computes else EPS)
             bound = sum_bound(parts, width) * share
             allowed = length(bound)
-            context.measure(name, kind, item, got, total, allowed)
+            context.measure(name, "sums", item, got, total, allowed)
             if is_within(got, total, bound):
                 continue
             if not are_finite([got]) and are_finite(parts):
@@ -84,7 +86,7 @@ def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
             apart = max(distance(own[n], scaled(add([g[n] for g in sent]), share)) for n in names)
             size = max(norm(add([g[n] for g in sent])) * share for n in names)
             yield context.found(
-                cause, text, kind=context.kind_sent if lost else kind, items=lost or (item,),
+                cause, text, kind=context.kind_sent if lost else "sums", items=lost or (item,),
                 tensors=names, distance=ratio(apart, size),
             )  # fmt: skip
 
@@ -116,3 +118,28 @@ def _is_multiple(applied: Array, sent: Array) -> bool:
     """Returns whether a gradient is the sent one, clipped or not."""
     factor = factor_of([applied], [sent])
     return not (is_far(applied, factor * dense(sent)) if np.isfinite(factor) else norm(applied))
+
+
+def _with_own(context: Context, sent: Sequence[Named]) -> Iterator[Finding | Facts]:
+    """Finds replicas whose update uses what they sent, if no all-reduce was recorded."""
+    if not context.has("after") or len(sent) != len(context.copies):
+        return
+    total, own = scaled_all(add_named(sent), context.share(0)), set(sent[0])
+    for before, after, mine in zip(
+        context.named("before"), context.named("after"), sent, strict=True
+    ):
+        bounds = rounding_bounds(context, before, mine)
+        alone, right = (context.updated(before, gradients) for gradients in (mine, total))
+        own &= {
+            n
+            for n in mine
+            if is_within(after[n], alone[n], bounds[n])
+            and not is_within(after[n], right[n], bounds[n])
+        }
+    if own:
+        context.mark_checked()
+        yield dataclasses.replace(context.facts, wrong=context.facts.wrong | {"all-reduce"})
+        num = len(sent)
+        text = f"the update of each replica uses its own gradient, not the sum over {num} replicas"
+        names = [name for name in sent[0] if name in own]
+        yield context.found("not_all_reduced", text, items=context.copies, tensors=names)

@@ -13,6 +13,8 @@ from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.trace import Named
 from lockstep.verdict import Finding
 
+_NOT_FINITE = "gradients are NaN or infinite, and finite on one device"
+
 
 def check_gradients(context: Context) -> Iterator[Finding | Facts]:
     """Checks the gradients that each shard computes, and their sum."""
@@ -100,6 +102,10 @@ def _explain_together(
     context: Context, total: Named, expected: Named, wrong: Sequence[str]
 ) -> Iterator[Finding]:
     """Explains the sum of the gradients of layers that normalise over all shards."""
+    if odd := _odd(total, expected, wrong):
+        shards = [s for s in context.shards if not are_finite(context.named("raw")[s])]
+        yield context.found("not_finite", _NOT_FINITE, items=shards, tensors=odd)
+        return
     alone = add_named([
         context.compute(context.ask(s, scales=scales, starts=None)).raw
         for s, scales in zip(context.shards, _shares(context), strict=True)
@@ -126,7 +132,10 @@ def _explain(
     context: Context, shard: int, actual: Named, expected: Named, wrong: Sequence[str]
 ) -> Iterator[Finding]:
     """Explains gradients of a shard, tensor by tensor."""
-    left = list(wrong)
+    odd = _odd(actual, expected, wrong)
+    if odd:
+        yield context.found("not_finite", _NOT_FINITE, items=(shard,), tensors=odd)
+    left = [name for name in wrong if name not in odd]
     if not left:
         return
     for cause, text, predict in gradient_hypotheses(context, shard):
@@ -155,6 +164,11 @@ def _by_tensor(
         groups.setdefault(why, []).append(name)
     for (cause, text), names in groups.items():
         yield _finding(context, cause, text, shard, actual, expected, names, items)
+
+
+def _odd(actual: Named, expected: Named, names: Sequence[str]) -> list[str]:
+    """Returns the gradients that are not finite although those of one device are."""
+    return [n for n in names if not are_finite([actual[n]]) and are_finite([expected[n]])]
 
 
 def _finding(

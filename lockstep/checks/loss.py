@@ -37,7 +37,7 @@ def check_loss(context: Context) -> Iterator[Finding | Facts]:
     if context.trace.about.whole_loss:
         yield from check_whole_loss(context, losses)
         return
-    if not losses.are_right and context.has("y_pred"):
+    if not losses.are_right and context.has("y_pred") and context.has("mask"):
         for shard in losses.odd:
             yield from _shifted_targets(context, shard, losses)
         losses = recorded_losses(context)

@@ -190,7 +190,7 @@ def recorded_losses(context: Context, *, exactly: bool = False) -> Losses:
     if exactly:
         own = [t * sum(sizes) / size if size else 0.0 for t, size in zip(taken, sizes, strict=True)]
         return Losses(taken, own, sum(taken), own, sum(taken), sizes, allowed)
-    if not context.has("y_pred"):
+    if not (context.has("y_pred") and context.has("mask")):
         own = [loss[0] if (loss := context.expected(s).step.loss) else 0.0 for s in context.shards]
         whole = sum(o * size for o, size in zip(own, sizes, strict=True)) / max(sum(sizes), 1)
         forward = MARGIN * max(context.expected(s).spread.forward for s in context.shards)

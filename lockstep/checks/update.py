@@ -133,6 +133,18 @@ def _explain(
     before, after = context.named("before")[copy], context.named("after")[copy]
     kinds = context.trace.kinds
     counters = [name for name in wrong if name.endswith("iteration")]
+    left = [name for name in wrong if name not in counters]
+    while left:
+        weights = [name for name in left if kinds[name] == WEIGHT] or left
+        cause, text, explained = _why(context, copy, expected, bounds, weights, counters)
+        apart = max(ratio(distance(after[n], expected[n]), norm(expected[n])) for n in left)
+        yield context.found(
+            cause, text, kind="after", items=(copy,), tensors=explained, distance=apart
+        )
+        counters = [name for name in counters if name not in explained]
+        # A wrong weight may result from a wrong state: one explanation for both.
+        of_state = kinds[left[0]] == STATE or cause != "changed_on_its_own"
+        left = [n for n in left if n not in explained and (kinds[n] == WEIGHT or not of_state)]
     if counters:
         made = int(after[counters[0]]) - int(before[counters[0]])
         yield context.found(
@@ -141,24 +153,12 @@ def _explain(
             " times as fast",
             kind="after", items=(copy,), tensors=counters,
         )  # fmt: skip
-    left = [name for name in wrong if name not in counters]
-    while left:
-        weights = [name for name in left if kinds[name] == WEIGHT] or left
-        cause, text, explained = _why(context, copy, expected, bounds, weights)
-        apart = max(ratio(distance(after[n], expected[n]), norm(expected[n])) for n in left)
-        yield context.found(
-            cause, text, kind="after", items=(copy,), tensors=explained, distance=apart
-        )
-        if kinds[left[0]] == STATE or cause != "changed_on_its_own":
-            # A wrong weight may result from a wrong state: one explanation for both.
-            left = [n for n in left if n not in explained and kinds[n] == WEIGHT]
-        else:
-            left = [n for n in left if n not in explained]
 
 
 def _why(
-    context: Context, copy: int, expected: Named, bounds: Named, wrong: Sequence[str]
-) -> tuple[str, str, list[str]]:
+    context: Context, copy: int, expected: Named, bounds: Named, wrong: Sequence[str],
+    counters: Sequence[str],
+) -> tuple[str, str, list[str]]:  # fmt: skip
     """Returns cause, text and the explained variables, as many as one cause explains."""
     after = context.named("after")[copy]
     bad = [name for name in wrong if not are_finite([after[name]]) and are_finite([expected[name]])]
@@ -183,7 +183,8 @@ def _why(
             and not is_within(expected[name], predicted[name], bounds[name])
         ]
         if explained:
-            return cause, text, explained
+            also = [n for n in counters if same_bits(after[n], predicted[n])]
+            return cause, text, [*explained, *also]
     few = {
         n: int(np.sum(~(np.abs(dense(after[n]) - dense(expected[n])) <= bounds[n]))) for n in wrong
     }

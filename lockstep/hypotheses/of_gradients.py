@@ -18,6 +18,16 @@ def gradient_hypotheses(context: Context, shard: int) -> Iterator[Hypothesis]:
     yield "frozen", "0", lambda: zeros
     if old := context.earlier("raw"):
         yield "stale_gradient", "those of the previous step", lambda: old[shard]
+    if context.follows and context.trace.has(context.position - 1, "data"):
+        position = context.position - 1
+        old_step = {
+            "state": context.state(shard, position),
+            "data": context.trace.arrays(position, "data", shard),
+        }
+        yield (
+            "stale_gradient", "those of the previous step",
+            partial(context.gradients, shard, **old_step),
+        )  # fmt: skip
     yield from _of_other_shards(context, shard)
     for name, value in context.state(shard).items():
         if name.endswith("loss_scale") and value.ndim == 0 and value != 1:

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lockstep.arithmetic import dense, factor_of
 from lockstep.context import Context, Facts
+from lockstep.trace import Named
 
 Explained = tuple[str, str, int, Facts]  # Cause, text, shard, and the facts that follow from it.
 
@@ -20,7 +22,7 @@ def _label_smoothing(context: Context, shard: int) -> Explained | None:
     """Explains a loss by targets that are spread over all classes, as it should not be.
 
     The cross-entropy with smoothing s is (1 - s) times that of the labels plus s times the mean
-    over the classes; the logits and the loss give s.
+    over the classes; its gradients are linear in s, and give it.
     """
     if not context.has("y_pred"):
         return None
@@ -36,22 +38,26 @@ def _label_smoothing(context: Context, shard: int) -> Explained | None:
     values = logits[0].astype(np.float64)
     values -= values.max(axis=1, keepdims=True)
     logs = values - np.log(np.exp(values).sum(axis=1, keepdims=True))
-    of_labels, evenly = -logs[np.arange(size), labels].mean(), -logs.mean()
     share = size / sum(context.sizes)
-    taken = float(np.sum(context.arrays("loss")[shard][0])) / share
-    smoothing = (taken - of_labels) / (evenly - of_labels) if evenly != of_labels else 0.0
+    scales = share, context.facts.scales[shard][1]
+
+    def gradients(smoothing: float) -> tuple[list[np.ndarray], Named]:
+        start = np.exp(logs) - smoothing / classes
+        start[np.arange(size), labels] -= 1 - smoothing
+        starts = [(start / size).astype(np.float32)]
+        return starts, context.gradients(shard, starts=starts, scales=scales)
+
+    actual, without, fully = context.named("raw")[shard], gradients(0.0)[1], gradients(1.0)[1]
+    if actual.keys() != without.keys():
+        return None
+    apart = [dense(actual[name]) - dense(without[name]) for name in actual]
+    smoothing = factor_of(apart, [dense(fully[n]) - dense(without[n]) for n in actual])
     if not 1e-3 < smoothing < 1:
         return None
-    start = np.exp(logs) - smoothing / classes
-    start[np.arange(size), labels] -= 1 - smoothing
-    starts = [(start / size).astype(np.float32)]
-    scales = share, context.facts.scales[shard][1]
-    predicted = context.gradients(shard, starts=starts, scales=scales)
-    actual = context.named("raw")[shard]
-    if len(context.near(shard, actual, predicted, share / context.base_scales[shard][0])) < len(
-        actual
-    ):
+    starts, predicted = gradients(smoothing)
+    times = share / context.base_scales[shard][0]
+    if len(context.near(shard, actual, predicted, times)) < len(actual):
         return None
-    text = f"its loss and gradients are those of a label smoothing of {smoothing:.3g}"
+    text = f"its gradients are those of a label smoothing of {smoothing:.3g}"
     facts = context.facts.with_shard(shard, starts=starts, scales=scales)
     return "label_smoothing", text, shard, facts

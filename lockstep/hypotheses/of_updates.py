@@ -28,12 +28,15 @@ def update_hypotheses(
     """Yields hypotheses about a wrong update of a copy."""
     before, applied = context.named("before")[copy], context.applied(copy)
     yield "not_updated", "the weights do not change", lambda: before
-    state = {n: before[n] for n in wrong if context.trace.kinds[n] == STATE and n in before}
-    if state:
-        yield "not_updated", "the optimizer state does not change", lambda: expected | state
+    for kind, what in ((STATE, "optimizer state does"), (WEIGHT, "weights do")):
+        if held := {n: before[n] for n in wrong if context.trace.kinds[n] == kind and n in before}:
+            yield "not_updated", f"the {what} not change", partial(dict, expected | held)
     yield from _with_other_gradients(context, copy, before, applied, wrong)
     yield from _with_other_states(context, copy, before, applied)
-    yield from _more_than_once(context, before, applied)
+    twice = "updated_twice", "the update is made twice", partial(_twice, context, before, applied)
+    counted = _is_counted_once(context, copy)
+    if not counted:
+        yield twice
     yield from _of_exchanged_parts(context, before, applied, expected)
     if isinstance(rule := context.updater, RuleOracle):
         for cause, text, settings in rule.hypotheses():
@@ -45,7 +48,19 @@ def update_hypotheses(
             text,
             lambda rounded=rounded: expected | {n: rounded(expected[n]) for n in applied},
         )
-    yield from _with_fitted_numbers(context, copy, expected, wrong)
+    rates = [(context.updated(before, applied, rate=2.0, decays=d), d) for d in (True, False)]
+    fitted = partial(_with_fitted_numbers, context, copy, expected, rates)
+    yield from fitted(wrong)
+    if counted:  # Without momentum, it is the update with another learning rate.
+        yield twice
+    for name in wrong if len(wrong) > 1 else ():
+        yield from fitted([name])
+    norms = total_norm(applied)
+    for factor in (1.0, 0.1, 5.0, 10.0):
+        if norms > factor:
+            clipped = scaled_all(applied, factor / norms)
+            text = f"the sum is clipped to norm {factor:g} before the update"
+            yield "clipped_on_one_replica", text, partial(context.updated, before, clipped)
 
 
 def _with_other_gradients(
@@ -106,22 +121,30 @@ def _with_other_states(
         text = "the update starts from the weights of the previous step"
         yield "stale_weights", text, partial(context.updated, before | weights, applied)
     by_shape: dict[tuple, list[str]] = {}
-    for name in slots:
+    for name in applied:
         by_shape.setdefault(before[name].shape, []).append(name)
+    of_weights: dict[str, dict[str, str]] = {}
+    for variable in context.trace.about.variables:
+        if variable.name in slots:
+            of_weights.setdefault(variable.of, {})[variable.slot] = variable.name
     for names in by_shape.values():
-        if len(names) > 1:
-            moved = {a: before[b] for a, b in zip(names, [*names[1:], names[0]], strict=True)}
-            text = f"the update uses the optimizer state of other variables for {names[0]}"
+        pairs = list(zip(names, [*names[1:], names[0]], strict=True))
+        own = [(of_weights.get(a, {}), of_weights.get(b, {})) for a, b in pairs]
+        moved = {mine[s]: before[theirs[s]] for mine, theirs in own for s in mine if s in theirs}
+        if len(names) > 1 and moved:
+            text = f"the update uses the optimizer state of other weights for {names[0]}"
             yield "shifted_state", text, partial(context.updated, before | moved, applied)
 
 
-def _more_than_once(context: Context, before: Named, applied: Named) -> Iterator[Hypothesis]:
-    """Yields updates that are made twice."""
+def _is_counted_once(context: Context, copy: int) -> bool:
+    """Returns whether the optimizer has a counter of updates, which advances by one."""
+    before, after = context.named("before")[copy], context.named("after")[copy]
+    counters = [n for n in context.of_kind(STATE) if n.endswith("iteration") and n in before]
+    return any(after[name] == before[name] + 1 for name in counters)
 
-    def twice() -> Named:
-        return context.updated(context.updated(before, applied), applied)
 
-    yield "updated_twice", "the update is made twice", twice
+def _twice(context: Context, before: Named, applied: Named) -> Named:
+    return context.updated(context.updated(before, applied), applied)
 
 
 def _of_exchanged_parts(
@@ -141,37 +164,28 @@ def _of_exchanged_parts(
 
 
 def _with_fitted_numbers(
-    context: Context, copy: int, expected: Named, wrong: Sequence[str]
-) -> Iterator[Hypothesis]:
-    """Yields updates with a fitted number: another learning rate, a decay, a clipping norm."""
+    context: Context, copy: int, expected: Named, rates: Sequence[tuple[Named, bool]],
+    chosen: Sequence[str],
+) -> Iterator[Hypothesis]:  # fmt: skip
+    """Yields updates with a number that is fitted to some weights: a learning rate, a decay."""
     before, after = context.named("before")[copy], context.named("after")[copy]
     applied = context.applied(copy)
-    twices = [context.updated(before, applied, rate=2.0, decays=d) for d in (True, False)]
-    for chosen in [wrong, *([name] for name in wrong if len(wrong) > 1)]:
-        apart = [dense(after[n]) - dense(expected[n]) for n in chosen]
-        for twice, decays in zip(twices, (True, False), strict=True):
-            slope = [dense(twice[n]) - dense(expected[n]) for n in chosen]
-            rate = 1 + factor_of(apart, slope)
-            if np.isfinite(rate):
-                yield (
-                    "other_learning_rate",
-                    f"the learning rate is {rate:.4g} times that of the optimizer",
-                    partial(context.updated, before, applied, rate=rate, decays=decays),
-                )  # fmt: skip
-        for base in (expected, before):
-            decay = -factor_of(apart, [dense(base[n]) for n in chosen])
-            if decay > 0:
-                less = {
-                    n: dense(expected[n]) - decay * dense(b) for n, b in base.items()
-                }  # fmt: skip
-                yield (
-                    "weight_decay_on_top",
-                    f"a weight decay of {decay:.3g} is applied in addition to the optimizer's"
-                    " update", partial(dict, less),
-                )  # fmt: skip
-    norms = total_norm(applied)
-    for factor in (1.0, 0.1, 5.0, 10.0):
-        if norms > factor:
-            clipped = scaled_all(applied, factor / norms)
-            text = f"the sum is clipped to norm {factor:g} before the update"
-            yield "clipped_on_one_replica", text, partial(context.updated, before, clipped)
+    apart = [dense(after[n]) - dense(expected[n]) for n in chosen]
+    for twice, decays in rates:
+        slope = [dense(twice[n]) - dense(expected[n]) for n in chosen]
+        rate = 1 + factor_of(apart, slope)
+        if np.isfinite(rate):
+            yield (
+                "other_learning_rate",
+                f"the learning rate is {rate:.4g} times that of the optimizer",
+                partial(context.updated, before, applied, rate=rate, decays=decays),
+            )  # fmt: skip
+    for base in (expected, before):
+        decay = -factor_of(apart, [dense(base[n]) for n in chosen])
+        if decay > 0:
+            less = {n: dense(expected[n]) - decay * dense(base[n]) for n in applied}
+            yield (
+                "weight_decay_on_top",
+                f"a weight decay of {decay:.3g} is applied in addition to the optimizer's update",
+                partial(dict, expected | less),
+            )  # fmt: skip

@@ -43,7 +43,12 @@ class OneDevice:
             raise ValueError(f"model {model.name} is not compiled; call model.compile first")
         self.model, self.trace, self._is_float64 = model, trace, is_float64
         self.optimizer = inner_optimizer(model.optimizer)
-        first = trace.arrays(0, "data", 0) or []
+        first = trace.arrays(0, "data", 0)
+        if first is None or trace.arrays(0, "before", 0) is None:
+            raise ValueError(
+                "the recording has no examples or no state before its first step, from which one"
+                " device would compute the step; record it again"
+            )
         x, _, _ = self.unpack([array[:1] for array in first])
         if not model.built or not model.variables:
             model(x)

@@ -1,1 +1,0 @@
-"""Standalone files to copy beside a script, which record and compare its training steps."""
