@@ -9,6 +9,7 @@ from lockstep.checks.summed_in_step import check_summed_in_step, is_summed_in_st
 from lockstep.checks.whole_batch import check_whole_batch
 from lockstep.context import Context, Facts
 from lockstep.hypotheses.of_gradients import gradient_hypotheses
+from lockstep.hypotheses.of_parts import factor_of_part
 from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.trace import Named
 from lockstep.verdict import Finding
@@ -161,6 +162,8 @@ def _by_tensor(
     for name in left:
         limit = context.limit(shard, name, expected[name])
         why = why_tensor(actual[name], expected[name], limit, len(context.shards))
+        if why[0] == "unexplained":
+            why = factor_of_part(context, actual[name], expected[name], limit) or why
         groups.setdefault(why, []).append(name)
     for (cause, text), names in groups.items():
         yield _finding(context, cause, text, shard, actual, expected, names, items)

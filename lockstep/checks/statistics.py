@@ -114,7 +114,8 @@ def _why(
         return all(n in predicted and not is_far(left[n], predicted[n], allowed) for n in wrong)
 
     change = {n: dense(own[n]) - dense(before[n]) for n in wrong}
-    if fits({n: dense(own[n]) + change[n] for n in wrong}):
+    again = context.oracle.compute(context.ask(shard, state=context.state(shard) | own)).after
+    if fits(again) or fits({n: dense(own[n]) + change[n] for n in wrong}):
         return "doubled_average", "moving statistics change twice as much as they should"
     if context.oracle.layers_with_statistics and len(context.shards) > 1:
         whole = [np.concatenate(parts) for parts in zip(*context.data, strict=True)]

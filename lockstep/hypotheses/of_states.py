@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.context import Context
+from lockstep.hypotheses.of_parts import bounds, mixed
+from lockstep.hypotheses.of_sums import SHORT
 from lockstep.trace import WEIGHT, Named
 
 OtherState = tuple[str, str, Mapping[str, Any]]  # Cause, text, and changes of `Context.ask`.
@@ -23,6 +25,7 @@ def other_states(context: Context, shard: int) -> Iterator[OtherState]:
     state = context.state(shard)
     yield from _of_the_step_before(context, shard, state)
     yield from _of_parts(context, state)
+    yield from _rounded(context, state)
     few = len(layers(context)) <= _MOST_LAYERS
     for layer, names in layers(context).items():
         yield from _of_layer(context, state, layer, names, few)
@@ -41,6 +44,9 @@ def _of_the_step_before(context: Context, shard: int, state: Named) -> Iterator[
     for layer, names in layers(context).items():
         text = f"those with the previous step's weights of {layer}"
         yield "stale_weights", text, {"state": state | {n: older[n] for n in names}}
+    for part, changed in mixed(context, state, older, context.of_kind(WEIGHT)):
+        text = f"those with {part} as they were in the previous step"
+        yield "stale_weights", text, {"state": state | changed}
     if (data := context.trace.arrays(position, "data", shard)) is not None:
         text = "those for the examples of the previous step"
         yield "stale_activations", text, {"data": data}
@@ -70,6 +76,22 @@ def _of_parts(context: Context, state: Named) -> Iterator[OtherState]:
                 f"those with the channels{where} {whose}",
                 {"state": state | changed},
             )
+
+
+def _rounded(context: Context, state: Named) -> Iterator[OtherState]:
+    """Yields weights in a lower precision: all of them, or those of a device."""
+    weights = context.of_kind(WEIGHT)
+    for name, rounded in SHORT.items():
+        short = {n: rounded(state[n]) for n in weights}
+        text = f"those with weights that are rounded to {name}"
+        yield "reduced_precision", text, {"state": state | short}
+        matrices = {n: a for n, a in short.items() if a.ndim > 1}
+        text = f"those with kernels that are rounded to {name}"
+        yield "reduced_precision", text, {"state": state | matrices}
+        for names in (weights, list(matrices)):
+            for part, changed in mixed(context, state, short, names):
+                text = f"those with {part} rounded to {name}"
+                yield "reduced_precision", text, {"state": state | changed}
 
 
 def _of_layer(
@@ -116,12 +138,6 @@ def layers(context: Context) -> dict[str, list[str]]:
         layer = name.replace(".", "/").rpartition("/")[0]
         found.setdefault(layer or name, []).append(name)
     return found
-
-
-def bounds(size: int, num: int) -> list[tuple[int, int]]:
-    """Returns the ranges of `num` nearly equal parts; the first ones are larger."""
-    sizes = [size // num + (part < size % num) for part in range(num)]
-    return [(sum(sizes[:part]), sum(sizes[: part + 1])) for part in range(num)]
 
 
 def with_exchanged_elements(

@@ -7,6 +7,7 @@ import numpy as np
 
 from lockstep.arithmetic import MARGIN, add, dense, is_within, scaled, sum_bound
 from lockstep.context import Context
+from lockstep.hypotheses.of_parts import moved_parts
 from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.trace import Array
 
@@ -61,6 +62,9 @@ def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
     for cause, text, candidate in reduced_sums(parts):
         if is_within(got, candidate * share, bound):
             return cause, text, ()
+    for text, moved in moved_parts(asked.context, dense(add(parts)) * share):
+        if is_within(got, moved, np.max(bound)):
+            return "swapped_parts", text, ()
     if found := _sum_of_some(sums / share, rows, bound / share):
         return *found, ()
     return *why_tensor(got, scaled(add(parts), share), 0.0, num), ()

@@ -14,6 +14,7 @@ from lockstep.arithmetic import (
     total_norm,
 )
 from lockstep.context import Context
+from lockstep.hypotheses.of_parts import mixed
 from lockstep.hypotheses.of_states import with_exchanged_elements
 from lockstep.hypotheses.of_sums import SHORT
 from lockstep.oracles.rules import RuleOracle
@@ -43,11 +44,8 @@ def update_hypotheses(
             yield cause, text, partial(rule.update, before, applied, **settings)
     for name, rounded in SHORT.items():
         text = f"the weights are rounded to {name} after the update"
-        yield (
-            "reduced_precision",
-            text,
-            lambda rounded=rounded: expected | {n: rounded(expected[n]) for n in applied},
-        )
+        short = {n: rounded(expected[n]) for n in applied}
+        yield "reduced_precision", text, partial(dict, expected | short)
     rates = [(context.updated(before, applied, rate=2.0, decays=d), d) for d in (True, False)]
     fitted = partial(_with_fitted_numbers, context, copy, expected, rates)
     yield from fitted(wrong)
@@ -55,6 +53,8 @@ def update_hypotheses(
         yield twice
     for name in wrong if len(wrong) > 1 else ():
         yield from fitted([name])
+    yield from _of_one_device(context, copy, expected, rates[0][0], wrong)
+    yield from _slots_changed_afterwards(context, expected, wrong)
     norms = total_norm(applied)
     for factor in (1.0, 0.1, 5.0, 10.0):
         if norms > factor:
@@ -145,6 +145,44 @@ def _is_counted_once(context: Context, copy: int) -> bool:
 
 def _twice(context: Context, before: Named, applied: Named) -> Named:
     return context.updated(context.updated(before, applied), applied)
+
+
+def _of_one_device(
+    context: Context, copy: int, expected: Named, twice: Named, wrong: Sequence[str]
+) -> Iterator[Hypothesis]:
+    """Yields updates of which one device's part is not made, or with another learning rate."""
+    before, after = context.named("before")[copy], context.named("after")[copy]
+    names = [n for n in wrong if n in before and before[n].ndim]
+    for part, changed in mixed(context, expected, before, names):
+        yield "not_updated", f"{part} do not change", partial(dict, expected | changed)
+    for part, doubled in mixed(context, expected, twice, names):
+        apart = [dense(after[n]) - dense(expected[n]) for n in names]
+        slope = [dense(doubled[n]) - dense(expected[n]) for n in names]
+        more = factor_of(apart, slope)
+        if np.isfinite(more):
+            scaled = {
+                n: dense(expected[n]) + more * s for n, s in zip(names, slope, strict=True)
+            }  # fmt: skip
+            text = f"{part} are updated with {1 + more:.4g} times the sum"
+            yield "scaled_gradient", text, partial(dict, expected | scaled)
+
+
+def _slots_changed_afterwards(
+    context: Context, expected: Named, wrong: Sequence[str]
+) -> Iterator[Hypothesis]:
+    """Yields optimizer states that are set to 0, or moved along an axis, after the update."""
+    slots = [n for n in wrong if context.trace.kinds[n] == STATE and expected[n].ndim]
+    if not slots:
+        return
+    zeros = {name: np.zeros_like(expected[name]) for name in slots}
+    yield "zeroed_state", "the optimizer state is 0 after the update", lambda: expected | zeros
+    for axis in range(max(expected[name].ndim for name in slots)):
+        for shift in (1, -1):
+            rolled = {
+                n: np.roll(expected[n], shift, axis) for n in slots if axis < expected[n].ndim
+            }
+            text = f"the optimizer state is moved by {shift} along axis {axis}"
+            yield "shifted_state", text, partial(dict, expected | rolled)
 
 
 def _of_exchanged_parts(
