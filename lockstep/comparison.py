@@ -222,8 +222,8 @@ def _compare_computation(
 ) -> list[Finding] | None:
     """Compares what two recordings compute from the same state and examples."""
     gradients = compare_gradients(pair, tolerance)
-    losses = compare_losses(pair, max(tolerance.usual, 1e-5))
-    moving = compare_statistics(pair, max(1e-4, tolerance.usual))
+    losses = compare_losses(pair, max(tolerance.usual, _KERNELS * EPS))
+    moving = compare_statistics(pair, max(tolerance.usual, _KERNELS * EPS))
     _add(found, "loss", explained_by(gradients, losses, "other_loss"))
     _add(found, "gradients", gradients)
     _add(found, "statistics", explained_by(gradients, moving, "other_statistics"))

@@ -47,15 +47,19 @@ class MovingStatistic(NamedTuple):
 
     @property
     def rounding(self) -> float:
+        """Norm of the difference of the changes that rounding the statistics can cause."""
+        return MARGIN * EPS * max(map(norm, (self.before, *self.after))) + TINY
+
+    @property
+    def rounding_of_batch(self) -> float:
         """Norm of the difference of the batch statistics that rounding can cause."""
         assert self.shares is not None
-        sizes = max(map(norm, (self.before, *self.after)))
-        return MARGIN * EPS * sizes / min(self.shares) + TINY
+        return self.rounding / min(self.shares)
 
     def has_equal_batch(self) -> bool:
         """Returns whether both recordings add the same statistic of the batch."""
         first, second = self.of_batch
-        return norm(second - first) <= _CLOSE * norm(first) + self.rounding
+        return norm(second - first) <= _CLOSE * norm(first) + self.rounding_of_batch
 
 
 def moving_statistics(pair: StepPair) -> list[MovingStatistic]:
@@ -106,7 +110,11 @@ def compare_statistics(pair: StepPair, allowed: float) -> list[Finding] | None:
         return None
     changes = [{s.name: s.changes[i] for s in statistics} for i in range(2)]
     far = Tolerance({}, allowed, "").wrong(changes[1], changes[0])
-    wrong = [each for each in statistics if each.name in far]
+    wrong = [
+        each
+        for each in statistics
+        if each.name in far and norm(np.subtract(*each.changes)) > each.rounding
+    ]
     return [
         pair.found(
             "statistics", cause, text, design=design, tensors=[each.name for each in explained],
@@ -189,7 +197,7 @@ def _unbiased(pair: StepPair, variances: Sequence[MovingStatistic]) -> str | Non
     for each in variances:
         first, second = each.of_batch
         times = factor_of([second], [first])
-        slack = 20 * _CLOSE + ratio(each.rounding, norm(second))
+        slack = 20 * _CLOSE + ratio(each.rounding_of_batch, norm(second))
         if norm(second - times * first) > slack * norm(second):
             return None
         ratios.append(max(times, 1 / times) if times > 0 else np.inf)
