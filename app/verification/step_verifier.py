@@ -135,7 +135,7 @@ class StepVerifier:
         """Checks the recorded step, whose batch is at `position` in the data, from 0."""
         workers, own = self._strategy.workers, self._trace
         assert own is not None
-        trace = _gathered(own, workers)
+        trace = gather_trace(own, workers)
         text, state, per_shard = "", None, list[list[np.ndarray]]()
         if self._oracle and (text := self._find(trace, self._oracle, position)):
             state, per_shard = self._state_before(trace)
@@ -197,7 +197,7 @@ class StepVerifier:
         return state, per_shard if any(per_shard) else []
 
 
-def _gathered(trace: Trace, workers: Workers) -> Trace:
+def gather_trace(trace: Trace, workers: Workers) -> Trace:
     """Returns the trace of all replicas; every worker calls it with its own trace.
 
     Values that all copies of the weights share are sent only if they differ from the chief's.

@@ -67,6 +67,10 @@ def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
             context.measure(name, "sums", item, got, total, allowed)
             if is_within(got, total, bound):
                 continue
+            if are_finite([got]) and not are_finite(parts):
+                text = "gradients overflow, and a finite sum is received: the step is not skipped"
+                groups.setdefault(("overflow_not_skipped", text, ()), []).append(name)
+                continue
             if not are_finite([got]) and are_finite(parts):
                 text = "what is received is NaN or infinite, although what is sent is finite"
                 groups.setdefault(("not_finite", text, ()), []).append(name)

@@ -15,9 +15,10 @@ def check_start(context: Context) -> Iterator[Finding]:
         return
     context.mark_checked()
     before = context.named("before")
-    if not context.follows or context.trace.about.replayed is not None:
+    has_previous = context.follows and context.trace.has(context.position - 1, "after")
+    if not has_previous or context.trace.about.replayed is not None:
         yield from differing_copies(context, "before", "before the step")
-    elif context.trace.has(context.position - 1, "after"):
+    else:
         after = context.named("after", context.position - 1)
         for name in context.trace.keys:
             changed = [
