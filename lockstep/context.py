@@ -196,8 +196,8 @@ class Context:
         """Returns the first leaf of the examples of each forward pass of a shard."""
         if not self.has("data"):
             return []
-        data, counts = self.data[shard], self.trace.about.micro_batches
-        leaves = len(data) // (counts[self.position] if counts else 1)
+        data = self.data[shard]
+        leaves = len(data) // self.trace.micro_batches(self.position, shard)
         return [array for array in data[:: max(1, leaves)] if array.ndim]
 
     def joined(self, kind: str, order: Sequence[int] = ()) -> list[np.ndarray]:

@@ -127,7 +127,7 @@ class Recorder:
             name = f"{name.removesuffix('.npz')}.rank{replicas[0] // len(replicas)}.npz"
         about = np.array(json.dumps(self.about, default=str))
         with open(f"{name}.tmp", "wb") as file:
-            np.savez(file, allow_pickle=False, about=about, **self.arrays)
+            np.savez(file, about=about, **self.arrays)
             file.flush()
             os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(f"{name}.tmp", name)
@@ -311,7 +311,7 @@ class Replay:
         for own, (shape, about) in enumerate(zip(shapes, variables, strict=True)):
             if about["kind"] not in kinds or about.get("slot") == "learning_rate":
                 continue
-            wanted = {"kind": about["kind"], "slot": about.get("slot")}
+            wanted = {"kind": about["kind"], "slot": about.get("slot", "")}
             if "of" in about:
                 wanted["of"] = partners[about["of"]]
             if about["name"] in self._names:
@@ -321,7 +321,7 @@ class Replay:
                 theirs, array = others[other], arrays[other]
                 layouts = theirs.get("layout", ""), about["layout"]
                 axes = TRANSPOSES.get(layouts, tuple(range(array.ndim)))
-                same = all(theirs.get(key) == value for key, value in wanted.items())
+                same = all((theirs.get(key) or "") == value for key, value in wanted.items())
                 if same and tuple(array.shape[axis] for axis in axes) == shape:
                     fits.append((theirs["name"] != about["name"], other, axes))
             if not fits and about["kind"] in ("optimizer state", "seed"):

@@ -211,8 +211,10 @@ class record:
 
     def _read(self, step: int) -> tuple[str, list[dict[str, Any]]]:
         """Returns the form of keys and the variables before a step in the trace to replay."""
-        about, replicas = self.other_about, self.other_about["replicas"]
-        key = f"{about['steps'].index(step) + 1}/%s/{replicas[self.rank % len(replicas)]}/%s"
+        about = self.other_about
+        copies = range(about.get("num_copies") or about["num_replicas"])
+        copies = about.get("replicas") or copies  # Those in this file.
+        key = f"{about['steps'].index(step) + 1}/%s/{copies[self.rank % len(copies)]}/%s"
         keys = {key % ("before", i): v for i, v in enumerate(about["variables"])}
         found = [(self.members[x], v) for x, v in keys.items() if x in self.members]
         return key, [{**v, "array": self.other[name]} for name, v in found]
@@ -294,11 +296,12 @@ class record:
         if missing := sorted(self.wanted - set(self.per_step["steps"])):
             warnings.warn(f"{self.path}: the training ended before steps {missing}", stacklevel=3)
         rule = {"class": type(self.optimizer).__name__, "framework": "torch"}
+        wrapper = "fully_shard" if self.is_sharded else type(self.ddp).__name__ if self.ddp else ""
         about = {
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": self.num_replicas,
             "replicas": [self.rank],
-            "wrapper": type(self.ddp).__name__ if self.ddp else "fully_shard" * self.is_sharded,
+            "wrapper": wrapper,
             "variables": list(self.variables.values()),
             "gradients": list(self.weights),
             "reduction": "mean" if self.ddp else "",
@@ -312,7 +315,7 @@ class record:
         path = _rank_path(self.path, self.rank) if self.num_replicas > 1 else self.path
         temporary = f"{path}.{os.getpid()}.tmp"
         with open(temporary, "wb") as file:
-            np.savez(file, allow_pickle=False, about=np.array(json.dumps(about)), **self.arrays)
+            np.savez(file, about=np.array(json.dumps(about)), **self.arrays)
             file.flush()
             os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(temporary, path)

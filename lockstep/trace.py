@@ -197,6 +197,11 @@ class Trace:
         shards = self.about.shards
         return shards[shard].replica if shards else shard
 
+    def micro_batches(self, position: int, shard: int) -> int:
+        """Returns the number of forward passes whose gradients a shard accumulates in a step."""
+        about = self.of_replica.get(self.replica_of(shard), self.about)
+        return about.micro_batches[position] if about.micro_batches else 1
+
     def name_of(self, kind: str, item: int) -> str:
         """Returns "replica 1", "micro-batch 1" or "micro-batch 1 of replica 0"."""
         per_replica = len(self.shards) // self.about.num_replicas

@@ -278,6 +278,8 @@ def test_models_that_cannot_be_recorded():
 
 def test_a_replay_from_another_start_is_bitwise_identical(one, tmp_path):
     path, _, first = one
+    trace_file.save(trace_file.load(path), tmp_path / "one.npz")  # Equal arrays once.
+    path = tmp_path / "one.npz"
     about, second = recorded(tmp_path / "two.npz", seed=5, replay=path)
     assert about["replayed"] == str(path) and not differing(first, second)
     model = on_replicas(built, seed=5)  # It would have started from other weights.

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from lockstep import compare
+from lockstep import compare, trace_file
 
 SCRIPTS = ROOT / "tests/recorder_scripts"
 PYTHON = os.environ.get("LOCKSTEP_TORCH_PYTHON") or (
@@ -80,7 +80,7 @@ def write_keras_trace(path):
         f"1/before/0/{i}": random.uniform(0.5, 1, shape).astype(np.float32)
         for i, (_, _, shape) in enumerate(KERAS_VARIABLES.values())
     }
-    np.savez(path, about=np.array(json.dumps(about)), **arrays)
+    trace_file.save(trace_file.from_parts(about | {"gradients": []}, arrays), path)
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,7 @@ def test_files_of_ranks_are_merged(tmp_path):
         assert (trace.name, trace.about.num_replicas) == (str(tmp_path / "two.npz"), 11)
         assert trace.about.replicas == () and trace.has(0, "before")
         for replica in range(11):
-            assert trace.of_replica[replica].micro_batches == (replica + 1,)
+            assert trace.micro_batches(0, replica) == replica + 1
             expected = 101.5 + 10 * replica
             np.testing.assert_array_equal(trace.arrays(0, "after", replica)[1], [expected] * 2)
 
