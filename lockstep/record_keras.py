@@ -125,9 +125,10 @@ class Recorder:
         name, replicas = os.fspath(path), self.about["replicas"]
         if 0 < len(replicas) < self.about["num_replicas"]:
             name = f"{name.removesuffix('.npz')}.rank{replicas[0] // len(replicas)}.npz"
-        about = np.array(json.dumps(self.about, default=str))
+        members: dict[str, Any] = {"about": np.array(json.dumps(self.about, default=str))}
+        members |= self.arrays
         with open(f"{name}.tmp", "wb") as file:
-            np.savez(file, about=about, **self.arrays)
+            np.savez(file, **members)
             file.flush()
             os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(f"{name}.tmp", name)

@@ -72,7 +72,7 @@ class record:
         self.is_sharded = _is_sharded(self.module, self.num_replicas)
         self.variables: dict[str, dict[str, str]] = {}  # In the order of their arrays.
         self.per_step: dict[str, list[Any]] = {"steps": [], "settings": [], "micro_batches": []}
-        self.arrays: dict[str, np.ndarray] = {}
+        self.arrays: dict[str, Any] = {}
         self.step, self.hooks = 0, contextlib.ExitStack()
         is_file = path.endswith(".npz") and os.path.isdir(os.path.dirname(path) or ".")
         _require(is_file, f"{path}: must be an .npz file in a folder that exists")
