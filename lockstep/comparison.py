@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -59,8 +59,8 @@ def compare_traces(
         ValueError: the recordings have nothing in common.
     """
     permuted = [trace for trace in traces if trace.about.permuted is not None]
-    first, *others = [trace for trace in traces if trace.about.permuted is None] or [None]
-    if first is None:
+    to_verify = [trace for trace in traces if trace.about.permuted is None]
+    if not to_verify:
         raise ValueError(
             f"{permuted[0].name}: is recorded with permute=, which only gives the tolerance; pass"
             " the recording to verify, too"
@@ -69,6 +69,7 @@ def compare_traces(
         raise ValueError(
             f"{permuted[1].name}: is the second recording with permute=; pass only one"
         )
+    first, *others = to_verify
     allowed = given_tolerance(tolerance)
     if permuted and tolerance is None:
         allowed = computed_tolerance(first, permuted[0], names)
@@ -77,17 +78,16 @@ def compare_traces(
     verdicts = {short[0]: dataclasses.replace(alone, tolerance=allowed.text) if others else alone}
     for name, other in zip(short[1:], others, strict=True):
         done = sum(len(verdict.steps) for verdict in verdicts.values())
-        own = between_frameworks(allowed, first, other)
+        own, training = between_frameworks(allowed, first, other), f"training of {short[0]}"
         verdicts[name] = verify_against(
-            first,
-            other,
-            names,
-            own,
-            name,
-            f"training of {short[0]}",
-            lambda n, d=done: on_step(d + n),
+            first, other, names, own, name, training, _from(done, on_step)
         )
     return verdicts
+
+
+def _from(done: int, on_step: Callable[[int], None]) -> Callable[[int], None]:
+    """Returns a function that counts steps after those that are done."""
+    return lambda step: on_step(done + step)
 
 
 def _short_names(traces: Sequence[Trace]) -> list[str]:
@@ -107,15 +107,17 @@ def verify_alone(
     """Checks one recording on its own."""
     verdict = check(trace, name=name, on_step=on_step)
     contexts = [Context(trace, position) for position in range(len(trace.steps))]
-    found = []
-    if all(context.has("data") for context in contexts):
-        for context in contexts:
-            if (earlier := repeated_batches(contexts).get(context.number)) is not None:
-                text = (
-                    f"step {context.number} has the examples of step {earlier} again, in the same"
-                    " order"
-                )
-                found.append(context.found("not_reshuffled", text, stage="examples", design=True))
+    repeated = repeated_batches([context for context in contexts if context.has("data")])
+    found = [
+        context.found(
+            "not_reshuffled",
+            f"step {context.number} has the examples of step {repeated[context.number]} again, in"
+            " the same order",
+            stage="examples", design=True,
+        )
+        for context in contexts
+        if context.number in repeated
+    ]  # fmt: skip
     return _with(verdict, {"examples": found} if found else {})
 
 
@@ -199,7 +201,7 @@ def _notes(skipped: Sequence[int], unmatched: Sequence[str]) -> list[str]:
     return notes
 
 
-def _add(found: Findings, stage: str, findings: Sequence[Finding] | None) -> None:
+def _add(found: Findings, stage: str, findings: Iterable[Finding] | None) -> None:
     """Adds the findings of a stage; None if it could not be checked."""
     if findings is not None:
         found.setdefault(stage, []).extend(findings)

@@ -170,10 +170,10 @@ class _Matcher:
             if roles and a.role not in roles:
                 continue
             near = [b for b in self._second if b.size == a.size and has_same_role(a, b)]
-            fitting = tuple(b.index for b in near if fit(a, b) is not None)
+            fitting = tuple(b.place for b in near if fit(a, b) is not None)
             groups.setdefault(fitting, []).append(a)
         counts = collections.Counter(itertools.chain.from_iterable(groups))
-        seconds = {b.index: b for b in self._second}
+        seconds = {b.place: b for b in self._second}
         for indices, firsts in groups.items():
             if len(indices) != len(firsts) or any(counts[index] > 1 for index in indices):
                 continue
@@ -197,10 +197,10 @@ class _Matcher:
             if a.key in own and b.key in other and axes is not None:
                 equal += [(a, b)] * _is_close(own[a.key], np.transpose(other[b.key], axes))
         counts = [
-            collections.Counter(item.index for item in column)
+            collections.Counter(item.place for item in column)
             for column in zip(*equal, strict=True)
         ]
-        return [(a, b) for a, b in equal if counts[0][a.index] == counts[1][b.index] == 1]
+        return [(a, b) for a, b in equal if counts[0][a.place] == counts[1][b.place] == 1]
 
     def _read_values(self, trace: Trace) -> Named:
         common = sorted(set(self._traces[0].steps) & set(self._traces[1].steps))
@@ -222,7 +222,7 @@ class _Matcher:
 
 
 def _keys(*items: Iterable[Item]) -> tuple[str, ...]:
-    return tuple(item.key for item in sorted(itertools.chain(*items), key=lambda i: i.index))
+    return tuple(item.key for item in sorted(itertools.chain(*items), key=lambda i: i.place))
 
 
 def _numbered(items: Sequence[Item], kind: str) -> set[str]:

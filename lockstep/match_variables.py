@@ -36,7 +36,7 @@ class Item(NamedTuple):
     """A variable with the properties used to match it with another trace.
 
     Attributes:
-        index: its position among the variables.
+        place: its position among the variables.
         key: its unique name.
         variable: name, kind and layout.
         shape: shape of its arrays; None if it has no array.
@@ -45,7 +45,7 @@ class Item(NamedTuple):
         role: its role in the layer, for example "kernel" or "bias".
     """
 
-    index: int
+    place: int
     key: str
     variable: Variable
     shape: Shape | None
@@ -88,17 +88,17 @@ def read_items(trace: Trace) -> list[Item]:
             key, role = trace.keys[index], _ROLES.get(last, last)
             of_key = key, variables[index], shapes.get(key)
             items.append(Item(index, *of_key, layer, prefix.lower(), role))
-    return _with_scales(sorted(items, key=lambda item: item.index))
+    return _with_scales(sorted(items, key=lambda item: item.place))
 
 
 def _with_scales(items: Sequence[Item]) -> list[Item]:
     """Returns the items with roles of normalisation: PyTorch has "weight" and "bias"."""
-    vectors = {i.index for i in items if i.role == "kernel" and len(i.shape or ()) == 1}
-    scales = {i.layer for i in items if i.role == "scale" or i.index in vectors}
+    vectors = {i.place for i in items if i.role == "kernel" and len(i.shape or ()) == 1}
+    scales = {i.layer for i in items if i.role == "scale" or i.place in vectors}
     found = []
     for item in items:
         is_shift = item.role == "bias" and item.layer in scales
-        role = "scale" if item.index in vectors else "shift" if is_shift else item.role
+        role = "scale" if item.place in vectors else "shift" if is_shift else item.role
         found.append(item._replace(role=role))
     return found
 

@@ -80,7 +80,7 @@ class Inputs(NamedTuple):
 
 def repeated_batches(contexts: Sequence[Context]) -> dict[int, int]:
     """Returns step → an earlier step with the same examples in the same order on every shard."""
-    found = {}
+    found: dict[int, int] = {}
     for earlier, later in itertools.combinations(contexts, 2):
         data = [(earlier.arrays("data")[s], later.arrays("data")[s]) for s in later.shards]
         if all(a and len(a) == len(b) and all(map(same_bits, a, b)) for a, b in data):
@@ -105,9 +105,9 @@ def compare_examples(pairs: Sequence[StepPair]) -> dict[int, list[Finding]] | No
     found: dict[int, list[Finding]] = {}
     dropped = ""
     for index, pair in enumerate(pairs):
-        a, b = rows[index]
+        given, used = rows[index]
         found[pair.number] = []
-        if a == b:
+        if given == used:
             continue
         # After a batch that was dropped, all batches are shifted.
         cause, text = "last_batch_dropped", dropped
