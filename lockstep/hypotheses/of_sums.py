@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.arithmetic import MARGIN, add, dense, is_within, scaled, sum_bound
+from lockstep.arithmetic import MARGIN, add, dense, is_within, scaled, sum_bound, total_norm
 from lockstep.context import Context
 from lockstep.hypotheses.of_parts import moved_parts
 from lockstep.hypotheses.of_tensors import why_tensor
@@ -143,6 +143,11 @@ def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:
                 f"it is the mean of the means of shards of {shown} examples, which weigh the same"
             )
             return "mean_of_means", text, ()
+    norms = [total_norm(sent) * f for sent, f in zip(context.named("raw"), factors, strict=True)]
+    are_smaller = np.all((factors > 0) & (factors < 1)) and np.ptp(factors) > 1e-3 * factors[0]
+    if are_smaller and np.allclose(norms, norms[0], rtol=1e-3):
+        text = f"each replica's gradient is clipped to norm {norms[0]:.4g} before the sum"
+        return "clipped_before_the_sum", text, ()
     shown = ", ".join(f"{factor:.{4 if odd else 8}g}" for factor in factors)
     text = f"the sum contains the replicas' gradients multiplied by {shown}"
     return "scaled_gradient", text, odd if len(odd) < num else ()

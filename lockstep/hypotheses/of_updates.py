@@ -8,6 +8,7 @@ import numpy as np
 
 from lockstep.arithmetic import (
     add_named,
+    all_same_bits,
     dense,
     factor_of,
     scaled_all,
@@ -29,9 +30,15 @@ def update_hypotheses(
     """Yields hypotheses about a wrong update of a copy."""
     before, applied = context.named("before")[copy], context.applied(copy)
     yield "not_updated", "the weights do not change", lambda: before
+    yield from _zeroed_afterwards(context, expected, wrong)
     for kind, what in ((STATE, "optimizer state does"), (WEIGHT, "weights do")):
         if held := {n: before[n] for n in wrong if context.trace.kinds[n] == kind and n in before}:
             yield "not_updated", f"the {what} not change", partial(dict, expected | held)
+    rates = [(context.updated(before, applied, rate=2.0, decays=d), d) for d in (True, False)]
+    fitted = partial(_with_fitted_numbers, context, copy, expected, rates)
+    first, *others = context.named("after")
+    if not all(all_same_bits(first, other) for other in others):
+        yield from fitted(wrong)  # Of one copy, it is not a mean in place of a sum.
     yield from _with_other_gradients(context, copy, before, applied, wrong)
     yield from _with_other_states(context, copy, before, applied)
     twice = "updated_twice", "the update is made twice", partial(_twice, context, before, applied)
@@ -46,8 +53,6 @@ def update_hypotheses(
         text = f"the weights are rounded to {name} after the update"
         short = {n: rounded(expected[n]) for n in applied}
         yield "reduced_precision", text, partial(dict, expected | short)
-    rates = [(context.updated(before, applied, rate=2.0, decays=d), d) for d in (True, False)]
-    fitted = partial(_with_fitted_numbers, context, copy, expected, rates)
     yield from fitted(wrong)
     if counted:  # Without momentum, it is the update with another learning rate.
         yield twice
@@ -167,15 +172,24 @@ def _of_one_device(
             yield "scaled_gradient", text, partial(dict, expected | scaled)
 
 
+def _zeroed_afterwards(
+    context: Context, expected: Named, wrong: Sequence[str]
+) -> Iterator[Hypothesis]:
+    """Yields optimizer states of 0 after the update."""
+    slots = [n for n in wrong if context.trace.kinds[n] == STATE and expected[n].ndim]
+    zeros = {name: np.zeros_like(expected[name]) for name in slots}
+    if slots:
+        text = "the optimizer state is 0 after the update"
+        yield "zeroed_state", text, partial(dict, expected | zeros)
+
+
 def _slots_changed_afterwards(
     context: Context, expected: Named, wrong: Sequence[str]
 ) -> Iterator[Hypothesis]:
-    """Yields optimizer states that are set to 0, or moved along an axis, after the update."""
+    """Yields optimizer states that are moved along an axis after the update."""
     slots = [n for n in wrong if context.trace.kinds[n] == STATE and expected[n].ndim]
     if not slots:
         return
-    zeros = {name: np.zeros_like(expected[name]) for name in slots}
-    yield "zeroed_state", "the optimizer state is 0 after the update", lambda: expected | zeros
     for axis in range(max(expected[name].ndim for name in slots)):
         for shift in (1, -1):
             rolled = {
