@@ -194,6 +194,8 @@ def exchanged(trace):
         (stale, ("gradients", "stale_gradient")),
         (times(2, 1, "sums", 1), ("all-reduce", "scaled_gradient")),
         (with_nan, ("all-reduce", "not_finite")),
+        (lambda trace: change(trace, 1, "sums", 1, lambda a: np.nextafter(a, 2 * a)),
+         ("all-reduce", "unequal_sums")),
         (times(1.01, 1, "after", 1), ("update", "unexplained")),
         (times(1.01, 1, "own_after", 1), ("statistics", "unexplained")),
         (of_all(lambda copy: times(2, 1, "after", copy, only=3), 0, 1),

@@ -59,13 +59,18 @@ def causes_used():
                     yield first.value
 
 
-def test_every_cause_has_a_remedy():
+def test_every_cause_has_a_remedy_and_is_used():
     for framework, remedies in IN_FRAMEWORK.items():
         assert remedies.keys() <= CAUSES.keys()
         for cause, remedy in CAUSES.items():
             assert remedy_of(cause, framework) and remedy_of(cause, "another") == remedy
     found = {each for each in causes_used() if "_" in each}
     assert found <= CAUSES.keys()
+    places = [*(ROOT / "lockstep").rglob("*.py"), *(ROOT / "app" / "verification").glob("*.py")]
+    text = "".join(path.read_text("utf-8") for path in places if path.name != "causes.py")
+    of_settings = ("momentum", "dampening", "beta_1", "beta_2", "epsilon")  # f"other_{setting}"
+    unused = {cause for cause in CAUSES if f'"{cause}"' not in text}
+    assert unused <= {f"other_{setting}" for setting in of_settings}
 
 
 @pytest.mark.parametrize(

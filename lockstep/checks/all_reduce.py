@@ -49,6 +49,7 @@ def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
     limits = context.oracle.limits() if context.computes and context.clips_sum else ""
     clipped = [context.oracle.clip(gradients) for gradients in sent] if limits else []
     share, unit = context.share(0), UNITS.get(context.trace.about.reduced_in, EPS)
+    is_right = True
     for item, own in enumerate(received):
         groups: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
         known: list[np.ndarray] = []
@@ -86,12 +87,35 @@ def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
                 context, None if is_shared else item, got, parts, share, bound, old_parts, old_sum
             )
             groups.setdefault(why_sum(asked, known), []).append(name)
+        is_right = is_right and not groups
         for (cause, text, lost), names in groups.items():
             apart = max(distance(own[n], scaled(add([g[n] for g in sent]), share)) for n in names)
             size = max(norm(add([g[n] for g in sent])) * share for n in names)
             yield context.found(
                 cause, text, kind=context.kind_sent if lost else "sums", items=lost or (item,),
                 tensors=names, distance=ratio(apart, size),
+            )  # fmt: skip
+    if is_right:
+        yield from _unequal_sums(context, received)
+
+
+def _unequal_sums(context: Context, received: Sequence[Named]) -> Iterator[Finding]:
+    """Finds sums that are right on each copy, but differ by rounding."""
+    first = received[0]
+    for name in first:
+        other = [
+            copy
+            for copy in context.copies
+            if name in received[copy] and not same_bits(received[copy][name], first[name])
+        ]
+        if other:
+            apart = max(distance(received[copy][name], first[name]) for copy in other)
+            yield context.found(
+                "unequal_sums",
+                "these replicas received sums that differ by rounding from that of replica 0: they"
+                " add in different orders, and their weights diverge",
+                kind="sums", items=other, tensors=(name,),
+                distance=ratio(apart, norm(first[name])),
             )  # fmt: skip
 
 
