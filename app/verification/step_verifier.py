@@ -227,6 +227,6 @@ def gather_trace(trace: Trace, workers: Workers) -> Trace:
             first = whole.arrays(position, kind, 0)
             for copy in whole.copies if first else ():
                 own = whole.arrays(position, kind, copy) or [None] * len(first)
-                missing = [a if b is None else None for a, b in zip(first, own, strict=True)]
-                whole.put(position, kind, copy, missing)
+                filled = [a if b is None else b for a, b in zip(first, own, strict=True)]
+                whole.put(position, kind, copy, filled)
     return whole
