@@ -100,7 +100,7 @@ def columns_of(verdict: Verdict) -> dict[str, list]:
     """
     position = {step: index for index, step in enumerate(verdict.steps)}
     names = ("stage", "tensor", "item", "distance", "allowed", "same_bits")
-    columns = {"step": [position[m.step] for m in verdict.measurements]}
+    columns: dict[str, list] = {"step": [position[m.step] for m in verdict.measurements]}
     columns |= {name: [getattr(m, name) for m in verdict.measurements] for name in names}
     for name in ("distance", "allowed"):
         columns[name] = [finite(value) for value in columns[name]]
