@@ -5,7 +5,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.arithmetic import MARGIN, add, dense, is_within, scaled, sum_bound, total_norm
+from lockstep.arithmetic import (
+    MARGIN,
+    NOTHING_BUT_ROUNDING,
+    add,
+    dense,
+    distance,
+    is_within,
+    length,
+    scaled,
+    sum_bound,
+    total_norm,
+)
 from lockstep.context import Context
 from lockstep.hypotheses.of_parts import moved_parts
 from lockstep.hypotheses.of_tensors import why_tensor
@@ -53,14 +64,18 @@ def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
         if np.any(sums) and is_within(got, old, limit) and not is_within(add(parts), old, bound):
             return "stale_gradient", text, items
     rows = np.stack([dense(part).ravel() for part in parts])
+    apart = distance(got, scaled(add(parts), share))
     for factors in _factors(asked, rows, known):
         limit = MARGIN * max(1, float(np.abs(factors / share).max())) * bound
+        if length(limit) > NOTHING_BUT_ROUNDING * apart:
+            continue  # Such factors would explain any sum.
         if is_within(got, np.tensordot(factors, rows, 1).reshape(sums.shape), limit):
             known.append(factors)
             shown = np.where(np.abs(factors) < 1e-3 * share, 0, factors)
             return _why_factors(asked, shown / share)
     for cause, text, candidate in reduced_sums(parts):
-        if is_within(got, candidate * share, bound):
+        # The error of a quantised element is that of the largest one.
+        if is_within(got, candidate * share, bound.max() if cause == "quantised" else bound):
             return cause, text, ()
     for text, moved in moved_parts(asked.context, dense(add(parts)) * share):
         if is_within(got, moved, np.max(bound)):

@@ -1,7 +1,7 @@
 """Oracles: who can say what is right."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -123,12 +123,16 @@ class Oracle(Protocol):
     def limits(self) -> str:
         """Returns the thresholds of the optimizer's clipping in words; "" without clipping."""
 
-    def update(self, before: Named, sums: Named, **changes: Any) -> Named:
+    def update(
+        self, before: Named, sums: Named, *, clips: bool = False, rate: float = 1.0,
+        decays: bool = True,
+    ) -> Named:  # fmt: skip
         """Returns all variables after the optimizer's update with these gradients.
 
         Args:
             before: all variables before the update.
             sums: the gradients.
-            **changes: `clips`, clip first; `rate`, factor of the learning rate; `decays`, whether
-                it also applies to weight decay.
+            clips: whether to clip first.
+            rate: factor of the learning rate.
+            decays: whether it also applies to weight decay.
         """
