@@ -12,6 +12,7 @@ from typing import Any, Self
 from app.data.dataset import ImageDataset
 from app.devices.gpus import has_device_file
 from app.options import Config
+from app.options.names import SINGLE
 from app.runtime import console
 from app.runtime.processes import (
     ChildProcess,
@@ -80,7 +81,10 @@ class StrategyProcesses:
     def check(self, name: str, path: pathlib.Path) -> None:
         """Starts to check the trace of a strategy, unless it was started before."""
         if name not in self._checks:
-            what, child = f"checking every step of {name}", self._config.on_one_machine()
+            # With as many threads as in the training, most steps are bitwise those of the oracle.
+            alone = self._config.for_training(SINGLE, inject=None)
+            child = alone if name == SINGLE else self._config.on_one_machine()
+            what = f"checking every step of {name}"
             self._checks[name] = self._start(what, tasks.check, child, path, name)
 
     def checked(self) -> dict[str, Checked]:
