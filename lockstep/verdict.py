@@ -197,7 +197,7 @@ def in_sequence(parts: Sequence[Verdict]) -> Verdict:
     Args:
         parts: verdicts of the same name and reference.
     """
-    first, found, measured, names = parts[0], [], [], {}
+    first, found, measured, names = parts[0], list[Finding](), list[Measurement](), dict[int, str]()
     for part in parts:
         number = {step: len(names) + position for position, step in enumerate(part.steps)}
         names |= {number[step]: part.name_of(step) for step in part.steps}

@@ -224,7 +224,7 @@ def gather_trace(trace: Trace, workers: Workers) -> Trace:
     whole = trace_file.load(per_worker)
     for position in range(len(whole.steps)):
         for kind in OF_COPIES:
-            first = whole.arrays(position, kind, 0)
+            first = whole.arrays(position, kind, 0) or []
             for copy in whole.copies if first else ():
                 own = whole.arrays(position, kind, copy) or [None] * len(first)
                 filled = [a if b is None else b for a, b in zip(first, own, strict=True)]

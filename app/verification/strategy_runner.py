@@ -338,14 +338,14 @@ def _have_same_bits(first: Trace, second: Trace, position: int, kind: str) -> bo
     """Returns whether both have the same arrays of a kind; copies are also those of the first."""
     pairs = itertools.zip_longest(first.items(kind), second.items(kind), fillvalue=0)
     for a, b in pairs:
-        arrays = first.arrays(position, kind, a), second.arrays(position, kind, b)
-        if arrays[0] is None or arrays[1] is None:
-            if arrays != (None, None):
+        own, other = first.arrays(position, kind, a), second.arrays(position, kind, b)
+        if own is None or other is None:
+            if own is not other:
                 return False
             continue
-        if len(arrays[0]) != len(arrays[1]):
+        if len(own) != len(other):
             return False
-        for x, y in zip(*arrays, strict=True):
+        for x, y in zip(own, other, strict=True):
             if (x is None) != (y is None) or (x is not None and not same_bits(x, y)):
                 return False
     return True
