@@ -612,6 +612,11 @@ def at_start(faulty, step):
     return zeros(faulty, step) | {clock(faulty): 0 * step["before", 1][clock(faulty)]}
 
 
+def mean_instead_of_sum(faulty):
+    (step,) = faulty.steps
+    faulty.update(step, sums={name: g / 3 for name, g in step["sums", 0].items()})
+
+
 def clock(faulty):
     return next(name for name in faulty.of_kind(STATE) if name.endswith("iteration"))
 
@@ -691,8 +696,7 @@ FAULTS = [
      "update", "updated_twice", ONE, ""),
     ("plain", (1,), updated(sums=lambda f, step: step["raw", 1]),
      "update", "not_all_reduced", ONE, ""),
-    ("plain", (1,), updated(sums=lambda f, s: {n: g / 3 for n, g in s["sums", 1].items()}),
-     "update", "mean_instead_of_sum", ONE, ""),
+    ("plain", (1,), mean_instead_of_sum, "update", "mean_instead_of_sum", ALL, "0.3333 times"),
     ("momentum", (1, 2), from_old(STATE), "update", "shifted_state", ALL, "previous step"),
     ("momentum", (1, 2), from_old(WEIGHT), "update", "stale_weights", ALL, "previous step"),
     ("momentum", (1,), after(WEIGHT, lambda new, old: new - np.float32(0.01) * old),
