@@ -35,7 +35,7 @@ def lockstep(name: str, *flags: str, precision: str = "float32") -> Program:
     """Returns Lockstep with these flags."""
     if precision == "bfloat16":
         flags = (*flags, "--precision=mixed_bfloat16")
-    return Program(name, "lockstep.py", flags, precision=precision)
+    return Program(name, "own_training.py", flags, precision=precision)
 
 
 def torch_ddp(python: str, *flags: str, precision: str = "float32") -> Program:

@@ -1,12 +1,15 @@
 """Verifies that a distributed training is the same training as on one device."""
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.trace import Trace
-from lockstep.verdict import Finding, Measurement, Verdict
+if TYPE_CHECKING:
+    from lockstep.trace import Trace
+    from lockstep.trace_file import TraceError
+    from lockstep.verdict import Finding, Measurement, Verdict
 
 __all__ = ["Finding", "Measurement", "Trace", "TraceError", "Verdict", "compare"]
 __version__ = "0.1.0"
@@ -22,7 +25,7 @@ def compare(
     names: Mapping[str, str] | None = None,
     tolerance: float | None = None,
     on_step: Callable[[int], None] = lambda step: None,
-) -> Verdict:
+) -> "Verdict":
     """Checks a recorded training: on its own, against another recording, or against one device.
 
     A training is the path of its recording, a `Trace`, or a recorder after its `with` block.
@@ -78,9 +81,10 @@ def compare(
     return dataclasses.replace(verdict, notes=(*verdict.notes, note))
 
 
-def _trace_of(training: Any) -> Trace:
+def _trace_of(training: Any) -> "Trace":
     """Returns the trace of a path, a recorder or a trace."""
     from lockstep import trace_file
+    from lockstep.trace import Trace
 
     if isinstance(training, Trace):
         return training
@@ -89,9 +93,14 @@ def _trace_of(training: Any) -> Trace:
     return trace_file.from_parts(training.about, training.arrays)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "TraceError":  # Reading files is not needed for a trace in memory.
-        from lockstep.trace_file import TraceError
+_MODULES = {  # Name → its module, which imports NumPy and is imported when it is needed.
+    **dict.fromkeys(("Finding", "Measurement", "Verdict"), "lockstep.verdict"),
+    "Trace": "lockstep.trace",
+    "TraceError": "lockstep.trace_file",
+}
 
-        return TraceError
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

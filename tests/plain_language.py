@@ -19,7 +19,6 @@ _CODE = (
     "app",
     "models",
     "strategies",
-    "recorders",
     "lockstep",
     "frameworks",
     "benchmarks",

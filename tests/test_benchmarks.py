@@ -87,13 +87,13 @@ def test_the_page_and_the_summary_are_made_of_measurements_alone():
 
 
 def test_programs_of_a_part_train_alike_and_lockstep_takes_their_flags():
-    parts, lockstep = load("bench_parts").all_parts("peers"), load("lockstep")
+    parts, lockstep = load("bench_parts").all_parts("peers"), load("own_training")
     for program in parts["lenet_split"].programs:
         assert {"--model=lenet", "--global_batch_size=256", "--recipe=fast", "--num_devices=2"} <= {
             *program.flags
         }
     for part in parts.values():
-        own = [program for program in part.programs if program.file == "lockstep.py"]
+        own = [program for program in part.programs if program.file == "own_training.py"]
         assert own and all((BENCHMARKS / program.file).exists() for program in part.programs)
         for program in own:
             config = lockstep.parse_config([*program.flags, "--data_dir=x"])

@@ -16,11 +16,11 @@ from app.devices.device_setup import Devices
 from app.options import Config
 from app.runtime.errors import ConfigError, DataError
 from app.training.case_file import CaseFile
-from app.verification.case_phases import CaseData
+from app.verification.case_data import CaseData
 from app.verification.case_training import CaseTraining
 from conftest import CPUS, run_main
 from in_process import run_here
-from recorders.lockstep_keras import Recording
+from lockstep import trace_file
 from small_models import mirrored
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -330,7 +330,7 @@ def test_faults_are_named_with_remedy_and_exit_code(write, verify, tmp_path):
     stages = record["trainings"]["keras_fit"]["stages"]
     assert stages["gradients"] == stages["update"] == stages["evaluation"] == "clean"
     traces = sorted((out / "traces/keras_fit").iterdir())
-    assert len(traces) == 4 and len(Recording.load(traces[0]).steps) == 2
+    assert len(traces) == 4 and len(trace_file.load(traces[0]).steps) == 2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ reference.
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -17,8 +17,14 @@ from app.training.training_spec import TrainingSpec
 from app.verification.split_layers import Forward, without_backward_sums
 from lockstep.arithmetic import EPS, UNITS, are_finite, rows_of
 from lockstep.oracles import Ask, Batch, Computed
-from lockstep.oracles.keras import changed_optimizer, in_dtype, limits_of, to_numpy, to_tf
-from lockstep.record_keras import Hooks
+from lockstep.oracles.keras import (
+    changed_optimizer,
+    in_dtype,
+    in_inference_mode,
+    limits_of,
+    to_numpy,
+    to_tf,
+)
 from lockstep.trace import About, Named
 from strategies.copies import optimizer_names
 from strategies.tf_private import flatten_layers
@@ -111,10 +117,7 @@ class CompiledStep:
                 *[spec((None, *self.model.output_shape[1:]))] * has_starts,
             ]
             function = tf.function(self._step, input_signature=signature, autograph=False)
-            with Hooks() as hooks:
-                for layer in (self.layers[index] for index in off):
-                    if layer._call_has_training_arg:
-                        hooks.hook(layer, "call", _in_inference_mode)
+            with in_inference_mode([self.layers[index] for index in off]):
                 function.get_concrete_function()  # Traces it.
             self._functions[off, has_starts] = function
         return self._functions[off, has_starts]
@@ -329,7 +332,3 @@ class StrategyOracle:
                 function.get_concrete_function()  # Traces it.
             self._updates[key] = function
         return self._updates[key]
-
-
-def _in_inference_mode(inner: Callable, *args: Any, **kwargs: Mapping) -> Any:
-    return inner(*args, **{**kwargs, "training": False})

@@ -108,15 +108,10 @@ class OneDevice:
             pairs = zip(grads, variables or self.model.trainable_variables, strict=True)
             raw.update({names[id(v)]: to_numpy(g) for g, v in pairs if g is not None})
 
-        def inference(inner: Callable, *args: Any, **kwargs: Any) -> Any:
-            return inner(*args, **{**kwargs, "training": False})
-
         names = {id(variable): name for name, variable in self.variables.items()}
         self.load(ask.state)
-        with Hooks() as hooks, self._precision(), as_replica(ask.replica):
-            for index in ask.off:
-                if self.layers[index]._call_has_training_arg:
-                    hooks.hook(self.layers[index], "call", inference)
+        off = in_inference_mode([self.layers[index] for index in ask.off])
+        with off, Hooks() as hooks, self._precision(), as_replica(ask.replica):
             hooks.hook(self.model, "compute_loss", compute_loss)
             hooks.hook(self.optimizer, "apply", apply)
             self.model.train_step(from_json(self.trace.about.structure, self._tensors(ask.data)))
@@ -392,6 +387,20 @@ def in_dtype(dtype: str, policy_name: str) -> Iterator[None]:
     finally:
         keras.config.set_floatx(floatx)
         keras.config.set_dtype_policy(policy)
+
+
+@contextlib.contextmanager
+def in_inference_mode(layers: Sequence[keras.layers.Layer]) -> Iterator[None]:
+    """Makes layers compute as in inference in a `with` block."""
+
+    def call(inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **{**kwargs, "training": False})
+
+    with Hooks() as hooks:
+        for layer in layers:
+            if layer._call_has_training_arg:
+                hooks.hook(layer, "call", call)
+        yield
 
 
 @contextlib.contextmanager
