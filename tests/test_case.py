@@ -172,34 +172,34 @@ def case_data(write, body, *, size=4, steps=2):
 
 def test_the_places_of_a_data_set_with_a_short_last_batch(write):
     data = case_data(write, "return data(n)")
-    phases = data.phases(10**9)
-    assert [phase.place for phase in phases] == [
+    parts = data.parts(10**9)
+    assert [part.place for part in parts] == [
         "first",
         "first",
         "last_batch",
         "second_epoch",
         "resume",
     ]
-    assert [name for phase in phases for name in phase.names] == [
+    assert [name for part in parts for name in part.names] == [
         "step 1", "step 2", "the last batch of an epoch (2 examples)",
         "the first step of the second epoch", "the step after a save and resume",
     ]  # fmt: skip
-    (last,) = [phase for phase in phases if phase.place == "last_batch"]
+    (last,) = [part for part in parts if part.place == "last_batch"]
     assert [len(batch[0]) for batch in last.dataset] == [4, 2] and list(last.wanted) == [1]
     assert np.array_equal(last.passes[0][0][0][:, 0], [24, 27])
-    assert len(phases[0].passes) == 1  # Every pass is the same.
+    assert len(parts[0].passes) == 1  # Every pass is the same.
 
 
 def test_steps_are_recorded_together_as_far_as_memory_allows(write):
     data = case_data(write, "return data(n)", size=2, steps=5)
     for step_bytes, sizes in ((2**27, [2, 2, 1]), (1, [5])):
-        phases = [phase for phase in data.phases(step_bytes) if phase.place == "first"]
-        assert [len(phase.names) for phase in phases] == sizes
+        parts = [part for part in data.parts(step_bytes) if part.place == "first"]
+        assert [len(part.names) for part in parts] == sizes
 
 
 def test_a_set_that_shuffles_has_another_batch_in_each_pass(write):
     data = case_data(write, "return data(10).unbatch().shuffle(10, seed=1).batch(n)")
-    first, _, second, _ = data.phases(1)
+    first, _, second, _ = data.parts(1)
     assert len(first.passes) == 3
     assert not any(np.array_equal(first.passes[0][0][0], p[0][0]) for p in second.passes)
 
@@ -207,13 +207,13 @@ def test_a_set_that_shuffles_has_another_batch_in_each_pass(write):
 def test_a_case_that_distributes_its_data_is_one_training_of_two_epochs(write):
     body = "return data(10).unbatch().shuffle(10, seed=1).batch(n)"
     data = case_data(write, body, size=4, steps=1)
-    (phase,) = data.whole_training()
-    assert list(phase.wanted) == [0, 2, 3] and phase.epochs == 2 and phase.dataset is None
-    assert phase.names == [
+    (part,) = data.whole_training()
+    assert list(part.wanted) == [0, 2, 3] and part.epochs == 2 and part.dataset is None
+    assert part.names == [
         "step 1", "the last batch of an epoch (2 examples)", "the first step of the second epoch",
     ]  # fmt: skip
-    assert [[len(batch[0]) for batch in batches] for batches in phase.passes] == [[4, 2, 4]] * 3
-    for epoch, later in itertools.pairwise(phase.passes):  # Batches of consecutive epochs.
+    assert [[len(batch[0]) for batch in batches] for batches in part.passes] == [[4, 2, 4]] * 3
+    for epoch, later in itertools.pairwise(part.passes):  # Batches of consecutive epochs.
         assert np.array_equal(epoch[2][0], later[0][0])
         assert not np.array_equal(epoch[0][0], later[0][0])
 
@@ -221,7 +221,7 @@ def test_a_case_that_distributes_its_data_is_one_training_of_two_epochs(write):
 def test_a_set_without_end_has_no_last_batch(write):
     data = case_data(write, "return data(n).repeat()")
     assert data.num_batches is None
-    assert [phase.place for phase in data.phases(1)] == ["first", "resume"]
+    assert [part.place for part in data.parts(1)] == ["first", "resume"]
 
 
 def test_a_generator_s_batches_are_counted(write):
@@ -264,7 +264,7 @@ def test_strings_and_none_are_data_too(write):
     x, y, weights = next(iter(data.to_evaluate()))
     assert x["text"].dtype == tf.string and x["text"].shape == (4, 3) and y.shape == (4, 1)
     assert float(x["text"][1, 2]) == 5 and weights is None
-    (first, *_) = data.phases(1)
+    (first, *_) = data.parts(1)
     assert len(first.passes) == 1 and first.passes[0][0][0].dtype.kind == "S"
 
 
@@ -277,7 +277,7 @@ def test_a_state_that_is_not_restored_is_named(write, monkeypatch, is_restored):
     case, config = CaseFile(path), Config.of("verify", case=str(path), global_batch_size=4)
     data = CaseData(case, 4, 2)
     training = CaseTraining(case, data, config, Devices(CPUS[:1], simulated=False), "single")
-    training.record(data.phases(1)[0])
+    training.record(data.parts(1)[0])
     if not is_restored:
         monkeypatch.setattr(keras.Variable, "assign", lambda variable, value: value)
     names = {variable.name for variable in training.variables} - {"learning_rate"}
