@@ -417,7 +417,7 @@ class Context:
 
     def measure(
         self, tensor: str, kind: str, item: int, actual: Array, expected: Array, allowed: float,
-        same: bool = False,
+        same: bool = False, least: float = 0.0,
     ) -> bool:  # fmt: skip
         """Adds a measurement; returns whether the array is right.
 
@@ -428,12 +428,13 @@ class Context:
             actual, expected: the arrays.
             allowed: Euclidean distance that rounding can cause.
             same: whether the array is known to be bitwise right.
+            least: size that the distance is relative to, if the array is smaller.
         """
         where = self.number, self.stage, tensor, self.trace.name_of(kind, item)
         if same:
             self.measurements.append(Measurement(*where, 0.0, 0.0, True))
             return True
-        size, apart = norm(expected), distance(actual, expected)
+        size, apart = max(norm(expected), least), distance(actual, expected)
         self.measurements.append(Measurement(*where, ratio(apart, size), ratio(allowed, size)))
         return apart <= allowed
 

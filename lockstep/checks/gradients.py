@@ -16,6 +16,8 @@ from lockstep.verdict import Finding
 
 _NOT_FINITE = "gradients are NaN or infinite, and finite on one device"
 
+_SMALL_PART = 1e-2
+
 
 def check_gradients(context: Context) -> Iterator[Finding | Facts]:
     """Checks the gradients that each shard computes, and their sum."""
@@ -68,11 +70,20 @@ def check_gradients(context: Context) -> Iterator[Finding | Facts]:
         wrong = []
         for name, value in raw[shard].items():
             limit = context.limit(shard, name, expected[name])
-            if not context.measure(name, "raw", shard, value, expected[name], limit):
+            where = name, "raw", shard
+            if not context.measure(*where, value, expected[name], limit, least=_least(expected)):
                 wrong.append(name)
         yield from _explain(context, shard, raw[shard], expected, wrong)
     if not context.trace.about.whole_loss:
         yield from check_whole_batch(context)
+
+
+def _least(gradients: Named) -> float:
+    """Returns the size that distances of small gradients are relative to.
+
+    The gradient of a bias before BatchNorm is rounding error only.
+    """
+    return _SMALL_PART * max(map(norm, gradients.values()), default=0.0)
 
 
 def _not_finite(context: Context) -> list[int]:
@@ -93,7 +104,8 @@ def _check_together(context: Context) -> Iterator[Finding]:
     wrong = []
     for name, value in total.items():
         limit = context.limit(0, name, expected[name])
-        if not context.measure(name, "raw", 0, value, expected[name], limit):
+        where = name, "raw", 0
+        if not context.measure(*where, value, expected[name], limit, least=_least(expected)):
             wrong.append(name)
     if wrong:
         yield from _explain_together(context, total, expected, wrong)

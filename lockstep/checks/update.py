@@ -132,6 +132,12 @@ def _explain(
     """Explains an update that differs from the optimizer's."""
     before, after = context.named("before")[copy], context.named("after")[copy]
     kinds = context.trace.kinds
+    if not are_finite(context.applied(copy)):
+        text = "a gradient overflows, so that every copy must skip the step, but this copy does not"
+        yield context.found(
+            "overflow_not_skipped", text, kind="after", items=(copy,), tensors=wrong
+        )
+        return
     counters = [name for name in wrong if name.endswith("iteration")]
     left = [name for name in wrong if name not in counters]
     while left:
