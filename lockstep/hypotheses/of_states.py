@@ -13,7 +13,7 @@ from lockstep.trace import WEIGHT, Named
 
 OtherState = tuple[str, str, Mapping[str, Any]]  # Cause, text, and changes of `Context.ask`.
 
-_MOST_LAYERS = 24  # With more layers, each of them is tried with the likelier changes only.
+_MOST_LAYERS = 24  # With more layers, changes of a single one are not tried: each takes a step.
 
 
 def other_states(context: Context, shard: int) -> Iterator[OtherState]:
@@ -26,9 +26,8 @@ def other_states(context: Context, shard: int) -> Iterator[OtherState]:
     yield from _of_the_step_before(context, shard, state)
     yield from _of_parts(context, state)
     yield from _rounded(context, state)
-    few = len(layers(context)) <= _MOST_LAYERS
-    for layer, names in layers(context).items():
-        yield from _of_layer(context, state, layer, names, few)
+    for layer, names in _tried(context).items():
+        yield from _of_layer(context, state, layer, names)
 
 
 def _of_the_step_before(context: Context, shard: int, state: Named) -> Iterator[OtherState]:
@@ -41,7 +40,7 @@ def _of_the_step_before(context: Context, shard: int, state: Named) -> Iterator[
     for number, names in enumerate(stages(context)):
         text = f"those with the previous step's weights of stage {number}"
         yield "stale_stage", text, {"state": state | {n: older[n] for n in names}}
-    for layer, names in layers(context).items():
+    for layer, names in _tried(context).items():
         text = f"those with the previous step's weights of {layer}"
         yield "stale_weights", text, {"state": state | {n: older[n] for n in names}}
     for part, changed in mixed(context, state, older, context.of_kind(WEIGHT)):
@@ -60,10 +59,16 @@ def _of_parts(context: Context, state: Named) -> Iterator[OtherState]:
     if num > 1 and biases:
         text = f"those with all biases added {num} times"
         yield "repeated_bias", text, {"state": state | biases}
+        for part, changed in mixed(context, state, state | biases, list(biases)):
+            text = f"those with biases of which {part} are added {num} times"
+            yield "repeated_bias", text, {"state": state | changed}
     for first, second in itertools.combinations(range(len(context.trace.about.parts)), 2):
         whose = f"of devices {first} and {second} exchanged"
-        for names in (weights, *layers(context).values()):
-            where = "" if names is weights else f" of {names[0].rpartition('/')[0]}"
+        maps = [layer for layer in _tried(context).values() if state[layer[0]].ndim == 4]
+        of_maps = [name for layer in maps for name in layer]
+        for names in filter(None, (weights, of_maps, *_tried(context).values())):
+            where = f" of {names[0].rpartition('/')[0]}" if names is not weights else ""
+            where = " of all feature maps" if names is of_maps else where
             changed = with_exchanged_elements(context, state, names, first, second)
             yield (
                 "swapped_parts",
@@ -95,7 +100,7 @@ def _rounded(context: Context, state: Named) -> Iterator[OtherState]:
 
 
 def _of_layer(
-    context: Context, state: Named, layer: str, names: Sequence[str], few: bool
+    context: Context, state: Named, layer: str, names: Sequence[str]
 ) -> Iterator[OtherState]:
     """Yields weights of a layer that are left out or added again, also by one device."""
     num = max(len(context.trace.about.parts) // context.trace.about.num_replicas, 1)
@@ -104,12 +109,10 @@ def _of_layer(
         if is_bias and num > 1:
             text = f"those with {name} added {num} times"
             yield "repeated_bias", text, {"state": state | {name: num * state[name]}}
-        if is_bias or few:
-            text = f"those with zeros in place of {name}"
-            yield "frozen", text, {"state": state | {name: np.zeros_like(state[name])}}
-        for part, (start, end) in enumerate(bounds(np.shape(state[name])[-1], num) if few else ()):
-            if num == 1 or not state[name].ndim:
-                continue
+        text = f"those with zeros in place of {name}"
+        yield "frozen", text, {"state": state | {name: np.zeros_like(state[name])}}
+        channels = state[name].shape[-1] if state[name].ndim and num > 1 else 0
+        for part, (start, end) in enumerate(bounds(channels, num) if channels else ()):
             for factor, cause in ((0, "frozen"), (num, "repeated_bias")):
                 if factor and not is_bias:
                     continue
@@ -118,9 +121,8 @@ def _of_layer(
                 what = "left out" if not factor else f"added {factor} times"
                 text = f"those with device {part}'s part of {name} {what}"
                 yield cause, text, {"state": state | {name: changed}}
-    if few:
-        zeros = {name: np.zeros_like(state[name]) for name in names}
-        yield "frozen", f"those with zeros in place of {layer}", {"state": state | zeros}
+    zeros = {name: np.zeros_like(state[name]) for name in names}
+    yield "frozen", f"those with zeros in place of {layer}", {"state": state | zeros}
 
 
 def stages(context: Context) -> list[list[str]]:
@@ -129,6 +131,12 @@ def stages(context: Context) -> list[list[str]]:
     held = [list(part) for part in about.parts[: len(about.parts) // about.num_replicas]]
     names = [name for part in held for name in part]
     return held if len(held) > 1 and len(set(names)) == len(names) else []
+
+
+def _tried(context: Context) -> dict[str, list[str]]:
+    """Returns the layers if they are few enough to try a change of each."""
+    found = layers(context)
+    return found if len(found) <= _MOST_LAYERS else {}
 
 
 def layers(context: Context) -> dict[str, list[str]]:

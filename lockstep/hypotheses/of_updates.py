@@ -58,7 +58,8 @@ def update_hypotheses(
         yield twice
     for name in wrong if len(wrong) > 1 else ():
         yield from fitted([name])
-    yield from _of_one_device(context, copy, expected, rates[0][0], wrong)
+    for twice_as_far, _ in rates:
+        yield from _of_one_device(context, copy, expected, twice_as_far, wrong)
     yield from _slots_changed_afterwards(context, expected, wrong)
     norms = total_norm(applied)
     for factor in (1.0, 0.1, 5.0, 10.0):
@@ -232,6 +233,15 @@ def _with_fitted_numbers(
                 f"the learning rate is {rate:.4g} times that of the optimizer",
                 partial(context.updated, before, applied, rate=rate, decays=decays),
             )  # fmt: skip
+    decayed = {n: dense(g) + dense(before[n]) for n, g in applied.items()}
+    if all(np.shape(g) == np.shape(before[n]) for n, g in applied.items()):
+        moved = context.updated(before, {n: g.astype(np.float32) for n, g in decayed.items()})
+        decay = factor_of(apart, [dense(moved[n]) - dense(expected[n]) for n in chosen])
+        if np.isfinite(decay) and decay > 0:
+            more = {n: dense(g) + decay * dense(before[n]) for n, g in applied.items()}
+            short = {n: g.astype(np.float32) for n, g in more.items()}
+            text = f"{decay:.3g} times the weight is added to the gradient"
+            yield "weight_decay_on_top", text, partial(context.updated, before, short)
     for base in (expected, before):
         decay = -factor_of(apart, [dense(base[n]) for n in chosen])
         if decay > 0:
