@@ -1,30 +1,44 @@
 """Matches the variables of two traces with different names, orders and layouts of axes.
 
-Variables are paired by a map of names, else by equal names, else by their order among variables of
-the same kind, role and shape, and then with the other variables of the same layer. The order of
-sorted names has no meaning; there, equal values must confirm a pair. Ambiguous variables are not
-paired, because a wrong pair would lead to a wrong finding.
+Variables are paired by a map of names, else by equal layers and roles, else by their order among
+variables of the same kind, role and shape, and then with the other variables of the same layer. The
+order of sorted names has no meaning; there, equal values must confirm a pair. Ambiguous variables
+are not paired, because a wrong pair would lead to a wrong finding.
 """
 
-import collections
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.arithmetic import plain
-from lockstep.match_variables import (
-    Item,
-    Shape,
-    axes_by_any,
-    axes_by_layout,
-    axes_by_order,
-    has_order,
-    has_same_role,
-    read_items,
-)
-from lockstep.trace import STATISTIC, WEIGHT, Named, Trace
+from lockstep.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Named, Rows, Trace
+
+Shape = tuple[int, ...]
+
+# Names of the same role within a layer in different frameworks.
+_ROLES = {
+    **dict.fromkeys(("kernel", "weight", "w", "embedding", "embeddings"), "kernel"),
+    **dict.fromkeys(("gamma", "scale"), "scale"),
+    **dict.fromkeys(("bias", "b"), "bias"),
+    "beta": "shift",
+    **dict.fromkeys(("moving_mean", "running_mean", "mean"), "mean"),
+    **dict.fromkeys(("moving_variance", "running_var", "variance", "var"), "variance"),
+}
+_KNOWN_ROLES = frozenset(_ROLES.values())
+_COUNTERS = ("num_batches_tracked", "step", "count", "iteration", "iterations")
+# Permutations of a kernel's axes between frameworks, used without a layout.
+_DEPTHWISE = (2, 3, 0, 1)  # (channels, 1, height, width) ↔ (height, width, channels, 1)
+_TRANSPOSES: Mapping[int, Sequence[Shape]] = {
+    2: [(1, 0)],
+    3: [(2, 1, 0)],
+    4: [(2, 3, 1, 0), (3, 2, 0, 1)],
+    5: [(2, 3, 4, 1, 0), (4, 3, 0, 1, 2)],
+}
 
 
 class NamesError(ValueError):
@@ -37,12 +51,12 @@ class Pair(NamedTuple):
     Attributes:
         first: its key in the first trace.
         second: its key in the second trace.
-        transpose: permutation of the second's axes to those of the first; None for the same order.
+        transpose: permutation of the second's axes to those of the first.
     """
 
     first: str
     second: str
-    transpose: Shape | None
+    transpose: Shape
 
 
 class Matching(NamedTuple):
@@ -60,15 +74,49 @@ class Matching(NamedTuple):
 
     def to_first(self, named: Named) -> Named:
         """Returns arrays of the second trace with the names and layouts of the first."""
-        pairs = {pair.second: pair for pair in self.pairs}
-        found = {pairs[name].first: (pairs[name], a) for name, a in named.items() if name in pairs}
         return {
-            name: a if pair.transpose is None else np.transpose(plain(a), pair.transpose)
-            for name, (pair, a) in found.items()
+            pair.first: np.transpose(plain(named[pair.second]), pair.transpose)
+            for pair in self.pairs
+            if pair.second in named
         }
 
 
-_Fit = Callable[[Item, Item], Shape | None]
+class _Item(NamedTuple):
+    """A variable with the properties used to match it with another trace.
+
+    Attributes:
+        key: its unique name.
+        kind: `WEIGHT` or `STATISTIC`.
+        layout: order of its axes, for example "HWIO", or "".
+        shape: shape of its arrays; None if it has no array.
+        layer: name of its layer.
+        prefix: the layer in lower case, without the prefix common to all names.
+        role: its role in the layer, for example "kernel" or "bias".
+    """
+
+    key: str
+    kind: str
+    layout: str
+    shape: Shape | None
+    layer: str
+    prefix: str
+    role: str
+
+    @property
+    def label(self) -> tuple[str, str, str]:
+        """Kind, layer and role, normalised over frameworks."""
+        return self.kind, self.prefix, self.role
+
+    @property
+    def numbered(self) -> str:
+        """The part of the name with a number; "" without one."""
+        part = self.prefix if self.role in _KNOWN_ROLES else f"{self.prefix}/{self.role}"
+        return part if re.search(r"\d", part) else ""
+
+    def may_be(self, other: "_Item") -> bool:
+        """Returns whether kinds and roles allow two variables to be the same."""
+        is_known = self.role in _KNOWN_ROLES and other.role in _KNOWN_ROLES
+        return self.kind == other.kind and (self.role == other.role or not is_known)
 
 
 def match_variables(first: Trace, second: Trace, names: Mapping[str, str]) -> Matching:
@@ -82,175 +130,208 @@ def match_variables(first: Trace, second: Trace, names: Mapping[str, str]) -> Ma
     Raises:
         NamesError: `names` has an unknown name, or pairs variables of different shapes.
     """
-    return _Matcher(first, second).match(names)
+    matcher = _Matcher(first, second)
+    matcher.match_by_map(names)
+    matcher.match_by_label()
+    matcher.match_by_layer()
+    for roles in (("kernel", "scale"), ()):
+        matcher.match_by_order(roles)
+        matcher.match_by_layer()
+    pairs = {pair.first: pair for pair in matcher.pairs}
+    seconds = {pair.second for pair in matcher.pairs}
+    own, other = ([item.key for item in items] for items in matcher.items)
+    return Matching(
+        tuple(pairs[key] for key in own if key in pairs),
+        tuple(key for key in own if key not in pairs),
+        tuple(key for key in other if key not in seconds),
+    )
 
 
 class _Matcher:
-    """Pairs the variables of two traces with one method after the other."""
+    """Pairs the variables of two traces with one method after the other.
+
+    Attributes:
+        items: all variables of both traces.
+        pairs: the pairs that were found.
+    """
 
     def __init__(self, first: Trace, second: Trace):
         self._traces = first, second
-        self._all = read_items(first), read_items(second)
-        self._first, self._second = map(list, self._all)
-        self._has_order = all(map(has_order, self._traces, self._all))
-        self._refused: tuple[list[Item], list[Item]] = ([], [])
-        self._pairs: list[Pair] = []
-        self._values: tuple[Named, Named] | None = None
+        self.items = _items_of(first), _items_of(second)
+        self._first, self._second = map(list, self.items)  # Those without a partner.
+        self.pairs: list[Pair] = []
 
-    def match(self, names: Mapping[str, str]) -> Matching:
-        """Returns all pairs, and the unpaired variables."""
-        self._match_by_map(names)
-        self._match_by_name(lambda item: (item.variable.kind, item.variable.name))
-        self._match_by_name(lambda item: item.label)
-        self._match_by_layer()
-        for fit in (axes_by_layout, axes_by_order):
-            for roles in (("kernel",), ("scale",), None):
-                self._match_by_order(fit, roles)
-                self._match_by_layer()
-        order = {key: index for index, key in enumerate(self._traces[0].keys)}
-        return Matching(
-            tuple(sorted(self._pairs, key=lambda pair: order[pair.first])),
-            _keys(self._first, self._refused[0]),
-            _keys(self._second, self._refused[1]),
-        )
-
-    def _add(self, a: Item, b: Item, fit: _Fit) -> None:
-        axes = fit(a, b)
-        assert axes is not None
-        self._pairs.append(_pair(a, b, axes))
+    def _add(self, a: _Item, b: _Item) -> None:
+        axes = _axes_between(a, b)
+        if axes is not None:
+            self.pairs.append(Pair(a.key, b.key, axes))
         self._first.remove(a)
         self._second.remove(b)
 
-    def _match_by_map(self, names: Mapping[str, str]) -> None:
+    def match_by_map(self, names: Mapping[str, str]) -> None:
+        """Pairs the variables of a map of names, which may have either direction."""
         for pair in names.items():
-            found = self._find(*pair) or self._find(*reversed(pair))
-            if found is None:
+            found = [(a, b) for a in self._first for b in self._second if {a.key, b.key} == {*pair}]
+            if not found:
                 raise NamesError(
                     f"names: {pair[0]!r} and {pair[1]!r} are not one weight or statistic of"
                     f" {self._traces[0].name} and one of {self._traces[1].name}; correct the names,"
                     " and use each once"
                 )
-            a, b = found
-            if axes_by_any(a, b) is None:
+            a, b = found[0]
+            if _axes_between(a, b) is None:
                 raise NamesError(
                     f"names: {a.key!r} has shape {a.shape}, and {b.key!r} {b.shape}; pair variables"
                     " of equal shapes"
                 )
-            self._add(a, b, axes_by_any)
+            self._add(a, b)
 
-    def _find(self, first: str, second: str) -> tuple[Item, Item] | None:
-        a = next((item for item in self._first if item.key == first), None)
-        b = next((item for item in self._second if item.key == second), None)
-        return None if a is None or b is None else (a, b)
+    def match_by_label(self) -> None:
+        """Pairs equal labels; numbered ones only if all are equal, since numbering varies.
 
-    def _match_by_name(self, label: Callable[[Item], tuple[str, ...]]) -> None:
-        """Pairs equal names; numbered ones only if all are equal, since numbering varies."""
-        own, other = _by_label(self._first, label), _by_label(self._second, label)
-        differing = {
-            kind
-            for kind in (WEIGHT, STATISTIC)
-            if _numbered(self._first, kind) != _numbered(self._second, kind)
-        }
-        for key, a in own.items():
-            b = other.get(key)
-            if a is None or b is None or (a.numbered and a.variable.kind in differing):
-                continue
-            if axes_by_any(a, b) is not None:
-                self._add(a, b, axes_by_any)
-            else:  # The same layer with another shape has no partner.
-                self._first.remove(a)
-                self._second.remove(b)
-                self._refused[0].append(a)
-                self._refused[1].append(b)
+        The same layer with another shape has no partner.
+        """
+        numbered = [{(i.kind, i.numbered) for i in left} for left in (self._first, self._second)]
+        differing = {kind for kind, part in numbered[0] ^ numbered[1] if part}
+        own = Counter(item.label for item in self._first)
+        other = Counter(item.label for item in self._second)
+        partners = {item.label: item for item in self._second}
+        for item in list(self._first):
+            is_trusted = not (item.numbered and item.kind in differing)
+            if is_trusted and own[item.label] == other[item.label] == 1:
+                self._add(item, partners[item.label])
 
-    def _match_by_order(self, fit: _Fit, roles: Sequence[str] | None) -> None:
-        """Pairs variables that fit the same ones, if these are equally many and fit no others."""
-        groups: dict[tuple[int, ...], list[Item]] = {}
+    def match_by_order(self, roles: Sequence[str]) -> None:
+        """Pairs variables that fit the same ones, if these are equally many and fit no others.
+
+        Args:
+            roles: roles of the variables; empty for all.
+        """
+        groups: dict[tuple[str, ...], list[_Item]] = {}
         for a in self._first:
-            if roles and a.role not in roles:
+            if not roles or a.role in roles:
+                near = [b for b in self._second if b.may_be(a) and _axes_between(a, b) is not None]
+                groups.setdefault(tuple(b.key for b in near), []).append(a)
+        counts = Counter(itertools.chain.from_iterable(groups))
+        seconds = {b.key: b for b in self._second}
+        have_order = all(map(_has_order, self._traces, self.items))
+        for keys, firsts in groups.items():
+            if len(keys) != len(firsts) or any(counts[key] > 1 for key in keys):
                 continue
-            near = [b for b in self._second if b.size == a.size and has_same_role(a, b)]
-            fitting = tuple(b.place for b in near if fit(a, b) is not None)
-            groups.setdefault(fitting, []).append(a)
-        counts = collections.Counter(itertools.chain.from_iterable(groups))
-        seconds = {b.place: b for b in self._second}
-        for indices, firsts in groups.items():
-            if len(indices) != len(firsts) or any(counts[index] > 1 for index in indices):
-                continue
-            others = [seconds[index] for index in indices]
+            others = [seconds[key] for key in keys]
             pairs = list(zip(firsts, others, strict=True))
-            if len(pairs) > 1 and not self._has_order:
-                pairs = self._pairs_of_values(firsts, others, fit)
+            if len(pairs) > 1 and not have_order:
+                pairs = self._with_equal_values(firsts, others)
             for a, b in pairs:
-                self._add(a, b, fit)
+                self._add(a, b)
 
-    def _pairs_of_values(
-        self, firsts: Sequence[Item], seconds: Sequence[Item], fit: _Fit
-    ) -> list[tuple[Item, Item]]:
+    def _with_equal_values(
+        self, firsts: Sequence[_Item], seconds: Sequence[_Item]
+    ) -> list[tuple[_Item, _Item]]:
         """Returns the pairs with unique equal values before the first common step."""
-        if self._values is None:
-            self._values = self._read_values(self._traces[0]), self._read_values(self._traces[1])
         own, other = self._values
         equal = []
         for a, b in itertools.product(firsts, seconds):
-            axes = fit(a, b)
-            if a.key in own and b.key in other and axes is not None:
-                equal += [(a, b)] * _is_close(own[a.key], np.transpose(other[b.key], axes))
-        counts = [
-            collections.Counter(item.place for item in column)
-            for column in zip(*equal, strict=True)
-        ]
-        return [(a, b) for a, b in equal if counts[0][a.place] == counts[1][b.place] == 1]
+            axes = _axes_between(a, b)
+            if a.key not in own or b.key not in other or axes is None:
+                continue
+            if np.allclose(own[a.key], np.transpose(other[b.key], axes), 1e-5, 1e-8):
+                equal.append((a, b))
+        counts = Counter(a for a, _ in equal), Counter(b for _, b in equal)
+        return [(a, b) for a, b in equal if counts[0][a] == counts[1][b] == 1]
 
-    def _read_values(self, trace: Trace) -> Named:
-        common = sorted(set(self._traces[0].steps) & set(self._traces[1].steps))
-        return (trace.named(trace.steps.index(common[0]), "before", 0) if common else None) or {}
+    @functools.cached_property
+    def _values(self) -> list[Named]:
+        common = min({*self._traces[0].steps} & {*self._traces[1].steps}, default=None)
+        if common is None:
+            return [{}, {}]
+        return [t.named(t.steps.index(common), "before", 0) or {} for t in self._traces]
 
-    def _match_by_layer(self) -> None:
+    def match_by_layer(self) -> None:
         """Pairs variables of the same role in layers with a paired variable."""
-        own, other = ({item.key: item.layer for item in items} for items in self._all)
-        links = {(own[pair.first], other[pair.second]) for pair in self._pairs}
-        counts = [collections.Counter(side) for side in zip(*links, strict=True)]
+        own, other = ({item.key: item.layer for item in items} for items in self.items)
+        links = {(own[pair.first], other[pair.second]) for pair in self.pairs}
+        counts = Counter(x for x, _ in links), Counter(y for _, y in links)
         partners = {x: y for x, y in links if counts[0][x] == counts[1][y] == 1}
-        firsts, seconds = _by_layer(self._first), _by_layer(self._second)
         for a in list(self._first):
-            candidates = seconds.get(partners[a.layer], []) if a.layer in partners else []
-            near = [b for b in candidates if has_same_role(a, b)]
-            rivals = [c for c in firsts[a.layer] if has_same_role(c, a)]
-            if len(near) == len(rivals) == 1 and axes_by_order(a, near[0]) is not None:
-                self._add(a, near[0], axes_by_order)
+            near = [b for b in self._second if b.layer == partners.get(a.layer) and b.may_be(a)]
+            rivals = [c for c in self._first if c.layer == a.layer and c.may_be(a)]
+            if len(near) == len(rivals) == 1 and _axes_between(a, near[0]) is not None:
+                self._add(a, near[0])
 
 
-def _keys(*items: Iterable[Item]) -> tuple[str, ...]:
-    return tuple(item.key for item in sorted(itertools.chain(*items), key=lambda i: i.place))
+def _items_of(trace: Trace) -> list[_Item]:
+    """Returns the weights and statistics of a trace, without step counters."""
+    shapes, variables = _shapes(trace), dict(zip(trace.keys, trace.about.variables, strict=True))
+    items: list[_Item] = []
+    for kind in (WEIGHT, STATISTIC):
+        parts = {key: _parts_of(v.name) for key, v in variables.items() if v.kind == kind}
+        parts = {key: names for key, names in parts.items() if names[-1] not in _COUNTERS}
+        # The leading parts common to all names, such as "model" or "params".
+        columns = zip(*(names[:-2] for names in parts.values()), strict=False)
+        shared = len(list(itertools.takewhile(lambda column: len({*column}) == 1, columns)))
+        for key, (*layer, last) in parts.items():
+            prefix, role = "/".join(layer[shared:]).lower(), _ROLES.get(last.lower(), last.lower())
+            if role == "kernel" and len(shapes.get(key, ())) == 1:
+                role = "scale"  # PyTorch has "weight" and "bias" in normalisations.
+            of_key = key, kind, variables[key].layout, shapes.get(key)
+            items.append(_Item(*of_key, "/".join(layer), prefix, role))
+    scales = {item.layer for item in items if item.role == "scale"}
+    items = [
+        item._replace(role="shift") if item.role == "bias" and item.layer in scales else item
+        for item in items
+    ]
+    return sorted(items, key=lambda item: trace.keys.index(item.key))
 
 
-def _numbered(items: Sequence[Item], kind: str) -> set[str]:
-    """Returns the numbered parts of names of a kind."""
-    return {item.numbered for item in items if item.variable.kind == kind and item.numbered}
+def _parts_of(name: str) -> list[str]:
+    return re.split(r"[/.:]", re.sub(r":\d+$", "", name))
 
 
-def _by_layer(items: Sequence[Item]) -> dict[str, list[Item]]:
-    found: dict[str, list[Item]] = {}
-    for item in items:
-        found.setdefault(item.layer, []).append(item)
+def _has_order(trace: Trace, items: Sequence[_Item]) -> bool:
+    """Returns whether the order of the weights has a meaning; JAX sorts the keys of dicts."""
+    names = [_parts_of(item.key) for item in items if item.kind == WEIGHT]
+    if trace.about.framework != "jax":
+        return True
+    keys = [[(part.isdecimal(), part.zfill(9)) for part in name] for name in names]
+    return keys != sorted(keys) or all(itertools.starmap(_is_in_list, itertools.pairwise(names)))
+
+
+def _is_in_list(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Returns whether two names differ in a number, or in a role within a layer."""
+    parts = next((p for p in zip(first, second, strict=False) if p[0] != p[1]), ())
+    are_roles = all(part.lower() in _ROLES for part in parts)
+    return are_roles or all(part.isdecimal() for part in parts)
+
+
+def _shapes(trace: Trace) -> dict[str, Shape]:
+    """Returns key → shape of every variable that has an array."""
+    found: dict[str, Shape] = {}
+    wanted = {key for key, kind in trace.kinds.items() if kind in (WEIGHT, STATISTIC)}
+    kinds = ("before", "after", *OF_GRADIENTS)
+    for position, kind in itertools.product(range(len(trace.steps)), kinds):
+        for item in trace.items(kind):
+            for key, array in (trace.named(position, kind, item) or {}).items():
+                rows = array.values if isinstance(array, Rows) else None
+                shape = np.shape(array) if rows is None else (array.rows, *rows.shape[1:])
+                found.setdefault(key, shape)
+            if found.keys() >= wanted:
+                return found
     return found
 
 
-def _is_close(x: np.ndarray, y: np.ndarray) -> bool:
-    """Returns whether all values are equal within rounding; mostly decided by a few of them."""
-    few = np.array(x.flat[:1000]), np.array(y.flat[:1000])
-    return bool(np.allclose(*few, 1e-5, 1e-8) and np.allclose(x, y, 1e-5, 1e-8))
-
-
-def _pair(a: Item, b: Item, axes: Shape) -> Pair:
-    transpose = None if axes == tuple(range(len(axes))) else axes
-    return Pair(a.key, b.key, transpose)
-
-
-def _by_label(
-    items: Sequence[Item], label: Callable[[Item], tuple[str, ...]]
-) -> dict[tuple[str, ...], Item | None]:
-    """Returns label → item; None for an ambiguous label."""
-    counts = collections.Counter(map(label, items))
-    return {label(item): item if counts[label(item)] == 1 else None for item in items}
+def _axes_between(a: _Item, b: _Item) -> Shape | None:
+    """Returns the permutation of the axes of `b` to those of `a`: by layouts, else a usual one."""
+    if a.shape is None or b.shape is None:
+        return None
+    axes = tuple(range(len(b.shape)))
+    if a.layout and len({*a.layout}) == len(axes) and sorted(a.layout) == sorted(b.layout):
+        usual = [tuple(map(b.layout.index, a.layout)), _DEPTHWISE]
+    else:
+        usual = [axes, _DEPTHWISE, *_TRANSPOSES.get(len(axes), ())]
+    for order in usual:
+        is_known = order != _DEPTHWISE or a.shape.count(1) == 1
+        is_permutation = len(order) == len(axes) and is_known
+        if is_permutation and tuple(b.shape[axis] for axis in order) == a.shape:
+            return order
+    return None

@@ -65,7 +65,9 @@ def names_of(matching):
 
 
 def axes_of(matching):
-    return {pair.first: pair.transpose for pair in matching.pairs}
+    """Returns the permutation of the axes of each pair; None for the same order."""
+    axes = {pair.first: pair.transpose for pair in matching.pairs}
+    return {name: a if a != tuple(sorted(a)) else None for name, a in axes.items()}
 
 
 def matched(first, second, names=None):
@@ -73,8 +75,7 @@ def matched(first, second, names=None):
     matching = match_variables(first, second, names or {})
     own, other = first.named(0, "before", 0), second.named(0, "before", 0)
     for pair in matching.pairs:
-        array = other[pair.second]
-        array = array if pair.transpose is None else np.transpose(array, pair.transpose)
+        array = np.transpose(other[pair.second], pair.transpose)
         np.testing.assert_allclose(own[pair.first], array, rtol=0, atol=1e-7)
     laid_out = matching.to_first(other)
     assert all(np.allclose(laid_out[p.first], own[p.first]) for p in matching.pairs)
