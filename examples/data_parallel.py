@@ -1,0 +1,201 @@
+"""Data parallelism in one file: LeNet on Fashion-MNIST, on several devices.
+
+    python examples/data_parallel.py --num_gpus=2
+
+Every device holds a copy of the parameters. One training step
+
+1. splits the batch into one shard per device,
+2. computes on each device the gradients of its shard,
+3. sums the gradients over the devices and copies the sums to each of them (an all-reduce), and
+4. applies the same update on each device.
+
+The copies therefore stay bitwise identical. The file does this by hand, then with
+`tf.distribute.MirroredStrategy`, and both end with bitwise identical parameters. "d2l" marks the
+names of "Dive into Deep Learning", section "Training on Multiple GPUs".
+"""
+
+import argparse
+import functools
+import time
+
+import matplotlib.pyplot as plt
+import numpy as np
+import tensorflow as tf
+
+BATCH_SIZE, LEARNING_RATE, SEED = 256, 0.2, 0
+SHAPES = [(3, 3, 1, 20), (20,), (5, 5, 20, 50), (50,), (800, 128), (128,), (128, 10), (10,)]
+
+
+def initial_values():
+    """Returns the initial values of LeNet's parameters: N(0, 0.01²) for kernels, 0 for biases."""
+    random = np.random.default_rng(SEED)
+    values = [random.normal(0, 0.01, s) if len(s) > 1 else np.zeros(s) for s in SHAPES]
+    return [value.astype(np.float32) for value in values]
+
+
+def lenet(params, images):
+    """Returns the logits `(n, 10)` of uint8 images `(n, 28, 28, 1)`."""
+    w1, b1, w2, b2, w3, b3, w4, b4 = params
+    x = tf.cast(images, tf.float32) * (1 / 255)
+    x = tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(x, w1, 1, "VALID"), b1))
+    x = tf.nn.avg_pool2d(x, 2, 2, "VALID")
+    x = tf.nn.relu(tf.nn.bias_add(tf.nn.conv2d(x, w2, 1, "VALID"), b2))
+    x = tf.nn.avg_pool2d(x, 2, 2, "VALID")
+    x = tf.nn.relu(tf.nn.bias_add(tf.matmul(tf.reshape(x, [-1, 800]), w3), b3))
+    return tf.nn.bias_add(tf.matmul(x, w4), b4)
+
+
+def local_gradients(params, shard, num_examples):
+    """Returns the gradients of (sum of the losses of a shard) / (examples of the whole batch).
+
+    Their sum over the shards is the gradient of the batch's mean loss, also for uneven shards.
+    """
+    images, labels = shard
+    with tf.GradientTape() as tape:
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, lenet(params, images))
+        loss = tf.reduce_sum(losses) / tf.cast(num_examples, tf.float32)
+    return tape.gradient(loss, params)
+
+
+def sgd(params, gradients):
+    """Updates the parameters by stochastic gradient descent."""
+    for param, gradient in zip(params, gradients, strict=True):
+        param.assign_sub(LEARNING_RATE * gradient)
+
+
+def split_batch(batch, devices):  # d2l: split_batch
+    """Returns one shard, images and labels, on each device; 100 over 3 is 34, 33, 33."""
+    num_examples, num = tf.shape(batch[0])[0], len(devices)
+    sizes = [(num_examples + num - 1 - index) // num for index in range(num)]
+    shards = []
+    for device, *shard in zip(devices, *(tf.split(tensor, sizes) for tensor in batch), strict=True):
+        with tf.device(device):
+            shards.append([tf.identity(tensor) for tensor in shard])
+    return shards
+
+
+def all_reduce(per_device_gradients, devices):  # d2l: allreduce
+    """Sums each gradient over the devices, and copies the sum to each device."""
+    with tf.device(devices[0]):  # Reduce: ((device 0 + device 1) + device 2) + ...
+        copies_of_each = zip(*per_device_gradients, strict=True)
+        sums = [functools.reduce(tf.add, copies) for copies in copies_of_each]
+    per_device_sums = []
+    for device in devices:  # Broadcast.
+        with tf.device(device):
+            per_device_sums.append([tf.identity(total) for total in sums])
+    return per_device_sums
+
+
+def by_hand(values, devices):
+    """Copies the values to each device; returns the copies and a function that trains a batch."""
+    per_device_params = []
+    for device in devices:  # d2l: get_params
+        with tf.device(device):
+            per_device_params.append([tf.Variable(value) for value in values])
+
+    def train_batch(batch):  # d2l: train_batch
+        shards = split_batch(batch, devices)  # 1. A shard for each device.
+        per_device_gradients = []  # 2. The gradients of each shard.
+        for params, shard, device in zip(per_device_params, shards, devices, strict=True):
+            with tf.device(device):
+                per_device_gradients.append(local_gradients(params, shard, tf.shape(batch[0])[0]))
+        per_device_sums = all_reduce(per_device_gradients, devices)  # 3. All-reduce (sum).
+        for params, sums, device in zip(per_device_params, per_device_sums, devices, strict=True):
+            with tf.device(device):
+                sgd(params, sums)  # 4. The same update everywhere.
+
+    return per_device_params, train_batch
+
+
+def mirrored(values, devices):
+    """Does the same with MirroredStrategy."""
+    add_in_order = functools.partial(functools.reduce, tf.add)  # As `all_reduce` adds.
+    strategy = tf.distribute.MirroredStrategy(
+        devices, tf.distribute.ReductionToOneDevice(accumulation_fn=add_in_order)
+    )
+    with strategy.scope():  # Each device has a copy, and gets the new values of the first one.
+        first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        params = [tf.Variable(value, aggregation=first) for value in values]
+
+    def replica_step(shard, num_examples):
+        gradients = local_gradients(params, shard, num_examples)  # 2. The gradients of its shard.
+        context = tf.distribute.get_replica_context()
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)  # 3. All-reduce (sum).
+        sgd(params, sums)  # 4. The same update everywhere.
+
+    def per_replica(tensors):
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tensors[context.replica_id_in_sync_group]
+        )
+
+    def train_batch(batch):
+        shards = split_batch(batch, devices)  # 1. A shard for each device.
+        shard = [per_replica(tensors) for tensors in zip(*shards, strict=True)]
+        strategy.run(replica_step, args=(shard, tf.shape(batch[0])[0]))
+
+    copies = [strategy.experimental_local_results(param) for param in params]
+    return list(zip(*copies, strict=True)), train_batch
+
+
+def train(create, devices, data, num_epochs):  # d2l: train
+    """Trains with `by_hand` or `mirrored`; returns the copies and each epoch's test accuracy."""
+    (images, labels), (test_images, test_labels) = data
+    per_device_params, train_batch = create(initial_values(), devices)
+    step = tf.function(train_batch, autograph=False, reduce_retracing=True)
+    accuracies, seconds = [], 0.0
+    for epoch in range(num_epochs):
+        start_time = time.perf_counter()
+        order = tf.random.experimental.stateless_shuffle(tf.range(len(images)), [SEED, epoch])
+        for start in range(0, len(images), BATCH_SIZE):
+            rows = order.numpy()[start : start + BATCH_SIZE]
+            step((tf.constant(images[rows]), tf.constant(labels[rows], tf.int32)))
+        seconds += time.perf_counter() - start_time
+        logits = [lenet(per_device_params[0], part) for part in np.split(test_images, 10)]
+        accuracies.append(np.mean(np.argmax(np.concatenate(logits), axis=1) == test_labels))
+        print(f"{create.__name__}, epoch {epoch + 1}: test acc {accuracies[-1]:.4f}", flush=True)
+    each = seconds / num_epochs
+    print(f"test acc: {accuracies[-1]:.2f}, {each:.1f} sec/epoch on {devices}", flush=True)
+    return per_device_params, accuracies
+
+
+def choose_devices(num_gpus):
+    """Returns the names of GPUs; without any, of logical CPU devices, which share the cores."""
+    # TensorFlow would otherwise change the order in which three or more gradients are added.
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+    if gpus := tf.config.list_physical_devices("GPU"):
+        if len(gpus) < num_gpus:
+            raise SystemExit(f"error: --num_gpus={num_gpus}, but TensorFlow sees {len(gpus)} GPUs")
+        return [f"/device:GPU:{index}" for index in range(num_gpus)]
+    print(f"No GPU found: {num_gpus} logical CPU devices are used; timing is not scaling.")
+    cpu, part = tf.config.list_physical_devices("CPU")[0], tf.config.LogicalDeviceConfiguration()
+    tf.config.set_logical_device_configuration(cpu, [part] * num_gpus)
+    return [f"/device:CPU:{index}" for index in range(num_gpus)]
+
+
+def main():
+    """Trains in both ways, compares the parameters and plots the accuracies."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--num_gpus", type=int, default=2)
+    parser.add_argument("--num_epochs", type=int, default=10)
+    flags = parser.parse_args()
+    devices = choose_devices(flags.num_gpus)
+    sets = tf.keras.datasets.fashion_mnist.load_data()  # Downloads 30 MB, once.
+    data = [(images[..., np.newaxis], labels) for images, labels in sets]
+    all_copies = []
+    for create, style in [(by_hand, "-"), (mirrored, "o")]:
+        per_device_params, accuracies = train(create, devices, data, flags.num_epochs)
+        all_copies += per_device_params
+        plt.plot(range(1, flags.num_epochs + 1), accuracies, style, label=create.__name__)
+    for params in all_copies[1:]:
+        for param, first in zip(params, all_copies[0], strict=True):
+            np.testing.assert_array_equal(param.numpy(), first.numpy())
+    print(f"The {len(all_copies)} copies of the parameters are bitwise identical.")
+    plt.xlabel("epoch")
+    plt.ylabel("test accuracy")
+    plt.legend()
+    plt.savefig("data_parallel.png")
+    print("Saved data_parallel.png")
+
+
+if __name__ == "__main__":
+    main()
