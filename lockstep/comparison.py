@@ -14,19 +14,13 @@ from lockstep.checks.other_examples import (
     compare_starts,
     repeated_batches,
 )
-from lockstep.checks.other_gradients import (
-    compare_clipping,
-    compare_gradients,
-    explained_by,
-    is_decay_in_loss,
-)
-from lockstep.checks.other_rule import compare_rules
-from lockstep.checks.other_statistics import compare_statistics
+from lockstep.checks.other_gradients import compare_clipping, compare_gradients
+from lockstep.checks.other_updates import compare_rules, compare_statistics
 from lockstep.context import Context
 from lockstep.engine import check
-from lockstep.oracles.recording import EXACT, StepPair, Tolerance, TraceOracle
+from lockstep.oracles.recording import StepPair, Tolerance, TraceOracle
 from lockstep.trace import Trace
-from lockstep.verdict import STAGES, Finding, Verdict, merged
+from lockstep.verdict import BY_DESIGN, STAGES, Finding, Verdict, merged
 
 DEFAULT_TOLERANCE = 1e-4
 # Gradients from inputs of another scale differ by more than this.
@@ -107,18 +101,15 @@ def verify_alone(
     """Checks one recording on its own."""
     verdict = check(trace, name=name, on_step=on_step)
     contexts = [Context(trace, position) for position in range(len(trace.steps))]
-    repeated = repeated_batches([context for context in contexts if context.has("data")])
-    found = [
-        context.found(
-            "not_reshuffled",
-            f"step {context.number} has the examples of step {repeated[context.number]} again, in"
-            " the same order",
-            stage="examples", design=True,
-        )
-        for context in contexts
-        if context.number in repeated
-    ]  # fmt: skip
-    return _with(verdict, {"examples": found} if found else {})
+    contexts = [context for context in contexts if context.has("data")]
+    found: Findings = {"examples": []} if contexts else {}
+    repeated = repeated_batches(contexts)
+    for context in contexts:
+        if context.number in repeated:
+            text = repeated[context.number]
+            finding = context.found("not_reshuffled", text, stage="examples", design=True)
+            found["examples"].append(finding)
+    return _with(verdict, found)
 
 
 def _with(verdict: Verdict, found: Findings) -> Verdict:
@@ -157,90 +148,97 @@ def verify_against(
     oracle = TraceOracle(first, second, names)
     alone = check(second, name=name, reference=reference, on_step=on_step)
     found: Findings = {}
-    skipped, wrong_sums = [], {
+
+    def add(stage: str, findings: Iterable[Finding] | None) -> None:
+        if findings is not None:  # Else, it could not be checked.
+            found.setdefault(stage, []).extend(findings)
+
+    wrong_sums = {
         step
         for finding in alone.faults
         if finding.stage in ("all-reduce", "clipping")
         for step in finding.steps
-    }  # fmt: skip
+    }
     examples = compare_examples(list(oracle.pairs()))
-    for pair in oracle.pairs():
-        _add(found, "start", compare_starts(pair, is_first=pair.number == oracle.numbers[0]))
+    skipped: list[str] = []
+    for index, pair in enumerate(oracle.pairs()):
+        add("start", compare_starts(pair, is_first=index == 0))
         others = None if examples is None else examples[pair.number]
-        gradients = None
         if not pair.starts_equally:
-            skipped.append(pair.number)
-        elif others and _is_converted_inside(pair, others, tolerance):
+            skipped.append(str(pair.number))
+        elif others and _is_converted_inside(pair, others[0].cause, tolerance):
             others = []
+        add("examples", others)
+        gradients = None
         if pair.starts_equally and not others:
-            gradients = _compare_computation(pair, found, tolerance)
+            gradients = compare_gradients(pair, tolerance)
+            allowed = max(tolerance.usual, _KERNELS * EPS)
+            add("gradients", gradients)
+            add("loss", _explained_by(gradients, compare_losses(pair, allowed)))
+            add("statistics", _explained_by(gradients, compare_statistics(pair, allowed)))
             if pair.number not in wrong_sums and not gradients:
-                _add(found, "clipping", compare_clipping(pair, tolerance))
-        _add(found, "examples", others)
-        rules = compare_rules(pair)
-        if rules and is_decay_in_loss(gradients):
-            left_out = ("other_weight_decay", "weight_decay_placement")
-            rules = [each for each in rules if each.cause not in left_out]
-        _add(found, "update", rules)
-    unmatched = (*oracle.matching.unmatched_first, *oracle.matching.unmatched_second)
-    verdict = dataclasses.replace(_with(alone, found), tolerance=tolerance.text)
-    return dataclasses.replace(verdict, notes=(*verdict.notes, *_notes(skipped, unmatched)))
-
-
-def _notes(skipped: Sequence[int], unmatched: Sequence[str]) -> list[str]:
-    """Returns what could not be compared, and why."""
-    notes = []
+                add("clipping", compare_clipping(pair, tolerance))
+        add("update", _without_decay_in_loss(gradients, compare_rules(pair)))
+    verdict = _with(alone, found)
+    notes = list(verdict.notes)
     if skipped:
-        numbers = ", ".join(map(str, skipped))
         notes.append(
-            f"gradients of steps {numbers} not compared, which start from other states: record them"
-            " with replay="
+            f"gradients of steps {', '.join(skipped)} not compared, which start from other states:"
+            " record them with replay="
         )
+    unmatched = (*oracle.matching.unmatched_first, *oracle.matching.unmatched_second)
     if unmatched:
         notes.append(f"not matched: {', '.join(unmatched)}")
-    return notes
+    return dataclasses.replace(verdict, tolerance=tolerance.text, notes=tuple(notes))
 
 
-def _add(found: Findings, stage: str, findings: Iterable[Finding] | None) -> None:
-    """Adds the findings of a stage; None if it could not be checked."""
-    if findings is not None:
-        found.setdefault(stage, []).extend(findings)
-
-
-def _is_converted_inside(pair: StepPair, others: Sequence[Finding], tolerance: Tolerance) -> bool:
+def _is_converted_inside(pair: StepPair, cause: str, tolerance: Tolerance) -> bool:
     """Returns whether inputs of another scale or layout give approximately equal gradients.
 
     One of the models then scales or transposes its inputs, and a remaining difference has another
     cause.
     """
-    first, second = pair.gradients()
-    is_form = others[0].cause in ("other_normalisation", "other_layout")
-    near = Tolerance({}, max(tolerance.allowed(list(first)), _NEAR), "")
+    first, second = pair.gradients
+    near = Tolerance(max(tolerance.allowed(list(first)), _NEAR))
+    is_form = cause in ("other_normalisation", "other_layout")
     return is_form and bool(first) and not near.wrong(second, first)
 
 
-def _compare_computation(
-    pair: StepPair, found: Findings, tolerance: Tolerance
+def _explained_by(
+    gradients: Sequence[Finding] | None, others: list[Finding] | None
 ) -> list[Finding] | None:
-    """Compares what two recordings compute from the same state and examples."""
-    gradients = compare_gradients(pair, tolerance)
-    losses = compare_losses(pair, max(tolerance.usual, _KERNELS * EPS))
-    moving = compare_statistics(pair, max(tolerance.usual, _KERNELS * EPS))
-    _add(found, "loss", explained_by(gradients, losses, "other_loss"))
-    _add(found, "gradients", gradients)
-    _add(found, "statistics", explained_by(gradients, moving, "other_statistics"))
-    return gradients
+    """Returns findings with the cause of different gradients, if it is known and theirs is not."""
+    if not gradients or not others or gradients[0].cause == "unexplained":
+        return others
+    why = gradients[0]
+    return [
+        dataclasses.replace(each, status=why.status, cause=why.cause, may_be=why.may_be)
+        if each.cause in ("other_loss", "other_statistics")
+        else each
+        for each in others
+    ]
+
+
+def _without_decay_in_loss(
+    gradients: Sequence[Finding] | None, rules: list[Finding] | None
+) -> list[Finding] | None:
+    """Returns findings on rules, without weight decay that the loss of one script has instead."""
+    causes = {finding.cause for finding in gradients or () if finding.status == BY_DESIGN}
+    if rules is None or "regularisation_in_the_loss" not in causes:
+        return rules
+    of_decay = ("other_weight_decay", "weight_decay_placement")
+    return [finding for finding in rules if finding.cause not in of_decay]
 
 
 def given_tolerance(value: float | None) -> Tolerance:
     """Returns the tolerance of a flag, or the default."""
     if value is not None:
-        return Tolerance({}, value, f"{value:g}, given by --tolerance")
+        return Tolerance(value, f"{value:g}, given by --tolerance")
     text = (
         f"{DEFAULT_TOLERANCE:g}, the default; record a third time with permute=1 to compute it from"
         " the effect of rounding"
     )
-    return Tolerance({}, DEFAULT_TOLERANCE, text)
+    return Tolerance(DEFAULT_TOLERANCE, text)
 
 
 def between_frameworks(tolerance: Tolerance, first: Trace, second: Trace) -> Tolerance:
@@ -252,11 +250,9 @@ def between_frameworks(tolerance: Tolerance, first: Trace, second: Trace) -> Tol
     if first.about.framework == second.about.framework or not tolerance.of_weight:
         return tolerance
     least = _KERNELS * EPS
-    return Tolerance(
-        {name: max(value, least) for name, value in tolerance.of_weight.items()},
-        max(tolerance.usual, least),
-        f"{tolerance.text}, and at least {least:.2g} between two frameworks",
-    )
+    of_weight = {name: max(value, least) for name, value in tolerance.of_weight.items()}
+    text = f"{tolerance.text}, and at least {least:.2g} between two frameworks"
+    return Tolerance(max(tolerance.usual, least), text, of_weight)
 
 
 def computed_tolerance(first: Trace, permuted: Trace, names: Mapping[str, str]) -> Tolerance:
@@ -268,11 +264,11 @@ def computed_tolerance(first: Trace, permuted: Trace, names: Mapping[str, str]) 
     spread: dict[str, float] = {}
     num_steps = 0
     for pair in TraceOracle(first, permuted, names).pairs():
-        expected, actual = pair.gradients() if pair.starts_equally else ({}, {})
-        if not expected:
+        expected, actual = pair.gradients
+        if not expected or not pair.starts_equally:
             continue
         num_steps += 1
-        apart = EXACT.wrong(actual, expected)
+        apart = Tolerance(0.0).wrong(actual, expected)
         for name in expected:
             spread[name] = max(spread.get(name, 0.0), apart.get(name, 0.0))
     if not spread:
@@ -285,15 +281,14 @@ def computed_tolerance(first: Trace, permuted: Trace, names: Mapping[str, str]) 
     usual = statistics.median([far for far in spread.values() if far] or [EPS])
     of_weight = {
         name: min(MARGIN * max(far, usual, EPS), _MOST_BY_ROUNDING)
-        if np.isfinite(far)
-        else DEFAULT_TOLERANCE
         for name, far in spread.items()
+        if np.isfinite(far)
     }
-    low, high = min(of_weight.values()), max(of_weight.values())
+    low, high = min(of_weight.values(), default=0.0), max(of_weight.values(), default=0.0)
     text = (
         f"{low:.2g} to {high:.2g}, relative, {MARGIN} times the effect of permuting the examples"
         f" in {num_steps} steps of {permuted.name}"
     )
     if high == _MOST_BY_ROUNDING:
         text += ", limited to 0.01: a larger effect is not rounding"
-    return Tolerance(of_weight, min(MARGIN * max(usual, EPS), _MOST_BY_ROUNDING), text)
+    return Tolerance(min(MARGIN * max(usual, EPS), _MOST_BY_ROUNDING), text, of_weight)

@@ -3,13 +3,13 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.arithmetic import norm, same_bits
 from lockstep.context import Context
-from lockstep.oracles.recording import StepPair
+from lockstep.oracles.recording import StepPair, Why
+from lockstep.trace import Named
 from lockstep.verdict import Finding
 
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
@@ -24,67 +24,45 @@ def compare_starts(pair: StepPair, *, is_first: bool) -> Iterator[Finding]:
         pair: the step.
         is_first: whether it is the first step; later states may differ by rounding.
     """
-    if pair.starts_equally or not pair.states("before")[0]:
-        return
     apart = pair.start_distances()
+    if not apart:
+        return
     if pair.second.trace.about.replayed is not None:
         text = "the step was to start from the state of the first recording, and does not"
-        yield pair.found("start", "not_replayed", text, distance=max(apart.values()))
+        yield pair.found("start", Why("not_replayed", text), max(apart.values()))
     elif is_first:
-        cause, text = _why_start(*pair.states("before"), list(apart))
-        yield pair.found("start", cause, text, tensors=apart, distance=max(apart.values()))
+        why = _why_start(*pair.states("before"), list(apart))
+        yield pair.found("start", why, max(apart.values()))
 
 
-def _why_start(first: dict, second: dict, names: Sequence[str]) -> tuple[str, str]:
-    """Returns cause and text of different initial values."""
-    spread = [
-        (name, float(np.std(first[name])), float(np.std(second[name])))
-        for name in names
-        if np.size(first[name]) >= _LARGE
-    ]
-    others = [each for each in spread if abs(each[2] - each[1]) > _OTHER_SPREAD * max(each[1:])]
-    if others:
-        name, a, b = max(others, key=lambda s: abs(np.log((s[2] + 1e-30) / (s[1] + 1e-30))))
-        return "other_initialiser", (
-            f"the initial values of {len(names)} of {len(first)} variables come from another"
-            f" distribution: {name} has standard deviation {a:.4g} in the first recording and"
-            f" {b:.4g} in the second"
-        )
+def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:
+    """Returns the cause of different initial values."""
+    for name in names:
+        a, b = float(np.std(first[name])), float(np.std(second[name]))
+        if np.size(first[name]) >= _LARGE and abs(b - a) > _OTHER_SPREAD * max(a, b):
+            text = (
+                f"the initial values of {len(names)} of {len(first)} variables come from another"
+                f" distribution: {name} has standard deviation {a:.4g} in the first recording and"
+                f" {b:.4g} in the second"
+            )
+            return Why("other_initialiser", text, names)
     text = f"{len(names)} of {len(first)} variables have other initial values"
     if all(not norm(first[name]) or not norm(second[name]) for name in names):
-        return "other_initialiser", f"{text}: zero in one recording"
-    return "other_initial_weights", text
+        return Why("other_initialiser", f"{text}: zero in one recording", names)
+    return Why("other_initial_weights", text, names)
 
 
-class Inputs(NamedTuple):
-    """The inputs of a step in two traces: `(N, features)`, channels last.
-
-    Attributes:
-        number: number of the step, from 0.
-        first, second: the inputs in the reference and in the checked trace.
-    """
-
-    number: int
-    first: np.ndarray
-    second: np.ndarray
-
-    @property
-    def rows(self) -> tuple[Counter, Counter]:
-        """The rows of both, counted."""
-        first, second = (
-            Counter(np.ascontiguousarray(row).tobytes() for row in each)
-            for each in (self.first, self.second)
-        )
-        return first, second
-
-
-def repeated_batches(contexts: Sequence[Context]) -> dict[int, int]:
-    """Returns step → an earlier step with the same examples in the same order on every shard."""
-    found: dict[int, int] = {}
+def repeated_batches(contexts: Sequence[Context]) -> dict[int, str]:
+    """Returns step → text, if an earlier step has the same examples in order on every shard."""
+    found: dict[int, str] = {}
     for earlier, later in itertools.combinations(contexts, 2):
         data = [(earlier.arrays("data")[s], later.arrays("data")[s]) for s in later.shards]
         if all(a and len(a) == len(b) and all(map(same_bits, a, b)) for a, b in data):
-            found.setdefault(later.number, earlier.number)
+            text = (
+                f"step {later.number} has the examples of step {earlier.number} again, in the same"
+                " order"
+            )
+            found.setdefault(later.number, text)
     return found
 
 
@@ -94,103 +72,105 @@ def compare_examples(pairs: Sequence[StepPair]) -> dict[int, list[Finding]] | No
     Returns:
         Number of the step → findings; None if a trace has no inputs.
     """
-    inputs = []
-    for pair in pairs:
-        a, b = _inputs_of(pair.first), _inputs_of(pair.second)
-        if a is None or b is None:
-            return None
-        inputs.append(Inputs(pair.number, a, b))
+    inputs = [(_inputs_of(pair.first), _inputs_of(pair.second)) for pair in pairs]
+    if not all(len(a) and len(b) for a, b in inputs):
+        return None
+    rows = [(_counted(a), _counted(b)) for a, b in inputs]
     repeated = repeated_batches([pair.second for pair in pairs])
-    rows = [each.rows for each in inputs]
     found: dict[int, list[Finding]] = {}
-    dropped = ""
+    dropped: Why | None = None  # After a batch that was dropped, all batches are shifted.
     for index, pair in enumerate(pairs):
         given, used = rows[index]
         found[pair.number] = []
         if given == used:
             continue
-        # After a batch that was dropped, all batches are shifted.
-        cause, text = "last_batch_dropped", dropped
-        if not dropped:
-            cause, text = _why_examples(index, rows, inputs, repeated)
-        dropped = text if cause == "last_batch_dropped" else ""
-        found[pair.number] = [pair.found("examples", cause, text)]
+        dropped = dropped or _why_size(given.total(), used.total(), *rows[0])
+        why = dropped
+        if why is None and pair.number in repeated:
+            why = Why("not_reshuffled", repeated[pair.number])
+        why = why or _why_rows(given, used) or _why_scaled(*inputs[index])
+        if why is None:
+            text = f"{(used - given).total()} of {used.total()} examples are others"
+            why = Why("other_examples", text)
+            for other, (earlier, _) in zip(pairs, rows, strict=True):
+                if earlier == used:
+                    text = (
+                        f"step {pair.number} has the examples that step {other.number} has in the"
+                        " first recording"
+                    )
+                    why = Why("other_order", text)
+        found[pair.number].append(pair.found("examples", why))
     return found
 
 
-def _inputs_of(context: Context) -> np.ndarray | None:
-    """Returns all inputs as rows, channels last; None if they are not recorded."""
+def _inputs_of(context: Context) -> np.ndarray:
+    """Returns all inputs as rows, channels last; empty if they are not recorded."""
     parts = []
     for shard in context.shards:
-        own = context.inputs(shard)
-        if not own:
-            return None
-        for array in own:
+        for array in context.inputs(shard):
             if context.trace.about.data_layout == "NCHW" and array.ndim == 4:
                 array = array.transpose(0, 2, 3, 1)
             parts.append(array.reshape(len(array), -1).astype(np.float32))
-    if len({part.shape[1] for part in parts}) > 1:
-        return None
+    if not all(context.sizes) or len({part.shape[1] for part in parts}) != 1:
+        return np.zeros((0, 0))
     return np.concatenate(parts)
 
 
-def _why_examples(
-    index: int, rows: Sequence[tuple[Counter, Counter]], inputs: Sequence[Inputs],
-    repeated: dict[int, int],
-) -> tuple[str, str]:  # fmt: skip
-    """Returns the cause of different examples in a step, and a sentence."""
-    (first, second), (number, a, b) = rows[index], inputs[index]
-    size, other_size = first.total(), second.total()
-    usual, other_usual = (each.total() for each in rows[0])
-    missing, extra = first - second, second - first
-    if size < usual and other_size >= other_usual:
-        return "last_batch_dropped", (
-            f"the first recording has a last batch of {size} examples here, the second one a batch"
-            f" of {other_size}"
+def _counted(rows: np.ndarray) -> Counter:
+    return Counter(np.ascontiguousarray(row).tobytes() for row in rows)
+
+
+def _why_size(first: int, second: int, given: Counter, used: Counter) -> Why | None:
+    """Explains different examples by a smaller last batch that one recording has.
+
+    Args:
+        first, second: numbers of examples of a step.
+        given, used: the examples of the first step.
+    """
+    if first < given.total() and second >= used.total():
+        return Why(
+            "last_batch_dropped",
+            f"the first recording has a last batch of {first} examples here, the second one a batch"
+            f" of {second}",
         )
-    if other_size < other_usual and size >= usual:
-        return "last_batch_dropped", (
-            f"the second recording has a last batch of {other_size} examples here, the first one a"
-            f" batch of {size}"
+    if second < used.total() and first >= given.total():
+        return Why(
+            "last_batch_dropped",
+            f"the second recording has a last batch of {second} examples here, the first one a"
+            f" batch of {first}",
         )
-    if number in repeated:
-        return "not_reshuffled", (
-            f"step {number} has the examples of step {repeated[number]} again, in the same order"
-        )
-    if extra and not extra.keys() - first.keys():
-        return "repeated_examples", (
-            f"{extra.total()} examples come more often, and {missing.total()} are missing"
-        )
+    return None
+
+
+def _why_rows(given: Counter, used: Counter) -> Why | None:
+    """Explains different examples by those that are missing or come more often."""
+    missing, extra = given - used, used - given
+    if extra and not extra.keys() - given.keys():
+        text = f"{extra.total()} examples come more often, and {missing.total()} are missing"
+        return Why("repeated_examples", text)
     if missing and not extra:
-        return "lost_examples", f"{missing.total()} of {size} examples are missing"
-    if (scale := _scaling(a, b)) is not None:
-        if abs(scale[0] - 1) < _CLOSE and abs(scale[1]) < _CLOSE:
-            return "other_layout", "each example has the same values in another order"
-        return "other_normalisation", (
-            f"the inputs of the second recording are {scale[0]:.6g} · x + {scale[1]:.6g}, where x"
-            " are those of the first"
-        )
-    for other, (earlier, _) in enumerate(rows):
-        if other != index and earlier == second:
-            return "other_order", (
-                f"step {number} has the examples that step {inputs[other].number} has in the first"
-                " recording"
-            )
-    return "other_examples", f"{extra.total()} of {other_size} examples are others"
+        text = f"{missing.total()} of {given.total()} examples are missing"
+        return Why("lost_examples", text)
+    return None
 
 
-def _scaling(first: np.ndarray, second: np.ndarray) -> tuple[float, float] | None:
-    """Returns a and b if the second inputs are a · first + b in any order; else None."""
-    if first.shape != second.shape:
+def _why_scaled(first: np.ndarray, second: np.ndarray) -> Why | None:
+    """Explains second inputs that are a · first + b in any order."""
+    if first.shape != second.shape or not first.std() or not second.std():
         return None
     first, second = first.astype(np.float64), second.astype(np.float64)
-    if not first.std() or not second.std():
-        return None
     scale = second.std() / first.std()
     shift = second.mean() - scale * first.mean()
     a, b = (np.sort((x**2).sum(axis=1)) for x in (scale * first + shift, second))
-    close = np.allclose(a, b, rtol=_CLOSE, atol=_CLOSE * np.abs(b).max())
-    return (float(scale), float(shift)) if close else None
+    if not np.allclose(a, b, rtol=_CLOSE, atol=_CLOSE * np.abs(b).max()):
+        return None
+    if abs(scale - 1) < _CLOSE and abs(shift) < _CLOSE:
+        return Why("other_layout", "each example has the same values in another order")
+    text = (
+        f"the inputs of the second recording are {scale:.6g} · x + {shift:.6g}, where x are those"
+        " of the first"
+    )
+    return Why("other_normalisation", text)
 
 
 def compare_losses(pair: StepPair, allowed: float) -> list[Finding] | None:
@@ -210,28 +190,27 @@ def compare_losses(pair: StepPair, allowed: float) -> list[Finding] | None:
     times = second[0] / first[0] if first[0] else float("nan")
     sizes = {size for step, _ in pair.both for size in step.sizes[:1]} - {0, 1}
     is_sum = any(min(abs(times - size) / size, abs(times * size - 1)) < 1e-3 for size in sizes)
-    text = f"the loss is {second[0]:.6g}, and {first[0]:.6g} in the first recording"
-    cause = "other_loss_reduction" if is_sum else "other_loss"
+    why = Why(
+        "other_loss", f"the loss is {second[0]:.6g}, and {first[0]:.6g} in the first recording"
+    )
     if is_sum:
-        text += f": {times:.6g} times, a sum over examples in place of a mean"
-    return [pair.found("loss", cause, text, distance=abs(times - 1), allowed=allowed)]
+        text = f"{why.text}: {times:.6g} times, a sum over examples in place of a mean"
+        why = Why("other_loss_reduction", text)
+    return [pair.found("loss", why, abs(times - 1), allowed)]
 
 
 def _losses(context: Context) -> list[float]:
     """Returns the loss of the whole batch in each form that a script may report."""
     if not context.has("loss") or not all(context.arrays("loss")):
         return []
-    losses = [float(np.asarray(arrays[0], np.float64).sum()) for arrays in context.arrays("loss")]
+    losses = [[float(np.sum(np.float64(a))) for a in arrays] for arrays in context.arrays("loss")]
+    forms = [[each[0] for each in losses]]
     # Keras' second array is the regularisation, a part of the first.
-    parts = [float(np.sum(arrays[1])) for arrays in context.arrays("loss") if len(arrays) > 1]
-    found = _of_whole(context, losses)
-    if len(parts) == len(losses) and any(parts):
-        found += _of_whole(context, [a - b for a, b in zip(losses, parts, strict=True)])
-    return found
-
-
-def _of_whole(context: Context, losses: Sequence[float]) -> list[float]:
-    found = [float(np.mean(losses)), float(np.sum(losses))]
-    if all(sizes := context.sizes):
-        found.append(float(np.average(losses, weights=sizes)))
+    if all(len(each) > 1 for each in losses):
+        forms.append([each[0] - each[1] for each in losses])
+    found = []
+    for per_shard in forms:
+        found += [float(np.mean(per_shard)), float(np.sum(per_shard))]
+        if all(context.sizes):
+            found.append(float(np.average(per_shard, weights=context.sizes)))
     return found

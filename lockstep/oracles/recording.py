@@ -1,5 +1,7 @@
 """Takes the same training in another trace as what is right: names and layouts are matched."""
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,6 +10,7 @@ import numpy as np
 from lockstep.arithmetic import TINY, add, are_finite, dense, distance, norm, ratio
 from lockstep.context import Context
 from lockstep.match import Matching, match_variables
+from lockstep.oracles.rules import Rule, RuleOracle
 from lockstep.trace import STATISTIC, WEIGHT, Named, Trace
 from lockstep.verdict import Finding
 
@@ -17,40 +20,36 @@ _SAME_START = 1e-7  # Relative; states that are only transposed have a distance 
 _SMALL_PART = 1e-2
 
 
-class Tolerance(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
     """The relative difference of gradients that rounding can cause.
 
     Attributes:
-        of_weight: name of the weight in the reference → relative difference.
-        usual: relative difference for other weights.
+        usual: relative difference.
         text: how it was computed.
+        of_weight: name of the weight in the reference → its relative difference, if known.
     """
 
-    of_weight: Mapping[str, float]
     usual: float
-    text: str
+    text: str = ""
+    of_weight: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
-    def wrong(self, actual: Named, *terms: Named, but: Sequence[str] = ()) -> dict[str, float]:
+    def wrong(self, actual: Named, *terms: Named) -> dict[str, float]:
         """Returns name → relative distance of the arrays that are not the sum of some terms.
 
         Rounding is relative to each term, as it does not cancel.
-
-        Args:
-            actual: the arrays.
-            *terms: the terms of the prediction, by name.
-            but: names to leave out.
         """
-        names = [name for name in actual if name in terms[0] and name not in but]
-        parts = {n: [dense(term[n]) for term in terms if n in term] for n in names}
-        sizes = {n: sum(map(norm, each)) for n, each in parts.items()}
+        parts = {n: [dense(term[n]) for term in terms if n in term] for n in actual}
+        parts = {name: each for name, each in parts.items() if name in terms[0]}
+        sizes = {name: sum(map(norm, each)) for name, each in parts.items()}
         least = max(_SMALL_PART * max(sizes.values(), default=0.0), TINY)
         found = {}
-        for name in names:
-            total = np.sum(parts[name], axis=0)
+        for name, each in parts.items():
+            total = np.sum(each, axis=0)
             apart = ratio(distance(actual[name], total), max(sizes[name], least))
             if not are_finite([dense(actual[name]), total]):
                 apart = np.inf
-            if apart > self.of_weight.get(name, self.usual):
+            if apart > self.allowed([name]):
                 found[name] = apart
         return found
 
@@ -59,7 +58,20 @@ class Tolerance(NamedTuple):
         return max((self.of_weight.get(name, self.usual) for name in names), default=self.usual)
 
 
-EXACT = Tolerance({}, 0.0, "")
+class Why(NamedTuple):
+    """A cause of a difference between two traces.
+
+    Attributes:
+        cause: a key of `causes.CAUSES`.
+        text: one sentence with the numbers.
+        tensors: names of the variables that it explains.
+        design: whether it is by design.
+    """
+
+    cause: str
+    text: str
+    tensors: Sequence[str] = ()
+    design: bool = False
 
 
 class StepPair:
@@ -73,17 +85,9 @@ class StepPair:
 
     def __init__(self, first: Context, second: Context, matching: Matching):
         self.first, self.second, self.matching = first, second, matching
-        self._gradients: tuple[Named, Named] | None = None
-
-    @property
-    def number(self) -> int:
-        """The number of the step, from 0."""
-        return self.first.number
-
-    @property
-    def both(self) -> tuple[tuple[Context, str], tuple[Context, str]]:
-        """The steps with their names in sentences, the one that is checked first."""
-        return (self.second, "second"), (self.first, "first")
+        self.number = first.number
+        # With their names in sentences, the one that is checked first.
+        self.both = (second, "second"), (first, "first")
 
     def in_second(self, name: str) -> str:
         """Returns the checked trace's name of a variable of the reference; "" without one."""
@@ -117,19 +121,30 @@ class StepPair:
         """Whether both traces start the step from the same weights and statistics."""
         return bool(self.states("before")[0]) and not self.start_distances()
 
+    @functools.cached_property
     def gradients(self) -> tuple[Named, Named]:
-        """Returns the gradients of the whole batch before clipping; empty if not recorded."""
-        if self._gradients is None:
-            self._gradients = self._common(whole_gradient(self.first), whole_gradient(self.second))
-        return self._gradients
+        """The gradients of the whole batch before clipping in both; empty if not recorded."""
+        return self._common(whole_gradient(self.first), whole_gradient(self.second))
 
+    @functools.cached_property
     def applied(self) -> tuple[Named, Named]:
-        """Returns the gradients that copy 0 applies in both; empty if not recorded."""
+        """The gradients that copy 0 applies in both; empty if not recorded."""
         return self._common(self.first.applied(0), self.second.applied(0))
 
-    def found(self, stage: str, cause: str, text: str, **more: object) -> Finding:
-        """Returns a finding on the step; see `Context.found`."""
-        return self.second.found(cause, text, stage=stage, **more)  # type: ignore[arg-type]
+    def rules(self) -> dict[str, tuple[Rule, Rule]]:
+        """Returns name of a weight → rules of the optimizers in both; empty if one is unknown."""
+        first, second = self.first.updater, self.second.updater
+        if not (isinstance(first, RuleOracle) and isinstance(second, RuleOracle)):
+            return {}
+        others = {name: second.rules.get(self.in_second(name)) for name in first.rules}
+        return {name: (first.rules[name], rule) for name, rule in others.items() if rule}
+
+    def found(self, stage: str, why: Why, distance: float = 0.0, allowed: float = 0.0) -> Finding:
+        """Returns a finding on the step."""
+        return self.second.found(
+            why.cause, why.text, stage=stage, design=why.design, tensors=why.tensors,
+            distance=distance, allowed=allowed,
+        )  # fmt: skip
 
 
 def whole_gradient(context: Context) -> Named:
@@ -166,24 +181,21 @@ class TraceOracle:
     """
 
     def __init__(self, reference: Trace, trace: Trace, names: Mapping[str, str]):
-        self._reference, self._trace = reference, trace
+        self._traces = reference, trace
         self.matching = match_variables(reference, trace, names)
-        self.numbers = [number for number in reference.steps if number in trace.steps]
+        self._numbers = [number for number in reference.steps if number in trace.steps]
         if not self.matching.pairs:
             raise ValueError(
                 f"{trace.name}: no weight matches one of {reference.name} by name or shape; pass"
                 " --name_map"
             )
-        if not self.numbers:
+        if not self._numbers:
             raise ValueError(
                 f"{trace.name}: has no step in common with {reference.name}; record the same steps"
             )
 
     def pairs(self) -> Iterator[StepPair]:
         """Yields the common steps; each holds the arrays that were read of it."""
-        for number in self.numbers:
-            first, second = (
-                Context(trace, trace.steps.index(number))
-                for trace in (self._reference, self._trace)
-            )
+        for number in self._numbers:
+            first, second = (Context(each, each.steps.index(number)) for each in self._traces)
             yield StepPair(first, second, self.matching)

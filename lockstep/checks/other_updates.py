@@ -1,0 +1,253 @@
+"""Compares optimizer rules and moving statistics of a step with those of another trace."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.arithmetic import (
+    EPS,
+    MARGIN,
+    TINY,
+    are_finite,
+    dense,
+    distance,
+    factor_of,
+    norm,
+    relative_norm,
+    same_bits,
+)
+from lockstep.context import Context
+from lockstep.oracles.recording import StepPair, Tolerance, Why
+from lockstep.oracles.rules import Rule, RuleOracle
+from lockstep.trace import STATISTIC, Named
+from lockstep.verdict import Finding
+
+_NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
+_CAUSES = {
+    "decay_placement": "weight_decay_placement",
+    "epsilon_placement": "epsilon_placement",
+    "corrects_bias": "bias_not_corrected",
+}
+_CLOSE = 1e-4
+_OTHER_SHARE = 1e-3  # Momentum settings are short numbers.
+
+# --- Rules of optimizers -------------------------------------------------------------------------
+
+
+def compare_rules(pair: StepPair) -> list[Finding] | None:
+    """Finds different optimizer settings that change the update of this step.
+
+    Each setting of the first trace's rule replaces that of the second, and the second trace's step
+    is recomputed.
+
+    Returns:
+        The findings; None if a rule is unknown.
+    """
+    rules = pair.rules()
+    if not rules or not are_finite(pair.second.applied(0)):
+        return None
+    families = {(a.family, b.family) for a, b in rules.values()}
+    if any(x != y for x, y in families):
+        first, second = ("/".join(sorted({each[i] for each in families})) for i in (0, 1))
+        text = f"{first} in the first recording, {second} in the second"
+        return [pair.found("update", Why("other_optimizer", text))]
+    found = []
+    for setting in (field.name for field in dataclasses.fields(Rule)):
+        values = {(getattr(a, setting), getattr(b, setting)) for a, b in rules.values()}
+        different = sorted(((x, y) for x, y in values if x != y), key=str)
+        if different and setting == "velocity":
+            found += _velocity(pair, rules)
+        elif different and (effect := _effect(pair, rules, setting)) > _NO_EFFECT:
+            found.append(pair.found("update", _why_setting(setting, *different[0]), effect))
+    return found
+
+
+def _why_setting(setting: str, first: Any, second: Any) -> Why:
+    shown = [f"{v:g}" if isinstance(v, float) else str(v) for v in (first, second)]
+    noun = setting.replace("_", " ")
+    text = f"{noun} {shown[0]} in the first recording, {shown[1]} in the second"
+    if setting == "learning_rate" and first:
+        text += f": {second / first:.6g} times as large"
+    # Each framework has a fixed placement of epsilon, without a setting.
+    design = setting == "epsilon_placement"
+    return Why(_CAUSES.get(setting, f"other_{setting}"), text, design=design)
+
+
+def _effect(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]], setting: str) -> float:
+    """Returns how much a setting of the first trace changes an update, relative to its change."""
+    if setting == "momentum" and not all(a.momentum and b.momentum for a, b in rules.values()):
+        return 1.0  # It affects the next steps, even if there is no state before this one.
+    before, applied = pair.second.named("before")[0], pair.second.applied(0)
+    oracle = pair.second.updater
+    assert isinstance(oracle, RuleOracle)
+    others = {
+        pair.in_second(name): dataclasses.replace(b, **{setting: getattr(a, setting)})
+        for name, (a, b) in rules.items()
+    }
+    changes = []
+    for each in (oracle.with_rules(others), oracle):
+        after = each.update(before, applied)
+        names = [*others, *oracle.tracks]
+        changes.append({n: dense(after[n]) - dense(before.get(n, 0)) for n in names})
+    of_weights = [{name: change[name] for name in others} for change in changes]
+    # With momentum, some settings affect the next steps alone, through the state.
+    return max(relative_norm(*of_weights), relative_norm(*changes))
+
+
+def _velocity(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]]) -> list[Finding]:
+    """Reports different forms of momentum, if the learning rate has changed."""
+    settings = pair.second.trace.about.settings
+    rates = {group.get("learning_rate") for groups in settings for group in groups}
+    first, second = next(iter(rules.values()))
+    if len(rates) == 1 or not first.momentum:
+        return []
+    text = (
+        f"the velocity is a sum {first.velocity} in the first recording and {second.velocity} in"
+        " the second, and the learning rate changes"
+    )
+    return [pair.found("update", Why("learning_rate_in_velocity", text, design=True))]
+
+
+# --- Moving statistics of BatchNorm --------------------------------------------------------------
+
+
+def compare_statistics(pair: StepPair, allowed: float) -> list[Finding] | None:
+    """Compares the statistics after a step that starts from equal ones.
+
+    Args:
+        pair: the step, with equal states before it.
+        allowed: relative difference that rounding can cause in the change of a statistic.
+
+    Returns:
+        The findings; None if a trace has no statistics.
+    """
+    before, _ = pair.states("before")
+    states = pair.states("after")
+    names = [
+        name
+        for name in pair.first.of_kind(STATISTIC)
+        if name in before and name in states[1] and before[name].dtype.kind == "f"
+    ]
+    if not names:
+        return None
+    changes = [{n: dense(after[n]) - dense(before[n]) for n in names} for after in states]
+    far = Tolerance(allowed).wrong(changes[1], changes[0])
+    rounding = {n: _rounding(before[n], states[0][n], states[1][n]) for n in far}
+    wrong = [n for n in far if distance(changes[1][n], changes[0][n]) > rounding[n]]
+    causes = _causes(pair, before, changes, {name: rounding[name] for name in wrong})
+    return [
+        pair.found("statistics", why, max(far[name] for name in why.tensors), allowed)
+        for why in causes
+    ]
+
+
+def _rounding(*arrays: np.ndarray) -> float:
+    """Returns the norm of the difference of changes that rounding the statistics can cause."""
+    return MARGIN * EPS * max(map(norm, arrays)) + TINY
+
+
+def _causes(
+    pair: StepPair, before: Named, changes: Sequence[Named], rounding: Mapping[str, float]
+) -> Iterator[Why]:
+    """Yields causes of different statistics.
+
+    Args:
+        pair: the step.
+        before: the statistics before it.
+        changes: the changes of all statistics in both traces.
+        rounding: name of a wrong statistic → difference of the changes that rounding can cause.
+    """
+    left, others = list(rounding), []
+    shares = {n: (_share(pair.first, n), _share(pair.second, pair.in_second(n))) for n in left}
+    if left and all(map(all, shares.values())):
+        others = [n for n, (a, b) in shares.items() if abs(b - a) > _OTHER_SHARE * a]
+        if others:
+            first, second = shares[others[0]]
+            text = (
+                f"{first:.4g} of each batch is added to the moving statistics in the first"
+                f" recording, and {second:.4g} in the second"
+            )
+            yield Why("other_batch_norm_momentum", text, others)
+        # The statistics of the batch in both.
+        batches = {
+            n: [dense(before[n]) + changes[i][n] / shares[n][i] for i in (0, 1)] for n in left
+        }
+        slack = {n: rounding[n] / min(shares[n]) for n in left}
+        left = [n for n, (a, b) in batches.items() if distance(b, a) > _CLOSE * norm(a) + slack[n]]
+        means = {_layer_of(name) for name in left if not _is_variance(name)}
+        # If the mean of a layer differs, its batch differs.
+        variances = [n for n in left if _is_variance(n) and _layer_of(n) not in means]
+        unbiased = _unbiased(pair, [(*batches[n], slack[n]) for n in variances])
+        if unbiased is not None:
+            yield Why("unbiased_variance", unbiased, variances, True)
+            left = [name for name in left if name not in variances]
+    if not left:
+        return
+    own, other = ({n: each[n] for n in left} for each in changes)
+    scale = factor_of(list(other.values()), list(own.values()))
+    scaled = {name: scale * change for name, change in own.items()}
+    is_scaled = abs(scale - 1) > _OTHER_SHARE and not Tolerance(_CLOSE).wrong(other, scaled)
+    if is_scaled and not others:
+        text = f"each statistic changes {scale:.4g} times as much as in the first recording"
+        yield Why("other_batch_norm_momentum", text, left)
+    else:
+        yield _other(pair, left)
+
+
+def _share(step: Context, name: str) -> float:
+    """Returns the weight with which the statistic of a batch is added; 0 if it is unknown.
+
+    It is 0.1 for a momentum of 0.1 in PyTorch and of 0.9 in Keras.
+    """
+    layers = [layer for layer in step.trace.about.layers if "BatchNorm" in str(layer.get("class"))]
+    own = [layer for layer in layers if name in layer.get("weights", ())]
+    for layer in own or layers:
+        if isinstance(momentum := layer.get("momentum"), float):
+            return max(0.0, 1 - momentum if layer["class"] == "BatchNormalization" else momentum)
+    return 0.0
+
+
+def _is_variance(name: str) -> bool:
+    return "var" in name.replace("/", ".").split(".")[-1].lower()
+
+
+def _layer_of(name: str) -> str:
+    return name.replace("/", ".").rpartition(".")[0]
+
+
+def _other(pair: StepPair, wrong: Sequence[str]) -> Why:
+    for step, which in pair.both:
+        names, after = step.of_kind(STATISTIC), step.named("after")
+        if any(not same_bits(after[0][n], other[n]) for other in after[1:] for n in names):
+            text = f"each replica of the {which} recording has the statistics of its own examples"
+            return Why("local_statistics", text, wrong, True)
+    return Why("other_statistics", f"{len(wrong)} moving statistics differ", wrong)
+
+
+def _unbiased(
+    pair: StepPair, variances: Sequence[tuple[np.ndarray, np.ndarray, float]]
+) -> str | None:
+    """Explains variances by n / (n - 1); n is at least the number of examples.
+
+    Args:
+        pair: the step.
+        variances: variances of a batch in both traces, and the difference that rounding can cause.
+    """
+    times = []
+    for first, second, slack in variances:
+        factor = factor_of([second], [first])
+        allowed = 20 * _CLOSE * norm(second) + slack
+        if not factor > 0 or distance(second, factor * first) > allowed:
+            return None
+        times.append(max(factor, 1 / factor))
+    smallest = max(2, min(size for step, _ in pair.both for size in step.sizes))
+    if not times or max(times) > smallest / (smallest - 1) * 1.01:
+        return None
+    first, second, _ = variances[int(np.argmax(times))]
+    return (
+        f"the variance of a batch is up to {max(times):.6g} times as large in the"
+        f" {'second' if norm(second) > norm(first) else 'first'} recording: n / (n - 1), the"
+        " unbiased one"
+    )
