@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from lockstep.arithmetic import rows_of
 from lockstep.context import Context
@@ -56,23 +56,33 @@ def _against_batch(context: Context, batch: Batch) -> Iterator[Finding]:
         yield context.found("same_examples", text, items=items)
         return
     wrong = [s for s in context.shards if shards[s] - asked]
-    yield context.found(*_why(context, asked, given), items=wrong)
+    why = why_rows(asked, given, context.sizes, context.oracle.known_examples())
+    yield context.found(*why, items=wrong)
 
 
-def _why(
-    context: Context, asked: collections.Counter, given: collections.Counter
+def why_rows(
+    asked: collections.Counter,
+    given: collections.Counter,
+    shard_sizes: Sequence[int],
+    of_data_set: Collection[int],
 ) -> tuple[str, str]:
-    """Returns cause and text for unexpected or missing rows."""
+    """Returns cause and text for unexpected or missing rows.
+
+    Args:
+        asked: the examples of the batch.
+        given: the examples that the shards received.
+        shard_sizes: numbers of the shards' examples.
+        of_data_set: the examples of other batches, if known.
+    """
     missing, extra = asked - given, given - asked
-    sizes, num = "/".join(map(str, context.sizes)), asked.total()
+    sizes, num = "/".join(map(str, shard_sizes)), asked.total()
     if extra and not extra.keys() - asked.keys():
         return "repeated_examples", (
             f"{extra.total()} examples were received twice and {missing.total()} not at all; shards"
             f" of {sizes}, batch of {num}"
         )
     if extra:
-        of_data_set = context.oracle.known_examples()
-        if of_data_set and not extra.keys() - of_data_set:
+        if of_data_set and not extra.keys() - {*of_data_set}:
             return "other_order", (
                 f"{extra.total()} of {given.total()} examples belong to other batches of the data"
                 " set: another order of examples"

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.arithmetic import norm, same_bits
+from lockstep.arithmetic import norm, rows_of, same_bits
+from lockstep.checks.examples import why_rows
 from lockstep.context import Context
 from lockstep.oracles.recording import StepPair, Why
 from lockstep.trace import Named
@@ -75,12 +76,12 @@ def compare_examples(pairs: Sequence[StepPair]) -> dict[int, list[Finding]] | No
     inputs = [(_inputs_of(pair.first), _inputs_of(pair.second)) for pair in pairs]
     if not all(len(a) and len(b) for a, b in inputs):
         return None
-    rows = [(_counted(a), _counted(b)) for a, b in inputs]
+    rows = [(rows_of([a]), rows_of([b])) for a, b in inputs]
+    of_first = set().union(*(given for given, _ in rows))
     repeated = repeated_batches([pair.second for pair in pairs])
     found: dict[int, list[Finding]] = {}
     dropped: Why | None = None  # After a batch that was dropped, all batches are shifted.
-    for index, pair in enumerate(pairs):
-        given, used = rows[index]
+    for pair, own, (given, used) in zip(pairs, inputs, rows, strict=True):
         found[pair.number] = []
         if given == used:
             continue
@@ -88,17 +89,10 @@ def compare_examples(pairs: Sequence[StepPair]) -> dict[int, list[Finding]] | No
         why = dropped
         if why is None and pair.number in repeated:
             why = Why("not_reshuffled", repeated[pair.number])
-        why = why or _why_rows(given, used) or _why_scaled(*inputs[index])
         if why is None:
-            text = f"{(used - given).total()} of {used.total()} examples are others"
-            why = Why("other_examples", text)
-            for other, (earlier, _) in zip(pairs, rows, strict=True):
-                if earlier == used:
-                    text = (
-                        f"step {pair.number} has the examples that step {other.number} has in the"
-                        " first recording"
-                    )
-                    why = Why("other_order", text)
+            why = Why(*why_rows(given, used, pair.second.sizes, of_first))
+        if why.cause == "other_examples":
+            why = _why_scaled(*own) or why
         found[pair.number].append(pair.found("examples", why))
     return found
 
@@ -116,10 +110,6 @@ def _inputs_of(context: Context) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _counted(rows: np.ndarray) -> Counter:
-    return Counter(np.ascontiguousarray(row).tobytes() for row in rows)
-
-
 def _why_size(first: int, second: int, given: Counter, used: Counter) -> Why | None:
     """Explains different examples by a smaller last batch that one recording has.
 
@@ -127,31 +117,15 @@ def _why_size(first: int, second: int, given: Counter, used: Counter) -> Why | N
         first, second: numbers of examples of a step.
         given, used: the examples of the first step.
     """
-    if first < given.total() and second >= used.total():
-        return Why(
-            "last_batch_dropped",
-            f"the first recording has a last batch of {first} examples here, the second one a batch"
-            f" of {second}",
-        )
-    if second < used.total() and first >= given.total():
-        return Why(
-            "last_batch_dropped",
-            f"the second recording has a last batch of {second} examples here, the first one a"
-            f" batch of {first}",
-        )
-    return None
-
-
-def _why_rows(given: Counter, used: Counter) -> Why | None:
-    """Explains different examples by those that are missing or come more often."""
-    missing, extra = given - used, used - given
-    if extra and not extra.keys() - given.keys():
-        text = f"{extra.total()} examples come more often, and {missing.total()} are missing"
-        return Why("repeated_examples", text)
-    if missing and not extra:
-        text = f"{missing.total()} of {given.total()} examples are missing"
-        return Why("lost_examples", text)
-    return None
+    if (first < given.total()) == (second < used.total()):
+        return None
+    names = ("first", "second") if first < given.total() else ("second", "first")
+    sizes = min(first, second), max(first, second)
+    text = (
+        f"the {names[0]} recording has a last batch of {sizes[0]} examples here, the {names[1]} one"
+        f" a batch of {sizes[1]}"
+    )
+    return Why("last_batch_dropped", text)
 
 
 def _why_scaled(first: np.ndarray, second: np.ndarray) -> Why | None:

@@ -11,7 +11,7 @@ References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`; `keras.o
 import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,15 +23,16 @@ OF_GRADIENTS, OF_UPDATES = "of gradients", "of updates"
 AFTER_CORRECTION, BEFORE_CORRECTION = "after bias correction", "before bias correction"
 UNDER_ROOT = "under the root"
 
-# Role → its names in PyTorch, Keras and Optax.
-_SLOTS: dict[str, dict[str, tuple[str, ...]]] = {
+# Role of optimizer state → its names in PyTorch, Keras and Optax.
+_COUNTER = {"number": ("step", "iterations", "iteration", "count")}
+_ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     "SGD": {"velocity": ("momentum_buffer", "momentum", "trace")},
     "Adam": {
         "first_moment": ("exp_avg", "m", "mu", "momentum"),
         "second_moment": ("exp_avg_sq", "v", "nu", "velocity"),
+        **_COUNTER,
     },
 }
-_COUNTERS = ("step", "iterations", "iteration", "count")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,21 +71,6 @@ class Rule:
     corrects_bias: bool = True
 
 
-class Slots(NamedTuple):
-    """The optimizer state of one weight before a step, in float64.
-
-    Attributes:
-        velocity: velocity of SGD, as defined by the rule's `velocity`; None for zero.
-        first_moment, second_moment: moments of Adam; None for zero.
-        number: number of the update, from 1; None if it is not recorded.
-    """
-
-    velocity: np.ndarray | None = None
-    first_moment: np.ndarray | None = None
-    second_moment: np.ndarray | None = None
-    number: int | None = None
-
-
 def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule | None:
     """Returns the rule of a recorded optimizer; None for an unknown one.
 
@@ -92,33 +78,24 @@ def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule |
         optimizer: "class" and "framework", as in the trace.
         settings: settings of a weight's parameter group in one step.
     """
-    framework = str(optimizer.get("framework", ""))
-    family = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam"}.get(
-        str(optimizer.get("class", "")).lower()
-    )
-    if family is None or settings.get("amsgrad") or settings.get("maximize"):
+    name = str(optimizer.get("class", "")).lower()
+    family = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam"}.get(name)
+    is_known = family is not None and settings.get("learning_rate") is not None
+    if not is_known or settings.get("amsgrad") or settings.get("maximize"):
         return None
-    is_keras = framework == "keras"
-    is_adamw = str(optimizer["class"]).lower() == "adamw"
-    given = {
-        field.name: settings[field.name]
-        for field in dataclasses.fields(Rule)
-        if settings.get(field.name) is not None
-    }
-    in_weights = is_keras or is_adamw
-    defaults: dict[str, Any] = {
+    is_keras = optimizer.get("framework") == "keras"
+    of_framework = {
         "family": family,
         "velocity": OF_UPDATES if is_keras else OF_GRADIENTS,
-        "decay_placement": IN_WEIGHTS if in_weights else IN_GRADIENT,
+        "decay_placement": IN_WEIGHTS if is_keras or name == "adamw" else IN_GRADIENT,
         "epsilon_placement": BEFORE_CORRECTION if is_keras else AFTER_CORRECTION,
     }
-    if "learning_rate" not in given:
-        return None
-    return Rule(**defaults | given)
+    names = [field.name for field in dataclasses.fields(Rule)]
+    return Rule(**of_framework | {n: settings[n] for n in names if settings.get(n) is not None})
 
 
 def updated(
-    rule: Rule, weight: Array, gradient: Array, slots: Slots, correction: Sequence[float] = (1, 1)
+    rule: Rule, weight: Array, gradient: Array, state: Named, correction: Sequence[float] = (1, 1)
 ) -> Named:
     """Applies a rule to one weight, in float64.
 
@@ -126,11 +103,12 @@ def updated(
         rule: rule of the optimizer.
         weight: weight before the step, of any shape.
         gradient: gradient that the optimizer applies, of the same shape.
-        slots: optimizer state before the step.
+        state: role → optimizer state before the step: "velocity", which sums what the rule says;
+            "first_moment", "second_moment", "number" of updates. What is absent is 0.
         correction: factors of both betas in the correction of the bias.
 
     Returns:
-        "weight" and the names of the `Slots` that the rule has → value after the step.
+        "weight" and the roles that the rule has → value after the step.
     """
     w, g = dense(weight), dense(gradient)
     if rule.decay_placement == IN_GRADIENT:
@@ -138,34 +116,33 @@ def updated(
     else:
         w = w - rule.learning_rate * rule.weight_decay * w
     if rule.family == "SGD":
-        change, after = _sgd(rule, g, slots)
+        change, after = _sgd(rule, g, state)
     else:
-        change, after = _adam(rule, g, slots, correction)
-    return {"weight": w + change, **after}
+        change, after = _adam(rule, g, state, correction)
+    return {"weight": w + change, "number": state.get("number", 0) + 1, **after}
 
 
-def _sgd(rule: Rule, gradient: np.ndarray, slots: Slots) -> tuple[np.ndarray, Named]:
+def _sgd(rule: Rule, gradient: np.ndarray, state: Named) -> tuple[np.ndarray, Named]:
     """Returns the change of the weight, and the velocity after it."""
     change = -rule.learning_rate * gradient
     if not rule.momentum:
         return change, {}
-    velocity = 0.0 if slots.velocity is None else slots.velocity
+    velocity = state.get("velocity", 0.0)
     if rule.velocity == OF_UPDATES:
         new = rule.momentum * velocity + change
         return (rule.momentum * new + change if rule.nesterov else new), {"velocity": new}
-    kept = 1.0 if slots.velocity is None else 1.0 - rule.dampening
+    kept = 1.0 - rule.dampening if "velocity" in state else 1.0
     new = rule.momentum * velocity + kept * gradient
     ahead = gradient + rule.momentum * new
     return -rule.learning_rate * (ahead if rule.nesterov else new), {"velocity": new}
 
 
 def _adam(
-    rule: Rule, gradient: np.ndarray, slots: Slots, correction: Sequence[float]
+    rule: Rule, gradient: np.ndarray, state: Named, correction: Sequence[float]
 ) -> tuple[np.ndarray, Named]:
     """Returns the change of the weight, and both moments after it."""
-    old_first = 0.0 if slots.first_moment is None else slots.first_moment
-    old_second = 0.0 if slots.second_moment is None else slots.second_moment
-    number = slots.number or 1
+    old_first, old_second = state.get("first_moment", 0.0), state.get("second_moment", 0.0)
+    number = float(np.reshape(state.get("number", 0), ())) + 1
     first = rule.beta_1 * old_first + (1 - rule.beta_1) * gradient
     second = rule.beta_2 * old_second + (1 - rule.beta_2) * gradient**2
     first_left = 1 - (correction[0] * rule.beta_1) ** number if rule.corrects_bias else 1.0
@@ -195,65 +172,48 @@ class RuleOracle:
     Attributes:
         rules: name of a weight → its rule; empty if a rule or its state is unknown.
         tracks: keys of the optimizer state that an update changes.
+        units: relative rounding error of each variable's dtype.
     """
 
     def __init__(self, trace: Trace, position: int, weights: Iterable[str]):
-        self._after = trace.named(position, "after", 0) or {}
-        self._slots: dict[str, dict[str, str]] = {}  # Weight → role → key.
-        self._counter: dict[str, str] = {}  # Weight → key.
+        after = trace.named(position, "after", 0) or {}
+        self.units = {key: unit_of(np.asarray(array)) for key, array in after.items()}
+        self._state: dict[str, dict[str, str]] = {}  # Weight → role → key.
         self._correction: tuple[float, ...] = (1.0, 1.0)
         self.rules: dict[str, Rule] = {}
         settings = trace.about.settings[position] if trace.about.settings else ()
+        states = [
+            (key, variable)
+            for key, variable in zip(trace.keys, trace.about.variables, strict=True)
+            if variable.kind == STATE and key in after
+        ]
         for weight in weights:
-            own = [g for g in settings if weight in g.get("weights", ())]
-            of_all = [g for g in settings if "weights" not in g]
-            rule = rule_of(trace.about.optimizer, (own or of_all or [{}])[0])
-            if rule is None or not self._find_state(trace, weight, rule):
+            groups = [group for group in settings if weight in group.get("weights", (weight,))]
+            rule = rule_of(trace.about.optimizer, groups[0] if groups else {})
+            if rule is None:
+                self.rules = {}
+                return
+            needed = _ROLES[rule.family] if rule.family == "Adam" or rule.momentum else {}
+            found = self._state[weight] = {}
+            for key, variable in states:
+                of_all = not variable.of and np.size(after[key]) == 1  # A common counter.
+                for role, names in {**_COUNTER, **needed}.items():
+                    is_own = variable.of == weight or (of_all and role == "number")
+                    if variable.slot in names and is_own:
+                        found[role] = key
+            if not needed.keys() <= found.keys():
                 self.rules = {}
                 return
             self.rules[weight] = rule
-        self.tracks = {key for roles in self._slots.values() for key in roles.values()}
-
-    def _find_state(self, trace: Trace, weight: str, rule: Rule) -> bool:
-        """Finds the optimizer state of a weight; returns whether all of it is recorded."""
-        has_state = rule.family == "Adam" or rule.momentum
-        roles = _SLOTS[rule.family] if has_state else {}
-        for key, variable in zip(trace.keys, trace.about.variables, strict=True):
-            if variable.kind != STATE or key not in self._after:
-                continue
-            is_scalar = np.size(self._after[key]) == 1
-            if variable.slot in _COUNTERS and variable.of in ("", weight) and is_scalar:
-                self._counter[weight] = key
-            for role, names in roles.items():
-                if variable.of == weight and variable.slot in names:
-                    self._slots.setdefault(weight, {})[role] = key
-        is_counted = rule.family == "SGD" or weight in self._counter
-        return is_counted and roles.keys() <= self._slots.get(weight, {}).keys()
-
-    def slots(self, weight: str, before: Named) -> Slots:
-        """Returns the state of a weight; what the first update creates is 0 before it."""
-        found: dict[str, Any] = {
-            role: dense(before.get(key, np.zeros_like(self._after[key])))
-            for role, key in self._slots.get(weight, {}).items()
+        self.tracks = {
+            key for own in self._state.values() for role, key in own.items() if role != "number"
         }
-        counter = self._counter.get(weight)
-        number = None if counter is None else int(np.reshape(before.get(counter, 0), ())) + 1
-        return Slots(**found, number=number)
-
-    def state_of(self, weight: str) -> list[str]:
-        """Returns the keys of the state of a weight."""
-        return list(self._slots.get(weight, {}).values())
 
     def with_rules(self, rules: Mapping[str, Rule]) -> "RuleOracle":
         """Returns the same oracle with other rules."""
         other = copy.copy(self)
         other.rules = dict(rules)
         return other
-
-    def changed(self, **settings: Any) -> "RuleOracle":
-        """Returns the same oracle with other settings of all rules."""
-        rules = {n: dataclasses.replace(rule, **settings) for n, rule in self.rules.items()}
-        return self.with_rules(rules)
 
     def update(
         self, before: Named, sums: Named, *, clips: bool = False, rate: float = 1.0,
@@ -269,26 +229,21 @@ class RuleOracle:
             decays: whether the factor also applies to weight decay.
             **settings: other settings of all rules.
         """
-        oracle = self.changed(**settings) if settings else self
-        if rate != 1.0:
-            rules = {
-                name: dataclasses.replace(
-                    rule,
-                    learning_rate=rate * rule.learning_rate,
-                    weight_decay=rule.weight_decay / (1.0 if decays or not rate else rate),
-                )
-                for name, rule in oracle.rules.items()
-            }
-            oracle = self.with_rules(rules)
         after = dict(before)
-        for key in set(self._counter.values()):
-            after[key] = np.asarray(before.get(key, 0)) + 1
-        for weight, rule in oracle.rules.items():
-            if weight in sums and weight in before:
-                slots = self.slots(weight, before)
-                new = updated(rule, before[weight], sums[weight], slots, self._correction)
-                keys = {"weight": weight, **self._slots.get(weight, {})}
-                after |= {keys[role]: value for role, value in new.items() if role in keys}
+        for weight, rule in self.rules.items():
+            if weight not in sums or weight not in before:
+                continue
+            changed = dataclasses.replace(rule, **settings)
+            changed = dataclasses.replace(
+                changed,
+                learning_rate=rate * changed.learning_rate,
+                weight_decay=changed.weight_decay / (1.0 if decays or not rate else rate),
+            )
+            keys = self._state[weight]
+            state = {role: dense(before[key]) for role, key in keys.items() if key in before}
+            new = updated(changed, before[weight], sums[weight], state, self._correction)
+            after |= {key: new[role] for role, key in keys.items() if role in new}
+            after[weight] = new["weight"]
         return after
 
     def rounded(self, generator: np.random.Generator) -> "RuleOracle":
@@ -299,11 +254,6 @@ class RuleOracle:
         other = copy.copy(self)
         other._correction = tuple(1 + EPS * generator.choice([-1, 1], 2))
         return other
-
-    @property
-    def units(self) -> dict[str, float]:
-        """Relative rounding error of each variable's dtype."""
-        return {key: unit_of(np.asarray(array)) for key, array in self._after.items()}
 
     def hypotheses(self) -> Iterator[Change]:
         """Yields updates with one other setting."""
