@@ -11,8 +11,7 @@ from app.performance.breakdown import break_down, cases_without
 from app.performance.case import Case
 from app.performance.case_comparison import all_comparisons
 from app.performance.rounds import measure
-from app.records.run_directory import RunDirectory, open_command_directory
-from app.records.run_naming import default_out, named_path
+from app.records.run_directory import RunDirectory, default_out, named_path, open_command_directory
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 from app.runtime.progress_bar import StepProgress

@@ -10,8 +10,7 @@ from app.options.names import FRAMEWORKS
 from app.records.caveats import caveats
 from app.records.files import write_json
 from app.records.history import Summary, load_required_summary
-from app.records.run_directory import CONFIG_FILE, open_command_directory
-from app.records.run_naming import default_out, named_path
+from app.records.run_directory import CONFIG_FILE, default_out, named_path, open_command_directory
 from app.report.page import REPORT_FILE, write_report
 from app.report.result import BAD, GOOD, Result
 from app.report.training_result import results_table

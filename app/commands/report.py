@@ -3,7 +3,7 @@
 import pathlib
 
 from app.options import Config
-from app.records.run_naming import named_path
+from app.records.run_directory import named_path
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
 

@@ -16,11 +16,12 @@ from app.records.history import Summary, load_required_summary, load_summary
 from app.records.run_directory import (
     LOG_FILE,
     RunDirectory,
+    default_out,
     load_run_config,
+    named_path,
     open_log,
     open_run_directory,
 )
-from app.records.run_naming import default_out, named_path
 from app.runtime import console, run_context, watchdog
 from app.runtime.errors import CheckpointError, ConfigError, OutputError, StalledError
 from app.runtime.temporary_directories import remove_stale_directories

@@ -23,8 +23,7 @@ from app.data.fashion_mnist import load_fashion_mnist
 from app.devices.device_setup import num_cores
 from app.devices.free_memory import available_bytes
 from app.options import Config
-from app.records.run_directory import check_not_foreign
-from app.records.run_naming import named_path
+from app.records.run_directory import check_not_foreign, named_path
 from app.runtime.errors import (
     DeviceError,
     DiskFullError,

@@ -14,12 +14,13 @@ import json
 import os
 import pathlib
 import re
+import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+import safetensors.numpy
 
-from app.records.arrays import read_arrays, write_arrays
 from app.records.files import (
     discard,
     io_errors_as,
@@ -37,12 +38,9 @@ NUM_NEWEST_KEPT = 3
 _SIZE_BYTES_OF_NAMES = 64 << 10  # Approximate size of the manifest and of the arrays' names.
 _STATE_FILE, _MANIFEST_FILE = "state.safetensors", "MANIFEST.json"
 _OWN = "statistics/"  # Of a replica; names of the state start with model/ or optimizer/.
-_MAX_REPLICAS = 4096
-# Errors of missing or damaged files. Other errors may be temporary.
-_MEANS_DAMAGE = {
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, None),
-}
-_NAME = re.compile(r"step-(\d{8,12})(?:-epoch-(\d{4,12}))?")  # Format 3 had no epoch.
+# Errors of missing or replaced files. Other errors of the system may be temporary.
+_MEANS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+_NAME = re.compile(r"step-(\d{8,})-epoch-(\d{4,})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +107,9 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> pathlib.Pa
 
     def write(directory: pathlib.Path) -> None:
         directory.mkdir()
-        write_arrays(directory / _STATE_FILE, arrays)
-        manifest = _manifest(checkpoint, directory / _STATE_FILE)
+        content = _array_bytes(arrays)
+        (directory / _STATE_FILE).write_bytes(content)
+        manifest = _manifest(checkpoint, content)
         (directory / _MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
     size_bytes = sum(array.nbytes for array in arrays.values()) + _SIZE_BYTES_OF_NAMES
@@ -120,17 +119,30 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> pathlib.Pa
     return path
 
 
-def _manifest(checkpoint: Checkpoint, state_path: pathlib.Path) -> dict:
+def _array_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Returns the content of a safetensors file, which keeps the order in its metadata."""
+    in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    return safetensors.numpy.save(in_order, metadata={"order": json.dumps(list(arrays))})
+
+
+def _arrays_of(content: bytes) -> dict[str, np.ndarray]:
+    """Returns the arrays of a safetensors file; the library sorts them by dtype and name."""
+    arrays = safetensors.numpy.load(content)
+    (header_size,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + header_size])
+    return {name: arrays[name] for name in json.loads(header["__metadata__"]["order"])}
+
+
+def _manifest(checkpoint: Checkpoint, content: bytes) -> dict:
     """Returns the manifest: metadata, progress and the hashes of both files."""
-    with open_regular(state_path) as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    sha256 = hashlib.sha256(content).hexdigest()
     manifest = {
         "format_version": FORMAT_VERSION,
         "epoch": checkpoint.progress.epoch,
         "metadata": dataclasses.asdict(checkpoint.metadata),
         "progress": dataclasses.asdict(checkpoint.progress),
         "per_shard_statistics": [len(arrays) for arrays in checkpoint.per_shard_statistics],
-        "files": {_STATE_FILE: {"size_bytes": state_path.stat().st_size, "sha256": sha256}},
+        "files": {_STATE_FILE: {"size_bytes": len(content), "sha256": sha256}},
     }
     return {**manifest, "sha256": _manifest_sha256(manifest)}
 
@@ -146,11 +158,10 @@ def checkpoint_paths(run_dir: pathlib.Path) -> list[pathlib.Path]:
         raise OutputError(
             f"{parent}: {reason_of(error)}; check the permissions of the checkpoints"
         ) from error
-    found = [
-        (int(match[1]), int(match[2] or 0), parent / name)
-        for name in names
-        if (match := _NAME.fullmatch(name))
-    ]
+    found = []
+    for name in names:
+        if match := _NAME.fullmatch(name):
+            found.append((int(match[1]), int(match[2]), parent / name))
     return [path for _, _, path in sorted(found)]
 
 
@@ -195,14 +206,14 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
     """Loads one checkpoint and verifies it.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or forged.
+        CheckpointError: the checkpoint is damaged.
         OutputError: it cannot be read, for a reason that may be temporary.
     """
     try:
         return _load(path)
-    except Exception as error:  # A crafted or damaged file may raise any exception.
-        if isinstance(error, MemoryError):
-            raise
+    except MemoryError:
+        raise
+    except Exception as error:  # A damaged file, or one of another version, may raise any.
         if isinstance(error, OSError) and error.errno not in _MEANS_DAMAGE:
             raise OutputError(
                 f"{path}: cannot be read ({reason_of(error)}); fix that and run the same command"
@@ -215,23 +226,18 @@ def load_checkpoint(path: pathlib.Path) -> Checkpoint:
 
 def _load(path: pathlib.Path) -> Checkpoint:
     metadata, progress, manifest = load_manifest(path)
-    counts, expected = manifest["per_shard_statistics"], manifest["files"][_STATE_FILE]
-    if len(counts) > _MAX_REPLICAS:
-        raise ValueError(f"{len(counts)} replicas")
     with open_regular(path / _STATE_FILE) as file:
-        found_bytes = file.seek(0, os.SEEK_END)
-        if found_bytes != expected["size_bytes"]:
-            raise ValueError(
-                f"{_STATE_FILE} has {found_bytes:,} of {expected['size_bytes']:,} bytes"
-            )
-        file.seek(0)
-        if hashlib.file_digest(file, "sha256").hexdigest() != expected["sha256"]:
-            raise ValueError(f"{_STATE_FILE} has another SHA-256 than {_MANIFEST_FILE} says")
-        state = read_arrays(file)
-    own = [[state.pop(f"{_OWN}{r}/{i}") for i in range(count)] for r, count in enumerate(counts)]
-    if surplus := [name for name in state if name.startswith(_OWN)]:
-        raise ValueError(f"{surplus[0]:.80} belongs to no replica")
-    return Checkpoint(metadata, progress, state, own)
+        content = file.read()
+    expected = manifest["files"][_STATE_FILE]
+    if len(content) != expected["size_bytes"]:
+        raise ValueError(f"{_STATE_FILE} has {len(content):,} of {expected['size_bytes']:,} bytes")
+    if hashlib.sha256(content).hexdigest() != expected["sha256"]:
+        raise ValueError(f"{_STATE_FILE} has another SHA-256 than {_MANIFEST_FILE} says")
+    state, per_shard_statistics = _arrays_of(content), []
+    for replica_id, count in enumerate(manifest["per_shard_statistics"]):
+        own = [state.pop(f"{_OWN}{replica_id}/{position}") for position in range(count)]
+        per_shard_statistics.append(own)
+    return Checkpoint(metadata, progress, state, per_shard_statistics)
 
 
 def load_manifest(path: pathlib.Path) -> tuple[RunMetadata, Progress, dict]:
@@ -251,7 +257,7 @@ def load_manifest(path: pathlib.Path) -> tuple[RunMetadata, Progress, dict]:
     if manifest.pop("sha256") != _manifest_sha256(manifest):
         raise ValueError(f"{_MANIFEST_FILE} has another SHA-256 than it says")
     metadata = checked_record(RunMetadata, manifest["metadata"])
-    progress = Progress.parse(manifest["progress"], metadata.steps_per_epoch)
+    progress = Progress.parse(manifest["progress"])
     if path.name != _name(progress):
         raise ValueError(f"{_MANIFEST_FILE} says step {progress.step}, epoch {progress.epoch}")
     return metadata, progress, manifest

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 Record = TypeVar("Record", bound="DataclassInstance")
 Parsed = TypeVar("Parsed")
 
-_LARGEST = 1e300
 HISTORY_FILE, SUMMARY_FILE = "history.jsonl", "summary.json"
 
 
@@ -195,8 +194,6 @@ def checked_record(record_class: type[Record], values: Mapping[str, Any]) -> Rec
         value: Any = getattr(record, field.name)
         if not isinstance(value, _kinds(field.type)):
             raise TypeError(f"{field.name} is {value!r:.80}")
-        if isinstance(value, int) and abs(value) > _LARGEST:  # JSON integers have no limit.
-            raise TypeError(f"{field.name} is too large")
     return record
 
 

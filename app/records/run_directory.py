@@ -1,14 +1,16 @@
-"""Creates or opens the directory of a run, locks it, and checks its configuration."""
+"""Names, creates or opens the directory of a run, locks it, and checks its configuration."""
 
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import pathlib
 import re
 import stat
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
 
 from app.records.event_file import event_files
 from app.records.files import (
@@ -42,21 +44,18 @@ _LEFTOVER_CHECKPOINT = ".step-*.tmp"
 _WRITTEN_BY = {"written_by": "lockstep"}
 
 
-def changed_settings(old: dict, new: dict, used: Mapping[str, object]) -> dict[str, str]:
+def changed_settings(old: dict, new: dict) -> dict[str, str]:
     """Returns the settings that differ between two configurations, each as "name old → new".
 
     Args:
         old: configuration of the run on disk; may be of a version without some options.
         new: configuration of this command.
-        used: values that the run chose for options that its configuration leaves open.
     """
-    changes = {}
-    for name in {**old, **new}:
-        before = old.get(name)
-        if before != new.get(name):
-            shown = used.get(name) if before is None else before
-            changes[name] = f"{name} {_shown(shown)} → {_shown(new.get(name))}"
-    return changes
+    return {
+        name: f"{name} {_shown(old.get(name))} → {_shown(new.get(name))}"
+        for name in {**old, **new}
+        if old.get(name) != new.get(name)
+    }
 
 
 def _shown(value: object) -> str:
@@ -90,13 +89,7 @@ class RunDirectory:
         """Returns the settings that differ from those of the run that was started here, if any."""
         if not self.is_started:
             return {}
-        used: dict[str, object] = {}
-        # A comparison has summaries in the directories of its runs.
-        for path in (self.path, *sorted(self.path.glob("*/"))):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                used = {"learning_rate": float(read_json(path / SUMMARY_FILE)["learning_rate"])}
-                break
-        return changed_settings(load_run_config(self.path), self.config, used)
+        return changed_settings(load_run_config(self.path), self.config)
 
     def check_same_run(self) -> None:
         """Checks that a run that was started here has this configuration.
@@ -118,8 +111,8 @@ class RunDirectory:
                 self.remove(name)
                 if name == SUMMARY_FILE:
                     self._sync()
-            for path in event_files(self.path):
-                self.remove(path.name)
+            for event_file in event_files(self.path):
+                self.remove(event_file.name)
             self._sync()  # Before the new configuration.
         if not self.is_started or load_run_config(self.path) != self.config:
             write_json(self.path / CONFIG_FILE, self.config)
@@ -161,14 +154,42 @@ def open_run_directory(path: pathlib.Path, config: dict) -> Iterator[RunDirector
         OutputError: it cannot be created or written, holds other files, or is in use.
     """
     was_empty = _is_empty(path)
-    with _locked(path):
+    with open(_open_lock_file(path), "r+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            holder = lock.read().strip() or "unknown"
+            raise OutputError(
+                f"--out={path} is in use by process {holder}; wait, or choose another directory"
+            ) from error
+        with contextlib.suppress(OSError):  # The disk is full; the lock is held nevertheless.
+            os.ftruncate(lock.fileno(), 0)
+            os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
         _clear_leftovers(path)
         try:
             yield RunDirectory(path, config)
         except (LockstepError, KeyboardInterrupt, Terminated):
-            if was_empty:
-                _remove_unless_started(path)
+            if was_empty and not (path / CONFIG_FILE).exists():
+                _remove_empty_run(path)
             raise
+
+
+def _is_empty(path: pathlib.Path) -> bool:
+    """Returns whether the directory holds nothing, or does not exist."""
+    try:
+        return not os.listdir(path)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+
+
+def _remove_empty_run(path: pathlib.Path) -> None:
+    """Removes a directory that holds only a lock file and a log."""
+    with contextlib.suppress(OSError):  # It has other files, or has become read-only.
+        (path / LOCK_FILE).unlink(missing_ok=True)
+        (path / LOG_FILE).unlink(missing_ok=True)
+        path.rmdir()
 
 
 def open_log(path: pathlib.Path) -> None:
@@ -204,14 +225,6 @@ def open_command_directory(
         yield run_directory
 
 
-def _is_empty(path: pathlib.Path) -> bool:
-    """Returns whether the directory holds nothing that existed before."""
-    try:
-        return not os.listdir(path)
-    except OSError as error:
-        return error.errno == errno.ENOENT
-
-
 def _clear_leftovers(path: pathlib.Path) -> None:
     """Removes temporary files of ended processes; the lock is free, so that none is in use.
 
@@ -232,15 +245,6 @@ def _clear_leftovers(path: pathlib.Path) -> None:
         fsync(path.parent)
 
 
-def _remove_unless_started(path: pathlib.Path) -> None:
-    """Removes a directory that holds only a lock file and a log."""
-    if not (path / CONFIG_FILE).exists():
-        with contextlib.suppress(OSError):  # It has other files, or has become read-only.
-            (path / LOCK_FILE).unlink(missing_ok=True)
-            (path / LOG_FILE).unlink(missing_ok=True)
-            path.rmdir()
-
-
 def load_run_config(path: pathlib.Path) -> dict:
     """Reads the configuration of a run.
 
@@ -256,32 +260,6 @@ def load_run_config(path: pathlib.Path) -> dict:
         raise OutputError(
             f"{path}: not the directory of a run ({CONFIG_FILE}: {reason_of(error)}); see runs/"
         ) from error
-
-
-@contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
-    """Creates the directory if necessary and locks its lock file."""
-    is_same = False
-    while True:
-        with open(_open_lock_file(path), "r+", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise
-                holder = lock.read().strip() or "unknown"
-                raise OutputError(
-                    f"--out={path} is in use by process {holder}; wait, or choose another directory"
-                ) from error
-            with contextlib.suppress(FileNotFoundError):
-                is_same = os.path.samestat(os.fstat(lock.fileno()), (path / LOCK_FILE).lstat())
-            if not is_same:
-                continue  # Removed by its last holder, whose run had not started.
-            with contextlib.suppress(OSError):  # The disk is full; the lock is held nevertheless.
-                os.ftruncate(lock.fileno(), 0)
-                os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
-            yield
-            return
 
 
 def _open_lock_file(path: pathlib.Path) -> int:
@@ -317,4 +295,31 @@ def check_not_foreign(path: pathlib.Path) -> None:
     except OutputError as error:
         raise OutputError(
             f"--out={path} contains files that this program did not write; choose a new directory"
+        ) from error
+
+
+def default_out(kind: str, *models: str) -> str:
+    """Returns a new name under `runs/`.
+
+    Args:
+        kind: strategy of a training, or name of the command.
+        *models: names of the models.
+    """
+    name = "-".join([f"runs/{time.strftime('%Y%m%d-%H%M%S')}", kind, *models])
+    # The name exists if another run started in the same second, or the clock was set back.
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not pathlib.Path(name).exists())
+
+
+def named_path(name: str) -> pathlib.Path:
+    """Returns the path for the value of a flag; expands `~`.
+
+    Raises:
+        OutputError: the home directory is unknown.
+    """
+    try:
+        return pathlib.Path(name).expanduser()
+    except RuntimeError as error:
+        raise OutputError(
+            f"{name}: {reason_of(error)}; write the path of the directory in full"
         ) from error

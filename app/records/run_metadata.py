@@ -1,8 +1,6 @@
 """Defines the metadata and the progress of a training in a checkpoint."""
 
 import dataclasses
-import itertools
-import math
 import statistics
 from typing import Any
 
@@ -73,33 +71,14 @@ class Progress:
     changes: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def parse(cls, values: dict, steps_per_epoch: int) -> "Progress":
+    def parse(cls, values: dict) -> "Progress":
         """Creates the progress from plain values.
 
         Raises:
-            TypeError, ValueError, OverflowError: no training can have this progress.
+            TypeError: a field is missing, unknown or of another type.
         """
         history = [checked_record(EpochRecord, record) for record in values["history"]]
-        progress = checked_record(cls, {**values, "history": history})
-        if not 0 <= progress.epoch_step <= min(progress.step, steps_per_epoch):
-            raise ValueError(f"step {progress.step}, of the epoch {progress.epoch_step}")
-        if [record.epoch for record in history] != list(range(1, len(history) + 1)):
-            raise ValueError("epochs that do not follow one another")
-        steps = [0, *(record.step for record in history), progress.step + 1]
-        if any(after <= before for before, after in itertools.pairwise(steps)):
-            raise ValueError("epochs whose steps do not rise")
-        losses, numbers = [progress.loss_sum], [progress.epoch_sec, progress.total_sec]
-        for record in history:
-            for name, value in dataclasses.asdict(record).items():
-                if isinstance(value, int | float):  # A loss may be negative.
-                    (losses if name.endswith("_loss") else numbers).append(value)
-        if not all(math.isfinite(number) for number in losses) or not all(
-            math.isfinite(number) and number >= 0 for number in numbers
-        ):
-            raise ValueError("losses, accuracies or times that are no finite numbers")
-        if progress.epoch_step and min(progress.examples, progress.epoch_sec) <= 0:
-            raise ValueError(f"{progress.epoch_step} steps over {progress.examples} examples")
-        return progress
+        return checked_record(cls, {**values, "history": history})
 
     @property
     def epoch(self) -> int:

@@ -128,7 +128,7 @@ def find_state(run_dir: pathlib.Path, config: Config, metadata: RunMetadata) -> 
         return None
     saved = found.checkpoint
     old, new = _identity(saved.metadata), _identity(metadata)
-    changes = classify_changes(changed_settings(old, new, {}), old, new)
+    changes = classify_changes(changed_settings(old, new), old, new)
     begun = saved.progress.epoch + (saved.progress.epoch_step > 0)
     if begun > config.training.epochs:
         raise CheckpointError(

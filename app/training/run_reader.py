@@ -10,8 +10,7 @@ from app.devices.device_setup import Devices
 from app.options import Config
 from app.records.caveats import injected_fault_caveat
 from app.records.checkpoint import Checkpoint, find_newest_checkpoint
-from app.records.run_directory import load_run_config
-from app.records.run_naming import named_path
+from app.records.run_directory import load_run_config, named_path
 from app.runtime import console
 from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
 

@@ -70,7 +70,7 @@ class TrainingState:
     def broadcast(self, workers: Workers, resumed: Resumed | None) -> None:
         """Broadcasts the chief's state, restored from a checkpoint or not, to every worker."""
         text = workers.broadcast(json.dumps(dataclasses.asdict(self.progress)).encode())
-        self.progress = Progress.parse(json.loads(text), self._metadata.steps_per_epoch)
+        self.progress = Progress.parse(json.loads(text))
         self.checkpoints.mark_saved(self.progress)
         self._strategy.broadcast_state()
         own = resumed.checkpoint.per_shard_statistics if resumed else []

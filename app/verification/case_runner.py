@@ -8,8 +8,7 @@ from app.devices import device_setup
 from app.options import Config
 from app.options.names import KERAS_FIT
 from app.records.files import publish, temporary_path
-from app.records.run_directory import open_command_directory
-from app.records.run_naming import default_out, named_path
+from app.records.run_directory import default_out, named_path, open_command_directory
 from app.report.training_result import devices_text
 from app.runtime import console
 from app.runtime.processes import call_in_child_process

@@ -13,8 +13,7 @@ from app.options import Config
 from app.options.names import FRAMEWORKS, MULTI_WORKER, SINGLE
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import io_errors_as, publish, temporary_path
-from app.records.run_directory import open_command_directory
-from app.records.run_naming import default_out, named_path
+from app.records.run_directory import default_out, named_path, open_command_directory
 from app.runtime import console
 from app.runtime.errors import DivergedError
 from app.runtime.progress_bar import StepProgress

@@ -4,8 +4,7 @@ import pathlib
 from collections.abc import Sequence
 
 from app.options import Config
-from app.records.run_directory import open_command_directory
-from app.records.run_naming import default_out, named_path
+from app.records.run_directory import default_out, named_path, open_command_directory
 from app.runtime.errors import ConfigError, DataError
 from app.runtime.progress_bar import StepProgress
 from app.verification import output
