@@ -29,7 +29,7 @@ test-all: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
 
 mutations: $(BIN)/.installed-dev
-	$(BIN)/python tests/mutations/run.py $(ARGS)
+	$(BIN)/python -m tests.campaigns mutations $(ARGS)
 
 lint: $(BIN)/.installed-dev
 	$(BIN)/ruff check .
@@ -39,10 +39,10 @@ lint: $(BIN)/.installed-dev
 	$(BIN)/python tests/plain_language.py
 
 zoo: $(BIN)/.installed-dev
-	$(BIN)/python tests/zoo/run.py $(ARGS)
+	$(BIN)/python -m tests.campaigns zoo $(ARGS)
 
 zoo-optimizers: $(BIN)/.installed-dev
-	$(BIN)/python tests/zoo/optimizers.py $(ARGS)
+	$(BIN)/python -m tests.campaigns optimizers $(ARGS)
 
 campaign: $(BIN)/.installed-dev
 	$(BIN)/python -m tests.campaigns $(ARGS)

@@ -19,11 +19,6 @@ from conftest import ROOT, program_environment
 from in_process import ThreadAsProcess, run_here, threads_as_processes
 
 
-def test_a_command_has_the_defaults_that_it_has_on_the_command_line():
-    benchmark = Config.of("benchmark", global_batch_size=(1024,)).benchmark
-    assert (benchmark.repeats, benchmark.global_batch_size) == (10, (1024,))
-
-
 def training(small_data, out, **options):
     return Config.of(
         data_dir=str(small_data), allow_unverified_data=True, recipe="d2l", device="cpu",

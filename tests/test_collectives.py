@@ -15,7 +15,7 @@ from strategies.collectives import (
 )
 from strategies.gather_scatter import all_gather, reduce_scatter
 from strategies.gradient_buckets import GradientBuckets
-from strategies.manual import all_reduce, split_batch
+from strategies.manual import all_reduce
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4)]  # Nothing, one, a prime, more than replicas.
 ALGORITHMS = {"reduce_to_one": all_reduce, **ALL_REDUCE_FUNCTIONS}
@@ -93,19 +93,6 @@ def test_shards_are_disjoint_complete_in_order_and_as_large_as_their_weights(wei
         assert bounds == [shard_bounds(num_examples, num_shards, i) for i in range(num_shards)]
         sizes = [end - start for start, end in bounds]
         assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
-def test_split_batch_keeps_order_and_places_shards(num_replicas):
-    devices = CPUS[:num_replicas]
-    batch = (tf.range(10), tf.reshape(tf.range(20), (10, 2)))
-    shards = split_batch(batch, devices)
-    assert len(shards) == num_replicas
-    for position, whole in enumerate(batch):
-        joined = np.concatenate([shard[position].numpy() for shard in shards])
-        np.testing.assert_array_equal(joined, whole.numpy())
-    for (numbers, _), device in zip(shards, devices, strict=True):
-        assert numbers.device.endswith(device.removeprefix("/"))
 
 
 # Gather and scatter.

@@ -79,20 +79,6 @@ def test_a_value_of_another_type_or_out_of_bounds_is_refused(name, values):
             row.parse(value)
 
 
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        ("trian", {}), ("train", {"lr": 1}), ("evaluate", {"run": "x", "epochs": 2}),
-        ("train", {"num_devices": -2}), ("train", {"learning_rate": float("inf")}),
-        ("train", {"strategy": "single", "num_devices": 2}), ("evaluate", {}), ("report", {}),
-    ],
-)  # fmt: skip
-def test_a_program_is_refused_as_the_command_line_is(command, options):
-    """`messages.txt` has the refusals of the command line."""
-    with pytest.raises(ConfigError):
-        Config.of(command, **options)
-
-
 # Each option of each command at another value than its default.
 ACCEPTED = """
 train --model=resnet9 --recipe=fast --epochs=2 --global_batch_size=64 --learning_rate=0.5 --seed=7

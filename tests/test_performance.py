@@ -137,20 +137,6 @@ def test_parts_are_differences_of_medians():
     assert break_down(shared, samples).parts[0].sec.value == pytest.approx(6.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--breakdown", "--num_devices=1"], "needs a strategy on several devices"),
-        (["--strategies=single", "--num_devices=4"], "runs on one device"),
-        (["--num_devices=2,2"], "must name each value once, got 2,2"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_at_once(options, said):
-    result = run_here("benchmark", *options)
-    assert result.returncode == 2
-    assert said in result.stderr.splitlines()[-1]
-
-
 # --- Comparisons: unfair ones are refused or marked, and fair ones are not -----------------------
 
 

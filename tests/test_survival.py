@@ -136,10 +136,3 @@ def test_a_comparison_does_not_follow_links(tmp_path):
     result = run_here(*COMPARE, f"--out={tmp_path}/c", "--overwrite")
     assert result.returncode == 5 and "manual is a symbolic link" in result.stderr
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-@pytest.mark.parametrize("out", ["/dev/null/x", "~nosuchuser/x"])
-def test_places_that_are_no_directories(out):
-    result = run_here(*TRAIN, f"--out={out}")
-    assert result.returncode == 5 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("error: ")

@@ -1,1 +1,11 @@
-"""Campaigns: random faults against small trainings, as `make campaign ARGS="kills --cycles=20"`."""
+"""Campaigns: faults, bugs and damage at random or from a list, as `make campaign ARGS=kills`."""
+
+
+class CampaignError(Exception):
+    """A check that failed."""
+
+
+def check(holds: object, what: str) -> None:
+    """Raises an error if something does not hold."""
+    if not holds:
+        raise CampaignError(what)

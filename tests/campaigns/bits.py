@@ -23,7 +23,7 @@ from app.verification.step_verifier import StepVerifier, create_step_verifier
 from conftest import CPUS
 from models import MODELS
 
-from .harness import check
+from . import check
 
 REPLICAS = 2
 PREFETCHED = 4  # Batches that the input pipeline may have prepared.

@@ -14,28 +14,18 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from .harness import (
-    EPOCHS,
-    MAIN,
-    TRAIN,
-    CampaignError,
-    Program,
-    check,
-    check_intact,
-    check_output,
-    checkpoints,
-    finished_weights,
-    write_data,
-)
+from . import CampaignError, check, harness
+from .harness import MAIN, Program, checkpoints
 
 STRATEGIES = ("single", "manual", "mirrored", "sharded", "pipeline", "tensor", "multi_worker")
-_CODES = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
-_STALL_SEC = 20
-_DRIVER = str(pathlib.Path(__file__).with_name("driver.py"))
+SIGNALS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
+STALL_SEC = 20
+WATCHED = f"--stall_timeout_sec={STALL_SEC}"
+DRIVER = str(pathlib.Path(__file__).with_name("driver.py"))
 
 
 class Site:
-    """The directories of one strategy, and its training there.
+    """The run directories of one strategy, and its training there.
 
     Args:
         folder: folder for all its files.
@@ -49,18 +39,14 @@ class Site:
     ):
         count = {"single": [], "multi_worker": ["--num_workers=2"]}
         devices = count.get(strategy, ["--num_devices=2"])
-        self.words = [f"--strategy={strategy}", *devices, *TRAIN, f"--epochs={EPOCHS}"]
-        self.random, self.strategy, self._folder = choices, strategy, folder
-        self.temporary, self.laps = folder / "temporary", 0
+        self.words = [f"--strategy={strategy}", *devices, *harness.TRAIN]
+        self.random, self.strategy, self._folder, self.laps = choices, strategy, folder, 0
+        self.temporary = folder / "temporary"
         self.temporary.mkdir(parents=True)
         self._environment = {"FASHION_MNIST_DIR": str(data_dir), "TMPDIR": str(self.temporary)}
         start = time.monotonic()
-        program = self.start()
-        code = program.wait()
-        check(code == 0, f"undisturbed: code {code}\n{program.text()[-3000:]}")
-        self.duration_sec = time.monotonic() - start
-        self.weights = finished_weights(self.run_dir)
-        self.laps = 1
+        self.weights = self.finish()
+        self.duration_sec, self.laps = time.monotonic() - start, 1
 
     @property
     def run_dir(self) -> pathlib.Path:
@@ -71,6 +57,12 @@ class Site:
         """Starts the training in the run directory."""
         command = [*prefix, *self.words, f"--out={self.run_dir}", *words]
         return Program(command, self._folder / "output.txt", self._environment)
+
+    def finish(self) -> str:
+        """Trains undisturbed to the end; returns the hash of the weights."""
+        program = self.start()
+        check(program.wait() == 0, f"{self.strategy}, undisturbed:\n{program.text()}")
+        return harness.finished_weights(self.run_dir)
 
     def wait_for_moment(self, program: Program) -> None:
         """Waits until a random moment of the training, or its end."""
@@ -90,19 +82,18 @@ def _send(site: Site, *numbers: signal.Signals) -> Ended:
             program.process.send_signal(number)
         time.sleep(site.random.choice((0, 0.01, 0.3)) * site.random.random())
     # A signal before the command has started ends the process itself.
-    expected = {0, *(_CODES[n] for n in numbers), *(-n for n in numbers)}
+    expected = {0, *(SIGNALS[n] for n in numbers), *(-n for n in numbers)}
     return program, " and ".join(n.name for n in numbers), tuple(expected)
 
 
 def _second_signal(site: Site) -> Ended:
-    stop = signal.SIGTERM, signal.SIGINT
-    return _send(site, site.random.choice(stop), site.random.choice(stop))
+    return _send(site, *site.random.choices((signal.SIGTERM, signal.SIGINT), k=2))
 
 
 def _failing_disk(site: Site, actions: Sequence[str], expected: tuple[int, ...]) -> Ended:
     call = site.random.choice(("fsync", "replace", "rename", "mkdir"))
     fault = f"{call}:{site.random.randint(1, 12)}:{site.random.choice(actions)}"
-    return site.start(prefix=[MAIN[0], _DRIVER, fault]), fault, (0, *expected)
+    return site.start(prefix=[MAIN[0], DRIVER, fault]), fault, (0, *expected)
 
 
 def _damaged(site: Site) -> Ended:
@@ -117,9 +108,9 @@ def _damaged(site: Site) -> Ended:
 
 def _suspended(site: Site) -> Ended:
     """Suspends the training, for longer than its stall time-out, too."""
-    program = site.start(f"--stall_timeout_sec={_STALL_SEC}")
+    program = site.start(WATCHED)
     site.wait_for_moment(program)
-    sec = site.random.choice((0.5, 2, 1.2 * _STALL_SEC))
+    sec = site.random.choice((0.5, 2, 1.2 * STALL_SEC))
     for number in (signal.SIGSTOP, signal.SIGCONT):
         if program.process.poll() is None:
             os.killpg(program.process.pid, number)
@@ -132,8 +123,7 @@ def _memory_limit(site: Site) -> Ended:
     prefix = ["prlimit", f"--as={mib << 20}", *MAIN]
     # Without address space, native code may also abort, use a null pointer, or exit by itself.
     expected = (0, 6, 138, 127, -9, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGALRM)
-    program = site.start(f"--stall_timeout_sec={_STALL_SEC}", prefix=prefix)  # It may also wait.
-    return program, f"{mib} MiB of address space", expected
+    return site.start(WATCHED, prefix=prefix), f"{mib} MiB of address space", expected
 
 
 def _killed_worker(site: Site) -> Ended:
@@ -142,9 +132,8 @@ def _killed_worker(site: Site) -> Ended:
     site.wait_for_moment(program)
     others = [pid for pid in program.processes() if pid != program.process.pid]
     if others:
-        victim = site.random.choice(others)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
+            os.kill(site.random.choice(others), signal.SIGKILL)
     return program, f"killed one of {len(others)} processes", (0, 138)
 
 
@@ -162,8 +151,14 @@ KINDS: dict[str, Callable[[Site], Ended]] = {
     "memory limit": _memory_limit,
     "worker killed": _killed_worker,
 }
-_OF_WORKERS = ("SIGKILL", "SIGTERM", "SIGINT", "second signal", "damaged checkpoint")
-_OF_WORKERS += ("worker killed",)
+OF_WORKERS = (
+    "SIGKILL",
+    "SIGTERM",
+    "SIGINT",
+    "second signal",
+    "damaged checkpoint",
+    "worker killed",
+)
 
 
 def cycle(site: Site, kind: str) -> str:
@@ -175,23 +170,21 @@ def cycle(site: Site, kind: str) -> str:
         told = f"{site.strategy}: {told}, exit code {code}"
         check(code in expected, f"exit code {code}, not one of {expected}")
         if code >= 0 and code != 127 and kind != "worker killed":  # The other worker has a line.
-            check_output(program, code)
+            harness.check_output(program, code)
         program.check_no_process_is_left()
-        now = checkpoints(site.run_dir)
-        if kind == "damaged checkpoint" and code == 0:
-            before = []
-        check(not before or (now and now[-1].name >= before[-1].name), f"{before[-1:]} is lost")
-        for path in now:
-            if code == 0 or kind != "damaged checkpoint":
-                check_intact(path)
+        now, is_repaired = checkpoints(site.run_dir), kind == "damaged checkpoint" and code == 0
+        is_kept = not before or (now and now[-1].name >= before[-1].name)
+        check(is_repaired or is_kept, f"{before[-1:]} is lost")
+        for path in now if code == 0 or kind != "damaged checkpoint" else ():
+            harness.check_intact(path)
         if code == 0:
-            check(finished_weights(site.run_dir) == site.weights, "other weights")
+            check(harness.finished_weights(site.run_dir) == site.weights, "other weights")
             left = [path.name for path in site.temporary.iterdir()]
             check(not left, f"left in TMPDIR: {left}")
             site.laps += 1
             told += ", finished"
     except CampaignError as error:
-        raise CampaignError(f"{told}: {error}\n{program.text()[-3000:]}") from error
+        raise CampaignError(f"{told}: {error}\n{program.text()}") from error
     finally:
         program.kill_all()
     return told
@@ -202,20 +195,18 @@ def run(
 ) -> Iterator[str]:
     """Runs cycles; yields what each one did. `only` names strategies or kinds of faults."""
     choices, sites = random.Random(seed), {}
-    data_dir = write_data(folder / "data")
+    data_dir = harness.write_data(folder / "data")
     strategies = [s for s in STRATEGIES if s.replace("_", " ") in only] or STRATEGIES
     kinds = [kind for kind in KINDS if kind in only] or list(KINDS)
     for number in range(1, cycles + 1):
         name = choices.choice(strategies)
         if name not in sites:
             sites[name] = Site(folder / name, name, data_dir, random.Random(f"{seed} {name}"))
-        allowed = [kind for kind in kinds if (kind in _OF_WORKERS) or name != "multi_worker"]
+        allowed = [kind for kind in kinds if kind in OF_WORKERS or name != "multi_worker"]
         told = cycle(sites[name], choices.choice(allowed or ["SIGKILL"]))
         counts["cycles"] += 1
         counts["finished with the weights of an undisturbed run"] += told.endswith("finished")
         yield f"cycle {number}: {told}"
     for name, site in sites.items():
-        program = site.start()
-        check(program.wait() == 0, f"the last run of {name}\n{program.text()[-3000:]}")
-        check(finished_weights(site.run_dir) == site.weights, f"{name}: other weights")
+        check(site.finish() == site.weights, f"{name}: other weights")
         counts["finished with the weights of an undisturbed run"] += 1

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import keras
 import numpy as np
 import tensorflow as tf
-from small import (
+
+from .small import (
     GLOBAL_BATCH_SIZE,
     Case,
     Program,

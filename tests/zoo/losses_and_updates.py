@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 import tensorflow as tf
-from small import Case, OwnStep, Program, dense, num_replicas, regression_data, replica_id
+
+from .small import Case, OwnStep, Program, dense, num_replicas, regression_data, replica_id
 
 layers, optimizers = keras.layers, keras.optimizers
 L2 = keras.regularizers.L2

@@ -80,12 +80,6 @@ class Case:
         """The address of the thread."""
         return f"https://github.com/{self.thread}"
 
-    @property
-    def bug(self) -> str:
-        """The repository and the number of the thread."""
-        owner, repository, _, number = self.thread.split("/")
-        return f"{owner}/{repository}#{number}"
-
 
 def dense(
     *between: keras.layers.Layer,

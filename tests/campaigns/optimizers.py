@@ -1,0 +1,130 @@
+"""Trains right models with every optimizer of Keras, and says where the comparison finds a fault.
+
+A pair is a model, an optimizer and a dtype, `lenet/adam/float32`. As nothing is wrong with any of
+them, whatever is found as a fault is a false alarm.
+"""
+
+import collections
+import gc
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from . import check
+from .zoo import create_cpus, errors_in, fit, mirrored
+
+layers, optimizers = keras.layers, keras.optimizers
+NUM_REPLICAS, NUM_STEPS, GLOBAL_BATCH_SIZE = 3, 5, 15
+NUM_CLASSES, NUM_TOKENS, LENGTH = 5, 20, 7
+
+
+def lenet() -> keras.Model:
+    """Returns LeNet for images of shape (28, 28, 1)."""
+    return keras.Sequential([
+        keras.Input((28, 28, 1)),
+        layers.Conv2D(6, 5, padding="same", activation="sigmoid"), layers.AveragePooling2D(2),
+        layers.Conv2D(16, 5, activation="sigmoid"), layers.AveragePooling2D(2),
+        layers.Flatten(), layers.Dense(120, activation="sigmoid"),
+        layers.Dense(84, activation="sigmoid"), layers.Dense(NUM_CLASSES),
+    ])  # fmt: skip
+
+
+def resnet() -> keras.Model:
+    """Returns a network of one residual block with BatchNorm."""
+    images = keras.Input((28, 28, 1))
+    x = layers.Conv2D(8, 3, strides=2, padding="same")(images)
+    x = layers.MaxPooling2D(2)(layers.ReLU()(layers.BatchNormalization()(x)))
+    y = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(8, 3, padding="same")(x)))
+    y = layers.BatchNormalization()(layers.Conv2D(8, 3, padding="same")(y))
+    pooled = layers.GlobalAveragePooling2D()(layers.ReLU()(x + y))
+    return keras.Model(images, layers.Dense(NUM_CLASSES)(pooled))
+
+
+def lstm() -> keras.Model:
+    """Returns an LSTM over sequences of tokens."""
+    return keras.Sequential([
+        keras.Input((LENGTH,), dtype="int32"), layers.Embedding(NUM_TOKENS, 8), layers.LSTM(6),
+        layers.Dense(NUM_CLASSES),
+    ])  # fmt: skip
+
+
+def attention() -> keras.Model:
+    """Returns self-attention over sequences of tokens, where a token of 0 is masked."""
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    embedded = layers.Embedding(NUM_TOKENS, 8, mask_zero=True)(tokens)
+    mixed = layers.MultiHeadAttention(2, 4)(embedded, embedded)
+    x = layers.LayerNormalization()(embedded + mixed)
+    return keras.Model(tokens, layers.Dense(NUM_CLASSES)(layers.GlobalAveragePooling1D()(x)))
+
+
+MODELS = {function.__name__: function for function in (lenet, resnet, lstm, attention)}
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: optimizers.Adam(0.01),
+    "adamw": lambda: optimizers.AdamW(0.01),
+    "rmsprop": lambda: optimizers.RMSprop(0.01),
+    "adagrad": lambda: optimizers.Adagrad(0.05),
+    "adadelta": lambda: optimizers.Adadelta(0.1),
+    "adamax": lambda: optimizers.Adamax(0.01),
+    "nadam": lambda: optimizers.Nadam(0.01),
+    "adafactor": lambda: optimizers.Adafactor(0.01),
+    "lion": lambda: optimizers.Lion(0.001),
+    "lamb": lambda: optimizers.Lamb(0.01),
+    "ftrl": lambda: optimizers.Ftrl(0.05),
+    "muon": lambda: optimizers.Muon(0.01),
+    "schedule_free_adamw": lambda: optimizers.ScheduleFreeAdamW(0.01),
+}
+PAIRS = [f"{m}/{o}/{d}" for d in ("float32", "mixed_bfloat16") for m in MODELS for o in OPTIMIZERS]
+
+
+def data(model: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns images or tokens, and a class for each of them."""
+    generator = np.random.default_rng(seed)
+    num = NUM_STEPS * GLOBAL_BATCH_SIZE
+    classes = generator.integers(0, NUM_CLASSES, num)
+    if model in ("lenet", "resnet"):
+        return generator.normal(size=(num, 28, 28, 1)).astype("float32"), classes
+    tokens = generator.integers(1, NUM_TOKENS, (num, LENGTH))
+    lengths = generator.integers(1, LENGTH + 1, num)
+    return np.where(np.arange(LENGTH) < lengths[:, np.newaxis], tokens, 0), classes
+
+
+def search(pair: str, seed: int) -> str:
+    """Trains a pair and compares it; returns the verdict if it has a fault."""
+    model, optimizer, dtype = pair.split("/")
+
+    def build() -> keras.Model:
+        built = MODELS[model]()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        built.compile(optimizer=OPTIMIZERS[optimizer](), loss=loss)
+        return built
+
+    keras.utils.set_random_seed(seed)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        batches = tf.data.Dataset.from_tensor_slices(data(model, seed)).batch(GLOBAL_BATCH_SIZE)
+        verdict, *_ = fit(mirrored(NUM_REPLICAS), build, batches, steps=NUM_STEPS)
+        assert len(verdict.steps) == NUM_STEPS and "update" in verdict.checked
+        return "" if verdict.ok else str(verdict)
+    finally:
+        keras.config.set_dtype_policy("float32")
+        keras.backend.clear_session()
+        gc.collect()
+
+
+def run(
+    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
+) -> Iterator[str]:
+    """Searches the pairs with a part of `only` in their names; yields a line for each."""
+    create_cpus(NUM_REPLICAS)
+    for pair in [name for name in PAIRS if any(part in name for part in only or [""])]:
+        found: list[str] = []
+        with errors_in(found):
+            found += filter(None, [search(pair, seed)])
+        counts["pairs"] += 1
+        counts["false alarms"] += bool(found)
+        yield f"{pair}: {'; '.join(found) or 'clean'}"
+    check(not counts["false alarms"], "a right program has a fault")
