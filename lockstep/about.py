@@ -25,11 +25,11 @@ from lockstep.trace import (
 FORMAT, VERSION = "lockstep trace", 2
 
 _MAX_DEPTH, _MAX_TEXT, _MAX_SHOWN, _MAX_REPLICAS = 50, 2_000, 60, 65_536
-_SWITCHES = ("nesterov", "amsgrad")
-_NUMBERS = (
-    *("learning_rate", "momentum", "dampening", "weight_decay"),
-    *("beta_1", "beta_2", "rho", "epsilon"),
-)
+_SETTINGS = {  # Setting of a parameter group → its types.
+    **dict.fromkeys(("learning_rate", "momentum", "dampening", "weight_decay"), (int, float)),
+    **dict.fromkeys(("beta_1", "beta_2", "rho", "epsilon"), (int, float)),
+    **dict.fromkeys(("nesterov", "amsgrad"), (bool,)),
+}
 _NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -49,7 +49,11 @@ def about_from(text: str) -> tuple[About, dict[str, str]]:
         raise Fault("has an 'about' that is not JSON text; record it again") from None
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise Fault("is not a trace; pass a file that a recorder of Lockstep wrote")
-    _check_version(values.get("version"))
+    if values.get("version") != VERSION:
+        raise Fault(
+            f"has the format version {shown(values.get('version'))}, and this version of Lockstep"
+            f" reads {VERSION}; record it again with its recorder, or update Lockstep"
+        )
     _check_tree(values)
     about = _parsed(values, About, "")
     for key, is_right, required in _requirements(about):
@@ -69,20 +73,6 @@ def json_of(about: About, aliases: Mapping[str, str]) -> str:
 def _plain(value: Any) -> Any:
     """Returns a number of NumPy as Python's, and other objects as text."""
     return value.item() if hasattr(value, "item") else str(value)
-
-
-def _check_version(version: Any) -> None:
-    if type(version) is not int or not 1 <= version < 2**31:
-        raise Fault(f"has the format version {shown(version)}; record it again")
-    if version < VERSION:
-        raise Fault(
-            f"is of version {version}, which this version of Lockstep does not read; record it"
-            " again with its recorder"
-        )
-    if version > VERSION:
-        raise Fault(
-            f"has version {version}, and this version of Lockstep reads {VERSION}; update Lockstep"
-        )
 
 
 def _check_tree(root: Any) -> None:
@@ -164,11 +154,9 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
         names = group.get("weights", [])
         is_right = isinstance(names, list) and all(name in weights for name in names)
         yield "weights in settings", is_right, "names of weights"
-        for wanted, keys in ((int | float, _NUMBERS), (bool, _SWITCHES)):
-            for key in keys:
-                value = group.get(key)
-                is_right = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
-                yield f"{key} in settings", value is None or is_right, "a number, true or false"
+        for key, wanted in _SETTINGS.items():
+            is_right = group.get(key) is None or type(group[key]) in wanted
+            yield f"{key} in settings", is_right, "a number, true or false"
     for layer in about.layers:
         texts = [layer.get("name"), layer.get("class"), *layer.get("weights", ())]
         yield "layers", all(isinstance(text, str) for text in texts), "names, classes and weights"

@@ -260,8 +260,9 @@ def _members_of(archive: zipfile.ZipFile, size_bytes: int) -> dict[str, zipfile.
     if sum(info.compress_size for info in infos) > size_bytes:
         raise Fault("has members that are larger than the file; record it again")
     if sum(info.file_size for info in infos) > MAX_RATIO * size_bytes:
-        times = f"would be more than {MAX_RATIO:,} times as large uncompressed"
-        raise Fault(f"{times}; record it again")
+        raise Fault(
+            f"would be more than {MAX_RATIO:,} times as large uncompressed; record it again"
+        )
     for info in infos:
         name = info.orig_filename.removesuffix(".npy")
         if info.orig_filename == name or not (name == "about" or _NAME.fullmatch(name)):
@@ -284,13 +285,10 @@ def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 def _header_of(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
     """Returns dtype and shape of a member whose size is as they say."""
-    readers = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
     with archive.open(info) as member:
-        read = readers[np.lib.format.read_magic(member)]
-        shape, _, dtype = read(member, max_header_size=_MAX_HEADER_BYTES)
+        if np.lib.format.read_magic(member) != (1, 0):  # Others are for longer headers.
+            raise Fault(f"has a long header in {info.filename}; record it again")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(member, _MAX_HEADER_BYTES)
         is_text = dtype.kind in "SU" and (info.filename == "about.npy" or "/data/" in info.filename)
         is_number = dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.str[0] != ">"
         if not (is_number or is_text):
@@ -316,45 +314,42 @@ def _check_arrays(
     about: About, headers: Mapping[str, Header], arrays: Mapping[str, np.ndarray]
 ) -> None:
     """Checks that the description has the place of each array, and its variable that shape."""
-    trace, shapes = Trace(about), dict[int, tuple[int, ...]]()
+    trace, shapes = Trace(about), dict[str, tuple[int, ...]]()
     groups = collections.defaultdict[str, dict[int, set[str]]](lambda: collections.defaultdict(set))
     for name in headers:
-        group, index, *part = re.split(r"/(\d+)(?:/([a-z]+))?$", name)[:3]
-        groups[group][int(index)].add(part[0] or "")
-    indices = {v.name: i for i, v in enumerate(about.variables) if v.kind == "weight"}
-    of_gradient = [indices[name] for name in about.gradients]
-    order = sorted(groups, key=lambda group: group.split("/")[1] not in OF_VARIABLES)
-    for group in order:
+        position, kind, item, index, *part = name.split("/")
+        groups[f"{position}/{kind}/{item}"][int(index)] |= {*part}
+    names = {
+        **dict.fromkeys(OF_VARIABLES, trace.keys),
+        **dict.fromkeys(OF_GRADIENTS, about.gradients),
+    }
+    for group in sorted(groups):
         position, kind, item = group.split("/")
         if not (0 < int(position) <= len(about.steps) and int(item) in trace.items(kind)):
             raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
-        is_variable, is_gradient = kind in OF_VARIABLES, kind in OF_GRADIENTS
-        count = len(about.variables) if is_variable else len(about.gradients)
-        if not (is_variable or is_gradient):
-            count = len(groups[group])
-        for index, parts in groups[group].items():
-            name = f"{group}/{index}"
-            if index >= count:
+        count = len(names.get(kind, groups[group]))
+        for number, parts in groups[group].items():
+            name = f"{group}/{number}"
+            if number >= count:
                 raise Fault(f"has an array {name} of {count} in {group}; record it again")
             shape = _shape_of(name, parts, headers, arrays)
-            if is_variable or is_gradient:
-                variable = index if is_variable else of_gradient[index]
-                if shapes.setdefault(variable, shape) != shape:
-                    raise Fault(
-                        f"has shape {shape} in {name}, and {shapes[variable]} for its variable"
-                        " elsewhere; record it again"
-                    )
+            expected = shapes.setdefault(names[kind][number], shape) if kind in names else shape
+            if shape != expected:
+                raise Fault(
+                    f"has shape {shape} in {name}, and {expected} for its variable elsewhere;"
+                    " record it again"
+                )
 
 
 def _shape_of(
     name: str, parts: set[str], headers: Mapping[str, Header], arrays: Mapping[str, np.ndarray]
 ) -> tuple[int, ...]:
     """Returns the shape of an array, and of the whole weight for a gradient of some rows."""
-    if parts == {""}:
-        return headers[name][1]
     fault = Fault(f"has wrong rows in {name}; record it again")
-    if parts != {*Rows._fields}:
+    if parts and (name in headers or parts != {*Rows._fields}):
         raise fault
+    if not parts:
+        return headers[name][1]
     values, indices, rows = (headers[f"{name}/{part}"] for part in Rows._fields)
     is_valid = len(indices[1]) == 1 and rows[1] == () and values[1][:1] == indices[1]
     if not is_valid or {indices[0].kind, rows[0].kind} - {"i", "u"}:

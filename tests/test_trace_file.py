@@ -281,8 +281,8 @@ ARCHIVES = {
     "texts": (saved(about=np.array([json.dumps(about())])), "'about' that is not one text"),
     "no JSON": (saved(about=np.array("{")), "has an 'about' that is not JSON text"),
     "deep": (described(x=eval("[" * 60 + "]" * 60)), "has deep nesting"),
-    "version 1": (described(version=1), "is of version 1, which this version of Lockstep does no"),
-    "version 3": (described(version=3, steps="all"), "has version 3, and this version of Lockst"),
+    "version 1": (described(version=1), "has the format version 1, and this version of Lockstep"),
+    "version 3": (described(version=3, steps="all"), "has the format version 3, and this"),
 }  # fmt: skip
 
 
@@ -341,7 +341,7 @@ def variable(**changes):
 
 WRONG = [
     ({"format": "lockstep recording 1"}, "is not a trace"),
-    *(({"version": v}, "has the format version") for v in (0, True, 1.0, None)),
+    *(({"version": v}, "has the format version") for v in (0, True, 1.5, None)),
     *(({"num_replicas": n}, "num_replicas of 'about' ") for n in (0, 1e3, "2", 10**7)),
     ({"num_replicas": 10**40}, "more than 64 bits in 'about'"),
     ({"replicas": [0, 0]}, "replicas of 'about' must be different numbers"),
