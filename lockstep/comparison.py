@@ -1,6 +1,7 @@
 """Verifies recordings: each on its own, and all further ones against the first."""
 
 import dataclasses
+import functools
 import pathlib
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,10 +18,10 @@ from lockstep.checks.other_examples import (
 from lockstep.checks.other_gradients import compare_clipping, compare_gradients
 from lockstep.checks.other_updates import compare_rules, compare_statistics
 from lockstep.context import Context
-from lockstep.engine import check
+from lockstep.engine import check_steps, verdict_of
 from lockstep.oracles.recording import StepPair, Tolerance, TraceOracle
 from lockstep.trace import Trace
-from lockstep.verdict import BY_DESIGN, STAGES, Finding, Verdict, merged
+from lockstep.verdict import BY_DESIGN, FAULT, Finding, Verdict
 
 DEFAULT_TOLERANCE = 1e-4
 # Gradients from inputs of another scale differ by more than this.
@@ -28,8 +29,6 @@ _NEAR = 0.1
 # A larger effect is a fault that the permuted recording also has, not float32 rounding.
 _MOST_BY_ROUNDING = 1e-2
 _KERNELS = 64  # ULPs by which correct kernels of two frameworks differ.
-
-Findings = dict[str, list[Finding]]  # Stage → findings, also empty ones of stages that are clean.
 
 
 def compare_traces(
@@ -70,18 +69,19 @@ def compare_traces(
     short = _short_names([first, *others])
     alone = verify_alone(first, short[0], on_step)
     verdicts = {short[0]: dataclasses.replace(alone, tolerance=allowed.text) if others else alone}
+    done = len(first.steps)
     for name, other in zip(short[1:], others, strict=True):
-        done = sum(len(verdict.steps) for verdict in verdicts.values())
-        own, training = between_frameworks(allowed, first, other), f"training of {short[0]}"
         verdicts[name] = verify_against(
-            first, other, names, own, name, training, _from(done, on_step)
-        )
+            first, other, names, between_frameworks(allowed, first, other), name,
+            f"training of {short[0]}", functools.partial(_count, on_step, done),
+        )  # fmt: skip
+        done += len(other.steps)
     return verdicts
 
 
-def _from(done: int, on_step: Callable[[int], None]) -> Callable[[int], None]:
-    """Returns a function that counts steps after those that are done."""
-    return lambda step: on_step(done + step)
+def _count(on_step: Callable[[int], None], done: int, step: int) -> None:
+    """Counts a step after those of other recordings."""
+    on_step(done + step)
 
 
 def _short_names(traces: Sequence[Trace]) -> list[str]:
@@ -99,28 +99,17 @@ def verify_alone(
     trace: Trace, name: str = "", on_step: Callable[[int], None] = lambda step: None
 ) -> Verdict:
     """Checks one recording on its own."""
-    verdict = check(trace, name=name, on_step=on_step)
+    result = check_steps(trace, on_step=on_step)
     contexts = [Context(trace, position) for position in range(len(trace.steps))]
-    contexts = [context for context in contexts if context.has("data")]
-    found: Findings = {"examples": []} if contexts else {}
     repeated = repeated_batches(contexts)
-    for context in contexts:
-        if context.number in repeated:
-            text = repeated[context.number]
-            finding = context.found("not_reshuffled", text, stage="examples", design=True)
-            found["examples"].append(finding)
-    return _with(verdict, found)
-
-
-def _with(verdict: Verdict, found: Findings) -> Verdict:
-    """Returns a verdict with further findings."""
-    findings = [each for stage in found.values() for each in stage]
-    checked = {*verdict.checked, *found}
-    return dataclasses.replace(
-        verdict,
-        findings=merged([*verdict.findings, *findings]),
-        checked=tuple(stage for stage in STAGES if stage in checked),
-    )
+    result.add([
+        context.found(
+            "not_reshuffled", repeated[context.number], stage="examples", design=True
+        )
+        for context in contexts
+        if context.number in repeated
+    ])  # fmt: skip
+    return verdict_of(trace, result, None, name=name, reference="")
 
 
 def verify_against(
@@ -146,19 +135,15 @@ def verify_against(
         ValueError: the recordings have no step or no weight in common.
     """
     oracle = TraceOracle(first, second, names)
-    alone = check(second, name=name, reference=reference, on_step=on_step)
-    found: Findings = {}
+    result = check_steps(second, on_step=on_step)
+    sums = [each for each in result.findings if each.stage in ("all-reduce", "clipping")]
+    wrong_sums = {step for finding in sums if finding.status == FAULT for step in finding.steps}
 
     def add(stage: str, findings: Iterable[Finding] | None) -> None:
         if findings is not None:  # Else, it could not be checked.
-            found.setdefault(stage, []).extend(findings)
+            result.checked[stage] = None
+            result.add([*findings])
 
-    wrong_sums = {
-        step
-        for finding in alone.faults
-        if finding.stage in ("all-reduce", "clipping")
-        for step in finding.steps
-    }
     examples = compare_examples(list(oracle.pairs()))
     skipped: list[str] = []
     for index, pair in enumerate(oracle.pairs()):
@@ -179,8 +164,7 @@ def verify_against(
             if pair.number not in wrong_sums and not gradients:
                 add("clipping", compare_clipping(pair, tolerance))
         add("update", _without_decay_in_loss(gradients, compare_rules(pair)))
-    verdict = _with(alone, found)
-    notes = list(verdict.notes)
+    notes = []
     if skipped:
         notes.append(
             f"gradients of steps {', '.join(skipped)} not compared, which start from other states:"
@@ -189,6 +173,7 @@ def verify_against(
     unmatched = (*oracle.matching.unmatched_first, *oracle.matching.unmatched_second)
     if unmatched:
         notes.append(f"not matched: {', '.join(unmatched)}")
+    verdict = verdict_of(second, result, None, name=name, reference=reference)
     return dataclasses.replace(verdict, tolerance=tolerance.text, notes=tuple(notes))
 
 

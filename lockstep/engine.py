@@ -83,13 +83,24 @@ def check(
     Raises:
         ValueError: nothing was recorded.
     """
+    result = check_steps(trace, oracle, batches, on_step)
+    return verdict_of(trace, result, oracle, name=name, reference=reference)
+
+
+def check_steps(
+    trace: Trace,
+    oracle: Oracle | None = None,
+    batches: Sequence[Any] = (),
+    on_step: Callable[[int], None] = lambda step: None,
+) -> Result:
+    """Checks every stage of every recorded step; see `check`."""
     require_steps(trace)
     result = Result()
     for position in range(len(trace.steps)):
         batch = batches[position] if position < len(batches) else None
         check_step(trace, position, oracle, batch, result)
         on_step(position + 1)
-    return verdict_of(trace, result, oracle, name=name, reference=reference)
+    return result
 
 
 def require_steps(trace: Trace) -> None:

@@ -56,7 +56,8 @@ def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:
 def repeated_batches(contexts: Sequence[Context]) -> dict[int, str]:
     """Returns step → text, if an earlier step has the same examples in order on every shard."""
     found: dict[int, str] = {}
-    for earlier, later in itertools.combinations(contexts, 2):
+    recorded = [context for context in contexts if context.has("data")]
+    for earlier, later in itertools.combinations(recorded, 2):
         data = [(earlier.arrays("data")[s], later.arrays("data")[s]) for s in later.shards]
         if all(a and len(a) == len(b) and all(map(same_bits, a, b)) for a, b in data):
             text = (

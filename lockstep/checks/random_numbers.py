@@ -40,12 +40,8 @@ def _seeds_of_layers(context: Context) -> Iterator[Finding]:
         name: [s for s in context.shards[1:] if same_bits(before[s][name], before[0][name])]
         for name in seeds
     }
-    looking = [s for s in context.shards[1:] if any(s in e for e in equal.values())]
-    looking = [s for s in looking if _looks_at_number(context, s)]
     same = [
-        name
-        for name in seeds
-        if any(s not in looking or not _looks_at_number(context, s, name) for s in equal[name])
+        name for name in seeds if not all(_looks_at_number(context, s, name) for s in equal[name])
     ]
     if same:
         layers = context.oracle.layers_of(same)
@@ -58,7 +54,7 @@ def _seeds_of_layers(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _looks_at_number(context: Context, shard: int, seed: str = "") -> bool:
+def _looks_at_number(context: Context, shard: int, seed: str) -> bool:
     """Returns whether random numbers depend on the number of the replica, not only on the seed.
 
     The step then differs from the step with number 0.
@@ -66,10 +62,10 @@ def _looks_at_number(context: Context, shard: int, seed: str = "") -> bool:
     Args:
         context: the step.
         shard: the shard.
-        seed: name of a seed; layers with other seeds are switched off. "" for all.
+        seed: name of a seed; layers with other seeds are switched off.
     """
     oracle = context.oracle
-    own = oracle.layers_of([seed]) if seed else oracle.random_layers
+    own = oracle.layers_of([seed])
     off = tuple(index for index in oracle.random_layers if index not in own)
     scales = {"scales": (1.0, 1.0)}
     mine, first = (
