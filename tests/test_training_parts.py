@@ -13,12 +13,11 @@ from app.records.checkpoint import Checkpoint
 from app.records.history import EpochRecord, load_summary
 from app.records.run_metadata import Progress
 from app.runtime.errors import ConfigError, DivergedError
-from app.training.checkpoint_schedule import CheckpointSchedule
 from app.training.loop import Training
 from app.training.run_writer import RunWriter
 from app.training.strategy_builder import build_strategy
 from app.training.training_spec import TrainingSpec
-from app.training.training_state import TrainingState, after_epoch
+from app.training.training_state import CheckpointSchedule, TrainingState, after_epoch
 from conftest import CPUS
 from models import MODELS
 from strategies import STRATEGIES, STRATEGY_OPTIONS

@@ -20,8 +20,12 @@ from app.records.run_metadata import Progress
 from app.runtime.errors import ConfigError, MismatchError
 from app.training.loop import Training
 from app.training.training_spec import TrainingSpec
-from app.training.verified_steps import MISMATCH_DIRECTORY, VerifiedSteps
-from app.verification.step_verifier import TRACE_FILE, create_step_verifier, gather_trace
+from app.verification.step_verifier import TRACE_FILE, gather_trace
+from app.verification.verified_steps import (
+    MISMATCH_DIRECTORY,
+    VerifiedSteps,
+    create_verified_steps,
+)
 from conftest import CPUS
 from failing_steps import InjectedError, after_step
 from lockstep import trace_file
@@ -61,7 +65,8 @@ def make(run_dir, *, num_devices=2, **options):
     num_devices = 1 if config.distribution.strategy == "single" else num_devices
     devices = Devices(CPUS[:num_devices], simulated=num_devices > 1)
     run_dir.mkdir(exist_ok=True)
-    loop = Training(config, devices, dataset(), run_dir, lambda: None, create_step_verifier)
+    loop = Training(config, devices, dataset(), run_dir)
+    loop.verifier = create_verified_steps(config, loop.spec, loop.strategy, run_dir)
     loop.start(from_scratch=False)
     assert loop.strategy.num_devices == num_devices
     return loop
@@ -187,9 +192,8 @@ def test_a_resumed_training_verifies_the_same_steps(tmp_path):
     ],
 )
 def test_the_steps_follow_from_their_numbers(verify_every, steps_per_epoch, num_steps, found):
-    verifier = object()  # Only matters that it is there.
     config = Config.of("train", verify_every=verify_every)
-    verified = VerifiedSteps(config, verifier, None, steps_per_epoch)
+    verified = VerifiedSteps(config, None, None, None, steps_per_epoch)
     assert recorded_steps(verified, steps_per_epoch, num_steps) == found
 
 

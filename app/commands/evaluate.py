@@ -42,10 +42,8 @@ def _classify(config: Config, saved: SavedRun) -> np.ndarray:
     """Prints the class and its probability of each image, in the given order."""
     names, images = load_image_files(config.evaluation.images)
     prepared = device_setup.set_up(saved.config)
-    from app.training.evaluation import softmax
-
     strategy = saved.rebuild(prepared)
-    probabilities = softmax(strategy.predict(images))
+    probabilities = _softmax(strategy.predict(images))
     rows = [
         [name, CLASS_NAMES[np.argmax(p)], f"{np.max(p):.4f}"]
         for name, p in zip(names, probabilities, strict=True)
@@ -53,3 +51,9 @@ def _classify(config: Config, saved: SavedRun) -> np.ndarray:
     title = f"{saved.config.training.model} of {config.evaluation.run}, {strategy.name} on"
     console.print_table(f"{title} {strategy.devices}", ["image", "class", "probability"], rows)
     return probabilities
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    """Returns the probabilities of logits, both of shape `(n, num_classes)`."""
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)

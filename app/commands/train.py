@@ -25,7 +25,7 @@ from app.records.run_directory import (
 from app.runtime import console, run_context, watchdog
 from app.runtime.errors import CheckpointError, ConfigError, OutputError, StalledError
 from app.runtime.temporary_directories import remove_stale_directories
-from app.training.resume import classify_changes
+from app.training.resume import accepted_changes
 
 if TYPE_CHECKING:
     # Importing these modules imports TensorFlow.
@@ -114,10 +114,7 @@ def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
     if config.output.overwrite or not run_directory.is_started:
         return None
     path = run_directory.path
-    changed = run_directory.changes()
-    changes = classify_changes(changed, load_run_config(path), run_directory.config)
-    if "model" not in changed or "command" in changed:
-        changes.check(path)  # Else rejected later, with the tensors that do not fit.
+    changed = accepted_changes(path, load_run_config(path), run_directory.config)
     try:
         summary = load_summary(path)
     except OutputError as error:  # The summary is rebuilt from the checkpoint.
@@ -131,11 +128,13 @@ def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
     asked, found = config.num_devices_of_all_workers, len(summary.devices)
     if config.distribution.strategy == "multi_worker" and config.num_devices_asked:
         asked = config.num_devices_asked * len(find_cluster(os.environ).addresses)
-    others = [f"devices {found} → {asked}"] * (asked not in (None, found))
-    if others or changed:
-        differing = "; ".join([*changed.values(), *others])
+    differing = list(changed.values())
+    if asked not in (None, found):
+        differing.append(f"devices {found} → {asked}")
+    if differing:
         raise CheckpointError(
-            f"--out={path} holds a finished run of another configuration ({differing}); choose"
+            f"--out={path} holds a finished run of another configuration"
+            f" ({'; '.join(differing)}); choose"
             " another directory, raise --epochs to continue, or use --overwrite"
         )
     return summary
@@ -162,9 +161,10 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         _naming_lost_peers(prepared),
     ):
         from app.training.loop import Training
-        from app.verification.step_verifier import create_step_verifier
+        from app.verification.verified_steps import create_verified_steps
 
-        training = Training(config, prepared, dataset, path, on_progress, create_step_verifier)
+        training = Training(config, prepared, dataset, path, on_progress)
+        training.verifier = create_verified_steps(config, training.spec, training.strategy, path)
         training.start(from_scratch=config.output.overwrite)
         run_directory.start(overwrite=config.output.overwrite)  # All checks have passed.
         console.set_overwriting(False)
@@ -197,9 +197,11 @@ def _assist(config: Config) -> None:
             config.output.stall_timeout_sec, lambda: _report_stall_of_worker(config)
         ) as on_progress:
             from app.training.loop import Training
-            from app.verification.step_verifier import create_step_verifier
+            from app.verification.verified_steps import create_verified_steps
 
-            training = Training(config, prepared, dataset, None, on_progress, create_step_verifier)
+            training = Training(config, prepared, dataset, None, on_progress)
+            spec, strategy = training.spec, training.strategy
+            training.verifier = create_verified_steps(config, spec, strategy, None)
             training.start(from_scratch=config.output.overwrite)
             console.say(f"worker {workers.index}: training; worker 0 prints and saves the results")
             training.assist()

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
 from app.data.dataset import ImageDataset
 from strategies.base import StepTotals, Strategy
 
@@ -27,9 +25,3 @@ def evaluate(
             f"evaluated {totals.examples} examples instead of {dataset.num_test_examples}"
         )
     return totals
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Returns the probabilities of logits, both of shape `(n, num_classes)`."""
-    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return exponentials / exponentials.sum(axis=-1, keepdims=True)

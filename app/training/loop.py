@@ -1,38 +1,40 @@
-"""Runs a training: epochs, evaluation, checkpoints. Uses only the contract of a strategy."""
+"""Runs a training: steps, verification, checkpoints, evaluation."""
 
 import math
 import pathlib
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
 from app.options import Config
+from app.records.checkpoint import CheckpointSearchResult
 from app.records.history import Summary
-from app.runtime import signals
+from app.records.run_metadata import Progress
+from app.runtime import console, signals
 from app.runtime.errors import MismatchError, Terminated
 from app.runtime.progress_bar import TrainingProgress
 from app.training.all_reduce_self_test import run_all_reduce_self_test
 from app.training.evaluation import evaluate
 from app.training.fault_injection import inject_data_fault, inject_fault
 from app.training.optimizers import last_learning_rate
-from app.training.resume import Resumed
 from app.training.run_writer import RunWriter, summary_template
 from app.training.training_spec import TrainingSpec
 from app.training.training_state import TrainingState, after_epoch, epoch_totals
-from app.training.verified_steps import CreateVerifier, VerifiedSteps
-from app.training.worker_sync import check_same_data, synchronize, wait_for_all
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
+
+if TYPE_CHECKING:  # Of a higher layer.
+    from app.verification.verified_steps import VerifiedSteps
 
 # The number of steps of a compiled call grows until it takes this long, so that the bar is updated
 # and the host is mostly idle.
 _CALL_SEC = 0.5
-# After each call the workers synchronise, which takes several round trips through the network. Over
-# a slow one calls last this many times as long, but no longer than the limit: a signal waits.
-_RATIO, _LONGEST_CALL_SEC = 10, 5.0
+# After each call the workers synchronise, which takes several round trips through the network.
+_CALL_SEC_OF_WORKERS = 2.0
 
 
 class Training:
@@ -51,7 +53,12 @@ class Training:
         dataset: the data.
         run_dir: the run directory, locked; None for a worker other than the chief.
         on_progress: called whenever there is progress.
-        create_verifier: creates the verifier of steps; by default there is none.
+
+    Attributes:
+        dataset: the data.
+        spec: batches, steps and learning rate.
+        strategy: the strategy, with the model and the optimizer.
+        verifier: records and checks steps; None, unless the caller sets one before `run`.
 
     Raises:
         ConfigError: the strategy cannot run like this, or the fault has no effect.
@@ -67,34 +74,30 @@ class Training:
         dataset: ImageDataset,
         run_dir: pathlib.Path | None,
         on_progress: Callable[[], None] = lambda: None,
-        create_verifier: CreateVerifier | None = None,
     ) -> None:
         self._config, self._devices, self.dataset = config, devices, dataset
         self._run_dir, self._on_progress = run_dir, on_progress
         self._workers = devices.workers or Workers()
-        check_same_data(self._workers, dataset)
-        self._spec = TrainingSpec(config, dataset)
-        self.steps_per_epoch = self._spec.steps_per_epoch
-        self.strategy = self._spec.build_strategy(devices)
-        self.learning_rate = self._spec.learning_rate
-        self._guard = self._spec.create_guard(self.strategy, devices)
+        self.spec = TrainingSpec(config, dataset)
+        self.spec.check_same_data(self._workers)
+        self.steps_per_epoch = self.spec.steps_per_epoch
+        self.strategy = self.spec.build_strategy(devices)
+        self._guard = self.spec.create_guard(self.strategy, devices)
         self._guard.check()
         run_all_reduce_self_test(self.strategy)
         if config.verification.fault:
             self._faulty_observer = inject_fault(
                 config.verification.fault,
                 self.strategy,
-                batch_sizes=self._spec.batch_sizes(),
-                num_steps=self._spec.num_steps,
+                batch_sizes=self.spec.batch_sizes(),
+                num_steps=self.spec.num_steps,
             )
-        verifier = create_verifier and create_verifier(config, self._spec, self.strategy)
-        self._verified = VerifiedSteps(config, verifier, run_dir, self.steps_per_epoch)
-        self._metadata = self._spec.metadata(self.strategy)
+        self.verifier: VerifiedSteps | None = None
+        self._metadata = self.spec.metadata(self.strategy)
         self._state = TrainingState(config, self.strategy, self._metadata)
-        self._resumed: Resumed | None = None
+        self._resumed: CheckpointSearchResult | None = None
         self._writer: RunWriter | None = None  # Of the chief, after `begin`.
         self._compile_sec, self._step_sec = 0.0, math.inf
-        self._network_sec = self._shortest_network_sec = 0.0
         self._on_progress()
 
     def start(self, *, from_scratch: bool) -> None:
@@ -107,7 +110,7 @@ class Training:
             CheckpointError: no checkpoint is valid, or it is of another training.
         """
         if self._run_dir and not from_scratch:
-            self._resumed = self._state.restore(self._run_dir, has_schedule=self._spec.has_schedule)
+            self._resumed = self._state.restore(self._run_dir, has_schedule=self.spec.has_schedule)
         if self._workers.count > 1:
             self._state.broadcast(self._workers, self._resumed)
 
@@ -123,6 +126,7 @@ class Training:
             DeviceError: memory ran out.
             DivergedError: a loss or a weight is not finite.
             DiskFullError, OutputError: a file cannot be saved.
+            MismatchError: a verified step differs from the reference.
             ReplicaDivergenceError: replicas hold different weights.
             KeyboardInterrupt, Terminated: a signal was received; the state has been saved.
             ValueError: there is no run directory; call `assist`.
@@ -139,18 +143,42 @@ class Training:
         """
         self.begin()
         self._train()
-        wait_for_all(self._workers)
+        self._wait_for_all()
+
+    def _train(self) -> None:
+        """Trains the remaining epochs; after a signal, saves the state and ends."""
+        with self._bar, self._guard.naming_errors(self._is_within_epoch), signals.deferred():
+            try:
+                while not self.is_finished:
+                    while self._is_within_epoch():
+                        self.step(self._num_steps_of_next_call())
+                        if self._is_save_due():
+                            self.save()
+                    self.end_epoch()
+                    self._synchronize()
+            except (KeyboardInterrupt, Terminated):
+                self.save()
+                self._wait_for_all()
+                raise
+            except Exception as error:
+                if self._writer and isinstance(error, MismatchError):
+                    self._writer.mismatch(self._state.progress)
+                self.spec.check_examples()  # A changed example may be the cause of any error.
+                raise
 
     def begin(self) -> None:
         """Starts the records in the run directory, if there is one; compiles the step."""
         if self._run_dir:
-            spec = self._config, self._devices, self.dataset, self.strategy, self._metadata
-            self._writer = RunWriter(self._run_dir, summary_template(*spec))
+            self._writer = RunWriter(
+                self._run_dir,
+                summary_template(
+                    self._config, self._devices, self.dataset, self.strategy, self._metadata
+                ),
+            )
+            self._writer.begin(self._resumed)
+        self._resumed = None  # Frees its arrays.
         if self._config.verification.fault:
             self._faulty_observer.begin()
-        resumed, self._resumed = self._resumed, None  # Frees its arrays.
-        if self._writer:
-            self._writer.begin(resumed)
         self._bar = TrainingProgress(
             self._config.training.epochs,
             self.steps_per_epoch,
@@ -163,7 +191,9 @@ class Training:
             # Kept alive, because deleting a `tf.distribute` iterator can take 30 s.
             self._iterator = self.strategy.distribute(self._batches())
             start = time.monotonic()
-            self._verified.compile(self.strategy, self._iterator)
+            self.strategy.train_steps(self._iterator, 0)
+            if self.verifier:
+                self.verifier.compile(self._iterator)
             self._compile_sec = time.monotonic() - start
 
     def step(self, num_steps: int) -> StepTotals:
@@ -176,28 +206,55 @@ class Training:
             DivergedError: the loss is not finite.
             MismatchError: the step was verified and differs from the reference.
         """
-        before = self._state.progress
-        totals, call_sec = self._verified.train_step(
-            self.strategy, self._iterator, num_steps, self._state
-        )
+        before, start = self._state.progress, time.monotonic()
+        if self.verifier:
+            totals, call_sec = self.verifier.train_steps(self._iterator, num_steps, before)
+            self._state.add_verification(time.monotonic() - start - call_sec)
+        else:
+            totals = self.strategy.train_steps(self._iterator, num_steps)
+            call_sec = time.monotonic() - start
         self._step_sec = call_sec / num_steps
         self._state.add_steps(num_steps, totals, call_sec=call_sec)
-        if not math.isfinite(totals.loss_sum):  # A wrong step may be why.
-            self._verified.check(before, self._state, self.save)
+        self._verify_if_due(before)  # A wrong step may be why a loss is not finite.
         self._state.check_finite(totals, "training loss")
-        images_per_sec = totals.examples / call_sec
-        self._bar.step(
-            self._state.progress.step, epoch_totals(self._state.progress), images_per_sec
-        )
+        progress, images_per_sec = self._state.progress, totals.examples / call_sec
+        self._bar.step(progress.step, epoch_totals(progress), images_per_sec)
         if self._writer:
             self._writer.steps(
-                self._state.progress,
+                progress,
                 totals,
                 images_per_sec=images_per_sec,
                 learning_rate=last_learning_rate(self.strategy.optimizer),
             )
-        self._verified.check(before, self._state, self.save)
         return totals
+
+    def _verify_if_due(self, before: Progress) -> None:
+        """Checks the last step, if it was recorded; at a mismatch warns, or rolls back and ends.
+
+        Args:
+            before: progress before the step.
+
+        Raises:
+            MismatchError: the step is wrong, and the training is configured to stop.
+        """
+        if self.verifier is None or not self.verifier.is_due(before):
+            return
+        start = time.monotonic()
+        finding = self.verifier.check(before)
+        is_wrong = finding is not None
+        self._state.add_verification(time.monotonic() - start, verified=1, wrong=int(is_wrong))
+        if finding is None:
+            return
+        if self._config.verification.on_mismatch == "warn":
+            console.warn(finding.text)
+            return
+        if self._state.roll_back(before, finding.before, finding.per_shard_statistics):
+            self.save()
+        saved_step = self._state.checkpoints.saved_step
+        kept = f"the state after step {saved_step}" if saved_step else "no state"
+        raise MismatchError(
+            f"{finding.text}; {kept} is saved; find the cause, or resume with --on_mismatch=warn"
+        )
 
     def end_epoch(self) -> None:
         """Evaluates and saves the epoch whose steps have been trained.
@@ -209,7 +266,7 @@ class Training:
         """
         self._bar.evaluating()
         self._state.check_replica_divergence(shown=self._workers.is_chief)
-        self._spec.check_examples()
+        self.spec.check_examples()
         start = time.monotonic()
         test = evaluate(self.strategy, self.dataset, self._after_test_batch)
         evaluation_sec = time.monotonic() - start
@@ -238,75 +295,63 @@ class Training:
         if self._writer is None:
             raise ValueError("a training without a run directory has no summary; call assist")
         summary = self._writer.finish()
-        wait_for_all(self._workers)
+        self._wait_for_all()
         return summary
-
-    def _is_within_epoch(self) -> bool:
-        return self._state.progress.epoch_step < self.steps_per_epoch
-
-    def _train(self) -> None:
-        """Trains the remaining epochs; after a signal, saves the state and ends."""
-        with self._bar, self._guard.naming_errors(self._is_within_epoch), signals.deferred():
-            try:
-                while not self.is_finished:
-                    self._train_epoch()
-                    self.end_epoch()
-                    self._synchronize()
-            except (KeyboardInterrupt, Terminated):
-                self.save()
-                wait_for_all(self._workers)
-                raise
-            except Exception as error:
-                if self._writer and isinstance(error, MismatchError):
-                    self._writer.mismatch(self._state.progress)
-                self._spec.check_examples()  # A changed example may be the cause of any error.
-                raise
-
-    def _train_epoch(self) -> None:
-        """Trains the remaining steps of the current epoch."""
-        self._step_sec = math.inf
-        while self._is_within_epoch():
-            self.step(self._num_steps_of_next_call())
-            if self._agree():
-                self.save()
-
-    def _agree(self) -> bool:
-        """Agrees with the other workers on the length of calls; returns whether to save."""
-        start = time.monotonic()
-        is_due = self._state.checkpoints.is_due(self._state.progress)
-        self._step_sec, is_save_due, negative_sec = self._synchronize(
-            self._step_sec, is_due, -self._network_sec
-        )
-        self._shortest_network_sec = -negative_sec  # The others waited for the last worker, too.
-        self._network_sec = time.monotonic() - start
-        return bool(is_save_due)
-
-    def _num_steps_of_next_call(self) -> int:
-        """Returns the number of steps of the next compiled call."""
-        schedules = self._state.checkpoints, self._verified
-        limits = [s.num_steps_before_next(self._state.progress) for s in schedules]
-        return min(self._num_steps_in_time(), *limits)
-
-    def _num_steps_in_time(self) -> int:
-        """Returns the number of steps that take as long as a call should."""
-        longest_sec = min(_RATIO * self._shortest_network_sec, _LONGEST_CALL_SEC)
-        return max(1, int(max(_CALL_SEC, longest_sec) / self._step_sec))
 
     def _batches(self) -> tf.data.Dataset:
         """Returns the training dataset from the next step on, with any injected data fault."""
 
         def batches(seed: int) -> tf.data.Dataset:
-            return self._spec.batches(seed=seed, start_step=self._state.progress.step)
+            return self.spec.batches(seed=seed, start_step=self._state.progress.step)
 
         seed, fault = self._config.training.seed, self._config.verification.fault
         if fault:
             return inject_data_fault(fault, batches, self.strategy, seed=seed)
         return batches(seed)
 
+    def _is_within_epoch(self) -> bool:
+        return self._state.progress.epoch_step < self.steps_per_epoch
+
+    def _num_steps_of_next_call(self) -> int:
+        """Returns the number of steps of the next compiled call."""
+        progress = self._state.progress
+        num_steps = self._state.checkpoints.num_steps_before_next(progress)
+        if self.verifier:
+            num_steps = min(num_steps, self.verifier.num_steps_before_next(progress))
+        return min(num_steps, self._num_steps_in_time())
+
+    def _num_steps_in_time(self) -> int:
+        """Returns the number of steps that take as long as a call should."""
+        call_sec = _CALL_SEC_OF_WORKERS if self._workers.count > 1 else _CALL_SEC
+        return max(1, int(call_sec / self._step_sec))
+
+    def _is_save_due(self) -> bool:
+        """Returns whether to save within the epoch, after every worker has trained its steps.
+
+        The workers' clocks differ; they also take the time of a step from the slowest worker.
+        """
+        is_due = self._state.checkpoints.is_due(self._state.progress)
+        self._step_sec, is_due_anywhere = self._synchronize(self._step_sec, is_due)
+        return bool(is_due_anywhere)
+
     def _synchronize(self, *numbers: float) -> list[float]:
-        """Returns the maximum of each number over the workers; raises the exception of a signal."""
+        """Synchronises values that depend on clocks and signals, between two calls.
+
+        Returns:
+            The maximum of each number over the workers.
+
+        Raises:
+            KeyboardInterrupt, Terminated: any worker has received a signal.
+        """
         self._on_progress()
-        return synchronize(self._workers, *numbers)
+        signal_number, *largest = self._workers.all_reduce_max(signals.requested(), *numbers)
+        signals.check(int(signal_number))
+        return largest
 
     def _after_test_batch(self) -> None:
         self._synchronize()
+
+    def _wait_for_all(self) -> None:
+        """Waits for every worker: none exits before the chief has saved, or needs another."""
+        self._workers.all_reduce_max(0)
+        self._workers.leave()

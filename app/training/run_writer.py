@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
 from app.options import Config
-from app.records.checkpoint import Checkpoint, save_checkpoint
+from app.records.checkpoint import Checkpoint, CheckpointSearchResult, save_checkpoint
 from app.records.event_file import EventFile
 from app.records.files import discard, io_errors_as, remove
 from app.records.history import (
@@ -21,7 +21,6 @@ from app.records.history import (
 from app.records.run_metadata import Progress, RunMetadata
 from app.report import accuracy_plot
 from app.runtime import console
-from app.training.resume import Resumed
 from strategies.base import StepTotals, Strategy
 
 
@@ -40,7 +39,7 @@ class RunWriter:
         self._run_dir, self._summary = run_dir, template
         self._events = EventFile(run_dir)
 
-    def begin(self, resumed: Resumed | None) -> None:
+    def begin(self, resumed: CheckpointSearchResult | None) -> None:
         """Starts the records of this attempt, from the checkpoint if it resumes from one.
 
         Raises:
@@ -50,7 +49,7 @@ class RunWriter:
             self._events.start(0, first_dropped_step=0)
             return
         progress, metadata = resumed.checkpoint.progress, resumed.checkpoint.metadata
-        discard([path for path, _ in resumed.found.damaged])
+        discard([path for path, _ in resumed.damaged])
         # The evaluation of an epoch is repeated if the checkpoint precedes it.
         is_evaluated = progress.epoch_step < metadata.steps_per_epoch
         self._events.start(progress.step, first_dropped_step=progress.step + is_evaluated)

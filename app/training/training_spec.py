@@ -15,7 +15,7 @@ from app.data.input_pipeline import (
 from app.devices.device_setup import Devices
 from app.options import Config
 from app.records.run_metadata import RunMetadata
-from app.runtime.errors import MismatchError
+from app.runtime.errors import DataError, MismatchError
 from app.runtime.versions import versions
 from app.training.data_loading import load_data as load_data  # Exported.
 from app.training.memory_guard import MemoryGuard
@@ -24,6 +24,7 @@ from app.training.recipes import find_recipe
 from app.training.strategy_builder import build_strategy
 from models import load_model_builder
 from strategies.base import Strategy
+from strategies.workers import Workers
 
 
 class TrainingSpec:
@@ -154,6 +155,22 @@ class TrainingSpec:
             f"{what} has changed in memory since it was loaded; test the memory of this machine,"
             " then run the same command again to resume from the last checkpoint"
         )
+
+    def check_same_data(self, workers: Workers) -> None:
+        """Checks that every worker has loaded the same data; all workers call it.
+
+        Raises:
+            DataError: another worker has other data.
+        """
+        digest = self.dataset.sha256()
+        for index, gathered in enumerate(workers.gather(digest.encode())):
+            other_digest = gathered.decode()
+            if other_digest != digest:
+                raise DataError(
+                    f"worker {workers.index} has data {self.dataset.name} with SHA-256"
+                    f" {digest[:12]}…, but worker {index} has {other_digest[:12]}…; use the same"
+                    " files on every worker"
+                )
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the global batch of a step, from 0, without `tf.data`."""

@@ -10,19 +10,65 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.options import Config
-from app.records.checkpoint import Checkpoint, weights_sha256
+from app.records.checkpoint import Checkpoint, CheckpointSearchResult, weights_sha256
 from app.records.history import EpochRecord
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
 from app.runtime.errors import DivergedError
-from app.training.checkpoint_schedule import CheckpointSchedule
 from app.training.replica_divergence import check_replica_divergence
-from app.training.resume import Resumed, find_state
+from app.training.resume import find_checkpoint
 from app.training.run_writer import RunWriter
 from app.training.strategy_builder import restore
 from strategies.base import StepTotals, Strategy
 from strategies.copies import State
 from strategies.workers import Workers
+
+# Default interval between checkpoints within an epoch, without a number of steps.
+_CHECKPOINT_SEC = 300.0
+
+
+class CheckpointSchedule:
+    """Tracks the last checkpoint of a training and when the next one is due.
+
+    The end of an epoch is always saved with its evaluation.
+
+    Args:
+        every_steps: steps between checkpoints; None or 0 for an interval of time.
+        steps_per_epoch: batches per epoch.
+    """
+
+    def __init__(self, every_steps: int | None, steps_per_epoch: int) -> None:
+        self._every_steps, self._steps_per_epoch = every_steps, steps_per_epoch
+        self._saved = 0, 0  # Step and epoch of the last checkpoint.
+        self._last_save = time.monotonic()
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the last checkpoint; 0 without one."""
+        return self._saved[0]
+
+    def mark_saved(self, progress: Progress) -> None:
+        """Records that a checkpoint with this progress is on disk."""
+        self._saved, self._last_save = (progress.step, progress.epoch), time.monotonic()
+
+    def is_saved(self, progress: Progress) -> bool:
+        """Returns whether the last checkpoint has this progress."""
+        return (progress.step, progress.epoch) == self._saved
+
+    def is_due(self, progress: Progress) -> bool:
+        """Returns whether to save within the epoch."""
+        if progress.epoch_step == self._steps_per_epoch:
+            return False
+        if self._every_steps:
+            return progress.step % self._every_steps == 0
+        return time.monotonic() - self._last_save >= _CHECKPOINT_SEC
+
+    def num_steps_before_next(self, progress: Progress) -> int:
+        """Returns the number of steps before the next checkpoint or the end of the epoch."""
+        to_epoch_end = self._steps_per_epoch - progress.epoch_step
+        if not self._every_steps:
+            return to_epoch_end
+        return min(to_epoch_end, self._every_steps - progress.step % self._every_steps)
 
 
 class TrainingState:
@@ -45,7 +91,9 @@ class TrainingState:
             config.output.checkpoint_every, metadata.steps_per_epoch
         )
 
-    def restore(self, run_dir: pathlib.Path, *, has_schedule: bool) -> Resumed | None:
+    def restore(
+        self, run_dir: pathlib.Path, *, has_schedule: bool
+    ) -> CheckpointSearchResult | None:
         """Restores the newest valid checkpoint of a run; returns None without one.
 
         Args:
@@ -55,19 +103,14 @@ class TrainingState:
         Raises:
             CheckpointError: no checkpoint is valid, or it is of another training.
         """
-        resumed = find_state(run_dir, self._config, self._metadata)
-        if resumed is None:
-            return None
-        self.progress = resumed.checkpoint.progress
-        self.checkpoints.mark_saved(self.progress)
-        if "model" not in resumed.changes.serious:
-            resumed.changes.check(run_dir)
-        restore(self._strategy, resumed.checkpoint)  # Names the tensors of another model.
-        resumed.changes.check(run_dir)
-        resumed.report(self._metadata, has_schedule=has_schedule)
-        return resumed
+        found = find_checkpoint(run_dir, self._config, self._metadata, has_schedule=has_schedule)
+        if found is not None:
+            self.progress = found.checkpoint.progress
+            self.checkpoints.mark_saved(self.progress)
+            restore(self._strategy, found.checkpoint)
+        return found
 
-    def broadcast(self, workers: Workers, resumed: Resumed | None) -> None:
+    def broadcast(self, workers: Workers, resumed: CheckpointSearchResult | None) -> None:
         """Broadcasts the chief's state, restored from a checkpoint or not, to every worker."""
         text = workers.broadcast(json.dumps(dataclasses.asdict(self.progress)).encode())
         self.progress = Progress.parse(json.loads(text))
@@ -75,11 +118,6 @@ class TrainingState:
         self._strategy.broadcast_state()
         own = resumed.checkpoint.per_shard_statistics if resumed else []
         self._strategy.broadcast_per_shard_statistics(own)
-
-    @property
-    def workers(self) -> Workers:
-        """The processes that train together."""
-        return self._strategy.workers
 
     def add_steps(self, num_steps: int, totals: StepTotals, *, call_sec: float) -> None:
         """Adds the steps of a compiled call to the progress."""
@@ -108,13 +146,6 @@ class TrainingState:
             verification_sec=progress.verification_sec + sec,
         )
 
-    def move_to_verification(self, sec: float) -> None:
-        """Moves seconds of the current epoch to its verification."""
-        sec = min(sec, self.progress.epoch_sec / 2)  # Keep a rest above 0.
-        epoch_sec = self.progress.epoch_sec - sec
-        self.progress = dataclasses.replace(self.progress, epoch_sec=epoch_sec)
-        self.add_verification(sec)
-
     def roll_back(
         self,
         progress: Progress,
@@ -123,22 +154,28 @@ class TrainingState:
     ) -> bool:
         """Rolls back every copy of every worker to an earlier state; returns False without one.
 
+        The counts of verified steps stay, because rolling back does not undo a mismatch.
+
         Args:
             progress: progress at that state.
             state: on the chief, the state; None for no state.
             per_shard_statistics: on the chief, BatchNorm statistics.
         """
-        workers, strategy = self.workers, self._strategy
-        (is_given,) = workers.all_reduce_max(state is not None)
+        strategy = self._strategy
+        (is_given,) = strategy.workers.all_reduce_max(state is not None)
         if not is_given:
             return False
         if state is not None:
             strategy.load_state(state)
             strategy.load_per_shard_statistics(per_shard_statistics)
-        if workers.count > 1:
+        if strategy.workers.count > 1:
             strategy.broadcast_state()
             strategy.broadcast_per_shard_statistics(per_shard_statistics)
-        self.progress = progress
+        self.progress = dataclasses.replace(
+            progress,
+            verified_steps=self.progress.verified_steps,
+            mismatches=self.progress.mismatches,
+        )
         return True
 
     def check_finite(self, totals: StepTotals, description: str) -> None:

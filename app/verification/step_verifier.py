@@ -8,17 +8,14 @@ import json
 import os
 import pathlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from app.options import Config
-from app.runtime import console
-from app.runtime.errors import ConfigError
 from app.training.training_spec import TrainingSpec
-from app.training.verified_steps import StepFinding
 from app.verification import recorder
-from app.verification.recorder import StepRecorder, check_repeatable
+from app.verification.recorder import StepRecorder
 from app.verification.straggler import SendTime, find_straggler
 from app.verification.strategy_oracle import StrategyOracle
 from lockstep import trace_file
@@ -36,33 +33,19 @@ TRACE_FILE = "trace.npz"  # Of a step with a mismatch.
 _STRAGGLER_STEPS = 8  # Number of last recorded steps in all of which a straggler must be late.
 
 
-def create_step_verifier(
-    config: Config, spec: TrainingSpec, strategy: Strategy
-) -> "StepVerifier | None":
-    """Creates the verifier of steps; None if no step is to be verified or can be.
+class StepFinding(NamedTuple):
+    """Describes what is wrong with a step.
 
-    Args:
-        config: options of the training.
-        spec: specification of the training.
-        strategy: a built strategy; its observer may inject a fault.
-
-    Raises:
-        ConfigError: `--verify_every` is set, but the steps cannot be verified.
+    Attributes:
+        text: cause, step, kind, tensor, replica and size of the mismatch, in one line.
+        before: state before the step, as in a checkpoint; None if copies of the weights differed
+            before the step, or on a worker other than the chief.
+        per_shard_statistics: BatchNorm statistics before the step.
     """
-    if config.verification.verify_every == 0:
-        return None
-    try:
-        check_repeatable(strategy.model)
-    except ConfigError as error:
-        if config.verification.verify_every:
-            raise ConfigError(
-                f"--verify_every={config.verification.verify_every}: {error.problem}; leave the"
-                " flag out"
-            ) from error
-        if strategy.workers.is_chief:
-            console.say(f"No step is verified: {error.problem}")
-        return None
-    return StepVerifier(config, spec, strategy)
+
+    text: str
+    before: State | None
+    per_shard_statistics: list[list[np.ndarray]]
 
 
 class StepVerifier:

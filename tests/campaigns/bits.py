@@ -19,7 +19,7 @@ from app.options import Config
 from app.runtime.errors import LockstepError
 from app.training.replica_divergence import check_replica_divergence
 from app.training.training_spec import TrainingSpec
-from app.verification.step_verifier import StepVerifier, create_step_verifier
+from app.verification.step_verifier import StepVerifier
 from conftest import CPUS
 from models import MODELS
 
@@ -44,9 +44,7 @@ class Memory:
         self._spec = TrainingSpec(config, data)
         self._strategy = self._spec.build_strategy(Devices(CPUS[:REPLICAS], simulated=True))
         self._weights = [v.path for v in self._strategy.model.trainable_variables]
-        verifier = create_step_verifier(config, self._spec, self._strategy)
-        assert isinstance(verifier, StepVerifier)
-        self._verifier = verifier
+        self._verifier = StepVerifier(config, self._spec, self._strategy)
         self._iterator = iter(self._strategy.distribute(self._spec.batches()))
         self._strategy.train_steps(self._iterator, 0)
         self._verifier.compile(self._iterator)
