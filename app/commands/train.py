@@ -242,7 +242,7 @@ def _announce(config: Config, prepared: device_setup.Devices, training: "Trainin
         f"{console.count(config.training.epochs, 'epoch')} of"
         f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.training.recipe},"
         " batch"
-        f" {config.training.global_batch_size}, learning rate {training.learning_rate:g}"
+        f" {config.training.global_batch_size}, learning rate {training.spec.learning_rate:g}"
     )
     num_replicas, num_devices = training.strategy.num_replicas, training.strategy.num_devices
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"
