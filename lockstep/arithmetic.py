@@ -183,6 +183,7 @@ def rows_of(arrays: Sequence[np.ndarray]) -> collections.Counter:
     return collections.Counter(map(hash, rows))
 
 
-def join(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Joins the arrays of all shards; scalars are equal on all."""
-    return np.concatenate(parts) if parts[0].ndim else parts[0]
+def joined(batches: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+    """Joins the arrays of all shards, leaf by leaf; scalars are equal on all."""
+    columns = zip(*batches, strict=True)
+    return [np.concatenate(parts) if parts[0].ndim else parts[0] for parts in columns]

@@ -1,6 +1,5 @@
 """A recorded step with everything that its checks need."""
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,68 +10,33 @@ from lockstep.arithmetic import (
     MARGIN,
     TINY,
     add_named,
-    all_same_bits,
     are_finite,
     dense,
     distance,
-    join,
+    joined,
     norm,
     ratio,
-    same_bits,
-    scaled,
     scaled_all,
 )
 from lockstep.oracles import Ask, Batch, Computed, Oracle
 from lockstep.oracles.rules import RuleOracle
-from lockstep.rounding import Spread, measure
+from lockstep.rounding import Expected, measure
 from lockstep.trace import CLIP_FIRST, REDUCE_FIRST, STATISTIC, Array, Named, Trace
 from lockstep.verdict import BY_DESIGN, FAULT, Finding, Measurement
 
 _LIKE_STALE_AT_FIRST = ("frozen", "lost_replica", "lost_micro_batch", "not_updated")
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What the checks of earlier stages have found out about a step.
+class Actual(NamedTuple):
+    """What a check found out: a shard computes another step than it should.
 
     Attributes:
-        used: the examples of each shard, with the targets that it actually used.
-        scales: for each shard, the factors of its data loss and of its regularisation over those
-            that the oracle computes for its own examples.
-        starts: for each shard, the gradient with respect to its predictions, if it is given.
-        off: shards that compute in inference mode.
-        drawn_as: shard → shard whose random numbers it uses.
-        states: shard → changes of its step: other weights from which it computes.
-        exact: shards whose loss, gradients and statistics are bitwise those of one device.
-        wrong: stages with a fault that other stages must take into account.
-        unknown: stages whose inputs are wrong in an unknown way, so that they cannot be checked.
+        shard: the shard.
+        changes: fields of its `Ask` → other values.
     """
 
-    used: tuple[Batch, ...]
-    scales: tuple[tuple[float, float], ...]
-    starts: tuple[Batch | None, ...]
-    off: frozenset[int] = frozenset()
-    drawn_as: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    states: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    exact: frozenset[int] = frozenset()
-    wrong: frozenset[str] = frozenset()
-    unknown: frozenset[str] = frozenset()
-
-    def with_shard(self, shard: int, **values: Any) -> "Facts":
-        """Returns the facts with other values of one shard."""
-        changed: dict[str, Any] = {
-            name: tuple(value if s == shard else old for s, old in enumerate(getattr(self, name)))
-            for name, value in values.items()
-        }
-        return dataclasses.replace(self, **changed)
-
-
-class Expected(NamedTuple):
-    """The step of a shard on one device, and how far rounding reaches."""
-
-    step: Computed
-    spread: Spread
-    exactly: bool  # Whether the step was computed in float64.
+    shard: int
+    changes: Mapping[str, Any]
 
 
 class Context:
@@ -88,8 +52,10 @@ class Context:
     Attributes:
         number: number of the step, from 0.
         stage: the current stage.
-        facts: what earlier stages have found out.
+        findings: what was found in this step so far.
         measurements: every array that was compared with a computed one.
+        exact: shards whose loss, gradients and statistics are bitwise those of one device.
+        in_float64: whether gradients are computed in float64: until a step depends on its dtype.
     """
 
     def __init__(
@@ -99,16 +65,12 @@ class Context:
         self.trace, self.position, self.batch = trace, position, batch
         self._oracle, self.checked = oracle, {} if checked is None else checked
         self.number, self.stage = trace.steps[position], "start"
+        self.findings: list[Finding] = []
         self.measurements: list[Measurement] = []
+        self.exact: frozenset[int] = frozenset()
+        self.in_float64 = oracle is not None and not oracle.why_not_exact
         self._named: dict[tuple[str, int], list[Named]] = {}
-        self._arrays: dict[str, list[list[Array]]] = {}
-        shards = trace.shards
-        share = 1 / len(shards) if self.has("loss") else 1.0
-        data = self.arrays("data") if self.has("data") else [[] for _ in shards]
-        self.base_scales = ((share, share),) * len(shards)  # Of the steps that `expected` computes.
-        self.facts = Facts(tuple(data), self.base_scales, (None,) * len(shards))
-        self.in_float64 = True  # Until a step turns out to depend on its dtype.
-        self.num_in_float64 = 0
+        self._expected: dict[int, Expected] = {}
 
     # What was recorded.
 
@@ -144,11 +106,9 @@ class Context:
 
     def arrays(self, kind: str) -> list[list[Array]]:
         """Returns the arrays of each shard or copy, without those that do not exist."""
-        if kind not in self._arrays:
-            items = self.trace.items(kind)
-            found = [self.trace.arrays(self.position, kind, item) or [] for item in items]
-            self._arrays[kind] = [[a for a in each if a is not None] for each in found]
-        return self._arrays[kind]
+        items = self.trace.items(kind)
+        found = [self.trace.arrays(self.position, kind, item) or [] for item in items]
+        return [[array for array in each if array is not None] for each in found]
 
     def named(self, kind: str, position: int | None = None) -> list[Named]:
         """Returns the variables or gradients of each shard or copy, in this step or another."""
@@ -182,10 +142,15 @@ class Context:
         copy = self.named("after")[self.trace.copy_of(shard)]
         return copy | (self.named("own_after")[shard] if self.has("own_after") else {})
 
-    @property
+    @functools.cached_property
     def data(self) -> list[Batch]:
         """The examples of each shard."""
-        return self.arrays("data")
+        return self.arrays("data") if self.has("data") else [[] for _ in self.shards]
+
+    @property
+    def whole(self) -> Batch:
+        """The examples of all shards."""
+        return joined(self.data)
 
     @property
     def sizes(self) -> list[int]:
@@ -194,21 +159,14 @@ class Context:
 
     def inputs(self, shard: int) -> list[np.ndarray]:
         """Returns the first leaf of the examples of each forward pass of a shard."""
-        if not self.has("data"):
-            return []
         data = self.data[shard]
         leaves = len(data) // self.trace.micro_batches(self.position, shard)
         return [array for array in data[:: max(1, leaves)] if array.ndim]
 
     def joined(self, kind: str, order: Sequence[int] = ()) -> list[np.ndarray]:
         """Returns the concatenated arrays of all shards, in order or in the given order."""
-        arrays = [self.arrays(kind)[shard] for shard in order or self.shards]
-        return [join(parts) for parts in zip(*arrays, strict=True)]
-
-    @property
-    def used_by_all(self) -> Batch:
-        """The examples of all shards, with the targets that they used."""
-        return [np.concatenate(parts) for parts in zip(*self.facts.used, strict=True)]
+        arrays = self.arrays(kind)
+        return joined([arrays[shard] for shard in order or self.shards])
 
     def of_kind(self, *kinds: str) -> list[str]:
         """Returns the names of the variables of some kinds."""
@@ -233,7 +191,7 @@ class Context:
         if not self.has(self.kind_sent):
             return {}
         sent = self.named(self.kind_sent)
-        if "all-reduce" in self.facts.wrong:  # Nothing is summed.
+        if self.is_wrong("all-reduce"):  # Nothing is summed.
             return sent[copy]
         return scaled_all(add_named(sent), self.share(0)) if len(sent) > 1 else sent[0]
 
@@ -243,56 +201,71 @@ class Context:
 
     # What is right.
 
-    def ask(self, shard: int, **changes: Any) -> Ask:
-        """Returns the step of a shard, as the trace has it, for the oracle."""
-        facts = self.facts
-        state, other = self.state(shard), facts.drawn_as.get(shard)
-        if other is not None:
-            state = self.with_seeds_of(other, state)
-        off = self.modal_layers if shard in facts.off else ()
-        scales = self.base_scales[shard]
-        usual: dict[str, Any] = {
-            "state": state,
-            "data": facts.used[shard],
-            "scales": scales,
-            "off": off,
-        }
-        usual |= {"starts": facts.starts[shard], "replica": self.trace.replica_of(shard)}
-        return Ask(**{**usual, **facts.states.get(shard, {}), **changes})
+    @functools.cached_property
+    def right(self) -> list[Ask]:
+        """The step that each shard should compute."""
+        share = 1 / len(self.shards) if self.has("loss") else 1.0
+        asks = [
+            Ask(self.state(s), self.data[s], (share, share), replica=self.trace.replica_of(s))
+            for s in self.shards
+        ]
+        if not (self.trace.about.whole_loss and self.has("y_pred") and self.has("mask")):
+            return asks
+        starts = self.starts(self.whole, self.joined("y_pred"), self.joined("mask"))
+        shares = [size / sum(self.sizes) for size in self.sizes]
+        return [
+            ask._replace(starts=start, scales=(1.0, share))
+            for ask, start, share in zip(asks, starts, shares, strict=True)
+        ]
 
     @functools.cached_property
-    def _expected(self) -> dict[int, Expected]:
-        return {}
+    def actual(self) -> list[Ask]:
+        """The step that each shard computes as far as it is known; see `Actual`."""
+        return list(self.right)
+
+    def ask(self, shard: int, **changes: Any) -> Ask:
+        """Returns the step that a shard computes, with changes."""
+        return self.actual[shard]._replace(**changes)
+
+    @property
+    def used(self) -> Batch:
+        """The examples of all shards, with the targets that they use."""
+        return joined([ask.data for ask in self.actual])
+
+    def starts(self, data: Batch, y_pred: Batch, masks: Batch) -> list[Batch]:
+        """Returns the shards' rows of the gradient of a loss with respect to the predictions."""
+        return self._split(self.oracle.loss_gradients(self.state(0), data, y_pred, masks))
+
+    def _split(self, arrays: Batch) -> list[Batch]:
+        """Splits arrays of the whole batch by shard."""
+        ends = np.cumsum(self.sizes)[:-1]
+        return [list(part) for part in zip(*(np.split(a, ends) for a in arrays), strict=True)]
 
     def expected(self, shard: int) -> Expected:
-        """Returns the step of a shard on one device, for the examples that it was given."""
-        if shard not in self._expected:
-            ask = self.ask(shard, data=self.data[shard], off=(), state=self.state(shard))
-            step, spread, exactly = measure(
-                self.oracle, ask, self._variables, seed=self.position, exactly=self.in_float64
-            )
-            self.in_float64 = self.in_float64 and (exactly or not self.oracle.is_exact)
-            self.num_in_float64 += exactly
-            self._expected[shard] = Expected(step, spread, exactly)
+        """Returns the step that a shard should compute, on one device."""
+        if shard not in self._expected and not self.oracle.synchronizes:
+            self._expected[shard] = expected = self.expected_of(self.right[shard])
+            self.in_float64 = expected.in_float64
+        elif shard not in self._expected:
+            whole = self.right[0]._replace(data=self.whole, scales=(1.0, 1.0), starts=None)
+            of_all = self.expected_of(whole)
+            for s, y_pred in enumerate(self._split(of_all.step.y_pred)):
+                self._expected[s] = of_all._replace(step=of_all.step._replace(y_pred=y_pred))
         return self._expected[shard]
 
-    def set_expected(self, shard: int, expected: Expected) -> None:
-        """Sets the step of a shard that was computed together with other shards."""
-        self._expected[shard] = expected
-
     @property
-    def _variables(self) -> list[str]:
-        """The variables that are rounded: weights and statistics."""
-        return self.of_kind("weight", STATISTIC)
+    def uses_float64(self) -> bool:
+        """Whether a step of a shard was computed in float64."""
+        return any(expected.in_float64 for expected in self._expected.values())
 
-    @property
-    def computes_in_float64(self) -> bool:
-        """Whether the oracle computes gradients in float64."""
-        return self.in_float64 and self.oracle.is_exact
+    def expected_of(self, ask: Ask) -> Expected:
+        """Computes a step, and how far rounding reaches."""
+        variables = self.of_kind("weight", STATISTIC)
+        return measure(self.oracle, ask, variables, seed=self.position, exactly=self.in_float64)
 
     def compute(self, ask: Ask) -> Computed:
         """Computes a step in float64, or in float32 if the code depends on dtypes."""
-        return self.oracle.compute(ask, exactly=self.computes_in_float64)
+        return self.oracle.compute(ask, exactly=self.in_float64)
 
     def gradients(self, shard: int, **changes: Any) -> Named:
         """Returns the expected gradients of a shard: those of its part of its actual loss.
@@ -301,12 +274,11 @@ class Context:
             shard: the shard.
             **changes: changes of `ask`: state, data, scales, starts, off.
         """
-        scales = changes.pop("scales", self.facts.scales[shard])
+        ask = self.ask(shard, **changes)
         if self.has("loss"):
-            return self.compute(self.ask(shard, scales=scales, **changes)).raw
-        ask = self.ask(shard, scales=(1.0, 1.0), **changes)
-        factor, of_regular = scales
-        gradients = {n: scaled(g, factor) for n, g in self.compute(ask).raw.items()}
+            return self.compute(ask).raw
+        factor, of_regular = ask.scales
+        gradients = scaled_all(self.compute(ask._replace(scales=(1.0, 1.0))).raw, factor)
         if factor == of_regular:
             return gradients
         regular = self.oracle.regular_gradients(ask.state, ask.data)
@@ -319,7 +291,7 @@ class Context:
 
     def times_base(self, shard: int) -> float:
         """Returns the factor of a shard's gradients over those that `expected` computes."""
-        return self.facts.scales[shard][0] / self.base_scales[shard][0]
+        return self.actual[shard].scales[0] / self.right[shard].scales[0]
 
     def limit(self, shard: int, name: str, value: Array, times: float | None = None) -> float:
         """Returns how far rounding can move a gradient of a shard, as a Euclidean distance.
@@ -328,12 +300,12 @@ class Context:
             shard: the shard.
             name: name of the weight.
             value: the gradient.
-            times: factor over the gradients of `expected`; None for that of the facts.
+            times: factor over the gradients of `expected`; None for that of the shard's loss.
         """
-        spread = self.expected(shard).spread
+        expected = self.expected(shard)
         factor = abs(self.times_base(shard) if times is None else times)
-        own = factor * spread.gradients.get(name, 0.0)
-        return MARGIN * max(own, spread.backward * norm(value)) + TINY
+        own = factor * expected.gradients.get(name, 0.0)
+        return MARGIN * max(own, expected.backward * norm(value)) + TINY
 
     def near(
         self, shard: int, actual: Named, expected: Named, times: float | None = None
@@ -361,11 +333,13 @@ class Context:
         """The shards whose gradients overflow in float16, so that the step should be skipped."""
         if not (self.computes and self.oracle.scales_loss):
             return []
-        raw, exact = self.named("raw"), self.facts.exact
+        raw = self.named("raw")
         return [
             shard
             for shard in self.shards
-            if not (are_finite(raw[shard]) if shard in exact else self.expected(shard).step.raw)
+            if not (
+                are_finite(raw[shard]) if shard in self.exact else self.expected(shard).step.raw
+            )
         ]
 
     def updated(self, before: Named, sums: Named, **changes: Any) -> Named:
@@ -389,6 +363,14 @@ class Context:
     def mark_checked(self) -> None:
         """Adds the current stage to those that could be checked."""
         self.checked[self.stage] = None
+
+    def is_wrong(self, *stages: str) -> bool:
+        """Returns whether a stage has a fault, or has a loss of which shards are no parts."""
+        return any(
+            finding.stage in stages
+            and (finding.status == FAULT or finding.cause == "not_a_sum_over_examples")
+            for finding in self.findings
+        )
 
     def found(
         self, cause: str, text: str, *, design: bool = False, stage: str = "",
@@ -437,18 +419,3 @@ class Context:
         size, apart = max(norm(expected), least), distance(actual, expected)
         self.measurements.append(Measurement(*where, ratio(apart, size), ratio(allowed, size)))
         return apart <= allowed
-
-
-def is_bitwise(context: Context, shard: int, computed: Computed) -> bool:
-    """Returns whether predictions, loss, gradients and statistics are bitwise those computed."""
-    loss = context.arrays("loss")[shard][0]
-    right = computed.loss[0] if computed.loss else np.nan
-    left = context.left(shard)
-    statistics = [name for name in context.of_kind(STATISTIC) if name in computed.after]
-    y_pred = context.arrays("y_pred")[shard] if context.has("y_pred") else computed.y_pred
-    return (
-        all(map(same_bits, y_pred, computed.y_pred))
-        and same_bits(loss, np.asarray(right, loss.dtype))
-        and all_same_bits(context.named("raw")[shard], computed.raw)
-        and all(same_bits(left[name], computed.after[name]) for name in statistics)
-    )

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.arithmetic import are_finite
-from lockstep.checks.agreement import check_agreement
+from lockstep.arithmetic import all_same_bits, are_finite, same_bits
 from lockstep.checks.all_reduce import check_all_reduce
 from lockstep.checks.clipping import check_clipping
 from lockstep.checks.examples import check_examples
@@ -15,17 +14,15 @@ from lockstep.checks.forward import check_forward
 from lockstep.checks.gradients import check_gradients
 from lockstep.checks.loss import check_loss, check_regularisation
 from lockstep.checks.random_numbers import check_random_numbers
-from lockstep.checks.start import check_start
+from lockstep.checks.start import check_agreement, check_start
 from lockstep.checks.statistics import check_statistics
 from lockstep.checks.update import check_update
-from lockstep.checks.whole_loss import starts_of
-from lockstep.context import Context, Expected, Facts, is_bitwise
-from lockstep.oracles import Batch, Oracle
-from lockstep.rounding import repeated_spread
-from lockstep.trace import Trace
+from lockstep.context import Actual, Context
+from lockstep.oracles import Batch, Computed, Oracle
+from lockstep.trace import STATISTIC, Trace
 from lockstep.verdict import STAGES, Finding, Measurement, Verdict, merged
 
-Check = Callable[[Context], Iterator[Finding | Facts]]
+Check = Callable[[Context], Iterator[Finding | Actual]]
 CHECKS: dict[str, Check] = {  # Stage → its check, in the order of the data.
     "start": check_start,
     "random numbers": check_random_numbers,
@@ -43,6 +40,8 @@ CHECKS: dict[str, Check] = {  # Stage → its check, in the order of the data.
 BITWISE = "bitwise equal to one device in float32"
 SPREAD = "spread over orders of summation and weights changed by one unit in the last place"
 
+FLOAT64 = f"float64 on one device and the difference of float32 from it; {SPREAD}"
+
 
 @dataclasses.dataclass
 class Result:
@@ -51,11 +50,10 @@ class Result:
     findings: list[Finding] = dataclasses.field(default_factory=list)
     measurements: list[Measurement] = dataclasses.field(default_factory=list)
     checked: dict[str, None] = dataclasses.field(default_factory=dict)
-    num_bitwise: int = 0
-    num_in_float64: int = 0
+    tolerances: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, findings: Sequence[Finding]) -> None:
-        """Adds findings, for example of checks that are not about one step."""
+        """Adds findings of checks that are not about one step."""
         self.findings += findings
         self.checked |= dict.fromkeys(finding.stage for finding in findings)
 
@@ -124,13 +122,8 @@ def verdict_of(
 def _tolerance(result: Result, oracle: Oracle | None) -> str:
     if oracle is None:
         return "those of float32 sums and updates"
-    texts = [SPREAD]
-    if result.num_in_float64:
-        texts = [f"float64 on one device and the difference of float32 from it; {SPREAD}"]
-    elif result.num_bitwise:
-        texts = [BITWISE]
-    why = f" (not float64: {oracle.why_not_exact})" if oracle.why_not_exact else ""
-    return f"{texts[0]}{why}"
+    text = next((each for each in (FLOAT64, BITWISE) if each in result.tolerances), SPREAD)
+    return text + (f" (not float64: {oracle.why_not_exact})" if oracle.why_not_exact else "")
 
 
 def check_step(
@@ -151,55 +144,42 @@ def check_step(
         result.findings.append(context.found("not_finite", text, design=True))
         return
     with np.errstate(invalid="ignore", over="ignore"):  # Of trainings that overflow.
-        prepare(context)
+        context.exact = exact_shards(context)
         for stage, check_stage in CHECKS.items():
             context.stage = stage
             for found in check_stage(context):
-                if isinstance(found, Facts):
-                    context.facts = found
+                if isinstance(found, Finding):
+                    context.findings.append(found)
                 else:
-                    result.findings.append(found)
+                    context.actual[found.shard] = context.ask(found.shard, **found.changes)
+    result.findings += context.findings
     result.measurements += context.measurements
-    result.num_bitwise += len(context.facts.exact)
-    result.num_in_float64 += context.num_in_float64
+    if context.exact:
+        result.tolerances.add(BITWISE)
+    if context.uses_float64:
+        result.tolerances.add(FLOAT64)
 
 
-def prepare(context: Context) -> None:
-    """Compares all shards bitwise with one device, and computes what they share."""
-    if not context.computes:
-        return
-    if context.trace.about.whole_loss and context.has("y_pred") and context.has("mask"):
-        _prepare_whole_loss(context)
-    if context.oracle.synchronizes:
-        _compute_together(context)
-    elif context.has("loss") and context.has("raw") and context.has("after"):
-        asks = [context.ask(shard, scales=(1.0, 1.0)) for shard in context.shards]
-        computed = context.oracle.bitwise(asks, sum(context.sizes))
-        if computed is not None:
-            exact = {s for s, each in enumerate(computed) if is_bitwise(context, s, each)}
-            context.facts = dataclasses.replace(context.facts, exact=frozenset(exact))
+def exact_shards(context: Context) -> frozenset[int]:
+    """Returns the shards whose results are bitwise those of one device."""
+    is_recorded = context.has("loss") and context.has("raw") and context.has("after")
+    if not context.computes or context.oracle.synchronizes or not is_recorded:
+        return frozenset()
+    asks = [context.ask(shard, scales=(1.0, 1.0)) for shard in context.shards]
+    computed = context.oracle.bitwise(asks, sum(context.sizes)) or ()
+    return frozenset(s for s, each in enumerate(computed) if _is_bitwise(context, s, each))
 
 
-def _prepare_whole_loss(context: Context) -> None:
-    """Sets where the backward pass of each shard starts: at its part of the whole loss."""
-    sizes = context.sizes
-    whole = [np.concatenate(parts) for parts in zip(*context.data, strict=True)]
-    starts = starts_of(context, whole, context.joined("y_pred"), context.joined("mask"))
-    context.base_scales = tuple((1.0, size / sum(sizes)) for size in sizes)
-    context.facts = dataclasses.replace(
-        context.facts, scales=context.base_scales, starts=tuple(starts)
+def _is_bitwise(context: Context, shard: int, computed: Computed) -> bool:
+    """Returns whether predictions, loss, gradients and statistics are bitwise those computed."""
+    loss = context.arrays("loss")[shard][0]
+    right = computed.loss[0] if computed.loss else np.nan
+    left = context.left(shard)
+    statistics = [name for name in context.of_kind(STATISTIC) if name in computed.after]
+    y_pred = context.arrays("y_pred")[shard] if context.has("y_pred") else computed.y_pred
+    return (
+        all(map(same_bits, y_pred, computed.y_pred))
+        and same_bits(loss, np.asarray(right, loss.dtype))
+        and all_same_bits(context.named("raw")[shard], computed.raw)
+        and all(same_bits(left[name], computed.after[name]) for name in statistics)
     )
-
-
-def _compute_together(context: Context) -> None:
-    """Computes the whole batch at once, and splits its predictions by shard."""
-    whole = [np.concatenate(parts) for parts in zip(*context.data, strict=True)]
-    ask = context.ask(0, data=whole, scales=(1.0, 1.0), starts=None)
-    step = context.oracle.compute(ask)
-    variables = context.of_kind("weight", "statistic")
-    spread = repeated_spread(context.oracle, step, ask, variables, context.position)
-    ends = np.cumsum(context.sizes)[:-1]
-    per_shard = zip(*(np.split(p, ends) for p in step.y_pred), strict=True)
-    for shard, y_pred in enumerate(per_shard):
-        expected = Expected(step._replace(y_pred=list(y_pred)), spread, False)
-        context.set_expected(shard, expected)

@@ -16,7 +16,6 @@ import tensorflow as tf
 import lockstep
 from lockstep.arithmetic import add_named
 from lockstep.checks.evaluation import check_evaluation
-from lockstep.checks.whole_loss import starts_of
 from lockstep.context import Context
 from lockstep.oracles import Ask
 from lockstep.oracles.keras import KerasOracle
@@ -817,10 +816,10 @@ def test_a_loss_of_predictions_that_are_joined_in_an_order(order):
     faulty = Copy()
     faulty.about = dataclasses.replace(faulty.about, whole_loss=True)
     (step,), context = faulty.steps, Context(faulty.trace(), 0, faulty.oracle)
-    whole, masks = context.used_by_all, [np.zeros(())]
+    whole, masks = context.used, [np.zeros(())]
     y_pred = context.joined("y_pred", order)
     loss = faulty.oracle.loss(step["before", 0], whole, y_pred, masks)
-    for r, start in enumerate(starts_of(context, whole, y_pred, masks)):
+    for r, start in enumerate(context.starts(whole, y_pred, masks)):
         step["loss", r] = [np.float32(loss / 3), np.float32(0)]
         step["raw", r] = faulty.oracle.compute(faulty.ask(step, r, starts=start, scales=(1, 1))).raw
     faulty.follow(step)

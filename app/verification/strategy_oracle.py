@@ -6,7 +6,7 @@ reference.
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ import tensorflow as tf
 from app.training.training_spec import TrainingSpec
 from app.verification.split_layers import Forward, without_backward_sums
 from lockstep.arithmetic import EPS, UNITS, are_finite, rows_of
-from lockstep.oracles import Ask, Batch, Computed
+from lockstep.oracles import Ask, Batch, Computed, Oracle
 from lockstep.oracles.keras import (
     changed_optimizer,
     in_dtype,
@@ -141,7 +141,7 @@ class CompiledStep:
         return logits, loss, gradients, left
 
 
-class StrategyOracle:
+class StrategyOracle(Oracle):
     """Computes steps of a training with any strategy on one device; see `lockstep.oracles.Oracle`.
 
     Args:
@@ -184,8 +184,7 @@ class StrategyOracle:
         self.units = dict.fromkeys(self._variables, EPS)
         self.scales_loss = LOSS_SCALE in self._variables
         self.tracks = set(self._variables) - {variable.path for variable in model.variables}
-        self.is_exact = self.unit == EPS
-        self.why_not_exact = "" if self.is_exact else "the model does not compute in float32"
+        self.why_not_exact = "" if self.unit == EPS else "the model does not compute in float32"
         has_several = len(about.shards) > 1
         self.synchronizes = bool(
             about.syncs_batch_norm and has_several and self.layers_with_statistics
@@ -241,10 +240,6 @@ class StrategyOracle:
         """Returns the hashes of all training examples."""
         return {row for data in self._examples() for row in rows_of(data)}
 
-    def layers_of(self, seeds: Collection[str]) -> tuple[int, ...]:
-        """Returns nothing: no layer draws random numbers."""
-        return ()
-
     def bitwise(self, asks: Sequence[Ask], total: int) -> list[Computed]:
         """Computes shards exactly as manual, mirrored, single and pipeline do, bit for bit."""
         with concurrent.futures.ThreadPoolExecutor(self._num_threads) as pool:
@@ -277,10 +272,6 @@ class StrategyOracle:
             tape.watch(logits)
             loss = self._own.loss(logits, labels, "float64") / max(1, len(labels))
         return [tape.gradient(loss, logits).numpy()]
-
-    def regular_gradients(self, state: Named, data: Batch) -> Named:
-        """Returns nothing: regularisation is part of the optimizer."""
-        return {}
 
     def backward_faults(self, ask: Ask) -> Iterator[tuple[str, str, Callable[[], Named]]]:
         """Yields the gradients of a split layer without the sums of its backward pass."""

@@ -1,6 +1,5 @@
 """Checks the sums that each copy receives."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -25,13 +24,13 @@ from lockstep.arithmetic import (
     sum_bound,
 )
 from lockstep.checks.update import rounding_bounds
-from lockstep.context import Context, Facts
+from lockstep.context import Context
 from lockstep.hypotheses.of_sums import SumOf, why_sum
 from lockstep.trace import Array, Named
 from lockstep.verdict import Finding
 
 
-def check_all_reduce(context: Context) -> Iterator[Finding | Facts]:
+def check_all_reduce(context: Context) -> Iterator[Finding]:
     """Checks the sums that each copy receives against those of the gradients sent."""
     if not context.has(context.kind_sent) or not (context.has_several or context.has("sums")):
         return
@@ -148,7 +147,7 @@ def _is_multiple(applied: Array, sent: Array) -> bool:
     return not (is_far(applied, factor * dense(sent)) if np.isfinite(factor) else norm(applied))
 
 
-def _with_own(context: Context, sent: Sequence[Named]) -> Iterator[Finding | Facts]:
+def _with_own(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
     """Finds replicas whose update uses what they sent, if no all-reduce was recorded."""
     if not context.has("after") or len(sent) != len(context.copies):
         return
@@ -166,7 +165,6 @@ def _with_own(context: Context, sent: Sequence[Named]) -> Iterator[Finding | Fac
         }
     if own:
         context.mark_checked()
-        yield dataclasses.replace(context.facts, wrong=context.facts.wrong | {"all-reduce"})
         num = len(sent)
         text = f"the update of each replica uses its own gradient, not the sum over {num} replicas"
         names = [name for name in sent[0] if name in own]

@@ -1,7 +1,7 @@
 """Checks each shard's predictions."""
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -9,34 +9,37 @@ from lockstep.arithmetic import (
     MARGIN,
     add_named,
     are_finite,
+    joined,
     norm,
     relative_distance,
     relative_norm,
 )
-from lockstep.context import Context, Facts
+from lockstep.context import Actual, Context
 from lockstep.hypotheses.of_states import other_states
+from lockstep.oracles import Batch
+from lockstep.trace import Named
 from lockstep.verdict import Finding
 
 
-def check_forward(context: Context) -> Iterator[Finding | Facts]:
+def check_forward(context: Context) -> Iterator[Finding | Actual]:
     """Checks predictions, and whether they depend on the other examples of a shard."""
     if not (context.computes and context.has("y_pred")):
         return
     context.mark_checked()
     for shard in context.shards:
         actual = context.arrays("y_pred")[shard]
-        if shard in context.facts.exact:
+        if shard in context.exact:
             context.measure("predictions", "y_pred", shard, actual[0], actual[0], 0.0, same=True)
             continue
         expected = context.expected(shard)
-        allowed = MARGIN * expected.spread.forward
+        allowed = MARGIN * expected.forward
         apart = relative_distance(actual, expected.step.y_pred)
         for got, right in zip(actual, expected.step.y_pred, strict=True):
             context.measure("predictions", "y_pred", shard, got, right, allowed * norm(right))
         if apart <= allowed:
             continue
-        cause, text, facts = _why(context, shard, allowed)
-        yield facts
+        cause, text, changes = _why(context, shard, allowed)
+        yield Actual(shard, changes)
         yield context.found(
             cause, text, kind="y_pred", items=(shard,), distance=apart, allowed=allowed
         )
@@ -49,7 +52,7 @@ def _mixing(context: Context) -> Iterator[Finding]:
     oracle = context.oracle
     if not oracle.may_mix:
         return
-    allowed = MARGIN * max(context.expected(shard).spread.forward for shard in context.shards)
+    allowed = MARGIN * max(context.expected(shard).forward for shard in context.shards)
     if _apart(context, oracle.random_layers) <= allowed:
         return
     statistics = [oracle.layer_names[index] for index in oracle.layers_with_statistics]
@@ -73,70 +76,62 @@ def _mixing(context: Context) -> Iterator[Finding]:
 
 def _apart(context: Context, off: Sequence[int]) -> float:
     """Returns the distance of predictions by shard from those of the whole batch."""
-    state, shards = context.state(0), context.data
 
-    def predict(data: list[np.ndarray]) -> list[np.ndarray]:
-        ask = context.ask(0, state=state, data=data, off=tuple(off), starts=None)
+    def predict(data: Batch) -> Batch:
+        ask = context.right[0]._replace(data=data, off=tuple(off), starts=None)
         return context.oracle.compute(ask).y_pred
 
-    parts = [predict(data) for data in shards]
-    joined = [np.concatenate(each) for each in zip(*parts, strict=True)]
-    whole = [np.concatenate(each) for each in zip(*shards, strict=True)]
-    return relative_distance(joined, predict(whole))
+    parts = joined([predict(data) for data in context.data])
+    return relative_distance(parts, predict(context.whole))
 
 
 def _gradient_apart(context: Context) -> float:
     """Returns the distance of the shards' summed gradients from that of the whole batch."""
-    state, num = context.state(0), sum(context.sizes)
+    num, of_regular = sum(context.sizes), 1 / len(context.shards)
 
-    def gradients(data: list[np.ndarray], scales: tuple[float, float]) -> dict:
-        ask = context.ask(0, state=state, data=data, scales=scales, off=(), starts=None)
+    def gradients(data: Batch, scales: tuple[float, float]) -> Named:
+        ask = context.right[0]._replace(data=data, scales=scales, starts=None)
         return context.oracle.compute(ask).raw
 
-    shares = [(size / num, 1 / len(context.shards)) for size in context.sizes]
-    parts = [gradients(data, own) for data, own in zip(context.data, shares, strict=True)]
-    joined = [np.concatenate(each) for each in zip(*context.data, strict=True)]
-    whole = gradients(joined, (1.0, 1.0))
+    pairs = zip(context.data, context.sizes, strict=True)
+    parts = [gradients(data, (size / num, of_regular)) for data, size in pairs]
+    whole = gradients(context.whole, (1.0, 1.0))
     if any(part.keys() != whole.keys() for part in parts):  # One of them overflows.
         return np.nan
     return relative_norm(add_named(parts), whole)
 
 
-def _why(context: Context, shard: int, allowed: float) -> tuple[str, str, Facts]:
-    """Explains predictions that differ from those for the shard's own examples."""
-    y_pred, facts, oracle = context.arrays("y_pred")[shard], context.facts, context.oracle
+def _why(context: Context, shard: int, allowed: float) -> tuple[str, str, Mapping[str, Any]]:
+    """Returns cause, text and changes of `Ask` that explain predictions of a shard."""
+    y_pred, oracle = context.arrays("y_pred")[shard], context.oracle
 
-    def fits(**changes: object) -> bool:
+    def fits(**changes: Any) -> bool:
         found = oracle.compute(context.ask(shard, **{"starts": None, **changes})).y_pred
         same = [p.shape for p in found] == [p.shape for p in y_pred]
         return same and relative_distance(y_pred, found) <= allowed
 
-    if not are_finite(y_pred):
-        right = are_finite(context.expected(shard).step.y_pred)
-        if right:
-            return "not_finite", "predictions are NaN or infinite, and finite on one device", facts
+    if not are_finite(y_pred) and are_finite(context.expected(shard).step.y_pred):
+        return "not_finite", "predictions are NaN or infinite, and finite on one device", {}
     if oracle.synchronizes and fits():
         text = (
             f"BatchNorm normalises the {context.sizes[shard]} examples of each shard separately; it"
             f" is to normalise over all {sum(context.sizes)} of the batch"
         )
-        return "local_statistics", text, facts
+        return "local_statistics", text, {}
     if context.modal_layers and fits(off=context.modal_layers):
-        off = dataclasses.replace(facts, off=facts.off | {shard})
-        return "inference_mode", "the predictions are those of the model in inference mode", off
-    for other in context.shards if oracle.random_layers else ():
-        if fits(state=context.with_seeds_of(other, context.state(shard))):
-            drawn = dataclasses.replace(facts, drawn_as={**facts.drawn_as, shard: other})
-            if other != shard:
-                text = f"predictions are those with the seeds of replica {other}"
-                return "same_random_numbers", text, drawn
-    for other in context.shards:
-        if other != shard and fits(data=context.data[other]):
+        text = "the predictions are those of the model in inference mode"
+        return "inference_mode", text, {"off": context.modal_layers}
+    others = [other for other in context.shards if other != shard]
+    for other in others if oracle.random_layers else ():
+        drawn = {"state": context.with_seeds_of(other, context.state(shard))}
+        if fits(**drawn):
+            text = f"predictions are those with the seeds of replica {other}"
+            return "same_random_numbers", text, drawn
+    for other in others:
+        if fits(data=context.data[other]):
             name = context.trace.name_of("data", other)
-            return "same_examples", f"the predictions are those for the examples of {name}", facts
+            return "same_examples", f"the predictions are those for the examples of {name}", {}
     for cause, text, changes in other_states(context, shard):
         if fits(**changes):
-            states = {**facts.states, shard: changes}
-            return cause, f"the predictions are {text}", dataclasses.replace(facts, states=states)
-    wrong = dataclasses.replace(facts, wrong=facts.wrong | {"forward"})
-    return "unexplained", "one device makes other predictions for the same examples", wrong
+            return cause, f"the predictions are {text}", changes
+    return "unexplained", "one device makes other predictions for the same examples", {}

@@ -1,168 +1,148 @@
-"""Checks each shard's gradients, before clipping."""
+"""Checks each shard's gradients, before clipping, and their sum against the whole batch."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
-from lockstep.arithmetic import MARGIN, add_named, are_finite, distance, norm, ratio
-from lockstep.checks.gradient_scales import scales_that_fit
-from lockstep.checks.summed_in_step import check_summed_in_step, is_summed_in_step
-from lockstep.checks.whole_batch import check_whole_batch
-from lockstep.context import Context, Facts
+import numpy as np
+
+from lockstep.arithmetic import (
+    MARGIN,
+    NOTHING_BUT_ROUNDING,
+    TINY,
+    add_named,
+    all_same_bits,
+    are_finite,
+    dense,
+    distance,
+    factor_of,
+    norm,
+    ratio,
+    relative_norm,
+    same_bits,
+    scaled_all,
+)
+from lockstep.context import Actual, Context
 from lockstep.hypotheses.of_gradients import gradient_hypotheses
-from lockstep.hypotheses.of_parts import factor_of_part
-from lockstep.hypotheses.of_tensors import why_tensor
-from lockstep.trace import Named
+from lockstep.hypotheses.of_tensors import factor_of_part, why_tensor
+from lockstep.trace import Array, Named
 from lockstep.verdict import Finding
 
 _NOT_FINITE = "gradients are NaN or infinite, and finite on one device"
-
 _SMALL_PART = 1e-2
+_SAME = 1e-3  # Relative deviation of factors that are equal.
 
 
-def check_gradients(context: Context) -> Iterator[Finding | Facts]:
+def check_gradients(context: Context) -> Iterator[Finding | Actual]:
     """Checks the gradients that each shard computes, and their sum."""
     if not context.has("raw"):
         return
     raw = context.named("raw")
+    odd = [shard for shard in context.shards if not are_finite(raw[shard])]
     if not context.computes:
-        if odd := [s for s in context.shards if not are_finite(raw[s])]:
+        if odd:
             context.mark_checked()
-            text = "the gradients are NaN or infinite"
-            if not (context.has("loss") and not are_finite(context.arrays("loss")[odd[0]])):
-                yield context.found("not_finite", text, items=odd)
+        if odd and not context.is_wrong("loss"):
+            yield context.found("not_finite", "the gradients are NaN or infinite", items=odd)
         return
-    if context.overflows or "loss" in context.facts.unknown:
+    if context.overflows or any(found.cause == "other_loss" for found in context.findings):
         return
-    facts = context.facts
-    if len(facts.exact) == len(context.shards):
+    if len(context.exact) == len(context.shards):
         context.mark_checked()
         for shard in context.shards:
             for name, value in raw[shard].items():
                 context.measure(name, "raw", shard, value, value, 0.0, same=True)
         return
-    if odd := _not_finite(context):
-        yield context.found(
-            "not_finite",
-            "gradients are NaN or infinite, on one device too: nothing to compare with",
-            items=odd, design=True,
-        )  # fmt: skip
+    if odd := [shard for shard in odd if not are_finite(context.expected(shard).step.raw)]:
+        text = "gradients are NaN or infinite, on one device too: nothing to compare with"
+        yield context.found("not_finite", text, items=odd, design=True)
         return
-    if is_summed_in_step(context):
-        yield from check_summed_in_step(context)
+    if (found := _summed_in_step(context)) is not None:
+        yield from found
         return
     context.mark_checked()
     if not context.has("loss"):
-        yield dataclasses.replace(facts, scales=scales_that_fit(context))
+        for shard, scales in enumerate(_scales_that_fit(context)):
+            yield Actual(shard, {"scales": scales})
     if context.oracle.synchronizes:
         yield from _check_together(context)
         return
     for shard in context.shards:
-        if shard in facts.exact:
-            continue
-        expected = context.gradients(shard)
-        if raw[shard].keys() != expected.keys():
-            yield context.found(
-                "frozen",
-                f"{len(raw[shard])} weights have a gradient, {len(expected)} on one device",
-                items=(shard,), tensors=sorted(raw[shard].keys() ^ expected.keys()),
-            )  # fmt: skip
-            continue
-        wrong = []
-        for name, value in raw[shard].items():
-            limit = context.limit(shard, name, expected[name])
-            where = name, "raw", shard
-            if not context.measure(*where, value, expected[name], limit, least=_least(expected)):
-                wrong.append(name)
-        yield from _explain(context, shard, raw[shard], expected, wrong)
+        if shard not in context.exact:
+            yield from _check_shard(context, shard)
     if not context.trace.about.whole_loss:
-        yield from check_whole_batch(context)
+        yield from _check_whole_batch(context)
 
 
-def _least(gradients: Named) -> float:
-    """Returns the size that distances of small gradients are relative to.
-
-    The gradient of a bias before BatchNorm is rounding error only.
-    """
-    return _SMALL_PART * max(map(norm, gradients.values()), default=0.0)
-
-
-def _not_finite(context: Context) -> list[int]:
-    """Returns the shards whose gradients are NaN or infinite, as they are on one device."""
-    raw = context.named("raw")
-    return [
-        shard
-        for shard in context.shards
-        if not are_finite(raw[shard]) and not are_finite(context.expected(shard).step.raw)
-    ]
-
-
-def _check_together(context: Context) -> Iterator[Finding]:
-    """Checks the sum of the sent gradients against the gradient of the whole batch."""
-    if "loss" in context.facts.wrong:
-        return
-    total, expected = add_named(context.named("raw")), context.expected(0).step.raw
-    wrong = []
-    for name, value in total.items():
-        limit = context.limit(0, name, expected[name])
-        where = name, "raw", 0
-        if not context.measure(*where, value, expected[name], limit, least=_least(expected)):
-            wrong.append(name)
-    if wrong:
-        yield from _explain_together(context, total, expected, wrong)
-
-
-def _explain_together(
-    context: Context, total: Named, expected: Named, wrong: Sequence[str]
-) -> Iterator[Finding]:
-    """Explains the sum of the gradients of layers that normalise over all shards."""
-    if odd := _odd(total, expected, wrong):
-        shards = [s for s in context.shards if not are_finite(context.named("raw")[s])]
-        yield context.found("not_finite", _NOT_FINITE, items=shards, tensors=odd)
-        return
-    alone = add_named([
-        context.compute(context.ask(s, scales=scales, starts=None)).raw
-        for s, scales in zip(context.shards, _shares(context), strict=True)
-    ])  # fmt: skip
-    near = context.near(0, total, alone)
-    if all(name in near for name in wrong):
-        sizes = "/".join(map(str, context.sizes))
+def _check_shard(context: Context, shard: int) -> Iterator[Finding]:
+    """Checks the gradients of a shard, and explains them by what it may have computed."""
+    actual, expected = context.named("raw")[shard], context.gradients(shard)
+    if actual.keys() != expected.keys():
         yield context.found(
-            "local_statistics",
-            f"BatchNorm normalises each shard of {sizes} examples separately; it is to normalise"
-            f" over all {sum(context.sizes)} of the batch together",
-            items=context.shards, tensors=wrong,
+            "frozen", f"{len(actual)} weights have a gradient, {len(expected)} on one device",
+            items=(shard,), tensors=sorted(actual.keys() ^ expected.keys()),
         )  # fmt: skip
         return
-    yield from _by_tensor(context, 0, total, expected, wrong, items=context.shards)
-
-
-def _shares(context: Context) -> list[tuple[float, float]]:
-    sizes, num = context.sizes, len(context.shards)
-    return [(size / sum(sizes), 1 / num) for size in sizes]
-
-
-def _explain(
-    context: Context, shard: int, actual: Named, expected: Named, wrong: Sequence[str]
-) -> Iterator[Finding]:
-    """Explains gradients of a shard, tensor by tensor."""
-    odd = _odd(actual, expected, wrong)
-    if odd:
+    wrong = _wrong(context, shard, actual, expected)
+    if odd := _not_finite(actual, expected, wrong):
         yield context.found("not_finite", _NOT_FINITE, items=(shard,), tensors=odd)
     left = [name for name in wrong if name not in odd]
-    if not left:
-        return
-    for cause, text, predict in gradient_hypotheses(context, shard):
+    for cause, text, predict in gradient_hypotheses(context, shard) if left else ():
         predicted = predict()
         near = context.near(shard, actual, predicted)
         same = context.near(shard, expected, predicted)
         if explained := [name for name in left if name in near and name not in same]:
-            yield _finding(
-                context, cause, f"the gradients are {text}", shard, actual, expected, explained
-            )
+            why = cause, f"the gradients are {text}"
+            yield _finding(context, why, shard, actual, expected, explained, (shard,))
             left = [name for name in left if name not in explained]
             if not left:
                 return
-    yield from _by_tensor(context, shard, actual, expected, left, items=(shard,))
+    yield from _by_tensor(context, shard, actual, expected, left, (shard,))
+
+
+def _check_together(context: Context) -> Iterator[Finding]:
+    """Checks the sum of the gradients of layers that normalise over all shards."""
+    if context.is_wrong("loss"):
+        return
+    total, expected = add_named(context.named("raw")), context.expected(0).step.raw
+    wrong = _wrong(context, 0, total, expected)
+    if odd := _not_finite(total, expected, wrong):
+        shards = [s for s in context.shards if not are_finite(context.named("raw")[s])]
+        yield context.found("not_finite", _NOT_FINITE, items=shards, tensors=odd)
+        return
+    if not wrong:
+        return
+    sizes, num = context.sizes, len(context.shards)
+    asks = [
+        context.ask(shard, scales=(size / sum(sizes), 1 / num), starts=None)
+        for shard, size in enumerate(sizes)
+    ]
+    near = context.near(0, total, add_named([context.compute(ask).raw for ask in asks]))
+    if all(name in near for name in wrong):
+        yield context.found(
+            "local_statistics",
+            f"BatchNorm normalises each shard of {'/'.join(map(str, sizes))} examples separately;"
+            f" it is to normalise over all {sum(sizes)} of the batch together",
+            items=context.shards, tensors=wrong,
+        )  # fmt: skip
+        return
+    yield from _by_tensor(context, 0, total, expected, wrong, context.shards)
+
+
+def _wrong(context: Context, shard: int, actual: Named, expected: Named) -> list[str]:
+    """Measures gradients, and returns the names of the wrong ones."""
+    # The gradient of a bias before BatchNorm is rounding error only.
+    least = _SMALL_PART * max(map(norm, expected.values()), default=0.0)
+    wrong = []
+    for name, value in actual.items():
+        right = expected[name]
+        limit = context.limit(shard, name, right)
+        if not context.measure(name, "raw", shard, value, right, limit, least=least):
+            wrong.append(name)
+    return wrong
+
+
+def _not_finite(actual: Named, expected: Named, names: Sequence[str]) -> list[str]:
+    """Returns the gradients that are not finite although those of one device are."""
+    return [n for n in names if not are_finite([actual[n]]) and are_finite([expected[n]])]
 
 
 def _by_tensor(
@@ -177,22 +157,248 @@ def _by_tensor(
         if why[0] == "unexplained":
             why = factor_of_part(context, actual[name], expected[name], limit) or why
         groups.setdefault(why, []).append(name)
-    for (cause, text), names in groups.items():
-        yield _finding(context, cause, text, shard, actual, expected, names, items)
-
-
-def _odd(actual: Named, expected: Named, names: Sequence[str]) -> list[str]:
-    """Returns the gradients that are not finite although those of one device are."""
-    return [n for n in names if not are_finite([actual[n]]) and are_finite([expected[n]])]
+    for why, names in groups.items():
+        yield _finding(context, why, shard, actual, expected, names, items)
 
 
 def _finding(
-    context: Context, cause: str, text: str, shard: int, actual: Named, expected: Named,
-    names: Sequence[str], items: Sequence[int] = (),
+    context: Context, why: tuple[str, str], shard: int, actual: Named, expected: Named,
+    names: Sequence[str], items: Sequence[int],
 ) -> Finding:  # fmt: skip
     """Returns a finding on some gradients of a shard."""
     apart = max(ratio(distance(actual[n], expected[n]), norm(expected[n])) for n in names)
-    return context.found(
-        cause, text, items=items or (shard,), tensors=names, distance=apart,
-        allowed=MARGIN * context.expected(shard).spread.backward,
-    )  # fmt: skip
+    allowed = MARGIN * context.expected(shard).backward
+    return context.found(*why, items=items, tensors=names, distance=apart, allowed=allowed)
+
+
+# Steps that show no loss, or sum gradients themselves.
+
+
+def _scales_that_fit(context: Context) -> list[tuple[float, float]]:
+    """Returns the factors of each shard's data loss and regularisation, where no loss is recorded.
+
+    The sum over the shards shows whether they are right. A shard whose factors explain none of its
+    gradients gets the median of those that do.
+    """
+    fits = [_factors_of(context, shard) for shard in context.shards]
+    known = [fit for fit in fits if fit] or [(1 / len(fits), 1 / len(fits))]
+    usual = tuple(np.median(known, axis=0).tolist())
+    return [fit or usual for fit in fits]
+
+
+def _factors_of(context: Context, shard: int) -> tuple[float, float] | None:
+    """Returns two factors that explain most gradients of a shard; None if none explains any.
+
+    A step may divide the data loss by the global batch, and regularisation by the number of
+    replicas. Each gradient gives factors, because some may be wrong; the best ones are fitted again
+    to all gradients that they explain.
+    """
+    actual, own = context.named("raw")[shard], context.expected(shard).step.raw
+    if actual.keys() != own.keys() or not are_finite(actual) or not are_finite(own):
+        return None
+    ask = context.right[shard]
+    regular = context.oracle.regular_gradients(ask.state, ask.data)
+    both = {n: dense(regular.get(n, np.zeros(np.shape(dense(own[n]))))) for n in own}
+    rest = {name: dense(own[name]) - both[name] for name in own}
+
+    def explained(a: float, b: float) -> list[str]:
+        expected = {name: a * rest[name] + b * both[name] for name in own}
+        return context.near(shard, actual, expected, max(abs(a), abs(b)))
+
+    def fit(names: Sequence[str]) -> list[tuple[float, float]]:
+        parts = [np.concatenate([dense(g[n]).ravel() for n in names]) for g in (actual, rest, both)]
+        equal = factor_of(parts[:1], [parts[1] + parts[2]])
+        found = [(equal, equal)] if np.isfinite(equal) else []
+        return [*found, *_two_factors(*parts)]
+
+    sizes = {name: norm(value) for name, value in own.items()}
+    large = [n for n in own if sizes[n] > NOTHING_BUT_ROUNDING * np.mean([*sizes.values()])]
+    candidates = [pair for name in large for pair in fit([name])]
+    best = max(candidates, key=lambda pair: len(explained(*pair)), default=None)
+    if best is None or not (names := explained(*best)):
+        return None
+    return max(fit(names), key=lambda pair: len(explained(*pair)), default=best)
+
+
+def _two_factors(
+    actual: np.ndarray, first: np.ndarray, second: np.ndarray
+) -> Iterator[tuple[float, float]]:
+    """Yields (a, b) with `a * first + b * second` closest to `actual`, if both are determined."""
+    sizes = norm(first), norm(second)
+    if not all(sizes) or abs(np.vdot(first, second)) > 0.99 * sizes[0] * sizes[1]:
+        return
+    columns = np.stack([first / sizes[0], second / sizes[1]], axis=1)
+    (a, b), *_ = np.linalg.lstsq(columns, actual, rcond=None)
+    yield float(a / sizes[0]), float(b / sizes[1])
+
+
+def _summed_in_step(context: Context) -> list[Finding] | None:
+    """Checks gradients that a custom step has summed before the optimizer; None if it has not.
+
+    They are equal although the examples differ. Their sum is compared if the whole batch can be.
+    """
+    raw, used = context.named("raw"), [ask.data for ask in context.actual]
+    elsewhere = context.oracle.synchronizes or context.trace.about.whole_loss
+    is_off = any(ask.off for ask in context.actual)
+    if elsewhere or is_off or len(raw) == 1 or not any(map(norm, raw[0].values())):
+        return None
+    if not all(all_same_bits(other, raw[0]) for other in raw[1:]):
+        return None
+    if all(all(map(same_bits, other, used[0])) for other in used[1:]):
+        return None
+    for shard in context.shards:
+        own = context.expected(shard).step.raw
+        if own.keys() != raw[0].keys():
+            return None
+        factor = factor_of(list(raw[0].values()), [own[name] for name in raw[0]])
+        # Gradients of one shard's examples, or of a loss that does not depend on examples.
+        multiple = scaled_all(own, factor) if np.isfinite(factor) else {}
+        if len(context.near(shard, raw[0], multiple, factor)) == len(raw[0]):
+            return None
+    if context.modal_layers or context.is_wrong("loss"):
+        return []
+    expected = context.expected_of(context.ask(0, data=context.used, scales=(1.0, 1.0)))
+    total, whole = add_named(raw), expected.step.raw
+    factor = factor_of(list(total.values()), [whole[name] for name in total])
+    limits = {
+        name: MARGIN * max(expected.gradients[name], expected.backward * norm(g)) + TINY
+        for name, g in whole.items()
+    }
+
+    def wrong(times: float) -> list[str]:
+        by = max(1, abs(times))
+        return [n for n in whole if _apart(total[n], whole[n], times) > by * limits[n]]
+
+    if wrong(factor):
+        return None
+    context.mark_checked()
+    if not (names := wrong(1.0)):
+        return []
+    text = (
+        "the train_step sums the gradients over the replicas; the sum of what they then send adds"
+        f" up to {factor:.4g} times the gradient of the whole batch"
+    )
+    far = relative_norm(total, whole)
+    return [context.found("scaled_gradient", text, tensors=names, distance=far)]
+
+
+def _apart(actual: Array, expected: Array, times: float = 1.0) -> float:
+    return distance(actual, times * dense(expected))
+
+
+# The gradient of the whole batch.
+
+
+def _check_whole_batch(context: Context) -> Iterator[Finding]:
+    """Compares the sum over the shards with the gradient of the whole batch."""
+    if len(context.shards) == 1 or context.is_wrong("loss", "forward"):
+        return
+    if not context.oracle.may_mix and context.has("loss"):
+        return  # The loss is a sum over examples, and each shard's part of it is right.
+    state, off = context.state(0), context.modal_layers
+    of_regular = sum(ask.scales[1] for ask in context.actual) if context.has("loss") else 1.0
+    ask = context.ask(
+        0, state=state, data=context.used, scales=(1.0, of_regular), starts=None, off=off
+    )
+    shards = [context.gradients(s, state=state, off=off) for s in context.shards]
+    whole = context.compute(ask).raw
+    if any(shard.keys() != whole.keys() for shard in shards):  # One of them overflows.
+        return
+    sums, each = add_named(shards), [context.expected(s) for s in context.shards]
+    backward = max(expected.backward for expected in each)
+    # The shards' gradients may cancel each other, but not their rounding errors.
+    limits = {
+        name: MARGIN
+        * max(
+            sum(expected.gradients.get(name, 0.0) for expected in each),
+            backward * sum(norm(shard[name]) for shard in shards),
+        )
+        + TINY
+        for name in whole
+    }
+    apart = {name: _apart(sums[name], whole[name]) for name in whole}
+    if any(apart[name] > limits[name] for name in whole):
+        gradients = context.expected_of(ask).gradients
+        limits = {n: limit + MARGIN * gradients[n] for n, limit in limits.items()}
+    if wrong := [name for name, limit in limits.items() if apart[name] > limit]:
+        cause, text = _why_whole(context, sums, whole, limits, wrong)
+        # Losses may be equal by chance when their gradients are not.
+        stage = "loss" if cause == "weighted_mean_of_means" else ""
+        yield context.found(
+            cause, text, tensors=wrong, distance=relative_norm(sums, whole), stage=stage,
+            design=cause == "not_a_sum_over_examples",
+        )  # fmt: skip
+
+
+def _why_whole(
+    context: Context, sums: Named, whole: Named, limits: dict[str, float], wrong: Sequence[str]
+) -> tuple[str, str]:
+    """Explains why the shards' gradients do not add up to the gradient of the whole batch."""
+
+    def are_near(actual: Named, expected: Named, times: float = 1.0) -> bool:
+        by = max(1, abs(times))
+        return all(_apart(actual[n], expected[n], times) <= by * limits[n] for n in wrong)
+
+    sizes = context.sizes
+    by_size = [size / sum(sizes) for size in sizes]
+    is_mean = not context.has("loss") and len(set(sizes)) > 1
+    if is_mean and are_near(_weighted_sum(context, by_size), whole):
+        return "mean_of_means", f"shards of {'/'.join(map(str, sizes))} examples have equal weights"
+    weights = _weights_of_shards(context)
+    if weights and are_near(_weighted_sum(context, weights), whole):
+        return "weighted_mean_of_means", (
+            "shards have equal weights; their shares of the sample weights, or unmasked steps, are"
+            f" {'/'.join(f'{weight:.3g}' for weight in weights)}"
+        )
+    factor = factor_of([sums[n] for n in whole], list(whole.values()))
+    if are_near(sums, whole, factor):
+        cause = "scaled_gradient" if factor < 1 else "scalar_loss_not_divided"
+        why = "is divided more than once"
+        if factor >= 1:
+            why = "is the mean over a replica's examples, not divided by the number of replicas"
+        return cause, (
+            f"the sum of the gradients over {len(context.shards)} replicas is {factor:.4g} times"
+            f" the gradient of the whole batch: the loss {why}"
+        )
+    if regular := context.oracle.regular_gradients(context.state(0), context.used):
+        apart = [dense(sums[name]) - dense(whole[name]) for name in wrong]
+        extra = factor_of(apart, [regular[name] for name in wrong])
+        more = {name: dense(whole[name]) + extra * dense(regular[name]) for name in wrong}
+        if are_near(sums, more):
+            return (
+                "regulariser_repeated" if extra > 0 else "regulariser_missing",
+                f"the replicas' gradients contain {1 + extra:.4g} times the regularisation of one"
+                " device",
+            )
+    return (
+        "not_a_sum_over_examples",
+        f"the gradient of the whole batch differs by {relative_norm(sums, whole):.1%} from the sum"
+        " over the shards, also on one device",
+    )
+
+
+def _weights_of_shards(context: Context) -> list[float]:
+    """Returns the fractions of the shards' sample weights, or of their unmasked steps."""
+    if not context.has("mask"):
+        return []
+    sums = []
+    for ask, masks in zip(context.actual, context.arrays("mask"), strict=True):
+        arrays = [mask for mask in masks if mask.ndim] + context.oracle.targets(ask.data)[1]
+        sums.append(sum(float(np.sum(array)) for array in arrays))
+    return [number / sum(sums) for number in sums] if sum(sums) else []
+
+
+def _weighted_sum(context: Context, weights: Sequence[float]) -> Named:
+    """Returns the sum of the shards' gradients, each multiplied by a weight."""
+    of_regular, has_loss = 1 / len(context.shards), context.has("loss")
+    shares = []
+    for shard, weight in enumerate(weights):
+        if context.sizes[shard] == 0:
+            continue
+        scales = (weight, of_regular) if has_loss else (1.0, 1.0)
+        ask = context.ask(
+            shard, state=context.state(0), scales=scales, off=context.modal_layers, starts=None
+        )
+        raw = context.compute(ask).raw
+        shares.append(raw if has_loss else scaled_all(raw, weight))
+    return add_named(shares)

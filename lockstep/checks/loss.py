@@ -1,127 +1,398 @@
-"""Checks the shards' losses, and their sum."""
+"""Checks the losses of the shards, and the loss of the whole batch."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
-from lockstep.arithmetic import EPS, MARGIN, TINY, are_finite
-from lockstep.checks.losses import (
-    Losses,
-    recorded_losses,
-    regular_share,
-    with_shifted_targets,
-)
-from lockstep.checks.whole_loss import check_whole_loss
-from lockstep.context import Context, Facts
-from lockstep.hypotheses.of_losses import other_losses
+from lockstep.arithmetic import EPS, MARGIN, TINY, are_finite, dense, factor_of, joined
+from lockstep.context import Actual, Context
+from lockstep.hypotheses.of_gradients import shifted_targets
 from lockstep.oracles import Batch
+from lockstep.trace import Named
 from lockstep.verdict import Finding
 
 
-def check_loss(context: Context) -> Iterator[Finding | Facts]:
-    """Checks the shards' losses of the recorded predictions, and their sum."""
+def check_loss(context: Context) -> Iterator[Finding | Actual]:
+    """Checks the losses of the recorded predictions, and their sum."""
     if not context.has("loss"):
         return
     context.mark_checked()
     if not context.computes:
-        yield from _finite(context)
-        return
-    if len(context.facts.exact) == len(context.shards):
-        for shard in context.shards:
+        if odd := [s for s in context.shards if not are_finite(context.arrays("loss")[s])]:
+            yield context.found("not_finite", "the loss is NaN or infinite", items=odd)
+    elif len(context.exact) == len(context.shards):
+        for shard, size in enumerate(context.sizes):
             loss = context.arrays("loss")[shard][0]
             context.measure("loss", "loss", shard, loss, loss, 0.0, same=True)
-        yield _with_scales(context, recorded_losses(context, exactly=True))
-        return
+            scales = size / sum(context.sizes), 1 / len(context.shards)
+            yield Actual(shard, {"scales": scales})
+    elif context.trace.about.whole_loss:
+        yield from _check_whole_loss(context, recorded_losses(context))
+    else:
+        yield from _check_losses(context)
+
+
+def _check_losses(context: Context) -> Iterator[Finding | Actual]:
+    """Checks the losses that the shards compute from their own predictions."""
     losses = recorded_losses(context)
-    if context.trace.about.whole_loss:
-        yield from check_whole_loss(context, losses)
-        return
     if not losses.are_right and context.has("y_pred") and context.has("mask"):
         for shard in losses.odd:
-            yield from _shifted_targets(context, shard, losses)
+            yield from _shifted_targets_of(context, shard, losses)
         losses = recorded_losses(context)
-    size = losses.size
-    context.measure("loss", "loss", 0, sum(losses.taken), losses.whole, losses.allowed * size)
-    num = len(context.shards)
-    if not losses.are_right and (extra := _repeated_regularisation(context, losses)) is not None:
-        scales = [
-            (size / sum(losses.sizes), regular_share(context, shard) + extra / num)
-            for shard, size in enumerate(losses.sizes)
-        ]
-        yield dataclasses.replace(context.facts, scales=tuple(scales))
+    num, sizes = len(context.shards), losses.sizes
+    allowed = losses.allowed * losses.size
+    context.measure("loss", "loss", 0, sum(losses.taken), losses.whole, allowed)
+    for shard, (taken, own) in enumerate(zip(losses.taken, losses.own, strict=True)):
+        scale = taken / own if own and np.isfinite(own) else 1 / num
+        yield Actual(shard, {"scales": (scale, regular_share(context, shard))})
+    if losses.are_right:
+        return
+    steps = [context.expected(shard).step.loss for shard in context.shards]
+    regular = [loss[1] for loss in steps if loss]
+    extra = losses.repeated(float(np.mean(regular))) if regular else None
+    if extra is not None:
+        for shard, size in enumerate(sizes):
+            scales = size / sum(sizes), regular_share(context, shard) + extra / num
+            yield Actual(shard, {"scales": scales})
         yield context.found(
             "regulariser_repeated" if extra > 0 else "regulariser_missing",
             f"the replicas' losses contain {1 + extra:.4g} times the regularisation of one device",
             stage="regularisation", distance=losses.apart, allowed=losses.allowed,
         )  # fmt: skip
         return
-    facts = _with_scales(context, losses)
-    if losses.are_right:
-        yield facts
-        return
     cause, text = losses.why()
-    if cause == "other_loss":
-        yield facts
-        for name, why, shard, known in other_losses(context, losses.odd):
-            yield dataclasses.replace(known, wrong=known.wrong | {"loss"})
+    smoothed = []
+    for shard in losses.odd if cause == "other_loss" else ():
+        if found := _label_smoothing(context, shard):
+            why, changes = found
+            smoothed.append(shard)
+            yield Actual(shard, changes)
             yield context.found(
-                name, why, items=(shard,), distance=losses.apart, allowed=losses.allowed
-            )
-            cause = ""
-    if not cause:
-        return
-    unknown = {"loss"} if cause == "other_loss" else set()
-    yield dataclasses.replace(
-        facts, wrong=facts.wrong | {"loss"}, unknown=facts.unknown | unknown
-    )  # fmt: skip
-    yield context.found(
-        cause, text, design=cause == "not_a_sum_over_examples", distance=losses.apart,
-        allowed=losses.allowed, items=losses.odd if unknown else (),
-    )  # fmt: skip
+                "label_smoothing", why, items=(shard,), distance=losses.apart,
+                allowed=losses.allowed,
+            )  # fmt: skip
+    if not smoothed:
+        yield context.found(
+            cause, text, design=cause == "not_a_sum_over_examples", distance=losses.apart,
+            allowed=losses.allowed, items=losses.odd if cause == "other_loss" else (),
+        )  # fmt: skip
 
 
-def _finite(context: Context) -> Iterator[Finding]:
-    """Finds losses that are not finite, where no oracle can say whether they should be."""
-    if odd := [s for s in context.shards if not are_finite(context.arrays("loss")[s])]:
-        yield context.found("not_finite", "the loss is NaN or infinite", items=odd)
-
-
-def _with_scales(context: Context, losses: Losses) -> Facts:
-    """Returns the facts with the scales of the actual losses, even if they are wrong."""
-    num = len(context.shards)
-    scales = [
-        (taken / own if own and np.isfinite(own) else 1 / num, regular_share(context, shard))
-        for shard, (taken, own) in enumerate(zip(losses.taken, losses.own, strict=True))
-    ]
-    return dataclasses.replace(context.facts, scales=tuple(scales))
-
-
-def _repeated_regularisation(context: Context, losses: Losses) -> float | None:
-    """Returns how many times too often regularisation is in the losses; None if it is not."""
-    steps = [context.expected(shard).step.loss for shard in context.shards]
-    regular = [loss[1] for loss in steps if loss]
-    return losses.repeated(float(np.mean(regular))) if regular else None
-
-
-def _shifted_targets(context: Context, shard: int, losses: Losses) -> Iterator[Finding | Facts]:
+def _shifted_targets_of(
+    context: Context, shard: int, losses: "Losses"
+) -> Iterator[Finding | Actual]:
     """Checks whether a shard's loss is that of targets of other inputs."""
-    arrays: Sequence[Batch] = [context.arrays(kind)[shard] for kind in ("y_pred", "mask")]
-    for moved in with_shifted_targets(context, context.data[shard]):
-        loss = context.oracle.loss(context.state(shard), moved, *arrays)
+    y_pred, masks = context.arrays("y_pred")[shard], context.arrays("mask")[shard]
+    for moved in shifted_targets(context, context.data[shard]):
+        loss = context.oracle.loss(context.state(shard), moved, y_pred, masks)
         if losses.is_share(shard, loss):
-            yield context.facts.with_shard(shard, used=moved)
-            yield context.found(
-                "labels_shifted",
-                "the loss is that of targets shifted by one example relative to the inputs",
-                items=(shard,),
-            )
+            yield Actual(shard, {"data": moved})
+            text = "the loss is that of targets shifted by one example relative to the inputs"
+            yield context.found("labels_shifted", text, items=(shard,))
             return
+
+
+def _label_smoothing(context: Context, shard: int) -> tuple[str, dict] | None:
+    """Explains a loss by targets that are spread over all classes, as it should not be.
+
+    The cross-entropy with smoothing s is (1 - s) times that of the labels plus s times the mean
+    over the classes; its gradients are linear in s, and give it. Returns text and changes of `Ask`.
+    """
+    if not context.has("y_pred"):
+        return None
+    logits, data = context.arrays("y_pred")[shard], context.actual[shard].data
+    num_inputs, _ = context.oracle.targets(data)
+    targets = data[num_inputs : num_inputs + 1]
+    if len(logits) != 1 or logits[0].ndim != 2 or not targets or targets[0].ndim != 1:
+        return None
+    labels = targets[0].astype(np.int64)
+    size, classes = logits[0].shape
+    if targets[0].dtype.kind not in "iu" or not size or labels.max() >= classes:
+        return None
+    values = logits[0].astype(np.float64)
+    values -= values.max(axis=1, keepdims=True)
+    logs = values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+    share = size / sum(context.sizes)
+    scales = share, context.actual[shard].scales[1]
+
+    def gradients(smoothing: float) -> tuple[list[np.ndarray], Named]:
+        start = np.exp(logs) - smoothing / classes
+        start[np.arange(size), labels] -= 1 - smoothing
+        starts = [(start / size).astype(np.float32)]
+        return starts, context.gradients(shard, starts=starts, scales=scales)
+
+    actual, without, fully = context.named("raw")[shard], gradients(0.0)[1], gradients(1.0)[1]
+    if actual.keys() != without.keys():
+        return None
+    apart = [dense(actual[name]) - dense(without[name]) for name in actual]
+    smoothing = factor_of(apart, [dense(fully[n]) - dense(without[n]) for n in actual])
+    if not 1e-3 < smoothing < 1:
+        return None
+    starts, predicted = gradients(smoothing)
+    times = share / context.right[shard].scales[0]
+    if len(context.near(shard, actual, predicted, times)) < len(actual):
+        return None
+    text = f"its gradients are those of a label smoothing of {smoothing:.3g}"
+    return text, {"starts": starts, "scales": scales}
+
+
+# Cause, text, loss of the whole batch, and a function that returns the start of each shard's
+# backward pass: its part of the gradient with respect to the predictions.
+Hypothesis = tuple[str, str, float, Callable[[], list[Batch]]]
+
+
+def _check_whole_loss(context: Context, losses: "Losses") -> Iterator[Finding | Actual]:
+    """Checks a loss that is computed once from the predictions of all shards."""
+    taken, allowed = sum(losses.taken), losses.allowed * losses.size
+    for shard in context.shards:
+        yield Actual(shard, {"scales": (1.0, regular_share(context, shard))})
+    if context.measure("loss", "loss", 0, taken, losses.whole, allowed):
+        return
+    cause, text = "other_loss", f"the predictions of all replicas have {losses.whole:.6g}"
+    for name, why, loss, starts in _hypotheses(context, losses):
+        if abs(loss - taken) <= allowed:
+            cause, text = name, why
+            for shard, start in enumerate(starts()):  # Gradients are checked for the actual loss.
+                yield Actual(shard, {"starts": start})
+            break
+    yield context.found(
+        cause, f"the loss of the whole batch is {taken:.6g}: {text}",
+        distance=losses.apart, allowed=losses.allowed,
+    )  # fmt: skip
+
+
+def _hypotheses(context: Context, losses: "Losses") -> Iterator[Hypothesis]:
+    """Yields hypotheses about a wrong loss of the whole batch."""
+    oracle, state, num = context.oracle, context.state(0), len(context.shards)
+    each = f"({', '.join(f'{loss:.6g}' for loss in losses.own)}), on one device {losses.whole:.6g}"
+    text = f"it is the mean of the losses of the replicas' own examples {each}"
+    cause = "weighted_mean_of_means" if losses.is_plain_sum else "not_a_sum_over_examples"
+    by_size = [size / sum(losses.sizes) for size in losses.sizes]
+    for name, why, shares in (
+        (cause, text, by_size),
+        ("mean_of_means", f"{text}; shards differ in size", [1 / num] * num),
+    ):
+        loss = sum(share * own for share, own in zip(shares, losses.own, strict=True))
+        yield name, why, loss, partial(_starts_of_shards, context, shares)
+    y_pred, masks = context.joined("y_pred"), context.joined("mask")
+    for moved in shifted_targets(context, context.whole):
+        text = "it is that of targets shifted by one example"
+        loss = oracle.loss(state, moved, y_pred, masks)
+        yield "labels_shifted", text, loss, partial(context.starts, moved, y_pred, masks)
+    # Of many shards, only the reversed order.
+    for order in itertools.permutations(range(num)) if num < 5 else [tuple(range(num))[::-1]]:
+        arrays = context.whole, context.joined("y_pred", order), context.joined("mask", order)
+        replicas = ", ".join(map(str, order))
+        text = f"it is that of predictions joined in the order of replicas {replicas}"
+        loss = oracle.loss(state, *arrays)
+        yield "predictions_out_of_order", text, loss, partial(context.starts, *arrays)
+
+
+def _starts_of_shards(context: Context, shares: Sequence[float]) -> list[Batch]:
+    """Returns the gradients of the shards' losses with respect to their predictions."""
+    arrays = zip(
+        context.data, context.arrays("y_pred"), context.arrays("mask"), shares, strict=True
+    )
+    return [
+        [share * g for g in context.oracle.loss_gradients(context.state(0), data, own, mask)]
+        for data, own, mask, share in arrays
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """Data losses of a step, without regularisation.
+
+    Attributes:
+        taken: for each replica, the recorded loss.
+        own: for each replica, the loss of the recorded predictions on one device.
+        whole: the loss of the global batch on one device.
+        plain: `own` without weights and masks.
+        plain_whole: `whole` without weights and masks.
+        sizes: number of examples of each replica.
+        allowed: relative distance that rounding can cause.
+    """
+
+    taken: list[float]
+    own: list[float]
+    whole: float
+    plain: list[float]
+    plain_whole: float
+    sizes: list[int]
+    allowed: float
+
+    @property
+    def size(self) -> float:
+        """The reference size of relative distances, from the finite losses."""
+        whole, *taken = (abs(x) if np.isfinite(x) else 0.0 for x in (self.whole, *self.taken))
+        return max(whole, sum(taken), TINY)
+
+    @property
+    def apart(self) -> float:
+        """The relative distance of the replicas' sum from the loss of the whole batch."""
+        return abs(sum(self.taken) - self.whole) / self.size
+
+    @property
+    def are_right(self) -> bool:
+        """Whether the replicas' losses add up to that of the whole batch."""
+        return self._near(sum(self.taken), self.whole) and not self.odd
+
+    @property
+    def odd(self) -> list[int]:
+        """The replicas whose loss is not a fraction of the loss of their own examples."""
+        shares = [s for s, own in enumerate(self.own) if not self.is_share(s, own)]
+        # A custom step may weight its examples in any way, if the sum is right.
+        regular = len(shares) == len(self.own) and self._near(sum(self.taken), self.whole)
+        return [] if regular else shares
+
+    def is_share(self, r: int, loss: float) -> bool:
+        """Returns whether a replica's loss equals this loss, or its part of the batch."""
+        shares = 1.0, 1 / len(self.own), self.sizes[r] / sum(self.sizes)
+        return any(self._near(self.taken[r], share * loss) for share in shares)
+
+    @property
+    def common_factor(self) -> float | None:
+        """The common factor of all replicas' parts of the loss; None if they differ."""
+        num = len(self.own)
+        if not all(self.own) or not np.isfinite(self.own).all():
+            return None
+        factors = [t * num / o for t, o in zip(self.taken, self.own, strict=True)]
+        same = np.allclose(factors, factors[0], self.allowed, 0)
+        return factors[0] if same and factors[0] > 0 else None
+
+    def repeated(self, regular: float) -> float | None:
+        """Returns how many times too often regularisation is in the replicas' data losses.
+
+        Args:
+            regular: regularisation on one device.
+
+        Returns:
+            None if it does not explain each replica's loss; -1 if it is missing.
+        """
+        if not regular:
+            return None
+        extra, num = (sum(self.taken) - self.whole) / regular, len(self.own)
+        shares = [size / sum(self.sizes) for size in self.sizes], [1 / num] * num
+        fits = [
+            all(
+                self._near(taken, share * own + extra * regular / num)
+                for taken, share, own in zip(self.taken, part, self.own, strict=True)
+            )
+            for part in shares
+        ]
+        is_whole = abs(extra - round(extra)) < 1e-3 and round(extra) != 0
+        return extra if any(fits) and is_whole else None
+
+    @property
+    def by_size(self) -> float:
+        """The mean of the replicas' own losses, weighted by their numbers of examples."""
+        pairs = zip(self.own, self.sizes, strict=True)
+        return sum(own * size / sum(self.sizes) for own, size in pairs)
+
+    @property
+    def is_plain_sum(self) -> bool:
+        """Whether losses without weights and masks are the mean over examples."""
+        pairs = zip(self.plain, self.sizes, strict=True)
+        mean = sum(plain * size / sum(self.sizes) for plain, size in pairs)
+        return abs(mean - self.plain_whole) <= self.allowed * max(abs(self.plain_whole), TINY)
+
+    def why(self) -> tuple[str, str]:
+        """Returns cause and text of a sum that differs from the loss of the whole batch."""
+        if explained := self._why_means():
+            return explained
+        num, taken, whole, factor = len(self.own), sum(self.taken), self.whole, self.common_factor
+        if factor is not None and self._near(self.by_size, whole):
+            often = ": they are divided by the number of replicas twice"
+            return "scaled_gradient", (
+                f"each replica's loss and gradients are {factor:.4g} times the replica's share of"
+                f" those of the batch{often if abs(factor * num - 1) < 1e-3 else ''}"
+            )
+        return "other_loss", (
+            f"the replicas' losses ({', '.join(f'{t:.6g}' for t in self.taken)}) add up to"
+            f" {taken:.6g}; the compiled loss of their predictions is {self._each}, and"
+            f" {whole:.6g} for the whole batch"
+        )
+
+    def _why_means(self) -> tuple[str, str] | None:
+        """Explains a sum of the replicas' losses, or their mean."""
+        num, sizes, taken, whole = len(self.own), self.sizes, sum(self.taken), self.whole
+        once = all(self._near(t, o) for t, o in zip(self.taken, self.own, strict=True))
+        mean = self._near(taken, sum(self.own) / num) and not self.odd
+        is_by_size = self._near(self.by_size, whole)
+        if once and is_by_size:
+            return "scalar_loss_not_divided", (
+                f"the replicas' losses ({self._each}) are not divided by the number of replicas,"
+                f" {num}: their sum is {taken:.6g}, the loss of the whole batch is {whole:.6g}, so"
+                f" the gradients are {taken / whole:.4g} times too large"
+            )
+        if mean and len(set(sizes)) > 1 and is_by_size:
+            return "mean_of_means", (
+                f"the replicas have {'/'.join(map(str, sizes))} examples; the mean of their means"
+                f" is {taken:.6g}, the mean over all examples is {whole:.6g}"
+            )
+        if (mean or once) and self.is_plain_sum and not is_by_size:
+            return "weighted_mean_of_means", (
+                "each replica divides by the sum of the weights, or unmasked steps, of its"
+                f" examples: the mean of the replicas' losses ({self._each}) is {taken:.6g}, the"
+                f" weighted mean of the whole batch is {whole:.6g}"
+            )
+        if (mean or once) and not self.is_plain_sum:
+            return "not_a_sum_over_examples", (
+                f"the loss of a batch is not the mean of its examples' losses: it is {whole:.6g}"
+                f" for the whole batch and {self._each} for the shards"
+            )
+        return None
+
+    @property
+    def _each(self) -> str:
+        return ", ".join(f"{own:.6g}" for own in self.own)
+
+    def _near(self, number: float, other: float) -> bool:
+        if not np.isfinite(other):
+            return not np.isfinite(number)
+        return bool(abs(number - other) <= self.allowed * self.size)
+
+
+def regular_share(context: Context, shard: int) -> float:
+    """Returns the fraction of one device's regularisation that a shard adds."""
+    if shard in context.exact:
+        return 1 / len(context.shards)
+    own = context.expected(shard).step.loss
+    if not own or not own[1]:
+        return 1 / len(context.shards)
+    return float(np.sum(context.arrays("loss")[shard][1])) / own[1]
+
+
+def recorded_losses(context: Context) -> Losses:
+    """Returns the recorded data losses, and those of the recorded predictions."""
+    oracle, sizes, shards = context.oracle, context.sizes, context.shards
+    taken = [float(np.sum(x[0])) - float(np.sum(x[1:2])) for x in context.arrays("loss")]
+    allowed = MARGIN * max(8 * EPS, oracle.unit if oracle.unit > EPS else 0.0)
+    if not (context.has("y_pred") and context.has("mask")):
+        own = [loss[0] if (loss := context.expected(s).step.loss) else 0.0 for s in shards]
+        whole = sum(o * size for o, size in zip(own, sizes, strict=True)) / max(sum(sizes), 1)
+        forward = MARGIN * max(context.expected(s).forward for s in shards)
+        return Losses(taken, own, whole, own, whole, sizes, max(allowed, forward))
+    y_pred, masks = context.arrays("y_pred"), context.arrays("mask")
+
+    def loss_of(shard: int | None, weighted: bool) -> float:
+        """Returns the loss of a shard, or of the whole batch."""
+        if shard is None:
+            arrays = context.used, joined(y_pred), joined(masks)
+            return oracle.loss(context.state(0), *arrays, weighted=weighted)
+        arrays = context.actual[shard].data, y_pred[shard], masks[shard]
+        return oracle.loss(context.state(shard), *arrays, weighted=weighted)
+
+    own, plain = ([loss_of(s, weighted) for s in shards] for weighted in (True, False))
+    return Losses(taken, own, loss_of(None, True), plain, loss_of(None, False), sizes, allowed)
 
 
 def check_regularisation(context: Context) -> Iterator[Finding]:
     """Checks the sum of the shards' regularisation."""
-    if not (context.computes and context.has("loss")) or context.facts.exact:
+    if not (context.computes and context.has("loss")) or context.exact:
         return
     recorded = context.arrays("loss")
     losses = [loss for s in context.shards if (loss := context.expected(s).step.loss)]
@@ -134,7 +405,7 @@ def check_regularisation(context: Context) -> Iterator[Finding]:
     weights = context.sizes if context.trace.about.whole_loss else None
     expected = float(np.average([regular for _, regular in losses], weights=weights))
     apart = abs(taken - expected) / max(abs(expected), TINY)
-    forward = [context.expected(shard).spread.forward for shard in context.shards]
+    forward = [context.expected(shard).forward for shard in context.shards]
     allowed = MARGIN * max(8 * EPS, *forward)
     if apart > allowed:
         factor = taken / expected if expected else np.inf

@@ -67,15 +67,14 @@ def _looks_at_number(context: Context, shard: int, seed: str) -> bool:
     oracle = context.oracle
     own = oracle.layers_of([seed])
     off = tuple(index for index in oracle.random_layers if index not in own)
-    scales = {"scales": (1.0, 1.0)}
     mine, first = (
-        oracle.compute(context.ask(shard, replica=number, off=off, **scales))
+        oracle.compute(context.ask(shard, replica=number, off=off, scales=(1.0, 1.0)))
         for number in (context.trace.replica_of(shard), 0)
     )
-    spread = context.expected(shard).spread
+    expected = context.expected(shard)
     if mine.y_pred:
-        return relative_distance(mine.y_pred, first.y_pred) > MARGIN * spread.forward
-    return relative_norm(mine.raw, first.raw) > MARGIN * spread.backward
+        return relative_distance(mine.y_pred, first.y_pred) > MARGIN * expected.forward
+    return relative_norm(mine.raw, first.raw) > MARGIN * expected.backward
 
 
 def _equal_states(context: Context) -> Iterator[Finding]:

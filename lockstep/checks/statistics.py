@@ -31,7 +31,7 @@ def check_statistics(context: Context) -> Iterator[Finding]:
     if context.computes:
         context.mark_checked()
         for shard in context.shards:
-            if shard not in context.facts.exact:
+            if shard not in context.exact:
                 yield from _of_shard(context, shard, names)
     elif len(context.copies) > 1 and context.of_kind(STATISTIC):
         context.mark_checked()
@@ -60,9 +60,9 @@ def _local(context: Context) -> Iterator[Finding]:
 def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Finding]:
     """Checks the statistics and seeds that a shard leaves."""
     left, before = context.left(shard), context.state(shard)
-    facts, oracle = context.facts, context.oracle
+    oracle = context.oracle
     own = _own(context, shard)
-    allowed = MARGIN * context.expected(shard).spread.forward
+    allowed = MARGIN * context.expected(shard).forward
     wrong = []
     for name in names:
         if name not in left or name not in own:
@@ -77,7 +77,7 @@ def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Fi
     if not wrong:
         return
     stay = all(same_bits(left[name], before[name]) for name in wrong)
-    if stay and shard in facts.off:
+    if stay and context.actual[shard].off:
         return
     apart = max(ratio(distance(left[n], own[n]), norm(own[n])) for n in wrong)
     where: Any = {"items": (shard,), "tensors": wrong, "distance": apart, "allowed": allowed}
@@ -99,16 +99,18 @@ def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Fi
 
 def _own(context: Context, shard: int) -> Named:
     """Returns the variables that a shard should leave, given the state that it computes with."""
-    if shard in context.facts.states:
-        return context.oracle.compute(context.ask(shard, off=())).after
-    return context.expected(shard).step.after
+    ask, right = context.actual[shard], context.right[shard]
+    if ask.state is right.state and ask.data is right.data:
+        return context.expected(shard).step.after
+    state = context.with_seeds_of(shard, ask.state)
+    return context.oracle.compute(ask._replace(state=state, off=())).after
 
 
 def _why(
     context: Context, shard: int, left: Named, before: Named, own: Named, wrong: Sequence[str]
 ) -> tuple[str, str]:
     """Explains statistics by known ways to average wrongly."""
-    allowed = MARGIN * context.expected(shard).spread.forward
+    allowed = MARGIN * context.expected(shard).forward
 
     def fits(predicted: Named) -> bool:
         return all(n in predicted and not is_far(left[n], predicted[n], allowed) for n in wrong)
@@ -118,8 +120,8 @@ def _why(
     if fits(again) or fits({n: dense(own[n]) + change[n] for n in wrong}):
         return "doubled_average", "moving statistics change twice as much as they should"
     if context.oracle.layers_with_statistics and len(context.shards) > 1:
-        whole = [np.concatenate(parts) for parts in zip(*context.data, strict=True)]
-        if fits(context.oracle.compute(context.ask(shard, data=whole)).after):
+        whole = context.oracle.compute(context.ask(shard, data=context.whole, starts=None))
+        if fits(whole.after):
             return "whole_batch_norm", "BatchNorm normalises over the whole batch, not each shard"
     for other in context.shards:
         if other != shard and fits(_own(context, other)):

@@ -1,6 +1,5 @@
 """Checks weights and optimizer state after the update."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -20,14 +19,14 @@ from lockstep.arithmetic import (
     ratio,
     same_bits,
 )
-from lockstep.context import Context, Facts
+from lockstep.context import Context
 from lockstep.hypotheses.of_updates import update_hypotheses
 from lockstep.oracles.rules import RuleOracle
 from lockstep.trace import SEED, STATE, WEIGHT, Array, Named, Rows
 from lockstep.verdict import Finding
 
 
-def check_update(context: Context) -> Iterator[Finding | Facts]:
+def check_update(context: Context) -> Iterator[Finding]:
     """Checks the update of each copy, with the gradients that it applies."""
     oracle = context.updater
     if oracle is None or not context.has("after"):
@@ -69,7 +68,6 @@ def check_update(context: Context) -> Iterator[Finding | Facts]:
             allowed = 0.0 if same else length(bounds[name])
             context.measure(name, "after", copy, own[name], expected[name], allowed, same=same)
         if wrong:
-            yield dataclasses.replace(context.facts, wrong=context.facts.wrong | {"update"})
             yield from _explain(context, copy, expected, bounds, wrong)
     if context.computes:
         yield from _check_rows_summed_first(context)
@@ -258,12 +256,11 @@ def _check_unseen(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _check_skipped(context: Context) -> Iterator[Finding | Facts]:
+def _check_skipped(context: Context) -> Iterator[Finding]:
     """Checks a step that one device skips, or that was skipped, because gradients overflowed."""
     context.mark_checked()
     overflows, changed = context.overflows, _changed(context)
     if context.has("raw"):
-        yield dataclasses.replace(context.facts, wrong=context.facts.wrong | {"update"})
         names = ", ".join(context.trace.name_of("raw", shard) for shard in overflows)
         yield context.found(
             "overflow_not_skipped",
@@ -272,8 +269,8 @@ def _check_skipped(context: Context) -> Iterator[Finding | Facts]:
             items=overflows,
         )  # fmt: skip
         return
-    whole = [np.concatenate(parts) for parts in zip(*context.data, strict=True)]
-    if not overflows and context.oracle.compute(context.ask(0, data=whole)).raw:
+    whole = context.right[0]._replace(data=context.whole, starts=None)
+    if not overflows and context.oracle.compute(whole).raw:
         text = "the step is skipped although gradients overflow on no replica"
         yield context.found("not_updated", text)
     if changed:

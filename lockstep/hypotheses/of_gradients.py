@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
+
 from lockstep.arithmetic import scaled_all
-from lockstep.checks.losses import with_shifted_targets
 from lockstep.context import Context
 from lockstep.hypotheses.of_states import other_states
+from lockstep.oracles import Batch
 from lockstep.trace import Named
 
 Hypothesis = tuple[str, str, Callable[[], Named]]  # Cause, text, gradients to send.
@@ -14,83 +16,51 @@ Hypothesis = tuple[str, str, Callable[[], Named]]  # Cause, text, gradients to s
 
 def gradient_hypotheses(context: Context, shard: int) -> Iterator[Hypothesis]:
     """Yields hypotheses about wrong gradients of a shard."""
-    zeros = scaled_all(context.named("raw")[shard], 0.0)
-    yield "frozen", "0", lambda: zeros
+    raw, state = context.named("raw"), context.state(shard)
+    predict = partial(partial, context.gradients, shard)
+    others = [other for other in context.shards if other != shard]
+    names = {other: context.trace.name_of("raw", other) for other in others}
+    yield "frozen", "0", lambda: scaled_all(raw[shard], 0.0)
     if old := context.earlier("raw"):
         yield "stale_gradient", "those of the previous step", lambda: old[shard]
     if context.follows and context.trace.has(context.position - 1, "data"):
         position = context.position - 1
-        old_step = {
-            "state": context.state(shard, position),
-            "data": context.trace.arrays(position, "data", shard),
-        }
-        yield (
-            "stale_gradient", "those of the previous step",
-            partial(context.gradients, shard, **old_step),
-        )  # fmt: skip
-    yield from _of_other_shards(context, shard)
-    for name, value in context.state(shard).items():
+        data = context.trace.arrays(position, "data", shard)
+        older = predict(state=context.state(shard, position), data=data)
+        yield "stale_gradient", "those of the previous step", older
+    for other in others:
+        yield "same_examples", f"those that {names[other]} sends", partial(raw.__getitem__, other)
+    for name, value in state.items():
         if name.endswith("loss_scale") and value.ndim == 0 and value != 1:
             text = f"multiplied by the loss scale, {float(value):g}"
-            expected = context.gradients(shard)
-            yield "loss_scale_left", text, partial(scaled_all, expected, float(value))
-    yield from _of_regularisation(context, shard)
-    if context.modal_layers:
-        off = context.modal_layers
-        yield (
-            "inference_mode", "those of the model in inference mode",
-            lambda: context.gradients(shard, off=off),
-        )  # fmt: skip
-    for other in context.shards if context.oracle.random_layers else ():
-        if other != shard:
-            state = context.with_seeds_of(other, context.state(shard))
-            yield (
-                "same_random_numbers", f"those with the seeds of replica {other}",
-                partial(context.gradients, shard, state=state),
-            )  # fmt: skip
-    yield from _of_other_examples(context, shard)
-    asked = context.ask(shard, scales=context.facts.scales[shard])
-    for cause, text, predict in context.oracle.backward_faults(asked):
-        yield cause, text, predict
-    for cause, text, changes in other_states(context, shard):
-        yield cause, text, partial(context.gradients, shard, **changes)
-
-
-def _of_other_shards(context: Context, shard: int) -> Iterator[Hypothesis]:
-    """Yields the gradients that other shards send."""
-    raw = context.named("raw")
-    for other in context.shards:
-        if other != shard:
-            name = context.trace.name_of("raw", other)
-            yield "same_examples", f"those that {name} sends", partial(raw.__getitem__, other)
-
-
-def _of_regularisation(context: Context, shard: int) -> Iterator[Hypothesis]:
-    """Yields gradients with repeated regularisation, and without any."""
-    if not context.has("loss"):
-        return
-    scales = context.facts.scales[shard]
-    for factor in (len(context.shards), 0):
+            yield "loss_scale_left", text, partial(_times, predict(), float(value))
+    of_data, of_regular = context.actual[shard].scales
+    for factor in (len(context.shards), 0) if context.has("loss") else ():
         cause = "regulariser_repeated" if factor else "regulariser_missing"
-        part = scales[0], scales[1] * factor
-        yield (
-            cause, f"those of a loss that contains regularisation {factor} times",
-            partial(context.gradients, shard, scales=part),
-        )  # fmt: skip
+        text = f"those of a loss that contains regularisation {factor} times"
+        yield cause, text, predict(scales=(of_data, of_regular * factor))
+    if context.modal_layers:
+        text = "those of the model in inference mode"
+        yield "inference_mode", text, predict(off=context.modal_layers)
+    for other in others if context.oracle.random_layers else ():
+        text = f"those with the seeds of replica {other}"
+        yield "same_random_numbers", text, predict(state=context.with_seeds_of(other, state))
+    for moved in shifted_targets(context, context.actual[shard].data):
+        yield "labels_shifted", "those for targets shifted by one example", predict(data=moved)
+    for other in others:
+        text, starts = f"those for the examples of {names[other]}", context.actual[other].starts
+        yield "same_examples", text, predict(data=context.data[other], starts=starts)
+    yield from context.oracle.backward_faults(context.ask(shard))
+    for cause, text, changes in other_states(context, shard):
+        yield cause, text, predict(**changes)
 
 
-def _of_other_examples(context: Context, shard: int) -> Iterator[Hypothesis]:
-    """Yields gradients for shifted targets, and for the examples of other shards."""
-    for moved in with_shifted_targets(context, context.facts.used[shard]):
-        yield (
-            "labels_shifted", "those for targets shifted by one example",
-            partial(context.gradients, shard, data=moved),
-        )  # fmt: skip
-    for other in context.shards:
-        if other != shard:
-            data, starts = context.data[other], context.facts.starts[other]
-            name = context.trace.name_of("raw", other)
-            yield (
-                "same_examples", f"those for the examples of {name}",
-                partial(context.gradients, shard, data=data, starts=starts),
-            )  # fmt: skip
+def _times(predict: Callable[[], Named], factor: float) -> Named:
+    return scaled_all(predict(), factor)
+
+
+def shifted_targets(context: Context, data: Batch) -> Iterator[Batch]:
+    """Yields examples with their targets shifted by one example, in both directions."""
+    num_inputs, _ = context.oracle.targets(data)
+    for shift in (1, -1):
+        yield data[:num_inputs] + [np.roll(array, shift, axis=0) for array in data[num_inputs:]]

@@ -1,6 +1,6 @@
 """Explains a wrong sum of gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +18,7 @@ from lockstep.arithmetic import (
     total_norm,
 )
 from lockstep.context import Context
-from lockstep.hypotheses.of_parts import moved_parts
-from lockstep.hypotheses.of_tensors import why_tensor
+from lockstep.hypotheses.of_tensors import SHORT, moved_parts, why_tensor
 from lockstep.trace import Array
 
 Why = tuple[str, str, tuple[int, ...]]  # Cause, text, and shards if other than the receiver.
@@ -166,24 +165,6 @@ def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:
     shown = ", ".join(f"{factor:.{4 if odd else 8}g}" for factor in factors)
     text = f"the sum contains the replicas' gradients multiplied by {shown}"
     return "scaled_gradient", text, odd if len(odd) < num else ()
-
-
-def to_bfloat16(array: np.ndarray) -> np.ndarray:
-    """Rounds float32 to bfloat16, ties to even; the result is float32."""
-    words = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    rounded = (words + 0x7FFF + ((words >> 16) & 1)) & 0xFFFF0000
-    return rounded.astype(np.uint32).view(np.float32).reshape(np.shape(array))
-
-
-def to_float16(array: np.ndarray) -> np.ndarray:
-    """Rounds float32 to float16; the result is float32."""
-    with np.errstate(over="ignore"):
-        return np.asarray(array, np.float32).astype(np.float16).astype(np.float32)
-
-
-SHORT: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "bfloat16": to_bfloat16, "float16": to_float16,
-}  # fmt: skip
 
 
 def reduced_sums(parts: Sequence[Array]) -> Iterator[tuple[str, str, np.ndarray]]:

@@ -1,10 +1,13 @@
-"""Explains one wrong gradient."""
+"""Explains one wrong tensor, and describes its parts on the devices and in lower precision."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from lockstep.arithmetic import EPS, dense, factor_of, length, ratio
+from lockstep.context import Context
+from lockstep.trace import Named
 
 
 def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> tuple[str, str]:
@@ -51,3 +54,87 @@ def has_short_mantissa(array: np.ndarray, bits: int) -> bool:
     return bool(np.all(numbers == array)) and not np.any(
         numbers.view(np.uint32) & ((1 << bits) - 1)
     )
+
+
+def bounds(size: int, num: int) -> list[tuple[int, int]]:
+    """Returns the ranges of `num` nearly equal parts; the first ones are larger."""
+    sizes = [size // num + (part < size % num) for part in range(num)]
+    return [(sum(sizes[:part]), sum(sizes[: part + 1])) for part in range(num)]
+
+
+def numbers_of_devices(context: Context) -> list[int]:
+    """Returns over how many devices an array may be split: those of a replica, or all."""
+    about = context.trace.about
+    return sorted({len(about.parts), len(about.parts) // about.num_replicas} - {0, 1})
+
+
+def parts_of(context: Context, shape: Sequence[int]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields, in words, the elements and the channels that each device may hold, and a mask."""
+    size = int(np.prod(shape, dtype=int))
+    for num in numbers_of_devices(context):
+        for device, (start, end) in enumerate(bounds(size, num)):
+            mask = np.zeros(size, bool)
+            mask[start:end] = True
+            yield f"the elements of device {device} of {num}", mask.reshape(shape)
+        for device, (start, end) in enumerate(bounds(shape[-1], num) if shape else ()):
+            mask = np.zeros(shape, bool)
+            mask[..., start:end] = True
+            yield f"the channels of device {device} of {num}", mask
+
+
+def mixed(
+    context: Context, right: Named, other: Named, names: Sequence[str]
+) -> Iterator[tuple[str, Named]]:
+    """Yields arrays of which one device's part is another one, in words and by name."""
+    found: dict[str, Named] = {}
+    for name in names:
+        for text, mask in parts_of(context, np.shape(right[name])):
+            changed = np.where(mask, dense(other[name]), right[name])
+            found.setdefault(text, {})[name] = changed.astype(np.asarray(right[name]).dtype)
+    yield from found.items()
+
+
+def factor_of_part(
+    context: Context, actual: Any, expected: Any, limit: float
+) -> tuple[str, str] | None:
+    """Explains a tensor of which one device's part is multiplied by a factor."""
+    a, e = dense(actual), dense(expected)
+    if a.shape != e.shape or not np.isfinite(a).all():
+        return None
+    for text, mask in parts_of(context, a.shape):
+        factor = factor_of([a[mask]], [e[mask]])
+        if not np.isfinite(factor) or abs(factor - 1) < 1e-3:
+            continue
+        predicted = np.where(mask, factor * e, e)
+        if length(a - predicted) <= max(1, abs(factor)) * limit:
+            if abs(factor) < 1e-6:
+                return "frozen", f"{text} are 0"
+            return "scaled_gradient", f"{text} are {factor:.4g} times as large as they should be"
+    return None
+
+
+def moved_parts(context: Context, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields an array whose parts are each that of another device, in words."""
+    flat = array.ravel()
+    for num in numbers_of_devices(context):
+        ranges = [flat[start:end] for start, end in bounds(flat.size, num)]
+        for shift in range(1, num):
+            moved = [np.resize(ranges[(d + shift) % num], ranges[d].size) for d in range(num)]
+            text = f"each device's elements are those of the device {shift} further on"
+            yield text, np.concatenate(moved).reshape(array.shape)
+
+
+def to_bfloat16(array: np.ndarray) -> np.ndarray:
+    """Rounds float32 to bfloat16, ties to even; the result is float32."""
+    words = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = (words + 0x7FFF + ((words >> 16) & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32).reshape(np.shape(array))
+
+
+def to_float16(array: np.ndarray) -> np.ndarray:
+    """Rounds float32 to float16; the result is float32."""
+    with np.errstate(over="ignore"):
+        return np.asarray(array, np.float32).astype(np.float16).astype(np.float32)
+
+
+SHORT = {"bfloat16": to_bfloat16, "float16": to_float16}

@@ -15,9 +15,8 @@ from lockstep.arithmetic import (
     total_norm,
 )
 from lockstep.context import Context
-from lockstep.hypotheses.of_parts import mixed
 from lockstep.hypotheses.of_states import with_exchanged_elements
-from lockstep.hypotheses.of_sums import SHORT
+from lockstep.hypotheses.of_tensors import SHORT, mixed
 from lockstep.oracles.rules import RuleOracle
 from lockstep.trace import STATE, WEIGHT, Named
 

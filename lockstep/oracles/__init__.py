@@ -49,6 +49,8 @@ class Computed(NamedTuple):
 class Oracle(Protocol):
     """Computes what is right for a trace, from its own states and examples.
 
+    A class that implements it inherits from it: methods with a result here are optional.
+
     Attributes:
         unit: largest step between numbers near 1 in the layers' dtypes.
         units: the same for each variable.
@@ -59,8 +61,7 @@ class Oracle(Protocol):
         synchronizes: whether BatchNorm uses the statistics of all shards.
         scales_loss: whether the optimizer skips steps whose gradients overflow.
         records_overflow: whether a trace has the gradients of such steps.
-        is_exact: whether `compute` can compute in float64.
-        why_not_exact: why not.
+        why_not_exact: why `compute` cannot compute in float64; "" if it can.
         tracks: names of the optimizer's own variables that an update changes.
     """
 
@@ -73,18 +74,20 @@ class Oracle(Protocol):
     synchronizes: bool
     scales_loss: bool
     records_overflow: bool
-    is_exact: bool
     why_not_exact: str
     tracks: set[str]
 
     def start(self) -> Named | None:
         """Returns the state before the first step; None if unknown."""
+        return None
 
     def known_examples(self) -> set[int]:
         """Returns the hashes of all examples of the data set (`arithmetic.rows_of`), if known."""
+        return set()
 
     def layers_of(self, seeds: Collection[str]) -> tuple[int, ...]:
         """Returns the indices of the layers that draw from these seeds."""
+        return ()
 
     def bitwise(self, asks: Sequence[Ask], total: int) -> list[Computed] | None:
         """Computes shards exactly as a right training does, bit for bit; None if it cannot.
@@ -93,12 +96,16 @@ class Oracle(Protocol):
             asks: the shards; their losses are sums divided by `total`.
             total: number of examples of the batch.
         """
+        return None
 
     def compute(self, ask: Ask, *, exactly: bool = False) -> Computed:
         """Computes a shard in float32, or in float64."""
 
     def compute_finely(self, ask: Ask) -> Computed | None:
-        """Computes a shard with float32 layers in place of bfloat16 and float16 layers."""
+        """Computes a shard with float32 layers in place of bfloat16 and float16 layers.
+
+        Returns None if layers do not support float32.
+        """
 
     def loss(
         self, state: Named, data: Batch, y_pred: Batch, masks: Batch, *, weighted: bool = True
@@ -110,9 +117,11 @@ class Oracle(Protocol):
 
     def regular_gradients(self, state: Named, data: Batch) -> Named:
         """Returns the gradients of the regularisation losses; empty without any."""
+        return {}
 
     def backward_faults(self, ask: Ask) -> Iterator[tuple[str, str, Callable[[], Named]]]:
         """Yields cause, text and gradients of faults inside the backward pass of a split model."""
+        yield from ()
 
     def targets(self, data: Batch) -> tuple[int, list[np.ndarray]]:
         """Returns how many leaves of the examples are inputs, and the sample weights."""

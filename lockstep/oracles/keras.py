@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.src.backend import set_keras_mask  # Masks have no public access.
 
 from lockstep.arithmetic import EPS, UNITS, same_bits
-from lockstep.oracles import Ask, Batch, Computed
+from lockstep.oracles import Ask, Batch, Computed, Oracle
 from lockstep.record_keras import (
     Hooks,
     inner_optimizer,
@@ -156,7 +156,7 @@ class OneDevice:
         return in_float64() if self._is_float64 else contextlib.nullcontext()
 
 
-class KerasOracle:
+class KerasOracle(Oracle):
     """Computes steps of the user's model on one device, in float32 and float64.
 
     Args:
@@ -195,7 +195,6 @@ class KerasOracle:
         self.why_not_exact = "the model is built already"
         if not is_built:
             self.why_not_exact = self._build_in_float64(model)
-        self.is_exact = self._exact is not None
 
     def _build_in_float64(self, build: Callable[[], keras.Model]) -> str:
         """Builds the same model in float64, or returns why it cannot."""
@@ -215,14 +214,6 @@ class KerasOracle:
         self._exact = exact
         return ""
 
-    def start(self) -> Named | None:
-        """Returns None: the user's code may load any weights."""
-        return None
-
-    def known_examples(self) -> set[int]:
-        """Returns nothing: the data set is the user's code."""
-        return set()
-
     def layers_of(self, seeds: Collection[str]) -> tuple[int, ...]:
         """Returns the indices of the layers that draw from these seeds."""
         names = {id(variable): name for name, variable in self._one.variables.items()}
@@ -232,10 +223,6 @@ class KerasOracle:
             if any(names.get(id(g.state), "") in seeds for g in layer._seed_generators)
         )
 
-    def bitwise(self, asks: Sequence[Ask], total: int) -> list[Computed] | None:
-        """Returns None: the user's loss may be divided in any way."""
-        return None
-
     def compute(self, ask: Ask, *, exactly: bool = False) -> Computed:
         """Computes a shard in float32, or in float64; see `Oracle`."""
         if not exactly:
@@ -244,11 +231,10 @@ class KerasOracle:
         return self._exact.step(ask)
 
     def compute_finely(self, ask: Ask) -> Computed | None:
-        """Computes a shard with float32 layers in place of bfloat16 and float16 layers.
+        """Computes a shard with float32 layers; see `Oracle`.
 
         Random layers are not changed, because they would use other random numbers; neither are
-        layers that contain them, such as an LSTM with dropout. Returns None if layers do not
-        support float32.
+        layers that contain them, such as an LSTM with dropout.
         """
         one = self._one
         random = [one.layers[index] for index in self.random_layers]
@@ -306,10 +292,6 @@ class KerasOracle:
             name: np.zeros(weight.shape) if g is None else to_numpy(g)
             for name, weight, g in zip(names, weights, gradients, strict=True)
         }
-
-    def backward_faults(self, ask: Ask) -> Iterator[tuple[str, str, Callable[[], Named]]]:
-        """Yields nothing: the model is not split."""
-        yield from ()
 
     def targets(self, data: Batch) -> tuple[int, list[np.ndarray]]:
         """Returns how many leaves of the examples are inputs, and the sample weights."""
