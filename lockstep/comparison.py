@@ -6,8 +6,6 @@ import pathlib
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
-
 from lockstep.arithmetic import EPS, MARGIN
 from lockstep.checks.other_examples import (
     compare_examples,
@@ -19,7 +17,7 @@ from lockstep.checks.other_gradients import compare_clipping, compare_gradients
 from lockstep.checks.other_updates import compare_rules, compare_statistics
 from lockstep.context import Context
 from lockstep.engine import check_steps, verdict_of
-from lockstep.oracles.recording import StepPair, Tolerance, TraceOracle
+from lockstep.oracles.recording import StepPair, Tolerance, common_steps, match_traces
 from lockstep.trace import Trace
 from lockstep.verdict import BY_DESIGN, FAULT, Finding, Verdict
 
@@ -134,7 +132,7 @@ def verify_against(
     Raises:
         ValueError: the recordings have no step or no weight in common.
     """
-    oracle = TraceOracle(first, second, names)
+    matching = match_traces(first, second, names)
     result = check_steps(second, on_step=on_step)
     sums = [each for each in result.findings if each.stage in ("all-reduce", "clipping")]
     wrong_sums = {step for finding in sums if finding.status == FAULT for step in finding.steps}
@@ -144,9 +142,9 @@ def verify_against(
             result.checked[stage] = None
             result.add([*findings])
 
-    examples = compare_examples(list(oracle.pairs()))
+    examples = compare_examples(list(common_steps(first, second, matching)))
     skipped: list[str] = []
-    for index, pair in enumerate(oracle.pairs()):
+    for index, pair in enumerate(common_steps(first, second, matching)):
         add("start", compare_starts(pair, is_first=index == 0))
         others = None if examples is None else examples[pair.number]
         if not pair.starts_equally:
@@ -170,7 +168,7 @@ def verify_against(
             f"gradients of steps {', '.join(skipped)} not compared, which start from other states:"
             " record them with replay="
         )
-    unmatched = (*oracle.matching.unmatched_first, *oracle.matching.unmatched_second)
+    unmatched = (*matching.unmatched_first, *matching.unmatched_second)
     if unmatched:
         notes.append(f"not matched: {', '.join(unmatched)}")
     verdict = verdict_of(second, result, None, name=name, reference=reference)
@@ -248,7 +246,7 @@ def computed_tolerance(first: Trace, permuted: Trace, names: Mapping[str, str]) 
     """
     spread: dict[str, float] = {}
     num_steps = 0
-    for pair in TraceOracle(first, permuted, names).pairs():
+    for pair in common_steps(first, permuted, match_traces(first, permuted, names)):
         expected, actual = pair.gradients
         if not expected or not pair.starts_equally:
             continue
@@ -265,11 +263,9 @@ def computed_tolerance(first: Trace, permuted: Trace, names: Mapping[str, str]) 
     # conclusive.
     usual = statistics.median([far for far in spread.values() if far] or [EPS])
     of_weight = {
-        name: min(MARGIN * max(far, usual, EPS), _MOST_BY_ROUNDING)
-        for name, far in spread.items()
-        if np.isfinite(far)
+        name: min(MARGIN * max(far, usual, EPS), _MOST_BY_ROUNDING) for name, far in spread.items()
     }
-    low, high = min(of_weight.values(), default=0.0), max(of_weight.values(), default=0.0)
+    low, high = min(of_weight.values()), max(of_weight.values())
     text = (
         f"{low:.2g} to {high:.2g}, relative, {MARGIN} times the effect of permuting the examples"
         f" in {num_steps} steps of {permuted.name}"

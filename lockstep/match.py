@@ -1,9 +1,9 @@
 """Matches the variables of two traces with different names, orders and layouts of axes.
 
 Variables are paired by a map of names, else by equal layers and roles, else by their order among
-variables of the same kind, role and shape, and then with the other variables of the same layer. The
-order of sorted names has no meaning; there, equal values must confirm a pair. Ambiguous variables
-are not paired, because a wrong pair would lead to a wrong finding.
+variables of the same kind, role and shape, and then with the other variables of the same layer. JAX
+sorts the keys of dicts, so that its order has no meaning; there, equal values must confirm a pair.
+Ambiguous variables are not paired, because a wrong pair would lead to a wrong finding.
 """
 
 import functools
@@ -172,19 +172,13 @@ class _Matcher:
         """Pairs the variables of a map of names, which may have either direction."""
         for pair in names.items():
             found = [(a, b) for a in self._first for b in self._second if {a.key, b.key} == {*pair}]
-            if not found:
+            if not found or _axes_between(*found[0]) is None:
                 raise NamesError(
                     f"names: {pair[0]!r} and {pair[1]!r} are not one weight or statistic of"
-                    f" {self._traces[0].name} and one of {self._traces[1].name}; correct the names,"
-                    " and use each once"
+                    f" {self._traces[0].name} and one of {self._traces[1].name} of equal shapes;"
+                    " correct the names, and use each once"
                 )
-            a, b = found[0]
-            if _axes_between(a, b) is None:
-                raise NamesError(
-                    f"names: {a.key!r} has shape {a.shape}, and {b.key!r} {b.shape}; pair variables"
-                    " of equal shapes"
-                )
-            self._add(a, b)
+            self._add(*found[0])
 
     def match_by_label(self) -> None:
         """Pairs equal labels; numbered ones only if all are equal, since numbering varies.
@@ -214,7 +208,7 @@ class _Matcher:
                 groups.setdefault(tuple(b.key for b in near), []).append(a)
         counts = Counter(itertools.chain.from_iterable(groups))
         seconds = {b.key: b for b in self._second}
-        have_order = all(map(_has_order, self._traces, self.items))
+        have_order = all(trace.about.framework != "jax" for trace in self._traces)
         for keys, firsts in groups.items():
             if len(keys) != len(firsts) or any(counts[key] > 1 for key in keys):
                 continue
@@ -286,22 +280,6 @@ def _items_of(trace: Trace) -> list[_Item]:
 
 def _parts_of(name: str) -> list[str]:
     return re.split(r"[/.:]", re.sub(r":\d+$", "", name))
-
-
-def _has_order(trace: Trace, items: Sequence[_Item]) -> bool:
-    """Returns whether the order of the weights has a meaning; JAX sorts the keys of dicts."""
-    names = [_parts_of(item.key) for item in items if item.kind == WEIGHT]
-    if trace.about.framework != "jax":
-        return True
-    keys = [[(part.isdecimal(), part.zfill(9)) for part in name] for name in names]
-    return keys != sorted(keys) or all(itertools.starmap(_is_in_list, itertools.pairwise(names)))
-
-
-def _is_in_list(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Returns whether two names differ in a number, or in a role within a layer."""
-    parts = next((p for p in zip(first, second, strict=False) if p[0] != p[1]), ())
-    are_roles = all(part.lower() in _ROLES for part in parts)
-    return are_roles or all(part.isdecimal() for part in parts)
 
 
 def _shapes(trace: Trace) -> dict[str, Shape]:

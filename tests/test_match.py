@@ -198,7 +198,7 @@ def test_lenet_of_keras_and_jax_whose_biases_come_first(kernel, bias):
     assert ("conv1/bias", f"params/layer_a/{bias}") in names_of(matching)
 
 
-def test_lists_of_jax_keep_their_order_and_sorted_keys_are_paired_by_values():
+def test_keys_of_jax_which_are_sorted_are_paired_by_values():
     """ "decoder" comes before "encoder" in a pytree, though it is applied after it."""
     square = [values((8, 8), seed) for seed in range(12)]
     keras = [v for i, w in enumerate(square) for v in keras_layer(f"dense_{i + 5}", w)]
@@ -314,7 +314,7 @@ def test_a_map_comes_first_in_either_direction():
         ({"conv1/kernel": "conv9.weight"}, "'conv1/kernel' and 'conv9.weight' are not one weight"),
         ({"x": "conv1.weight"}, "'x' and 'conv1.weight' are not one weight or statistic of"),
         ({"conv1/kernel": "conv1.weight", "conv1/bias": "conv1.weight"}, "use each once"),
-        ({"conv1/kernel": "hidden.weight"}, "has shape (3, 3, 1, 20), and 'hidden.weight' (128,"),
+        ({"conv1/kernel": "hidden.weight"}, "'hidden.weight' are not one weight"),
     ],
 )
 def test_a_wrong_map_is_refused(names, wrong):

@@ -165,37 +165,33 @@ def whole_gradient(context: Context) -> Named:
     return {}
 
 
-class TraceOracle:
-    """Another trace of the training, which is the reference.
+def match_traces(first: Trace, second: Trace, names: Mapping[str, str]) -> Matching:
+    """Returns the pairs of variables of two traces.
 
     Args:
-        reference: the reference.
-        trace: the trace to check.
+        first: the reference.
+        second: the trace to check.
         names: names in one trace → names in the other, where they cannot be matched.
-
-    Attributes:
-        matching: pairs of variables of both traces.
 
     Raises:
         ValueError: the traces have no step or no weight in common.
     """
+    matching = match_variables(first, second, names)
+    if not matching.pairs:
+        raise ValueError(
+            f"{second.name}: no weight matches one of {first.name} by name or shape; pass"
+            " --name_map"
+        )
+    if not {*first.steps} & {*second.steps}:
+        raise ValueError(
+            f"{second.name}: has no step in common with {first.name}; record the same steps"
+        )
+    return matching
 
-    def __init__(self, reference: Trace, trace: Trace, names: Mapping[str, str]):
-        self._traces = reference, trace
-        self.matching = match_variables(reference, trace, names)
-        self._numbers = [number for number in reference.steps if number in trace.steps]
-        if not self.matching.pairs:
-            raise ValueError(
-                f"{trace.name}: no weight matches one of {reference.name} by name or shape; pass"
-                " --name_map"
-            )
-        if not self._numbers:
-            raise ValueError(
-                f"{trace.name}: has no step in common with {reference.name}; record the same steps"
-            )
 
-    def pairs(self) -> Iterator[StepPair]:
-        """Yields the common steps; each holds the arrays that were read of it."""
-        for number in self._numbers:
-            first, second = (Context(each, each.steps.index(number)) for each in self._traces)
-            yield StepPair(first, second, self.matching)
+def common_steps(first: Trace, second: Trace, matching: Matching) -> Iterator[StepPair]:
+    """Yields the steps that both traces have; each holds the arrays that were read of it."""
+    for number in first.steps:
+        if number in second.steps:
+            own, other = (Context(trace, trace.steps.index(number)) for trace in (first, second))
+            yield StepPair(own, other, matching)
