@@ -15,7 +15,6 @@ ALL_REDUCE_NAMES = tuple(
 )
 RECIPE_NAMES = ("d2l", "fast")  # A test compares them with the recipes, whose module imports Keras.
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
-BUILT_IN_CASES = ("lenet", "resnet18")
 EXPERIMENTS = ("allreduce", "split_batch", "replicate")
 
 NUM_TRAIN_EXAMPLES = 60_000  # Of Fashion-MNIST.

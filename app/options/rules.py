@@ -325,10 +325,7 @@ def _check_case(config: "Config") -> None:
             )
     case, path = config.verification.case, config.verification.case_path
     if not path.is_file():
-        raise ConfigError(
-            f"--case={case}: there is no file {path}; name a Python file, or"
-            f" {' or '.join(names.BUILT_IN_CASES)}"
-        )
+        raise ConfigError(f"--case={case}: there is no file {path}; name a Python file")
     if path.suffix != ".py":
         raise ConfigError(f"--case={case} must be a Python file, whose name ends in .py")
 

@@ -26,8 +26,6 @@ _MANY: Any = {"metavar": "A,B,…"}
 _N: Any = {"metavar": "N", "low": 1}
 _RESULT: Any = {"affects_result": True}
 
-_BUILT_IN = pathlib.Path(__file__).parents[1] / "training" / "builtin_cases"
-
 
 def split_case(case: str) -> tuple[str, str]:
     """Splits `FILE:NAME` into the file and the function; other colons belong to the file."""
@@ -202,7 +200,7 @@ class Verification:
     case: str | None = option(None,
         "Your own training: a Python file with model(), which returns a compiled Keras model, and"
         " data(global_batch_size), which returns a tf.data.Dataset. FILE:NAME takes the model of"
-        " function NAME; lenet and resnet18 are built in. See docs/verify_your_own.md.",
+        " function NAME. See docs/verify_your_own.md.",
         ("verify",), metavar="FILE")
     traces: tuple[str, ...] = option((),
         "Recordings of your own script, in any framework. The first is the reference, the others"
@@ -243,10 +241,7 @@ class Verification:
     @property
     def case_path(self) -> pathlib.Path:
         """The path of the case file."""
-        name, _ = split_case(self.case or "")
-        path = pathlib.Path(name)
-        is_built_in = name in names.BUILT_IN_CASES and not path.exists()
-        return _BUILT_IN / f"case_{name}.py" if is_built_in else path
+        return pathlib.Path(split_case(self.case or "")[0])
 
     @property
     def names(self) -> dict[str, str]:

@@ -1,1 +1,0 @@
-"""The built-in models as cases; `--case=lenet` is the file `case_lenet.py`."""
