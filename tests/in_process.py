@@ -24,7 +24,7 @@ from app.performance import case_process, rounds
 from app.runtime import processes
 from app.runtime.processes import Channel
 from app.runtime.run_context import RunContext
-from app.verification import strategy_processes
+from app.verification import strategies
 
 
 def parse_here(*arguments) -> Config:
@@ -144,8 +144,8 @@ def threads_as_processes():
         patch.setattr(RunContext, "use_temporary_directory", lambda self: None)
         patch.setattr(processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
-        patch.setattr(strategy_processes, "ThreadPoolExecutor", CallsInTurn)
-        patch.setattr(strategy_processes, "ChildProcess", ThreadAsProcess)
+        patch.setattr(strategies, "ThreadPoolExecutor", CallsInTurn)
+        patch.setattr(strategies, "ChildProcess", ThreadAsProcess)
         patch.setattr(case_process, "BLOCK_SEC", 0.1)
         patch.setattr(compare, "train_in_child_process", train_here)
         yield patch

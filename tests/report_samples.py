@@ -11,10 +11,9 @@ from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
 from app.records.history import write_history, write_summary
 from app.runtime.errors import MismatchError
-from app.verification.difference import WeightDifference
-from app.verification.output import report
-from app.verification.run import Pair, Run
-from app.verification.run_comparison import PairVerdict as WeightVerdict
+from app.verification.comparison import PairVerdict as WeightVerdict
+from app.verification.comparison import WeightDifference
+from app.verification.output import Pair, Run, report
 from lockstep.verdict import BY_DESIGN, FAULT, STAGES, Finding, Measurement, Verdict, merged
 from performance_samples import make_sample
 from test_records import make_history, make_summary

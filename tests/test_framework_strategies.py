@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from app.records.history import load_history, load_required_summary
-from app.verification.frameworks.framework_program import FRAMEWORKS
+from app.verification.frameworks import FRAMEWORKS
 from conftest import ROOT
 from in_process import run_here, run_here_ok
 from models import MODELS

@@ -37,7 +37,7 @@ from app.runtime.errors import (
 from app.training.evaluation import evaluate
 from app.training.loop import Training
 from app.training.training_spec import TrainingSpec
-from app.verification.run_comparison import compare_weights
+from app.verification.comparison import compare_weights
 from conftest import CPUS
 from failing_steps import after_step
 from models import MODELS

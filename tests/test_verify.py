@@ -11,8 +11,9 @@ from PIL import Image
 from app.options import Config
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.history import load_history, load_summary
-from app.verification import strategy_runner
-from app.verification.recorded import Recorded
+from app.verification.comparison import compare_traces
+from app.verification.recording import Recorded
+from app.verification.strategies import shards_of_single
 from conftest import run_main
 from in_process import run_here, run_here_ok
 from lockstep.trace import WEIGHT, About, Shard, Trace, Variable
@@ -137,11 +138,11 @@ def recorded(num_shards=2):
     about = dataclasses.replace(
         about, shards=(Shard(0), Shard(1)) * (num_shards // 2) or (Shard(0),)
     )
-    return Recorded(about, ["a", "b"], True, "synthetic", "cc", 0.1, 40, True, {})
+    return Recorded("manual", ["a", "b"], True, "synthetic", "cc", 0.1, 40, True, {}, about)
 
 
 @pytest.mark.parametrize(
-    ("options", "others", "shards_of_single"),
+    ("options", "others", "weights"),
     [
         ({"strategies": ("single", "mirrored")}, {"mirrored": recorded()}, (1, 1)),
         # With statistics of the whole batch, and with one shard on several devices.
@@ -152,15 +153,10 @@ def recorded(num_shards=2):
          {"manual": recorded(), "pipeline": recorded(4)}, (1, 1, 1, 1)),
     ],
 )  # fmt: skip
-def test_single_has_the_batch_norm_of_the_others(tmp_path, options, others, shards_of_single):
+def test_single_has_the_batch_norm_of_the_others(options, others, weights):
     """Where these normalise shards, it trains on as many shards one after another."""
     config = Config.of("verify", num_devices=2, **options)
-    verification = strategy_runner._Verification(config, tmp_path, None)
-    verification._recorded = others
-    child, weights = verification._recording("single")
-    assert weights == shards_of_single
-    assert (child.distribution.strategy, child.distribution.num_devices) == ("single", None)
-    assert child.distribution.accumulate_steps == max(1, len(weights))
+    assert shards_of_single(config, others) == weights
 
 
 @pytest.mark.parametrize("num_shards", [2, 4])
@@ -173,7 +169,7 @@ def test_how_far_batch_norm_sets_trainings_apart_is_measured(num_shards):
             trace.put(0, "sums", copy, [np.full(2, value, np.float32)])
             trace.put(0, "after", copy, [np.full(2, value, np.float32)])
         traces.append(trace)
-    pair = strategy_runner._compare(("manual", "pipeline"), tuple(traces), runs)
+    pair = compare_traces(("manual", "pipeline"), tuple(traces), runs)
     outcome = "equal within rounding" if num_shards == 2 else "another training by design"
     assert (pair.outcome, pair.absolute, pair.where) == (outcome, 1, "weights, w")
     assert ("the first gradients are 100.0% apart" in pair.why) == (num_shards == 4)

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from app.runtime.errors import MismatchError
-from app.verification.output import describe, outcome_sentences, report
-from app.verification.run import IDENTICAL, Pair
+from app.verification.output import IDENTICAL, Pair, describe, outcome_sentences, report
 from report_samples import CLIPPED, LOCAL, make_run, write_verification
 
 NAMES = ("line\nbreak\x1b[31m", os.fsdecode(b"bytes \xff"), "$\\frac$", "W" * 300)

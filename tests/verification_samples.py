@@ -198,12 +198,8 @@ def record(
         dataset = inject_data_fault(fault, batches, strategy, seed=SEED)
     strategy.observer = recorder
     trace = Trace(recorder.about(range(num_steps)))
-    iterator, state = strategy.distribute(dataset), recorder.state()
+    iterator = strategy.distribute(dataset)
     for position in range(num_steps):
-        state.put(trace, position, "before")
-        strategy.train_steps(iterator, 1)
-        recorder.put_step(trace, position)
-        state = recorder.state()
-        state.put(trace, position, "after")
+        recorder.record_step(trace, position, lambda: strategy.train_steps(iterator, 1))
     trace.describe(recorder.about(range(num_steps)))
     return Training(trace, build, optimizer, precision, options.get("label_smoothing", 0.0))

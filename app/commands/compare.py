@@ -20,14 +20,9 @@ from app.runtime.processes import call_in_child_process
 from app.runtime.shown_command import shown_command
 from app.runtime.subprocesses import train_in_child_process
 from app.runtime.temporary_directories import TemporaryDirectory
-from app.verification.frameworks.framework_files import write_training_files
-from app.verification.frameworks.framework_program import find_interpreters
-from app.verification.frameworks.framework_training import train_with_framework
-from app.verification.run_comparison import (
-    PairVerdict,
-    compare_weights,
-    verdict_lines,
-)
+from app.verification.comparison import PairVerdict, compare_weights, verdict_lines
+from app.verification.framework_training import train_with_framework
+from app.verification.frameworks import find_interpreters, write_training_files
 
 
 def run(config: Config) -> list[Summary]:

@@ -1,7 +1,7 @@
 """`verify`: checks that trainings are the same training, or names the first mismatch."""
 
 from app.options import Config
-from app.verification.run import Run
+from app.verification.output import Run
 
 
 def run(config: Config) -> dict[str, Run]:
@@ -14,13 +14,13 @@ def run(config: Config) -> dict[str, Run]:
         MismatchError: a training has a fault.
     """
     if config.verification.traces:
-        from app.verification.trace_runner import verify_traces
+        from app.verification.traces import verify_traces
 
         return verify_traces(config)
     if config.verification.case is not None:
-        from app.verification.case_runner import verify_case
+        from app.verification.cases import verify_case
 
         return verify_case(config)
-    from app.verification.strategy_runner import verify_strategies
+    from app.verification.strategies import verify_strategies
 
     return verify_strategies(config)

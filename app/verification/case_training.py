@@ -1,9 +1,14 @@
-"""Records trainings of a case by Keras' `fit`, on one device and on several."""
+"""Verifies a case: records trainings by Keras' `fit`, and compares each step with one device.
+
+Runs in a child process, because it imports TensorFlow and the case.
+"""
 
 import contextlib
+import dataclasses
+import functools
+import pathlib
 import warnings
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,18 +18,82 @@ import tensorflow as tf
 from app.devices.device_setup import Devices
 from app.options import Config
 from app.options.names import KERAS_FIT
+from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError
+from app.runtime.versions import versions
 from app.training.case_file import CaseFile
-from app.verification.case_data import CaseData, Part
+from app.verification.case_data import RESUME, CaseData, Part
+from app.verification.output import Run
+from app.verification.recording import Send
+from lockstep import trace_file
 from lockstep.arithmetic import same_bits
 from lockstep.checks.evaluation import check_evaluation
+from lockstep.engine import check
+from lockstep.oracles.keras import KerasOracle
 from lockstep.record_keras import Recorder, is_float, leaves
 from lockstep.trace import Trace
-from lockstep.trace_file import from_parts
-from lockstep.verdict import Finding
+from lockstep.verdict import FAULT, Finding, Verdict, in_sequence
 from strategies.tf_private import reset_layer_numbers
 
 State = Sequence[np.ndarray]  # All variables of a replica.
+
+
+def verify_with(
+    send: Send, config: Config, devices: Devices, strategy: str, traces: pathlib.Path
+) -> Run:
+    """Trains the steps of a case with one strategy and compares each step with one device.
+
+    Args:
+        send: called with progress messages.
+        config: names the case.
+        devices: the devices to train on.
+        strategy: one of `CASE_STRATEGIES`.
+        traces: directory for the traces, if they are kept.
+    """
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    case = CaseFile(config.verification.case_path, config.verification.case_function)
+    data = CaseData(case, config.training.global_batch_size, config.verification.steps)
+    training = CaseTraining(case, data, config, devices, strategy)
+    training.check_possible()
+    verdicts: list[Verdict] = []
+    for number, part in enumerate(training.parts(), start=1):
+        changed = training.resume() if part.place == RESUME else []
+        trace = training.record(part)
+        if config.verification.keep_traces:
+            path = traces / strategy / f"{number}-{part.place}.npz"
+            with io_errors_as(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                trace_file.save(trace, path)
+        verdict = training.check(part, trace)
+        if changed:
+            text = f"{len(changed)} variables are not what was saved"
+            first = Finding(
+                "start", FAULT, "not_restored", text, (part.wanted[0],), tensors=tuple(changed)
+            )
+            verdict = dataclasses.replace(verdict, findings=(first, *verdict.findings))
+        verdicts.append(verdict)
+        send(("step", sum(len(each.steps) for each in verdicts)))
+    findings = case.run(training.evaluate, "in model.evaluate() on one device")
+    evaluation = dataclasses.replace(
+        verdicts[0],
+        steps=(0,),
+        step_names={0: "an evaluation"},
+        findings=tuple(findings),
+        checked=("evaluation",),
+        measurements=(),
+    )
+    verdict = dataclasses.replace(
+        in_sequence([*verdicts, evaluation]),
+        name=strategy,
+        reference=f"training that {config.verification.case_path.name} defines on one device",
+    )
+    return Run(
+        verdict,
+        devices=devices.names,
+        simulated_devices=devices.simulated and len(devices.names) > 1,
+        versions=versions(),
+        facts={"model": training.model.name},
+    )
 
 
 class CaseTraining:
@@ -47,6 +116,7 @@ class CaseTraining:
         self, case: CaseFile, data: CaseData, config: Config, devices: Devices, strategy: str
     ):
         self._case, self._data, self._config = case, data, config
+        self._flag = f"--case={config.verification.case}"
         self._strategy = tf.distribute.get_strategy()
         if strategy == KERAS_FIT:
             self._strategy = tf.distribute.MirroredStrategy(devices.names)
@@ -85,20 +155,18 @@ class CaseTraining:
         Raises:
             ConfigError: the optimizer or the batch size is not supported.
         """
-        if self._data.first_size % self.num_replicas and not self.splits_itself:
-            size = max(1, self._data.first_size // self.num_replicas) * self.num_replicas
+        size, num_replicas = self._data.first_size, self.num_replicas
+        if size % num_replicas and not self.splits_itself:
             raise ConfigError(
-                f"--case={self._config.verification.case}: the first batch has"
-                f" {self._data.first_size} examples,"
-                f" which {self.num_replicas} replicas do not divide: Keras' fit fails (keras issue"
-                f" 19246); use --global_batch_size={size}"
+                f"{self._flag}: the first batch has {size} examples, which {num_replicas} replicas"
+                " do not divide: Keras' fit fails (keras issue 19246); use"
+                f" --global_batch_size={max(1, size // num_replicas) * num_replicas}"
             )
         accumulates = getattr(self.model.optimizer, "gradient_accumulation_steps", None)
-        if self.num_replicas > 1 and accumulates:
+        if num_replicas > 1 and accumulates:
             raise ConfigError(
-                f"--case={self._config.verification.case}:"
-                f" gradient_accumulation_steps={accumulates} of the"
-                " optimizer fails under MirroredStrategy (keras issue 20582); remove it, or use"
+                f"{self._flag}: gradient_accumulation_steps={accumulates} of the optimizer fails"
+                " under MirroredStrategy (keras issue 20582); remove it, or use"
                 " --strategies=single"
             )
 
@@ -120,17 +188,32 @@ class CaseTraining:
         try:
             recorder = Recorder(self.model, steps=part.wanted)
         except ValueError as error:
-            raise ConfigError(f"--case={self._config.verification.case}: {error}") from error
+            raise ConfigError(f"{self._flag}: {error}") from error
 
         def fit() -> None:
             dataset = part.dataset or self._distributed()
-            with recorder, warnings.catch_warnings():
-                # Keras warns that this is only a part of the dataset.
-                warnings.filterwarnings("ignore", message="Your input ran out of data")
+            with recorder, _no_warning_of_the_end():
                 self.model.fit(dataset, epochs=part.epochs, verbose=0, shuffle=False)
 
         self._case.run(fit, "in model.fit()")
-        return from_parts(recorder.about, recorder.arrays)
+        trace = trace_file.from_parts(recorder.about, recorder.arrays)
+        if not trace.steps:
+            raise ConfigError(
+                f"{self._flag}: fit did not reach {part.names[0]}; return the same number of"
+                " batches from data() and distribute()"
+            )
+        return trace
+
+    def check(self, part: Part, trace: Trace) -> Verdict:
+        """Compares each step of a part with one device."""
+
+        def check_trace() -> Verdict:
+            oracle = KerasOracle(self.build_unbuilt, trace)
+            return check(trace, oracle, batches=part.batches_of(trace))
+
+        names = dict(zip(part.wanted, part.names, strict=True))
+        verdict = self._case.run(check_trace, "on one device")
+        return dataclasses.replace(verdict, step_names=names)
 
     def resume(self) -> list[str]:
         """Saves all variables as arrays and assigns them to a new model and optimizer.
@@ -143,8 +226,8 @@ class CaseTraining:
         with self._strategy.scope():
             for variable, array in zip(self.variables, saved, strict=True):
                 variable.assign(tf.cast(array, variable.dtype))
-        restored = [self._copies(variable)[0] for variable in self.variables]
-        return _differing([variable.path for variable in self.variables], saved, restored)
+        pairs = zip(self.variables, saved, strict=True)
+        return [v.path for v, array in pairs if not same_bits(self._copies(v)[0], array)]
 
     def _copies(self, variable: keras.Variable) -> list[np.ndarray]:
         """Returns the value of a variable on each replica."""
@@ -202,10 +285,16 @@ def _evaluate(model: keras.Model, state: State, batches: tf.data.Dataset) -> dic
     variables = [*model.variables, *model.optimizer.variables]
     for variable, array in zip(variables, state, strict=True):
         variable.assign(tf.cast(array, variable.dtype))
-    with warnings.catch_warnings():
-        # Keras warns at the end of a dataset of unknown size, such as a shard.
-        warnings.filterwarnings("ignore", message="Your input ran out of data")
+    with _no_warning_of_the_end():
         return model.evaluate(batches, verbose=0, return_dict=True)
+
+
+@contextlib.contextmanager
+def _no_warning_of_the_end() -> Iterator[None]:
+    """Hides Keras' warning at the end of a part of a dataset."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        yield
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
@@ -223,18 +312,9 @@ def _shards_of(dataset: tf.data.Dataset, num_replicas: int) -> list[tf.data.Data
 
     def part(replica: int, *batch: Any) -> Any:
         size = -(-tf.shape(leaves(batch)[0])[0] // num_replicas)
-        cut = keras.tree.map_structure(
-            lambda leaf: leaf[replica * size : (replica + 1) * size], batch
-        )
+        rows = slice(replica * size, (replica + 1) * size)
+        cut = keras.tree.map_structure(lambda leaf: leaf[rows], batch)
         return cut if len(cut) > 1 else cut[0]
 
-    parts = [dataset.map(partial(part, replica)) for replica in range(num_replicas)]
+    parts = [dataset.map(functools.partial(part, replica)) for replica in range(num_replicas)]
     return [shard.filter(lambda *batch: tf.shape(leaves(batch)[0])[0] > 0) for shard in parts]
-
-
-def _differing(
-    names: Sequence[str], saved: Sequence[np.ndarray], restored: Sequence[np.ndarray]
-) -> list[str]:
-    """Returns the names of arrays that are not bitwise identical."""
-    arrays = zip(names, saved, restored, strict=True)
-    return [name for name, a, b in arrays if np.asarray(a).tobytes() != np.asarray(b).tobytes()]

@@ -4,6 +4,7 @@ Strategies, cases and recordings have one output: a verdict on each training, th
 steps, every finding with its cause and remedy, and how far each stage is from what is expected.
 """
 
+import dataclasses
 import itertools
 import math
 import pathlib
@@ -16,7 +17,6 @@ from app.report.page import REPORT_FILE, write_report
 from app.report.result import Block, Facts, Result, Table
 from app.runtime import console
 from app.runtime.errors import MismatchError
-from app.verification.run import EQUAL, IDENTICAL, Pair, Run
 from lockstep import __version__
 from lockstep.causes import title_of
 from lockstep.text import (
@@ -28,11 +28,55 @@ from lockstep.text import (
     record_of,
     sentence_of,
 )
-from lockstep.verdict import BY_DESIGN, CLEAN, FAULT, STAGES, Measurement
+from lockstep.verdict import BY_DESIGN, CLEAN, FAULT, STAGES, Measurement, Verdict
 
+IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
+OTHER_TRAINING = "another training by design"
 VERIFY_FILE = "verify.json"
 _STATUSES = {CLEAN: result.GOOD, BY_DESIGN: result.BY_DESIGN, FAULT: result.BAD}
 _MOST_LINES = 3  # Pairs with a line each; more pairs are grouped.
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A verified training.
+
+    Attributes:
+        verdict: the result of its verification.
+        devices: names of the devices of all workers; empty if unknown.
+        simulated_devices: whether several devices share a processor.
+        versions: name → version of the software that affects the results.
+        about: how it was trained, in words, where other trainings differ from it.
+        facts: what `verify.json` has about it in addition.
+    """
+
+    verdict: Verdict
+    devices: Sequence[str] = ()
+    simulated_devices: bool = False
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    about: str = ""
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two trainings, compared with each other.
+
+    Attributes:
+        names: names of the trainings.
+        outcome: `IDENTICAL`, `EQUAL`, `DIFFERENT` or `OTHER_TRAINING`.
+        absolute: the largest difference of any element after the last step.
+        relative: that difference over the largest element of its array.
+        where: the array with that difference, as in "weights, conv1/kernel".
+        why: why they are two trainings by design; "" if they are not.
+    """
+
+    names: tuple[str, str]
+    outcome: str
+    absolute: float = 0.0
+    relative: float = 0.0
+    where: str = ""
+    why: str = ""
 
 
 def report(
@@ -189,7 +233,7 @@ def _groups(runs: Mapping[str, Run]) -> list[list[str]]:
     groups: list[list[str]] = []
     for name, run in runs.items():
         measured = run.verdict.measurements
-        same = (g for g in groups if measured and runs[g[0]].verdict.measurements is measured)
+        same = (g for g in groups if measured and runs[g[0]].verdict.measurements == measured)
         if (group := next(same, None)) is not None:
             group.append(name)
         else:

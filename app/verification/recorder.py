@@ -1,49 +1,33 @@
-"""Records the steps of a training with any strategy as a trace."""
+"""Records the steps of a training with any strategy as a trace, and finds slow replicas."""
 
+import dataclasses
+import statistics
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from app.options.fault import MIN_STRAGGLER_STEPS
 from app.runtime.errors import ConfigError
 from app.runtime.versions import versions
-from app.verification.straggler import SendTime
 from lockstep import trace as traces
-from lockstep.trace import About, Variable
+from lockstep.trace import About, Trace, Variable
 from strategies.base import Strategy
 from strategies.observer import Observer, Shard
 
 T = TypeVar("T")
+# Seconds, and seconds of processor time, from the start of a step until a replica sent its
+# gradients.
+SendTime = tuple[float, float]
 
-
-class Arrays(Protocol):
-    """Receives the arrays of a step: a `lockstep.trace.Trace`, or the writer of a file."""
-
-    def put(self, position: int, kind: str, item: int, arrays: Sequence[Any]) -> None:
-        """Adds the arrays of a kind; see `Trace.put`."""
-
-
-class State(NamedTuple):
-    """The variables of a training between two steps.
-
-    Attributes:
-        copies: copy of the weights → all variables, with averaged moving statistics.
-        own: shard → its own moving statistics, with None in place of all other variables; empty if
-            there is one shard.
-    """
-
-    copies: dict[int, list[np.ndarray]]
-    own: dict[int, list[np.ndarray | None]]
-
-    def put(self, trace: Arrays, position: int, when: str) -> None:
-        """Adds the variables to a trace, "before" or "after" a step."""
-        for copy_id, variables in self.copies.items():
-            trace.put(position, when, copy_id, variables)
-        for shard_id, statistics in self.own.items():
-            trace.put(position, f"own_{when}", shard_id, statistics)
+# The others wait longer than they worked, or a large part of that while the processor is idle.
+# Logical devices share cores: with one more replica than cores, the last one is late by the work of
+# one replica, but the cores are then busy.
+_LONG_WAIT, _IDLE_WAIT, _IDLE = 1.25, 0.25, 0.25
+_SHORTEST_WAIT_SEC = 0.01
 
 
 class StepRecorder(Observer):
@@ -66,6 +50,7 @@ class StepRecorder(Observer):
         self._communication_dtype = communication_dtype
         self._kept: dict[tuple[str, int], list[np.ndarray]] = {}
         self._sent: dict[int, SendTime] = {}
+        self._start = 0.0, 0.0
         self._parts: dict[int, dict[str, tuple[int, ...]]] = {}  # Shapes of a device's parts.
         self._syncs_batch_norm = strategy.syncs_batch_norm  # As configured, before any fault.
 
@@ -102,22 +87,11 @@ class StepRecorder(Observer):
         first = workers.index * size
         return tuple(range(first, first + size)) if workers.count > 1 else ()
 
-    def state(self) -> State:
-        """Returns the current variables of this worker's copies and shards."""
-        strategy, averages = self._strategy, self._strategy.averaged_statistics()
-        copies = [list((state | averages).values()) for state in strategy.copy_states()]
-        own: list[list[np.ndarray | None]] = []
-        if averages and strategy.num_shards > 1:
-            names = strategy.variable_names
-            statistics = [{n: v.numpy() for n, v in s.items()} for s in strategy.shard_statistics()]
-            own = [[each.get(name) for name in names] for each in statistics]
-        return State(
-            dict(zip(strategy.local_copy_ids, copies, strict=True)),
-            dict(zip(strategy.local_shard_ids, own, strict=False)),
-        )
-
-    def put_step(self, trace: Arrays, position: int) -> None:
-        """Adds what the last step has computed, without the variables."""
+    def record_step(self, trace: Trace, position: int, train: Callable[[], T]) -> T:
+        """Calls a function that runs one step, and adds the step to a trace."""
+        self.put_state(trace, position, "before")
+        self._start = time.monotonic(), time.process_time()
+        result = train()
         for shard_id, kept in self._take("shard").items():
             images, labels, logits, loss, *raw = kept
             trace.put(position, "data", shard_id, [images, labels])
@@ -127,12 +101,29 @@ class StepRecorder(Observer):
             trace.put(position, "raw", shard_id, raw)
         for copy_id, sums in self._take("sums").items():
             trace.put(position, "sums", copy_id, sums)
+        self.put_state(trace, position, "after")
+        return result
+
+    def put_state(self, trace: Trace, position: int, when: str) -> None:
+        """Adds the variables of this worker to a trace, "before" or "after" a step.
+
+        Those of a copy have averaged moving statistics; several shards have their own.
+        """
+        strategy, averages = self._strategy, self._strategy.averaged_statistics()
+        for copy_id, state in zip(strategy.local_copy_ids, strategy.copy_states(), strict=True):
+            trace.put(position, when, copy_id, list((state | averages).values()))
+        if averages and strategy.num_shards > 1:
+            per_shard = zip(strategy.local_shard_ids, strategy.shard_statistics(), strict=True)
+            for shard_id, own in per_shard:
+                found = {name: variable.numpy() for name, variable in own.items()}
+                arrays = [found.get(name) for name in strategy.variable_names]
+                trace.put(position, f"own_{when}", shard_id, arrays)
 
     def take_times(self) -> list[SendTime]:
         """Returns when this worker's replicas sent their gradients in the last step."""
         taken, self._sent = self._sent, {}
-        times = list(self._in_order("times", taken).values())
-        num = self._strategy.shards_per_replica
+        (start, busy), num = self._start, self._strategy.shards_per_replica
+        times = [(sec - start, cpu - busy) for sec, cpu in self._in_order("times", taken).values()]
         return [max(times[i : i + num]) for i in range(0, len(times), num)]
 
     def on_shard(
@@ -236,3 +227,73 @@ def check_repeatable(model: keras.Model) -> None:
             f"model {model.name} draws random numbers in training ({seeds[0]}), so a step"
             " cannot be repeated; leave out layers such as Dropout"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Straggler:
+    """A replica that all others waited for in every step.
+
+    Attributes:
+        replica_id: id of the replica.
+        wait_sec: time since the last of the others had sent its gradients, median over the steps.
+        work_sec: time of the others from the start of the step, median over the steps.
+    """
+
+    replica_id: int
+    wait_sec: float
+    work_sec: float
+
+    @property
+    def text(self) -> str:
+        """How late the replica is."""
+        return (
+            f"it sends its gradients {1000 * self.wait_sec:.0f} ms after all others, which took"
+            f" {1000 * self.work_sec:.0f} ms, and they wait for it; the numbers are right"
+        )
+
+
+def find_straggler(
+    times: Sequence[Sequence[SendTime]], replica_weights: Sequence[int] = ()
+) -> Straggler | None:
+    """Finds a replica that the others had to wait for in every step, by a wide margin.
+
+    With unequal shards, it must be late both in its times and in its times per example: a larger
+    shard takes longer, but not in proportion to its examples.
+
+    Args:
+        times: times for each step and replica. The first step is ignored because it compiles.
+        replica_weights: relative sizes of the replicas' shards; empty for equal sizes.
+    """
+    steps = times[1:]
+    if len(times) < MIN_STRAGGLER_STEPS or len(steps[0]) < 2:
+        return None
+    weights = replica_weights or [1] * len(steps[0])
+    mean = sum(weights) / len(weights)
+    per_example = [
+        [(sec * mean / w, cpu * mean / w) for (sec, cpu), w in zip(step, weights, strict=True)]
+        for step in steps
+    ]
+    for replica_id in range(len(weights)):
+        if _is_late(replica_id, steps) and _is_late(replica_id, per_example):
+            others = [_last_of_others(replica_id, step)[0] for step in steps]
+            waits = [s[replica_id][0] - o for s, o in zip(steps, others, strict=True)]
+            return Straggler(replica_id, statistics.median(waits), statistics.median(others))
+    return None
+
+
+def _is_late(replica_id: int, steps: Sequence[Sequence[SendTime]]) -> bool:
+    return all(
+        _is_waited_for(step[replica_id], _last_of_others(replica_id, step)) for step in steps
+    )
+
+
+def _last_of_others(replica_id: int, step: Sequence[SendTime]) -> SendTime:
+    return max(t for r, t in enumerate(step) if r != replica_id)
+
+
+def _is_waited_for(sent: SendTime, last_of_others: SendTime) -> bool:
+    wait, work = sent[0] - last_of_others[0], last_of_others[0]
+    busy = sent[1] - last_of_others[1]
+    if wait < _SHORTEST_WAIT_SEC:
+        return False
+    return wait > _LONG_WAIT * work or (wait > _IDLE_WAIT * work and busy < _IDLE * wait)

@@ -14,9 +14,7 @@ import numpy as np
 
 from app.options import Config
 from app.training.training_spec import TrainingSpec
-from app.verification import recorder
-from app.verification.recorder import StepRecorder
-from app.verification.straggler import SendTime, find_straggler
+from app.verification.recorder import SendTime, StepRecorder, find_straggler
 from app.verification.strategy_oracle import StrategyOracle
 from lockstep import trace_file
 from lockstep.arithmetic import bits
@@ -61,12 +59,13 @@ class StepVerifier:
     """
 
     def __init__(self, config: Config, spec: TrainingSpec, strategy: Strategy):
-        self._config, self._spec, self._strategy = config, spec, strategy
+        self._spec, self._strategy = spec, strategy
+        self._verifies_all = config.verification.verify_every == 1
         dtype = config.distribution.communication_dtype
         self._recorder = StepRecorder(strategy, strategy.observer, communication_dtype=dtype)
         self._oracle: StrategyOracle | None = None
-        self._older: tuple[int, recorder.State] | None = None
-        self._trace: Trace | None = None  # Of the last recorded step on this worker.
+        self._previous: Trace | None = None  # The step before the recorded one, or its start.
+        self._trace: Trace | None = None  # The recorded step on this worker.
         self._wrong: Trace | None = None  # Of the last step with a mismatch.
         times: Any = collections.deque(maxlen=_STRAGGLER_STEPS)
         self._times: collections.deque[list[SendTime]] = times
@@ -82,53 +81,40 @@ class StepVerifier:
 
     def keep_state(self, step: int) -> None:
         """Keeps the variables after `step`, the start of the step before the recorded one."""
-        self._older = step, self._recorder.state()
+        self._previous = Trace(self._recorder.about((step,)))
+        self._recorder.put_state(self._previous, 0, "before")
 
     def train_step(self, iterator: Any, step: int) -> tuple[StepTotals, float]:
         """Runs and records a step; returns its totals and the seconds of the call."""
-        older = self._step_before(step - 2)
-        steps = (step - 2, step - 1) if older else (step - 1,)
-        self._trace = trace = Trace(self._recorder.about(steps), older)
-        position = len(steps) - 1
-        self._recorder.state().put(trace, position, "before")
-        start, busy = time.monotonic(), time.process_time()
-        totals = self._strategy.train_observed_steps(iterator, 1, self._recorder)
-        call_sec = time.monotonic() - start
-        self._recorder.put_step(trace, position)
-        self._recorder.state().put(trace, position, "after")
-        sent = self._recorder.take_times()
-        self._add_times([(sec - start, cpu - busy) for sec, cpu in sent])
-        return totals, call_sec
+        previous, self._previous = self._previous, None
+        has_previous = previous is not None and previous.steps == (step - 2,)
+        steps = (step - 2, step - 1) if has_previous else (step - 1,)
+        stored = dict(previous.stored()) if has_previous and previous else {}
+        self._trace = Trace(self._recorder.about(steps), stored)
 
-    def _step_before(self, number: int) -> dict[str, np.ndarray]:
-        """Returns what is known of the step before the recorded one, by name; empty if nothing."""
-        trace, older = self._trace, self._older
-        self._trace = self._older = None
-        if trace is not None and trace.steps[-1] == number:
-            last = f"{len(trace.steps)}/"
-            found = {name: a for name, a in trace.stored().items() if name.startswith(last)}
-            return {f"1/{name.removeprefix(last)}": array for name, array in found.items()}
-        if older is None or older[0] != number:
-            return {}
-        trace = Trace(self._recorder.about((number,)))
-        older[1].put(trace, 0, "before")
-        return dict(trace.stored())
+        def train() -> tuple[StepTotals, float]:
+            start = time.monotonic()
+            totals = self._strategy.train_observed_steps(iterator, 1, self._recorder)
+            return totals, time.monotonic() - start
+
+        result = self._recorder.record_step(self._trace, len(steps) - 1, train)
+        own = np.array(self._recorder.take_times())
+        per_worker = self._strategy.workers.gather_arrays([own])
+        self._times.append([(float(sec), float(cpu)) for (a,) in per_worker for sec, cpu in a])
+        return result
 
     def check(self, position: int) -> StepFinding | None:
         """Checks the recorded step, whose batch is at `position` in the data, from 0."""
         workers, own = self._strategy.workers, self._trace
         assert own is not None
         trace = gather_trace(own, workers)
-        text, state, per_shard = "", None, list[list[np.ndarray]]()
-        if self._oracle and (text := self._find(trace, self._oracle, position)):
-            state, per_shard = self._state_before(trace)
+        text = self._find(trace, self._oracle, position) if self._oracle else ""
         text = json.loads(workers.broadcast(json.dumps(text).encode()))
-        if self._config.verification.verify_every != 1:
-            self._trace = None  # Frees its arrays.
+        self._trace, self._previous = None, _last_step(own) if self._verifies_all else None
         if not text:
             return None
         self._wrong = trace
-        return StepFinding(text, state, per_shard)
+        return StepFinding(text, *(self._state_before(trace) if self._oracle else (None, [])))
 
     def _find(self, trace: Trace, oracle: StrategyOracle, position: int) -> str:
         """Returns what is wrong with the recorded step in one line; "" if nothing is."""
@@ -147,23 +133,13 @@ class StepVerifier:
     def slow_replica(self) -> str:
         """Returns the replica that was slowest in all of the last recorded steps; "" for none."""
         late = find_straggler(list(self._times), self._strategy.replica_weights)
-        if late is None:
-            return ""
-        return (
-            f"replica {late.replica_id} is slow: it sends its gradients"
-            f" {1000 * late.wait_sec:.0f} ms after all others, which took"
-            f" {1000 * late.work_sec:.0f} ms, and they wait for it; the numbers are right"
-        )
+        return f"replica {late.replica_id} is slow: {late.text}" if late else ""
 
     def save(self, path: pathlib.Path) -> None:
         """Writes the trace of the last step with a mismatch to a directory."""
         assert self._wrong is not None
         path.mkdir()
         trace_file.save(self._wrong, path / TRACE_FILE)
-
-    def _add_times(self, times: list[SendTime]) -> None:
-        per_worker = self._strategy.workers.gather_arrays([np.array(times)])
-        self._times.append([(float(sec), float(cpu)) for (a,) in per_worker for sec, cpu in a])
 
     def _state_before(self, trace: Trace) -> tuple[State | None, list[list[np.ndarray]]]:
         """Returns the state before the step, and the BatchNorm statistics of each shard.
@@ -178,6 +154,14 @@ class StepVerifier:
         per_shard = [[array for array in each if array is not None] for each in own]
         state = dict(zip(self._strategy.variable_names, copies[0], strict=True))
         return state, per_shard if any(per_shard) else []
+
+
+def _last_step(trace: Trace) -> Trace:
+    """Returns the last step of a trace alone."""
+    prefix = f"{len(trace.steps)}/"
+    found = {name: a for name, a in trace.stored().items() if name.startswith(prefix)}
+    about = dataclasses.replace(trace.about, steps=trace.steps[-1:])
+    return Trace(about, {f"1/{name.removeprefix(prefix)}": array for name, array in found.items()})
 
 
 def gather_trace(trace: Trace, workers: Workers) -> Trace:

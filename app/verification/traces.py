@@ -8,7 +8,7 @@ from app.records.run_directory import default_out, named_path, open_command_dire
 from app.runtime.errors import ConfigError, DataError
 from app.runtime.progress_bar import StepProgress
 from app.verification import output
-from app.verification.run import Run
+from app.verification.output import Run
 from lockstep.comparison import compare_traces
 from lockstep.match import NamesError
 from lockstep.text import count, one_line

@@ -1,22 +1,19 @@
 """Runs `verify --case`: compares a case on several devices with the case on one device."""
 
 import pathlib
-import shutil
-from collections.abc import Callable, Mapping
 
 from app.devices import device_setup
 from app.options import Config
 from app.options.names import KERAS_FIT
-from app.records.files import publish, temporary_path
 from app.records.run_directory import default_out, named_path, open_command_directory
 from app.report.training_result import devices_text
 from app.runtime import console
 from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
 from app.verification import output
-from app.verification.run import Run
-
-Send = Callable[[tuple], None]
+from app.verification.output import Run
+from app.verification.recording import Send
+from app.verification.strategies import traces_directory
 
 _PARTS_AFTER_THE_FIRST_STEPS = 3  # Last batch, second epoch, resume.
 
@@ -44,24 +41,22 @@ def verify_case(config: Config) -> dict[str, Run]:
         "steps": case.steps,
     }
     with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
-        # Earlier results stay in the directory until the new ones are complete.
-        traces = temporary_path(path / "traces")
-        try:
+        with traces_directory(config, run_directory) as traces:
             runs = _verify_each(config, traces)
-            run_directory.start(overwrite=config.output.overwrite)
-            run_directory.remove("traces")
-            if case.keep_traces:
-                publish(traces, path / "traces")
-        finally:
-            shutil.rmtree(traces, ignore_errors=True)
+        largest = max(runs.values(), key=lambda run: len(run.devices))
         facts = {
             "case": str(case.case_path),
-            "model": next(iter(runs.values())).facts["model"],
+            "model": largest.facts["model"],
             "global_batch_size": config.training.global_batch_size,
             "seed": config.training.seed,
         }
+        devices = devices_text(list(largest.devices), largest.simulated_devices)
+        model = (
+            f"{facts['model']}, batch {facts['global_batch_size']}, seed {facts['seed']},"
+            f" {devices}, TF32 off"
+        )
         also = ["traces"] if case.keep_traces else []
-        output.report(path, runs, facts=facts, setup={"model": _setup(config, runs)}, also=also)
+        output.report(path, runs, facts=facts, setup={"model": model}, also=also)
     return runs
 
 
@@ -82,14 +77,6 @@ def _verify_with(send: Send, config: Config, strategy: str, traces: pathlib.Path
     console.forward_warnings(lambda text: send(("warning", text)))
     on_devices = "mirrored" if strategy == KERAS_FIT else strategy
     devices = device_setup.set_up(config.for_training(on_devices, inject=None))
-    from app.verification.case_check import verify_with  # Imports TensorFlow.
+    from app.verification.case_training import verify_with  # Imports TensorFlow.
 
     return verify_with(send, config, devices, strategy, traces)
-
-
-def _setup(config: Config, runs: Mapping[str, Run]) -> str:
-    """Returns a description of the training and its devices."""
-    largest = max(runs.values(), key=lambda run: len(run.devices))
-    devices = devices_text(list(largest.devices), largest.simulated_devices)
-    size, seed = config.training.global_batch_size, config.training.seed
-    return f"{largest.facts['model']}, batch {size}, seed {seed}, {devices}, TF32 off"

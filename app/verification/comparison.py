@@ -1,0 +1,254 @@
+"""Compares trainings with each other: their traces, or the weights of finished runs."""
+
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from app.records.checkpoint import find_newest_checkpoint, weights_sha256
+from app.records.history import Summary, load_summary
+from app.runtime.console import count
+from app.runtime.errors import CheckpointError, DataError
+from app.verification.output import EQUAL, IDENTICAL, OTHER_TRAINING, Pair
+from app.verification.recording import Recorded
+from lockstep.arithmetic import relative_norm, same_bits
+from lockstep.trace import WEIGHT, Named, Trace
+
+if TYPE_CHECKING:  # Imports TensorFlow.
+    from strategies.copies import State
+
+_OF_SHARDS = ("data", "y_pred", "loss", "raw", "own_before", "own_after")
+_OF_COPIES = ("before", "sums", "after")
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightDifference:
+    """The largest difference between arrays of equal names.
+
+    Attributes:
+        tensor: name of the array with the largest difference; "" if all are bitwise identical.
+        absolute: largest difference of two elements; NaN if one of them is NaN.
+        relative: `absolute` over the largest magnitude in that array.
+    """
+
+    tensor: str
+    absolute: float
+    relative: float
+
+    @property
+    def identical(self) -> bool:
+        """Whether all arrays are bitwise identical."""
+        return not self.tensor
+
+    @classmethod
+    def between(
+        cls, first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
+    ) -> "WeightDifference":
+        """Compares arrays in float64.
+
+        Raises:
+            ValueError: the names differ.
+        """
+        if list(first) != list(second):
+            raise ValueError("states of different models cannot be compared")
+        worst = cls("", 0.0, 0.0)
+        for name in first:
+            if same_bits(first[name], second[name]):
+                continue
+            a, b = np.asarray(first[name], np.float64), np.asarray(second[name], np.float64)
+            with np.errstate(invalid="ignore"):
+                absolute = float(np.max(np.abs(a - b)))  # NaN if an element is NaN.
+            if worst.identical or not (np.isnan(worst.absolute) or absolute <= worst.absolute):
+                largest = float(max(np.max(np.abs(a)), np.max(np.abs(b))))
+                worst = cls(name, absolute, absolute / (largest or 1.0))
+        return worst
+
+
+# --- Traces --------------------------------------------------------------------------------------
+
+
+def compare_traces(
+    names: tuple[str, str], traces: tuple[Trace, Trace], recorded: Sequence[Recorded]
+) -> Pair:
+    """Compares all arrays that two trainings have in common.
+
+    With other numbers of shards, these are the arrays of the copies.
+    """
+    first, second = traces
+    by_shard = first.about.shards == second.about.shards
+    kinds = (*_OF_SHARDS, *_OF_COPIES) if by_shard else _OF_COPIES
+    if all(
+        _have_same_bits(first, second, position, kind)
+        for position in range(len(first.steps))
+        for kind in kinds
+    ):
+        return Pair(names, IDENTICAL)
+    apart = WeightDifference.between(*(_last_weights(trace) for trace in traces))
+    where = f"weights, {apart.tensor}" if apart.tensor else ""
+    outcome, why = EQUAL, ""
+    if len({run.normalised_by for run in recorded}) > 1:
+        outcome, how = OTHER_TRAINING, [_normalised(run) for run in recorded]
+        one, two = (trace.named(0, "sums", 0) or {} for trace in traces)
+        why = (
+            f"{' and '.join(names)} are two trainings by design, not by a fault: BatchNorm"
+            f" normalises {how[0]} in {names[0]} and {how[1]} in {names[1]}; the first gradients"
+            f" are {relative_norm(two, one):.1%} apart"
+        )
+    return Pair(names, outcome, apart.absolute, apart.relative, where, why)
+
+
+def _have_same_bits(first: Trace, second: Trace, position: int, kind: str) -> bool:
+    """Returns whether both have the same arrays of a kind; copies are also those of the first."""
+    pairs = itertools.zip_longest(first.items(kind), second.items(kind), fillvalue=0)
+    for a, b in pairs:
+        own, other = first.arrays(position, kind, a), second.arrays(position, kind, b)
+        if own is None or other is None:
+            if own is not other:
+                return False
+            continue
+        if len(own) != len(other):
+            return False
+        for x, y in zip(own, other, strict=True):
+            if (x is None) != (y is None) or (x is not None and not same_bits(x, y)):
+                return False
+    return True
+
+
+def _last_weights(trace: Trace) -> Named:
+    named = trace.named(len(trace.steps) - 1, "after", 0) or {}
+    return {name: array for name, array in named.items() if trace.kinds[name] == WEIGHT}
+
+
+def _normalised(run: Recorded) -> str:
+    """Returns the parts that BatchNorm normalises."""
+    weights = run.normalised_by
+    if len(weights) == 1:
+        return "the whole batch"
+    shares = f" of {':'.join(map(str, weights))}" if len(set(weights)) > 1 else ""
+    return f"each of {len(weights)} shards{shares}"
+
+
+# --- Runs ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PairVerdict:
+    """The comparison of the final weights of two runs from equal initial weights.
+
+    Attributes:
+        strategies: names of the strategies.
+        num_steps: optimizer steps of both runs.
+        difference: difference of their final weights.
+        explanation: why the two trainings differ.
+        is_unexpected: whether they should be bitwise identical.
+    """
+
+    strategies: tuple[str, str]
+    num_steps: int
+    difference: WeightDifference
+    explanation: str
+    is_unexpected: bool = False
+
+    def sentence(self) -> str:
+        """Returns the result in words, without the explanation."""
+        names, after = " and ".join(self.strategies), f"after {count(self.num_steps, 'step')}"
+        if self.difference.identical:
+            return f"{names}: bit-identical weights {after}"
+        return (
+            f"{names}: weights {after} differ by at most {self.difference.absolute:.2g}"
+            f" ({self.difference.relative:.2g} of the largest, in {self.difference.tensor})"
+        )
+
+
+def verdict_lines(verdicts: Sequence[PairVerdict]) -> list[str]:
+    """Returns the verdict in one sentence, a line for each pair, then each explanation once."""
+    apart = [verdict for verdict in verdicts if not verdict.difference.identical]
+    explanations = dict.fromkeys(verdict.explanation for verdict in apart)
+    sentences = [verdict.sentence() for verdict in verdicts]
+    return [_summarize(verdicts, apart), *sentences, *explanations]
+
+
+def _summarize(verdicts: Sequence[PairVerdict], apart: Sequence[PairVerdict]) -> str:
+    if not apart:
+        return "All trainings end with bitwise identical weights."
+    if any(verdict.is_unexpected for verdict in apart):
+        return "Weights differ that should be bitwise identical."
+    same = [verdict.strategies for verdict in verdicts if verdict.difference.identical]
+    if not same:
+        return "The trainings end with different weights, as expected."
+    names = "; ".join(" and ".join(pair) for pair in same)
+    if len(same) > 2:
+        names = f"{len(same)} of {len(verdicts)} pairs"
+    return f"{names} end with bitwise identical weights; the others differ, as expected."
+
+
+def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
+    """Compares the final weights of each pair of runs.
+
+    Raises:
+        DataError: the runs were trained on different images.
+        CheckpointError: a run has no weights, or unusable ones.
+    """
+    summaries = [_load_summary(path) for path in run_dirs]
+    if len({summary.dataset_sha256 for summary in summaries}) > 1:
+        found = ", ".join(f"{s.strategy} on {s.dataset}" for s in summaries)
+        raise DataError(
+            f"trained on different images: {found}; give the data set with --dataset and use"
+            " --overwrite"
+        )
+    states = [_load_weights(*run) for run in zip(run_dirs, summaries, strict=True)]
+    pairs = itertools.combinations(zip(summaries, states, strict=True), 2)
+    return [_compare((one, two), (a, b)) for (one, a), (two, b) in pairs]
+
+
+def _compare(summaries: tuple[Summary, Summary], states: "tuple[State, State]") -> PairVerdict:
+    weights = [
+        {n.removeprefix("model/"): a for n, a in state.items() if n.startswith("model/")}
+        for state in states
+    ]
+    difference, one = WeightDifference.between(*weights), summaries[0]
+    names = one.strategy, summaries[1].strategy
+    num_shards, orders = zip(*((s.num_shards, s.all_reduce) for s in summaries), strict=True)
+    splits_differently = num_shards[0] != num_shards[1]
+    if not splits_differently and orders[0] == orders[1]:
+        same = f"{' and '.join(names)} add in the same order, so their weights should be bitwise"
+        return PairVerdict(
+            names, one.steps, difference, f"{same} identical.", not difference.identical
+        )
+    why = "the summation order differs, and training amplifies rounding errors"
+    if splits_differently and any(name.endswith("/moving_mean") for name in states[0]):
+        why = (
+            "each shard is normalised with its own statistics (--batch_norm=average), so the number"
+            " of shards is part of the training"
+        )
+    elif splits_differently and any("seed_generator" in name for name in states[0]):
+        why = (
+            "random layers draw different numbers on each replica, so the number of replicas is"
+            " part of the training"
+        )
+    return PairVerdict(names, one.steps, difference, f"A difference is expected: {why}.")
+
+
+def _load_summary(run_dir: pathlib.Path) -> Summary:
+    """Loads the summary of a run that has finished an epoch."""
+    summary = load_summary(run_dir)
+    if summary is None:
+        raise CheckpointError(f"{run_dir} has no finished epoch; use --overwrite")
+    return summary
+
+
+def _load_weights(run_dir: pathlib.Path, summary: Summary) -> "State":
+    """Loads the weights whose hash is in the summary."""
+    found = find_newest_checkpoint(run_dir)
+    if found is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint; use --overwrite")
+    state = found.checkpoint.state
+    if weights_sha256(state) != summary.weights_sha256:
+        raise CheckpointError(
+            f"{found.warning() or found.path}: not the weights of step {summary.steps}, which"
+            f" {run_dir}/summary.json names; restore them, or use --overwrite"
+        )
+    return state

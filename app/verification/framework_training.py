@@ -1,0 +1,177 @@
+"""Trains all epochs with another framework, and writes a run directory.
+
+The directory has a history, a summary, a figure and a checkpoint like that of a strategy, so that
+`report` and `evaluate` can read it.
+"""
+
+import dataclasses
+import json
+import pathlib
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from app.options import Config
+from app.options.rules import num_framework_replicas
+from app.records.checkpoint import (
+    Checkpoint,
+    find_newest_checkpoint,
+    save_checkpoint,
+    weights_sha256,
+)
+from app.records.history import (
+    EpochRecord,
+    checked_record,
+    load_required_summary,
+    load_summary,
+    write_history,
+    write_summary,
+)
+from app.records.run_directory import (
+    RunDirectory,
+    load_run_config,
+    open_log,
+    open_run_directory,
+)
+from app.records.run_metadata import Progress
+from app.runtime import console
+from app.runtime.errors import DataError, reason_of
+from app.verification.frameworks import FRAMEWORKS, TrainingFiles, run_program
+
+_FINISHED = "finished"
+
+
+def train_with_framework(
+    name: str,
+    python: str,
+    config: Config,
+    files: TrainingFiles,
+    own_run: pathlib.Path,
+    run_dir: pathlib.Path,
+) -> None:
+    """Trains with a framework, unless the run is already finished.
+
+    Args:
+        name: name of the framework, a key of `FRAMEWORKS`.
+        python: interpreter with the framework.
+        config: options of the comparison.
+        files: files that the framework trains from.
+        own_run: finished run of a strategy with the same training.
+        run_dir: output directory of the run.
+
+    Raises:
+        DataError: the program did not write its results.
+        DeviceError: the program failed.
+    """
+    fields = {**load_run_config(own_run), "strategy": name}
+    with open_run_directory(run_dir, fields) as run_directory:
+        if not config.output.overwrite:
+            run_directory.check_same_run()
+            summary = load_summary(run_dir)
+            if summary and summary.status == _FINISHED and summary.epochs == config.training.epochs:
+                console.say(f"{run_dir} is already finished; this is its result")
+                console.say(summary.last_line())
+                return
+        run_directory.start(overwrite=True)  # The program cannot resume.
+        open_log(run_dir)
+        folder = files.start.parent
+        results, weights = folder / "results.json", folder / "end.npz"
+        run_program(
+            name, python, config, files, {"results": results, "weights": weights},
+            f"--epochs={config.training.epochs}", on_line=console.say,
+        )  # fmt: skip
+        try:
+            _write_run(name, config, run_directory, own_run, results, weights)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{name}: did not write its results and weights ({reason_of(error)})"
+            ) from error
+        console.say(load_required_summary(run_dir).last_line())
+
+
+def _write_run(
+    name: str,
+    config: Config,
+    run_directory: RunDirectory,
+    own_run: pathlib.Path,
+    results: pathlib.Path,
+    weights: pathlib.Path,
+) -> None:
+    """Writes checkpoint, history, figure and, last, the summary of a program's training."""
+    found = find_newest_checkpoint(own_run)
+    assert found is not None  # The run is finished.
+    own, own_summary = found.checkpoint, load_required_summary(own_run)
+    measured: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+    history = [
+        checked_record(
+            EpochRecord,
+            {
+                **values,
+                "epoch": epoch.epoch,
+                "step": epoch.step,
+                "images_per_sec": own_summary.num_train_examples / values["epoch_sec"],
+                "learning_rate": epoch.learning_rate,
+            },
+        )
+        for epoch, values in zip(own.progress.history, measured["epochs"], strict=True)
+    ]
+    state = _load_state(weights, own.state)
+    framework, num_replicas = FRAMEWORKS[name], num_framework_replicas(config)
+    sizes: dict[str, Any] = {
+        "num_shards": 1 if framework.syncs_batch_norm else num_replicas,
+        "num_copies": num_replicas,
+    }
+    metadata = dataclasses.replace(
+        own.metadata,
+        config=run_directory.config,
+        num_devices=num_replicas,
+        versions={**own.metadata.versions, **measured["versions"]},
+        **sizes,
+    )
+    last, total_sec = history[-1], sum(each.epoch_sec + each.evaluation_sec for each in history)
+    summary = dataclasses.replace(
+        own_summary,
+        status=_FINISHED,
+        strategy=name,
+        num_replicas=num_replicas,
+        devices=[f"{framework.title} {i}" for i in range(num_replicas)],
+        simulated_devices=num_replicas > 1,
+        intra_op_threads=0,
+        all_reduce=framework.title,
+        jit_compile=framework.package == "jax",
+        steps=last.step,
+        train_loss=last.train_loss,
+        test_loss=last.test_loss,
+        test_accuracy=last.test_accuracy,
+        best_test_accuracy=max(each.test_accuracy for each in history),
+        epoch_sec=statistics.median(each.epoch_sec for each in history),
+        images_per_sec=statistics.median(each.images_per_sec for each in history),
+        compile_sec=0.0,
+        total_sec=total_sec,
+        weights_sha256=weights_sha256(state),
+        versions=metadata.versions,
+        changes=[],
+        **sizes,
+    )
+    progress = Progress(last.step, total_sec=total_sec, history=history)
+    save_checkpoint(run_directory.path, Checkpoint(metadata, progress, state))
+    write_history(run_directory.path, history)
+    write_summary(run_directory.path, summary)
+    from app.report.accuracy_plot import plot_accuracy
+
+    plot_accuracy([run_directory.path], run_directory.path)
+
+
+def _load_state(path: pathlib.Path, own: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the state of a strategy with the framework's weights and statistics."""
+    with np.load(path, allow_pickle=False) as arrays:
+        state = {
+            name: arrays[name.removeprefix("model/")] if name.startswith("model/") else array
+            for name, array in own.items()
+        }
+    for name, array in own.items():
+        if (state[name].shape, state[name].dtype) != (array.shape, array.dtype):
+            raise ValueError(f"{name} has shape {state[name].shape}, not {array.shape}")
+    return state

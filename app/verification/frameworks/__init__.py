@@ -1,1 +1,0 @@
-"""Runs the programs of other frameworks and reads their recordings."""
