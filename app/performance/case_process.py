@@ -8,7 +8,7 @@ from app.devices import device_setup
 from app.options import rules
 from app.performance.case import Block, Case, Facts
 from app.performance.peak_memory import peak_memory_bytes, reset_peak
-from app.performance.traffic import Traffic, traffic_of
+from app.performance.traffic import Traffic, count_traffic
 from app.runtime import console, run_context
 from app.runtime.processes import Channel
 
@@ -65,7 +65,7 @@ def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
     if not case.counts_traffic:
         return peak, None
     (batch,) = spec.batches().take(1)
-    return peak, traffic_of(strategy, batch)
+    return peak, count_traffic(strategy, batch)
 
 
 def _repeat_one_batch(spec: "TrainingSpec") -> "tf.data.Dataset":
