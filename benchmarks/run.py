@@ -9,114 +9,265 @@ all of them. Ratios are of medians over the rounds, with 95 % bootstrap interval
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
 import pathlib
 import platform
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from bench_parts import Part, all_parts
+FOLDER = pathlib.Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent))
 
 from app.performance import interval
 from app.performance.benchmark_output import processor_name
 from app.records.files import write_file
 from app.report.bar_plot import plot_bars
-from benchmark_page import FIGURE, render, summary
-from programs import Running
 
-_STARTED_TOGETHER = 3  # More would compete for the cores, and some have deadlines.
+FIGURE = "benchmarks.png"
+STARTED_TOGETHER = 3  # More would compete for the cores, and some have deadlines.
+GRACE_SEC = 10
+
+# Name in the tables → framework and flags of `program.py`.
+PROGRAMS = {
+    "manual × 2": "lockstep",
+    "manual × 2, bfloat16": "lockstep --precision=bfloat16",
+    "mirrored × 2": "lockstep --strategy=mirrored",
+    "single × 1": "lockstep --strategy=single --num_devices=1",
+    "pipeline, GPipe × 2": "lockstep --strategy=pipeline --schedule=gpipe",
+    "pipeline, 1F1B × 2": "lockstep --strategy=pipeline --schedule=1f1b",
+    "tensor × 2": "lockstep --strategy=tensor",
+    "sharded × 2": "lockstep --strategy=sharded",
+    "PyTorch DDP × 2": "torch_ddp",
+    "PyTorch DDP × 2, bfloat16": "torch_ddp --precision=bfloat16",
+    "PyTorch pipeline, GPipe × 2": "torch_pipeline --schedule=gpipe",
+    "PyTorch pipeline, 1F1B × 2": "torch_pipeline --schedule=1f1b",
+    "PyTorch FSDP2 × 2": "torch_fsdp",
+    "JAX × 1": "jax --num_devices=1",
+    "d2l, eager loop × 2": "d2l",
+    "Keras fit × 2": "keras",
+    "Keras fit × 2, bfloat16": "keras --precision=bfloat16",
+    "Keras fit × 1": "keras --num_devices=1",
+    "Keras fit × 1, bfloat16": "keras --num_devices=1 --precision=bfloat16",
+}
+PEERS = ("PyTorch", "JAX", "Keras")
+OWN = ("manual × 2", "manual × 2, bfloat16")
+NETWORK = (
+    *OWN, "mirrored × 2", "single × 1", "PyTorch DDP × 2", "PyTorch DDP × 2, bfloat16", "JAX × 1",
+)  # fmt: skip
+KERAS = (*OWN, "Keras fit × 2", "Keras fit × 2, bfloat16")  # Apart: its stalls disturb others.
+SPLIT = ("pipeline, GPipe × 2", "pipeline, 1F1B × 2", "tensor × 2", "sharded × 2")
+TORCH = ("PyTorch DDP × 2", *(f"PyTorch {s}" for s in (*SPLIT[:2], "FSDP2 × 2")))
+RATIOS = ((OWN[1], OWN[0]), ("mirrored × 2", OWN[0]), (OWN[0], "single × 1"))
 
 
-def measure(part: Part, *, rounds: int, data_dir: str) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Programs that are measured in turn.
+
+    Attributes:
+        title: title of the table; its first words are the model.
+        flags: flags of all its programs.
+        programs: names of the programs.
+        ratios: program and base of comparisons to print, besides each peer's best.
+        tests_first_block: whether the test accuracy is computed after the first block, untimed.
+    """
+
+    title: str
+    flags: str
+    programs: tuple[str, ...]
+    ratios: tuple[tuple[str, str], ...] = ()
+    tests_first_block: bool = False
+
+
+LENET = "--model=lenet --global_batch_size=256 --num_steps=120"
+RESNET = "--model=resnet18 --global_batch_size=64 --num_steps=4"
+PARTS = {
+    "lenet": Part(
+        "LeNet, batch 256: blocks of 120 steps", LENET, (*NETWORK, "d2l, eager loop × 2"),
+        (*RATIOS, (OWN[0], "d2l, eager loop × 2")),
+    ),
+    "lenet_keras": Part(
+        "LeNet, batch 256, and Keras `fit`: blocks of 120 steps", LENET,
+        (*KERAS, "Keras fit × 1", "Keras fit × 1, bfloat16"),
+    ),
+    "resnet18": Part("ResNet-18, batch 64: blocks of 4 steps", RESNET, NETWORK, RATIOS),
+    "resnet18_keras": Part(
+        "ResNet-18, batch 64, and Keras `fit`: blocks of 4 steps", RESNET, KERAS
+    ),
+    "lenet_split": Part(
+        "LeNet, batch 256, recipe `fast`: ways to split a training, blocks of an epoch",
+        "--model=lenet --recipe=fast --num_steps=235",  # The last batch is short.
+        (OWN[0], *SPLIT, *TORCH),
+        (*((name, OWN[0]) for name in SPLIT), *zip((*SPLIT[:2], SPLIT[3]), TORCH[1:], strict=True)),
+        tests_first_block=True,
+    ),
+}  # fmt: skip
+
+
+class Running(contextlib.AbstractContextManager):
+    """A program in a process of its own; leaving the context ends it and its child processes."""
+
+    def __init__(self, name: str, command: Sequence[str | pathlib.Path]):
+        self.name = name
+        # Not a pipe, which would not be read until the end; closed by `__exit__`.
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
+            start_new_session=True,  # A process group, ended as a whole.
+        )  # fmt: skip
+
+    def ask(self, request: str = "") -> dict:
+        """Sends a request, if there is one, and waits for the answer."""
+        if request:
+            print(request, file=self._process.stdin, flush=True)
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        self._said.seek(0)
+        last = (self._said.read().strip().splitlines() or ["nothing"])[-1]
+        sys.exit(f"error: {self.name} ended before it answered; it said last: {last}")
+
+    def __exit__(self, *exception):
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(GRACE_SEC)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, 9)
+            self._process.wait()
+        self._said.close()
+
+
+def command_of(name: str, part: Part, options: argparse.Namespace) -> list[str | pathlib.Path]:
+    """Returns the command of a program, with the interpreter that has its framework."""
+    framework, *flags = PROGRAMS[name].split()
+    is_elsewhere = framework.startswith(("torch", "jax"))
+    python = options.peers_python if is_elsewhere else sys.executable
+    data = f"--data_dir={options.data_dir}"
+    return [python, FOLDER / "program.py", framework, *part.flags.split(), *flags, data]
+
+
+def measure(part: Part, options: argparse.Namespace) -> dict[str, Any]:
     """Times a block of every program of a part in each round.
 
-    Args:
-        part: what to time.
-        rounds: number of rounds.
-        data_dir: folder with the four files of Fashion-MNIST.
-
     Returns:
-        name → the program's description of itself; "secs" has the seconds per image of each block,
-        "accuracy" the test accuracy.
+        name → "versions", the seconds per image of each block in "secs", "images", and the test
+        accuracy where it is computed.
     """
     print(part.title, flush=True)
+    results: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         running: list[Running] = []
-        results: dict[str, Any] = {}
-        for first in range(0, len(part.programs), _STARTED_TOGETHER):
-            some = part.programs[first : first + _STARTED_TOGETHER]
-            started = [stack.enter_context(Running(program, data_dir)) for program in some]
-            for one in started:
-                about = one.wait_until_ready()
-                results[one.program.name] = {
-                    "peer": one.program.peer, "precision": one.program.precision,
-                    **about, "secs": [], "images": [],
-                }  # fmt: skip
+        for first in range(0, len(part.programs), STARTED_TOGETHER):
+            names = part.programs[first : first + STARTED_TOGETHER]
+            started = [Running(name, command_of(name, part, options)) for name in names]
+            for each in map(stack.enter_context, started):
+                results[each.name] = {**each.ask(), "secs": [], "images": []}
             running += started
-        for number in range(rounds):
-            print(f"  round {number + 1} of {rounds}", flush=True)
-            for one in running if number % 2 == 0 else reversed(running):
-                answer = one.ask(do="steps", num_steps=part.num_steps)
-                result = results[one.program.name]
+        for number in range(options.rounds):
+            print(f"  round {number + 1} of {options.rounds}", flush=True)
+            for each in running if number % 2 == 0 else reversed(running):
+                answer, result = each.ask("steps"), results[each.name]
                 result["secs"].append(answer["sec"] / answer["images"])
                 result["images"].append(answer["images"])
                 if part.tests_first_block and number == 0:
-                    result["accuracy"] = one.ask(do="evaluate")["accuracy"]
+                    result |= each.ask("evaluate")
     return results
 
 
-def save(results: dict[str, Any], out: pathlib.Path, page: pathlib.Path | None) -> None:
-    """Writes the results and prints the summary; each file is replaced atomically.
+def render(results: dict[str, Any]) -> str:
+    """Returns the results as Markdown: a summary, and a table for each part."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    lines = [
+        (FOLDER / "preamble.md").read_text(encoding="utf-8"),
+        f"{results['date']}, {results['processor']}, {results['cores']} cores, no GPU; {versions}.",
+        *("", f"![images per second of each program]({FIGURE})", ""),
+        *("## Summary", "", *summary(results), ""),
+    ]
+    for name, programs in results["parts"].items():
+        is_tested = any("accuracy" in result for result in programs.values())
+        lines += [
+            f"## {PARTS[name].title}", "",
+            "| program | images/s | 95 % interval |" + " sec/epoch | accuracy |" * is_tested,
+            "| --- | --- | --- |" + " --- | --- |" * is_tested,
+        ]  # fmt: skip
+        for program, result in programs.items():
+            rate = interval.combine(lambda sec: 1 / sec, result["secs"])
+            line = f"| {program} | {rate.value:,.1f} | {rate.low:,.1f}–{rate.high:,.1f} |"
+            if is_tested:
+                epoch_sec = interval.median(result["secs"]).value * result["images"][0]
+                line += f" {epoch_sec:.2f} | {result['accuracy']:.4f} |"
+            lines.append(line)
+        lines.append("")
+    return "\n".join(lines)
 
-    Args:
-        results: results of this run, and of earlier runs with `--only`.
-        out: directory for `bench.json`, `bench.md` and the figure.
-        page: written, with the figure, only if all parts have been measured; None for no page.
+
+def summary(results: dict[str, Any]) -> list[str]:
+    """Returns a table of this project against each peer's best, and the other ratios."""
+    lines = [
+        "| model | time of an image of | over that of | ratio | 95 % interval |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for part, programs in results["parts"].items():
+        for name, base in [*_against_best(programs), *PARTS[part].ratios]:
+            found = interval.ratio(programs[name]["secs"], programs[base]["secs"])
+            lines.append(
+                f"| {PARTS[part].title.partition(',')[0]} | {name} | {base} | {found.value:.3f} |"
+                f" {found.low:.3f}–{found.high:.3f} |"
+            )
+    return lines
+
+
+def _against_best(programs: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields `manual` in a precision and the fastest program of each peer.
+
+    For bfloat16, the peer's fastest program in any precision is used: bfloat16 may be slower there.
     """
+    for name in [name for name in programs if name in OWN]:
+        for peer in PEERS:
+            of_peer = [other for other in programs if other.startswith(peer)]
+            if "bfloat16" not in name:
+                of_peer = [other for other in of_peer if "bfloat16" not in other]
+            if of_peer:
+                yield name, min(of_peer, key=lambda n: interval.median(programs[n]["secs"]).value)
+
+
+def save(results: dict[str, Any], out: pathlib.Path, page: pathlib.Path | None) -> None:
+    """Writes the results and prints the summary; the page only if all parts have been measured."""
+    panels = {}
+    for name, programs in results["parts"].items():
+        rates = {
+            program: interval.combine(lambda sec: 1 / sec, result["secs"])
+            for program, result in programs.items()
+        }
+        bars = {program: (rate.value, rate.low, rate.high) for program, rate in rates.items()}
+        panels[f"{PARTS[name].title.replace('`', '')}: images per second"] = bars
+    title = f"{results['processor']}, {results['cores']} cores shared by all devices of a program"
     write_file(out / "bench.json", json.dumps(results, indent=1))
-    table = render(results)
-    write_file(out / "bench.md", table)
-    draw(results, out)
     print("\n".join(summary(results)))
-    print(f"saved {out}: bench.md, {FIGURE}, bench.json")
-    missing = [name for name in all_parts() if name not in results["parts"]]
+    missing = [name for name in PARTS if name not in results["parts"]]
     if page and missing:
         print(f"{page} is left as it is: not measured yet: {', '.join(missing)}")
-    elif page:
-        write_file(page, table)
-        draw(results, page.parent)
-        print(f"saved {page}")
-
-
-def draw(results: dict[str, Any], out_dir: pathlib.Path) -> None:
-    """Draws images per second of every program, with intervals, in one panel per part."""
-    panels = {}
-    for part in results["parts"].values():
-        rates = {
-            name: interval.combine(lambda sec: 1 / sec, result["secs"])
-            for name, result in part["programs"].items()
-        }
-        bars = {name: (rate.value, rate.low, rate.high) for name, rate in rates.items()}
-        panels[f"{part['title'].replace('`', '')}: images per second"] = bars
-    title = f"{results['processor']}, {results['cores']} cores shared by all devices of a program"
-    plot_bars(title, panels, out_dir, pathlib.Path(FIGURE).stem)
+    for path in (out / "bench.md", *([page] if page and not missing else [])):
+        write_file(path, render(results))
+        plot_bars(title, panels, path.parent, pathlib.Path(FIGURE).stem)
+        print(f"saved {path}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the requested parts, prints a summary and saves all results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=all_parts())
+    parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--data_dir", default=os.environ.get("FASHION_MNIST_DIR"))
     parser.add_argument("--out", type=pathlib.Path, default="runs/bench", help="all figures")
     parser.add_argument("--output", type=pathlib.Path, help="page, written once all is measured")
-    parser.add_argument("--peers_python", default=str(ROOT / ".venv-bench/bin/python"))
+    parser.add_argument("--peers_python", default=FOLDER.parent / ".venv-bench/bin/python")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds={options.rounds} must be at least 1; use 5 or more")
@@ -128,19 +279,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "bench.json"
     results = json.loads(path.read_text(encoding="utf-8")) if options.only and path.exists() else {}
-    results.setdefault("parts", {})
-    results.setdefault("versions", {"python": platform.python_version()})
+    results = {"parts": {}, "versions": {"python": platform.python_version()}} | results
     results["processor"], results["cores"] = processor_name(), os.cpu_count()
     results["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
-    for name, part in all_parts(options.peers_python).items():
-        if options.only in (None, name):
-            measured = measure(part, rounds=options.rounds, data_dir=options.data_dir)
-            results["parts"][name] = {
-                "title": part.title, "model": part.model, "programs": measured,
-                "ratios": part.ratios,
-            }  # fmt: skip
-            for result in measured.values():
-                results["versions"] |= result.get("versions", {})
+    for name in [options.only] if options.only else PARTS:
+        results["parts"][name] = measure(PARTS[name], options)
+        for result in results["parts"][name].values():
+            results["versions"] |= result["versions"]
     save(results, options.out, options.output)
 
 

@@ -28,17 +28,6 @@ def timed(function: Callable[[], object]) -> tuple[float, float]:
     return time.monotonic() - start, time.process_time() - work
 
 
-def shown(share: interval.Interval) -> str:
-    """Formats a fraction in percent, with its 95 % interval."""
-    return f"{100 * share.value:.2f} % ({100 * share.low:.2f}–{100 * share.high:.2f})"
-
-
-def show(name: str, values: list[float]) -> str:
-    """Formats median and range in milliseconds."""
-    low, high = (1000 * each(values) for each in (min, max))
-    return f"{name} {1000 * statistics.median(values):,.0f} ms ({low:,.0f} to {high:,.0f})"
-
-
 def main(
     model: str = "lenet",
     global_batch_size: str = "256",
@@ -69,35 +58,26 @@ def main(
     def verified() -> None:
         nonlocal made
         verifier.train_step(iterator, made + 1)
-        finding = verifier.check(made)
-        if finding:
+        if finding := verifier.check(made):
             sys.exit(finding.text)
         made += 1
 
-    fast_sec, once_sec = timed(lambda: strategy.train_steps(iterator, 0)), [0.0, 0.0]
-    for first in (lambda: verifier.compile(iterator), verified):
-        once_sec = [a + b for a, b in zip(once_sec, timed(first), strict=True)]
-    usual()
+    strategy.train_steps(iterator, 0)
+    verifier.compile(iterator)
     verified()
+    usual()
     rounds = [(timed(usual), timed(verified)) for _ in range(int(num_rounds))]
-    print(
-        f"{model}, batch {global_batch_size}, {num_replicas} replicas, {precision},"
-        f" {num_rounds} rounds; compiled once: usual step {fast_sec[0]:.2f} s"
-        f" ({fast_sec[1]:.2f} s of work), verified step and reference {once_sec[0]:.2f} s"
-        f" ({once_sec[1]:.2f} s)"
-    )
+    print(f"{model}, batch {global_batch_size}, {num_replicas} replicas, {precision}")
     for kind, name in enumerate(("clock", "work")):
         steps = [pair[0][kind] for pair in rounds]
         extra = [pair[1][kind] - pair[0][kind] for pair in rounds]
+        for label, values in (("step", steps), ("verified: more by", extra)):
+            low, middle, high = (1000 * f(values) for f in (min, statistics.median, max))
+            print(f"  {name}, {label}: {middle:,.0f} ms ({low:,.0f} to {high:,.0f})")
         in_epoch = math.ceil(spec.steps_per_epoch / VERIFY_EVERY)
-        every_100, default = (
-            interval.combine(lambda more, step, part=part: part * more / step, extra, steps)
-            for part in (1 / 100, in_epoch / spec.steps_per_epoch)
-        )
-        print(
-            f"  {name}: {show('step', steps)}, {show('verified: more by', extra)};"
-            f" N=100: {shown(every_100)}, default: {shown(default)}"
-        )
+        for label, part in (("N=100", 0.01), ("default", in_epoch / spec.steps_per_epoch)):
+            share = interval.combine(lambda a, b, part=part: 100 * part * a / b, extra, steps)
+            print(f"  {name}, {label}: {share.value:.2f} % ({share.low:.2f}–{share.high:.2f})")
 
 
 if __name__ == "__main__":

@@ -8,17 +8,13 @@ N(0, 0.01²), plain SGD. With `jit`, arrays are split over a mesh and XLA adds t
 files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
 
 With `--start` and `--batches` it repeats the training of another framework, with the same initial
-weights and the same examples. `--trace` records the first steps for `main.py verify --traces`. With
-`--replay=single.npz`, a recording of the same network by Lockstep, each of these steps starts from
-the recorded weights; without `--batches`, it uses the recorded batch.
+weights and the same examples. `--trace` records the first steps for `main.py verify --traces`.
 """
 
 import argparse
 import contextlib
-import itertools
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -111,28 +107,26 @@ class Devices:
         return jax.tree.map(first, params), jax.tree.map(mean, state)
 
 
-def train_steps(
-    devices: Devices,
-    train_step: Step,
-    variables: tuple[Tree, Tree],
-    batches: Iterable[Batch],
-    print_steps: bool = False,
-) -> tuple[tuple[Tree, Tree], float, float]:
-    """Trains one step for each batch; returns the variables, the mean loss and the accuracy."""
-    losses, accuracies, sizes = [], [], []
-    for step, batch in enumerate(batches, 1):
-        *variables, loss, accuracy = train_step(*variables, *devices.split(*batch))
-        # JAX can deadlock with many queued steps: on CPUs, an all-reduce takes one thread per
-        # device, and there may be no more threads.
-        jax.block_until_ready(variables)
-        losses.append(loss)
-        accuracies.append(accuracy)
-        sizes.append(len(batch[1]))
-        if print_steps:
-            print(f"step {step}", flush=True)
-    means = [[np.mean(x) for x in jax.device_get(values)] for values in (losses, accuracies)]
-    loss, accuracy = (float(np.average(values, weights=sizes)) for values in means)
-    return tuple(variables), loss, accuracy
+class Trainer:
+    """Trains with a compiled step, and keeps the variables of all devices."""
+
+    def __init__(self, devices: Devices, step: Step, variables: tuple[Tree, Tree]) -> None:
+        self.devices, self.step, self.variables = devices, step, variables
+
+    def train_steps(self, batches: Iterable[Batch]) -> tuple[float, float]:
+        """Trains one step for each batch; returns the mean loss and the accuracy."""
+        losses, accuracies, sizes = [], [], []
+        for batch in batches:
+            *variables, loss, accuracy = self.step(*self.variables, *self.devices.split(*batch))
+            # JAX can deadlock with many queued steps: on CPUs, an all-reduce takes one thread per
+            # device, and there may be no more threads.
+            self.variables = jax.block_until_ready(tuple(variables))
+            losses.append(loss)
+            accuracies.append(accuracy)
+            sizes.append(len(batch[1]))
+        means = [[np.mean(x) for x in jax.device_get(values)] for values in (losses, accuracies)]
+        loss, accuracy = (float(np.average(values, weights=sizes)) for values in means)
+        return loss, accuracy
 
 
 def evaluate(
@@ -149,37 +143,10 @@ def evaluate(
     return loss / len(images), correct / len(images)
 
 
-def train_epochs(
-    devices: Devices,
-    train_step: Step,
-    variables: tuple[Tree, Tree],
-    options: argparse.Namespace,
-    data: Data,
-) -> tuple[tuple[Tree, Tree], list[dict[str, float]]]:
-    """Trains all epochs and prints a line for each; returns the variables and the results."""
-    results = []
-    for epoch in range(options.epochs):
-        begin = time.perf_counter()
-        batches = training_files.batches_of(options, data, epoch)
-        variables, loss, accuracy = train_steps(devices, train_step, variables, batches)
-        middle = time.perf_counter()
-        network, averaged = jax_models.NETWORKS[options.model], devices.to_host(*variables)
-        test_loss, test_acc = evaluate(network, *averaged, data.test_images, data.test_labels)
-        result = {"train_loss": loss, "train_accuracy": accuracy}
-        result |= {"test_loss": test_loss, "test_accuracy": test_acc}
-        result |= {"epoch_sec": middle - begin, "evaluation_sec": time.perf_counter() - middle}
-        results.append(result)
-        print(f"epoch {epoch + 1}: test acc {test_acc:.4f}, {middle - begin:.1f} sec", flush=True)
-    return variables, results
-
-
-def recorded(train_step: Step, options: argparse.Namespace, variables: Iterable[str]) -> Any:
+def recorded(train_step: Step, options: argparse.Namespace) -> Any:
     """Returns a context manager that yields the step, recorded if requested."""
     if not options.trace:
         return contextlib.nullcontext(train_step)
-    names = {}
-    if options.replay:
-        names = training_files.names_in_replay(options.replay, "jax", variables)
     return record_jax.record(
         options.trace,
         train_step,
@@ -188,36 +155,26 @@ def recorded(train_step: Step, options: argparse.Namespace, variables: Iterable[
         optimizer={"class": "SGD", "learning_rate": options.learning_rate},
         steps=options.recorded_steps,
         pmap=options.mode == "pmap",
-        replay=options.replay,
-        permute=options.permute,
-        names=names,
     )
 
 
 def train(options: argparse.Namespace, variables: tuple[Tree, Tree], data: Data) -> None:
     """Trains from these weights and statistics, and writes the requested files."""
-    devices, results = Devices(options.mode, options.num_devices), list[dict[str, float]]()
-    variables = devices.copy(variables)
-    step = partial(
-        training_step,
-        network=jax_models.NETWORKS[options.model],
-        learning_rate=options.learning_rate,
+    devices, network = (
+        Devices(options.mode, options.num_devices),
+        jax_models.NETWORKS[options.model],
     )
-    names = [name for part in variables for name in part]
-    with recorded(devices.compile(step), options, names) as train_step:
-        if options.num_steps:
-            epochs = (training_files.batches_of(options, data, e) for e in range(options.epochs))
-            batches = itertools.islice(itertools.chain.from_iterable(epochs), options.num_steps)
-            variables, _, _ = train_steps(devices, train_step, variables, batches, print_steps=True)
-        else:
-            variables, results = train_epochs(devices, train_step, variables, options, data)
-    params, state = devices.to_host(*variables)
-    if options.weights:
-        training_files.write_npz(options.weights, params | state)
-    if options.results:
-        number = sum(array.size for array in (params | state).values())
-        about = {"versions": {"jax": jax.__version__}, "num_parameters": number}
-        training_files.write_json(options.results, {**about, "epochs": results})
+    step = partial(training_step, network=network, learning_rate=options.learning_rate)
+    with recorded(devices.compile(step), options) as train_step:
+        trainer = Trainer(devices, train_step, devices.copy(variables))
+
+        def test() -> tuple[float, float]:
+            averaged = devices.to_host(*trainer.variables)
+            return evaluate(network, *averaged, data.test_images, data.test_labels)
+
+        epochs = training_files.train(options, data, trainer.train_steps, test)
+    params, state = devices.to_host(*trainer.variables)
+    training_files.write_files(options, params | state, {"jax": jax.__version__}, epochs)
 
 
 def main() -> None:

@@ -7,21 +7,18 @@ This is the training of "Dive into Deep Learning", section "Training on Multiple
 the four files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
 
 With `--start` and `--batches` it repeats the training of another framework, with the same initial
-weights and the same examples. `--trace` records the first steps for `main.py verify --traces`. With
-`--replay=single.npz`, a recording of the same network by Lockstep, each of these steps starts from
-the recorded weights; without `--batches`, it uses the recorded batch.
+weights and the same examples. `--trace` records the first steps for `main.py verify --traces`.
 """
 
 import argparse
 import contextlib
-import itertools
 import os
 import pathlib
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,15 +47,12 @@ def part_of_process(images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Ten
 
 
 def train_steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[Batch],
-    print_steps: bool = False,
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Batch]
 ) -> tuple[float, float]:
     """Trains one step for each global batch; returns the mean loss and the accuracy."""
     model.train()
     totals = torch.zeros(3, dtype=torch.float64)  # Sum of losses, correct predictions, examples.
-    for step, (images, labels) in enumerate(batches, 1):
+    for images, labels in batches:
         x, y = part_of_process(images, labels)
         optimizer.zero_grad()
         logits = model(x)
@@ -67,8 +61,6 @@ def train_steps(
         (loss * dist.get_world_size() / len(images)).backward()
         optimizer.step()
         totals += torch.stack([loss.detach(), (logits.argmax(1) == y).sum(), torch.tensor(len(y))])
-        if print_steps and dist.get_rank() == 0:
-            print(f"step {step}", flush=True)
     return mean_of_processes(totals)
 
 
@@ -102,31 +94,6 @@ def averaged_model(model: nn.Module, name: str) -> nn.Module:
     return averaged
 
 
-def train_epochs(
-    model: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    options: argparse.Namespace,
-    data: Data,
-) -> list[dict[str, float]]:
-    """Trains all epochs and returns their results; the first process prints a line for each."""
-    results = []
-    for epoch in range(options.epochs):
-        begin = time.perf_counter()
-        batches = training_files.batches_of(options, data, epoch)
-        train_loss, train_accuracy = train_steps(model, optimizer, batches)
-        middle = time.perf_counter()
-        averaged = averaged_model(model.module, options.model)
-        test_loss, test_accuracy = evaluate(averaged, data.test_images, data.test_labels)
-        result = {"train_loss": train_loss, "train_accuracy": train_accuracy}
-        result |= {"test_loss": test_loss, "test_accuracy": test_accuracy}
-        result |= {"epoch_sec": middle - begin, "evaluation_sec": time.perf_counter() - middle}
-        results.append(result)
-        if dist.get_rank() == 0:
-            sec = result["epoch_sec"]
-            print(f"epoch {epoch + 1}: test acc {test_accuracy:.4f}, {sec:.1f} sec", flush=True)
-    return results
-
-
 def train(
     model: DistributedDataParallel, options: argparse.Namespace, data: Data
 ) -> list[dict[str, float]]:
@@ -134,21 +101,20 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate)
     recording: Any = contextlib.nullcontext()
     if options.trace:
-        settings = {"replay": options.replay, "permute": options.permute}
-        if options.replay:
-            variables = dict(torch_models.keras_variables(model.module))
-            names = training_files.names_in_replay(options.replay, "torch", variables)
-            settings["names"] = names
         steps = options.recorded_steps
-        recording = record_torch.record(options.trace, model, optimizer, steps, **settings)
+        recording = record_torch.record(options.trace, model, optimizer, steps)
+
+    def test() -> tuple[float, float]:
+        averaged = averaged_model(model.module, options.model)
+        return evaluate(averaged, data.test_images, data.test_labels)
+
+    def say(line: str) -> None:
+        if dist.get_rank() == 0:
+            print(line, flush=True)
+
     with recording:
-        if options.num_steps:
-            epochs = (training_files.batches_of(options, data, e) for e in range(options.epochs))
-            batches = itertools.islice(itertools.chain.from_iterable(epochs), options.num_steps)
-            train_steps(model, optimizer, batches, print_steps=True)
-        else:
-            return train_epochs(model, optimizer, options, data)
-    return []
+        step = partial(train_steps, model, optimizer)
+        return training_files.train(options, data, step, test, say)
 
 
 def work(
@@ -170,13 +136,9 @@ def work(
     # Each process uses the statistics of its own part of the batches.
     epochs = train(DistributedDataParallel(model, broadcast_buffers=False), options, data)
     final = dict(torch_models.keras_variables(averaged_model(model, options.model)))
-    if rank == 0 and options.weights:
+    if rank == 0:
         arrays = {name: variable.contiguous().numpy() for name, variable in final.items()}
-        training_files.write_npz(options.weights, arrays)
-    if rank == 0 and options.results:
-        number = sum(variable.numel() for variable in final.values())
-        about = {"versions": {"torch": str(torch.__version__)}, "num_parameters": number}
-        training_files.write_json(options.results, {**about, "epochs": epochs})
+        training_files.write_files(options, arrays, {"torch": str(torch.__version__)}, epochs)
     dist.destroy_process_group()
 
 

@@ -22,14 +22,21 @@ class LeNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns logits `(n, 10)`."""
+        return self.head(self.features(images))
+
+    def features(self, images: Tensor) -> Tensor:
+        """Returns the output `(n, 800)` of the convolutions: height, width, channels."""
         x = F.avg_pool2d(F.relu(self.conv1(images)), 2)
         x = F.avg_pool2d(F.relu(self.conv2(x)), 2)
-        x = x.permute(0, 2, 3, 1).flatten(1)  # Height, width, channels.
+        return x.permute(0, 2, 3, 1).flatten(1)
+
+    def head(self, x: Tensor) -> Tensor:
+        """Returns the logits of features."""
         return self.logits(F.relu(self.hidden(x)))
 
 
 class SameConv2d(nn.Conv2d):
-    """A convolution with the padding "same" of TensorFlow, for any stride.
+    """A convolution of square images with the padding "same" of TensorFlow, for any stride.
 
     If the padding is odd, the extra row is at the end: a 3 × 3 convolution with stride 2 pads 28
     rows with 0 before and 1 after, while `padding=1` pads both sides.
@@ -37,12 +44,11 @@ class SameConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns height and width divided by the stride, rounded up."""
-        padding: list[int] = []
-        for axis in (3, 2):  # The last axis comes first in `F.pad`.
-            size, kernel, stride = x.shape[axis], self.kernel_size[axis - 2], self.stride[axis - 2]
-            total = max(((size + stride - 1) // stride - 1) * stride + kernel - size, 0)
-            padding += [total // 2, total - total // 2]
-        return super().forward(F.pad(x, padding))
+        (kernel, _), (stride, _), size = self.kernel_size, self.stride, x.shape[2]
+        total = max(((size + stride - 1) // stride - 1) * stride + kernel - size, 0)
+        if total % 2:
+            x = F.pad(x, [0, 1, 0, 1])
+        return F.conv2d(x, self.weight, self.bias, self.stride, padding=total // 2)
 
 
 class BatchNorm2d(nn.BatchNorm2d):
@@ -69,17 +75,17 @@ class BatchNorm2d(nn.BatchNorm2d):
 class ResNet18(nn.Module):
     """ResNet-18 for images `(n, 1, 28, 28)`: the stem has stride 1 and no pooling."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.BatchNorm2d] = BatchNorm2d) -> None:
         super().__init__()
-        self.stem_conv, self.stem_norm = SameConv2d(1, 64, 3), BatchNorm2d(64)
+        self.stem_conv, self.stem_norm = SameConv2d(1, 64, 3), norm(64)
         inputs = 64
         for stage, width in enumerate((64, 128, 256, 512)):
             for block in (0, 1):
                 name, stride = f"stage{stage}_block{block}", 2 if stage > 0 and block == 0 else 1
                 self.add_module(f"{name}_conv1", SameConv2d(inputs, width, 3, stride))
-                self.add_module(f"{name}_norm1", BatchNorm2d(width))
+                self.add_module(f"{name}_norm1", norm(width))
                 self.add_module(f"{name}_conv2", SameConv2d(width, width, 3))
-                self.add_module(f"{name}_norm2", BatchNorm2d(width))
+                self.add_module(f"{name}_norm2", norm(width))
                 if stride == 2:
                     self.add_module(f"{name}_shortcut", SameConv2d(inputs, width, 1, stride))
                 inputs = width

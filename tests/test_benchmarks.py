@@ -1,8 +1,8 @@
 """Tests the comparison with other programs: requests, and the evaluation of answers."""
 
+import argparse
 import dataclasses
 import importlib
-import subprocess
 import sys
 
 import numpy as np
@@ -12,103 +12,94 @@ from app.training.recipes import RECIPES
 from conftest import ROOT
 from strategies.tf_private import learning_rate_schedule
 
-BENCHMARKS = ROOT / "benchmarks"
-PROGRAM = f"""
-import sys; sys.path.insert(0, {str(BENCHMARKS)!r})
-from protocol import claim_stdout, serve
-
-def note(name, answer):
-    with open(sys.argv[1], "a") as file:
-        print(name, file=file)
-    return answer
-
-claim_stdout()
-print("not an answer")
-serve({{"versions": {{}}}}, {{
-    "steps": lambda num_steps: note(f"steps {{num_steps}}", {{"sec": 1.0, "images": 4}}),
-    "evaluate": lambda: note("evaluate", {{"accuracy": 0.5}}),
-}})
+STAND_IN = """
+import json, sys
+print(json.dumps({"versions": {}}), flush=True)
+for line in sys.stdin:
+    print(line.strip(), file=open(sys.argv[1], "a"))
+    answer = {"sec": 1.0, "images": 4} if line == "steps\\n" else {"accuracy": 0.5}
+    print(json.dumps(answer), flush=True)
 """
 
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
 def load(name):
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize(("tests_first_block", "num_tests"), [(True, 1), (False, 0)])
-def test_programs_are_asked_in_turn_and_end(tmp_path, monkeypatch, tests_first_block, num_tests):
+def measured(secs, **more):
+    return {"secs": [secs] * 3, "images": [60000] * 3, "versions": {"jax": "1"}, **more}
+
+
+@pytest.mark.parametrize("tests_first_block", [True, False])
+def test_programs_are_asked_in_turn_and_end(tmp_path, monkeypatch, tests_first_block):
     """The accuracy once, after the first block."""
-    programs, run = load("programs"), load("run")
-    (tmp_path / "program.py").write_text(PROGRAM)
-    monkeypatch.setattr(programs, "FOLDER", tmp_path)
-    program = programs.Program("p", "program.py", (str(tmp_path / "asked"),))
-    part = run.Part("title", "model", 7, [program], [], tests_first_block)
-    found = run.measure(part, rounds=3, data_dir="x")["p"]
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert asked == ["steps 7", *["evaluate"] * num_tests, "steps 7", "steps 7"]
+    run, asked = load("run"), tmp_path / "asked"
+    command = [sys.executable, "-c", STAND_IN, asked]
+    monkeypatch.setattr(run, "command_of", lambda *_: command)
+    part = run.Part("title", "", ("p",), tests_first_block=tests_first_block)
+    found = run.measure(part, argparse.Namespace(rounds=3))["p"]
+    evaluate = ["evaluate"] * tests_first_block
+    assert asked.read_text().split() == ["steps", *evaluate, "steps", "steps"]
     assert found["secs"] == [0.25] * 3
-    assert found.get("accuracy") == (0.5 if num_tests else None)
+    assert found.get("accuracy") == (0.5 if tests_first_block else None)
+    monkeypatch.setattr(run, "command_of", lambda *_: [sys.executable, "-c", "1 / 0"])
+    with pytest.raises(SystemExit, match="p ended before it answered; it said last: ZeroDivision"):
+        run.measure(part, argparse.Namespace(rounds=3))
 
 
-def measured(secs, peer="", precision="float32", **more):
-    return {"peer": peer, "precision": precision, "secs": [secs] * 3, **more}
-
-
-def test_the_page_and_the_summary_are_made_of_measurements_alone():
+def test_the_page_and_the_summary_are_made_of_measurements_alone(monkeypatch):
     """The summary has each peer at its best, the page the accuracy where it was tested."""
     run = load("run")
     programs = {
-        "manual × 2": measured(1e-3),
-        "manual × 2, bfloat16": measured(5e-4, precision="bfloat16"),
-        "JAX × 1": measured(2e-3, "JAX", settings="channels last"),
-        "JAX × 2": measured(4e-3, "JAX"),
-        "JAX × 1, bfloat16": measured(3e-3, "JAX", "bfloat16"),
-    }
-    part = {"title": "Networks", "model": "LeNet", "programs": programs,
-            "ratios": [["manual × 2, bfloat16", "manual × 2"]]}  # fmt: skip
+        "manual × 2": measured(1e-3), "manual × 2, bfloat16": measured(5e-4),
+        "JAX × 1": measured(2e-3), "JAX × 2": measured(4e-3), "JAX × 1, bfloat16": measured(3e-3),
+    }  # fmt: skip
+    part = dataclasses.replace(run.PARTS["lenet"], ratios=run.RATIOS[:1])
+    monkeypatch.setitem(run.PARTS, "lenet", part)
     results = {"date": "2026-01-01", "processor": "P", "cores": 2, "versions": {"jax": "1"},
-               "parts": {"lenet": part}}  # fmt: skip
+               "parts": {"lenet": programs}}  # fmt: skip
     page = run.render(results)
     assert "| manual × 2 | 1,000.0 | 1,000.0–1,000.0 |" in page
-    assert "| LeNet | manual × 2, bfloat16 | manual × 2 | 0.500 | 0.500–0.500 |" in page
     assert [*run.summary(results)][2:] == [
         "| LeNet | manual × 2 | JAX × 1 | 0.500 | 0.500–0.500 |",
         "| LeNet | manual × 2, bfloat16 | JAX × 1 | 0.250 | 0.250–0.250 |",
         "| LeNet | manual × 2, bfloat16 | manual × 2 | 0.500 | 0.500–0.500 |",
     ]
-    tested = measured(1e-4, images=[60000] * 3, accuracy=0.8727)
-    results["parts"] = {"lenet_split": {**part, "programs": {"manual × 2": tested}, "ratios": []}}
+    results["parts"] = {"lenet": {"manual × 2": measured(1e-4, accuracy=0.8727)}}
+    monkeypatch.setitem(run.PARTS, "lenet", dataclasses.replace(part, ratios=()))
     assert "| 6.00 | 0.8727 |" in run.render(results)
 
 
-def test_programs_of_a_part_train_alike_and_lockstep_takes_their_flags():
-    parts, lockstep = load("bench_parts").all_parts("peers"), load("own_training")
-    for program in parts["lenet_split"].programs:
-        assert {"--model=lenet", "--global_batch_size=256", "--recipe=fast", "--num_devices=2"} <= {
-            *program.flags
-        }
-    for part in parts.values():
-        own = [program for program in part.programs if program.file == "own_training.py"]
-        assert own and all((BENCHMARKS / program.file).exists() for program in part.programs)
-        for program in own:
-            config = lockstep.parse_config([*program.flags, "--data_dir=x"])
-            given = [flag for flag in program.flags if flag.startswith("--strategy=")]
-            assert given in ([f"--strategy={config.distribution.strategy}"], [])
+def test_every_program_has_a_command_that_its_framework_understands():
+    run, program, config_of = load("run"), load("program"), load("with_lockstep").config_of
+    options, used = argparse.Namespace(peers_python="peers", data_dir="x"), set()
+    for part in run.PARTS.values():
+        used |= {*part.programs}
+        assert {each for pair in part.ratios for each in pair} <= {*part.programs}
+        for name in part.programs:
+            python, _, *words = run.command_of(name, part, options)
+            job = program.parse(words)
+            assert (python == "peers") == name.startswith(("PyTorch", "JAX"))
+            assert name.split(",")[0].endswith(str(job.num_devices)) or "," in name
+            assert ("bfloat16" in name) == (job.precision == "bfloat16")
+            assert job.recipe == "d2l" or (job.model, job.global_batch_size) == ("lenet", 256)
+            if job.framework == "lockstep":
+                assert name.startswith(config_of(job).distribution.strategy)
+    assert used == {*run.PROGRAMS}
 
 
 @pytest.mark.parametrize(("size", "num_steps"), [(256, 2), (64, 235), (1024, 40), (256, 2350)])
 def test_the_peers_recipe_is_the_projects(size, num_steps):
-    recipe, peer = RECIPES["fast"]["lenet"], load("peer_recipe").PEER_RECIPES["fast"]
+    recipe, peer = RECIPES["fast"]["lenet"], load("program").RECIPES["fast"]
     values = dataclasses.asdict(peer)
     assert values == {name: getattr(recipe, name) for name in values}
     assert not recipe.flip and not recipe.label_smoothing  # The programs have neither.
-    base = load("protocol").LEARNING_RATES["lenet"]
-    rates = peer.learning_rates(base, global_batch_size=size, num_steps=num_steps)
+    rates = peer.learning_rates(0.2, global_batch_size=size, num_steps=num_steps)
     peak = recipe.learning_rate(global_batch_size=size, num_steps=num_steps)
     schedule = learning_rate_schedule(recipe.create_optimizer(peak, num_steps))
     for step in np.unique(np.linspace(0, num_steps - 1, 41).astype(int)).tolist():
@@ -117,34 +108,15 @@ def test_the_peers_recipe_is_the_projects(size, num_steps):
 
 
 @pytest.mark.parametrize(
-    ("program", "flags", "error"),
-    [
-        ("torch_pipeline.py", ["--num_devices=4"], "--num_devices=4 must be 2 or 3"),
-        ("torch_pipeline.py", ["--micro_batches=3"], "must be a multiple of --micro_batches=3"),
-        ("torch_fsdp.py", ["--num_devices=1"], "--num_devices=1 must be at least 2"),
-        ("torch_ddp.py", ["--model=resnet18", "--recipe=fast"], "--recipe=fast: not available"),
-    ],
-)
-def test_wrong_flags_get_one_line_before_a_framework_is_imported(program, flags, error):
-    result = subprocess.run(
-        [sys.executable, BENCHMARKS / program, "--data_dir=/nowhere", *flags],
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
-    assert result.returncode == 2 and result.stdout == ""
-    assert error in result.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("num_examples", "num_shards", "sizes"),
-    [(100, 4, [32, 32, 32, 4]), (98, 4, [32, 32, 32]), (100, 1, [32, 32, 32, 4])],
-)
-def test_a_last_batch_that_is_not_cut_into_equal_shards_is_dropped(num_examples, num_shards, sizes):
-    protocol, zeros = load("protocol"), np.zeros(num_examples, np.uint8)
-    data = protocol.FashionMnist(zeros, zeros, zeros, zeros)
-    job = protocol.BenchmarkJob("lenet", 32, 2, data, num_shards, {})
+    ("num_examples", "framework", "sizes"),
+    [(100, "torch_pipeline", [32, 32, 32, 4]), (98, "torch_pipeline", [32, 32, 32]),
+     (99, "torch_ddp", [32, 32, 32]), (98, "jax", [32, 32, 32, 2])],
+)  # fmt: skip
+def test_a_last_batch_without_equal_parts_is_dropped(num_examples, framework, sizes):
+    job = load("program").parse([framework, "--global_batch_size=32", "--data_dir=x"])
+    vars(job)["data"] = [(np.zeros(num_examples), np.zeros(num_examples))] * 2
     batches = job.index_batches()
     assert [len(next(batches)) for _ in range(len(sizes) + 1)] == [*sizes, 32]
-    assert protocol.describe(job, "")["images_per_epoch"] == sum(sizes)
 
 
 def test_wrong_calls_get_one_line(monkeypatch, capsys):
@@ -159,19 +131,15 @@ def test_wrong_calls_get_one_line(monkeypatch, capsys):
 def test_a_run_writes_the_page_once_every_part_is_there(tmp_path, monkeypatch, capsys):
     run, page = load("run"), tmp_path / "BENCHMARKS.md"
 
-    def measure(part, *, rounds, data_dir):
-        sample = {"secs": [0.1, 0.2], "images": [1, 1], "versions": {"numpy": "2"}}
+    def measure(part, options):
         tested = {"accuracy": 0.87} if part.tests_first_block else {}
-        return {
-            p.name: {**sample, **tested, "peer": p.peer, "precision": p.precision}
-            for p in part.programs
-        }
+        return {name: measured(0.1, **tested) for name in part.programs}
 
     monkeypatch.setattr(run, "measure", measure)
     flags = ["--data_dir=x", f"--out={tmp_path}/out", f"--output={page}"]
-    first, *others = load("bench_parts").all_parts()
+    first, *others = run.PARTS
     run.main([*flags, f"--only={first}"])
-    assert not page.exists() and others[0] in capsys.readouterr().out.splitlines()[-1]
+    assert not page.exists() and f"not measured yet: {others[0]}" in capsys.readouterr().out
     drawn = []
     monkeypatch.setattr(run, "plot_bars", lambda *arguments: drawn.append(arguments))
     for name in others:
@@ -184,4 +152,4 @@ def test_a_run_writes_the_page_once_every_part_is_there(tmp_path, monkeypatch, c
     }  # fmt: skip
     assert (tmp_path / "out" / "benchmarks.png").stat().st_size > 10_000
     title, panels, folder, _ = drawn[-1]
-    assert folder == tmp_path and len(panels) == len(others) + 1 and "cores" in title
+    assert folder == tmp_path and len(panels) == len(run.PARTS) and "cores" in title

@@ -1,0 +1,187 @@
+"""Trains with one framework and answers requests: every program of the benchmark.
+
+    python benchmarks/program.py torch_ddp --model=lenet --num_steps=235 --data_dir=DIR
+
+It warms up after its start and writes a line of JSON. Then it answers each line of standard input:
+
+    (start)     {"versions": {"python": "3.11.7", …}}
+    steps       {"sec": 7.4, "images": 60000}     after `--num_steps` steps
+    evaluate    {"accuracy": 0.78}
+
+A framework is a class `Training` in a module of this folder, which is imported with the
+interpreter that has the framework. It has `versions`, `train_steps(num_steps)`,
+which returns the number of images, and `evaluate()`, which returns the test accuracy.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import os
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path += [str(ROOT), str(ROOT / "frameworks"), str(ROOT / "examples")]
+
+import training_files
+
+MODULES = {
+    "lockstep": "with_lockstep", "d2l": "with_d2l", "keras": "with_keras", "jax": "with_jax",
+    "torch_ddp": "with_torch", "torch_fsdp": "with_torch", "torch_pipeline": "with_torch",
+}  # fmt: skip
+NUM_PARAMETERS = {"lenet": 129_068, "resnet18": 11_175_818}  # Trainable parameters.
+NUM_WARMUP_STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The recipe "fast" of the project for LeNet, in which PyTorch trains; a test compares them.
+
+    Attributes:
+        pixel_mean: subtracted from pixels of 0 to 255.
+        pixel_std: divides the pixels after the subtraction.
+        momentum: Nesterov momentum of stochastic gradient descent; 0 for none.
+        weight_decay: fraction of a weight, times the learning rate, subtracted in each step.
+        warmup: fraction of the steps in which the learning rate rises to its peak, before a cosine
+            decay to 0; None for a constant learning rate.
+    """
+
+    pixel_mean: float = 0.0
+    pixel_std: float = 255.0
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    warmup: float | None = None
+
+    def learning_rates(self, base: float, *, global_batch_size: int, num_steps: int) -> list[float]:
+        """Returns the learning rate of each step; `base` is the peak at a global batch of 256."""
+        if self.warmup is None:
+            return [base] * num_steps
+        growth = global_batch_size / 256
+        rise = max(1.0, math.sqrt(growth))
+        peak = base * min(growth, rise) * min(1.0, num_steps / (200 * rise))
+        least = max(100, round(100 * peak / base))
+        num_warmup = max(round(self.warmup * num_steps), min(least, num_steps // 2))
+        num_decay = max(1, num_steps - num_warmup)
+        return [
+            peak * step / num_warmup
+            if step < num_warmup
+            else peak * (1 + math.cos(math.pi * (step - num_warmup) / num_decay)) / 2
+            for step in range(num_steps)
+        ]
+
+
+RECIPES = {
+    "d2l": Recipe(),
+    "fast": Recipe(pixel_mean=72.94, pixel_std=90.02, momentum=0.9, weight_decay=5e-4, warmup=0.2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The training of a program: its flags, and Fashion-MNIST.
+
+    Attributes:
+        num_steps: steps of a request.
+        num_devices: number of logical devices or processes.
+        precision: "float32" or "bfloat16", the compute dtype of the layers.
+    """
+
+    framework: str
+    model: str
+    global_batch_size: int
+    num_steps: int
+    num_devices: int
+    data_dir: str
+    precision: str
+    recipe: str
+    strategy: str
+    schedule: str
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of plain SGD, constant."""
+        return training_files.LEARNING_RATES[self.model]
+
+    @functools.cached_property
+    def data(self) -> tuple[training_files.Batch, training_files.Batch]:
+        """Images (n, 28, 28, 1) of bytes and labels (n,), for training and for the test."""
+        return training_files.read_fashion_mnist(self.data_dir)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of equal parts of a batch: PyTorch's pipeline has 4 micro-batches."""
+        return 4 if self.framework == "torch_pipeline" else self.num_devices
+
+    def epoch_slices(self) -> list[slice]:
+        """Returns the batches of an epoch; a short last one only if it has equal parts."""
+        end, size = len(self.data[0][1]), self.global_batch_size
+        slices = [slice(start, min(start + size, end)) for start in range(0, end, size)]
+        last = slices[-1]
+        return slices if (last.stop - last.start) % self.num_parts == 0 else slices[:-1]
+
+    def index_batches(self) -> Iterator[np.ndarray]:
+        """Yields the example indices of each global batch, forever, reshuffled in each epoch."""
+        generator, slices = np.random.default_rng(0), self.epoch_slices()
+        while True:
+            order = generator.permutation(len(self.data[0][1]))
+            for where in slices:
+                yield order[where]
+
+    def check_parameters(self, number: int) -> None:
+        """Raises an error unless the network has the parameters that all programs train."""
+        if number != NUM_PARAMETERS[self.model]:
+            raise AssertionError(f"{self.model} has {number} trainable parameters")
+
+
+def parse(arguments: Sequence[str]) -> Job:
+    """Returns the training for the words of a command line."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("framework", choices=MODULES)
+    parser.add_argument("--model", choices=NUM_PARAMETERS, default="lenet")
+    parser.add_argument("--global_batch_size", type=int, default=256)
+    parser.add_argument("--num_steps", type=int, default=100)
+    parser.add_argument("--num_devices", type=int, default=2)
+    parser.add_argument("--data_dir", required=True)
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--recipe", choices=RECIPES, default="d2l")
+    parser.add_argument("--strategy", default="manual")
+    parser.add_argument("--schedule", choices=["gpipe", "1f1b"], default="1f1b")
+    return Job(**vars(parser.parse_args(arguments)))
+
+
+def num_threads(job: Job) -> int:
+    """Returns a device's share of the cores that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, cores // job.num_devices)
+
+
+def main() -> None:
+    """Warms up, then answers requests until they end. Other output goes to standard error."""
+    job = parse(sys.argv[1:])
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    training = importlib.import_module(MODULES[job.framework]).Training(job)
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    print(json.dumps({"versions": versions | training.versions}), file=answers, flush=True)
+    for line in sys.stdin:
+        if line.strip() == "steps":
+            start = time.perf_counter()
+            images = training.train_steps(job.num_steps)
+            answer = {"sec": time.perf_counter() - start, "images": images}
+        else:
+            answer = {"accuracy": training.evaluate()}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

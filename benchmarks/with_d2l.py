@@ -1,0 +1,48 @@
+"""Trains LeNet in the eager loop of `examples/data_parallel.py`, as "Dive into Deep Learning" does.
+
+Nothing is compiled. In eager mode the devices of one process run one after another, each operation
+with all threads.
+"""
+
+import data_parallel
+import tensorflow as tf
+
+from program import NUM_WARMUP_STEPS, Job
+
+
+class Training:
+    """A training that is warmed up."""
+
+    def __init__(self, job: Job) -> None:
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_visible_devices([], "GPU")
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * job.num_devices
+        )
+        self.versions, self._job = {"tensorflow": tf.__version__}, job
+        self._devices = [f"/CPU:{i}" for i in range(job.num_devices)]
+        self._restart()
+        self.train_steps(NUM_WARMUP_STEPS)
+        self._restart()
+
+    def _restart(self) -> None:
+        values = data_parallel.initial_values()
+        self._params, self._train_batch = data_parallel.by_hand(values, self._devices)
+        self._job.check_parameters(sum(value.size for value in values))
+        self._batches = self._job.index_batches()
+
+    def train_steps(self, num_steps: int) -> int:
+        """Trains; returns the number of images."""
+        (images, labels), num_images = self._job.data[0], 0
+        for _ in range(num_steps):
+            rows = next(self._batches)
+            self._train_batch((tf.constant(images[rows]), tf.constant(labels[rows], tf.int32)))
+            num_images += len(rows)
+        self._params[0][-1].numpy()
+        return num_images
+
+    def evaluate(self) -> float:
+        """Returns the test accuracy."""
+        images, labels = self._job.data[1]
+        logits = data_parallel.lenet(self._params[0], images)
+        return float((logits.numpy().argmax(1) == labels).mean())
