@@ -1,5 +1,6 @@
 """Checks that random layers use different random numbers on each replica."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,45 +14,33 @@ from lockstep.verdict import Finding
 
 def check_random_numbers(context: Context) -> Iterator[Finding]:
     """Checks the seeds and the states of generators that a step uses."""
-    if not context.computes and context.has("random"):
+    if not context.computes:
         yield from _repeated(context)
-    if len(context.shards) == 1:
+    elif not context.oracle.random_layers:
         return
-    if context.computes and context.oracle.random_layers:
-        yield from _seeds_of_layers(context)
-    elif not context.computes:
-        yield from _equal_states(context)
-
-
-def _seeds_of_layers(context: Context) -> Iterator[Finding]:
-    """Finds layers that draw the same numbers on several replicas, by computing them."""
     before, left = (
         [each(shard) for shard in context.shards] for each in (context.state, context.left)
     )
     seeds = [
         name
         for name in context.of_kind(SEED)
-        if any(not same_bits(b[name], a[name]) for b, a in zip(before, left, strict=True))
+        if any(
+            name in b and not same_bits(b[name], a.get(name, b[name]))
+            for b, a in zip(before, left, strict=True)
+        )
     ]
-    if not seeds:
-        return
-    context.mark_checked()
-    equal = {
-        name: [s for s in context.shards[1:] if same_bits(before[s][name], before[0][name])]
-        for name in seeds
-    }
-    same = [
-        name for name in seeds if not all(_looks_at_number(context, s, name) for s in equal[name])
-    ]
-    if same:
-        layers = context.oracle.layers_of(same)
-        names = ", ".join(context.oracle.layer_names[index] for index in layers[:3])
-        yield context.found(
-            "same_random_numbers",
-            f"{len(same)} of {len(seeds)} seed generators ({names or 'of the model'}) have the"
-            " same state on several replicas, which draw the same masks for different examples",
-            items=context.shards, tensors=same,
-        )  # fmt: skip
+    drawing = [s for s in context.shards if not context.computes and draws(context, s)]
+    for pair in itertools.combinations(context.shards, 2):
+        both_draw = {*pair} <= {*drawing}
+        if not seeds and not both_draw:
+            continue
+        context.mark_checked()
+        equal = [name for name in seeds if same_bits(*(before[shard][name] for shard in pair))]
+        if context.computes:  # Layers may also draw by the number of the replica.
+            equal = [name for name in equal if not _looks_at_number(context, pair[1], name)]
+        if equal or (both_draw and _all_same(*(context.arrays("random")[s] for s in pair))):
+            text = f"replicas {pair[0]} and {pair[1]} draw from the same random state"
+            yield context.found("same_random_numbers", text, items=pair, tensors=equal)
 
 
 def _looks_at_number(context: Context, shard: int, seed: str) -> bool:
@@ -75,34 +64,6 @@ def _looks_at_number(context: Context, shard: int, seed: str) -> bool:
     if mine.y_pred:
         return relative_distance(mine.y_pred, first.y_pred) > MARGIN * expected.forward
     return relative_norm(mine.raw, first.raw) > MARGIN * expected.backward
-
-
-def _equal_states(context: Context) -> Iterator[Finding]:
-    """Finds replicas that draw from the same random state."""
-    before = context.named("before") if context.has("before") else [{} for _ in context.shards]
-    after = context.named("after") if context.has("after") else before
-    drawn = [
-        name
-        for name in context.of_kind(SEED)
-        if any(
-            name in b and not same_bits(b[name], a[name])
-            for b, a in zip(before, after, strict=True)
-        )
-    ]
-    states = context.arrays("random") if context.has("random") else []
-    for second in context.shards[1:]:
-        for first in range(second):
-            both_draw = bool(states) and draws(context, first) and draws(context, second)
-            if not both_draw and not drawn:
-                continue
-            context.mark_checked()
-            equal = [n for n in drawn if same_bits(before[first][n], before[second][n])]
-            if equal or (both_draw and _all_same(states[first], states[second])):
-                yield context.found(
-                    "same_random_numbers",
-                    f"replicas {first} and {second} draw from the same random state",
-                    items=(first, second), tensors=equal,
-                )  # fmt: skip
 
 
 def _repeated(context: Context) -> Iterator[Finding]:
