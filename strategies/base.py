@@ -1,12 +1,13 @@
-"""Defines the contract between the training loop and a strategy.
+"""Defines the base class of all strategies: the contract, and the training step on one shard.
 
-The loop in `app/training/loop.py` uses nothing else. A subclass defines where the copies of the
-weights are, which tensors are sent between devices, and in which order gradients are added. All
-strategies share the rest: this file, `shard_step.py` and `copies.py`. Results of two strategies
-can therefore only differ because of the subclasses.
+The training loop in `app/training/loop.py` uses only the contract. A subclass defines where the
+copies of the weights are, which tensors are sent between devices, and in which order gradients are
+added. Loss, gradient tape, loss scaling and observer stand here, once for all strategies, so that
+results of two strategies can only differ because of the subclasses.
 """
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
 
 import keras
@@ -14,19 +15,26 @@ import numpy as np
 import tensorflow as tf
 
 from strategies import ALL_REDUCE_ALGORITHMS
-from strategies.collectives import PerReplicaTensors
-from strategies.compiled_steps import BatchIterator, CompiledSteps, to_host
+from strategies.collectives import PerReplicaTensors, weighted_bounds
+from strategies.compiled_steps import BatchIterator, CompiledSteps
+from strategies.copies import CopyStates, State, Variables
+from strategies.device_tape import DeviceTape
+from strategies.evaluation import Evaluation, LogitsAndTotals, Statistics
 from strategies.gradient_buckets import GradientBuckets
-from strategies.observer import Observer
-from strategies.shard_step import LogitsAndTotals, Statistics
+from strategies.loss import differentiate, differentiate_scaled, shard_loss, unscaled
+from strategies.loss_scale import loss_scale_of
+from strategies.observer import Observer, Shard
+from strategies.options import StrategyOptions
+from strategies.replica import Replica, copies_of
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
 ModelFn = Callable[[], keras.Model]
 OptimizerFn = Callable[[], keras.optimizers.Optimizer]
+Bounds = tuple[tf.Tensor, tf.Tensor]
 
 
-class Strategy(CompiledSteps):
+class Strategy(abc.ABC):
     """Trains a model on a list of devices.
 
     Datasets are `tf.data` datasets of global batches `(images, labels)`: uint8
@@ -38,64 +46,52 @@ class Strategy(CompiledSteps):
 
     Args:
         devices: names of the devices of all workers, for example `["/device:CPU:0"]`.
+        options: the options of this strategy; None for the defaults.
         workers: the processes that train together, with equal numbers of devices; None for a
             single process.
-        all_reduce: the algorithm that sums the gradients over the shards: one of
-            `all_reduce_algorithms`, "auto", or "none" to skip the all-reduce (to measure its cost).
-        bucket_mib: size of the gradient buckets of the all-reduce, in 2²⁰ bytes; 0 for one
-            all-reduce per gradient, None for the strategy's default.
-        communication_dtype: dtype of the all-reduce; None for the dtype of the gradients.
-        jit_compile: compile loss and gradients of a shard with XLA.
-        batch_norm: "average" normalises each shard separately, "sync" normalises over the global
-            batch.
-        accumulate_steps: shards per replica; a replica adds their gradients before the all-reduce.
-        shard_weights: relative sizes of the replicas' parts, whole numbers; empty for equal parts.
-        model_parallel: K, devices per replica.
-        label_smoothing: see `strategies.loss.shard_loss`.
+
+    Attributes:
+        num_devices: number of devices, over all workers.
+        num_shards: number of shards of a global batch; each has its own examples, loss, gradients
+            and BatchNorm statistics.
+        num_copies: number of copies of the weights, over all workers.
+        shard_weights: relative sizes of all shards.
+        observer: hooks of the training step; replace it only before the first step.
+        steps: the compiled loop over `train_step`.
+        model: the model of the first copy on this worker, after `build`.
+        optimizer: the optimizer of the first copy on this worker, after `build`.
 
     Raises:
         ValueError: this strategy cannot run on these devices or has no such algorithm.
     """
 
     name: str
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
 
     def __init__(
         self,
         devices: Sequence[str],
-        *,
+        options: StrategyOptions | None = None,
         workers: Workers | None = None,
-        all_reduce: str = "auto",
-        bucket_mib: float | None = None,
-        communication_dtype: str | None = None,
-        jit_compile: bool = False,
-        label_smoothing: float = 0.0,
-        batch_norm: str = "average",
-        accumulate_steps: int = 1,
-        shard_weights: Sequence[int] = (),
-        model_parallel: int = 1,
     ):
+        self.options = options = options or StrategyOptions()
         self.devices, self.workers = list(devices), workers or Workers()
-        self.num_devices, self.devices_per_replica = len(self.devices), model_parallel
-        self.num_replicas = self.num_copies = len(self.devices) // model_parallel
-        self.shards_per_replica = accumulate_steps
-        self.num_shards = self.num_replicas * accumulate_steps
-        weights = list(shard_weights) or [1] * self.num_replicas
+        self.num_devices, self.devices_per_replica = len(devices), options.model_parallel or 1
+        self.num_replicas = self.num_copies = self.num_devices // self.devices_per_replica
+        self.shards_per_replica = options.accumulate_steps
+        self.num_shards = self.num_replicas * self.shards_per_replica
+        weights = options.shard_weights or [1] * self.num_replicas
         self._check_numbers(weights)
-        self.shard_weights = [weight for weight in weights for _ in range(accumulate_steps)]
-        self.syncs_batch_norm, self.jit_compile = batch_norm == "sync", jit_compile
+        self.shard_weights = [w for w in weights for _ in range(self.shards_per_replica)]
+        self.syncs_batch_norm = options.batch_norm == "sync"
         self.observer = Observer()
-        self.algorithm = self.default_all_reduce() if all_reduce == "auto" else all_reduce
-        self._label_smoothing = label_smoothing
-        bucket_mib = self.default_bucket_mib() if bucket_mib is None else bucket_mib
-        self._bucket_bytes = round(bucket_mib * 2**20)
-        self._communication_dtype = communication_dtype
-        choices = "auto", *self.all_reduce_algorithms
-        can_leave_out = bool(self.all_reduce_algorithms) and all_reduce == "none"
-        if all_reduce not in choices and not can_leave_out:
-            raise ValueError(
-                f"--all_reduce of strategy {self.name} must be one of {', '.join(choices)}, got"
-                f" {all_reduce}"
-            )
+        automatic = options.all_reduce == "auto"
+        self.algorithm = self.default_all_reduce() if automatic else options.all_reduce
+        self._check_algorithm()
+        self.steps = CompiledSteps(self.train_step, self.workers)
+        self._observed_steps = CompiledSteps(self.train_step, self.workers)
+        self._evaluation = Evaluation(self.forward, self.distribute, self.workers)
 
     def _check_numbers(self, replica_weights: Sequence[int]) -> None:
         if self.num_replicas * self.devices_per_replica != self.num_devices:
@@ -109,38 +105,24 @@ class Strategy(CompiledSteps):
                 f" of {self.num_replicas} replicas"
             )
 
-    @property
-    def all_reduce_algorithms(self) -> tuple[str, ...]:
-        """The all-reduce algorithms of this strategy, from `strategies.ALL_REDUCE_ALGORITHMS`."""
-        return ALL_REDUCE_ALGORITHMS.get(self.name, ())
+    def _check_algorithm(self) -> None:
+        asked, choices = self.options.all_reduce, ("auto", *self.all_reduce_algorithms)
+        can_leave_out = bool(self.all_reduce_algorithms) and asked == "none"
+        if asked not in choices and not can_leave_out:
+            raise ValueError(
+                f"--all_reduce of strategy {self.name} must be one of {', '.join(choices)}, got"
+                f" {asked}"
+            )
 
-    def default_all_reduce(self) -> str:
-        """Returns the algorithm that "auto" stands for on these devices."""
-        return "reduce_to_one"
-
-    @property
-    def gather_groups(self) -> list[list[str]]:
-        """Groups of devices that all-gather tensors within a step."""
-        return []
-
-    def default_bucket_mib(self) -> float:
-        """Returns the default bucket size in MiB; 0 for one all-reduce per gradient."""
-        return 0.0
-
-    @property
-    def local_devices(self) -> list[str]:
-        """The devices of this worker."""
-        ids = self._local(self.num_devices)
-        return self.devices[ids.start : ids.stop]
-
-    @property
-    def local_replica_devices(self) -> list[str]:
-        """The first device of each replica of this worker."""
-        return self.local_devices[:: self.devices_per_replica]
+    # --- What a subclass defines ---------------------------------------------------------------
 
     @abc.abstractmethod
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         """Builds every copy of the model and its optimizer, all with the same weights."""
+
+    @abc.abstractmethod
+    def train_step(self, iterator: BatchIterator) -> StepTotals:
+        """Trains on one global batch: one optimizer step of every copy (traced in a graph)."""
 
     @abc.abstractmethod
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
@@ -153,6 +135,21 @@ class Strategy(CompiledSteps):
         Returns:
             For each replica of this worker, in order, the logits and totals of its examples.
         """
+
+    @abc.abstractmethod
+    def copies(self) -> list[Variables]:
+        """Returns the variables of each copy on this worker: name → variable.
+
+        The order is the same in all copies: the model's variables, then the optimizer's.
+        """
+
+    def shard_variables(self) -> list[Variables]:
+        """Returns the per-shard variables of each shard of this worker: name → variable.
+
+        These are the model's non-trainable variables: moving statistics and random states.
+        """
+        names = [f"model/{v.path}" for v in self.model.non_trainable_variables]
+        return [{name: copy[name] for name in names} for copy in self.copies()]
 
     def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
         """Returns an iterator over `dataset`, which repeats forever, for the compiled steps."""
@@ -169,11 +166,48 @@ class Strategy(CompiledSteps):
         """
         return per_replica_tensors
 
-    def gradient_buckets(self, tensors: Sequence[tf.Tensor]) -> GradientBuckets:
-        """Returns the all-reduce buckets for a replica's tensors."""
-        return GradientBuckets(
-            tensors, bucket_bytes=self._bucket_bytes, dtype=self._communication_dtype
-        )
+    def default_all_reduce(self) -> str:
+        """Returns the algorithm that "auto" stands for on these devices."""
+        return "reduce_to_one"
+
+    def gather_tapes(self) -> list[DeviceTape]:
+        """Returns a tape for each group of devices that all-gather tensors within a step."""
+        return []
+
+    @property
+    def part_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """For each device, path → shape of the weights that it reads in a step.
+
+        Empty if every device computes with the weights of its own copy.
+        """
+        return []
+
+    # --- What the training loop uses -----------------------------------------------------------
+
+    def train_steps(self, iterator: BatchIterator, num_steps: int) -> StepTotals:
+        """Runs `num_steps` optimizer steps in one compiled call and returns their totals.
+
+        The first call compiles the loop. `num_steps=0` compiles it without training.
+        """
+        return self.steps.run(iterator, num_steps)
+
+    def train_observed_steps(
+        self, iterator: BatchIterator, num_steps: int, observer: Observer
+    ) -> StepTotals:
+        """Runs the same steps as `train_steps` with another observer.
+
+        The steps are compiled as a separate function; the function of `train_steps` is unchanged.
+
+        Args:
+            iterator: the result of `distribute`.
+            num_steps: number of steps; 0 compiles the loop without training.
+            observer: the same object in every call.
+        """
+        usual, self.observer = self.observer, observer  # Tracing the loop calls the observer.
+        try:
+            return self._observed_steps.run(iterator, num_steps)
+        finally:
+            self.observer = usual
 
     def evaluate(
         self, dataset: tf.data.Dataset, on_batch: Callable[[], None] = lambda: None
@@ -184,12 +218,7 @@ class Strategy(CompiledSteps):
             dataset: global batches; finite.
             on_batch: called after each batch; an exception that it raises ends the evaluation.
         """
-        iterator, statistics = self.distribute(dataset.repeat()), self._statistics_to_evaluate()
-        totals = StepTotals(0.0, 0, 0)
-        for _ in range(int(dataset.cardinality())):
-            totals = totals.plus(to_host(self._evaluate_batch(iterator, statistics)))
-            on_batch()
-        return self._over_workers(totals)
+        return self._evaluation.totals(dataset, self.states.averaged_statistics(), on_batch)
 
     def predict(self, images: np.ndarray, *, global_batch_size: int = 1000) -> np.ndarray:
         """Returns the logits of images, in input order; changes no state.
@@ -201,26 +230,197 @@ class Strategy(CompiledSteps):
         Returns:
             Floats `(N, num_classes)`.
         """
-        labels = np.zeros(len(images), np.int32)
-        dataset = tf.data.Dataset.from_tensor_slices((images, labels)).batch(global_batch_size)
-        iterator, statistics = self.distribute(dataset.repeat()), self._statistics_to_evaluate()
-        logits = []
-        for _ in range(int(dataset.cardinality())):
-            own = self._predict_batch(iterator, statistics).numpy()
-            for message in self.workers.gather(own.tobytes()):
-                logits.append(np.frombuffer(message, own.dtype).reshape(-1, *own.shape[1:]))
-        return np.concatenate(logits)
+        averages = self.states.averaged_statistics()
+        return self._evaluation.logits(images, averages, global_batch_size)
 
-    def _statistics_to_evaluate(self) -> Statistics:
-        averages = self.averaged_statistics()
-        with tf.device("CPU:0"):  # Each device copies the values that it needs from the host.
-            return {name.removeprefix("model/"): tf.constant(a) for name, a in averages.items()}
+    @functools.cached_property
+    def states(self) -> CopyStates:
+        """Reads and writes the variables of the copies and shards, after `build`."""
+        return CopyStates(self.copies(), self.shard_variables(), self.num_shards, self.workers)
 
-    @tf.function(autograph=False)
-    def _evaluate_batch(self, iterator: BatchIterator, statistics: Statistics) -> StepTotals:
-        shards = self.forward(iterator, statistics)
-        return StepTotals.sum([StepTotals.zeros(), *(totals for _, totals in shards)])
+    def state(self) -> State:
+        """Returns the state to save, which any other strategy can load."""
+        return self.states.averaged()
 
-    @tf.function(autograph=False)
-    def _predict_batch(self, iterator: BatchIterator, statistics: Statistics) -> tf.Tensor:
-        return tf.concat([logits for logits, _ in self.forward(iterator, statistics)], axis=0)
+    def load_state(self, state: State) -> None:
+        """Assigns a state to every copy and shard of this worker.
+
+        Arrays are assigned by position; layer names are ignored.
+
+        Raises:
+            ValueError: `state` does not have the number and shapes of this model's arrays.
+        """
+        self.states.load(state)
+
+    # --- The training step on one shard --------------------------------------------------------
+
+    def new_replica(
+        self, replica_id: int, device: str, model_fn: ModelFn, optimizer_fn: OptimizerFn
+    ) -> Replica:
+        """Builds a model and its optimizer, with all variables, on the current device."""
+        model, optimizer = model_fn(), optimizer_fn()
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        return Replica(replica_id, device, model, optimizer, self.new_statistics(model))
+
+    def new_statistics(self, model: keras.Model) -> list[list[keras.Variable]]:
+        """Creates the variables of `Replica.statistics` on the current device."""
+        if self.shards_per_replica == 1:
+            return []
+        own = model.non_trainable_variables
+        return [own, *(copies_of(own) for _ in range(self.shards_per_replica - 1))]
+
+    def local_gradients(
+        self, replica: Replica, examples: Sequence[tf.Tensor], num_global_examples: tf.Tensor
+    ) -> tuple[list[tf.Tensor], StepTotals]:
+        """Computes a replica's part of the gradients of the global batch's mean loss.
+
+        The result is the gradient of (sum of the losses of its examples) / (number of *all*
+        examples). Its sum over the replicas, with parts of any size, is the gradient of the mean
+        over the global batch. A replica with several shards processes them in sequence, so that it
+        needs memory for the activations of one shard, and adds their gradients in order.
+
+        Args:
+            replica: the replica whose weights are used.
+            examples: images `(n_r, height, width, channels)` and labels `(n_r,)`.
+            num_global_examples: int scalar, number of examples in the global batch.
+
+        Returns:
+            One gradient per trainable variable, and the totals of the examples.
+        """
+        num = self.shards_per_replica
+        if num == 1:
+            return self._shard_gradients(replica, 0, examples, num_global_examples)
+        sums: list[tf.Tensor] = []
+        totals = []
+        first, _ = self.shard_bounds(num_global_examples, replica.replica_id * num)
+        for index in range(num):
+            shard_id = replica.replica_id * num + index
+            start, end = self.shard_bounds(num_global_examples, shard_id)
+            with tf.control_dependencies(sums):
+                shard = [tensor[start - first : end - first] for tensor in examples]
+                gradients, shard_totals = self._shard_gradients(
+                    replica, index, shard, num_global_examples
+                )
+            sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else gradients
+            totals.append(shard_totals)
+        return sums, StepTotals.sum(totals)
+
+    def _shard_gradients(
+        self,
+        replica: Replica,
+        index: int,
+        shard: Sequence[tf.Tensor],
+        num_global_examples: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], StepTotals]:
+        """Computes gradients and totals of the `index`-th shard of a replica."""
+        loss_scale = self.loss_scale
+
+        def forward_and_backward(
+            images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor, StepTotals, list[tf.Tensor]]:
+            with tf.GradientTape() as tape:
+                tape.watch(replica.gathered_weights)  # A tape watches variables by itself.
+                logits = replica.forward(images, index)
+                loss, totals = self.loss(logits, labels, num_global_examples)
+            gradients = differentiate(tape, loss, replica.weights, loss_scale=loss_scale)
+            return logits, loss, totals, gradients
+
+        if self.options.jit_compile:
+            forward_and_backward = tf.function(forward_and_backward, jit_compile=True)
+        images, labels = shard
+        logits, loss, totals, gradients = forward_and_backward(images, labels, num_global_examples)
+        shard_id = replica.replica_id * self.shards_per_replica + index
+        observed = Shard(images, labels, num_global_examples, logits)
+        return self.observer.on_shard(shard_id, observed, loss, gradients), totals
+
+    def loss(
+        self, logits: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
+    ) -> tuple[tf.Tensor, StepTotals]:
+        """Computes a shard's part of the mean loss and its totals; see `shard_loss`."""
+        smoothing = self.options.label_smoothing
+        return shard_loss(logits, labels, num_global_examples, label_smoothing=smoothing)
+
+    def apply_gradients(self, replica: Replica, summed_gradients: list[tf.Tensor]) -> None:
+        """Updates the weights of a replica with the gradients summed over all shards."""
+        replica.optimizer.apply(summed_gradients, replica.model.trainable_variables)
+        self.observer.on_update(replica.replica_id, summed_gradients)
+
+    @property
+    def loss_scale(self) -> tf.Tensor | None:
+        """The loss scale of this step; None without loss scaling."""
+        return loss_scale_of(self.optimizer)
+
+    def loss_and_logits_gradient(
+        self, logits: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
+    ) -> tuple[tf.Tensor, StepTotals, tf.Tensor]:
+        """Computes a shard's `loss`, its totals, and the scaled gradient by the logits.
+
+        Strategies whose backward pass spans several devices start it from this gradient, which is
+        multiplied by `loss_scale`; `unscale` divides the results of the backward pass.
+        """
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            loss, totals = self.loss(logits, labels, num_global_examples)
+        (gradient,) = differentiate_scaled(tape, loss, [logits], loss_scale=self.loss_scale)
+        return loss, totals, gradient
+
+    def unscale(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Divides gradients computed from `loss_and_logits_gradient` by the loss scale."""
+        return unscaled(gradients, self.loss_scale)
+
+    # --- Numbers of examples, shards and devices -----------------------------------------------
+
+    def shard_bounds(self, num_examples: int | tf.Tensor, shard_id: int | tf.Tensor) -> Bounds:
+        """Returns the start and end of a shard in a global batch."""
+        return weighted_bounds(num_examples, self.shard_weights, shard_id)
+
+    def replica_bounds(self, num_examples: int | tf.Tensor, replica_id: int | tf.Tensor) -> Bounds:
+        """Returns the start and end of a replica's part of a global batch."""
+        return weighted_bounds(num_examples, self.replica_weights, replica_id)
+
+    @property
+    def replica_weights(self) -> list[int]:
+        """Relative sizes of the replicas' parts."""
+        num, weights = self.shards_per_replica, self.shard_weights
+        return [sum(weights[i : i + num]) for i in range(0, len(weights), num)]
+
+    def shard_ids(self, replica_id: int) -> range:
+        """Returns the ids of a replica's shards."""
+        first = replica_id * self.shards_per_replica
+        return range(first, first + self.shards_per_replica)
+
+    @property
+    def local_copy_ids(self) -> range:
+        """Ids of the copies that this worker holds; all copies for a single worker."""
+        return self.workers.local_range(self.num_copies)
+
+    @property
+    def local_shard_ids(self) -> range:
+        """Ids of the shards that this worker trains on; all shards for a single worker."""
+        return self.workers.local_range(self.num_shards)
+
+    @property
+    def local_devices(self) -> list[str]:
+        """The devices of this worker."""
+        return [self.devices[i] for i in self.workers.local_range(self.num_devices)]
+
+    @property
+    def local_replica_devices(self) -> list[str]:
+        """The first device of each replica of this worker."""
+        return self.local_devices[:: self.devices_per_replica]
+
+    @property
+    def all_reduce_algorithms(self) -> tuple[str, ...]:
+        """The all-reduce algorithms of this strategy, from `strategies.ALL_REDUCE_ALGORITHMS`."""
+        return ALL_REDUCE_ALGORITHMS.get(self.name, ())
+
+    def default_bucket_mib(self) -> float:
+        """Returns the default bucket size in MiB; 0 for one all-reduce per gradient."""
+        return 0.0
+
+    def gradient_buckets(self, tensors: Sequence[tf.Tensor]) -> GradientBuckets:
+        """Returns the all-reduce buckets for a replica's tensors."""
+        mib = self.options.bucket_mib
+        size = round((self.default_bucket_mib() if mib is None else mib) * 2**20)
+        return GradientBuckets(tensors, bucket_bytes=size, dtype=self.options.communication_dtype)

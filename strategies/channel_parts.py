@@ -10,7 +10,6 @@ from strategies.collectives import shard_sizes
 from strategies.copies import optimizer_shapes
 from strategies.device_tape import DeviceTape, Spread
 from strategies.layer_calls import LayerCall, LayerCalls, variables_of, with_values
-from strategies.observer import Observer
 from strategies.split_variable import RepeatedVariable, SplitVariable
 
 # Layers that need all channels of their input to compute a part of those of their output.
@@ -204,14 +203,22 @@ class Row(NamedTuple):
             if whole.trainable == trainable
         }
 
-    def read_weights(self, observer: Observer, first_device_id: int) -> list[dict[str, tf.Tensor]]:
+    def weights(self, device_id: int) -> list[keras.Variable]:
+        """Returns a device's parts of the trainable variables."""
+        return list(self.variables(device_id, trainable=True).values())
+
+    def weight_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """Returns for each device: path of the unsplit variable → shape of its part."""
+        per_device = [self.variables(d, trainable=True) for d in range(len(self.devices))]
+        return [{path: tuple(part.shape) for path, part in parts.items()} for parts in per_device]
+
+    def read_weights(self) -> list[dict[str, tf.Tensor]]:
         """Reads the weights of each device: path of the unsplit variable → its part."""
         per_device = []
         for d, device in enumerate(self.devices):
             with tf.device(device):
                 parts = self.variables(d, trainable=True).items()
-                read = {path: tf.identity(variable.value) for path, variable in parts}
-                per_device.append(dict(observer.on_weights(first_device_id + d, read)))
+                per_device.append({path: tf.identity(part.value) for path, part in parts})
         return per_device
 
     def parts_of(self, tensors: Mapping[str, tf.Tensor]) -> list[dict[str, tf.Tensor]]:

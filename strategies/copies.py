@@ -1,11 +1,10 @@
-"""Reads, assigns, gathers and averages the copies of the weights of a strategy.
+"""Reads, assigns, gathers and averages the variables of all copies of the weights.
 
 All strategies share this code, so that any strategy can load the state of any other. With several
 workers, each worker holds some of the copies, and all workers call these methods at the same point.
 Reading changes no state.
 """
 
-import abc
 import collections
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -14,133 +13,70 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from strategies.observer import Observer
 from strategies.workers import Workers, split_bytes
 
 State = dict[str, np.ndarray]
 Variables = Mapping[str, tf.Variable]
 
 
-class Copies(abc.ABC):
-    """Holds copies of a model and its optimizer on one or more devices.
+class CopyStates:
+    """Reads and writes the variables of a strategy's copies and shards.
 
-    `gather`, `state`, `averaged_statistics`, `per_shard_statistics` and all methods that begin with
-    `broadcast_` communicate: every worker must call them at the same point.
+    `gather`, `averaged`, `averaged_statistics`, `per_shard_statistics` and the methods that begin
+    with `broadcast` communicate: every worker must call them at the same point.
+
+    Args:
+        copies: `Strategy.copies()`.
+        shards: `Strategy.shard_variables()`.
+        num_shards: number of shards over all workers.
+        workers: the processes that train together.
 
     Attributes:
-        num_devices: number of devices, over all workers.
-        num_shards: number of shards of a global batch; each has its own examples, loss, gradients
-            and BatchNorm statistics.
-        num_copies: number of copies of the weights, over all workers.
-        workers: the processes that train together.
-        observer: hooks of the training step; replace it only before the first step.
-        model: the model of the first copy on this worker, after `build`.
-        optimizer: the optimizer of the first copy on this worker, after `build`.
+        variable_names: names of all variables of a copy: the model's, then the optimizer's.
+        statistics_names: names of the BatchNorm moving statistics.
+        average: combines the values of a moving statistic of all shards.
     """
 
-    num_devices: int
-    num_shards: int
-    num_copies: int
-    workers: Workers
-    observer: Observer
-    model: keras.Model
-    optimizer: keras.optimizers.Optimizer
+    def __init__(
+        self,
+        copies: Sequence[Variables],
+        shards: Sequence[Variables],
+        num_shards: int,
+        workers: Workers,
+    ):
+        self._copies, self._shards = copies, shards
+        self._num_shards, self._workers = num_shards, workers
+        self.variable_names = list(copies[0])
+        # Random states are whole numbers.
+        self.statistics_names = [
+            name
+            for name in self.variable_names
+            if name in shards[0] and _is_floating(shards[0][name])
+        ]
+        self.average: Callable[[Sequence[np.ndarray]], np.ndarray] = mean_over_shards
 
-    @abc.abstractmethod
-    def copies(self) -> list[Variables]:
-        """Returns the variables of each copy on this worker: name → variable.
-
-        The order is that of `variable_names`: the model's variables, then the optimizer's.
-        """
-
-    def shard_variables(self) -> list[Variables]:
-        """Returns the per-shard variables of each shard of this worker: name → variable.
-
-        These are the model's non-trainable variables: moving statistics and random states.
-        """
-        names = [f"model/{v.path}" for v in self.model.variables if not v.trainable]
-        return [{name: copy[name] for name in names} for copy in self.copies()]
+    def per_copy(self) -> list[State]:
+        """Returns the state of each copy of this worker, with the copy's own moving statistics."""
+        return [{name: v.numpy() for name, v in copy.items()} for copy in self._copies]
 
     def shard_statistics(self) -> list[Variables]:
         """Returns the moving statistics of each shard of this worker: name → variable."""
-        names = self.statistics_names
-        return [{name: own[name] for name in names} for own in self.shard_variables()]
+        return [{name: own[name] for name in self.statistics_names} for own in self._shards]
 
-    @property
-    def local_copy_ids(self) -> range:
-        """Ids of the copies that this worker holds; all copies for a single worker."""
-        return self._local(self.num_copies)
-
-    @property
-    def local_shard_ids(self) -> range:
-        """Ids of the shards that this worker trains on; all shards for a single worker."""
-        return self._local(self.num_shards)
-
-    def _local(self, count: int) -> range:
-        num_local, rest = divmod(count, self.workers.count)
-        if rest:
-            raise ValueError(f"{count} cannot be divided among {self.workers.count} workers")
-        return range(self.workers.index * num_local, (self.workers.index + 1) * num_local)
-
-    def named_variables(
-        self, model: keras.Model, optimizer: keras.optimizers.Optimizer
-    ) -> Variables:
-        """Returns name → variable for the variables of a copy."""
-        variables = [variable.value for variable in model.variables + optimizer.variables]
-        return dict(zip(self.variable_names, variables, strict=True))
-
-    @property
-    def variable_names(self) -> list[str]:
-        """Names of all variables of a copy: the model's, then the optimizer's."""
-        names = [f"model/{variable.path}" for variable in self.model.variables]
-        return names + optimizer_names(self.optimizer)
-
-    @property
-    def statistics_names(self) -> list[str]:
-        """Names of the BatchNorm moving statistics."""
-        return [
-            f"model/{variable.path}"
-            for variable in self.model.variables
-            if not variable.trainable and np.issubdtype(np.dtype(variable.dtype), np.floating)
-        ]
-
-    def gather(self, per_item_arrays: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
-        """Returns the arrays of all copies (or shards), given those of this worker."""
-        flat = [array for arrays in per_item_arrays for array in arrays]
-        num_local = len(per_item_arrays)
-        return [
-            arrays[i * len(arrays) // num_local : (i + 1) * len(arrays) // num_local]
-            for arrays in self.workers.gather_arrays(flat)
-            for i in range(num_local)
-        ]
-
-    def copy_states(self) -> list[State]:
-        """Returns the state of each copy of this worker, with the copy's own moving statistics."""
-        return [{name: v.numpy() for name, v in copy.items()} for copy in self.copies()]
-
-    def state(self) -> State:
-        """Returns the state to save, which any other strategy can load.
-
-        The state of the first copy, with moving statistics averaged over the shards.
-        """
+    def averaged(self) -> State:
+        """Returns the state of the first copy, with moving statistics averaged over the shards."""
         averages = self.averaged_statistics()
         return {
             name: averages[name] if name in averages else variable.numpy()
-            for name, variable in self.copies()[0].items()
+            for name, variable in self._copies[0].items()
         }
 
-    def load_state(self, state: State) -> None:
-        """Assigns a state to every copy and shard of this worker.
-
-        Arrays are assigned by position; layer names are ignored.
-
-        Raises:
-            ValueError: `state` does not have the number and shapes of this model's arrays.
-        """
+    def load(self, state: State) -> None:
+        """Assigns a state to every copy and shard of this worker; see `Strategy.load_state`."""
         arrays = list(state.values())
         self._check_fits(arrays)
         by_name = dict(zip(self.variable_names, arrays, strict=True))
-        for variables in (*self.copies(), *self.shard_variables()):
+        for variables in (*self._copies, *self._shards):
             for name, variable in variables.items():
                 variable.assign(by_name[name])
 
@@ -151,7 +87,7 @@ class Copies(abc.ABC):
             return f"{value.dtype.name}{list(value.shape)}"
 
         found = [describe(array) for array in arrays]
-        required = [describe(variable) for variable in self.copies()[0].values()]
+        required = [describe(variable) for variable in self._copies[0].values()]
         differing = [
             f"{name}: {f} for {r}"
             for name, f, r in itertools.zip_longest(
@@ -162,11 +98,21 @@ class Copies(abc.ABC):
         if differing:
             raise ValueError(f"{len(differing)} arrays do not fit: {'; '.join(differing[:3])}")
 
-    def broadcast_state(self) -> None:
+    def broadcast(self) -> None:
         """Assigns the state of the chief's first copy to every copy of every worker."""
-        own = list(self.copy_states()[0].values())
-        message = self.workers.broadcast(b"".join(array.tobytes() for array in own))
-        self.load_state(dict(zip(self.variable_names, split_bytes(message, own), strict=True)))
+        own = [variable.numpy() for variable in self._copies[0].values()]
+        message = self._workers.broadcast(b"".join(array.tobytes() for array in own))
+        self.load(dict(zip(self.variable_names, split_bytes(message, own), strict=True)))
+
+    def gather(self, per_item_arrays: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+        """Returns the arrays of all copies (or shards), given those of this worker."""
+        flat = [array for arrays in per_item_arrays for array in arrays]
+        num_local = len(per_item_arrays)
+        return [
+            arrays[i * len(arrays) // num_local : (i + 1) * len(arrays) // num_local]
+            for arrays in self._workers.gather_arrays(flat)
+            for i in range(num_local)
+        ]
 
     def averaged_statistics(self) -> State:
         """Returns the mean over the shards of each BatchNorm moving statistic.
@@ -177,17 +123,11 @@ class Copies(abc.ABC):
         """
         if not self.statistics_names:
             return {}
-        per_shard = self.gather(_read(self.shard_statistics()))
-        averages = {
-            # The mean of equal numbers, of a frozen weight for example, could round.
-            name: arrays[0]
-            if all(np.array_equal(arrays[0], array) for array in arrays)
-            else np.mean(arrays, axis=0)
-            for name, arrays in zip(
-                self.statistics_names, zip(*per_shard, strict=True), strict=True
-            )
+        per_statistic = zip(*self._gathered_statistics(), strict=True)
+        return {
+            name: self.average(arrays)
+            for name, arrays in zip(self.statistics_names, per_statistic, strict=True)
         }
-        return dict(self.observer.on_average(per_shard, averages))
 
     def per_shard_statistics(self) -> list[list[np.ndarray]]:
         """Returns the moving statistics of each shard, for `load_per_shard_statistics`.
@@ -197,13 +137,14 @@ class Copies(abc.ABC):
         """
         if not self.statistics_names:
             return []
-        per_shard = self.gather(_read(self.shard_statistics()))
-        first = per_shard[0]
-        if all(
-            np.array_equal(a, b) for arrays in per_shard for a, b in zip(arrays, first, strict=True)
-        ):
+        per_shard = self._gathered_statistics()
+        if all(map(_are_equal, zip(*per_shard, strict=True))):
             return []
         return per_shard
+
+    def _gathered_statistics(self) -> list[list[np.ndarray]]:
+        own = self.shard_statistics()
+        return self.gather([[variable.numpy() for variable in v.values()] for v in own])
 
     def load_per_shard_statistics(self, per_shard_arrays: Sequence[Sequence[np.ndarray]]) -> None:
         """Assigns the moving statistics of each shard of this worker.
@@ -216,11 +157,11 @@ class Copies(abc.ABC):
         """
         if not per_shard_arrays:
             return
-        own, ids = self.shard_statistics(), self.local_shard_ids
-        if len(per_shard_arrays) != self.num_shards:
+        own, ids = self.shard_statistics(), self._workers.local_range(self._num_shards)
+        if len(per_shard_arrays) != self._num_shards:
             raise ValueError(
                 f"BatchNorm statistics of {len(per_shard_arrays)} replicas instead of"
-                f" {self.num_shards}"
+                f" {self._num_shards}"
             )
         shapes = [list(variable.shape) for variable in own[0].values()]
         if any([list(a.shape) for a in arrays] != shapes for arrays in per_shard_arrays):
@@ -238,15 +179,35 @@ class Copies(abc.ABC):
             per_shard_arrays: the arrays of all shards, or an empty list; ignored on workers other
                 than the chief, and if the number of shards differs.
         """
-        if len(per_shard_arrays) != self.num_shards:
+        if len(per_shard_arrays) != self._num_shards:
             per_shard_arrays = []
         flat = [array for arrays in per_shard_arrays for array in arrays]
-        message = self.workers.broadcast(b"".join(array.tobytes() for array in flat))
+        message = self._workers.broadcast(b"".join(array.tobytes() for array in flat))
         if message:
             likes = [variable.numpy() for variable in self.shard_statistics()[0].values()]
-            arrays = split_bytes(message, likes * self.num_shards)
+            arrays = split_bytes(message, likes * self._num_shards)
             starts = range(0, len(arrays), len(likes))
             self.load_per_shard_statistics([arrays[i : i + len(likes)] for i in starts])
+
+
+def mean_over_shards(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the mean; of equal arrays the first, because their mean could round."""
+    return arrays[0] if _are_equal(arrays) else np.mean(arrays, axis=0)
+
+
+def _are_equal(arrays: Sequence[np.ndarray]) -> bool:
+    return all(np.array_equal(arrays[0], array) for array in arrays)
+
+
+def _is_floating(variable: tf.Variable) -> bool:
+    return tf.as_dtype(variable.dtype).is_floating
+
+
+def named_variables(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Variables:
+    """Returns name → variable for a copy: the model's variables, then the optimizer's."""
+    names = [f"model/{variable.path}" for variable in model.variables] + optimizer_names(optimizer)
+    variables = [variable.value for variable in model.variables + optimizer.variables]
+    return dict(zip(names, variables, strict=True))
 
 
 def optimizer_names(optimizer: keras.optimizers.Optimizer) -> list[str]:
@@ -274,7 +235,3 @@ def optimizer_shapes(
     optimizer.build(list(variables))
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
     return dict(zip(optimizer_names(optimizer), shapes, strict=True))
-
-
-def _read(per_item_variables: Sequence[Variables]) -> list[list[np.ndarray]]:
-    return [[variable.numpy() for variable in v.values()] for v in per_item_variables]

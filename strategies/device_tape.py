@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 import tensorflow as tf
 
 from strategies.gather_scatter import all_gather, reduce_scatter
-from strategies.observer import Observer
 
 
 class Spread:
@@ -29,11 +28,13 @@ class DeviceTape:
 
     Args:
         devices: T device names.
-        observer: its `on_pieces` receives the terms of the sums of the backward pass.
+
+    Attributes:
+        devices: see above.
     """
 
-    def __init__(self, devices: Sequence[str], observer: Observer):
-        self._devices, self._observer = list(devices), observer
+    def __init__(self, devices: Sequence[str]):
+        self.devices = list(devices)
         # For each function call, in order: inputs, output and pullback, which maps the gradients
         # with respect to the output to those with respect to the inputs.
         self._record: list[tuple[Sequence[Spread], Spread, Callable]] = []
@@ -42,7 +43,7 @@ class DeviceTape:
     def copies_of(self, tensor: tf.Tensor) -> Spread:
         """Copies a tensor to every device, without recording it for differentiation."""
         copies = []
-        for device in self._devices:
+        for device in self.devices:
             with tf.device(device):
                 copies.append(tf.identity(tensor))
         return Spread(copies)
@@ -60,12 +61,12 @@ class DeviceTape:
             inputs: values to differentiate with respect to.
             weights: for each device, the other tensors or variables that the function uses.
         """
-        weights = weights or [[] for _ in self._devices]
+        weights = weights or [[] for _ in self.devices]
         # A value passed twice has one gradient, not two.
         distinct = list({id(value): value for value in inputs}.values())
         outputs: list[tf.Tensor | None] = []
         tapes = []
-        for d, device in enumerate(self._devices):
+        for d, device in enumerate(self.devices):
             tensors = [value.tensors[d] for value in inputs]
             with tf.device(device), tf.GradientTape() as tape:
                 tape.watch(
@@ -76,7 +77,7 @@ class DeviceTape:
 
         def pullback(output_gradients: Sequence[tf.Tensor | None]) -> list[list]:
             input_gradients: list[list[tf.Tensor | None]] = [[] for _ in distinct]
-            for d, device in enumerate(self._devices):
+            for d, device in enumerate(self.devices):
                 tensors = [value.tensors[d] for value in distinct]
                 sources = [*tensors, *weights[d]]
                 found = [None] * len(sources)
@@ -101,29 +102,34 @@ class DeviceTape:
             sizes: sizes of the parts along the last axis.
             first_alone: join the parts only on the first device.
         """
-        receivers = self._devices[:1] if first_alone else self._devices
+        receivers = self.devices[:1] if first_alone else self.devices
         wholes = all_gather(value.tensors, receivers, axis=-1)
-        none = [None] * (len(self._devices) - len(receivers))
+        none = [None] * (len(self.devices) - len(receivers))
 
         def pullback(output_gradients: Sequence[tf.Tensor | None]) -> list[list]:
             sent = [g for g in output_gradients if g is not None]
             senders = [
                 device
-                for device, g in zip(self._devices, output_gradients, strict=True)
+                for device, g in zip(self.devices, output_gradients, strict=True)
                 if g is not None
             ]
-            return [
-                reduce_scatter(
-                    sent,
-                    sizes,
-                    senders,
-                    receivers=self._devices,
-                    axis=-1,
-                    on_pieces=self._observer.on_pieces,
-                )
-            ]
+            return [self.sum_parts(sent, sizes, senders)]
 
         return self._recorded([value], Spread([*wholes, *none]), pullback)
+
+    def sum_parts(
+        self, gradients: Sequence[tf.Tensor], sizes: Sequence[int], senders: Sequence[str]
+    ) -> list[tf.Tensor]:
+        """Sums the gradients of a gathered tensor, and returns to each device its part.
+
+        Every device that used the gathered tensor has a gradient with respect to all of it.
+
+        Args:
+            gradients: one per sender.
+            sizes: sizes of the parts along the last axis.
+            senders: devices that used the gathered tensor.
+        """
+        return reduce_scatter(gradients, sizes, senders, receivers=self.devices, axis=-1)
 
     def gradient(
         self,
@@ -170,7 +176,7 @@ class DeviceTape:
     def _add(self, a: Sequence[tf.Tensor | None], b: Sequence[tf.Tensor | None]) -> list:
         """Adds two gradients on each device; a missing one counts as 0."""
         sums = []
-        for device, x, y in zip(self._devices, a, b, strict=True):
+        for device, x, y in zip(self.devices, a, b, strict=True):
             with tf.device(device):
                 sums.append(x + y if x is not None and y is not None else y if x is None else x)
         return sums

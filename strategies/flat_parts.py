@@ -1,7 +1,7 @@
 """Splits tensors and variables into flat ranges of elements, one per device."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -98,11 +98,20 @@ class Part(NamedTuple):
         return cls(devices[device_id], weights, optimizer)
 
 
-def whole_variable(
-    parts: Sequence[keras.Variable], shape: Sequence[int]
-) -> SplitVariable | RepeatedVariable:
-    """Returns the unsplit view of a variable with flat parts; every device has scalars whole."""
-    values = [part.value for part in parts]
-    if len(parts[0].shape) == 0:
-        return RepeatedVariable(values)
-    return SplitVariable(values, 0, shape)
+def whole_variables(
+    shapes: Mapping[str, Sequence[int]], per_device_parts: Sequence[Sequence[keras.Variable]]
+) -> dict[str, Any]:
+    """Returns the unsplit views of variables with flat parts; every device has scalars whole.
+
+    Args:
+        shapes: name → shape of the whole variable.
+        per_device_parts: for each device, its part of each variable.
+    """
+    wholes: dict[str, Any] = {}
+    for (name, shape), parts in zip(
+        shapes.items(), zip(*per_device_parts, strict=True), strict=True
+    ):
+        values = [part.value for part in parts]
+        is_scalar = len(parts[0].shape) == 0
+        wholes[name] = RepeatedVariable(values) if is_scalar else SplitVariable(values, 0, shape)
+    return wholes

@@ -1,13 +1,31 @@
-"""Implements the two halves of an all-reduce: reduce-scatter and all-gather.
+"""Implements scatter, and the two halves of an all-reduce: reduce-scatter and all-gather.
 
 Strategies that split weights or computations over devices use each half separately.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from strategies.collectives import add_in_order
+
+
+def scatter(
+    batch: Sequence[tf.Tensor], devices: Sequence[str], bounds: Sequence[tuple]
+) -> list[tuple[tf.Tensor, ...]]:
+    """Copies rows start to end of each tensor of a batch to each device.
+
+    Args:
+        batch: tensors `(n, ...)` with the same n, for example images and labels.
+        devices: R device names.
+        bounds: R pairs of start and end.
+    """
+    shards = []
+    for device, (start, end) in zip(devices, bounds, strict=True):
+        rows = [tensor[start:end] for tensor in batch]  # Only these rows are sent.
+        with tf.device(device):
+            shards.append(tuple(tf.identity(tensor) for tensor in rows))
+    return shards
 
 
 def all_gather(
@@ -39,7 +57,6 @@ def reduce_scatter(
     *,
     axis: int = 0,
     receivers: Sequence[str] = (),
-    on_pieces: Callable[[int, list[tf.Tensor]], list[tf.Tensor]] = lambda index, pieces: pieces,
 ) -> list[tf.Tensor]:
     """Sums the tensors of all devices, in order, and returns to each device its part of the sum.
 
@@ -52,7 +69,6 @@ def reduce_scatter(
         devices: R device names.
         axis: axis along which the sum is split.
         receivers: devices of the parts; empty if they are those of `wholes`.
-        on_pieces: takes the number of a part and its R terms, and returns the terms to add.
 
     Returns:
         The parts of the sum; item [r] is on receiver r.
@@ -64,5 +80,5 @@ def reduce_scatter(
     parts = []
     for index, device in enumerate(receivers or devices):
         with tf.device(device):
-            parts.append(add_in_order(on_pieces(index, [piece[index] for piece in pieces])))
+            parts.append(add_in_order([piece[index] for piece in pieces]))
     return parts

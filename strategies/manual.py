@@ -9,11 +9,11 @@ training step
 4. applies the same update on each device.
 
 The weights of all replicas therefore stay bitwise identical, although no weights are sent after the
-start.
+start. The loops over the replicas run once, while `tf.function` traces the step into one graph, in
+which all devices work in parallel.
 
-The loops over the replicas run once, while `tf.function` traces the step (`compiled_steps.py`) into
-one graph, in which all devices work in parallel. `shard_step.py` defines `local_gradients` (forward
-pass, loss, backward pass) and `apply_gradients` (update).
+`base.py` defines `local_gradients` (forward pass, loss and gradient tape) and `apply_gradients`.
+`replica_list.py` has what is no part of the idea: BatchNorm over the batch, other all-reduces.
 
 "d2l" marks the names that "Dive into Deep Learning" uses in "Training on Multiple GPUs".
 """
@@ -22,80 +22,24 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from strategies import base, collectives
-from strategies.base import PerReplicaTensors
-from strategies.copies import Variables
-from strategies.replica import Replica
-from strategies.sync_batch_norm import check_synchronizable, synchronized_gradients
+from strategies.base import BatchIterator, Bounds, ModelFn, OptimizerFn
+from strategies.collectives import PerReplicaTensors, add_in_order
+from strategies.replica_list import ReplicaList
+from strategies.step_totals import StepTotals
+
+Shard = tuple[tf.Tensor, ...]  # Images and labels.
 
 
 def split_batch(
-    batch: Sequence[tf.Tensor], devices: Sequence[str], weights: Sequence[int] = ()
-) -> list[tuple[tf.Tensor, ...]]:
-    """Splits a global batch into one shard per device, in order (d2l: `split_batch`).
-
-    Args:
-        batch: tensors `(n, ...)` with the same n, for example images and labels.
-        devices: R device names.
-        weights: relative sizes of the shards; empty for equal shards, whose sizes differ by at
-            most one example.
-
-    Returns:
-        R tuples; item [r] is on device r and holds rows `weighted_bounds(n, weights, r)`.
-    """
-    num_examples, shards = tf.shape(batch[0])[0], []
-    weights = weights or [1] * len(devices)
-    for replica_id, device in enumerate(devices):
-        start, end = collectives.weighted_bounds(num_examples, weights, replica_id)
+    batch: Sequence[tf.Tensor], devices: Sequence[str], bounds: Sequence[Bounds]
+) -> list[Shard]:
+    """Copies rows start to end of a global batch to each device (d2l: `split_batch`)."""
+    shards = []
+    for device, (start, end) in zip(devices, bounds, strict=True):
         rows = [tensor[start:end] for tensor in batch]
         with tf.device(device):
             shards.append(tuple(tf.identity(tensor) for tensor in rows))
     return shards
-
-
-def gradients_on_each_device(
-    strategy: base.Strategy,
-    replicas: Sequence[Replica],
-    shards: Sequence[Sequence[tf.Tensor]],
-    batch: Sequence[tf.Tensor],
-) -> tuple[PerReplicaTensors, list[base.StepTotals]]:
-    """Computes for each shard the gradients of sum(losses of the shard) / size of the global batch.
-
-    Args:
-        strategy: defines the loss.
-        replicas: R replicas, each on its device.
-        shards: R tuples of images and labels, each on the device of its replica.
-        batch: images and labels of the global batch.
-
-    Returns:
-        R lists with one gradient per weight, and R totals.
-    """
-    num_global_examples = tf.shape(batch[0])[0]
-    if strategy.syncs_batch_norm:  # All replicas call each layer together.
-        return synchronized_gradients(strategy, replicas, shards, num_global_examples)
-    per_replica_gradients, per_replica_totals = [], []
-    for replica, shard in zip(replicas, shards, strict=True):
-        with tf.device(replica.device):
-            gradients, totals = strategy.local_gradients(replica, shard, num_global_examples)
-        per_replica_gradients.append(gradients)
-        per_replica_totals.append(totals)
-    return per_replica_gradients, per_replica_totals
-
-
-def classify_on_each_device(
-    strategy: base.Strategy,
-    replicas: Sequence[Replica],
-    batch: Sequence[tf.Tensor],
-    statistics: base.Statistics,
-) -> list[base.LogitsAndTotals]:
-    """Computes the logits of each shard on its device; see `base.Strategy.forward`."""
-    images, labels = batch
-    shards = split_batch((images, labels), strategy.devices, strategy.replica_weights)
-    results = []
-    for replica, shard in zip(replicas, shards, strict=True):
-        with tf.device(replica.device):
-            results.append(strategy.classify(replica, shard, tf.size(labels), statistics))
-    return results
 
 
 def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
@@ -109,13 +53,9 @@ def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -
 
     Returns:
         R lists of V tensors, placed like the input; item [r][v] is bitwise identical for every r.
-
-    Reference: the algorithm of `tf.distribute.ReductionToOneDevice`.
     """
     with tf.device(devices[0]):  # Reduce: ((replica 0 + replica 1) + replica 2) + ...
-        sums = [
-            collectives.add_in_order(copies) for copies in zip(*per_replica_tensors, strict=True)
-        ]
+        sums = [add_in_order(copies) for copies in zip(*per_replica_tensors, strict=True)]
     per_replica_sums = []
     for device in devices:  # Broadcast.
         with tf.device(device):
@@ -123,55 +63,32 @@ def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -
     return per_replica_sums
 
 
-class ManualStrategy(base.Strategy):
+class ManualStrategy(ReplicaList):
     """Trains data-parallel replicas with explicit gradient tapes and an explicit all-reduce."""
 
     name = "manual"
+    reduce_to_one = staticmethod(all_reduce)
 
-    @property
-    def gather_groups(self) -> list[list[str]]:
-        return [self.devices] if self.syncs_batch_norm else []
-
-    def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
+    def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         self.replicas = []
         for replica_id, device in enumerate(self.devices):
             with tf.device(device):
-                model, optimizer = self.build_replica(model_fn, optimizer_fn)
-                statistics = self.new_statistics(model)
-            self.replicas.append(Replica(replica_id, device, model, optimizer, statistics))
-        self.model, self.optimizer = self.replicas[0].model, self.replicas[0].optimizer
-        if self.syncs_batch_norm:
-            check_synchronizable(self.model)
-        for replica in self.replicas[1:]:  # Equal weights everywhere (d2l: `get_params`).
-            for variable, first in zip(replica.model.variables, self.model.variables, strict=True):
-                variable.assign(first)
+                self.replicas.append(self.new_replica(replica_id, device, model_fn, optimizer_fn))
+        first, *others = self.replicas
+        self.model, self.optimizer = first.model, first.optimizer
+        for replica in others:  # Equal weights everywhere (d2l: `get_params`).
+            for own, variable in zip(replica.model.variables, first.model.variables, strict=True):
+                own.assign(variable)
 
-    def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:  # d2l: train_batch
-        batch = next(iterator)
-        shards = split_batch(batch, self.devices, self.replica_weights)  # 1. A shard for each.
-        per_replica_gradients, per_replica_totals = gradients_on_each_device(  # 2. Gradients.
-            self, self.replicas, shards, batch
+    def train_step(self, iterator: BatchIterator) -> StepTotals:  # d2l: train_batch
+        images, labels = next(iterator)
+        bounds = self.bounds(tf.size(labels))
+        shards = split_batch((images, labels), self.devices, bounds)  # 1. A shard for each.
+        per_replica_gradients, per_replica_totals = self.gradients(  # 2. Gradients.
+            self.replicas, shards, tf.size(labels)
         )
         per_replica_sums = self.all_reduce(per_replica_gradients)  # 3. All-reduce (sum).
         for replica, sums in zip(self.replicas, per_replica_sums, strict=True):
             with tf.device(replica.device):
                 self.apply_gradients(replica, sums)  # 4. The same update everywhere.
-        return base.StepTotals.sum(per_replica_totals)
-
-    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        if self.algorithm == "none":
-            return per_replica_tensors
-        return collectives.in_buckets(
-            collectives.ALL_REDUCE_FUNCTIONS.get(self.algorithm, all_reduce),
-            per_replica_tensors,
-            self.devices,
-            self.gradient_buckets(per_replica_tensors[0]),
-        )
-
-    def forward(
-        self, iterator: base.BatchIterator, statistics: base.Statistics
-    ) -> list[base.LogitsAndTotals]:  # d2l: evaluate_accuracy_gpu
-        return classify_on_each_device(self, self.replicas, next(iterator), statistics)
-
-    def copies(self) -> list[Variables]:
-        return [self.named_variables(replica.model, replica.optimizer) for replica in self.replicas]
+        return StepTotals.sum(per_replica_totals)

@@ -1,55 +1,62 @@
 """Defines the base class of `pipeline` and `tensor`, whose replicas span K devices each."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
-from strategies import base
-from strategies.base import PerReplicaTensors
+from strategies.base import BatchIterator, ModelFn, OptimizerFn, Strategy
+from strategies.collectives import PerReplicaTensors, direct
 from strategies.copies import optimizer_shapes
+from strategies.evaluation import LogitsAndTotals, Statistics, call_without_empty_batch
+from strategies.gather_scatter import scatter
 from strategies.layer_calls import LayerCalls
-from strategies.manual import all_reduce, split_batch
-from strategies.prediction import call_without_empty_batch
+from strategies.options import StrategyOptions
 from strategies.tf_private import free_values
+from strategies.workers import Workers
 
 Classify = Callable[[tf.Tensor], tf.Tensor]  # Images to logits.
 
 
-class ModelParallelStrategy(base.Strategy):
+class ModelParallelStrategy(Strategy):
     """Trains R replicas on K devices each.
 
     Args:
         devices: R * K device names; the devices of a replica are consecutive.
-        model_parallel: K; None for all devices.
-        **options: see `base.Strategy`.
+        options: see `Strategy`; without `model_parallel`, K is the number of devices.
+        workers: see `Strategy`.
     """
 
     def __init__(
-        self, devices: Sequence[str], *, model_parallel: int | None = None, **options: Any
+        self,
+        devices: Sequence[str],
+        options: StrategyOptions | None = None,
+        workers: Workers | None = None,
     ):
-        super().__init__(devices, model_parallel=model_parallel or len(devices), **options)
-        if self.jit_compile:
+        options = options or StrategyOptions()
+        size = options.model_parallel or len(devices)
+        super().__init__(devices, dataclasses.replace(options, model_parallel=size), workers)
+        if options.jit_compile:
             raise ValueError(f"--jit_compile is not available in {self.name}; leave the flag out")
 
     def default_all_reduce(self) -> str:
         """Returns "none" for a single replica, which needs no all-reduce."""
-        return "reduce_to_one" if self.num_replicas > 1 else "none"
+        return "direct" if self.num_replicas > 1 else "none"
 
-    def build(self, model_fn: base.ModelFn, optimizer_fn: base.OptimizerFn) -> None:
+    def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         """Builds the model and splits its layers over the devices."""
         with tf.device("CPU:0"):  # In main memory, because it may not fit on one device.
             self.model = model_fn()
             names = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
-        self._variable_names = [*(f"model/{v.path}" for v in self.model.variables), *names]
+        self.variable_names = [*(f"model/{v.path}" for v in self.model.variables), *names]
         self.optimizer = self.build_parts(LayerCalls.of(self.model), optimizer_fn)
         free_values(self.model.variables)  # The parts have their own variables.
 
     @abc.abstractmethod
     def build_parts(
-        self, model_calls: LayerCalls, optimizer_fn: base.OptimizerFn
+        self, model_calls: LayerCalls, optimizer_fn: OptimizerFn
     ) -> keras.optimizers.Optimizer:
         """Creates each device's part of the model, with the initial values of the model.
 
@@ -58,13 +65,8 @@ class ModelParallelStrategy(base.Strategy):
         """
 
     @abc.abstractmethod
-    def classifiers(self, statistics: base.Statistics) -> list[Classify]:
+    def classifiers(self, statistics: Statistics) -> list[Classify]:
         """Returns one function from images to logits per replica, with the given statistics."""
-
-    @property
-    def variable_names(self) -> list[str]:
-        """Names of all variables of a copy: the model's, then those of an unsplit optimizer."""
-        return self._variable_names
 
     @property
     def replica_devices(self) -> list[list[str]]:
@@ -72,20 +74,44 @@ class ModelParallelStrategy(base.Strategy):
         size = self.devices_per_replica
         return [self.devices[i : i + size] for i in range(0, self.num_devices, size)]
 
+    def scatter(self, batch: Sequence[tf.Tensor]) -> list[tuple[tf.Tensor, ...]]:
+        """Copies each replica's part of a batch to the first device of the replica."""
+        num_examples = tf.shape(batch[0])[0]
+        bounds = [self.replica_bounds(num_examples, r) for r in range(self.num_replicas)]
+        return scatter(batch, self.local_replica_devices, bounds)
+
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
         """Sums tensors over the replicas, each on its first device."""
-        return all_reduce(per_replica_tensors, self.local_replica_devices)
+        return _all_reduce(per_replica_tensors, self.local_replica_devices)
 
-    def forward(
-        self, iterator: base.BatchIterator, statistics: base.Statistics
-    ) -> list[base.LogitsAndTotals]:
-        """Computes the logits of one global batch; see `base.Strategy.forward`."""
-        images, labels = next(iterator)
-        firsts, results = self.local_replica_devices, []
-        parts = split_batch((images, labels), firsts, self.replica_weights)
-        for device, classify, part in zip(firsts, self.classifiers(statistics), parts, strict=True):
+    def sum_over_replicas(
+        self, per_replica_gradients: Sequence[PerReplicaTensors]
+    ) -> list[PerReplicaTensors]:
+        """Sums gradients over the replicas; item [r][k] is on device k of replica r."""
+        sums: list[PerReplicaTensors] = [[] for _ in per_replica_gradients]
+        for k in range(self.devices_per_replica):
+            devices = [own[k] for own in self.replica_devices]
+            of_device = [gradients[k] for gradients in per_replica_gradients]
+            for r, totals in enumerate(_all_reduce(of_device, devices)):
+                sums[r].append(totals)
+        return sums
+
+    def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
+        """Computes the logits of one global batch; see `Strategy.forward`."""
+        results = []
+        parts = zip(
+            self.local_replica_devices,
+            self.classifiers(statistics),
+            self.scatter(next(iterator)),
+            strict=True,
+        )
+        for device, classify, (images, labels) in parts:
             with tf.device(device):
-                logits = call_without_empty_batch(classify, part[0])
-                _, totals = self.loss(logits, part[1], tf.size(labels))
+                logits = call_without_empty_batch(classify, images)
+                _, totals = self.loss(logits, labels, tf.size(labels))
             results.append((logits, totals))
         return results
+
+
+def _all_reduce(tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
+    return direct(tensors, devices) if len(devices) > 1 else tensors

@@ -36,12 +36,13 @@ class MultiWorkerStrategy(MirroredStrategy):
         """Returns a size that fits all gradients: each collective costs a network round trip."""
         return _WHOLE_MB
 
-    def _sum_packed(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def sum_buckets(self, buckets: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums buckets with one collective per bucket, in replica context."""
         context = tf.distribute.get_replica_context()
-        return context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, buckets)
 
-    def _create_tf_strategy(self) -> tf.distribute.Strategy:
+    def create_tf_strategy(self) -> tf.distribute.Strategy:
+        """Returns the strategy that connects the workers, or one for a single worker."""
         from strategies.collective_cluster import CollectiveStrategy
 
         return self.workers.strategy or CollectiveStrategy(self.devices, self.algorithm)

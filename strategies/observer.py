@@ -1,12 +1,8 @@
 """Defines the hooks of a training step, used to record steps and to inject faults."""
 
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import tensorflow as tf
-
-from strategies.schedules import Task
 
 
 class Shard(NamedTuple):
@@ -28,8 +24,7 @@ class Shard(NamedTuple):
 class Observer:
     """Defines the hooks of a training step; the default methods change nothing.
 
-    The shared code of the strategies calls these methods. `verify` uses an observer that records
-    each step, and `--inject` one that injects a fault.
+    `verify` uses an observer that records each step, and `--inject` one that injects a fault.
     """
 
     def on_shard(
@@ -57,60 +52,3 @@ class Observer:
             summed_gradients: sums over all shards, one per trainable variable.
         """
         return  # AutoGraph cannot transform a function without a statement.
-
-    def on_weights(
-        self, device_id: int, weights: Mapping[str, tf.Tensor]
-    ) -> Mapping[str, tf.Tensor]:
-        """Returns the weights that a device uses in its computations.
-
-        Called for strategies whose devices hold parts of the weights or gather them, while the step
-        is traced, on the device.
-
-        Args:
-            device_id: number of the device.
-            weights: path of a variable → its value, or the device's part of it.
-        """
-        return weights
-
-    def on_pieces(self, device_id: int, pieces: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the terms that a device adds in the backward pass of a gather.
-
-        Called while the step is traced, on the device that adds.
-
-        Args:
-            device_id: number of the device in its gather group.
-            pieces: one term per device, in order of devices.
-        """
-        return pieces
-
-    def on_task(
-        self, replica_id: int, task: Task, tensors: list[tf.Tensor], *, ends: bool
-    ) -> list[tf.Tensor]:
-        """Returns the inputs or the outputs of a pipeline task.
-
-        Called at the beginning and at the end of each task while the step is traced, on the task's
-        device. The task computes with the tensors returned at its beginning; the next tasks receive
-        the tensors returned at its end.
-
-        Args:
-            replica_id: number of the pipeline.
-            task: a pass of a micro-batch through a stage.
-            tensors: the inputs of the task, or its outputs if `ends`.
-            ends: whether the task ends.
-        """
-        return tensors
-
-    def on_average(
-        self,
-        per_shard_statistics: Sequence[Sequence[np.ndarray]],
-        averages: Mapping[str, np.ndarray],
-    ) -> Mapping[str, np.ndarray]:
-        """Returns the BatchNorm statistics to evaluate and save.
-
-        Called between steps, whenever the averaged statistics are read.
-
-        Args:
-            per_shard_statistics: moving statistics of each shard, in the order of `averages`.
-            averages: variable name → mean over the shards.
-        """
-        return averages

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from strategies.layer_calls import with_values
+
 
 class Replica(NamedTuple):
     """Holds a copy of the weights that is trained on one part of each global batch.
@@ -17,7 +19,8 @@ class Replica(NamedTuple):
         optimizer: the optimizer on this device.
         statistics: for each of its shards, variables that replace the model's non-trainable ones;
             empty if the only shard uses the model's.
-        weights: tensors that replace the model's trainable variables; None to use the model's.
+        gathered_weights: tensors that replace the model's weights for one step; empty to use the
+            model's.
     """
 
     replica_id: int | tf.Tensor
@@ -25,14 +28,36 @@ class Replica(NamedTuple):
     model: keras.Model
     optimizer: keras.optimizers.Optimizer
     statistics: Sequence[Sequence[keras.Variable]] = ()
-    weights: Sequence[tf.Tensor] | None = None
+    gathered_weights: Sequence[tf.Tensor] = ()
+
+    @property
+    def weights(self) -> list[Any]:
+        """The trainable weights with which the model is called."""
+        return list(self.gathered_weights) or self.model.trainable_variables
+
+    def forward(self, images: tf.Tensor, index: int) -> tf.Tensor:
+        """Returns the logits of the `index`-th shard in training, and updates its statistics."""
+        return with_values(lambda: self.model(images, training=True), self.values(index))
 
     def values(self, index: int) -> list[tuple[keras.Variable, tf.Tensor | tf.Variable]]:
         """Returns (variable of the model, its replacement) pairs for the `index`-th shard."""
         values: list[tuple[keras.Variable, Any]] = []
-        if self.weights:
-            values += zip(self.model.trainable_variables, self.weights, strict=True)
+        if self.gathered_weights:
+            values += zip(self.model.trainable_variables, self.gathered_weights, strict=True)
         if self.statistics:
             own = [variable.value for variable in self.statistics[index]]
             values += zip(self.model.non_trainable_variables, own, strict=True)
         return values
+
+
+def copies_of(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """Creates variables with the same values on the current device."""
+    return [
+        keras.Variable(
+            tf.convert_to_tensor(v.value),  # Given a variable, Keras would reuse it.
+            dtype=v.dtype,
+            trainable=v.trainable,
+            name=v.path.replace("/", "_"),
+        )
+        for v in variables
+    ]

@@ -1,30 +1,28 @@
 """Implements training on one device, the reference for all other strategies."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from strategies.base import (
-    BatchIterator,
-    LogitsAndTotals,
-    ModelFn,
-    OptimizerFn,
-    Statistics,
-    StepTotals,
-    Strategy,
-)
-from strategies.copies import Variables
-from strategies.replica import Replica
+from strategies.base import BatchIterator, ModelFn, OptimizerFn
+from strategies.options import StrategyOptions
+from strategies.replica_list import ReplicaList
+from strategies.step_totals import StepTotals
+from strategies.workers import Workers
 
 
-class SingleStrategy(Strategy):
+class SingleStrategy(ReplicaList):
     """Trains one model on one device; the global batch is the only shard."""
 
     name = "single"
 
-    def __init__(self, devices: Sequence[str], **options: Any):
-        super().__init__(devices, **options)
+    def __init__(
+        self,
+        devices: Sequence[str],
+        options: StrategyOptions | None = None,
+        workers: Workers | None = None,
+    ):
+        super().__init__(devices, options, workers)
         if len(devices) != 1:
             raise ValueError(f"strategy single needs one device, got {len(devices)}")
 
@@ -33,22 +31,13 @@ class SingleStrategy(Strategy):
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         with tf.device(self.devices[0]):
-            self.model, self.optimizer = self.build_replica(model_fn, optimizer_fn)
-            statistics = self.new_statistics(self.model)
-        self.replicas = [Replica(0, self.devices[0], self.model, self.optimizer, statistics)]
+            replica = self.new_replica(0, self.devices[0], model_fn, optimizer_fn)
+        self.replicas, self.model, self.optimizer = [replica], replica.model, replica.optimizer
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
-        batch = next(iterator)
-        with tf.device(self.devices[0]):
-            gradients, totals = self.local_gradients(self.replicas[0], batch, tf.size(batch[1]))
-            self.apply_gradients(self.replicas[0], gradients)
-        return totals
-
-    def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
         images, labels = next(iterator)
         with tf.device(self.devices[0]):
-            examples = images, labels
-            return [self.classify(self.replicas[0], examples, tf.size(labels), statistics)]
-
-    def copies(self) -> list[Variables]:
-        return [self.named_variables(self.model, self.optimizer)]
+            (replica,) = self.replicas
+            gradients, totals = self.local_gradients(replica, (images, labels), tf.size(labels))
+            self.apply_gradients(replica, gradients)
+        return totals

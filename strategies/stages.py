@@ -9,9 +9,11 @@ import tensorflow as tf
 from strategies import layer_calls
 from strategies.copies import optimizer_names
 from strategies.layer_calls import LayerCall
-from strategies.observer import Observer, Shard
-from strategies.shard_step import copies_of
+from strategies.loss import unscaled
+from strategies.observer import Shard
+from strategies.replica import copies_of
 from strategies.split_variable import RepeatedVariable
+from strategies.step_totals import StepTotals
 
 
 class Stage(NamedTuple):
@@ -54,6 +56,12 @@ class Stage(NamedTuple):
         return [variable.path for variable in layer_calls.variables_of(self.calls)[0]]
 
     @property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Path of each trainable variable in the model → its shape."""
+        shapes = [tuple(weight.shape) for weight in self.weights]
+        return dict(zip(self.weight_paths, shapes, strict=True))
+
+    @property
     def statistics_paths(self) -> list[str]:
         """Paths of the non-trainable variables in the model."""
         return [variable.path for variable in layer_calls.variables_of(self.calls)[1]]
@@ -83,6 +91,80 @@ class Stage(NamedTuple):
         trainable, others = layer_calls.variables_of(self.calls)
         values = [*zip(trainable, weights, strict=True), *zip(others, statistics, strict=True)]
         return layer_calls.with_values(call_layers, values)
+
+
+class Passes:
+    """Runs micro-batches through the stages of a pipeline, and keeps what they have computed.
+
+    Args:
+        stages: the stages in the order of the network.
+        weights: for each stage, tensors that replace its weights.
+        recomputes: keep only the inputs of a stage, and compute its activations again.
+
+    Attributes:
+        gradients: (stage, micro-batch) → gradients of the stage's weights.
+        shards: micro-batch → its examples and logits.
+        losses: micro-batch → its part of the mean loss.
+        totals: micro-batch → its totals.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        weights: Sequence[Sequence[tf.Tensor]],
+        recomputes: bool,
+    ):
+        self._stages, self._weights, self._recomputes = stages, weights, recomputes
+        self._inputs: dict[tuple[int, int], tuple] = {}
+        self._taped: dict[tuple[int, int], tuple] = {}
+        self.gradients: dict[tuple[int, int], list[tf.Tensor]] = {}
+        self.shards: dict[int, Shard] = {}
+        self.losses: dict[int, tf.Tensor] = {}
+        self.totals: dict[int, StepTotals] = {}
+
+    def forward(self, k: int, m: int, x: tf.Tensor) -> tf.Tensor:
+        """Returns the activations of stage k for the inputs x of micro-batch m."""
+        statistics = [variable.value for variable in self._stages[k].statistics[m]]
+        is_last = k == len(self._stages) - 1  # Its backward pass follows at once.
+        if self._recomputes and not is_last:
+            # Moving statistics and random states are kept as they are before the pass.
+            self._inputs[k, m] = x, [tf.identity(value) for value in statistics]
+        tape, y = self._forward_on_tape(k, x, statistics)
+        if not self._recomputes or is_last:
+            self._taped[k, m] = tape, x, y
+        return y
+
+    def backward(
+        self, k: int, m: int, dy: tf.Tensor, loss_scale: tf.Tensor | None
+    ) -> tuple[tf.Tensor | None, list[tf.Tensor]]:
+        """Computes the gradients of stage k for micro-batch m, by the chain rule.
+
+        Args:
+            k: the stage.
+            m: the micro-batch.
+            dy: gradient of the loss with respect to the stage's activations.
+            loss_scale: the gradients of the weights are divided by it.
+
+        Returns:
+            The gradient with respect to the stage's inputs, None for images, and all gradients.
+        """
+        if (k, m) in self._inputs:
+            x, statistics = self._inputs.pop((k, m))
+            tape, y = self._forward_on_tape(k, x, statistics)
+        else:
+            tape, x, y = self._taped.pop((k, m))
+        sources = [x, *self._weights[k]] if k > 0 else self._weights[k]
+        found = tape.gradient(y, sources, output_gradients=dy)
+        self.gradients[k, m] = unscaled(found[1:] if k > 0 else found, loss_scale)
+        return (found[0] if k > 0 else None), found
+
+    def _forward_on_tape(
+        self, k: int, x: tf.Tensor, statistics: Sequence[tf.Tensor | tf.Variable]
+    ) -> tuple[tf.GradientTape, tf.Tensor]:
+        weights = self._weights[k]
+        with tf.GradientTape() as tape:
+            tape.watch([x, *weights] if x.dtype.is_floating else weights)
+            return tape, self._stages[k].forward(x, weights, statistics, training=True)
 
 
 class Pipeline:
@@ -116,16 +198,6 @@ class Pipeline:
                 own_labels = tf.identity(own_labels)
             micro_batches.append(Shard(own_images, own_labels, tf.size(labels)))
         return micro_batches
-
-    def read_weights(self, observer: Observer, first_device_id: int) -> list[list[tf.Tensor]]:
-        """Reads the weights of each stage once, so that all passes use the same values."""
-        weights = []
-        for k, stage in enumerate(self.stages):
-            with tf.device(stage.device):
-                read = [tf.identity(variable.value) for variable in stage.weights]
-                named = dict(zip(stage.weight_paths, read, strict=True))
-                weights.append(list(observer.on_weights(first_device_id + k, named).values()))
-        return weights
 
     def to_model_order(self, per_stage: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         """Returns per-stage tensors of all weights in the order of the model."""

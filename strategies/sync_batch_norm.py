@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from strategies.base import Strategy
 from strategies.collectives import add_in_order
 from strategies.device_tape import DeviceTape, Spread
 from strategies.layer_calls import LayerCall, LayerCalls, with_values
 from strategies.observer import Shard
 from strategies.replica import Replica
-from strategies.shard_step import ShardStep
 from strategies.step_totals import StepTotals
 from strategies.tf_private import flatten_layers, has_symbolic_output
 
@@ -39,7 +39,7 @@ def check_synchronizable(model: keras.Model) -> None:
 
 
 def synchronized_gradients(
-    strategy: ShardStep,
+    strategy: Strategy,
     replicas: Sequence[Replica],
     shards: Sequence[Sequence[tf.Tensor]],
     num_global_examples: tf.Tensor,
@@ -59,7 +59,7 @@ def synchronized_gradients(
         weights, and its totals. Summed over the replicas, they are the gradients of the mean loss.
     """
     devices = [replica.device for replica in replicas]
-    tape = DeviceTape(devices, strategy.observer)
+    tape = DeviceTape(devices)
     per_replica_calls = [LayerCalls.of(replica.model) for replica in replicas]
     first = per_replica_calls[0]
     weights = [_trainable_values(replica) for replica in replicas]
@@ -187,8 +187,8 @@ def _to_moments_dtype(x: tf.Tensor) -> tf.Tensor:
 
 def _trainable_values(replica: Replica) -> list[tf.Tensor]:
     """Returns the weights of a replica, to differentiate with respect to."""
-    if replica.weights:
-        return list(replica.weights)
+    if replica.gathered_weights:
+        return list(replica.gathered_weights)
     return [variable.value for variable in replica.model.trainable_variables]
 
 

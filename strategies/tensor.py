@@ -17,6 +17,7 @@ still correct and the network still learns; only the gradients are wrong.
 
 With `--model_parallel=T` on R·T devices there are R replicas, each with its own part of the batch;
 before the update, the gradients of each device are summed over the replicas (an all-reduce).
+`channel_parts.py` splits the layers; `device_tape.py` has the gather and its backward pass.
 
 Not implemented: splits by input channels, which sum outputs instead of gathering inputs
 (Megatron-LM, M. Shoeybi et al., 2019); they are efficient for pairs of adjacent layers.
@@ -31,15 +32,18 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from strategies import base
+from strategies.base import BatchIterator, OptimizerFn
 from strategies.channel_parts import Row
 from strategies.copies import Variables
 from strategies.device_tape import DeviceTape, Spread
+from strategies.evaluation import Statistics
 from strategies.layer_calls import LayerCalls
-from strategies.loss_scale import share_overflow
-from strategies.manual import all_reduce, split_batch
+from strategies.loss_scale import apply_in_parts
 from strategies.model_parallel import Classify, ModelParallelStrategy
 from strategies.observer import Shard
+from strategies.step_totals import StepTotals
+
+Weights = Sequence[Mapping[str, tf.Tensor]]  # For each device, path of a variable → its part.
 
 
 class TensorStrategy(ModelParallelStrategy):
@@ -47,12 +51,8 @@ class TensorStrategy(ModelParallelStrategy):
 
     name = "tensor"
 
-    @property
-    def gather_groups(self) -> list[list[str]]:
-        return self.replica_devices
-
     def build_parts(
-        self, model_calls: LayerCalls, optimizer_fn: base.OptimizerFn
+        self, model_calls: LayerCalls, optimizer_fn: OptimizerFn
     ) -> keras.optimizers.Optimizer:
         self._calls = model_calls
         self._paths = [variable.path for variable in self.model.trainable_variables]
@@ -61,39 +61,25 @@ class TensorStrategy(ModelParallelStrategy):
         ]
         return self.rows[0].optimizers[0]
 
-    def train_step(self, iterator: base.BatchIterator) -> base.StepTotals:
+    def train_step(self, iterator: BatchIterator) -> StepTotals:
         images, labels = next(iterator)
-        firsts = self.local_replica_devices
-        shards = split_batch((images, labels), firsts, self.replica_weights)
         per_replica_gradients, per_replica_totals = [], []
-        for r, shard in enumerate(shards):
-            gradients, totals = self._gradients_of_row(
-                r, Shard(shard[0], shard[1], tf.size(labels))
-            )
-            per_replica_gradients.append(gradients)  # Item [r][d] belongs to device d.
+        for r, (own_images, own_labels) in enumerate(self.scatter((images, labels))):
+            shard = Shard(own_images, own_labels, tf.size(labels))
+            gradients, totals = self._row_gradients(r, shard)  # 1 to 3.
+            per_replica_gradients.append(gradients)
             per_replica_totals.append(totals)
-        per_device_sums = [
-            all_reduce(list(of_device), [row.devices[d] for row in self.rows])
-            for d, of_device in enumerate(zip(*per_replica_gradients, strict=True))
-        ]
-        for r, row in enumerate(self.rows):
-            sums = [of_device[r] for of_device in per_device_sums]
-            applied = sums
-            if self.loss_scale is not None:
-                applied = share_overflow(sums, row.devices)
-            for d, device in enumerate(row.devices):
-                with tf.device(device):  # 4. Each device updates its own weights.
-                    weights = list(row.variables(d, trainable=True).values())
-                    row.optimizers[d].apply(applied[d], weights)
+        per_replica_sums = self.sum_over_replicas(per_replica_gradients)
+        for r, (row, sums) in enumerate(zip(self.rows, per_replica_sums, strict=True)):
+            weights = [row.weights(d) for d in range(self.devices_per_replica)]
+            apply_in_parts(row.devices, row.optimizers, weights, sums)  # 4. Each device its own.
             self.observer.on_update(r, row.join(sums, self._paths))
-        return base.StepTotals.sum(per_replica_totals)
+        return StepTotals.sum(per_replica_totals)
 
-    def _gradients_of_row(
-        self, r: int, shard: Shard
-    ) -> tuple[list[list[tf.Tensor]], base.StepTotals]:
+    def _row_gradients(self, r: int, shard: Shard) -> tuple[list[list[tf.Tensor]], StepTotals]:
         """Computes the gradients of a replica's shard; item [d] belongs to its device d."""
-        row, tape = self.rows[r], DeviceTape(self.rows[r].devices, self.observer)
-        weights = row.read_weights(self.observer, r * self.devices_per_replica)
+        row, weights = self.rows[r], self.read_weights(r)
+        tape = self.new_tape(row.devices)
         logits = self._logits(tape, row, shard.images, weights, training=True)  # 1. Forward.
         with tf.device(row.devices[0]):  # 2. The loss.
             loss, totals, gradient = self.loss_and_logits_gradient(
@@ -101,7 +87,7 @@ class TensorStrategy(ModelParallelStrategy):
             )
         others = [None] * (len(row.devices) - 1)
         per_device_weights = [list(named.values()) for named in weights]
-        gradients = tape.gradient(logits, [gradient, *others], per_device_weights)  # 3. Back.
+        gradients = tape.gradient(logits, [gradient, *others], per_device_weights)  # 3. Backward.
         for d, device in enumerate(row.devices):
             with tf.device(device):
                 gradients[d] = self.unscale(gradients[d])
@@ -109,16 +95,12 @@ class TensorStrategy(ModelParallelStrategy):
         with tf.device(row.devices[0]):
             observed = shard._replace(logits=logits.tensors[0])
             seen = self.observer.on_shard(r, observed, loss, whole)
-        return (gradients if seen is whole else row.split(seen, self._paths)), totals
+        if seen is not whole:
+            gradients = row.split(seen, self._paths)
+        return gradients, totals
 
     def _logits(
-        self,
-        tape: DeviceTape,
-        row: Row,
-        images: tf.Tensor,
-        weights: Sequence[Mapping[str, tf.Tensor]],
-        *,
-        training: bool,
+        self, tape: DeviceTape, row: Row, images: tf.Tensor, weights: Weights, *, training: bool
     ) -> Spread:
         """Calls all layers on all devices of a replica and returns the logits on its first device.
 
@@ -126,7 +108,7 @@ class TensorStrategy(ModelParallelStrategy):
             tape: records the calls.
             row: devices and layers of the replica.
             images: uint8 `(n, height, width, channels)`.
-            weights: for each device, path of a variable → the device's part.
+            weights: the parts of the variables.
             training: passed to layers that behave differently in training.
         """
         values = {self._calls.input: tape.copies_of(images)}
@@ -146,16 +128,29 @@ class TensorStrategy(ModelParallelStrategy):
         output, own_sizes = values[self._calls.output], sizes[self._calls.output]
         return tape.gather(output, own_sizes, first_alone=True) if own_sizes else output
 
-    def classifiers(self, statistics: base.Statistics) -> list[Classify]:
+    def new_tape(self, devices: Sequence[str]) -> DeviceTape:
+        """Returns the tape of one pass over the layers of a replica."""
+        return DeviceTape(devices)
+
+    def gather_tapes(self) -> list[DeviceTape]:
+        return [self.new_tape(devices) for devices in self.replica_devices]
+
+    def read_weights(self, r: int) -> list[dict[str, tf.Tensor]]:
+        """Reads the weights of each device of a replica."""
+        return self.rows[r].read_weights()
+
+    def classifiers(self, statistics: Statistics) -> list[Classify]:
         return [functools.partial(self._classify, r, statistics) for r in range(self.num_replicas)]
 
-    def _classify(self, r: int, statistics: base.Statistics, images: tf.Tensor) -> tf.Tensor:
-        row = self.rows[r]
-        weights = row.read_weights(self.observer, r * self.devices_per_replica)
-        own = row.parts_of(statistics)
-        values = [named | parts for named, parts in zip(weights, own, strict=True)]
-        tape = DeviceTape(row.devices, self.observer)
+    def _classify(self, r: int, statistics: Statistics, images: tf.Tensor) -> tf.Tensor:
+        row, own = self.rows[r], self.rows[r].parts_of(statistics)
+        values = [named | parts for named, parts in zip(self.read_weights(r), own, strict=True)]
+        tape = self.new_tape(row.devices)
         return self._logits(tape, row, images, values, training=False).tensors[0]
+
+    @property
+    def part_shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        return [shapes for row in self.rows for shapes in row.weight_shapes()]
 
     def copies(self) -> list[Variables]:
         return [row.whole_variables(self.variable_names) for row in self.rows]

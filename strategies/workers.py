@@ -33,6 +33,17 @@ class Workers:
         """Whether this is worker 0."""
         return self.index == 0
 
+    def local_range(self, count: int) -> range:
+        """Returns this worker's part of `count` numbered items; all workers have as many.
+
+        Raises:
+            ValueError: the items cannot be divided equally.
+        """
+        num_local, rest = divmod(count, self.count)
+        if rest:
+            raise ValueError(f"{count} cannot be divided among {self.count} workers")
+        return range(self.index * num_local, (self.index + 1) * num_local)
+
     def gather(self, message: bytes) -> list[bytes]:
         """Returns the messages of all workers, in order of workers."""
         return [message]

@@ -10,6 +10,7 @@ from conftest import CPUS
 from models import load_model_builder
 from models.resnet import build_resnet
 from strategies import load_strategy_class
+from strategies.options import StrategyOptions
 
 
 def build_network(name):
@@ -113,7 +114,7 @@ def momentum_sgd():
 
 
 def create(name, num_replicas, build=small_network, optimizer_fn=None, **options):
-    strategy = load_strategy_class(name)(CPUS[:num_replicas], **options)
+    strategy = load_strategy_class(name)(CPUS[:num_replicas], StrategyOptions(**options))
     assert strategy.num_devices == num_replicas
     strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
     return strategy

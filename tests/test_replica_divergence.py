@@ -85,7 +85,7 @@ def test_many_replicas_are_counted_in_groups_of_eight():
 
 
 def change(strategy, replica_id, name, amount=0.5):
-    (name,) = (n for n in strategy.variable_names if n.endswith(name))
+    (name,) = (n for n in strategy.states.variable_names if n.endswith(name))
     variable = strategy.copies()[replica_id][name]
     variable.assign(variable + tf.cast(amount, variable.dtype))
 

@@ -28,6 +28,7 @@ from small_models import (
     small_resnet,
 )
 from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES, load_strategy_class
+from strategies.options import StrategyOptions
 from walks import (
     NUM_STEPS,
     ROUNDING,
@@ -264,7 +265,7 @@ WALKED = [
 def test_copies_hold_the_same_bits_but_for_their_own_statistics(walked):
     strategy, _, states, statistics, copies = walk(walked)
     assert len(copies) == strategy.num_copies
-    own = set(strategy.statistics_names)
+    own = set(strategy.states.statistics_names)
     for copy in copies[1:]:
         for name in {*copy} - own:
             np.testing.assert_array_equal(copy[name], copies[0][name], err_msg=name)
@@ -274,7 +275,7 @@ def test_copies_hold_the_same_bits_but_for_their_own_statistics(walked):
         return
     # Each shard has moved its own statistics; the average is read.
     assert len(statistics[-1]) == strategy.num_shards
-    for name, *arrays in zip(strategy.statistics_names, *statistics[-1], strict=True):
+    for name, *arrays in zip(strategy.states.statistics_names, *statistics[-1], strict=True):
         assert not np.array_equal(arrays[0], arrays[1])
         np.testing.assert_allclose(states[-1][name], np.mean(arrays, axis=0), rtol=1e-6)
 
@@ -284,16 +285,16 @@ def test_from_a_saved_state_on_several_steps_in_one_call_are_the_same_steps(walk
     """Whatever a copy holds: after the last step each differs from the state that is loaded."""
     strategy, losses, states, statistics, copies = walk(walked)
     strategy.load_state(states[2])
-    strategy.load_per_shard_statistics(statistics[2])
+    strategy.states.load_per_shard_statistics(statistics[2])
     assert_same_bits(strategy.state(), states[2])
     iterator = batches(strategy, start_step=2)
     totals = [strategy.train_steps(iterator, num_steps) for num_steps in (2, 0)]
     assert totals[0].loss_sum == pytest.approx(losses[2] * 6 + losses[3] * 17, rel=1e-6)
     assert (totals[0].examples, totals[1]) == (23, (0, 0, 0))
     assert_same_bits(strategy.state(), states[-1])
-    for copy, expected in zip(strategy.copy_states(), copies, strict=True):
+    for copy, expected in zip(strategy.states.per_copy(), copies, strict=True):
         assert_same_bits(copy, expected)
-    assert strategy.num_tracings == 1
+    assert strategy.steps.num_tracings == 1
 
 
 @pytest.mark.parametrize(
@@ -311,7 +312,7 @@ def test_evaluation_and_prediction_see_every_example_once_and_change_nothing(rea
     losses = np.log(np.sum(np.exp(logits), axis=-1)) - logits[np.arange(40), labels]
     assert totals.loss_sum == pytest.approx(np.sum(losses), rel=1e-5)
     np.testing.assert_allclose(strategy.predict(images[38:]), logits[38:], rtol=1e-5, atol=1e-6)
-    for copy, expected in zip(strategy.copy_states(), copies, strict=True):
+    for copy, expected in zip(strategy.states.per_copy(), copies, strict=True):
         assert_same_bits(copy, expected)
     # What is read is what one device holds, to which the state is assigned.
     single = one_device(read.network, read.optimizer)
@@ -329,7 +330,7 @@ def test_replicas_start_from_the_weights_of_the_first_whatever_builds_them(name)
     """Without a seed each model that is built has weights of its own."""
     strategy = load_strategy_class(name)(CPUS[:3])
     strategy.build(small_network, lambda: keras.optimizers.SGD(0.1))
-    first, *others = strategy.copy_states()
+    first, *others = strategy.states.per_copy()
     assert len(others) == strategy.num_copies - 1
     assert np.ptp(next(iter(first.values()))) > 0.1  # Of a kernel.
     for state in others:
@@ -375,9 +376,9 @@ def test_a_state_of_another_model_is_refused_by_name(walked):
         strategy.load_state(dict(list(states[-1].items())[:-1]))
     first = statistics[-1][0]
     with pytest.raises(ValueError, match=f"of {strategy.num_shards + 1} replicas instead of"):
-        strategy.load_per_shard_statistics([*statistics[-1], first])
+        strategy.states.load_per_shard_statistics([*statistics[-1], first])
     with pytest.raises(ValueError, match="another model"):
-        strategy.load_per_shard_statistics([*statistics[-1][:-1], first[:-1]])
+        strategy.states.load_per_shard_statistics([*statistics[-1][:-1], first[:-1]])
     assert_same_bits(strategy.state(), states[-1])
 
 
@@ -440,7 +441,7 @@ def test_an_all_reduce_that_is_unknown_is_refused_at_once(name):
     strategy_class = load_strategy_class(name)
     for unknown in ("magic", *([] if name in ALL_REDUCE_ALGORITHMS else ["none"])):
         with pytest.raises(ValueError, match=f"strategy {name} must be one of .*, got {unknown}"):
-            strategy_class(CPUS[:1], all_reduce=unknown)
+            strategy_class(CPUS[:1], StrategyOptions(all_reduce=unknown))
 
 
 @pytest.mark.parametrize("name", ["manual", "mirrored"])
@@ -461,7 +462,7 @@ def test_numbers_of_devices_and_weights_that_do_not_fit_are_refused():
         ("pipeline", 4, {"model_parallel": 3}, "--model_parallel=3 must divide the 4 devices"),
     ]:
         with pytest.raises(ValueError, match=told):
-            load_strategy_class(name)(CPUS[:num_devices], **options)
+            load_strategy_class(name)(CPUS[:num_devices], StrategyOptions(**options))
 
 
 @pytest.mark.parametrize("name", ["mirrored", "multi_worker"])
@@ -470,7 +471,7 @@ def test_tensors_are_summed_on_their_replica_s_device(monkeypatch, name):
     strategy, devices = create(name, 2), []
     monkeypatch.setattr(
         strategy,
-        "_sum_over_replicas",
+        "sum_over_replicas",
         lambda tensors: [devices.append(t.device) or t for t in tensors],
     )
     strategy.all_reduce([[tf.constant(1.0)], [tf.constant(2.0)]])

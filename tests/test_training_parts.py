@@ -62,7 +62,8 @@ def test_a_schedule_knows_what_is_saved():
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_one_number_that_is_not_finite_is_found(number):
     state = {"model/a": np.zeros(3, np.float32), "model/b": np.float32([1, number, 2])}
-    strategy = types.SimpleNamespace(state=lambda: state, per_shard_statistics=lambda: [])
+    states = types.SimpleNamespace(per_shard_statistics=lambda: [])
+    strategy = types.SimpleNamespace(state=lambda: state, states=states)
     training = TrainingState(Config.of("train"), strategy, RUN_METADATA)
     training.checkpoints.mark_saved(Progress(step=2))
     training.progress = Progress(step=3, history=make_history(1))
@@ -144,7 +145,7 @@ def test_a_model_that_cannot_be_split_is_refused_in_one_line(monkeypatch):
     with pytest.raises(ValueError, match="is more than 1 layer"):
         build()  # It splits no model: this is a bug.
     monkeypatch.setitem(STRATEGY_OPTIONS, "manual", ("model_parallel",))
-    monkeypatch.setattr(Unable, "__init__", lambda self, devices, **options: None)
+    monkeypatch.setattr(Unable, "__init__", lambda self, devices, *options: None)
     with pytest.raises(ConfigError, match=r"^--num_devices=2 is more than 1 layer; use fewer devi"):
         build()
 
@@ -153,13 +154,16 @@ def test_a_model_that_cannot_be_split_is_refused_in_one_line(monkeypatch):
 def test_a_strategy_is_given_its_own_options_and_no_others(monkeypatch, name):
     given = {}
 
-    def record(self, devices, **options):
+    def record(**options):
         given.update(options)
+
+    def refuse(self, devices, options, workers):
         raise ValueError("that is all; continue")
 
-    monkeypatch.setattr(Unable, "__init__", record)
+    monkeypatch.setattr("app.training.strategy_builder.StrategyOptions", record)
+    monkeypatch.setattr(Unable, "__init__", refuse)
     monkeypatch.setattr(Unable, "name", name)
     monkeypatch.setitem(STRATEGIES, name, f"{__name__}:Unable")
     with pytest.raises(ConfigError, match=r"^that is all; continue$"):
         build(name)
-    assert set(given) == {"workers", "label_smoothing", *STRATEGY_OPTIONS[name]}
+    assert set(given) == {"label_smoothing", *STRATEGY_OPTIONS[name]}

@@ -32,8 +32,8 @@ from lockstep import trace_file
 from lockstep.arithmetic import same_bits
 from lockstep.trace import About, Shard, Trace, Variable
 from models import MODELS
+from strategies.base import Strategy
 from strategies.manual import ManualStrategy
-from strategies.shard_step import ShardStep
 from strategies.workers import Workers
 
 NUM_STEPS = 5  # 300 images in batches of 64: the last has 44.
@@ -111,7 +111,7 @@ def test_verified_steps_change_no_bit_and_find_nothing(tmp_path, options):
     assert summary.weights_sha256 == without.weights_sha256
     assert counts(tmp_path / "with") == [(4, 0), (3, 0)]  # 1, 2, 4, 5; 6, 8, 10.
     assert counts(tmp_path / "without") == [(0, 0), (0, 0)]
-    assert loop.strategy.num_tracings == 1
+    assert loop.strategy.steps.num_tracings == 1
     assert summary.verified_line() == "10 steps, 7 verified, 0 mismatches"
     assert without.verified_line() == ""
     assert not (tmp_path / "with" / MISMATCH_DIRECTORY).exists()
@@ -240,7 +240,7 @@ def test_a_skipped_step_is_verified(tmp_path, monkeypatch, strategy):
     scales = find_newest_checkpoint(tmp_path / "right").checkpoint.state["optimizer/loss_scale"]
     assert 1024 <= scales < 2**24  # Some steps were skipped, and not all.
     # The second device skips no step.
-    shared = "strategies.sharded.share_overflow"
+    shared = "strategies.loss_scale.share_overflow"
     monkeypatch.setattr(shared, lambda sums, devices: [sums[0], _without_overflow(sums[1])])
     monkeypatch.setattr(ManualStrategy, "apply_gradients", _apply_without_overflow)
     assert "overflow not skipped" in finding_of(tmp_path / "wrong", **options)
@@ -249,7 +249,7 @@ def test_a_skipped_step_is_verified(tmp_path, monkeypatch, strategy):
 def _apply_without_overflow(self, replica, sums):
     if replica.replica_id == 1:
         sums = _without_overflow(sums)
-    ShardStep.apply_gradients(self, replica, sums)
+    Strategy.apply_gradients(self, replica, sums)
 
 
 def _without_overflow(sums):
@@ -300,12 +300,12 @@ def test_a_fault_that_makes_the_training_diverge_is_named(tmp_path, monkeypatch)
 
 
 def _apply_much(self, replica, sums):
-    ShardStep.apply_gradients(self, replica, [1e30 * each for each in sums])
+    Strategy.apply_gradients(self, replica, [1e30 * each for each in sums])
 
 
 def test_a_finite_gradient_with_a_sum_that_is_not_is_a_mismatch(tmp_path, monkeypatch):
     def apply(self, replica, sums):
-        ShardStep.apply_gradients(self, replica, [each + np.nan for each in sums])
+        Strategy.apply_gradients(self, replica, [each + np.nan for each in sums])
 
     monkeypatch.setattr(ManualStrategy, "apply_gradients", apply)
     text = finding_of(tmp_path, verify_every=1)

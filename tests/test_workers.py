@@ -89,8 +89,8 @@ def talk(prepared, config):
 
     @tf.function
     def shards():
-        kept = strategy._tf_strategy.run(lambda shard, _: shard[0][:, 0, 0, 0], args=next(iterator))
-        return strategy._tf_strategy.experimental_local_results(kept)
+        kept = strategy.tf_strategy.run(lambda shard, _: shard[0][:, 0, 0, 0], args=next(iterator))
+        return strategy.tf_strategy.experimental_local_results(kept)
 
     seen = [[shard.numpy().tolist() for shard in shards()] for _ in range(3)]
     return said, list(strategy.local_shard_ids), seen
@@ -135,7 +135,7 @@ def train_with_batch_norm(strategy):
     pixels = np.random.default_rng(0).integers(0, 256, (60, 28, 28, 1), dtype=np.uint8)
     dataset = tf.data.Dataset.from_tensor_slices((pixels, np.arange(60, dtype=np.int32) % 10))
     totals = strategy.train_steps(strategy.distribute(dataset.batch(20).repeat()), 3)
-    own = strategy.per_shard_statistics()
+    own = strategy.states.per_shard_statistics()
     state = strategy.state()
     evaluated = strategy.evaluate(dataset.batch(25))
     return tuple(totals), own, state, tuple(evaluated), strategy.predict(pixels)
@@ -149,14 +149,14 @@ def normalise(prepared):
     strategy = load_strategy_class("multi_worker")(prepared.names, workers=prepared.workers)
     results = train_with_batch_norm(strategy)
     own = results[1]
-    after_reading = strategy.per_shard_statistics()
+    after_reading = strategy.states.per_shard_statistics()
     strategy.load_state(results[2])
-    averaged = strategy.per_shard_statistics()
-    strategy.broadcast_per_shard_statistics(own if prepared.workers.is_chief else [])
+    averaged = strategy.states.per_shard_statistics()
+    strategy.states.broadcast_per_shard_statistics(own if prepared.workers.is_chief else [])
     divergence = check_replica_divergence(strategy)
-    given_back = strategy.per_shard_statistics()
+    given_back = strategy.states.per_shard_statistics()
     strategy.load_state({name: array + 1 for name, array in results[2].items()})
-    strategy.broadcast_state()
+    strategy.states.broadcast()
     return *results, after_reading, averaged, given_back, divergence.tensor
 
 

@@ -17,6 +17,7 @@ from lockstep.trace import Trace
 from models.resnet import build_resnet
 from small_models import seeded
 from strategies import load_strategy_class
+from strategies.options import StrategyOptions
 
 NUM_STEPS = 3
 SEED = 3
@@ -179,7 +180,8 @@ def record(
 ):  # fmt: skip
     """Records a training, with an injected fault or another observer."""
     name, num_devices, options = SPLITS[split]
-    strategy, dataset = load_strategy_class(name)(CPUS[:num_devices], **options), batches()
+    strategy = load_strategy_class(name)(CPUS[:num_devices], StrategyOptions(**options))
+    dataset = batches()
     assert strategy.num_devices == num_devices
     keras.config.set_dtype_policy(precision)
     try:

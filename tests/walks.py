@@ -97,10 +97,10 @@ def walk(wanted):
         for _ in range(NUM_STEPS):
             losses.append(strategy.train_steps(iterator, 1).loss)
             states.append(strategy.state())
-            statistics.append(strategy.per_shard_statistics())
+            statistics.append(strategy.states.per_shard_statistics())
     finally:
         keras.config.set_dtype_policy("float32")
-    return Walk(strategy, losses, states, statistics, strategy.copy_states())
+    return Walk(strategy, losses, states, statistics, strategy.states.per_copy())
 
 
 def assert_same_bits(first, second):

@@ -142,10 +142,12 @@ def split(names: Sequence[str]) -> list["tf.Tensor"]:
     """Returns the shard of each device, a tensor on that device."""
     import tensorflow as tf
 
+    from strategies.collectives import shard_bounds
     from strategies.manual import split_batch
 
     batch = tf.reshape(tf.range(_NUM_ROWS * _NUM_COLUMNS), [_NUM_ROWS, _NUM_COLUMNS])
-    return [shard for (shard,) in split_batch([batch], names)]
+    bounds = [shard_bounds(_NUM_ROWS, len(names), r) for r in range(len(names))]
+    return [shard for (shard,) in split_batch([batch], names, bounds)]
 
 
 def _show_replicas(config: Config, devices: Devices) -> None:
@@ -170,7 +172,7 @@ def _show_replicas(config: Config, devices: Devices) -> None:
         ["moment", "on", _TENSOR, "devices agree?"],
         rows,
     )
-    first, *others = strategy.copy_states()
+    first, *others = strategy.states.per_copy()
     same = all(first[name].tobytes() == other[name].tobytes() for other in others for name in first)
     _say(
         f"After the step all {strategy.model.count_params():,} weights on each device"
@@ -195,7 +197,7 @@ def observe_step(strategy: Any, batch: Sequence["tf.Tensor"]) -> dict[str, list[
     """
     import tensorflow as tf
 
-    from strategies.manual import gradients_on_each_device, split_batch
+    from strategies.manual import split_batch
 
     paths = [variable.path for variable in strategy.model.trainable_variables]
     (index,) = [i for i, path in enumerate(paths) if path.endswith(_TENSOR)]
@@ -204,8 +206,9 @@ def observe_step(strategy: Any, batch: Sequence["tf.Tensor"]) -> dict[str, list[
         return [r.model.trainable_variables[index].numpy() for r in strategy.replicas]
 
     moments = {"weight, before": weights()}
-    shards = split_batch(batch, strategy.devices)
-    gradients, _ = gradients_on_each_device(strategy, strategy.replicas, shards, batch)
+    num_examples = tf.size(batch[1])
+    shards = split_batch(batch, strategy.devices, strategy.bounds(num_examples))
+    gradients, _ = strategy.gradients(strategy.replicas, shards, num_examples)
     moments["gradient of its shard"] = [replica[index].numpy() for replica in gradients]
     sums = strategy.all_reduce(gradients)
     moments["gradient after all-reduce"] = [replica[index].numpy() for replica in sums]

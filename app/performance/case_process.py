@@ -79,12 +79,12 @@ def _repeat_one_batch(spec: "TrainingSpec") -> "tf.data.Dataset":
 
 
 def _time_block(strategy: "Strategy", iterator: Any, num_steps: int) -> Block:
-    tracings = strategy.num_tracings
+    tracings = strategy.steps.num_tracings
     start = time.perf_counter()
     totals = strategy.train_steps(iterator, num_steps)  # Numbers: the last step is done.
     # Without an all-reduce, workers do not wait for each other; the slowest determines the time.
     (sec,) = strategy.workers.all_reduce_max(time.perf_counter() - start)
-    return Block(num_steps, totals.examples, sec, strategy.num_tracings - tracings)
+    return Block(num_steps, totals.examples, sec, strategy.steps.num_tracings - tracings)
 
 
 def _facts(
@@ -101,7 +101,7 @@ def _facts(
         intra_op_threads=prepared.intra_op_threads,
         dataset=spec.dataset.name,
         global_batch_size=spec.config.training.global_batch_size,
-        jit_compile=strategy.jit_compile,
+        jit_compile=strategy.options.jit_compile,
         all_reduce=strategy.algorithm,
         tensor_float_32="GPU" in strategy.devices[0]
         and tf.config.experimental.tensor_float_32_execution_enabled(),

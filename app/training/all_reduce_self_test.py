@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from app.runtime.errors import AllReduceError
 from strategies.base import Strategy
-from strategies.device_tape import DeviceTape, Spread
+from strategies.device_tape import Spread
 
 _DIGITS = 8  # Integers up to 2⁸ are exact in bfloat16, too.
 
@@ -58,10 +58,10 @@ def run_gather_self_test(strategy: Strategy) -> None:
     Raises:
         AllReduceError: a device received other values.
     """
-    for devices in strategy.gather_groups:
+    for tape in strategy.gather_tapes():
+        devices, parts = tape.devices, []
         if len(devices) == 1:
             continue
-        tape, parts = DeviceTape(devices, strategy.observer), []
         numbers = 2.0 ** (np.arange(len(devices)) % _DIGITS)
         for device, number in zip(devices, numbers, strict=True):
             with tf.device(device):

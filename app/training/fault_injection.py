@@ -1,11 +1,11 @@
 """Injects faults into a training, to test which check detects them.
 
-Each fault occurs in real distributed programs. It is injected through the observer of a strategy or
-through the dataset (`inject_data_fault`), without changes to a strategy.
+Each fault occurs in real distributed programs. It is injected through the observer of a strategy,
+in place of one of the strategy's functions, or through the dataset (`inject_data_fault`).
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ from app.options.fault import Fault
 from app.runtime.errors import ConfigError
 from strategies.base import Strategy
 from strategies.collectives import shard_bounds
+from strategies.device_tape import DeviceTape
 from strategies.observer import Observer, Shard
 from strategies.tf_private import flatten_layers
 
@@ -34,7 +35,6 @@ class FaultyObserver(Observer):
 
     def __init__(self, fault: Fault, strategy: Strategy):
         self._fault, self._strategy = fault, strategy
-        self._kept: dict[int, dict[str, tf.Variable]] = {}  # Weights of the previous step.
         local_ids, copy_id = strategy.local_copy_ids, fault.parameters.get("replica", 0)
         self._is_here = copy_id in local_ids
         faulty_copy = strategy.copies()[int(copy_id) - local_ids.start if self._is_here else 0]
@@ -42,6 +42,7 @@ class FaultyObserver(Observer):
         self._first_weight = _first_part(
             next(faulty_copy[f"model/{v.path}"] for v in strategy.model.variables if v.trainable)
         )
+        self._replace_functions()
 
     def begin(self) -> None:
         """Injects a fault that exists before the first step; called after the state is loaded."""
@@ -49,7 +50,7 @@ class FaultyObserver(Observer):
         if self._fault.name == "perturb_weight" and self._is_here and is_first:
             self._perturb_weight()
         if self._fault.name == "stale_stage":
-            self._keep_weights(int(self._fault.parameters["stage"]))
+            self._make_stale(int(self._fault.parameters["stage"]))
         if self._fault.name == "unsynced_batch_norm":
             self._strategy.syncs_batch_norm = False
             for layer in flatten_layers(self._strategy.model):
@@ -101,61 +102,56 @@ class FaultyObserver(Observer):
         is_copy, is_step = tf.equal(copy_id, replica), tf.equal(tf.cast(self._step, tf.int64), step)
         tf.cond(is_copy & is_step, self._perturb_weight, lambda: False)
 
-    def on_weights(
-        self, device_id: int, weights: Mapping[str, tf.Tensor]
-    ) -> Mapping[str, tf.Tensor]:
-        """Returns wrong weights for the step."""
-        fault, num_devices = self._fault.name, self._strategy.devices_per_replica
-        if fault == "stale_stage" and device_id % num_devices == self._fault.parameters["stage"]:
-            return self._those_of_the_step_before(device_id, weights)
-        if fault == "repeated_bias":
-            return {
-                path: tensor * num_devices if path.endswith("bias") else tensor
-                for path, tensor in weights.items()
-            }
-        if fault == "wrong_shard":
-            return {path: self._exchanged(tensor) for path, tensor in weights.items()}
-        return weights
-
-    def on_pieces(self, device_id: int, pieces: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns only the device's own term."""
-        if self._fault.name == "forgotten_backward_sum" and len(pieces) > 1:
-            return [pieces[device_id]]
-        return pieces
-
-    def on_average(
-        self,
-        per_shard_statistics: Sequence[Sequence[np.ndarray]],
-        averages: Mapping[str, np.ndarray],
-    ) -> Mapping[str, np.ndarray]:
-        """Returns the statistics of shard 0 instead of the averages."""
+    def _replace_functions(self) -> None:
+        """Replaces the functions of the strategy that the fault changes."""
+        strategy: Any = self._strategy
         if self._fault.name == "local_batch_norm":
-            return dict(zip(averages, per_shard_statistics[0], strict=True))
-        return averages
+            strategy.states.average = lambda arrays: arrays[0]
+        if self._fault.name == "forgotten_backward_sum":
+            strategy.new_tape = _OwnTermTape
+        if self._fault.name == "repeated_bias":
+            read_weights = strategy.read_weights
 
-    def _keep_weights(self, stage: int) -> None:
-        """Keeps the weights of a stage before the first step, for each replica."""
-        for replica_id, copy in enumerate(self._strategy.copies()):
-            device_id = replica_id * self._strategy.devices_per_replica + stage
-            device = self._strategy.devices[device_id]
-            with tf.device(device):
-                self._kept[device_id] = {
-                    name.removeprefix("model/"): tf.Variable(variable)
-                    for name, variable in copy.items()
-                    if name.startswith("model/") and variable.device.endswith(device)
-                }
+            def read_repeated(replica_id: int) -> list[dict[str, tf.Tensor]]:
+                parts, devices = read_weights(replica_id), strategy.replica_devices[replica_id]
+                for named, device in zip(parts, devices, strict=True):
+                    with tf.device(device):
+                        for path in [path for path in named if path.endswith("bias")]:
+                            named[path] *= strategy.devices_per_replica
+                return parts
 
-    def _those_of_the_step_before(
-        self, device_id: int, weights: Mapping[str, tf.Tensor]
-    ) -> dict[str, tf.Tensor]:
-        """Keeps the weights for the next step and returns those of the previous step."""
-        older = {}
-        for path, weight in weights.items():
-            kept = self._kept[device_id][path]
-            older[path] = tf.identity(kept)
-            with tf.control_dependencies([older[path]]):
-                kept.assign(weight)
-        return older
+            strategy.read_weights = read_repeated
+        if self._fault.name == "wrong_shard":
+            gather_weights = strategy.gather_weights
+
+            def gather_exchanged() -> list[list[tf.Tensor]]:
+                exchanged = []
+                for weights, device in zip(gather_weights(), strategy.devices, strict=True):
+                    with tf.device(device):
+                        exchanged.append([self._exchanged(tensor) for tensor in weights])
+                return exchanged
+
+            strategy.gather_weights = gather_exchanged
+
+    def _make_stale(self, stage: int) -> None:
+        """Lets a stage of each pipeline compute with its weights of the step before."""
+        strategy: Any = self._strategy
+        read_weights, kept = strategy.read_weights, []
+        for pipeline in strategy.pipelines:
+            with tf.device(pipeline.devices[stage]):
+                kept.append([tf.Variable(w.value) for w in pipeline.stages[stage].weights])
+
+        def read_stale(replica_id: int) -> list[list[tf.Tensor]]:
+            weights = read_weights(replica_id)
+            older = []
+            with tf.device(strategy.pipelines[replica_id].devices[stage]):
+                for variable, weight in zip(kept[replica_id], weights[stage], strict=True):
+                    older.append(tf.identity(variable))
+                    with tf.control_dependencies([older[-1]]):
+                        variable.assign(weight)
+            return [*weights[:stage], older, *weights[stage + 1 :]]
+
+        strategy.read_weights = read_stale
 
     def _exchanged(self, tensor: tf.Tensor) -> tf.Tensor:
         """Swaps the ranges of elements of devices 0 and 1."""
@@ -183,6 +179,22 @@ class FaultyObserver(Observer):
             waited = tf.numpy_function(wait, [shard_id], [])
         with tf.control_dependencies([waited]):
             return [tf.identity(g) for g in gradients]
+
+
+class _OwnTermTape(DeviceTape):
+    """Forgets the sum in the backward pass of a gather: each device keeps its own term."""
+
+    def sum_parts(
+        self, gradients: Sequence[tf.Tensor], sizes: Sequence[int], senders: Sequence[str]
+    ) -> list[tf.Tensor]:
+        """Returns to each device its part of its own gradient."""
+        if len(senders) == 1:
+            return super().sum_parts(gradients, sizes, senders)
+        parts = []
+        for d, device in enumerate(senders):
+            with tf.device(device):
+                parts.append(tf.split(gradients[d], sizes, axis=-1)[d])
+        return parts
 
 
 def _first_part(variable: Any) -> tf.Variable:
@@ -283,7 +295,7 @@ def _check_can_happen(fault: Fault, strategy: Strategy, batch_sizes: Collection[
             f"--inject={fault} changes nothing with batches of {sizes} in {strategy.num_shards}"
             f" equal shards; use --global_batch_size={max(batch_sizes) + 1}"
         )
-    if fault.name == "local_batch_norm" and not strategy.statistics_names:
+    if fault.name == "local_batch_norm" and not strategy.states.statistics_names:
         raise ConfigError(f"--inject={fault} needs a model with BatchNorm; use --model=resnet18")
     syncs = strategy.syncs_batch_norm
     if fault.name == "local_batch_norm" and syncs:

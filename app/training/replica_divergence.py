@@ -33,7 +33,7 @@ def check_replica_divergence(strategy: Strategy) -> ReplicaDivergence:
     Raises:
         ReplicaDivergenceError: they differ; the message names the tensor and the replicas.
     """
-    statistics = set(strategy.statistics_names)
+    statistics = set(strategy.states.statistics_names)
     copies = [
         {name: variable for name, variable in copy.items() if name not in statistics}
         for copy in strategy.copies()
@@ -41,7 +41,7 @@ def check_replica_divergence(strategy: Strategy) -> ReplicaDivergence:
     for name, groups, apart in _differences(strategy, copies):
         raise ReplicaDivergenceError(_describe(name, groups, apart))
     divergence = ReplicaDivergence("", 0.0)
-    for name, _, apart in _differences(strategy, strategy.shard_statistics()):
+    for name, _, apart in _differences(strategy, strategy.states.shard_statistics()):
         if np.isnan(apart) or apart > divergence.absolute:
             divergence = ReplicaDivergence(name.removeprefix("model/"), apart)
     return divergence
@@ -56,7 +56,7 @@ def _differences(
         Its name, the groups of items with identical values, and the largest difference.
     """
     names = list(per_item_variables[0])
-    per_item_hashes = strategy.gather([_hash(v.values()) for v in per_item_variables])
+    per_item_hashes = strategy.states.gather([_hash(v.values()) for v in per_item_variables])
     different: dict[str, list[list[int]]] = {}
     for name, hashes in zip(names, zip(*per_item_hashes, strict=True), strict=True):
         groups: dict[bytes, list[int]] = {}
@@ -66,7 +66,7 @@ def _differences(
             different[name] = list(groups.values())
     if different:  # Every worker knows the hashes, so that all of them get here.
         own = [[variables[name].numpy() for name in different] for variables in per_item_variables]
-        per_item_arrays = strategy.gather(own)
+        per_item_arrays = strategy.states.gather(own)
         for index, (name, groups_of) in enumerate(different.items()):
             arrays = np.asarray([arrays[index] for arrays in per_item_arrays], np.float64)
             yield name, groups_of, float(np.max(np.ptp(arrays, axis=0)))

@@ -14,6 +14,7 @@ from app.training.recipes import find_recipe
 from models import load_model_builder
 from strategies import STRATEGY_OPTIONS, load_strategy_class
 from strategies.base import ModelFn, OptimizerFn, Strategy
+from strategies.options import StrategyOptions
 
 
 def build_strategy(
@@ -43,10 +44,7 @@ def build_strategy(
     """
     recipe = find_recipe(config.training.recipe, config.training.model)
     strategy = create_strategy(
-        config,
-        devices,
-        all_reduce=all_reduce,
-        label_smoothing=recipe.label_smoothing,
+        config, devices, all_reduce=all_reduce, label_smoothing=recipe.label_smoothing
     )
     keras.config.set_dtype_policy(config.training.precision)
     looks_inside = (
@@ -66,7 +64,7 @@ def build_strategy(
             learning_rate, num_steps, loss_scale=initial_loss_scale(config)
         ),
     )
-    if config.distribution.batch_norm == "sync" and not strategy.statistics_names:
+    if config.distribution.batch_norm == "sync" and not strategy.states.statistics_names:
         raise ConfigError(
             "--batch_norm=sync needs a model with BatchNorm, got"
             f" --model={config.training.model}; leave the"
@@ -76,7 +74,11 @@ def build_strategy(
 
 
 def create_strategy(
-    config: Config, devices: Devices, *, all_reduce: str | None = None, **options: Any
+    config: Config,
+    devices: Devices,
+    *,
+    all_reduce: str | None = None,
+    label_smoothing: float = 0.0,
 ) -> Strategy:
     """Creates the strategy of `config`, without building a model.
 
@@ -84,15 +86,16 @@ def create_strategy(
         config: names the strategy and its options.
         devices: devices of the replicas.
         all_reduce: algorithm that replaces the one of `config`.
-        **options: options of every strategy.
+        label_smoothing: see `StrategyOptions`.
 
     Raises:
         ConfigError: the strategy cannot run on these devices.
     """
     own_options = _own_options(config, all_reduce or config.distribution.all_reduce)
+    options = StrategyOptions(label_smoothing=label_smoothing, **own_options)
     try:
         return load_strategy_class(config.distribution.strategy)(
-            devices.names, workers=devices.workers, **options, **own_options
+            devices.names, options, devices.workers
         )
     except ValueError as error:
         advice = "" if ";" in str(error) else "; choose other devices or --all_reduce=auto"
@@ -138,7 +141,7 @@ def restore(strategy: Strategy, checkpoint: Checkpoint) -> None:
     try:
         strategy.load_state(checkpoint.state)
         if len(checkpoint.per_shard_statistics) == strategy.num_shards:
-            strategy.load_per_shard_statistics(checkpoint.per_shard_statistics)
+            strategy.states.load_per_shard_statistics(checkpoint.per_shard_statistics)
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint of step {checkpoint.progress.step}: {error}; choose a run of the same"

@@ -115,9 +115,9 @@ class TrainingState:
         text = workers.broadcast(json.dumps(dataclasses.asdict(self.progress)).encode())
         self.progress = Progress.parse(json.loads(text))
         self.checkpoints.mark_saved(self.progress)
-        self._strategy.broadcast_state()
+        self._strategy.states.broadcast()
         own = resumed.checkpoint.per_shard_statistics if resumed else []
-        self._strategy.broadcast_per_shard_statistics(own)
+        self._strategy.states.broadcast_per_shard_statistics(own)
 
     def add_steps(self, num_steps: int, totals: StepTotals, *, call_sec: float) -> None:
         """Adds the steps of a compiled call to the progress."""
@@ -167,10 +167,10 @@ class TrainingState:
             return False
         if state is not None:
             strategy.load_state(state)
-            strategy.load_per_shard_statistics(per_shard_statistics)
+            strategy.states.load_per_shard_statistics(per_shard_statistics)
         if strategy.workers.count > 1:
-            strategy.broadcast_state()
-            strategy.broadcast_per_shard_statistics(per_shard_statistics)
+            strategy.states.broadcast()
+            strategy.states.broadcast_per_shard_statistics(per_shard_statistics)
         self.progress = dataclasses.replace(
             progress,
             verified_steps=self.progress.verified_steps,
@@ -224,7 +224,7 @@ class TrainingState:
             return False
         if self.progress.epoch_step:  # The state of the first copy is saved for all copies.
             check_replica_divergence(self._strategy)
-        state, own = self._strategy.state(), self._strategy.per_shard_statistics()
+        state, own = self._strategy.state(), self._strategy.states.per_shard_statistics()
         if name := _first_not_finite(state):
             raise self._diverged(f"{name} is not finite")
         now = time.monotonic()

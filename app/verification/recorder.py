@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import keras
@@ -51,7 +51,6 @@ class StepRecorder(Observer):
         self._kept: dict[tuple[str, int], list[np.ndarray]] = {}
         self._sent: dict[int, SendTime] = {}
         self._start = 0.0, 0.0
-        self._parts: dict[int, dict[str, tuple[int, ...]]] = {}  # Shapes of a device's parts.
         self._syncs_batch_norm = strategy.syncs_batch_norm  # As configured, before any fault.
 
     def about(self, steps: Sequence[int]) -> About:
@@ -76,7 +75,7 @@ class StepRecorder(Observer):
             reduced_in=self._communication_dtype,
             optimizer=optimizer,
             data_layout="NHWC",
-            parts=tuple(self._parts[device_id] for device_id in sorted(self._parts)),
+            parts=tuple(strategy.part_shapes),
             versions=versions(),
         )
 
@@ -109,14 +108,16 @@ class StepRecorder(Observer):
 
         Those of a copy have averaged moving statistics; several shards have their own.
         """
-        strategy, averages = self._strategy, self._strategy.averaged_statistics()
-        for copy_id, state in zip(strategy.local_copy_ids, strategy.copy_states(), strict=True):
+        strategy, averages = self._strategy, self._strategy.states.averaged_statistics()
+        for copy_id, state in zip(strategy.local_copy_ids, strategy.states.per_copy(), strict=True):
             trace.put(position, when, copy_id, list((state | averages).values()))
         if averages and strategy.num_shards > 1:
-            per_shard = zip(strategy.local_shard_ids, strategy.shard_statistics(), strict=True)
+            per_shard = zip(
+                strategy.local_shard_ids, strategy.states.shard_statistics(), strict=True
+            )
             for shard_id, own in per_shard:
                 found = {name: variable.numpy() for name, variable in own.items()}
-                arrays = [found.get(name) for name in strategy.variable_names]
+                arrays = [found.get(name) for name in strategy.states.variable_names]
                 trace.put(position, f"own_{when}", shard_id, arrays)
 
     def take_times(self) -> list[SendTime]:
@@ -141,25 +142,6 @@ class StepRecorder(Observer):
         """Keeps the sums."""
         self._keep("sums", copy_id, summed_gradients)
         self.inner.on_update(copy_id, summed_gradients)
-
-    def on_weights(
-        self, device_id: int, weights: Mapping[str, tf.Tensor]
-    ) -> Mapping[str, tf.Tensor]:
-        """Keeps the shapes of the weights that a device uses."""
-        self._parts[device_id] = {path: tuple(tensor.shape) for path, tensor in weights.items()}
-        return self.inner.on_weights(device_id, weights)
-
-    def on_pieces(self, device_id: int, pieces: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the terms of the inner observer."""
-        return self.inner.on_pieces(device_id, pieces)
-
-    def on_average(
-        self,
-        per_shard_statistics: Sequence[Sequence[np.ndarray]],
-        averages: Mapping[str, np.ndarray],
-    ) -> Mapping[str, np.ndarray]:
-        """Returns the averages of the inner observer."""
-        return self.inner.on_average(per_shard_statistics, averages)
 
     def _keep(self, what: str, item_id: int | tf.Tensor, tensors: Sequence[tf.Tensor]) -> None:
         """Keeps tensors of a shard or a copy once they are computed."""
@@ -200,9 +182,9 @@ def _variables(strategy: Strategy) -> list[Variable]:
     """Returns the description of all variables of a copy, in the order of `variable_names`."""
     weights = [variable.path for variable in strategy.model.trainable_variables]
     found = []
-    for name in strategy.variable_names:
+    for name in strategy.states.variable_names:
         path = name.removeprefix("model/")
-        if name in strategy.statistics_names:
+        if name in strategy.states.statistics_names:
             found.append(Variable(path, traces.STATISTIC))
         elif name.startswith("model/"):
             found.append(Variable(path, traces.WEIGHT))

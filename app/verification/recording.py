@@ -224,13 +224,15 @@ def _record(
             times.append(recorder.take_times())
             if scale is not None and loss_scale_of(strategy.optimizer) < scale:
                 skipped.append(step)
-            is_finite = all(map(are_finite, strategy.copy_states()))
+            is_finite = all(map(are_finite, strategy.states.per_copy()))
             if not (is_finite and math.isfinite(totals.loss_sum)) and not diverged_step:
                 diverged_step = step
             send(("step", step))
         trace.describe(recorder.about(range(num_steps)))
         writer.close(trace.about)
-    recorded = recorded_as(config.distribution.strategy, spec, devices, strategy.variable_names)
+    recorded = recorded_as(
+        config.distribution.strategy, spec, devices, strategy.states.variable_names
+    )
     return dataclasses.replace(
         recorded, about=trace.about, send_sec=times, skipped_steps=skipped,
         diverged_step=diverged_step,

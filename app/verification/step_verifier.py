@@ -152,7 +152,7 @@ class StepVerifier:
             return None, []
         own = [trace.arrays(last, "own_before", shard) or [] for shard in trace.shards]
         per_shard = [[array for array in each if array is not None] for each in own]
-        state = dict(zip(self._strategy.variable_names, copies[0], strict=True))
+        state = dict(zip(self._strategy.states.variable_names, copies[0], strict=True))
         return state, per_shard if any(per_shard) else []
 
 

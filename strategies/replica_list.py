@@ -1,0 +1,116 @@
+"""Defines the base class of strategies that have one replica on each device of this process.
+
+They share what is not part of their idea: BatchNorm over the batch, the algorithms and buckets of
+the all-reduce, evaluation, and the variables of the replicas.
+"""
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from strategies import collectives
+from strategies.base import BatchIterator, Bounds, ModelFn, OptimizerFn, Strategy
+from strategies.collectives import PerReplicaTensors
+from strategies.copies import Variables, named_variables
+from strategies.device_tape import DeviceTape
+from strategies.evaluation import LogitsAndTotals, Statistics, classify
+from strategies.gather_scatter import scatter
+from strategies.replica import Replica
+from strategies.step_totals import StepTotals
+from strategies.sync_batch_norm import check_synchronizable, synchronized_gradients
+
+
+class ReplicaList(Strategy):
+    """Trains one replica on each device.
+
+    Attributes:
+        replicas: the replicas in order of devices, after `build`.
+        reduce_to_one: the all-reduce that `all_reduce` uses if no other algorithm is chosen.
+    """
+
+    replicas: list[Replica]
+    reduce_to_one: Callable[..., PerReplicaTensors]
+
+    def gather_tapes(self) -> list[DeviceTape]:
+        """Returns a tape for all devices, which exchange the moments of synchronised BatchNorm."""
+        return [DeviceTape(self.devices)] if self.syncs_batch_norm else []
+
+    def new_replica(
+        self, replica_id: int, device: str, model_fn: ModelFn, optimizer_fn: OptimizerFn
+    ) -> Replica:
+        """Builds a replica, and checks that its BatchNorm can be synchronised."""
+        replica = super().new_replica(replica_id, device, model_fn, optimizer_fn)
+        if self.syncs_batch_norm:
+            check_synchronizable(replica.model)
+        return replica
+
+    def bounds(self, num_examples: tf.Tensor) -> list[Bounds]:
+        """Returns the start and end of each replica's part of a batch."""
+        return [self.replica_bounds(num_examples, r) for r in range(self.num_replicas)]
+
+    def gradients(
+        self,
+        replicas: Sequence[Replica],
+        shards: Sequence[Sequence[tf.Tensor]],
+        num_global_examples: tf.Tensor,
+    ) -> tuple[PerReplicaTensors, list[StepTotals]]:
+        """Computes for each shard the gradients of sum(its losses) / size of the global batch.
+
+        Args:
+            replicas: R replicas, each on its device.
+            shards: R tuples of images and labels, each on the device of its replica.
+            num_global_examples: int scalar.
+
+        Returns:
+            R lists with one gradient per weight, and R totals.
+        """
+        if self.syncs_batch_norm:  # All replicas call each layer together.
+            return synchronized_gradients(self, replicas, shards, num_global_examples)
+        per_replica_gradients, per_replica_totals = [], []
+        for replica, shard in zip(replicas, shards, strict=True):
+            with tf.device(replica.device):
+                gradients, totals = self.local_gradients(replica, shard, num_global_examples)
+            per_replica_gradients.append(gradients)
+            per_replica_totals.append(totals)
+        return per_replica_gradients, per_replica_totals
+
+    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
+        """Sums tensors over the replicas with the chosen algorithm, in buckets."""
+        if self.algorithm == "none":
+            return per_replica_tensors
+        return collectives.in_buckets(
+            collectives.ALL_REDUCE_FUNCTIONS.get(self.algorithm, self.reduce_to_one),
+            per_replica_tensors,
+            self.devices,
+            self.gradient_buckets(per_replica_tensors[0]),
+        )
+
+    def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
+        """Computes the logits of each replica's part of a batch; see `Strategy.forward`."""
+        return self.classify(self.replicas, next(iterator), statistics)
+
+    def classify(
+        self, replicas: Sequence[Replica], batch: Sequence[tf.Tensor], statistics: Statistics
+    ) -> list[LogitsAndTotals]:
+        """Computes the logits and totals of each replica's part of a batch on its device."""
+        results = []
+        shards = scatter(batch, self.devices, self.bounds(tf.shape(batch[0])[0]))
+        for replica, shard in zip(replicas, shards, strict=True):
+            with tf.device(replica.device):
+                results.append(classify(replica, shard, statistics))
+        return results
+
+    def copies(self) -> list[Variables]:
+        """Returns the variables of each replica."""
+        return [named_variables(replica.model, replica.optimizer) for replica in self.replicas]
+
+    def shard_variables(self) -> list[Variables]:
+        """Returns the variables of `Replica.statistics`, or those of the copies."""
+        if not self.replicas[0].statistics:
+            return super().shard_variables()
+        names = [f"model/{v.path}" for v in self.model.non_trainable_variables]
+        return [
+            {name: variable.value for name, variable in zip(names, own, strict=True)}
+            for replica in self.replicas
+            for own in replica.statistics
+        ]
