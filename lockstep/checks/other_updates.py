@@ -15,6 +15,7 @@ from lockstep.arithmetic import (
     distance,
     factor_of,
     norm,
+    ratio,
     relative_norm,
     same_bits,
 )
@@ -118,38 +119,26 @@ def compare_statistics(pair: StepPair, allowed: float) -> list[Finding] | None:
 
     Args:
         pair: the step, with equal states before it.
-        allowed: relative difference that rounding can cause in the change of a statistic.
+        allowed: relative difference of the statistics of a batch that rounding can cause.
 
     Returns:
         The findings; None if a trace has no statistics.
     """
-    before, _ = pair.states("before")
-    states = pair.states("after")
-    names = [
-        name
-        for name in pair.first.of_kind(STATISTIC)
-        if name in before and name in states[1] and before[name].dtype.kind == "f"
-    ]
+    before, states = pair.states("before")[0], pair.states("after")
+    names = [n for n in pair.first.of_kind(STATISTIC) if n in before and n in states[1]]
+    names = [name for name in names if before[name].dtype.kind == "f"]
     if not names:
         return None
     changes = [{n: dense(after[n]) - dense(before[n]) for n in names} for after in states]
-    far = Tolerance(allowed).wrong(changes[1], changes[0])
-    rounding = {n: _rounding(before[n], states[0][n], states[1][n]) for n in far}
-    wrong = [n for n in far if distance(changes[1][n], changes[0][n]) > rounding[n]]
-    causes = _causes(pair, before, changes, {name: rounding[name] for name in wrong})
+    far = {n: ratio(distance(changes[1][n], changes[0][n]), norm(changes[0][n])) for n in names}
     return [
         pair.found("statistics", why, max(far[name] for name in why.tensors), allowed)
-        for why in causes
+        for why in _causes(pair, before, changes, max(allowed, _CLOSE))
     ]
 
 
-def _rounding(*arrays: np.ndarray) -> float:
-    """Returns the norm of the difference of changes that rounding the statistics can cause."""
-    return MARGIN * EPS * max(map(norm, arrays)) + TINY
-
-
 def _causes(
-    pair: StepPair, before: Named, changes: Sequence[Named], rounding: Mapping[str, float]
+    pair: StepPair, before: Named, changes: Sequence[Named], allowed: float
 ) -> Iterator[Why]:
     """Yields causes of different statistics.
 
@@ -157,38 +146,41 @@ def _causes(
         pair: the step.
         before: the statistics before it.
         changes: the changes of all statistics in both traces.
-        rounding: name of a wrong statistic → difference of the changes that rounding can cause.
+        allowed: relative difference of the statistics of a batch that rounding can cause.
     """
-    left, others = list(rounding), []
-    shares = {n: (_share(pair.first, n), _share(pair.second, pair.in_second(n))) for n in left}
-    if left and all(map(all, shares.values())):
-        others = [n for n, (a, b) in shares.items() if abs(b - a) > _OTHER_SHARE * a]
-        if others:
-            first, second = shares[others[0]]
-            text = (
-                f"{first:.4g} of each batch is added to the moving statistics in the first"
-                f" recording, and {second:.4g} in the second"
-            )
-            yield Why("other_batch_norm_momentum", text, others)
-        # The statistics of the batch in both.
-        batches = {
-            n: [dense(before[n]) + changes[i][n] / shares[n][i] for i in (0, 1)] for n in left
-        }
-        slack = {n: rounding[n] / min(shares[n]) for n in left}
-        left = [n for n, (a, b) in batches.items() if distance(b, a) > _CLOSE * norm(a) + slack[n]]
-        means = {_layer_of(name) for name in left if not _is_variance(name)}
-        # If the mean of a layer differs, its batch differs.
-        variances = [n for n in left if _is_variance(n) and _layer_of(n) not in means]
-        unbiased = _unbiased(pair, [(*batches[n], slack[n]) for n in variances])
-        if unbiased is not None:
-            yield Why("unbiased_variance", unbiased, variances, True)
-            left = [name for name in left if name not in variances]
+    batches, slack, others = {}, {}, {}  # Of a batch, in both; difference by rounding; shares.
+    for name, old in before.items():
+        if name not in changes[0]:
+            continue
+        shares = _share(pair.first, name), _share(pair.second, pair.in_second(name))
+        if not all(shares):
+            shares = 1.0, 1.0
+        own, other = (change[name] for change in changes)
+        rounding = MARGIN * EPS * (norm(old) + max(norm(own), norm(other))) + TINY
+        if abs(shares[1] - shares[0]) > _OTHER_SHARE * shares[0] and norm(other - own) > rounding:
+            others[name] = shares
+        batches[name] = [dense(old) + c / s for c, s in zip((own, other), shares, strict=True)]
+        slack[name] = rounding / min(shares)
+    if others:
+        first, second = next(iter(others.values()))
+        text = (
+            f"{first:.4g} of each batch is added to the moving statistics in the first recording,"
+            f" and {second:.4g} in the second"
+        )
+        yield Why("other_batch_norm_momentum", text, [*others])
+    left = [n for n, (a, b) in batches.items() if distance(b, a) > allowed * norm(a) + slack[n]]
+    means = {_layer_of(name) for name in left if not _is_variance(name)}
+    # If the mean of a layer differs, its batch differs.
+    variances = [n for n in left if _is_variance(n) and _layer_of(n) not in means]
+    unbiased = _unbiased(pair, [(*batches[n], slack[n]) for n in variances])
+    if unbiased is not None:
+        yield Why("unbiased_variance", unbiased, variances, True)
+        left = [name for name in left if name not in variances]
     if not left:
         return
-    own, other = ({n: each[n] for n in left} for each in changes)
-    scale = factor_of(list(other.values()), list(own.values()))
-    scaled = {name: scale * change for name, change in own.items()}
-    is_scaled = abs(scale - 1) > _OTHER_SHARE and not Tolerance(_CLOSE).wrong(other, scaled)
+    scale = factor_of([changes[1][n] for n in left], [changes[0][n] for n in left])
+    scaled = {name: scale * changes[0][name] for name in left}
+    is_scaled = abs(scale - 1) > _OTHER_SHARE and not Tolerance(_CLOSE).wrong(changes[1], scaled)
     if is_scaled and not others:
         text = f"each statistic changes {scale:.4g} times as much as in the first recording"
         yield Why("other_batch_norm_momentum", text, left)
