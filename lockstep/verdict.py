@@ -216,11 +216,3 @@ def in_sequence(parts: Sequence[Verdict]) -> Verdict:
         checked=tuple(stage for stage in STAGES if stage in checked),
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     )
-
-
-def first_fault(verdicts: Mapping[str, Verdict]) -> tuple[str, Finding] | None:
-    """Returns the name of the first training with a fault, and its first fault."""
-    for name, verdict in verdicts.items():
-        for finding in verdict.faults:
-            return name, finding
-    return None

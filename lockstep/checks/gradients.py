@@ -28,7 +28,6 @@ from lockstep.verdict import Finding
 
 _NOT_FINITE = "gradients are NaN or infinite, and finite on one device"
 _SMALL_PART = 1e-2
-_SAME = 1e-3  # Relative deviation of factors that are equal.
 
 
 def check_gradients(context: Context) -> Iterator[Finding | Actual]:

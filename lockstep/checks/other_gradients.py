@@ -1,6 +1,5 @@
 """Compares the gradients of a step with those of another trace, and explains differences."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -58,7 +57,7 @@ def compare_gradients(pair: StepPair, tolerance: Tolerance) -> list[Finding] | N
     far = tolerance.wrong(second, first)
     frozen = [name for name in far if not norm(second[name]) or not norm(first[name])]
     wrong = [name for name in far if name not in frozen]
-    causes, may_be = [], list[str]()
+    causes = []
     if frozen:
         text = f"the gradient of {len(frozen)} weights is 0 in one recording"
         causes.append(Why("frozen", text, frozen))
@@ -68,16 +67,13 @@ def compare_gradients(pair: StepPair, tolerance: Tolerance) -> list[Finding] | N
         )
         asked = _Asked(pair, first, second, wrong, tolerance)
         fitting = list(_explanations(asked))
-        may_be = [why.cause for why in fitting]
-        causes += fitting[:1] or _without_computation(asked)
+        if fitting:
+            may_be = tuple(why.cause for why in fitting[1:])
+            causes.append(fitting[0]._replace(may_be=may_be))
+        else:
+            causes += _without_computation(asked)
     distances = max(far.values(), default=0.0), tolerance.allowed(list(far))
-    findings = [pair.found("gradients", why, *distances) for why in causes]
-    return [
-        dataclasses.replace(each, may_be=(*each.may_be, *may_be[1:]))
-        if each.cause in may_be[:1]
-        else each
-        for each in findings
-    ]
+    return [pair.found("gradients", why, *distances) for why in causes]
 
 
 def _explanations(asked: _Asked) -> Iterator[Why]:

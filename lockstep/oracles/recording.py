@@ -66,12 +66,14 @@ class Why(NamedTuple):
         text: one sentence with the numbers.
         tensors: names of the variables that it explains.
         design: whether it is by design.
+        may_be: other causes that explain it in its step as well.
     """
 
     cause: str
     text: str
     tensors: Sequence[str] = ()
     design: bool = False
+    may_be: tuple[str, ...] = ()
 
 
 class StepPair:
@@ -141,10 +143,11 @@ class StepPair:
 
     def found(self, stage: str, why: Why, distance: float = 0.0, allowed: float = 0.0) -> Finding:
         """Returns a finding on the step."""
-        return self.second.found(
+        found = self.second.found(
             why.cause, why.text, stage=stage, design=why.design, tensors=why.tensors,
             distance=distance, allowed=allowed,
         )  # fmt: skip
+        return dataclasses.replace(found, may_be=(*found.may_be, *why.may_be))
 
 
 def whole_gradient(context: Context) -> Named:
