@@ -19,6 +19,7 @@ from app.devices import device_setup
 from app.options import Config
 from app.options.names import VERIFY_EVERY
 from app.performance import interval
+from app.records.run_metadata import Progress
 
 
 def timed(function: Callable[[], object]) -> tuple[float, float]:
@@ -57,8 +58,9 @@ def main(
 
     def verified() -> None:
         nonlocal made
-        verifier.train_step(iterator, made + 1)
-        if finding := verifier.check(made):
+        verifier.record_step(iterator, made + 1)
+        finding = verifier.check(Progress(step=made, epoch_step=made))
+        if finding:
             sys.exit(finding.text)
         made += 1
 

@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,11 +22,12 @@ from app.records.run_metadata import Progress
 from app.runtime.errors import ConfigError, MismatchError
 from app.training.loop import Training
 from app.training.training_spec import TrainingSpec
-from app.verification.step_verifier import TRACE_FILE, gather_trace
-from app.verification.verified_steps import (
+from app.verification.step_verifier import (
     MISMATCH_DIRECTORY,
-    VerifiedSteps,
-    create_verified_steps,
+    TRACE_FILE,
+    StepVerifier,
+    create_step_verifier,
+    gather_trace,
 )
 from conftest import CPUS
 from failing_steps import InjectedError, after_step
@@ -66,7 +69,7 @@ def make(run_dir, *, num_devices=2, **options):
     devices = Devices(CPUS[:num_devices], simulated=num_devices > 1)
     run_dir.mkdir(exist_ok=True)
     loop = Training(config, devices, dataset(), run_dir)
-    loop.verifier = create_verified_steps(config, loop.spec, loop.strategy, run_dir)
+    loop.verifier = create_step_verifier(config, loop.spec, loop.strategy, run_dir)
     loop.start(from_scratch=False)
     assert loop.strategy.num_devices == num_devices
     return loop
@@ -193,7 +196,9 @@ def test_a_resumed_training_verifies_the_same_steps(tmp_path):
 )
 def test_the_steps_follow_from_their_numbers(verify_every, steps_per_epoch, num_steps, found):
     config = Config.of("train", verify_every=verify_every)
-    verified = VerifiedSteps(config, None, None, None, steps_per_epoch)
+    verified = StepVerifier(
+        config, types.SimpleNamespace(steps_per_epoch=steps_per_epoch), mock.Mock()
+    )
     assert recorded_steps(verified, steps_per_epoch, num_steps) == found
 
 

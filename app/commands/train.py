@@ -161,10 +161,10 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         _naming_lost_peers(prepared),
     ):
         from app.training.loop import Training
-        from app.verification.verified_steps import create_verified_steps
+        from app.verification.step_verifier import create_step_verifier
 
         training = Training(config, prepared, dataset, path, on_progress)
-        training.verifier = create_verified_steps(config, training.spec, training.strategy, path)
+        training.verifier = create_step_verifier(config, training.spec, training.strategy, path)
         training.start(from_scratch=config.output.overwrite)
         run_directory.start(overwrite=config.output.overwrite)  # All checks have passed.
         console.set_overwriting(False)
@@ -197,11 +197,11 @@ def _assist(config: Config) -> None:
             config.output.stall_timeout_sec, lambda: _report_stall_of_worker(config)
         ) as on_progress:
             from app.training.loop import Training
-            from app.verification.verified_steps import create_verified_steps
+            from app.verification.step_verifier import create_step_verifier
 
             training = Training(config, prepared, dataset, None, on_progress)
             spec, strategy = training.spec, training.strategy
-            training.verifier = create_verified_steps(config, spec, strategy, None)
+            training.verifier = create_step_verifier(config, spec, strategy, None)
             training.start(from_scratch=config.output.overwrite)
             console.say(f"worker {workers.index}: training; worker 0 prints and saves the results")
             training.assist()

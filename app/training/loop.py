@@ -28,7 +28,7 @@ from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
 if TYPE_CHECKING:  # Of a higher layer.
-    from app.verification.verified_steps import VerifiedSteps
+    from app.verification.step_verifier import StepVerifier
 
 # The number of steps of a compiled call grows until it takes this long, so that the bar is updated
 # and the host is mostly idle.
@@ -92,7 +92,7 @@ class Training:
                 batch_sizes=self.spec.batch_sizes(),
                 num_steps=self.spec.num_steps,
             )
-        self.verifier: VerifiedSteps | None = None
+        self.verifier: StepVerifier | None = None
         self._metadata = self.spec.metadata(self.strategy)
         self._state = TrainingState(config, self.strategy, self._metadata)
         self._resumed: CheckpointSearchResult | None = None

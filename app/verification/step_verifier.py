@@ -1,10 +1,11 @@
-"""Records and checks single steps of a running training; see `VerifiedSteps`."""
+"""Verifies steps during a training: chooses, records and checks them, and reports mismatches."""
 
 import collections
 import dataclasses
 import hashlib
 import io
 import json
+import math
 import os
 import pathlib
 import time
@@ -13,8 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from app.options import Config
+from app.options.names import VERIFY_EVERY
+from app.records.files import discard, write_atomically
+from app.records.run_metadata import Progress
+from app.runtime import console
+from app.runtime.errors import ConfigError, LockstepError
 from app.training.training_spec import TrainingSpec
-from app.verification.recorder import SendTime, StepRecorder, find_straggler
+from app.verification.recorder import SendTime, StepRecorder, check_repeatable, find_straggler
 from app.verification.strategy_oracle import StrategyOracle
 from lockstep import trace_file
 from lockstep.arithmetic import bits
@@ -26,8 +32,11 @@ from strategies.copies import State
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
-TRACE_FILE = "trace.npz"  # Of a step with a mismatch.
+MISMATCH_DIRECTORY, TRACE_FILE = "mismatch", "trace.npz"  # Of a step with a mismatch.
 
+# By default, ends of epochs after the first are verified at most once in so many steps: a verified
+# step takes as long as two to three others.
+_STEPS_PER_END = 200
 _STRAGGLER_STEPS = 8  # Number of last recorded steps in all of which a straggler must be late.
 
 
@@ -46,8 +55,43 @@ class StepFinding(NamedTuple):
     per_shard_statistics: list[list[np.ndarray]]
 
 
+def create_step_verifier(
+    config: Config, spec: TrainingSpec, strategy: Strategy, run_dir: pathlib.Path | None
+) -> "StepVerifier | None":
+    """Creates the verifier of steps; None if no step is to be verified or can be.
+
+    Args:
+        config: options of the training.
+        spec: specification of the training.
+        strategy: a built strategy; its observer may inject a fault.
+        run_dir: directory for the trace of a mismatch; None on a worker other than the chief.
+
+    Raises:
+        ConfigError: `--verify_every` is set, but the steps cannot be verified.
+    """
+    if config.verification.verify_every == 0:
+        return None
+    try:
+        check_repeatable(strategy.model)
+    except ConfigError as error:
+        if config.verification.verify_every:
+            raise ConfigError(
+                f"--verify_every={config.verification.verify_every}: {error.problem}; leave the"
+                " flag out"
+            ) from error
+        if strategy.workers.is_chief:
+            console.say(f"No step is verified: {error.problem}")
+        return None
+    return StepVerifier(config, spec, strategy, run_dir)
+
+
 class StepVerifier:
-    """Records steps of a strategy and compares them with one device.
+    """Chooses the steps to verify, records them, and compares them with one device.
+
+    The steps are the first one, the last one of the first epoch and every N-th since the start of
+    the run. Without N they are the first one, every 500th of an epoch and the last one of each
+    epoch, which short epochs share to limit the cost. They depend only on step numbers: a resumed
+    training verifies the same steps.
 
     With several workers, each records its own replicas. The chief gathers and checks all
     recordings, and broadcasts the result.
@@ -56,17 +100,25 @@ class StepVerifier:
         config: options of the training.
         spec: specification of the training.
         strategy: a built strategy; its observer may inject a fault.
+        run_dir: directory for the trace of a mismatch; None to keep no trace.
     """
 
-    def __init__(self, config: Config, spec: TrainingSpec, strategy: Strategy):
-        self._spec, self._strategy = spec, strategy
-        self._verifies_all = config.verification.verify_every == 1
+    def __init__(
+        self,
+        config: Config,
+        spec: TrainingSpec,
+        strategy: Strategy,
+        run_dir: pathlib.Path | None = None,
+    ):
+        self._spec, self._strategy, self._run_dir = spec, strategy, run_dir
+        self._every = config.verification.verify_every
+        self._last_right, self._has_trace, self._is_slow_reported = 0, False, False
+        self._step_sec = math.inf  # Of the last step that was not recorded.
         dtype = config.distribution.communication_dtype
         self._recorder = StepRecorder(strategy, strategy.observer, communication_dtype=dtype)
         self._oracle: StrategyOracle | None = None
         self._previous: Trace | None = None  # The step before the recorded one, or its start.
         self._trace: Trace | None = None  # The recorded step on this worker.
-        self._wrong: Trace | None = None  # Of the last step with a mismatch.
         times: Any = collections.deque(maxlen=_STRAGGLER_STEPS)
         self._times: collections.deque[list[SendTime]] = times
 
@@ -79,12 +131,62 @@ class StepVerifier:
             self._oracle = StrategyOracle.of(self._spec, about, num_threads=num_threads)
             self._oracle.compile()
 
-    def keep_state(self, step: int) -> None:
-        """Keeps the variables after `step`, the start of the step before the recorded one."""
-        self._previous = Trace(self._recorder.about((step,)))
-        self._recorder.put_state(self._previous, 0, "before")
+    def num_steps_before_next(self, progress: Progress) -> int:
+        """Returns how many steps fit into one call; 1 if the next one is verified."""
+        if self.is_due(progress):
+            return 1
+        to_next = self._spec.steps_per_epoch - progress.epoch_step
+        if self._every is None:
+            to_next = min(to_next, VERIFY_EVERY - progress.epoch_step % VERIFY_EVERY)
+        else:
+            to_next = min(to_next, self._every - progress.step % self._every)
+        # The previous step is a separate call, because the state before it is kept.
+        return max(1, to_next - 2)
 
-    def train_step(self, iterator: Any, step: int) -> tuple[StepTotals, float]:
+    def is_due(self, progress: Progress, *, steps_ahead: int = 1) -> bool:
+        """Returns whether the next step, or one of the steps after it, is to be verified.
+
+        Args:
+            progress: progress before the step.
+            steps_ahead: number of steps to consider; 1 for only the next.
+        """
+        step, epoch_step = progress.step + steps_ahead, progress.epoch_step + steps_ahead
+        is_end = epoch_step == self._spec.steps_per_epoch
+        if step == 1 or (is_end and progress.epoch == 0):
+            return True
+        if self._every is not None:
+            return step % self._every == 0
+        if is_end:
+            return step // _STEPS_PER_END > (step - self._spec.steps_per_epoch) // _STEPS_PER_END
+        return epoch_step % VERIFY_EVERY == 0
+
+    def train_steps(
+        self, iterator: Any, num_steps: int, progress: Progress
+    ) -> tuple[StepTotals, float]:
+        """Runs steps as `strategy.train_steps` does; records a single step that is due.
+
+        Args:
+            iterator: the training data.
+            num_steps: number of steps.
+            progress: progress before the steps.
+
+        Returns:
+            The totals, and the seconds of the compiled call; for a recorded step the seconds of a
+            usual step, if known, because the rest belongs to the verification.
+        """
+        if num_steps == 1 and self.is_due(progress):
+            totals, call_sec = self.record_step(iterator, progress.step + 1)
+            return totals, min(call_sec, self._step_sec)
+        if num_steps == 1 and self.is_due(progress, steps_ahead=2):
+            self._previous = Trace(self._recorder.about((progress.step,)))
+            self._recorder.put_state(self._previous, 0, "before")
+        start = time.monotonic()
+        totals = self._strategy.train_steps(iterator, num_steps)
+        call_sec = time.monotonic() - start
+        self._step_sec = call_sec / num_steps
+        return totals, call_sec
+
+    def record_step(self, iterator: Any, step: int) -> tuple[StepTotals, float]:
         """Runs and records a step; returns its totals and the seconds of the call."""
         previous, self._previous = self._previous, None
         has_previous = previous is not None and previous.steps == (step - 2,)
@@ -103,22 +205,32 @@ class StepVerifier:
         self._times.append([(float(sec), float(cpu)) for (a,) in per_worker for sec, cpu in a])
         return result
 
-    def check(self, position: int) -> StepFinding | None:
-        """Checks the recorded step, whose batch is at `position` in the data, from 0."""
+    def check(self, before: Progress) -> StepFinding | None:
+        """Checks the recorded step; keeps the trace of the first mismatch.
+
+        Args:
+            before: progress before the step.
+        """
         workers, own = self._strategy.workers, self._trace
         assert own is not None
         trace = gather_trace(own, workers)
-        text = self._find(trace, self._oracle, position) if self._oracle else ""
+        text = self._find(trace, self._oracle, before) if self._oracle else ""
+        if text and self._last_right:
+            text += f"; the last verified step without a mismatch is {self._last_right}"
+        if text and self._run_dir:
+            text += self._keep_trace(trace, self._run_dir / MISMATCH_DIRECTORY)
         text = json.loads(workers.broadcast(json.dumps(text).encode()))
-        self._trace, self._previous = None, _last_step(own) if self._verifies_all else None
+        self._trace, self._previous = None, _last_step(own) if self._every == 1 else None
+        self._warn_of_slow_replica()
         if not text:
+            self._last_right = before.step + 1
             return None
-        self._wrong = trace
         return StepFinding(text, *(self._state_before(trace) if self._oracle else (None, [])))
 
-    def _find(self, trace: Trace, oracle: StrategyOracle, position: int) -> str:
+    def _find(self, trace: Trace, oracle: StrategyOracle, before: Progress) -> str:
         """Returns what is wrong with the recorded step in one line; "" if nothing is."""
         result, last = Result(), len(trace.steps) - 1
+        position = before.epoch * self._spec.steps_per_epoch + before.epoch_step
         check_step(trace, last, oracle, list(self._spec.batch(position)), result)
         name, number = self._strategy.name, trace.steps[last]
         verdict = dataclasses.replace(
@@ -130,16 +242,33 @@ class StepVerifier:
             return ""
         return f"{name} has a mismatch: {line_of(verdict.faults[0], verdict)}"
 
-    def slow_replica(self) -> str:
-        """Returns the replica that was slowest in all of the last recorded steps; "" for none."""
-        late = find_straggler(list(self._times), self._strategy.replica_weights)
-        return f"replica {late.replica_id} is slow: {late.text}" if late else ""
+    def _keep_trace(self, trace: Trace, path: pathlib.Path) -> str:
+        """Writes the trace of the first mismatch to a directory; returns a text with its path."""
 
-    def save(self, path: pathlib.Path) -> None:
-        """Writes the trace of the last step with a mismatch to a directory."""
-        assert self._wrong is not None
-        path.mkdir()
-        trace_file.save(self._wrong, path / TRACE_FILE)
+        def write(directory: pathlib.Path) -> None:
+            directory.mkdir()
+            trace_file.save(trace, directory / TRACE_FILE)
+
+        try:
+            if not self._has_trace:
+                if path.is_dir():
+                    discard([path])
+                write_atomically(path, write)
+        except LockstepError as error:  # It must not hide the mismatch.
+            console.warn(f"the trace of the mismatch is not kept: {error}")
+            return ""
+        self._has_trace = True
+        return f"; trace in {path}"
+
+    def _warn_of_slow_replica(self) -> None:
+        """Warns once of a replica that was slowest in all of the last recorded steps.
+
+        A straggler does not affect the results.
+        """
+        late = find_straggler(list(self._times), self._strategy.replica_weights)
+        if late and not self._is_slow_reported:
+            console.warn(f"replica {late.replica_id} is slow: {late.text}")
+            self._is_slow_reported = True
 
     def _state_before(self, trace: Trace) -> tuple[State | None, list[list[np.ndarray]]]:
         """Returns the state before the step, and the BatchNorm statistics of each shard.

@@ -16,6 +16,7 @@ import tensorflow as tf
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
 from app.options import Config
+from app.records.run_metadata import Progress
 from app.runtime.errors import LockstepError
 from app.training.replica_divergence import check_replica_divergence
 from app.training.training_spec import TrainingSpec
@@ -82,10 +83,10 @@ class Memory:
 
     def _train_step(self) -> str:
         self._step += 1
-        totals, _ = self._verifier.train_step(self._iterator, self._step)
+        totals, _ = self._verifier.record_step(self._iterator, self._step)
         if not np.isfinite(totals.loss_sum):
             return f"the loss is {totals.loss_sum}"  # A training ends with code 7.
-        finding = self._verifier.check(self._step - 1)
+        finding = self._verifier.check(Progress(self._step - 1, epoch_step=self._step - 1))
         return finding.text if finding else ""
 
     def _compare_replicas(self) -> str:
