@@ -42,7 +42,8 @@ def main(
         num_devices=int(num_replicas), precision=precision,
     )  # fmt: skip
     devices = device_setup.set_up(config)
-    from app.training.training_spec import TrainingSpec, load_data
+    from app.data.dataset_loader import load_data
+    from app.training.training_spec import TrainingSpec
     from app.verification.step_verifier import StepVerifier
 
     spec = TrainingSpec(config, load_data(config))

@@ -31,8 +31,9 @@ class Training:
         config = config_of(job)
         prepared = device_setup.set_up(config)
 
+        from app.data.dataset_loader import load_data
         from app.runtime.versions import versions
-        from app.training.training_spec import TrainingSpec, load_data
+        from app.training.training_spec import TrainingSpec
 
         self.versions, self._dataset = versions(), load_data(config)
         spec = TrainingSpec(config, self._dataset)

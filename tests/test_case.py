@@ -15,8 +15,8 @@ import tensorflow as tf
 from app.devices.device_setup import Devices
 from app.options import Config
 from app.runtime.errors import ConfigError, DataError
-from app.training.case_file import CaseFile
 from app.verification.case_data import CaseData
+from app.verification.case_file import CaseFile
 from app.verification.case_training import CaseTraining
 from conftest import CPUS, run_main
 from in_process import run_here

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from app.commands import demo
+from app.data.dataset_loader import load_data
 from app.devices import device_setup
 from app.devices.device_setup import Devices
 from app.options import Config
-from app.training.training_spec import TrainingSpec, load_data
+from app.training.training_spec import TrainingSpec
 from conftest import CPUS
 from strategies import ALL_REDUCE_ALGORITHMS
 

@@ -153,7 +153,8 @@ def split(names: Sequence[str]) -> list["tf.Tensor"]:
 def _show_replicas(config: Config, devices: Devices) -> None:
     """Runs the first step of d2l's training and prints what each device holds."""
     from app.data.dataset import CLASS_NAMES
-    from app.training.training_spec import TrainingSpec, load_data
+    from app.data.dataset_loader import load_data
+    from app.training.training_spec import TrainingSpec
 
     training = config.for_training("manual", num_devices=None, num_gpus=None)
     dataset = load_data(training)

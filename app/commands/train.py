@@ -225,7 +225,7 @@ def _announce_to_others(prepared: device_setup.Devices, what: bytes) -> None:
 
 
 def _load_data(config: Config, prepared: device_setup.Devices) -> "ImageDataset":
-    from app.training.training_spec import load_data
+    from app.data.dataset_loader import load_data
 
     dataset = load_data(config)
     rules.check_shards(config, len(prepared.names), dataset.num_train_examples)

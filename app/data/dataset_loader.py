@@ -6,7 +6,24 @@ from app.data.data_sources import HOW_TO_GET, DataMissingError
 from app.data.dataset import ImageDataset
 from app.data.fashion_mnist import load_fashion_mnist
 from app.data.synthetic import generate_synthetic
+from app.options import Config
+from app.runtime import console
 from app.runtime.errors import DataError
+
+
+def load_data(config: Config) -> ImageDataset:
+    """Loads the images for `config`.
+
+    Raises:
+        DataError: the data is missing, damaged, or too small.
+    """
+    dataset = load_dataset(
+        config.data.dataset,
+        data_dir=config.data.data_dir,
+        allow_unverified=config.data.allow_unverified_data,
+        warn=console.warn,
+    )
+    return with_train_subset(dataset, config.data.num_train_examples, config.training.seed)
 
 
 def load_dataset(

@@ -37,8 +37,9 @@ def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
     console.forward_warnings(lambda text: channel.send(("warning", text)))
     prepared = device_setup.set_up(case.config)
 
+    from app.data.dataset_loader import load_data
     from app.training.all_reduce_self_test import run_all_reduce_self_test
-    from app.training.training_spec import TrainingSpec, load_data
+    from app.training.training_spec import TrainingSpec
 
     dataset = load_data(case.config)
     rules.check_shards(case.config, len(prepared.names), len(dataset.train_images))

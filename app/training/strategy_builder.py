@@ -6,14 +6,13 @@ import keras
 
 from app.devices.device_setup import Devices
 from app.options import Config
-from app.options.split_numbers import has_option
 from app.records.checkpoint import Checkpoint
 from app.runtime.errors import CheckpointError, ConfigError
 from app.training.optimizers import initial_loss_scale
 from app.training.recipes import find_recipe
 from models import load_model_builder
 from strategies import STRATEGY_OPTIONS, load_strategy_class
-from strategies.base import ModelFn, OptimizerFn, Strategy
+from strategies.base import Strategy
 from strategies.options import StrategyOptions
 
 
@@ -47,28 +46,29 @@ def build_strategy(
         config, devices, all_reduce=all_reduce, label_smoothing=recipe.label_smoothing
     )
     keras.config.set_dtype_policy(config.training.precision)
-    looks_inside = (
-        has_option(config.distribution.strategy, "model_parallel")
-        or config.distribution.batch_norm == "sync"
-    )
-    build = _build_or_refuse if looks_inside else type(strategy).build
-    build(
-        strategy,
-        lambda: recipe.build_model(
+
+    def build_model() -> keras.Model:
+        return recipe.build_model(
             load_model_builder(config.training.model),
             image_shape=image_shape,
             num_classes=num_classes,
             seed=config.training.seed,
-        ),
-        lambda: recipe.create_optimizer(
-            learning_rate, num_steps, loss_scale=initial_loss_scale(config)
-        ),
-    )
+        )
+
+    def create_optimizer() -> keras.optimizers.Optimizer:
+        loss_scale = initial_loss_scale(config)
+        return recipe.create_optimizer(learning_rate, num_steps, loss_scale=loss_scale)
+
+    try:
+        strategy.build(build_model, create_optimizer)
+    except ValueError as error:
+        if "\n" in str(error):  # An error message of Keras.
+            raise
+        raise ConfigError(str(error)) from error
     if config.distribution.batch_norm == "sync" and not strategy.states.statistics_names:
         raise ConfigError(
             "--batch_norm=sync needs a model with BatchNorm, got"
-            f" --model={config.training.model}; leave the"
-            " flag out"
+            f" --model={config.training.model}; leave the flag out"
         )
     return strategy
 
@@ -112,20 +112,6 @@ def _own_options(config: Config, all_reduce: str) -> dict[str, Any]:
         "communication_dtype": None if dtype == "float32" else dtype,
     }
     return {name: options[name] for name in STRATEGY_OPTIONS.get(config.distribution.strategy, ())}
-
-
-def _build_or_refuse(strategy: Strategy, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
-    """Builds a strategy that may reject the model.
-
-    Raises:
-        ConfigError: it cannot train this model, or not on so many devices.
-    """
-    try:
-        strategy.build(model_fn, optimizer_fn)
-    except ValueError as error:
-        if "\n" in str(error):  # An error message of Keras.
-            raise
-        raise ConfigError(str(error)) from error
 
 
 def restore(strategy: Strategy, checkpoint: Checkpoint) -> None:

@@ -17,7 +17,6 @@ from app.options import Config
 from app.records.run_metadata import RunMetadata
 from app.runtime.errors import DataError, MismatchError
 from app.runtime.versions import versions
-from app.training.data_loading import load_data as load_data  # Exported.
 from app.training.memory_guard import MemoryGuard
 from app.training.optimizers import initial_loss_scale
 from app.training.recipes import find_recipe

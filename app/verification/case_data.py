@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from app.runtime.errors import DataError
-from app.training.case_file import CaseFile, is_none
+from app.verification.case_file import CaseFile, is_none
 from lockstep.arithmetic import rows_of
 from lockstep.record_keras import leaves, plain_copy
 from lockstep.trace import Trace

@@ -21,8 +21,8 @@ from app.options.names import KERAS_FIT
 from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError
 from app.runtime.versions import versions
-from app.training.case_file import CaseFile
 from app.verification.case_data import RESUME, CaseData, Part
+from app.verification.case_file import CaseFile
 from app.verification.output import Run
 from app.verification.recording import Send
 from lockstep import trace_file

@@ -153,7 +153,8 @@ def set_up(send: Send, config: Config) -> "tuple[device_setup.Devices, TrainingS
     devices = device_setup.set_up(config)
     import tensorflow as tf
 
-    from app.training.training_spec import TrainingSpec, load_data
+    from app.data.dataset_loader import load_data
+    from app.training.training_spec import TrainingSpec
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
     dataset = load_data(config)
