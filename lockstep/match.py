@@ -59,28 +59,6 @@ class Pair(NamedTuple):
     transpose: Shape
 
 
-class Matching(NamedTuple):
-    """The paired variables of two traces.
-
-    Attributes:
-        pairs: weights and statistics, in the order of the first trace.
-        unmatched_first: keys of unpaired variables of the first trace.
-        unmatched_second: keys of unpaired variables of the second trace.
-    """
-
-    pairs: tuple[Pair, ...]
-    unmatched_first: tuple[str, ...]
-    unmatched_second: tuple[str, ...]
-
-    def to_first(self, named: Named) -> Named:
-        """Returns arrays of the second trace with the names and layouts of the first."""
-        return {
-            pair.first: np.transpose(plain(named[pair.second]), pair.transpose)
-            for pair in self.pairs
-            if pair.second in named
-        }
-
-
 class _Item(NamedTuple):
     """A variable with the properties used to match it with another trace.
 
@@ -119,47 +97,47 @@ class _Item(NamedTuple):
         return self.kind == other.kind and (self.role == other.role or not is_known)
 
 
-def match_variables(first: Trace, second: Trace, names: Mapping[str, str]) -> Matching:
-    """Pairs the weights and statistics of two traces.
+class Matching:
+    """The weights and statistics of two traces in pairs, found with one method after the other.
 
     Args:
         first: the trace whose layouts are used.
         second: the other trace.
         names: names in one trace → names in the other, where known.
 
+    Attributes:
+        pairs: the pairs, in the order of the first trace.
+        unmatched_first: keys of unpaired variables of the first trace.
+        unmatched_second: keys of unpaired variables of the second trace.
+
     Raises:
         NamesError: `names` has an unknown name, or pairs variables of different shapes.
     """
-    matcher = _Matcher(first, second)
-    matcher.match_by_map(names)
-    matcher.match_by_label()
-    matcher.match_by_layer()
-    for roles in (("kernel", "scale"), ()):
-        matcher.match_by_order(roles)
-        matcher.match_by_layer()
-    pairs = {pair.first: pair for pair in matcher.pairs}
-    seconds = {pair.second for pair in matcher.pairs}
-    own, other = ([item.key for item in items] for items in matcher.items)
-    return Matching(
-        tuple(pairs[key] for key in own if key in pairs),
-        tuple(key for key in own if key not in pairs),
-        tuple(key for key in other if key not in seconds),
-    )
 
-
-class _Matcher:
-    """Pairs the variables of two traces with one method after the other.
-
-    Attributes:
-        items: all variables of both traces.
-        pairs: the pairs that were found.
-    """
-
-    def __init__(self, first: Trace, second: Trace):
+    def __init__(self, first: Trace, second: Trace, names: Mapping[str, str]):
         self._traces = first, second
-        self.items = _items_of(first), _items_of(second)
-        self._first, self._second = map(list, self.items)  # Those without a partner.
+        self._items = _items_of(first), _items_of(second)
+        self._first, self._second = map(list, self._items)  # Those without a partner.
         self.pairs: list[Pair] = []
+        self._match_by_map(names)
+        self._match_by_label()
+        self._match_by_layer()
+        for roles in (("kernel", "scale"), ()):
+            self._match_by_order(roles)
+            self._match_by_layer()
+        own, other = ([item.key for item in items] for items in self._items)
+        self.pairs.sort(key=lambda pair: own.index(pair.first))
+        paired = {pair.first for pair in self.pairs}, {pair.second for pair in self.pairs}
+        self.unmatched_first = [key for key in own if key not in paired[0]]
+        self.unmatched_second = [key for key in other if key not in paired[1]]
+
+    def to_first(self, named: Named) -> Named:
+        """Returns arrays of the second trace with the names and layouts of the first."""
+        return {
+            pair.first: np.transpose(plain(named[pair.second]), pair.transpose)
+            for pair in self.pairs
+            if pair.second in named
+        }
 
     def _add(self, a: _Item, b: _Item) -> None:
         axes = _axes_between(a, b)
@@ -168,7 +146,7 @@ class _Matcher:
         self._first.remove(a)
         self._second.remove(b)
 
-    def match_by_map(self, names: Mapping[str, str]) -> None:
+    def _match_by_map(self, names: Mapping[str, str]) -> None:
         """Pairs the variables of a map of names, which may have either direction."""
         for pair in names.items():
             found = [(a, b) for a in self._first for b in self._second if {a.key, b.key} == {*pair}]
@@ -180,7 +158,7 @@ class _Matcher:
                 )
             self._add(*found[0])
 
-    def match_by_label(self) -> None:
+    def _match_by_label(self) -> None:
         """Pairs equal labels; numbered ones only if all are equal, since numbering varies.
 
         The same layer with another shape has no partner.
@@ -195,7 +173,7 @@ class _Matcher:
             if is_trusted and own[item.label] == other[item.label] == 1:
                 self._add(item, partners[item.label])
 
-    def match_by_order(self, roles: Sequence[str]) -> None:
+    def _match_by_order(self, roles: Sequence[str]) -> None:
         """Pairs variables that fit the same ones, if these are equally many and fit no others.
 
         Args:
@@ -241,9 +219,9 @@ class _Matcher:
             return [{}, {}]
         return [t.named(t.steps.index(common), "before", 0) or {} for t in self._traces]
 
-    def match_by_layer(self) -> None:
+    def _match_by_layer(self) -> None:
         """Pairs variables of the same role in layers with a paired variable."""
-        own, other = ({item.key: item.layer for item in items} for items in self.items)
+        own, other = ({item.key: item.layer for item in items} for items in self._items)
         links = {(own[pair.first], other[pair.second]) for pair in self.pairs}
         counts = Counter(x for x, _ in links), Counter(y for _, y in links)
         partners = {x: y for x, y in links if counts[0][x] == counts[1][y] == 1}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lockstep.match import match_variables
+from lockstep.match import Matching
 from lockstep.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
 
 LENET = {
@@ -72,7 +72,7 @@ def axes_of(matching):
 
 def matched(first, second, names=None):
     """Returns the matching, whose pairs have equal arrays in the order of the first's axes."""
-    matching = match_variables(first, second, names or {})
+    matching = Matching(first, second, names or {})
     own, other = first.named(0, "before", 0), second.named(0, "before", 0)
     for pair in matching.pairs:
         array = np.transpose(other[pair.second], pair.transpose)
@@ -84,7 +84,7 @@ def matched(first, second, names=None):
 
 def all_matched(first, second, names=None):
     matching = matched(first, second, names)
-    assert (matching.unmatched_first, matching.unmatched_second) == ((), ())
+    assert (matching.unmatched_first, matching.unmatched_second) == ([], [])
     return matching
 
 
@@ -161,9 +161,9 @@ def test_the_same_layer_with_another_shape_is_not_paired_with_another_one():
     first = trace("keras", weight("head/kernel", values((6, 4)), "IO"))
     head = weight("head.weight", values((5, 6)), "OI")
     second = trace("torch", head, weight("extra.weight", values((4, 6)), "OI"))
-    matching = match_variables(first, second, {})
-    assert matching.pairs == () and matching.unmatched_first == ("head/kernel",)
-    assert matching.unmatched_second == ("head.weight", "extra.weight")
+    matching = Matching(first, second, {})
+    assert matching.pairs == [] and matching.unmatched_first == ["head/kernel"]
+    assert matching.unmatched_second == ["head.weight", "extra.weight"]
 
 
 def test_numbers_in_names_are_not_trusted_where_they_differ():
@@ -173,7 +173,7 @@ def test_numbers_in_names_are_not_trusted_where_they_differ():
     torch = [v for i, k in enumerate(kernels) for v in torch_layer(f"{2 * i}", k)]
     matching = matched(first, trace("torch", *torch))
     assert names_of(matching) == {("0/w", "0.weight"), ("1/w", "2.weight"), ("2/w", "4.weight")}
-    assert matching.unmatched_second == ("0.bias", "2.bias", "4.bias")
+    assert matching.unmatched_second == ["0.bias", "2.bias", "4.bias"]
 
 
 # --- Order and layers ----------------------------------------------------------------------------
@@ -211,9 +211,9 @@ def test_keys_of_jax_which_are_sorted_are_paired_by_values():
     matching = matched(keras, trace("jax", *jax_tree("", tree)))
     assert [pair.second for pair in matching.pairs] == ["encoder/w", "encoder/b", "decoder/w"]
     tree = {"encoder": {"w": square[2]}, "decoder": {"w": square[3]}}  # No equal values.
-    matching = match_variables(keras, trace("jax", *jax_tree("", tree)), {})
-    assert matching.pairs == () and len(matching.unmatched_first) == 4
-    assert matching.unmatched_second == ("decoder/w", "encoder/w")
+    matching = Matching(keras, trace("jax", *jax_tree("", tree)), {})
+    assert matching.pairs == [] and len(matching.unmatched_first) == 4
+    assert matching.unmatched_second == ["decoder/w", "encoder/w"]
 
 
 def test_resnet_of_keras_and_torch():
@@ -235,10 +235,10 @@ def test_nothing_is_guessed_where_counts_differ():
     second = [v for i, w in enumerate(square[1:]) for v in torch_layer(f"fc{i}", w)]
     second += torch_layer("head", values((6, 2)))
     first += keras_layer("out", values((6, 2)))
-    matching = match_variables(trace("keras", *first), trace("torch", *second), {})
+    matching = Matching(trace("keras", *first), trace("torch", *second), {})
     assert names_of(matching) == {("out/kernel", "head.weight"), ("out/bias", "head.bias")}
     assert len(matching.unmatched_first) == 6
-    assert matching.unmatched_second == ("fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias")
+    assert matching.unmatched_second == ["fc0.weight", "fc0.bias", "fc1.weight", "fc1.bias"]
 
 
 def test_a_layer_that_has_two_partners_has_none():
@@ -247,9 +247,9 @@ def test_a_layer_that_has_two_partners_has_none():
         first += [weight(f"{name}/kernel", values((4, width)), "IO")]
         first += [weight(f"{name}/bias", np.zeros(4))]
         second += [weight(f"cell.weight_{part}", values((width, 4)), "OI")]
-    matching = match_variables(trace("keras", *first), trace("torch", *second), {})
+    matching = Matching(trace("keras", *first), trace("torch", *second), {})
     assert names_of(matching) == {("x/kernel", "cell.weight_a"), ("y/kernel", "cell.weight_b")}
-    assert matching.unmatched_first == ("x/bias", "y/bias")
+    assert matching.unmatched_first == ["x/bias", "y/bias"]
 
 
 # --- Axes ----------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_axes_are_those_of_the_layouts_or_the_usual_ones(shape, layouts, other, 
     for name in ("e.weight", "d.weight"):
         second = trace("torch", weight(name, kernel.transpose(other), layouts[1]))
         if axes == "none":
-            assert match_variables(first, second, {}).pairs == ()
+            assert Matching(first, second, {}).pairs == []
             break
         assert axes_of(all_matched(first, second)) == {"d/kernel": axes}
         if is_same_back:
@@ -289,9 +289,9 @@ def test_shapes_come_from_gradients_where_there_is_nothing_else():
     first = trace("keras", weight("a/kernel", kernel, "IO"))
     entry = Variable("b.weight", WEIGHT, "OI")
     second = trace("torch", (entry, None), gradients=("b.weight",))
-    assert match_variables(first, second, {}).pairs == ()
+    assert Matching(first, second, {}).pairs == []
     second.put(0, "sums", 0, [kernel.T])
-    (pair,) = match_variables(first, second, {}).pairs
+    (pair,) = Matching(first, second, {}).pairs
     assert pair.transpose == (1, 0)
 
 
@@ -320,5 +320,5 @@ def test_a_map_comes_first_in_either_direction():
 def test_a_wrong_map_is_refused(names, wrong):
     first, second = trace("keras", *lenet(keras_layer)), trace("torch", *lenet(torch_layer))
     with pytest.raises(ValueError) as caught:
-        match_variables(first, second, names)
+        Matching(first, second, names)
     assert wrong in str(caught.value)

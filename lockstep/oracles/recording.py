@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.arithmetic import TINY, add, are_finite, dense, distance, norm, ratio
 from lockstep.context import Context
-from lockstep.match import Matching, match_variables
+from lockstep.match import Matching
 from lockstep.oracles.rules import Rule, RuleOracle
 from lockstep.trace import STATISTIC, WEIGHT, Named, Trace
 from lockstep.verdict import Finding
@@ -179,7 +179,7 @@ def match_traces(first: Trace, second: Trace, names: Mapping[str, str]) -> Match
     Raises:
         ValueError: the traces have no step or no weight in common.
     """
-    matching = match_variables(first, second, names)
+    matching = Matching(first, second, names)
     if not matching.pairs:
         raise ValueError(
             f"{second.name}: no weight matches one of {first.name} by name or shape; pass"
