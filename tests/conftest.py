@@ -101,12 +101,10 @@ def _graph_optimizer(request):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def traced_graphs(pytestconfig):
+def traced_graphs():
     """The names of the functions traced to graphs so far, which takes most of a test's time."""
     with pytest.MonkeyPatch.context() as patch:
-        names = record_graphs(patch)
-        yield names
-    _workeroutput(pytestconfig)["traced_graphs"] = len(names)
+        yield record_graphs(patch)
 
 
 @pytest.fixture(autouse=True)
@@ -116,25 +114,6 @@ def _few_graphs(traced_graphs):
     yield
     names = collections.Counter(traced_graphs[before:])
     assert names.total() <= MAX_GRAPHS_OF_A_TEST, f"traced too often: {names.most_common(5)}"
-
-
-def _workeroutput(config) -> dict:
-    """Returns what a worker of pytest-xdist hands over at its end; without workers, the same."""
-    if not hasattr(config, "workeroutput"):
-        config.workeroutput = {}
-    return config.workeroutput
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    output, handed = _workeroutput(node.config), getattr(node, "workeroutput", {})
-    number = handed.get("traced_graphs", 0)
-    output["traced_graphs"] = output.get("traced_graphs", 0) + number
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    number = _workeroutput(config).get("traced_graphs", 0)
-    terminalreporter.write_line(f"{number:,} graphs traced")
 
 
 @pytest.fixture

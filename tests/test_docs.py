@@ -62,6 +62,10 @@ EXIT_CODES = {"--num_train_examples=1026": 2, "=hierarchical": 6, "=1e30": 7, "-
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECORDING = (DOCS / "recording.svg").read_text(encoding="utf-8")
 NOTEBOOK = DOCS / "tour.ipynb"
+# What all programs of the page begin with, and a program for each finding.
+FINDINGS = re.findall(
+    r"```python\n(.*?)```", (DOCS / "keras_findings.md").read_text("utf-8"), re.DOTALL
+)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
@@ -351,3 +355,30 @@ def test_the_notebook_runs_and_shows_what_it_says():
     by_hand, mirrored = next(text for text in seen if text.startswith("manual 0.")).splitlines()
     assert by_hand.split()[1:] == mirrored.split()[1:]
     assert not any(word in text for text in shown for word in ("WARNING: All log", "Traceback"))
+
+
+def printed(program):
+    """Runs a program of the page of findings; returns the numbers of each line that it prints."""
+    result = subprocess.run(
+        [sys.executable, "-c", FINDINGS[0] + program],
+        capture_output=True, text=True, timeout=120, check=True, env=program_environment(),
+    )  # fmt: skip
+    lines = result.stdout.strip().splitlines()
+    return [[float(n) for n in re.findall(r"-?\d+\.?\d*|inf", line)] for line in lines]
+
+
+@pytest.mark.slow
+def test_keras_still_does_what_the_page_of_findings_says():
+    assert (
+        len(FINDINGS) == 6 and (DOCS / "keras_findings.md").read_text("utf-8").count("\n## ") == 5
+    )
+    clipped, scalar, weighted, dropout, overflow = map(printed, FINDINGS[1:])
+    assert clipped[0] == pytest.approx([1, 0.1], abs=1e-6)
+    assert clipped[1] == pytest.approx([2, 0.189], abs=1e-3)
+    assert scalar[1][1] / scalar[0][1] == pytest.approx(2, rel=1e-6)
+    assert weighted[0][1:] == pytest.approx([0.259, 0.128, -0.008], abs=1e-3)
+    assert weighted[1][1:] == pytest.approx([0.410, 0.124, 0.116], abs=1e-3)
+    assert len(dropout[0]) == 12 and {*dropout[0]} == {0, 2} and dropout[0] == dropout[1]
+    assert overflow == [[1, 0, 16384], [2, np.inf, 32768]]
+    turned = FINDINGS[5].replace("from_tensor_slices((x, y))", "from_tensor_slices((x, y[::-1]))")
+    assert printed(turned) == [[1, 0, 16384], [2, 0, 16384]]

@@ -1,6 +1,5 @@
 """The private APIs of TensorFlow and Keras: they exist, and do what we rely on."""
 
-import gc
 import inspect
 import re
 import weakref
@@ -14,7 +13,6 @@ from conftest import CPUS, ROOT
 from small_models import small_network
 from strategies import tf_private
 from strategies.collective_cluster import CollectiveStrategy
-from tensorflow_graphs import release_graphs
 
 PRIVATE_FILES = {ROOT / "strategies" / "tf_private.py"}
 # Modules of TensorFlow and Keras that are not public, and underscore attributes that they own.
@@ -200,49 +198,6 @@ def test_an_attribute_that_is_gone_is_named():
         tf_private.private(keras.optimizers.SGD(), "_gone")
     with pytest.raises(AttributeError, match="ndarray has no private attribute _inbound_nodes"):
         tf_private.has_symbolic_output(np.zeros(1))
-
-
-def test_graphs_of_functions_are_released():
-    """Those with custom gradients and with Python functions, once nothing else holds them."""
-    kept = []
-
-    class Recorder:
-        def note(self, x):
-            return x + 1
-
-    @tf.custom_gradient
-    def doubled(x):
-        return 2 * x, lambda upstream: 2 * upstream
-
-    def trace():
-        recorder, weight = Recorder(), tf.Variable(3.0)
-
-        @tf.function
-        def step(x):
-            with tf.GradientTape() as tape:
-                loss = doubled(weight) * tf.py_function(recorder.note, [x], tf.float32)
-            return tape.gradient(loss, weight)
-
-        @tf.function
-        def outer(x):  # A graph of the default graph, to which Python functions belong.
-            return step(x) + tf.numpy_function(recorder.note, [x], tf.float32)
-
-        graphs = [f.get_concrete_function(tf.constant(1.0)).graph for f in (step, outer)]
-        assert float(step(tf.constant(1.0))) == 4.0
-        kept.extend(weakref.ref(each) for each in (*graphs, recorder))
-
-    trace()
-    gc.collect()
-    assert any(reference() is not None for reference in kept), (
-        "TensorFlow frees the graphs now; remove release_graphs"
-    )
-    release_graphs()
-    gc.collect()
-    assert [reference() for reference in kept] == [None] * 3
-    x = tf.Variable(1.0)
-    with tf.GradientTape() as tape:
-        value = doubled(x)
-    assert float(tape.gradient(value, x)) == 2.0
 
 
 def test_op_determinism_can_be_undone():

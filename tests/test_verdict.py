@@ -9,24 +9,8 @@ import pytest
 from conftest import ROOT
 from lockstep.causes import CAUSES, IN_FRAMEWORK, remedy_of
 from lockstep.text import describe, facts_of, line_of, named_steps, sentence_of
-from lockstep.verdict import (
-    BY_DESIGN,
-    FAULT,
-    Finding,
-    Measurement,
-    Verdict,
-    in_sequence,
-    merged,
-)
-
-CLIPPED = Finding(
-    "clipping", FAULT, "clipped_before_the_sum", "clipnorm=0.1 is applied on each replica",
-    (0, 1, 2), (), ("dense/kernel", "dense/bias"), 0.47, 1e-5,
-)  # fmt: skip
-LOCAL = Finding(
-    "forward", BY_DESIGN, "local_statistics", "bn normalises the examples of each replica",
-    (1,), ("replica 0", "replica 1"), tuple(f"bn_{i}" for i in range(15)),
-)  # fmt: skip
+from lockstep.verdict import Measurement, Verdict, in_sequence, merged
+from report_samples import CLIPPED, LOCAL
 
 
 def verdict_on(*findings, **changes):

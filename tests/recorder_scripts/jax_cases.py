@@ -1,12 +1,13 @@
-"""Trainings for `test_jax_recorder.py`, with JAX or what stands in for it.
+"""Trainings with JAX or what stands in for it, and checks of what was recorded of them.
 
-`python jax_cases.py FOLDER` writes traces and `results.json` to FOLDER.
+`python jax_cases.py FOLDER` trains in FOLDER.
 """
 
 import collections
 import json
 import os
 import pathlib
+import re
 import sys
 from functools import partial
 
@@ -17,7 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lockstep import record_jax
+from lockstep import compare, record_jax
+from recording import Trace, run_cases
 
 ARGUMENTS = {"params": 0, "opt_state": 1, "batch": (2, 3), "key": 4}
 OUTPUTS = {"params": 0, "opt_state": 1, "loss": 2}
@@ -113,7 +115,7 @@ def loop(step, stack=0, end=6):
             x, y = (a.reshape(stack, -1, *a.shape[1:]) for a in (x, y))
             key = jax.random.split(key, stack)
         params, velocity, loss = step(params, velocity, x, y, key)
-    return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves((params, velocity, loss))]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((params, velocity, loss))]
 
 
 def jit_loop(step, sharded):
@@ -129,45 +131,94 @@ def jit_loop(step, sharded):
         if sharded:
             examples = jax.device_put(examples, NamedSharding(mesh, P("d")))
         state, _ = step("a name", state, examples, key=jax.random.key(number))
-    return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
-def record(directory, name, step, run=loop, **options):
-    """Returns the final values of a recorded training, or the message of its error."""
-    options = {
-        "arguments": ARGUMENTS,
-        "outputs": OUTPUTS,
-        "optimizer": SGD,
-        "steps": [0, 2, 4],
-    } | options
-    for key in {"replay"} & set(options):
-        options[key] = directory / options[key]
+def record(name, step, run=loop, **options):
+    """Returns the final values of a recorded training."""
+    given = {"arguments": ARGUMENTS, "outputs": OUTPUTS, "optimizer": SGD, "steps": [0, 2, 4]}
+    if "replay" in options:
+        options["replay"] = pathlib.Path(options["replay"])
+    with record_jax.record(pathlib.Path(f"{name}.npz"), step, **given | options) as recorded:
+        return run(recorded)
+
+
+def refused(expected, step, run=loop, **options):
+    """Checks that a recording ends with an error of these words."""
     try:
-        with record_jax.record(directory / name, step, **options) as recorded:
-            return run(recorded)
+        record("x", step, run, **options)
     except ValueError as error:
-        return str(error)
+        assert re.search(expected, str(error)), error
+    else:
+        raise AssertionError(f"not refused: {expected}")
 
 
-def case_shard_map(directory):
+def is_equal(first, second):
+    return len(first) == len(second) and all(map(np.array_equal, first, second))
+
+
+def is_close(first, second):
+    return len(first) == len(second) and all(map(np.allclose, first, second, [1e-4] * len(first)))
+
+
+def mean(*per_replica):
+    return [np.mean(arrays, axis=0) for arrays in zip(*per_replica, strict=True)]
+
+
+def case_shard_map():
     traces = [[], []]
     steps = [shard_map_step(2, traces=names) for names in traces]
     plain = loop(steps[0])
-    unrecorded = record(directory, "none.npz", steps[1], steps=[100])
+    # Steps that are not recorded run the same compiled function.
+    assert is_equal(record("none", steps[1], steps=[100]), plain)
+    assert not (HAS_JAX and traces[0] != traces[1]) and not pathlib.Path("none.npz").exists()
     x, y = batch(0)
     lowered = steps[1].lower(init(), init(), x, y, jax.random.key(0))
-    return {
-        "plain": plain,
-        "unrecorded": unrecorded,
-        "retraced": HAS_JAX and traces[0] != traces[1],
-        "recorded": record(directory, "two.npz", steps[1]),
-        "has_callback": HAS_JAX and "callback" in lowered.as_text(),
+    assert not (HAS_JAX and "callback" in lowered.as_text())
+    assert is_equal(record("two", steps[1]), plain)
+    trace = Trace("two")
+    check_about(trace.about)
+    for position, size in ((1, 4), (2, 4), (3, 2)):  # The last batch is shorter.
+        assert [a.shape for a in trace.get(position, "data", 1)] == [(size, 5), (size, 2)]
+        raw = [trace.get(position, "raw", replica) for replica in range(2)]
+        assert not is_equal(*raw)
+        for replica in range(2):
+            kinds = ("sums", "clipped", "before", "after")
+            sums, clipped, before, after = (trace.get(position, k, replica) for k in kinds)
+            assert is_close(sums, mean(*raw))
+            assert is_equal(clipped, [a.clip(-0.5, 0.5) for a in sums])
+            velocity = [0.9 * v + g for v, g in zip(before[3:6], clipped, strict=True)]
+            weights = [p - 0.1 * v for p, v in zip(before[:3], velocity, strict=True)]
+            assert is_close(after[:6], weights + velocity)
+        keys = [trace.get(position, "random", replica)[0] for replica in range(2)]
+        assert keys[0].dtype == np.uint8 and not np.array_equal(*keys)
+        losses = [trace.get(position, "loss", replica)[0] for replica in range(2)]
+        assert losses[0].shape == () and losses[0] != losses[1]
+    assert not compare("two.npz").findings
+
+
+def check_about(about):
+    assert about["format"] == "lockstep trace" and about["version"] == 2
+    assert (about["framework"], about["order"]) == ("jax", "reduce, clip")
+    assert (about["num_replicas"], about["replicas"]) == (2, [0, 1])
+    assert (about["steps"], about["reduction"]) == ([0, 2, 4], "mean")
+    assert about["gradients"] == ["a/bias", "a/kernel", "b/kernel"]
+    assert [v["layout"] for v in about["variables"]] == ["", "IO", "IO", "", "IO", "IO", ""]
+    kinds = ["weight"] * 3 + ["optimizer state"] * 3 + ["seed"]
+    assert [v["kind"] for v in about["variables"]] == kinds
+    assert about["variables"][4] == {
+        **{"name": "opt_state/a/kernel", "kind": "optimizer state", "layout": "IO"},
+        **{"of": "a/kernel", "slot": "momentum"},
     }
+    sgd = {"learning_rate": 0.1, "momentum": 0.9}
+    assert about["optimizer"] == {"class": "SGD", "framework": "jax", **sgd}
+    assert about["settings"][0] == [{**sgd, "weights": about["gradients"]}]
+    assert (about["permuted"], about["replayed"]) == (None, None)
 
 
-def write_torch_trace(directory):
+def write_torch_trace():
     """Writes a recording of the same weights in PyTorch's form: transposed, with other names."""
-    with np.load(directory / "one.npz") as one:
+    with np.load("one.npz") as one:
         about = json.loads(str(one["about"]))
         about |= {"framework": "torch", "variables": []}
         arrays = {}
@@ -176,101 +227,131 @@ def write_torch_trace(directory):
             about["variables"].append({"name": name, "kind": "weight", "layout": layout})
             for position in (1, 2, 3):
                 arrays[f"{position}/before/0/{index}"] = one[f"{position}/before/0/{source}"].T
-        np.savez(directory / "torch.npz", about=np.array(json.dumps(about)), **arrays)
+        np.savez("torch.npz", about=np.array(json.dumps(about)), **arrays)
 
 
-def case_replay(directory):
+def case_replay():
+    """The state of the other trace is loaded; permuted examples are the same ones."""
     one, two = shard_map_step(1, noise=0), shard_map_step(2, noise=0)
-    results = {"one": record(directory, "one.npz", one), "two": record(directory, "two.npz", two)}
-    record(directory, "replayed.npz", two, replay="one.npz")
-    record(directory, "permuted.npz", two, replay="one.npz", permute=5)
-    results["missing_step"] = record(directory, "x.npz", two, replay="one.npz", steps=[0, 1])
-    results["missing_file"] = record(directory, "x.npz", two, replay="none.npz")
-    write_torch_trace(directory)
-    record(directory, "of_torch.npz", two, replay="torch.npz", names={"a/bias": "a.bias"})
-    wrong = {"names": {"a/kernel": "b.weight"}, "replay": "torch.npz"}
-    results["wrong_name"] = record(directory, "x.npz", two, **wrong)
-    return results
+    record("one", one)
+    write_torch_trace()
+    record("two", two)
+    record("replayed", two, replay="one.npz")
+    record("permuted", two, replay="one.npz", permute=5)
+    record("of_torch", two, replay="torch.npz", names={"a/bias": "a.bias"})
+    refused(r"one.npz: no step \[1\]; use steps=\[0, 2, 4\]$", two, replay="one.npz", steps=[0, 1])
+    refused("none.npz: no such file; record it first$", two, replay="none.npz")
+    unmatched = r"no weight for a/kernel \(5, 7\) among \[\('b.weight', \(7, 2\)\)\]"
+    refused(unmatched, two, replay="torch.npz", names={"a/kernel": "b.weight"})
+    names = ("one", "two", "replayed", "permuted", "of_torch")
+    one, two, replayed, permuted, of_torch = map(Trace, names)
+    assert replayed.about["replayed"] == "one.npz" and permuted.about["permuted"] == 5
+    assert not is_equal(two.get(3, "before"), one.get(3, "before"))  # Other rounding.
+    moved = []
+    for position in (1, 2, 3):
+        before = one.get(position, "before")
+        for replica in range(2):
+            assert is_equal(replayed.get(position, "before", replica), before)
+            assert is_equal(of_torch.get(position, "before", replica)[:3], before[:3])
+            rows, others = (t.get(position, "data", replica)[0] for t in (replayed, permuted))
+            moved += [not np.array_equal(rows, others)]
+            assert np.array_equal(rows[rows[:, 0].argsort()], others[others[:, 0].argsort()])
+            images, targets = permuted.get(position, "data", replica)
+            assert np.array_equal(images[:, :2], targets)
+        for trace in (replayed, permuted):
+            assert is_close(trace.get(position, "sums"), one.get(position, "sums"))
+    verdict = compare("one.npz", "replayed.npz")
+    assert verdict.ok and {"gradients", "update"} <= {*verdict.checked}
+    assert sum(moved) > 3  # A permutation of few examples may leave them where they are.
 
 
-def case_pmap(directory):
-    two = partial(loop, stack=2)
-    results = {"recorded": record(directory, "two.npz", pmap_step, two, pmap=True)}
-    results |= {"plain": two(pmap_step)}
-    one = partial(loop, stack=1)
-    record(directory, "one.npz", pmap_step, one, pmap=True, replay="two.npz")
-    record(directory, "permuted.npz", pmap_step, two, pmap=True, replay="two.npz", permute=5)
-    results["no_axis"] = record(directory, "x.npz", shard_map_step(2), loop, pmap=True)
-    return results
+def case_pmap():
+    """A step is recorded without its axis of devices."""
+    run = partial(loop, stack=2)
+    assert is_equal(record("two", pmap_step, run, pmap=True), run(pmap_step))
+    record("one", pmap_step, partial(loop, stack=1), pmap=True, replay="two.npz")
+    record("permuted", pmap_step, run, pmap=True, replay="two.npz", permute=5)
+    no_axis = r"^pmap: batch of shape \(8, 5\) has no axis of devices$"
+    refused(no_axis, shard_map_step(2), pmap=True)
+    two, one, permuted = map(Trace, ("two", "one", "permuted"))
+    assert two.about["num_replicas"] == 2 and one.about["num_replicas"] == 1
+    moved = []
+    for position in (1, 2, 3):
+        shapes = [a.shape for a in two.get(position, "before", 1)]
+        assert shapes == [(7,), (5, 7), (7, 2)] * 2 + [(2,)]
+        raw = [two.get(position, "raw", replica) for replica in range(2)]
+        assert not is_equal(*raw) and is_close(two.get(position, "sums"), mean(*raw))
+        keys = [two.get(position, "random", replica)[0] for replica in range(2)]
+        assert not np.array_equal(*keys)
+        assert is_equal(one.get(position, "before")[:6], two.get(position, "before")[:6])
+        x, permuted_x = (t.get(position, "data", 1)[0] for t in (two, permuted))
+        moved += [not np.array_equal(x, permuted_x)]
+        assert np.array_equal(np.sort(x, axis=0), np.sort(permuted_x, axis=0))
+    assert any(moved)
 
 
-def case_jit(directory):
-    results = {}
-    for name, sharded in (("one", False), ("two", True)):
-        run = partial(jit_loop, sharded=sharded)
-        results[name] = run(jit_step)
-        results[f"recorded_{name}"] = record(
-            directory,
-            f"{name}.npz",
-            jit_step,
-            run,
-            arguments={
-                "params": "1/params",
-                "opt_state": "1/moments",
-                "state": "1/batch_stats",
-                "batch": 2,
-                "key": "key",
-            },
-            outputs={
-                "params": "0/params",
-                "opt_state": "0/moments",
-                "state": "0/batch_stats",
-                "loss": "1/loss",
-            },
-            optimizer={"class": "Adam", "learning_rate": lambda step: 0.01 * step},
-            steps=3,
-            **({"replay": "one.npz"} if sharded else {}),
-        )
-    return results
+def case_jit():
+    """A step with shardings has no gradient of one device."""
+    places = {"params": "params", "opt_state": "moments", "state": "batch_stats"}
+    options = {
+        "arguments": {k: f"1/{v}" for k, v in places.items()} | {"batch": 2, "key": "key"},
+        "outputs": {k: f"0/{v}" for k, v in places.items()} | {"loss": "1/loss"},
+        "optimizer": {"class": "Adam", "learning_rate": lambda step: 0.01 * step},
+        "steps": 3,
+    }
+    run = partial(jit_loop, sharded=False)
+    assert is_equal(record("one", jit_step, run, **options), run(jit_step))
+    record("two", jit_step, partial(jit_loop, sharded=True), replay="one.npz", **options)
+    two, one = Trace("two"), Trace("one")
+    assert (one.about["num_replicas"], two.about["num_replicas"]) == (1, 2)
+    slots = [(v["of"], v["slot"]) for v in two.about["variables"] if "slot" in v]
+    assert slots[:2] == [("", "count"), ("a/bias", "mu")] and slots[-1] == ("b/kernel", "nu")
+    kinds = {v["name"]: v["kind"] for v in two.about["variables"]}
+    count = two.get(1, "before")[list(kinds).index("opt_state/count")]
+    assert count.dtype == np.int32 and count == 0
+    assert kinds["state/mean"] == "statistic" and kinds["key"] == "seed"
+    assert [s[0]["learning_rate"] for s in two.about["settings"]] == [0.0, 0.01, 0.02]
+    assert two.about["reduction"] == "" and not two.get(1, "raw")
+    for position in (1, 2, 3):
+        assert is_equal(two.get(position, "before", 1), one.get(position, "before"))
+        assert is_close(two.get(position, "sums", 1), one.get(position, "sums"))
+        assert is_close(two.get(position, "after", 1), one.get(position, "after"))
+        assert two.get(position, "random", 0) and not two.get(position, "random", 1)
+        assert two.get(position, "data", 1)[0].shape == (4, 5)
 
 
-def case_errors(directory):
-    step, results = shard_map_step(2), {}
+def case_errors():
+    """Recorded steps are kept; a file that cannot be written does not replace the one before."""
+    step = shard_map_step(2)
 
     def interrupted(recorded):
         loop(recorded, end=3)
         raise ValueError("interrupted")
 
-    results["interrupted"] = record(directory, "interrupted.npz", step, interrupted)
-    before = (directory / "interrupted.npz").read_bytes()
-    savez, np.savez = np.savez, lambda file, **_: file.write(b"half") and 1 / 0
+    refused("^interrupted$", step, interrupted)
+    assert Trace("x").about["steps"] == [0, 2]
+    before, savez = pathlib.Path("x.npz").read_bytes(), np.savez
+    np.savez = lambda file, **_: file.write(b"half") and 1 / 0
     try:
-        record(directory, "interrupted.npz", step)
+        record("x", step)
     except ZeroDivisionError:
-        results["kept"] = (directory / "interrupted.npz").read_bytes() == before
+        assert pathlib.Path("x.npz").read_bytes() == before
     np.savez = savez
-    places = {"arguments": ARGUMENTS | {"key": "seed"}}
-    results["no_key"] = record(directory, "x.npz", step, **places)
-    results["no_batch"] = record(directory, "x.npz", step, arguments={"params": 0})
-    results["no_output"] = record(directory, "x.npz", step, outputs={"params": 0})
 
     @jax.jit
     def twice(params, velocity, x, y, key):
         grads = record_jax.keep("sums", record_jax.keep("sums", params))
         return *update(params, velocity, grads), 0.0
 
-    results["twice"] = record(directory, "x.npz", twice)
-    results["kind"] = record(directory, "x.npz", lambda *_: record_jax.keep("grads", 1))
-    return results
+    no_key = {"arguments": ARGUMENTS | {"key": "seed"}}
+    refused("^key: no array at 'seed' among 0/a/bias, 0/a/kernel", step, **no_key)
+    refused("^batch is missing; add it to arguments", step, arguments={"params": 0})
+    refused("^opt_state is missing; add it to arguments", step, outputs={"params": 0})
+    refused(r"^keep\('sums'\): 2 calls in a step; keep all at once$", twice)
+    unknown = "^keep: unknown kind 'grads'; use one of raw, sums"
+    refused(unknown, lambda *_: record_jax.keep("grads", 1))
 
-
-CASES = (case_shard_map, case_replay, case_pmap, case_jit, case_errors)
 
 if __name__ == "__main__":
-    results = {}
-    for case in CASES:
-        name = case.__name__.removeprefix("case_")
-        folder = pathlib.Path(sys.argv[1], name)
-        folder.mkdir()
-        results[name] = case(folder)
-    pathlib.Path(sys.argv[1], "results.json").write_text(json.dumps(results))
+    os.chdir(sys.argv[1])
+    run_cases([case_shard_map, case_replay, case_pmap, case_jit, case_errors])

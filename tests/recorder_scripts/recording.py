@@ -1,0 +1,49 @@
+"""What the checks of both recorders read a recording with."""
+
+import json
+import pathlib
+
+import numpy as np
+
+
+class Trace:
+    """The arrays of all ranks of a recording, by position, kind, replica and place."""
+
+    def __init__(self, name):
+        path = pathlib.Path(f"{name}.npz")
+        paths = sorted(path.parent.glob(f"{path.stem}.rank*.npz")) or [path]
+        self.arrays, self.abouts = {}, []
+        for each in paths:
+            with np.load(each, allow_pickle=False) as file:
+                self.arrays |= dict(file)
+            self.abouts.append(json.loads(str(self.arrays.pop("about"))))
+        self.about = self.abouts[0]
+
+    def get(self, position, kind, replica=0):
+        """Returns the arrays of a kind in the order of their places."""
+        prefix = f"{position}/{kind}/{replica}/"
+        names = [name for name in self.arrays if name.startswith(prefix)]
+        return [self.arrays[f"{prefix}{index}"] for index in range(len(names))]
+
+    def kind(self, kind, step=0, replica=0):
+        """Returns the arrays of a kind by the names of variables or gradients, else by place."""
+        position = self.about["steps"].index(step) + 1
+        prefix = f"{position}/{kind}/{replica}/"
+        names = [variable["name"] for variable in self.about["variables"]]
+        if kind in ("raw", "sums", "clipped"):
+            names = self.about["gradients"]
+        found = {}
+        for key, array in self.arrays.items():
+            if key.startswith(prefix):
+                place, *rest = key.removeprefix(prefix).split("/")
+                has_name = kind in ("before", "after", "raw", "sums", "clipped")
+                name = names[int(place)] if has_name else place
+                found["/".join([name, *rest])] = array
+        return found
+
+
+def run_cases(cases, *arguments):
+    """Runs the cases one after another, with their names; the first error ends it."""
+    for case in cases:
+        print(case.__name__, flush=True)
+        case(*arguments)
