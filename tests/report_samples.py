@@ -11,9 +11,8 @@ from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
 from app.records.history import write_history, write_summary
 from app.runtime.errors import MismatchError
-from app.verification.comparison import PairVerdict as WeightVerdict
-from app.verification.comparison import WeightDifference
-from app.verification.output import Pair, Run, report
+from app.verification.comparison import EXPECTED
+from app.verification.output import IDENTICAL, Pair, Run, report
 from lockstep.verdict import BY_DESIGN, FAULT, STAGES, Finding, Measurement, Verdict, merged
 from performance_samples import make_sample
 from test_records import make_history, make_summary
@@ -49,12 +48,11 @@ def write_comparison(path):
         write_training(path / name, strategy=name, weights_sha256=digest * 32)
         for name, digest in zip(strategies, ("aa", "bb", "bb"), strict=True)
     ]
-    apart, same = WeightDifference("logits/kernel", 0.25, 0.5), WeightDifference("", 0.0, 0.0)
-    verdicts = [
-        WeightVerdict(("single", "manual"), 40, apart, "So."),
-        WeightVerdict(("manual", "mirrored"), 40, same, "Not so."),
+    pairs = [
+        Pair(("single", "manual"), EXPECTED, 0.25, 0.5, "logits/kernel", "So."),
+        Pair(("manual", "mirrored"), IDENTICAL),
     ]
-    write_json(path / "compare.json", {"shown": describe(config, summaries, verdicts).to_record()})
+    write_json(path / "compare.json", {"shown": describe(config, summaries, pairs).to_record()})
 
 
 CLIPPED = Finding(

@@ -57,7 +57,7 @@ def test_what_a_program_has_trained_becomes_a_run(compared):
     assert load_history(run)[0].evaluation_sec == 0.5
     record = json.loads((out / "compare.json").read_text())
     assert [run["strategy"] for run in record["runs"]] == ["single", "torch_ddp"]
-    assert record["verdicts"][0]["difference"]["tensor"]  # It has trained nothing.
+    assert record["pairs"][0]["where"]  # It has trained nothing.
     assert "test acc" in run_here_ok("evaluate", f"--run={run}").stdout
     again = compare(out)
     assert f"{run} is already finished" in again.stdout

@@ -79,17 +79,13 @@ def pairs(*outcomes):
     return [Pair(tuple(names.split()), outcome) for names, outcome in outcomes]
 
 
-def test_many_pairs_are_told_in_groups():
+def test_many_pairs_are_told_by_their_outcome():
     one = pairs(("a b", IDENTICAL), ("a c", "different"), ("b c", "different"))
     assert outcome_sentences(one) == [
         "a and b: bit-identical", "a and c: different", "b and c: different"
     ]  # fmt: skip
-    same = [(f"{a} {b}", IDENTICAL) for a, b in ("ab", "ac", "bc")]
-    near = [(f"{a} d", "equal within rounding") for a in "abc"]
-    assert outcome_sentences(pairs(*same, *near)) == [
-        "a, b, c and d: equal within rounding", "a, b and c: bit-identical"
-    ]  # fmt: skip
-    apart = [(f"{a} d", "different") for a in "abc"]
-    assert outcome_sentences(pairs(*same, *apart)) == [
-        "a, b and c: bit-identical", "a, b and c – d: different"
+    same = [(f"{a} {b}", IDENTICAL) for a, b in ("ab", "ac", "bc", "ad")]
+    assert outcome_sentences(pairs(*same)) == ["bit-identical: all pairs"]
+    assert outcome_sentences(pairs(*same, ("b d", "different"))) == [
+        "bit-identical: a – b, a – c, b – c, a – d", "different: b – d"
     ]  # fmt: skip

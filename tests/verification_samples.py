@@ -135,7 +135,7 @@ class Training:
         about = self.trace.about
         split = about.shards, about.syncs_batch_norm, str(about.parts)
         return _oracle(self.build, self.optimizer, self.precision, self.label_smoothing, split,
-                       _About(about))  # fmt: skip
+                       _Trace(self.trace))  # fmt: skip
 
     def check(self, num_steps=NUM_STEPS):
         """Verifies the first steps, by default all."""
@@ -146,11 +146,11 @@ class Training:
         return check(trace, self.oracle(), batches=list(map(batch, trace.steps)), name="x")
 
 
-class _About:
-    """A description that does not count as an argument of a cached function."""
+class _Trace:
+    """A trace that does not count as an argument of a cached function."""
 
-    def __init__(self, about):
-        self.about = about
+    def __init__(self, trace):
+        self.trace = trace
 
     def __eq__(self, other):
         return True
@@ -160,9 +160,9 @@ class _About:
 
 
 @functools.cache
-def _oracle(build, optimizer, precision, label_smoothing, split, about):
+def _oracle(build, optimizer, precision, label_smoothing, split, trace):
     return StrategyOracle(
-        seeded(build), optimizer, about.about, precision=precision,
+        seeded(build), optimizer, trace.trace, precision=precision,
         label_smoothing=label_smoothing,
         examples=lambda: [[IMAGES, LABELS.astype(np.int32)]],
     )  # fmt: skip

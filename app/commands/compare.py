@@ -20,9 +20,10 @@ from app.runtime.processes import call_in_child_process
 from app.runtime.shown_command import shown_command
 from app.runtime.subprocesses import train_in_child_process
 from app.runtime.temporary_directories import TemporaryDirectory
-from app.verification.comparison import PairVerdict, compare_weights, verdict_lines
+from app.verification.comparison import compare_weights, pair_lines
 from app.verification.framework_training import train_with_framework
 from app.verification.frameworks import find_interpreters, write_training_files
+from app.verification.output import DIFFERENT, IDENTICAL, Pair, record_of_pair
 
 
 def run(config: Config) -> list[Summary]:
@@ -110,8 +111,8 @@ def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path])
     from app.report.accuracy_plot import FILES, plot_accuracy
 
     summaries = [load_required_summary(path) for path in run_dirs]
-    verdicts = compare_weights(run_dirs)
-    result = describe(config, summaries, verdicts)
+    pairs = compare_weights(run_dirs)
+    result = describe(config, summaries, pairs)
     console.say()
     result.print()
     plot_accuracy(run_dirs, out_dir)
@@ -119,7 +120,7 @@ def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path])
         out_dir / "compare.json",
         {
             "runs": [dataclasses.asdict(summary) for summary in summaries],
-            "verdicts": [dataclasses.asdict(verdict) for verdict in verdicts],
+            "pairs": [record_of_pair(pair) for pair in pairs],
             "shown": result.to_record(),
         },
     )
@@ -129,12 +130,10 @@ def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path])
     return summaries
 
 
-def describe(
-    config: Config, summaries: Sequence[Summary], verdicts: Sequence[PairVerdict]
-) -> Result:
+def describe(config: Config, summaries: Sequence[Summary], pairs: Sequence[Pair]) -> Result:
     """Describes the comparison of the weights, and the results in a table."""
-    sentence, *lines = verdict_lines(verdicts)
-    if not all(verdict.difference.identical for verdict in verdicts):
+    sentence, *lines = pair_lines(pairs, summaries[0].steps)
+    if not all(pair.outcome == IDENTICAL for pair in pairs):
         lines.append(f"To check that this is all: {shown_command(_verify_words(config))}")
     first = summaries[0]
     recipe = f" recipe {first.recipe}," if first.recipe else ""
@@ -150,7 +149,7 @@ def describe(
             "simulated devices: they share one processor, so the speed-up is not that of"
             " real devices",
         )
-    is_bad = any(verdict.is_unexpected for verdict in verdicts)
+    is_bad = any(pair.outcome == DIFFERENT for pair in pairs)
     return Result(
         [(BAD if is_bad else GOOD, sentence)],
         [*lines, table, *notes],

@@ -1,6 +1,5 @@
 """Compares trainings with each other: their traces, or the weights of finished runs."""
 
-import dataclasses
 import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from app.records.checkpoint import find_newest_checkpoint, weights_sha256
 from app.records.history import Summary, load_summary
 from app.runtime.console import count
 from app.runtime.errors import CheckpointError, DataError
-from app.verification.output import EQUAL, IDENTICAL, OTHER_TRAINING, Pair
+from app.verification.output import DIFFERENT, EQUAL, IDENTICAL, OTHER_TRAINING, Pair
 from app.verification.recording import Recorded
 from lockstep.arithmetic import relative_norm, same_bits
 from lockstep.trace import WEIGHT, Named, Trace
@@ -20,51 +19,37 @@ from lockstep.trace import WEIGHT, Named, Trace
 if TYPE_CHECKING:  # Imports TensorFlow.
     from strategies.copies import State
 
+EXPECTED = "different, as expected"
+
 _OF_SHARDS = ("data", "y_pred", "loss", "raw", "own_before", "own_after")
 _OF_COPIES = ("before", "sums", "after")
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightDifference:
-    """The largest difference between arrays of equal names.
+def largest_difference(
+    first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
+) -> tuple[str, float, float]:
+    """Compares arrays of equal names in float64.
 
-    Attributes:
-        tensor: name of the array with the largest difference; "" if all are bitwise identical.
-        absolute: largest difference of two elements; NaN if one of them is NaN.
-        relative: `absolute` over the largest magnitude in that array.
+    Returns:
+        The name of the array with the largest difference, "" if all are bitwise identical; the
+        difference, NaN if an element is NaN; and that over the largest magnitude in the array.
+
+    Raises:
+        ValueError: the names differ.
     """
-
-    tensor: str
-    absolute: float
-    relative: float
-
-    @property
-    def identical(self) -> bool:
-        """Whether all arrays are bitwise identical."""
-        return not self.tensor
-
-    @classmethod
-    def between(
-        cls, first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
-    ) -> "WeightDifference":
-        """Compares arrays in float64.
-
-        Raises:
-            ValueError: the names differ.
-        """
-        if list(first) != list(second):
-            raise ValueError("states of different models cannot be compared")
-        worst = cls("", 0.0, 0.0)
-        for name in first:
-            if same_bits(first[name], second[name]):
-                continue
-            a, b = np.asarray(first[name], np.float64), np.asarray(second[name], np.float64)
-            with np.errstate(invalid="ignore"):
-                absolute = float(np.max(np.abs(a - b)))  # NaN if an element is NaN.
-            if worst.identical or not (np.isnan(worst.absolute) or absolute <= worst.absolute):
-                largest = float(max(np.max(np.abs(a)), np.max(np.abs(b))))
-                worst = cls(name, absolute, absolute / (largest or 1.0))
-        return worst
+    if list(first) != list(second):
+        raise ValueError("states of different models cannot be compared")
+    worst, largest, relative = "", 0.0, 0.0
+    for name in first:
+        if same_bits(first[name], second[name]):
+            continue
+        a, b = np.asarray(first[name], np.float64), np.asarray(second[name], np.float64)
+        with np.errstate(invalid="ignore"):
+            absolute = float(np.max(np.abs(a - b)))
+        if not worst or absolute > largest or np.isnan(absolute):
+            worst, largest = name, absolute
+            relative = absolute / (float(max(np.max(np.abs(a)), np.max(np.abs(b)))) or 1.0)
+    return worst, largest, relative
 
 
 # --- Traces --------------------------------------------------------------------------------------
@@ -86,8 +71,8 @@ def compare_traces(
         for kind in kinds
     ):
         return Pair(names, IDENTICAL)
-    apart = WeightDifference.between(*(_last_weights(trace) for trace in traces))
-    where = f"weights, {apart.tensor}" if apart.tensor else ""
+    tensor, absolute, relative = largest_difference(*(_last_weights(trace) for trace in traces))
+    where = f"weights, {tensor}" if tensor else ""
     outcome, why = EQUAL, ""
     if len({run.normalised_by for run in recorded}) > 1:
         outcome, how = OTHER_TRAINING, [_normalised(run) for run in recorded]
@@ -97,7 +82,7 @@ def compare_traces(
             f" normalises {how[0]} in {names[0]} and {how[1]} in {names[1]}; the first gradients"
             f" are {relative_norm(two, one):.1%} apart"
         )
-    return Pair(names, outcome, apart.absolute, apart.relative, where, why)
+    return Pair(names, outcome, absolute, relative, where, why)
 
 
 def _have_same_bits(first: Trace, second: Trace, position: int, kind: str) -> bool:
@@ -134,59 +119,37 @@ def _normalised(run: Recorded) -> str:
 # --- Runs ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class PairVerdict:
-    """The comparison of the final weights of two runs from equal initial weights.
-
-    Attributes:
-        strategies: names of the strategies.
-        num_steps: optimizer steps of both runs.
-        difference: difference of their final weights.
-        explanation: why the two trainings differ.
-        is_unexpected: whether they should be bitwise identical.
-    """
-
-    strategies: tuple[str, str]
-    num_steps: int
-    difference: WeightDifference
-    explanation: str
-    is_unexpected: bool = False
-
-    def sentence(self) -> str:
-        """Returns the result in words, without the explanation."""
-        names, after = " and ".join(self.strategies), f"after {count(self.num_steps, 'step')}"
-        if self.difference.identical:
-            return f"{names}: bit-identical weights {after}"
-        return (
-            f"{names}: weights {after} differ by at most {self.difference.absolute:.2g}"
-            f" ({self.difference.relative:.2g} of the largest, in {self.difference.tensor})"
-        )
-
-
-def verdict_lines(verdicts: Sequence[PairVerdict]) -> list[str]:
+def pair_lines(pairs: Sequence[Pair], num_steps: int) -> list[str]:
     """Returns the verdict in one sentence, a line for each pair, then each explanation once."""
-    apart = [verdict for verdict in verdicts if not verdict.difference.identical]
-    explanations = dict.fromkeys(verdict.explanation for verdict in apart)
-    sentences = [verdict.sentence() for verdict in verdicts]
-    return [_summarize(verdicts, apart), *sentences, *explanations]
+    lines, after = [_summarize(pairs)], f"after {count(num_steps, 'step')}"
+    for pair in pairs:
+        if pair.outcome == IDENTICAL:
+            lines.append(f"{' and '.join(pair.names)}: bit-identical weights {after}")
+        else:
+            lines.append(
+                f"{' and '.join(pair.names)}: weights {after} differ by at most"
+                f" {pair.absolute:.2g} ({pair.relative:.2g} of the largest, in {pair.where})"
+            )
+    return [*lines, *dict.fromkeys(pair.why for pair in pairs if pair.outcome != IDENTICAL)]
 
 
-def _summarize(verdicts: Sequence[PairVerdict], apart: Sequence[PairVerdict]) -> str:
-    if not apart:
+def _summarize(pairs: Sequence[Pair]) -> str:
+    outcomes = {pair.outcome for pair in pairs}
+    if outcomes <= {IDENTICAL}:
         return "All trainings end with bitwise identical weights."
-    if any(verdict.is_unexpected for verdict in apart):
+    if DIFFERENT in outcomes:
         return "Weights differ that should be bitwise identical."
-    same = [verdict.strategies for verdict in verdicts if verdict.difference.identical]
+    same = [" and ".join(pair.names) for pair in pairs if pair.outcome == IDENTICAL]
     if not same:
         return "The trainings end with different weights, as expected."
-    names = "; ".join(" and ".join(pair) for pair in same)
-    if len(same) > 2:
-        names = f"{len(same)} of {len(verdicts)} pairs"
+    names = "; ".join(same) if len(same) <= 2 else f"{len(same)} of {len(pairs)} pairs"
     return f"{names} end with bitwise identical weights; the others differ, as expected."
 
 
-def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
-    """Compares the final weights of each pair of runs.
+def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[Pair]:
+    """Compares the final weights of each pair of runs from equal initial weights.
+
+    The outcome of a pair is `DIFFERENT` if both should be bitwise identical and are not.
 
     Raises:
         DataError: the runs were trained on different images.
@@ -204,20 +167,20 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[PairVerdict]:
     return [_compare((one, two), (a, b)) for (one, a), (two, b) in pairs]
 
 
-def _compare(summaries: tuple[Summary, Summary], states: "tuple[State, State]") -> PairVerdict:
+def _compare(summaries: tuple[Summary, Summary], states: "tuple[State, State]") -> Pair:
     weights = [
         {n.removeprefix("model/"): a for n, a in state.items() if n.startswith("model/")}
         for state in states
     ]
-    difference, one = WeightDifference.between(*weights), summaries[0]
-    names = one.strategy, summaries[1].strategy
+    tensor, absolute, relative = largest_difference(*weights)
+    names = summaries[0].strategy, summaries[1].strategy
     num_shards, orders = zip(*((s.num_shards, s.all_reduce) for s in summaries), strict=True)
     splits_differently = num_shards[0] != num_shards[1]
+    if not tensor:
+        return Pair(names, IDENTICAL)
     if not splits_differently and orders[0] == orders[1]:
-        same = f"{' and '.join(names)} add in the same order, so their weights should be bitwise"
-        return PairVerdict(
-            names, one.steps, difference, f"{same} identical.", not difference.identical
-        )
+        why = "add in the same order, so their weights should be bitwise identical."
+        return Pair(names, DIFFERENT, absolute, relative, tensor, f"{' and '.join(names)} {why}")
     why = "the summation order differs, and training amplifies rounding errors"
     if splits_differently and any(name.endswith("/moving_mean") for name in states[0]):
         why = (
@@ -229,7 +192,7 @@ def _compare(summaries: tuple[Summary, Summary], states: "tuple[State, State]") 
             "random layers draw different numbers on each replica, so the number of replicas is"
             " part of the training"
         )
-    return PairVerdict(names, one.steps, difference, f"A difference is expected: {why}.")
+    return Pair(names, EXPECTED, absolute, relative, tensor, f"A difference is expected: {why}.")
 
 
 def _load_summary(run_dir: pathlib.Path) -> Summary:

@@ -60,6 +60,8 @@ def convert(
         reduction="sum",
         optimizer=about.optimizer,
         data_layout="NHWC",
+        structure={"tuple": [0, 1]},
+        predicted=0,
         versions=about.versions,
     )
     with trace_file.Writer(path) as writer:

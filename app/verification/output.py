@@ -5,10 +5,9 @@ steps, every finding with its cause and remedy, and how far each stage is from w
 """
 
 import dataclasses
-import itertools
 import math
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.records.files import write_json
@@ -104,8 +103,21 @@ def report(
         MismatchError: a training has a fault.
     """
     shown = describe(runs, setup, pairs, caveats)
-    record = record_of_runs(runs, facts, pairs)
-    write_json(path / VERIFY_FILE, {**record, "shown": shown.to_record()})
+    versions: dict[str, str] = {}
+    for run in runs.values():
+        versions |= run.versions
+    record = {
+        "format": "lockstep verify",
+        "version": 2,
+        "lockstep": __version__,
+        "command": "verify",
+        **facts,
+        "versions": versions,
+        "trainings": {name: _record_of_run(run) for name, run in runs.items()},
+        "pairs": [record_of_pair(pair) for pair in pairs],
+        "shown": shown.to_record(),
+    }
+    write_json(path / VERIFY_FILE, record)
     shown.print()
     files = [VERIFY_FILE, REPORT_FILE, *also]
     if any(run.verdict.measurements for run in runs.values()):
@@ -121,32 +133,15 @@ def report(
         raise MismatchError(f"{'; '.join(faults)}; see {path / REPORT_FILE}")
 
 
-def record_of_runs(
-    runs: Mapping[str, Run], facts: Mapping[str, Any], pairs: Sequence[Pair] = ()
-) -> dict[str, Any]:
-    """Returns the contents of `verify.json` except what is shown; see docs/verify_json.md."""
-    versions: dict[str, str] = {}
-    for run in runs.values():
-        versions |= run.versions
+def record_of_pair(pair: Pair) -> dict[str, Any]:
+    """Returns a pair in the form of JSON."""
     return {
-        "format": "lockstep verify",
-        "version": 2,
-        "lockstep": __version__,
-        "command": "verify",
-        **facts,
-        "versions": versions,
-        "trainings": {name: _record_of_run(run) for name, run in runs.items()},
-        "pairs": [
-            {
-                "trainings": list(pair.names),
-                "outcome": pair.outcome,
-                "absolute": finite(pair.absolute),
-                "relative": finite(pair.relative),
-                "where": pair.where,
-                "why": pair.why,
-            }
-            for pair in pairs
-        ],
+        "trainings": list(pair.names),
+        "outcome": pair.outcome,
+        "absolute": finite(pair.absolute),
+        "relative": finite(pair.relative),
+        "where": pair.where,
+        "why": pair.why,
     }
 
 
@@ -175,7 +170,7 @@ def describe(
         one_line(f"{name}: {note}") for name, run in runs.items() for note in run.verdict.notes
     ]
     blocks += [_stages(runs), *_explanations(runs), *_side_by_side(pairs, runs)]
-    if rows := [row for group in _groups(runs) for row in _measured(group, runs)]:
+    if rows := _measured(runs):
         header = ["training", "stage", "difference", "allowed", "of allowed", "bitwise equal"]
         blocks += [
             Table("The largest difference of each stage, relative to its array", header, rows),
@@ -228,38 +223,34 @@ def _explanations(runs: Mapping[str, Run]) -> list[Facts]:
     ]
 
 
-def _groups(runs: Mapping[str, Run]) -> list[list[str]]:
-    """Groups the names of bitwise identical trainings, which share their measurements."""
-    groups: list[list[str]] = []
+def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
+    """Returns a row for each stage of each training: the array closest to its tolerance, or beyond.
+
+    Bitwise identical trainings have equal measurements, and share their rows.
+    """
+    names: dict[tuple[Measurement, ...], list[str]] = {}
     for name, run in runs.items():
-        measured = run.verdict.measurements
-        same = (g for g in groups if measured and runs[g[0]].verdict.measurements == measured)
-        if (group := next(same, None)) is not None:
-            group.append(name)
-        else:
-            groups.append([name])
-    return groups
-
-
-def _measured(group: Sequence[str], runs: Mapping[str, Run]) -> list[list[str]]:
-    """Returns a row for each stage: the array that is closest to its tolerance, or beyond it."""
-    name, rows = one_line(" = ".join(group)), list[list[str]]()
-    for stage in STAGES:
-        arrays = [m for m in runs[group[0]].verdict.measurements if m.stage == stage]
-        if not arrays:
-            continue
-        worst = max(arrays, key=lambda m: (not m.is_within, share_of(m), m.distance))
-        share, num_equal = share_of(worst), sum(m.same_bits for m in arrays)
-        rows.append(
-            [
-                "" if rows else name,
-                stage if worst.is_within else f"✗ {stage}",
-                f"{worst.distance:.2g}",
-                f"{worst.allowed:.2g}" if worst.allowed else "–",
-                f"{share:.0%}" if share < 1000 else "–",
-                f"{num_equal} of {len(arrays)}" if num_equal else "–",
-            ]
-        )
+        names.setdefault(tuple(run.verdict.measurements), []).append(name)
+    rows = list[list[str]]()
+    for measured, same in names.items():
+        label = one_line(" = ".join(same))
+        for stage in STAGES:
+            arrays = [m for m in measured if m.stage == stage]
+            if not arrays:
+                continue
+            worst = max(arrays, key=lambda m: (not m.is_within, share_of(m), m.distance))
+            share, num_equal = share_of(worst), sum(m.same_bits for m in arrays)
+            rows.append(
+                [
+                    label,
+                    stage if worst.is_within else f"✗ {stage}",
+                    f"{worst.distance:.2g}",
+                    f"{worst.allowed:.2g}" if worst.allowed else "–",
+                    f"{share:.0%}" if share < 1000 else "–",
+                    f"{num_equal} of {len(arrays)}" if num_equal else "–",
+                ]
+            )
+            label = ""
     return rows
 
 
@@ -295,37 +286,13 @@ def _side_by_side(pairs: Sequence[Pair], runs: Mapping[str, Run]) -> list[Block]
 
 
 def outcome_sentences(pairs: Sequence[Pair]) -> list[str]:
-    """Returns one sentence for each pair; for more than three pairs, one for each group."""
+    """Returns one sentence for each pair; for more than three pairs, one for each outcome."""
     if len(pairs) <= _MOST_LINES:
         return [f"{' and '.join(pair.names)}: {pair.outcome}" for pair in pairs]
-    names = list(dict.fromkeys(name for pair in pairs for name in pair.names))
-    equal = _connected(names, [p.names for p in pairs if p.outcome in (IDENTICAL, EQUAL)])
-    identical = _connected(names, [p.names for p in pairs if p.outcome == IDENTICAL])
-    sentences = [
-        f"{_joined(group)}: {IDENTICAL if group in identical else EQUAL}"
-        for group in (*equal, *(group for group in identical if group not in equal))
-        if len(group) > 1
+    names: dict[str, list[str]] = {}
+    for pair in pairs:
+        names.setdefault(pair.outcome, []).append(" – ".join(pair.names))
+    return [
+        f"{outcome}: {'all pairs' if len(same) == len(pairs) else ', '.join(same)}"
+        for outcome, same in names.items()
     ]
-    for first, second in itertools.combinations(equal, 2):
-        between = {
-            pair.outcome
-            for pair in pairs
-            if any({*pair.names} == {one, other} for one in first for other in second)
-        }
-        sentences.append(f"{_joined(first)} – {_joined(second)}: {', '.join(sorted(between))}")
-    return sentences
-
-
-def _connected(names: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Returns the names in groups connected by the pairs."""
-    groups = [[name] for name in names]
-    for one, other in pairs:
-        first, second = (next(g for g in groups if name in g) for name in (one, other))
-        if first is not second:
-            first += second
-            groups.remove(second)
-    return groups
-
-
-def _joined(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

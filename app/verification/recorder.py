@@ -1,10 +1,9 @@
 """Records the steps of a training with any strategy as a trace, and finds slow replicas."""
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -38,9 +37,6 @@ class StepRecorder(Observer):
         inner: a second observer, which may inject a fault: what a shard computes is kept before it,
             the sums after it.
         communication_dtype: dtype of the gradient all-reduce; "" for that of the gradients.
-
-    Attributes:
-        inner: see above.
     """
 
     def __init__(
@@ -48,21 +44,22 @@ class StepRecorder(Observer):
     ):
         self._strategy, self.inner = strategy, inner or Observer()
         self._communication_dtype = communication_dtype
-        self._kept: dict[tuple[str, int], list[np.ndarray]] = {}
-        self._sent: dict[int, SendTime] = {}
+        self._kept: dict[tuple[str, int], Any] = {}
         self._start = 0.0, 0.0
         self._syncs_batch_norm = strategy.syncs_batch_norm  # As configured, before any fault.
 
     def about(self, steps: Sequence[int]) -> About:
         """Returns the description of a trace of these steps, with numbers from 0."""
         strategy, size = self._strategy, self._strategy.shards_per_replica
-        model = strategy.model
+        workers, model = strategy.workers, strategy.model
+        num_local = strategy.num_replicas // workers.count
+        first = workers.index * num_local
         optimizer = {"class": type(strategy.optimizer).__name__, "framework": "keras"}
         return About(
             "lockstep",
             strategy.num_replicas,
             steps=tuple(steps),
-            replicas=self._replicas(),
+            replicas=tuple(range(first, first + num_local)) if workers.count > 1 else (),
             variables=tuple(_variables(strategy)),
             gradients=tuple(variable.path for variable in model.trainable_variables),
             shards=tuple(
@@ -75,16 +72,11 @@ class StepRecorder(Observer):
             reduced_in=self._communication_dtype,
             optimizer=optimizer,
             data_layout="NHWC",
+            structure={"tuple": [0, 1]},
+            predicted=0,
             parts=tuple(strategy.part_shapes),
             versions=versions(),
         )
-
-    def _replicas(self) -> tuple[int, ...]:
-        """Returns the numbers of this worker's replicas; empty for all."""
-        workers, num = self._strategy.workers, self._strategy.num_replicas
-        size = num // workers.count
-        first = workers.index * size
-        return tuple(range(first, first + size)) if workers.count > 1 else ()
 
     def record_step(self, trace: Trace, position: int, train: Callable[[], T]) -> T:
         """Calls a function that runs one step, and adds the step to a trace."""
@@ -122,9 +114,8 @@ class StepRecorder(Observer):
 
     def take_times(self) -> list[SendTime]:
         """Returns when this worker's replicas sent their gradients in the last step."""
-        taken, self._sent = self._sent, {}
         (start, busy), num = self._start, self._strategy.shards_per_replica
-        times = [(sec - start, cpu - busy) for sec, cpu in self._in_order("times", taken).values()]
+        times = [(sec - start, cpu - busy) for sec, cpu in self._take("times").values()]
         return [max(times[i : i + num]) for i in range(0, len(times), num)]
 
     def on_shard(
@@ -154,22 +145,17 @@ class StepRecorder(Observer):
         tf.numpy_function(keep, [item_id, *kept], [])
 
     def _keep_time(self, shard_id: np.ndarray) -> None:
-        self._sent[int(shard_id)] = time.monotonic(), time.process_time()
+        self._kept["times", int(shard_id)] = time.monotonic(), time.process_time()
 
-    def _take(self, what: str) -> dict[int, list[np.ndarray]]:
-        """Returns the arrays kept under a name in the last step: item → arrays."""
-        taken = {i: self._kept.pop((kind, i)) for kind, i in list(self._kept) if kind == what}
-        return self._in_order(what, taken)
-
-    def _in_order(self, what: str, taken: dict[int, T]) -> dict[int, T]:
-        """Returns the kept values of this worker's shards, or copies, in order."""
+    def _take(self, what: str) -> dict[int, Any]:
+        """Returns what was kept of this worker's shards, or copies, in the last step, in order."""
         strategy, of_copies = self._strategy, what == "sums"
+        taken = {i: self._kept.pop((kind, i)) for kind, i in list(self._kept) if kind == what}
         ids = strategy.local_copy_ids if of_copies else strategy.local_shard_ids
         if set(taken) != set(ids):
             found = ", ".join(map(str, sorted(taken))) or "none"
-            items, method = (
-                ("copies", "apply_gradients") if of_copies else ("shards", "local_gradients")
-            )
+            items = "copies" if of_copies else "shards"
+            method = "apply_gradients" if of_copies else "local_gradients"
             raise ConfigError(
                 f"strategy {strategy.name} reported the {what} of {items} {found} instead of"
                 f" {', '.join(map(str, ids))}; its train_step must call self.{method} for each, see"
@@ -211,8 +197,7 @@ def check_repeatable(model: keras.Model) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Straggler:
+class Straggler(NamedTuple):
     """A replica that all others waited for in every step.
 
     Attributes:

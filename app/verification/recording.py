@@ -250,7 +250,7 @@ def _check(send: Send, spec: "TrainingSpec", recorded: Recorded, path: pathlib.P
     trace = trace_file.load(path)
     verdict = check(
         trace,
-        StrategyOracle.of(spec, trace.about),
+        StrategyOracle.of(spec, trace),
         batches=[list(spec.batch(step)) for step in trace.steps],
         name=recorded.name,
         reference="training on one device",

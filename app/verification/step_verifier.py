@@ -127,8 +127,10 @@ class StepVerifier:
         self._strategy.train_observed_steps(iterator, 0, self._recorder)
         if self._strategy.workers.is_chief:
             num_threads = min(self._strategy.num_devices, os.cpu_count() or 1)
-            about = dataclasses.replace(self._recorder.about(()), replicas=())
-            self._oracle = StrategyOracle.of(self._spec, about, num_threads=num_threads)
+            trace = Trace(dataclasses.replace(self._recorder.about((0,)), replicas=()))
+            self._recorder.put_state(trace, 0, "before")
+            trace.put(0, "data", 0, self._spec.batch(0))
+            self._oracle = StrategyOracle.of(self._spec, trace, num_threads=num_threads)
             self._oracle.compile()
 
     def num_steps_before_next(self, progress: Progress) -> int:
