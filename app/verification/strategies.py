@@ -69,13 +69,10 @@ def verify_strategies(config: Config) -> dict[str, Run]:
             with io_errors_as(traces):
                 traces.mkdir()
             recorded, verdicts = _verify_all(config, traces, interpreters)
+            loaded = {name: trace_file.load(traces / f"{name}.npz") for name in recorded}
             pairs = [
-                compare_traces(names, (_load(traces, names[0]), _load(traces, names[1])), of_pair)
-                for names, of_pair in zip(
-                    itertools.combinations(recorded, 2),
-                    itertools.combinations(recorded.values(), 2),
-                    strict=True,
-                )
+                compare_traces((a, b), (loaded[a], loaded[b]), (recorded[a], recorded[b]))
+                for a, b in itertools.combinations(recorded, 2)
             ]
         runs = {name: _run(config, recorded[name], verdicts[name]) for name in recorded}
         _report(config, path, recorded, runs, pairs)
@@ -99,10 +96,6 @@ def traces_directory(config: Config, run_directory: RunDirectory) -> Iterator[pa
         shutil.rmtree(traces, ignore_errors=True)
 
 
-def _load(traces: pathlib.Path, name: str) -> trace_file.Trace:
-    return trace_file.load(traces / f"{name}.npz")
-
-
 def _verify_all(
     config: Config, traces: pathlib.Path, interpreters: Mapping[str, str]
 ) -> tuple[dict[str, Recorded], dict[str, Verdict]]:
@@ -121,9 +114,8 @@ def _verify_all(
             child, path = config.for_training(name, inject=inject), traces / f"{name}.npz"
             if name not in (*FRAMEWORKS, MULTI_WORKER):
                 weights: Sequence[int] = ()
-                if name == SINGLE:
-                    weights = shards_of_single(config, processes.recorded())
-                    num = max(1, len(weights))
+                if name == SINGLE and (weights := shards_of_single(config, processes.recorded())):
+                    num = len(weights)
                     child = config.for_training(name, inject=inject, accumulate_steps=num)
                 processes.start(name, recording.record_and_check, child, steps, path, weights)
                 continue
