@@ -125,10 +125,10 @@ class StepVerifier:
     def compile(self, iterator: Any) -> None:
         """Compiles the function of the recorded step, and the computations on one device."""
         self._strategy.train_observed_steps(iterator, 0, self._recorder)
+        trace = Trace(dataclasses.replace(self._recorder.about((0,)), replicas=()))
+        self._recorder.put_state(trace, 0, "before")  # Called by all workers.
         if self._strategy.workers.is_chief:
             num_threads = min(self._strategy.num_devices, os.cpu_count() or 1)
-            trace = Trace(dataclasses.replace(self._recorder.about((0,)), replicas=()))
-            self._recorder.put_state(trace, 0, "before")
             trace.put(0, "data", 0, self._spec.batch(0))
             self._oracle = StrategyOracle.of(self._spec, trace, num_threads=num_threads)
             self._oracle.compile()
