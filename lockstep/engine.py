@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.arithmetic import all_same_bits, are_finite, same_bits
-from lockstep.checks.all_reduce import check_all_reduce
-from lockstep.checks.clipping import check_clipping
+from lockstep.checks.all_reduce import check_all_reduce, check_clipping
 from lockstep.checks.examples import check_examples
 from lockstep.checks.forward import check_forward
 from lockstep.checks.gradients import check_gradients

@@ -6,6 +6,7 @@ reference.
 
 import concurrent.futures
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -194,22 +195,28 @@ class StrategyOracle(KerasOracle):
         if len(held) < 2 or any(set(part) != set(held[0]) for part in held):
             return
         sizes = {name: [part[name][-1] for part in held] for name in held[0]}
-        yield (
-            "forgotten_backward_sum",
-            f"those of {len(held)} devices that each keep their own gradient by the channels of a"
-            " gathered input, not the sum over the devices",
-            lambda: self._without_backward_sums(ask, sizes),
-        )
+        for of_maps, device in itertools.product((False, True), (None, *range(len(held)))):
+            whose = "their own gradient" if device is None else f"that of device {device}"
+            text = (
+                f"those of {len(held)} devices that each keep {whose} by the channels of a gathered"
+                f" {'feature map' if of_maps else 'input'}, not the sum over the devices"
+            )
+            predict = functools.partial(self._without_backward_sums, ask, sizes, device, of_maps)
+            yield "forgotten_backward_sum", text, predict
 
-    def _without_backward_sums(self, ask: Ask, sizes: Mapping[str, Sequence[int]]) -> Named:
-        """Returns the gradients if gathers return to each device only its own gradient.
+    def _without_backward_sums(
+        self, ask: Ask, sizes: Mapping[str, Sequence[int]], device: int | None, of_maps: bool
+    ) -> Named:
+        """Returns the gradients if gathers return to each device the gradient of one device.
 
         In the backward pass of a gather, each device should sum the gradients of all devices for
-        its channels; here it uses only its own.
+        its channels; here it uses only one.
 
         Args:
             ask: the step.
             sizes: path of a weight → its output channels on each device.
+            device: the device whose gradient is used; None for each device's own.
+            of_maps: whether only gathers of feature maps do so.
         """
         one, (images, labels) = self._one, ask.data
         one.load(ask.state)
@@ -220,7 +227,12 @@ class StrategyOracle(KerasOracle):
             for call in calls.calls:
                 inputs, layer = [values[i] for i in call.inputs], call.layer
                 needs_all = isinstance(layer, _NEED_ALL_CHANNELS)
-                gathered = [_gather(x) if needs_all else x.tensors for x in inputs]
+                gathered = [
+                    _gather(x, device)
+                    if needs_all and not (of_maps and x.tensors[0].ndim != 4)
+                    else x.tensors
+                    for x in inputs
+                ]
                 outputs = [call(own, training=True) for own in zip(*gathered, strict=True)]
                 own_sizes = None if needs_all else inputs[0].sizes
                 if needs_all and layer.trainable_variables:
@@ -241,11 +253,14 @@ class _Split(NamedTuple):
     sizes: Sequence[int] | None
 
 
-def _gather(value: _Split) -> list[tf.Tensor]:
-    """Returns the whole tensor for each device, with only the gradient of its own channels."""
+def _gather(value: _Split, device: int | None) -> list[tf.Tensor]:
+    """Returns the whole tensor for each device, with the gradient of its channels, or of one."""
     if value.sizes is None:
         return value.tensors
     whole, ends = value.tensors[0], np.cumsum(value.sizes)
+    if device is not None:
+        constant = tf.stop_gradient(whole)
+        return [whole if d == device else constant for d in range(len(ends))]
     copies = []
     for end, size in zip(ends, value.sizes, strict=True):
         is_own = np.zeros(ends[-1], whole.dtype.as_numpy_dtype)

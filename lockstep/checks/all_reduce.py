@@ -1,13 +1,10 @@
-"""Checks the sums that each copy receives."""
+"""Checks clipping, and the sums that each copy receives."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from lockstep.arithmetic import (
-    EPS,
-    UNITS,
-    add,
     add_named,
     are_finite,
     dense,
@@ -15,19 +12,21 @@ from lockstep.arithmetic import (
     factor_of,
     is_far,
     is_within,
-    length,
     norm,
     ratio,
+    relative_norm,
     same_bits,
-    scaled,
     scaled_all,
-    sum_bound,
+    total_norm,
 )
 from lockstep.checks.update import rounding_bounds
 from lockstep.context import Context
 from lockstep.hypotheses.of_sums import SumOf, why_sum
+from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.trace import Array, Named
 from lockstep.verdict import Finding
+
+_SCALED = 1e-5  # Relative deviation of factors that are equal.
 
 
 def check_all_reduce(context: Context) -> Iterator[Finding]:
@@ -43,59 +42,33 @@ def check_all_reduce(context: Context) -> Iterator[Finding]:
     if not context.computes and not (context.trace.about.reduction and all(map(are_finite, sent))):
         return
     context.mark_checked()
-    received, sent_before = context.named("sums"), context.earlier(context.kind_sent)
-    sums_before = context.earlier("sums")
-    limits = context.oracle.limits() if context.computes and context.clips_sum else ""
-    clipped = [context.oracle.clip(gradients) for gradients in sent] if limits else []
-    share, unit = context.share(0), UNITS.get(context.trace.about.reduced_in, EPS)
     is_right = True
-    for item, own in enumerate(received):
-        groups: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
-        known: list[np.ndarray] = []
-        # A few elements do not determine the factors of the sum; large tensors do.
-        for name in sorted(own, key=lambda name: -np.size(dense(own[name]))):
-            parts = [gradients[name] for gradients in sent if name in gradients]
-            if len(parts) < len(sent):
-                continue
-            got, total = own[name], scaled(add(parts), share) if share != 1 else add(parts)
-            if same_bits(got, total):
-                context.measure(name, "sums", item, got, total, 0.0, same=True)
-                continue
-            width = max(unit, context.oracle.units.get(name, EPS) if context.computes else EPS)
-            bound = sum_bound(parts, width) * share
-            allowed = length(bound)
-            context.measure(name, "sums", item, got, total, allowed)
-            if is_within(got, total, bound):
-                continue
-            if are_finite([got]) and not are_finite(parts):
-                text = "gradients overflow, and a finite sum is received: the step is not skipped"
-                groups.setdefault(("overflow_not_skipped", text, ()), []).append(name)
-                continue
-            if not are_finite([got]) and are_finite(parts):
-                text = "what is received is NaN or infinite, although what is sent is finite"
-                groups.setdefault(("not_finite", text, ()), []).append(name)
-                continue
-            if clipped and is_within(got, add([c[name] for c in clipped]), 8 * sum_bound(parts)):
-                text = f"{limits} is applied on each replica, not to the sum"
-                groups.setdefault(("clipped_before_the_sum", text, ()), []).append(name)
-                continue
-            is_shared = all(same_bits(other[name], got) for other in received if name in other)
-            old_parts = [g[name] for g in sent_before or () if name in g]
-            old_sum = sums_before[item].get(name) if sums_before else None
-            asked = SumOf(
-                context, None if is_shared else item, got, parts, share, bound, old_parts, old_sum
-            )
-            groups.setdefault(why_sum(asked, known), []).append(name)
-        is_right = is_right and not groups
-        for (cause, text, lost), names in groups.items():
-            apart = max(distance(own[n], scaled(add([g[n] for g in sent]), share)) for n in names)
-            size = max(norm(add([g[n] for g in sent])) * share for n in names)
-            yield context.found(
-                cause, text, kind=context.kind_sent if lost else "sums", items=lost or (item,),
-                tensors=names, distance=ratio(apart, size),
-            )  # fmt: skip
+    for copy in context.copies:
+        for finding in _sums_of(context, copy, sent):
+            is_right = False
+            yield finding
     if is_right:
-        yield from _unequal_sums(context, received)
+        yield from _unequal_sums(context, context.named("sums"))
+
+
+def _sums_of(context: Context, copy: int, sent: Sequence[Named]) -> Iterator[Finding]:
+    """Checks the sums that a copy receives, and groups those with the same explanation."""
+    received = context.named("sums")[copy]
+    names = [name for name in received if all(name in gradients for gradients in sent)]
+    groups: dict[tuple[str, str, tuple[int, ...]], list[SumOf]] = {}
+    known: list[np.ndarray] = []
+    # A few elements do not determine the factors of the sum; large tensors do.
+    for name in sorted(names, key=lambda name: -np.size(dense(received[name]))):
+        asked = SumOf(context, copy, name)
+        if not asked.is_right():
+            groups.setdefault(why_sum(asked, known), []).append(asked)
+    for (cause, text, lost), wrong in groups.items():
+        apart = max(distance(each.got, each.right) for each in wrong)
+        yield context.found(
+            cause, text, kind=context.kind_sent if lost else "sums", items=lost or (copy,),
+            tensors=[each.name for each in wrong],
+            distance=ratio(apart, max(norm(each.right) for each in wrong)),
+        )  # fmt: skip
 
 
 def _unequal_sums(context: Context, received: Sequence[Named]) -> Iterator[Finding]:
@@ -169,3 +142,101 @@ def _with_own(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
         text = f"the update of each replica uses its own gradient, not the sum over {num} replicas"
         names = [name for name in sent[0] if name in own]
         yield context.found("not_all_reduced", text, items=context.copies, tensors=names)
+
+
+def check_clipping(context: Context) -> Iterator[Finding]:
+    """Checks clipped gradients, and their sum against the clipped sum."""
+    source = "sums" if context.clips_sum else "raw"
+    if not context.has("clipped") or not context.has(source):
+        return
+    if not context.computes:
+        context.mark_checked()
+        yield from _factors_of_clipping(context, context.named(source), context.named("clipped"))
+        return
+    if context.overflows:
+        return
+    context.mark_checked()
+    oracle, raw, clipped = context.oracle, context.named(source), context.named("clipped")
+    odd = []
+    for item, own in enumerate(clipped):
+        alone = oracle.clip(raw[item])
+        wrong = [name for name in own if is_far(own[name], alone[name])]
+        if wrong:
+            odd.append(item)
+            yield from _why(context, item, raw[item], alone, wrong)
+    if not context.has_several or odd or context.clips_sum:
+        return
+    total, sent = add_named(raw), add_named(clipped)
+    expected = oracle.clip(total)
+    if wrong := [name for name in sent if is_far(sent[name], expected[name])]:
+        norms = ", ".join(f"{total_norm(gradients):.4g}" for gradients in raw)
+        yield context.found(
+            "clipped_before_the_sum",
+            f"{oracle.limits() or 'clipping'} is applied on each replica (norms {norms}), not to"
+            f" the sum (norm {total_norm(total):.4g}): the sum of the clipped gradients has norm"
+            f" {total_norm(sent):.4g}, the clipped sum has {total_norm(expected):.4g}",
+            tensors=wrong, distance=relative_norm(sent, expected), allowed=_SCALED,
+        )  # fmt: skip
+
+
+def _factors_of_clipping(
+    context: Context, given: Sequence[Named], clipped: Sequence[Named]
+) -> Iterator[Finding]:
+    """Compares the factors of clipping, where the limits of the optimizer are unknown."""
+    if len(clipped) < 2 or not all(map(are_finite, (*given, *clipped))):
+        return
+    factors = []
+    for before, after in zip(given, clipped, strict=True):
+        names = [name for name in after if name in before]
+        scale = factor_of([after[n] for n in names], [before[n] for n in names])
+        factors.append(1.0 if all(same_bits(after[n], before[n]) for n in names) else scale)
+    odd = [item for item, factor in enumerate(factors) if factor != 1]
+    if context.clips_sum and not np.ptp(factors) <= _SCALED * abs(factors[0]):
+        listed = ", ".join(f"{factor:.4g}" for factor in factors)
+        text = f"the replicas scale the same gradient by different factors: {listed}"
+        yield context.found("clipped_on_one_replica", text, kind="clipped", items=odd)
+    elif not context.clips_sum and odd:
+        norms = ", ".join(f"{total_norm(gradients):.4g}" for gradients in given)
+        text = f"each replica clips its own gradient, of norm {norms}, before the sum"
+        yield context.found("clipped_before_the_sum", text, kind="raw", items=odd)
+
+
+def _why(
+    context: Context, item: int, raw: Named, alone: Named, wrong: Sequence[str]
+) -> Iterator[Finding]:
+    """Explains gradients that are not the replica's, clipped by the optimizer."""
+    clipped = context.named("clipped")[item]
+    if text := _threshold([clipped[n] for n in wrong], [raw[n] for n in wrong]):
+        limits = context.oracle.limits() or "no clipping"
+        yield context.found(
+            "clipped_on_one_replica",
+            f"the gradients are clipped to {text} before the sum; the optimizer has {limits}",
+            kind="clipped", items=(item,), tensors=wrong, distance=relative_norm(clipped, alone),
+        )  # fmt: skip
+        return
+    for name in wrong:
+        cause, text = why_tensor(clipped[name], alone[name], 0.0, len(context.shards))
+        apart = ratio(distance(clipped[name], alone[name]), norm(alone[name]))
+        yield context.found(
+            cause, f"after clipping, {text}", kind="clipped", items=(item,), tensors=(name,),
+            distance=apart,
+        )  # fmt: skip
+
+
+def _threshold(clipped: Sequence[Array], raw: Sequence[Array]) -> str:
+    """Returns the norm or value to which gradients were clipped; "" if they were not."""
+    arrays = [(dense(c), dense(r)) for c, r in zip(clipped, raw, strict=True)]
+    largest = max(float(np.max(np.abs(c), initial=0)) for c, _ in arrays)
+    if largest and all(
+        np.allclose(c, np.clip(r, -largest, largest), rtol=_SCALED, atol=0) for c, r in arrays
+    ):
+        return f"values of {largest:.4g}"
+    factors = [factor_of([c], [r]) for c, r in arrays]
+    if any(is_far(c, f * r) or not 0 < f < 1 for (c, r), f in zip(arrays, factors, strict=True)):
+        return ""
+    norms = [norm(c) for c, _ in arrays]
+    if len(arrays) > 1 and np.ptp(norms) <= _SCALED * max(norms):
+        return f"norm {norms[0]:.4g} each"
+    if np.ptp(factors) <= _SCALED * max(factors):
+        return f"norm {float(np.linalg.norm(norms)):.4g}"
+    return ""

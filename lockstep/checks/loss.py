@@ -64,17 +64,16 @@ def _check_losses(context: Context) -> Iterator[Finding | Actual]:
         )  # fmt: skip
         return
     cause, text = losses.why()
-    smoothed = []
+    explained = []
     for shard in losses.odd if cause == "other_loss" else ():
-        if found := _label_smoothing(context, shard):
-            why, changes = found
-            smoothed.append(shard)
+        if found := _label_smoothing(context, shard) or _left_out(context, shard, losses):
+            name, why, changes = found
+            explained.append(shard)
             yield Actual(shard, changes)
             yield context.found(
-                "label_smoothing", why, items=(shard,), distance=losses.apart,
-                allowed=losses.allowed,
-            )  # fmt: skip
-    if not smoothed:
+                name, why, items=(shard,), distance=losses.apart, allowed=losses.allowed
+            )
+    if not explained:
         yield context.found(
             cause, text, design=cause == "not_a_sum_over_examples", distance=losses.apart,
             allowed=losses.allowed, items=losses.odd if cause == "other_loss" else (),
@@ -95,11 +94,12 @@ def _shifted_targets_of(
             return
 
 
-def _label_smoothing(context: Context, shard: int) -> tuple[str, dict] | None:
+def _label_smoothing(context: Context, shard: int) -> tuple[str, str, dict] | None:
     """Explains a loss by targets that are spread over all classes, as it should not be.
 
     The cross-entropy with smoothing s is (1 - s) times that of the labels plus s times the mean
-    over the classes; its gradients are linear in s, and give it. Returns text and changes of `Ask`.
+    over the classes; its gradients are linear in s, and give it. Returns
+    cause, text and changes of `Ask`.
     """
     if not context.has("y_pred"):
         return None
@@ -136,7 +136,25 @@ def _label_smoothing(context: Context, shard: int) -> tuple[str, dict] | None:
     if len(context.near(shard, actual, predicted, times)) < len(actual):
         return None
     text = f"its gradients are those of a label smoothing of {smoothing:.3g}"
-    return text, {"starts": starts, "scales": scales}
+    return "label_smoothing", text, {"starts": starts, "scales": scales}
+
+
+def _left_out(context: Context, shard: int, losses: "Losses") -> tuple[str, str, dict] | None:
+    """Explains a loss by an example that it leaves out; returns the same as `_label_smoothing`."""
+    if not (context.has("y_pred") and context.has("mask")):
+        return None
+    oracle, state, size = context.oracle, context.state(shard), context.sizes[shard]
+    arrays = context.actual[shard].data, *(context.arrays(k)[shard] for k in ("y_pred", "mask"))
+    for index in range(size) if size > 1 else ():
+        kept = [[np.delete(a, index, 0) if a.ndim else a for a in each] for each in arrays]
+        loss = oracle.loss(state, *kept) * (size - 1) / size
+        if losses.is_share(shard, loss):
+            gradients = oracle.loss_gradients(state, *kept)
+            starts = [np.insert(g * ((size - 1) / size), index, 0, axis=0) for g in gradients]
+            scales = losses.taken[shard] / loss, context.actual[shard].scales[1]
+            text = f"the loss leaves out example {index + 1} of {size}"
+            return "lost_examples", text, {"starts": starts, "scales": scales}
+    return None
 
 
 # Cause, text, loss of the whole batch, and a function that returns the start of each shard's
@@ -253,16 +271,6 @@ class Losses:
         shares = 1.0, 1 / len(self.own), self.sizes[r] / sum(self.sizes)
         return any(self._near(self.taken[r], share * loss) for share in shares)
 
-    @property
-    def common_factor(self) -> float | None:
-        """The common factor of all replicas' parts of the loss; None if they differ."""
-        num = len(self.own)
-        if not all(self.own) or not np.isfinite(self.own).all():
-            return None
-        factors = [t * num / o for t, o in zip(self.taken, self.own, strict=True)]
-        same = np.allclose(factors, factors[0], self.allowed, 0)
-        return factors[0] if same and factors[0] > 0 else None
-
     def repeated(self, regular: float) -> float | None:
         """Returns how many times too often regularisation is in the replicas' data losses.
 
@@ -287,41 +295,22 @@ class Losses:
         return extra if any(fits) and is_whole else None
 
     @property
-    def by_size(self) -> float:
-        """The mean of the replicas' own losses, weighted by their numbers of examples."""
-        pairs = zip(self.own, self.sizes, strict=True)
-        return sum(own * size / sum(self.sizes) for own, size in pairs)
-
-    @property
     def is_plain_sum(self) -> bool:
         """Whether losses without weights and masks are the mean over examples."""
-        pairs = zip(self.plain, self.sizes, strict=True)
-        mean = sum(plain * size / sum(self.sizes) for plain, size in pairs)
-        return abs(mean - self.plain_whole) <= self.allowed * max(abs(self.plain_whole), TINY)
+        apart = abs(self._by_size(self.plain) - self.plain_whole)
+        return apart <= self.allowed * max(abs(self.plain_whole), TINY)
+
+    def _by_size(self, losses: Sequence[float]) -> float:
+        """Returns the mean of the replicas' losses, weighted by their numbers of examples."""
+        pairs = zip(losses, self.sizes, strict=True)
+        return sum(loss * size for loss, size in pairs) / sum(self.sizes)
 
     def why(self) -> tuple[str, str]:
         """Returns cause and text of a sum that differs from the loss of the whole batch."""
-        if explained := self._why_means():
-            return explained
-        num, taken, whole, factor = len(self.own), sum(self.taken), self.whole, self.common_factor
-        if factor is not None and self._near(self.by_size, whole):
-            often = ": they are divided by the number of replicas twice"
-            return "scaled_gradient", (
-                f"each replica's loss and gradients are {factor:.4g} times the replica's share of"
-                f" those of the batch{often if abs(factor * num - 1) < 1e-3 else ''}"
-            )
-        return "other_loss", (
-            f"the replicas' losses ({', '.join(f'{t:.6g}' for t in self.taken)}) add up to"
-            f" {taken:.6g}; the compiled loss of their predictions is {self._each}, and"
-            f" {whole:.6g} for the whole batch"
-        )
-
-    def _why_means(self) -> tuple[str, str] | None:
-        """Explains a sum of the replicas' losses, or their mean."""
         num, sizes, taken, whole = len(self.own), self.sizes, sum(self.taken), self.whole
         once = all(self._near(t, o) for t, o in zip(self.taken, self.own, strict=True))
         mean = self._near(taken, sum(self.own) / num) and not self.odd
-        is_by_size = self._near(self.by_size, whole)
+        is_by_size = self._near(self._by_size(self.own), whole)
         if once and is_by_size:
             return "scalar_loss_not_divided", (
                 f"the replicas' losses ({self._each}) are not divided by the number of replicas,"
@@ -344,7 +333,19 @@ class Losses:
                 f"the loss of a batch is not the mean of its examples' losses: it is {whole:.6g}"
                 f" for the whole batch and {self._each} for the shards"
             )
-        return None
+        factors = [t * num / o if o else np.nan for t, o in zip(self.taken, self.own, strict=True)]
+        are_equal = factors[0] > 0 and np.allclose(factors, factors[0], self.allowed, 0)
+        if are_equal and is_by_size:
+            often = ": they are divided by the number of replicas twice"
+            return "scaled_gradient", (
+                f"each replica's loss and gradients are {factors[0]:.4g} times the replica's share"
+                f" of those of the batch{often if abs(factors[0] * num - 1) < 1e-3 else ''}"
+            )
+        return "other_loss", (
+            f"the replicas' losses ({', '.join(f'{t:.6g}' for t in self.taken)}) add up to"
+            f" {taken:.6g}; the compiled loss of their predictions is {self._each}, and"
+            f" {whole:.6g} for the whole batch"
+        )
 
     @property
     def _each(self) -> str:

@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.arithmetic import (
-    EPS,
     MARGIN,
-    TINY,
     dense,
     distance,
     is_far,
@@ -17,6 +15,7 @@ from lockstep.arithmetic import (
     norm,
     ratio,
     same_bits,
+    sum_bound,
 )
 from lockstep.context import Context
 from lockstep.trace import SEED, STATISTIC, Named
@@ -60,7 +59,6 @@ def _local(context: Context) -> Iterator[Finding]:
 def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Finding]:
     """Checks the statistics and seeds that a shard leaves."""
     left, before = context.left(shard), context.state(shard)
-    oracle = context.oracle
     own = _own(context, shard)
     allowed = MARGIN * context.expected(shard).forward
     wrong = []
@@ -86,13 +84,11 @@ def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Fi
         yield context.found("inference_mode", text, **where)
         return
     cause, text = _why(context, shard, left, before, own, wrong)
-    if oracle.synchronizes and cause == "unexplained":
-        cause, text = (
-            "local_statistics",
-            (
-                "the layer is synchronized, but its moving statistics are those of one replica's"
-                " examples, not of the whole batch"
-            ),
+    if context.oracle.synchronizes and cause == "unexplained":
+        cause = "local_statistics"
+        text = (
+            "the layer is synchronized, but its moving statistics are those of one replica's"
+            " examples, not of the whole batch"
         )
     yield context.found(cause, text, **where)
 
@@ -141,39 +137,59 @@ def _why(
 def _averages(context: Context) -> Iterator[Finding]:
     """Checks the statistics that are evaluated and saved: the mean over the shards."""
     own, saved = context.named("own_after"), context.named("after")[0]
-    sizes = np.array(context.sizes if context.has("data") else [1] * len(own), float)
-    groups: dict[tuple[str, str], list[str]] = {}
+    wrong: list[str] = []
     for name in context.of_kind(STATISTIC):
-        parts = [dense(each[name]) for each in own if name in each]
-        if len(parts) < len(own) or name not in saved:
+        if not all(name in each for each in (*own, saved)):
             continue
-        mean = np.mean(parts, axis=0)
-        bound = (len(parts) + 1) * EPS / 2 * np.mean(np.abs(parts), axis=0) + TINY
+        mean, bound = _average(own, name, [1 / len(own)] * len(own))
         same = same_bits(saved[name], np.mean([each[name] for each in own], axis=0))
         context.measure(name, "after", 0, saved[name], mean, length(bound), same=same)
-        if same or is_within(saved[name], mean, bound):
-            continue
-        weighted = np.average(parts, axis=0, weights=sizes) if sizes.sum() else mean
-        cause, text = "unexplained", "moving statistics are not the mean over the replicas"
-        for shard, part in enumerate(parts):
-            if is_within(saved[name], part, bound):
-                shown = context.trace.name_of("own_after", shard)
-                cause, text = (
-                    "statistics_not_averaged",
-                    (
-                        f"BatchNorm's moving statistics are not averaged: those of {shown} are"
-                        " evaluated and saved"
-                    ),
-                )
-                break
-        else:
-            if is_within(saved[name], weighted, bound):
-                cause = "weighted_average"
-                text = "moving statistics are averaged with weights, by the size of the shards"
-            elif is_within(saved[name], 2 * mean, 2 * bound) or is_within(
-                saved[name], len(parts) * mean, len(parts) * bound
-            ):
-                cause, text = "doubled_average", "moving statistics are summed, not averaged"
-        groups.setdefault((cause, text), []).append(name)
+        if not same and not is_within(saved[name], mean, bound):
+            wrong.append(name)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in wrong:
+        groups.setdefault(_why_average(context, own, saved, name, wrong), []).append(name)
     for (cause, text), names in groups.items():
         yield context.found(cause, text, kind="after", tensors=names)
+
+
+def _average(
+    own: Sequence[Named], name: str, weights: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a weighted sum of the shards' statistics, and the bound of its error."""
+    parts = [weight * dense(each[name]) for weight, each in zip(weights, own, strict=True)]
+    return np.sum(parts, axis=0), sum_bound(parts)
+
+
+def _why_average(
+    context: Context, own: Sequence[Named], saved: Named, name: str, wrong: Sequence[str]
+) -> tuple[str, str]:
+    """Explains moving statistics that are not the mean over the shards."""
+    num = len(own)
+    for shard in range(num):
+        if is_within(saved[name], *_average(own, name, np.eye(num)[shard].tolist())):
+            shown = context.trace.name_of("own_after", shard)
+            return "statistics_not_averaged", (
+                f"BatchNorm's moving statistics are not averaged: those of {shown} are evaluated"
+                " and saved"
+            )
+    columns = [np.concatenate([dense(each[n]).ravel() for n in wrong]) for each in own]
+    target = np.concatenate([dense(saved[n]).ravel() for n in wrong])
+    fitted = np.linalg.lstsq(np.stack(columns, axis=1), target, rcond=None)[0].tolist()
+    sizes = context.sizes if context.has("data") else [1] * num
+    known = {
+        "weighted_average": [size / sum(sizes) for size in sizes],
+        "doubled_average": [1.0] * num,
+    }
+    for cause, weights in known.items():
+        if is_within(saved[name], *_average(own, name, weights)):
+            how = "summed, not averaged"
+            if cause == "weighted_average":
+                how = "averaged with weights, by the size of the shards"
+            return cause, f"moving statistics are {how}"
+    # Statistics of shards are alike: their weights are known to a few digits.
+    mean, bound = _average(own, name, fitted)
+    if len(target) > 10 * num and is_within(saved[name], mean, MARGIN * bound):
+        shown = ", ".join(f"{weight:.3g}" for weight in fitted)
+        return "weighted_average", f"moving statistics are averaged with the weights {shown}"
+    return "unexplained", "moving statistics are not the mean over the replicas"

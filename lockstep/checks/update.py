@@ -9,8 +9,8 @@ from lockstep.arithmetic import (
     MARGIN,
     TINY,
     add,
+    all_same_bits,
     are_finite,
-    bits,
     dense,
     distance,
     is_within,
@@ -48,20 +48,17 @@ def check_update(context: Context) -> Iterator[Finding]:
     before, after = context.named("before"), context.named("after")
     updated = weights | oracle.tracks
     watched = [n for n in context.trace.keys if n in updated and all(n in each for each in after)]
-    computed: dict[tuple, Named] = {}
-    reach: dict[tuple, Named] = {}
-    for copy in context.copies:
-        applied = context.applied(copy)
-        state = [before[copy][n] for n in watched if n in before[copy]]
-        key = tuple(map(bits, [*state, *applied.values()]))
-        if key not in computed:
-            computed[key] = context.updated(before[copy], applied)
-        expected, own = computed[key], after[copy]
+    last: tuple[Named, Named] | None = None  # State and gradients of the copy before.
+    for copy, own in enumerate(after):
+        given = {n: before[copy][n] for n in watched if n in before[copy]}, context.applied(copy)
+        if last is None or not all(map(all_same_bits, given, last)):
+            expected, reach = context.updated(before[copy], given[1]), Named()
+        last = given
         differing = [name for name in watched if not same_bits(own[name], expected[name])]
-        bounds = reach.get(key) or least_bounds(context, before[copy], expected, differing)
+        bounds = reach or least_bounds(context, before[copy], expected, differing)
         wrong = [n for n in differing if not is_within(own[n], expected[n], bounds[n])]
-        if wrong and key not in reach:
-            bounds = reach[key] = rounding_bounds(context, before[copy], applied)
+        if wrong and not reach:
+            bounds = reach = rounding_bounds(context, before[copy], given[1])
             wrong = [n for n in wrong if not is_within(own[n], expected[n], bounds[n])]
         for name in watched:
             same = name not in differing

@@ -29,6 +29,14 @@ def other_states(context: Context, shard: int) -> Iterator[OtherState]:
             text = "those for the examples of the previous step"
             yield "other_examples", text, {"data": data}
     groups, single = _groups(context, state), _single(context)
+    for first, second in itertools.combinations(range(len(context.trace.about.parts)), 2):
+        for where, names in (groups | single).items():
+            whose = f"of devices {first} and {second} exchanged in {where}"
+            changed = with_exchanged_elements(context, state, names, first, second)
+            yield "swapped_parts", f"those with the elements {whose}", {"state": changed}
+            changed = {n: _exchanged(state[n], context, first, second) for n in names}
+            text = f"those with the channels {whose}"
+            yield "other_order_of_parts", text, {"state": state | changed}
     for cause, text, other in _other_values(context, state, shard):
         for where, names in (groups | single).items():
             chosen = [name for name in names if name in other]
@@ -39,14 +47,6 @@ def other_states(context: Context, shard: int) -> Iterator[OtherState]:
             if where in groups or cause in ("frozen", "repeated_bias"):
                 for part, mixture in mixed(context, state, other, chosen):
                     yield cause, f"those with {part} of {where} {text}", {"state": state | mixture}
-    for first, second in itertools.combinations(range(len(context.trace.about.parts)), 2):
-        for where, names in (groups | single).items():
-            whose = f"of devices {first} and {second} exchanged in {where}"
-            changed = with_exchanged_elements(context, state, names, first, second)
-            yield "swapped_parts", f"those with the elements {whose}", {"state": changed}
-            changed = {n: _exchanged(state[n], context, first, second) for n in names}
-            text = f"those with the channels {whose}"
-            yield "other_order_of_parts", text, {"state": state | changed}
 
 
 def _groups(context: Context, state: Named) -> dict[str, list[str]]:

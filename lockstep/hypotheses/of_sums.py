@@ -1,18 +1,21 @@
 """Explains a wrong sum of gradients."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.arithmetic import (
+    EPS,
     MARGIN,
     NOTHING_BUT_ROUNDING,
+    UNITS,
     add,
+    are_finite,
     dense,
     distance,
     is_within,
     length,
+    same_bits,
     scaled,
     sum_bound,
     total_norm,
@@ -24,28 +27,48 @@ from lockstep.trace import Array
 Why = tuple[str, str, tuple[int, ...]]  # Cause, text, and shards if other than the receiver.
 
 
-class SumOf(NamedTuple):
-    """A wrong sum.
+class SumOf:
+    """The sum of a gradient that a copy received.
+
+    Args:
+        context: the step.
+        copy: the copy.
+        name: name of the weight.
 
     Attributes:
-        context: the step.
-        item: the copy that received it; None if all received it.
+        copy: the copy.
         got: the sum.
         parts: the gradients that each shard sent.
         share: factor of the sum: 1, or one over the number of shards for a mean.
         bound: bound of each element's error.
-        old_parts: the gradients that each shard sent in the last step that has them.
-        old_sum: the sum of that step.
+        right: the sum of what was sent.
     """
 
-    context: Context
-    item: int | None
-    got: Array
-    parts: Sequence[Array]
-    share: float
-    bound: np.ndarray
-    old_parts: Sequence[Array] = ()
-    old_sum: Array | None = None
+    def __init__(self, context: Context, copy: int, name: str):
+        self.context, self.copy, self.name = context, copy, name
+        self.got = context.named("sums")[copy][name]
+        self.parts = [gradients[name] for gradients in context.named(context.kind_sent)]
+        self.share, total = context.share(0), add(self.parts)
+        self.right = scaled(total, self.share) if self.share != 1 else total
+        unit = UNITS.get(context.trace.about.reduced_in, EPS)
+        if context.computes:
+            unit = max(unit, context.oracle.units.get(name, EPS))
+        self.bound = sum_bound(self.parts, unit) * self.share
+
+    @property
+    def item(self) -> int | None:
+        """The copy that received it; None if all received the same."""
+        received = [sums[self.name] for sums in self.context.named("sums") if self.name in sums]
+        return None if all(same_bits(other, self.got) for other in received) else self.copy
+
+    def is_right(self) -> bool:
+        """Measures the sum; returns whether it is right."""
+        if same_bits(self.got, self.right):
+            where = self.name, "sums", self.copy
+            return self.context.measure(*where, self.got, self.right, 0.0, same=True)
+        allowed = length(self.bound)
+        self.context.measure(self.name, "sums", self.copy, self.got, self.right, allowed)
+        return is_within(self.got, self.right, self.bound)
 
 
 def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
@@ -59,11 +82,19 @@ def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
     num, sums = len(parts), dense(got)
     if sums.shape != bound.shape:
         return "unexplained", f"the sum has shape {sums.shape}, not {bound.shape}", ()
+    if are_finite([got]) and not are_finite(parts):
+        text = "gradients overflow, and a finite sum is received: the step is not skipped"
+        return "overflow_not_skipped", text, ()
+    if not are_finite([got]) and are_finite(parts):
+        text = "what is received is NaN or infinite, although what is sent is finite"
+        return "not_finite", text, ()
+    if clipped := _clipped_parts(asked):
+        return clipped
     for text, old, limit, items in _stale(asked):
         if np.any(sums) and is_within(got, old, limit) and not is_within(add(parts), old, bound):
             return "stale_gradient", text, items
     rows = np.stack([dense(part).ravel() for part in parts])
-    apart = distance(got, scaled(add(parts), share))
+    apart = distance(got, asked.right)
     for factors in _factors(asked, rows, known):
         limit = MARGIN * max(1, float(np.abs(factors / share).max())) * bound
         if length(limit) > NOTHING_BUT_ROUNDING * apart:
@@ -76,26 +107,42 @@ def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
         # The error of a quantised element is that of the largest one.
         if is_within(got, candidate * share, bound.max() if cause == "quantised" else bound):
             return cause, text, ()
-    for text, moved in moved_parts(asked.context, dense(add(parts)) * share):
+    for text, moved in moved_parts(asked.context, dense(asked.right)):
         if is_within(got, moved, np.max(bound)):
             return "swapped_parts", text, ()
     if found := _sum_of_some(sums / share, rows, bound / share):
         return *found, ()
-    return *why_tensor(got, scaled(add(parts), share), 0.0, num), ()
+    return *why_tensor(got, asked.right, 0.0, num), ()
+
+
+def _clipped_parts(asked: SumOf) -> Why | None:
+    """Explains a sum by the optimizer's clipping of each part, which should clip the sum."""
+    context, oracle = asked.context, asked.context.oracle if asked.context.computes else None
+    if not (oracle and context.clips_sum and (limits := oracle.limits())):
+        return None
+    clipped = [oracle.clip(sent)[asked.name] for sent in context.named(context.kind_sent)]
+    # The factors of the clipping are rounded, too.
+    if is_within(asked.got, add(clipped), MARGIN * sum_bound(asked.parts)):
+        return "clipped_before_the_sum", f"{limits} is applied on each replica, not to the sum", ()
+    return None
 
 
 def _stale(asked: SumOf) -> Iterator[tuple[str, Array, np.ndarray, tuple[int, ...]]]:
     """Yields text, sum, bound and shards for sums with gradients of the previous step."""
-    parts, old, share = list(asked.parts), list(asked.old_parts), asked.share
-    if asked.old_sum is not None:
-        yield "the sum is that of the previous step", asked.old_sum, sum_bound([asked.old_sum]), ()
+    context, name, parts, share = asked.context, asked.name, asked.parts, asked.share
+    text = "the sum is that of the previous step"
+    sums_before = context.earlier("sums")
+    if sums_before and name in sums_before[asked.copy]:
+        old_sum = sums_before[asked.copy][name]
+        yield text, old_sum, sum_bound([old_sum]), ()
+    old = [sent[name] for sent in context.earlier(context.kind_sent) or () if name in sent]
     if len(old) != len(parts):
         return
-    yield "the sum is that of the previous step", scaled(add(old), share), sum_bound(old), ()
+    yield text, scaled(add(old), share), sum_bound(old), ()
     for shard in range(len(parts)):
         mixed = [*parts[:shard], old[shard], *parts[shard + 1 :]]
-        name = asked.context.trace.name_of("raw", shard)
-        text = f"the sum contains the gradient that {name} sent in the previous step"
+        whose = context.trace.name_of("raw", shard)
+        text = f"the sum contains the gradient that {whose} sent in the previous step"
         yield text, scaled(add(mixed), share), sum_bound(mixed), (shard,)
 
 

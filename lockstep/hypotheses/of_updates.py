@@ -27,22 +27,36 @@ def update_hypotheses(
     context: Context, copy: int, expected: Named, wrong: Sequence[str]
 ) -> Iterator[Hypothesis]:
     """Yields hypotheses about a wrong update of a copy."""
-    before, applied = context.named("before")[copy], context.applied(copy)
+    before, after, applied = (
+        context.named("before")[copy],
+        context.named("after"),
+        context.applied(copy),
+    )
+    update, kinds = partial(context.updated, before), context.trace.kinds
     yield "not_updated", "the weights do not change", lambda: before
     for kind, what in ((STATE, "optimizer state does"), (WEIGHT, "weights do")):
-        if held := {n: before[n] for n in wrong if context.trace.kinds[n] == kind and n in before}:
+        if held := {n: before[n] for n in wrong if kinds[n] == kind and n in before}:
             yield "not_updated", f"the {what} not change", partial(dict, expected | held)
-    yield from _zeroed_afterwards(context, expected, wrong)
-    rates = [(context.updated(before, applied, rate=2.0, decays=d), d) for d in (True, False)]
-    fitted = partial(_with_fitted_numbers, context, copy, expected, rates)
-    first, *others = context.named("after")
-    if not all(all_same_bits(first, other) for other in others):
+    slots = [n for n in wrong if kinds[n] == STATE and expected[n].ndim]
+    if slots:
+        zeros = {name: np.zeros_like(expected[name]) for name in slots}
+        text = "the optimizer state is 0 after the update"
+        yield "zeroed_state", text, partial(dict, expected | zeros)
+    twice_as_far = [(update(applied, rate=2.0, decays=decays), decays) for decays in (True, False)]
+    fitted = partial(_with_fitted_numbers, context, copy, expected, twice_as_far)
+    copies_differ = not all(all_same_bits(after[0], other) for other in after[1:])
+    if copies_differ:
         yield from fitted(wrong)  # Of one copy, it is not a mean in place of a sum.
     yield from _with_other_gradients(context, copy, before, applied, wrong)
     yield from _with_other_states(context, copy, before, applied)
-    twice = "updated_twice", "the update is made twice", partial(_twice, context, before, applied)
-    counted = _is_counted_once(context, copy)
-    if not counted:
+    twice = (
+        "updated_twice",
+        "the update is made twice",
+        lambda: context.updated(update(applied), applied),
+    )
+    counters = [n for n in context.of_kind(STATE) if n.endswith("iteration") and n in before]
+    is_counted_once = any(after[copy][name] == before[name] + 1 for name in counters)
+    if not is_counted_once:
         yield twice
     yield from _of_exchanged_parts(context, before, applied, expected)
     if isinstance(rule := context.updater, RuleOracle):
@@ -52,20 +66,25 @@ def update_hypotheses(
         text = f"the weights are rounded to {name} after the update"
         short = {n: rounded(expected[n]) for n in applied}
         yield "reduced_precision", text, partial(dict, expected | short)
-    yield from fitted(wrong)
-    if counted:  # Without momentum, it is the update with another learning rate.
+    if not copies_differ:
+        yield from fitted(wrong)
+    if is_counted_once:  # Without momentum, it is the update with another learning rate.
         yield twice
     for name in wrong if len(wrong) > 1 else ():
         yield from fitted([name])
-    for twice_as_far, _ in rates:
-        yield from _of_one_device(context, copy, expected, twice_as_far, wrong)
-    yield from _slots_changed_afterwards(context, expected, wrong)
+    yield from _of_one_device(context, copy, expected, twice_as_far, wrong)
+    for axis in range(max((expected[name].ndim for name in slots), default=0)):
+        for shift in (1, -1):
+            moved = [name for name in slots if axis < expected[name].ndim]
+            rolled = {name: np.roll(expected[name], shift, axis) for name in moved}
+            text = f"the optimizer state is moved by {shift} along axis {axis}"
+            yield "shifted_state", text, partial(dict, expected | rolled)
     norms = total_norm(applied)
     for factor in (1.0, 0.1, 5.0, 10.0):
         if norms > factor:
             clipped = scaled_all(applied, factor / norms)
             text = f"the sum is clipped to norm {factor:g} before the update"
-            yield "clipped_on_one_replica", text, partial(context.updated, before, clipped)
+            yield "clipped_on_one_replica", text, partial(update, clipped)
 
 
 def _with_other_gradients(
@@ -141,62 +160,27 @@ def _with_other_states(
             yield "shifted_state", text, partial(context.updated, before | moved, applied)
 
 
-def _is_counted_once(context: Context, copy: int) -> bool:
-    """Returns whether the optimizer has a counter of updates, which advances by one."""
-    before, after = context.named("before")[copy], context.named("after")[copy]
-    counters = [n for n in context.of_kind(STATE) if n.endswith("iteration") and n in before]
-    return any(after[name] == before[name] + 1 for name in counters)
-
-
-def _twice(context: Context, before: Named, applied: Named) -> Named:
-    return context.updated(context.updated(before, applied), applied)
-
-
 def _of_one_device(
-    context: Context, copy: int, expected: Named, twice: Named, wrong: Sequence[str]
-) -> Iterator[Hypothesis]:
+    context: Context, copy: int, expected: Named, twice_as_far: Sequence[tuple[Named, bool]],
+    wrong: Sequence[str],
+) -> Iterator[Hypothesis]:  # fmt: skip
     """Yields updates of which one device's part is not made, or with another learning rate."""
     before, after = context.named("before")[copy], context.named("after")[copy]
-    names = [n for n in wrong if n in before and before[n].ndim]
-    for part, changed in mixed(context, expected, before, names):
-        yield "not_updated", f"{part} do not change", partial(dict, expected | changed)
-    for part, doubled in mixed(context, expected, twice, names):
-        apart = [dense(after[n]) - dense(expected[n]) for n in names]
-        slope = [dense(doubled[n]) - dense(expected[n]) for n in names]
-        more = factor_of(apart, slope)
-        if np.isfinite(more):
-            scaled = {
-                n: dense(expected[n]) + more * s for n, s in zip(names, slope, strict=True)
-            }  # fmt: skip
-            text = f"{part} are updated with {1 + more:.4g} times the sum"
-            yield "scaled_gradient", text, partial(dict, expected | scaled)
-
-
-def _zeroed_afterwards(
-    context: Context, expected: Named, wrong: Sequence[str]
-) -> Iterator[Hypothesis]:
-    """Yields optimizer states of 0 after the update."""
-    slots = [n for n in wrong if context.trace.kinds[n] == STATE and expected[n].ndim]
-    zeros = {name: np.zeros_like(expected[name]) for name in slots}
-    if slots:
-        text = "the optimizer state is 0 after the update"
-        yield "zeroed_state", text, partial(dict, expected | zeros)
-
-
-def _slots_changed_afterwards(
-    context: Context, expected: Named, wrong: Sequence[str]
-) -> Iterator[Hypothesis]:
-    """Yields optimizer states that are moved along an axis after the update."""
-    slots = [n for n in wrong if context.trace.kinds[n] == STATE and expected[n].ndim]
-    if not slots:
-        return
-    for axis in range(max(expected[name].ndim for name in slots)):
-        for shift in (1, -1):
-            rolled = {
-                n: np.roll(expected[n], shift, axis) for n in slots if axis < expected[n].ndim
-            }
-            text = f"the optimizer state is moved by {shift} along axis {axis}"
-            yield "shifted_state", text, partial(dict, expected | rolled)
+    weights = [name for name in wrong if name in before and before[name].ndim]
+    slots = [n for n in context.of_kind(STATE) if n in before and before[n].ndim]
+    names = list(dict.fromkeys([*weights, *slots]))
+    for chosen in (weights, names):
+        for part, changed in mixed(context, expected, before, chosen):
+            yield "not_updated", f"{part} do not change", partial(dict, expected | changed)
+    apart = [dense(after[n]) - dense(expected[n]) for n in names]
+    for twice, _ in twice_as_far:
+        for part, doubled in mixed(context, expected, twice, names):
+            slope = [dense(doubled[n]) - dense(expected[n]) for n in names]
+            if np.isfinite(more := factor_of(apart, slope)):
+                pairs = zip(names, slope, strict=True)
+                moved = {n: dense(expected[n]) + more * change for n, change in pairs}
+                text = f"{part} are updated with {1 + more:.4g} times the learning rate, or the sum"
+                yield "other_learning_rate", text, partial(dict, expected | moved)
 
 
 def _of_exchanged_parts(
@@ -216,14 +200,14 @@ def _of_exchanged_parts(
 
 
 def _with_fitted_numbers(
-    context: Context, copy: int, expected: Named, rates: Sequence[tuple[Named, bool]],
+    context: Context, copy: int, expected: Named, twice_as_far: Sequence[tuple[Named, bool]],
     chosen: Sequence[str],
 ) -> Iterator[Hypothesis]:  # fmt: skip
     """Yields updates with a number that is fitted to some weights: a learning rate, a decay."""
     before, after = context.named("before")[copy], context.named("after")[copy]
     applied = context.applied(copy)
     apart = [dense(after[n]) - dense(expected[n]) for n in chosen]
-    for twice, decays in rates:
+    for twice, decays in twice_as_far:
         slope = [dense(twice[n]) - dense(expected[n]) for n in chosen]
         rate = 1 + factor_of(apart, slope)
         if np.isfinite(rate):

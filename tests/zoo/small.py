@@ -117,9 +117,11 @@ class OwnStep(keras.Sequential):
     def train_step(self, data: tuple) -> dict:
         with tf.GradientTape() as tape:
             loss = self.loss_of(*data)
-        gradients = tape.gradient(loss, self.trainable_weights)
-        self.optimizer.apply(gradients, self.trainable_weights)
+        self.apply(tape.gradient(loss, self.trainable_weights))
         return {"loss": loss}
+
+    def apply(self, gradients: Sequence[tf.Tensor]) -> None:
+        self.optimizer.apply(gradients, self.trainable_weights)
 
 
 def one_pipeline_for_each_replica(
