@@ -40,7 +40,6 @@ CAUSES = {  # Cause → remedy, in any framework.
     " different training",
     "not_a_sum_over_examples": "gather the model's outputs from all replicas before the loss is"
     " computed, or accept that this is a different training",
-    "predictions_out_of_order": "join predictions in the order in which the batch was split",
     "other_loss": "compute the same loss in all trainings",
     "label_smoothing": "use the same label smoothing on all replicas",
     "other_loss_reduction": "average the loss over the same axes in both scripts, and divide"
@@ -88,8 +87,6 @@ CAUSES = {  # Cause → remedy, in any framework.
     " size",
     "unequal_sums": "add the gradients in the same order on all replicas, or broadcast",
     "reduced_precision": "all-reduce the gradients in float32",
-    "rows_summed_first": "accept that this is a different training, or use an optimizer that is"
-    " linear in the gradient, such as SGD",
     "clipped_before_the_sum": "clip after the all-reduce",
     "clipped_on_one_replica": "clip on all replicas, after the all-reduce",
     "other_clipping": "clip to the same norm in both trainings, after the all-reduce",

@@ -1,7 +1,7 @@
 """A recorded step with everything that its checks need."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,11 +163,6 @@ class Context:
         leaves = len(data) // self.trace.micro_batches(self.position, shard)
         return [array for array in data[:: max(1, leaves)] if array.ndim]
 
-    def joined(self, kind: str, order: Sequence[int] = ()) -> list[np.ndarray]:
-        """Returns the concatenated arrays of all shards, in order or in the given order."""
-        arrays = self.arrays(kind)
-        return joined([arrays[shard] for shard in order or self.shards])
-
     def of_kind(self, *kinds: str) -> list[str]:
         """Returns the names of the variables of some kinds."""
         return [name for name, kind in self.trace.kinds.items() if kind in kinds]
@@ -205,17 +200,9 @@ class Context:
     def right(self) -> list[Ask]:
         """The step that each shard should compute."""
         share = 1 / len(self.shards) if self.has("loss") else 1.0
-        asks = [
+        return [
             Ask(self.state(s), self.data[s], (share, share), replica=self.trace.replica_of(s))
             for s in self.shards
-        ]
-        if not (self.trace.about.whole_loss and self.has("y_pred") and self.has("mask")):
-            return asks
-        starts = self.starts(self.whole, self.joined("y_pred"), self.joined("mask"))
-        shares = [size / sum(self.sizes) for size in self.sizes]
-        return [
-            ask._replace(starts=start, scales=(1.0, share))
-            for ask, start, share in zip(asks, starts, shares, strict=True)
         ]
 
     @functools.cached_property
@@ -232,25 +219,18 @@ class Context:
         """The examples of all shards, with the targets that they use."""
         return joined([ask.data for ask in self.actual])
 
-    def starts(self, data: Batch, y_pred: Batch, masks: Batch) -> list[Batch]:
-        """Returns the shards' rows of the gradient of a loss with respect to the predictions."""
-        return self._split(self.oracle.loss_gradients(self.state(0), data, y_pred, masks))
-
-    def _split(self, arrays: Batch) -> list[Batch]:
-        """Splits arrays of the whole batch by shard."""
-        ends = np.cumsum(self.sizes)[:-1]
-        return [list(part) for part in zip(*(np.split(a, ends) for a in arrays), strict=True)]
-
     def expected(self, shard: int) -> Expected:
         """Returns the step that a shard should compute, on one device."""
         if shard not in self._expected and not self.oracle.synchronizes:
             self._expected[shard] = expected = self.expected_of(self.right[shard])
             self.in_float64 = expected.in_float64
         elif shard not in self._expected:
-            whole = self.right[0]._replace(data=self.whole, scales=(1.0, 1.0), starts=None)
-            of_all = self.expected_of(whole)
-            for s, y_pred in enumerate(self._split(of_all.step.y_pred)):
-                self._expected[s] = of_all._replace(step=of_all.step._replace(y_pred=y_pred))
+            of_all = self.expected_of(self.right[0]._replace(data=self.whole, scales=(1.0, 1.0)))
+            ends = np.cumsum(self.sizes)[:-1]
+            of_shards = zip(*(np.split(p, ends) for p in of_all.step.y_pred), strict=True)
+            for s, y_pred in enumerate(of_shards):
+                step = of_all.step._replace(y_pred=list(y_pred))
+                self._expected[s] = of_all._replace(step=step)
         return self._expected[shard]
 
     @property

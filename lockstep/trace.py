@@ -82,7 +82,6 @@ class About:
         shards: the shards of a batch; empty for one per replica.
         num_copies: number of copies of the weights; 0 for one per replica.
         syncs_batch_norm: whether BatchNorm normalises over all shards.
-        whole_loss: whether the loss is computed once, from the predictions of all shards.
         reduction: result of the all-reduce, "sum" or "mean"; "" if unknown.
         order: `REDUCE_FIRST` or `CLIP_FIRST`.
         reduced_in: dtype in which gradients are all-reduced, "" for their own.
@@ -108,7 +107,6 @@ class About:
     shards: tuple[Shard, ...] = ()
     num_copies: int = 0
     syncs_batch_norm: bool = False
-    whole_loss: bool = False
     reduction: str = ""
     order: str = REDUCE_FIRST
     reduced_in: str = ""

@@ -16,7 +16,6 @@ import tensorflow as tf
 import lockstep
 from lockstep.arithmetic import add_named
 from lockstep.checks.evaluation import check_evaluation
-from lockstep.context import Context
 from lockstep.oracles import Ask
 from lockstep.oracles.keras import KerasOracle
 from lockstep.record_keras import Recorder
@@ -767,25 +766,6 @@ def test_two_faults_at_once_are_both_named():
     faulty = Copy().compute(scales=(1.0, 1.0)).change("sent", np.zeros_like, replicas=(1,))
     causes = [("loss", "scalar_loss_not_divided"), ("all-reduce", "lost_replica")]
     assert [(f.stage, f.cause) for f in faulty.verdict().findings] == causes
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_a_loss_of_predictions_that_are_joined_in_an_order(order):
-    """The loss is computed once, as by strategies of this program."""
-    faulty = Copy()
-    faulty.about = dataclasses.replace(faulty.about, whole_loss=True)
-    (step,), context = faulty.steps, Context(faulty.trace(), 0, faulty.oracle)
-    whole, masks = context.used, [np.zeros(())]
-    y_pred = context.joined("y_pred", order)
-    loss = faulty.oracle.loss(step["before", 0], whole, y_pred, masks)
-    for r, start in enumerate(context.starts(whole, y_pred, masks)):
-        step["loss", r] = [np.float32(loss / 3), np.float32(0)]
-        step["raw", r] = faulty.oracle.compute(faulty.ask(step, r, starts=start, scales=(1, 1))).raw
-    faulty.follow(step)
-    if order == REPLICAS:
-        assert not faulty.verdict().findings
-    else:
-        only(faulty.verdict(), "loss", "predictions_out_of_order")
 
 
 # --- Averaged statistics, micro-batches, and arrays that were not recorded -----------------------

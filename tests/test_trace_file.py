@@ -73,7 +73,7 @@ def test_one_file_is_read_bit_for_bit(tmp_path, write):
 def test_what_is_saved_is_loaded_and_equal_arrays_are_written_once(tmp_path):
     description = dataclasses.replace(
         trace_samples.trace().about, shards=(Shard(0, 0.5), Shard(0), Shard(1, 0.5), Shard(1)),
-        num_copies=2, whole_loss=True, reduced_in="float16", structure={"tuple": [0, None]},
+        num_copies=2, reduced_in="float16", structure={"tuple": [0, None]},
         parts=({"dense/kernel": (3, 1)},) * 2, settings=(), micro_batches=(2, 1),
     )  # fmt: skip
     trace, large = Trace(description), np.arange(30_000.0)

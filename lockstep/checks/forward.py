@@ -78,7 +78,7 @@ def _apart(context: Context, off: Sequence[int]) -> float:
     """Returns the distance of predictions by shard from those of the whole batch."""
 
     def predict(data: Batch) -> Batch:
-        ask = context.right[0]._replace(data=data, off=tuple(off), starts=None)
+        ask = context.right[0]._replace(data=data, off=tuple(off))
         return context.oracle.compute(ask).y_pred
 
     parts = joined([predict(data) for data in context.data])
@@ -90,7 +90,7 @@ def _gradient_apart(context: Context) -> float:
     num, of_regular = sum(context.sizes), 1 / len(context.shards)
 
     def gradients(data: Batch, scales: tuple[float, float]) -> Named:
-        ask = context.right[0]._replace(data=data, scales=scales, starts=None)
+        ask = context.right[0]._replace(data=data, scales=scales)
         return context.oracle.compute(ask).raw
 
     pairs = zip(context.data, context.sizes, strict=True)
@@ -106,7 +106,7 @@ def _why(context: Context, shard: int, allowed: float) -> tuple[str, str, Mappin
     y_pred, oracle = context.arrays("y_pred")[shard], context.oracle
 
     def fits(**changes: Any) -> bool:
-        found = oracle.compute(context.ask(shard, **{"starts": None, **changes})).y_pred
+        found = oracle.compute(context.ask(shard, **changes)).y_pred
         same = [p.shape for p in found] == [p.shape for p in y_pred]
         return same and relative_distance(y_pred, found) <= allowed
 

@@ -67,8 +67,7 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
     for shard in context.shards:
         if shard not in context.exact:
             yield from _check_shard(context, shard)
-    if not context.trace.about.whole_loss:
-        yield from _check_whole_batch(context)
+    yield from _check_whole_batch(context)
 
 
 def _check_shard(context: Context, shard: int) -> Iterator[Finding]:
@@ -237,9 +236,13 @@ def _summed_in_step(context: Context) -> list[Finding] | None:
     They are equal although the examples differ. Their sum is compared if the whole batch can be.
     """
     raw, used = context.named("raw"), [ask.data for ask in context.actual]
-    elsewhere = context.oracle.synchronizes or context.trace.about.whole_loss
     is_off = any(ask.off for ask in context.actual)
-    if elsewhere or is_off or len(raw) == 1 or not any(map(norm, raw[0].values())):
+    if (
+        context.oracle.synchronizes
+        or is_off
+        or len(raw) == 1
+        or not any(map(norm, raw[0].values()))
+    ):
         return None
     if not all(all_same_bits(other, raw[0]) for other in raw[1:]):
         return None

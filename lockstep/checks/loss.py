@@ -1,16 +1,13 @@
 """Checks the losses of the shards, and the loss of the whole batch."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from lockstep.arithmetic import EPS, MARGIN, TINY, are_finite, dense, factor_of, joined
 from lockstep.context import Actual, Context
 from lockstep.hypotheses.of_gradients import shifted_targets
-from lockstep.oracles import Batch
 from lockstep.trace import Named
 from lockstep.verdict import Finding
 
@@ -29,8 +26,6 @@ def check_loss(context: Context) -> Iterator[Finding | Actual]:
             context.measure("loss", "loss", shard, loss, loss, 0.0, same=True)
             scales = size / sum(context.sizes), 1 / len(context.shards)
             yield Actual(shard, {"scales": scales})
-    elif context.trace.about.whole_loss:
-        yield from _check_whole_loss(context, recorded_losses(context))
     else:
         yield from _check_losses(context)
 
@@ -155,69 +150,6 @@ def _left_out(context: Context, shard: int, losses: "Losses") -> tuple[str, str,
             text = f"the loss leaves out example {index + 1} of {size}"
             return "lost_examples", text, {"starts": starts, "scales": scales}
     return None
-
-
-# Cause, text, loss of the whole batch, and a function that returns the start of each shard's
-# backward pass: its part of the gradient with respect to the predictions.
-Hypothesis = tuple[str, str, float, Callable[[], list[Batch]]]
-
-
-def _check_whole_loss(context: Context, losses: "Losses") -> Iterator[Finding | Actual]:
-    """Checks a loss that is computed once from the predictions of all shards."""
-    taken, allowed = sum(losses.taken), losses.allowed * losses.size
-    for shard in context.shards:
-        yield Actual(shard, {"scales": (1.0, regular_share(context, shard))})
-    if context.measure("loss", "loss", 0, taken, losses.whole, allowed):
-        return
-    cause, text = "other_loss", f"the predictions of all replicas have {losses.whole:.6g}"
-    for name, why, loss, starts in _hypotheses(context, losses):
-        if abs(loss - taken) <= allowed:
-            cause, text = name, why
-            for shard, start in enumerate(starts()):  # Gradients are checked for the actual loss.
-                yield Actual(shard, {"starts": start})
-            break
-    yield context.found(
-        cause, f"the loss of the whole batch is {taken:.6g}: {text}",
-        distance=losses.apart, allowed=losses.allowed,
-    )  # fmt: skip
-
-
-def _hypotheses(context: Context, losses: "Losses") -> Iterator[Hypothesis]:
-    """Yields hypotheses about a wrong loss of the whole batch."""
-    oracle, state, num = context.oracle, context.state(0), len(context.shards)
-    each = f"({', '.join(f'{loss:.6g}' for loss in losses.own)}), on one device {losses.whole:.6g}"
-    text = f"it is the mean of the losses of the replicas' own examples {each}"
-    cause = "weighted_mean_of_means" if losses.is_plain_sum else "not_a_sum_over_examples"
-    by_size = [size / sum(losses.sizes) for size in losses.sizes]
-    for name, why, shares in (
-        (cause, text, by_size),
-        ("mean_of_means", f"{text}; shards differ in size", [1 / num] * num),
-    ):
-        loss = sum(share * own for share, own in zip(shares, losses.own, strict=True))
-        yield name, why, loss, partial(_starts_of_shards, context, shares)
-    y_pred, masks = context.joined("y_pred"), context.joined("mask")
-    for moved in shifted_targets(context, context.whole):
-        text = "it is that of targets shifted by one example"
-        loss = oracle.loss(state, moved, y_pred, masks)
-        yield "labels_shifted", text, loss, partial(context.starts, moved, y_pred, masks)
-    # Of many shards, only the reversed order.
-    for order in itertools.permutations(range(num)) if num < 5 else [tuple(range(num))[::-1]]:
-        arrays = context.whole, context.joined("y_pred", order), context.joined("mask", order)
-        replicas = ", ".join(map(str, order))
-        text = f"it is that of predictions joined in the order of replicas {replicas}"
-        loss = oracle.loss(state, *arrays)
-        yield "predictions_out_of_order", text, loss, partial(context.starts, *arrays)
-
-
-def _starts_of_shards(context: Context, shares: Sequence[float]) -> list[Batch]:
-    """Returns the gradients of the shards' losses with respect to their predictions."""
-    arrays = zip(
-        context.data, context.arrays("y_pred"), context.arrays("mask"), shares, strict=True
-    )
-    return [
-        [share * g for g in context.oracle.loss_gradients(context.state(0), data, own, mask)]
-        for data, own, mask, share in arrays
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,17 +335,13 @@ def check_regularisation(context: Context) -> Iterator[Finding]:
     if not taken and not any(regular for _, regular in losses):
         return
     context.mark_checked()
-    weights = context.sizes if context.trace.about.whole_loss else None
-    expected = float(np.average([regular for _, regular in losses], weights=weights))
+    expected = float(np.mean([regular for _, regular in losses]))
     apart = abs(taken - expected) / max(abs(expected), TINY)
     forward = [context.expected(shard).forward for shard in context.shards]
     allowed = MARGIN * max(8 * EPS, *forward)
     if apart > allowed:
         factor = taken / expected if expected else np.inf
         cause = "regulariser_repeated" if factor > 1 else "regulariser_missing"
-        mean = float(np.mean([regular for _, regular in losses]))
-        if weights and abs(taken - mean) <= allowed * max(abs(mean), TINY):
-            cause = "mean_of_means"  # From activity regularisers.
         yield context.found(
             cause, f"the replicas add {factor:.4g} times the regularisation of one device",
             distance=apart, allowed=allowed,

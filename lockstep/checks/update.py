@@ -8,7 +8,6 @@ from lockstep.arithmetic import (
     EPS,
     MARGIN,
     TINY,
-    add,
     all_same_bits,
     are_finite,
     dense,
@@ -66,8 +65,6 @@ def check_update(context: Context) -> Iterator[Finding]:
             context.measure(name, "after", copy, own[name], expected[name], allowed, same=same)
         if wrong:
             yield from _explain(context, copy, expected, bounds, wrong)
-    if context.computes:
-        yield from _check_rows_summed_first(context)
 
 
 def least_bounds(context: Context, before: Named, after: Named, names: Iterable[str]) -> Named:
@@ -198,39 +195,6 @@ def _why(
     return "unexplained", text, list(wrong)
 
 
-def _check_rows_summed_first(context: Context) -> Iterator[Finding]:
-    """Checks whether summing repeated rows of an embedding's gradient changes the update.
-
-    On one device, the optimizer receives the gradient of a table row by row, with several rows for
-    a repeated token. Lockstep's strategies send the sum of these rows.
-    """
-    if not context.trace.about.whole_loss:
-        return
-    sums, raws = context.applied(0), [context.expected(s).step.raw for s in context.shards]
-    rows = [n for n, g in raws[0].items() if isinstance(g, Rows) and n in sums]
-    if not rows or isinstance(sums[rows[0]], Rows):
-        return
-    before, by_row = context.named("before")[0], dict(sums)
-    for name in rows:
-        joined = add([raw[name] for raw in raws])
-        clipped = ratio(norm(sums[name]), norm(joined))  # Factor of the clipping.
-        values = (joined.values * clipped).astype(sums[name].dtype)
-        by_row[name] = joined._replace(values=values)
-    expected, other = context.updated(before, sums), context.updated(before, by_row)
-    bounds = rounding_bounds(context, before, sums)
-    apart = [n for n in rows if not is_within(other[n], expected[n], bounds[n])]
-    if not apart:
-        return
-    far = [ratio(distance(other[n], expected[n]), distance(expected[n], before[n])) for n in apart]
-    yield context.found(
-        "rows_summed_first",
-        "the gradient of an embedding has one row for each token; the rows of a token are summed"
-        " before the update, and Keras' optimizer takes them one by one: the update is"
-        f" {max(far):.1%} another one",
-        design=True, tensors=apart, distance=max(far),
-    )  # fmt: skip
-
-
 def _changed(context: Context) -> dict[str, list[int]]:
     """Returns weight → the copies on which it changes."""
     pairs = list(zip(context.named("before"), context.named("after"), strict=True))
@@ -266,7 +230,7 @@ def _check_skipped(context: Context) -> Iterator[Finding]:
             items=overflows,
         )  # fmt: skip
         return
-    whole = context.right[0]._replace(data=context.whole, starts=None)
+    whole = context.right[0]._replace(data=context.whole)
     if not overflows and context.oracle.compute(whole).raw:
         text = "the step is skipped although gradients overflow on no replica"
         yield context.found("not_updated", text)
