@@ -305,7 +305,8 @@ class KerasOracle(Oracle):
 
     def limits(self) -> str:
         """Returns the thresholds of the optimizer's clipping in words; "" without clipping."""
-        return limits_of(self._one.optimizer)
+        values = {name: getattr(self._one.optimizer, name, None) for name in _LIMITS}
+        return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
 
     def update(
         self, before: Named, sums: Named, *, clips: bool = False, rate: float = 1.0,
@@ -314,7 +315,15 @@ class KerasOracle(Oracle):
         """Returns all variables after the optimizer's update; see `Oracle`."""
         one, optimizer = self._one, self._one.optimizer
         one.load(before)
-        with changed_optimizer(optimizer, clips=clips, rate=rate, decays=decays):
+        with Hooks() as hooks:
+            if not clips:
+                hooks.hook(optimizer, "_clip_gradients", lambda inner, grads: grads)
+            if rate != 1.0 and decays:
+                name = "_get_current_learning_rate"
+                hooks.hook(optimizer, name, lambda inner: rate * inner())
+            elif rate != 1.0:
+                name = "_backend_update_step"
+                hooks.hook(optimizer, name, lambda inner, g, v, own: inner(g, v, rate * own))
             optimizer.apply(list(map(to_tf, sums.values())), one.weights_of(list(sums)))
         return one.read()
 
@@ -327,30 +336,6 @@ def _seeds_drawn(trace: Trace) -> set[str]:
         before, after = (trace.named(position, kind, 0) or {} for kind in ("before", "after"))
         drawn |= {name for name in seeds if not same_bits(before[name], after[name])}
     return drawn
-
-
-def limits_of(optimizer: keras.optimizers.Optimizer) -> str:
-    """Returns the thresholds of an optimizer's clipping in words; "" without clipping."""
-    values = {name: getattr(optimizer, name, None) for name in _LIMITS}
-    return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
-
-
-@contextlib.contextmanager
-def changed_optimizer(
-    optimizer: keras.optimizers.Optimizer, *, clips: bool = False, rate: float = 1.0,
-    decays: bool = True,
-) -> Iterator[None]:  # fmt: skip
-    """Changes an optimizer's updates in a `with` block; see `Oracle.update`."""
-    with Hooks() as hooks:
-        if not clips:
-            hooks.hook(optimizer, "_clip_gradients", lambda inner, grads: grads)
-        if rate != 1.0 and decays:
-            name = "_get_current_learning_rate"
-            hooks.hook(optimizer, name, lambda inner: rate * inner())
-        elif rate != 1.0:
-            name = "_backend_update_step"
-            hooks.hook(optimizer, name, lambda inner, g, v, own: inner(g, v, rate * own))
-        yield
 
 
 def in_float64() -> contextlib.AbstractContextManager:
