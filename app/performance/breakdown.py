@@ -1,7 +1,8 @@
 """Breaks down the time of a step by leaving out one part at a time."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from app.devices.device_setup import num_cores
 from app.options import Config
@@ -106,20 +107,25 @@ def break_down(whole: Sample, without: Mapping[str, Sample]) -> Breakdown:
     """
     scale = _scale_of_one_device(whole, without[_COMPUTE])
     alone = [scale * sec for sec in without[_COMPUTE].step_secs]
-    names = [name for name in (ALL_REDUCE, _INPUT) if name in without]
-    secs = whole.step_secs, alone, *(without[name].step_secs for name in names)
-    formulas: dict[str, Callable] = {_COMPUTE: lambda full, alone, *less: alone}
-    for i, name in enumerate(names):
-        formulas[name] = lambda full, alone, *less, i=i: full - less[i]
-    formulas[_REST] = lambda full, alone, *less: full - alone - sum(full - each for each in less)
-    parts = [
-        Part(
-            name,
-            interval.combine(sec, *secs),
-            interval.combine(lambda full, *rest, sec=sec: sec(full, *rest) / full, *secs),
+    left_out = [name for name in (ALL_REDUCE, _INPUT) if name in without]
+    samples = [whole.step_secs, alone, *(without[name].step_secs for name in left_out)]
+
+    def sec_of(name: str, medians: Sequence[Any]) -> Any:
+        """Returns the seconds of a part, from a number or an array for each of the samples."""
+        full, computing, *shorter = medians
+        secs = {_COMPUTE: computing}
+        for other, sec in zip(left_out, shorter, strict=True):
+            secs[other] = full - sec
+        secs[_REST] = full - sum(secs.values())
+        return secs[name]
+
+    parts = []
+    for name in (_COMPUTE, *left_out, _REST):
+        sec = interval.combine(lambda *medians, name=name: sec_of(name, medians), *samples)
+        share = interval.combine(
+            lambda *medians, name=name: sec_of(name, medians) / medians[0], *samples
         )
-        for name, sec in formulas.items()
-    ]
+        parts.append(Part(name, sec, share))
     return Breakdown(whole.case.name, parts, whole.traffic)
 
 

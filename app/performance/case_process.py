@@ -1,13 +1,15 @@
 """Runs the process of a case: builds a training, warms up, and times blocks of steps on demand."""
 
 import os
+import pathlib
+import re
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.devices import device_setup
 from app.options import rules
 from app.performance.case import Block, Case, Facts
-from app.performance.peak_memory import peak_memory_bytes, reset_peak
 from app.performance.traffic import Traffic, count_traffic
 from app.runtime import console, run_context
 from app.runtime.processes import Channel
@@ -49,7 +51,7 @@ def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
     batches = spec.batches() if case.reads_input else _repeat_one_batch(spec)
     iterator = strategy.distribute(batches)
     strategy.train_steps(iterator, 0)
-    reset_peak(strategy.local_devices)
+    _reset_peak(strategy.local_devices)
     strategy.train_steps(iterator, 1)  # Only an actual step makes XLA compile.
     compile_sec = time.monotonic() - start
     channel.send(("facts", _facts(spec, strategy, prepared, compile_sec)))
@@ -62,7 +64,7 @@ def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
         channel.send(("block", _time_block(strategy, iterator, num_steps)))
     # Deleting an iterator of MirroredStrategy can take 30 s; it is kept until the process ends.
     run_context.required().keep(iterator)
-    peak = peak_memory_bytes(strategy.local_devices)
+    peak = _peak_memory_bytes(strategy.local_devices)
     if not case.counts_traffic:
         return peak, None
     (batch,) = spec.batches().take(1)
@@ -109,3 +111,28 @@ def _facts(
         compile_sec=compile_sec,
         versions=versions(),
     )
+
+
+def _reset_peak(devices: Sequence[str]) -> None:
+    """Forgets the earlier peak of GPUs."""
+    import tensorflow as tf
+
+    for name in _gpus(devices):
+        tf.config.experimental.reset_memory_stats(name)
+
+
+def _peak_memory_bytes(devices: Sequence[str]) -> int:
+    """Returns the peak memory of the GPUs among `devices`, else of this process."""
+    import tensorflow as tf
+
+    gpus = _gpus(devices)
+    if gpus:
+        return sum(tf.config.experimental.get_memory_info(name)["peak"] for name in gpus)
+    # Not `resource.getrusage`: there, a new process starts with the value of its parent.
+    text = pathlib.Path("/proc/self/status").read_text(encoding="ascii")
+    (peak_kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(peak_kib) * 1024
+
+
+def _gpus(devices: Sequence[str]) -> list[str]:
+    return [name.rpartition("/device:")[2] for name in devices if "GPU" in name]

@@ -16,7 +16,7 @@ TIMING_CAVEAT = "simulated devices: timing is not scaling"
 _CHANCE = 0.15  # Ten classes: the accuracy of guessing is 0.1.
 
 
-def caveats(config: Config | Config, summary: Summary) -> list[str]:
+def caveats(config: Config, summary: Summary) -> list[str]:
     """Returns a line for each way in which a result differs from the command's intent.
 
     Omits a fault that the command injects, because the command warns of it when it starts.

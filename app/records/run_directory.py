@@ -85,19 +85,16 @@ class RunDirectory:
         """Whether any run was started in this directory."""
         return (self.path / CONFIG_FILE).exists()
 
-    def changes(self) -> dict[str, str]:
-        """Returns the settings that differ from those of the run that was started here, if any."""
-        if not self.is_started:
-            return {}
-        return changed_settings(load_run_config(self.path), self.config)
-
     def check_same_run(self) -> None:
         """Checks that a run that was started here has this configuration.
 
         Raises:
             CheckpointError: it has another one.
         """
-        if changes := self.changes():
+        if not self.is_started:
+            return
+        changes = changed_settings(load_run_config(self.path), self.config)
+        if changes:
             raise other_settings_error(self.path, list(changes.values()))
 
     def start(self, *, overwrite: bool) -> None:

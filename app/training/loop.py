@@ -20,6 +20,7 @@ from app.runtime.progress_bar import TrainingProgress
 from app.training.all_reduce_self_test import run_all_reduce_self_test
 from app.training.evaluation import evaluate
 from app.training.fault_injection import inject_data_fault, inject_fault
+from app.training.memory_guard import MemoryGuard
 from app.training.optimizers import last_learning_rate
 from app.training.run_writer import RunWriter, summary_template
 from app.training.training_spec import TrainingSpec
@@ -82,7 +83,8 @@ class Training:
         self.spec.check_same_data(self._workers)
         self.steps_per_epoch = self.spec.steps_per_epoch
         self.strategy = self.spec.build_strategy(devices)
-        self._guard = self.spec.create_guard(self.strategy, devices)
+        largest_batch_size = max(self.spec.batch_sizes())
+        self._guard = MemoryGuard(self.strategy, config, devices, largest_batch_size)
         self._guard.check()
         run_all_reduce_self_test(self.strategy)
         if config.verification.fault:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
 
 from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
@@ -116,18 +115,14 @@ class RunWriter:
             write_history(self._run_dir, progress.history)
             self._write_summary(progress)
             accuracy_plot.plot_accuracy([self._run_dir], self._run_dir)
-        else:  # They are of epochs that are lost.
-            _remove_all(self._run_dir, [SUMMARY_FILE, HISTORY_FILE, "accuracy.png", "accuracy.svg"])
+            return
+        for name in (SUMMARY_FILE, HISTORY_FILE, *accuracy_plot.FILES):  # Of epochs that are lost.
+            with io_errors_as(self._run_dir / name):
+                remove(self._run_dir / name)
 
     def _write_summary(self, progress: Progress) -> None:
         self._summary = dataclasses.replace(self._summary, **progress.results())
         write_summary(self._run_dir, self._summary)
-
-
-def _remove_all(run_dir: pathlib.Path, names: Sequence[str]) -> None:
-    for name in names:
-        with io_errors_as(run_dir / name):
-            remove(run_dir / name)
 
 
 def _scalars(record: EpochRecord) -> dict[str, float]:

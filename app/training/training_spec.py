@@ -17,7 +17,6 @@ from app.options import Config
 from app.records.run_metadata import RunMetadata
 from app.runtime.errors import DataError, MismatchError
 from app.runtime.versions import versions
-from app.training.memory_guard import MemoryGuard
 from app.training.optimizers import initial_loss_scale
 from app.training.recipes import find_recipe
 from app.training.strategy_builder import build_strategy
@@ -68,10 +67,6 @@ class TrainingSpec:
             num_steps=self.num_steps,
             all_reduce=all_reduce,
         )
-
-    def create_guard(self, strategy: Strategy, devices: Devices) -> MemoryGuard:
-        """Creates the guard that compares the memory of a step with the free memory."""
-        return MemoryGuard(strategy, self.config, devices, max(self.batch_sizes()))
 
     def metadata(self, strategy: Strategy) -> RunMetadata:
         """Returns the metadata of every checkpoint of this training."""
