@@ -1,11 +1,13 @@
 """Records for tests of reports, as written by every command, without training."""
 
 import contextlib
+import dataclasses
 import io
 
 from app.commands.compare import describe
 from app.options import Config
 from app.performance.benchmark_output import write_benchmark
+from app.performance.case import Block, Case, Facts, Sample
 from app.performance.case_comparison import all_comparisons
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
@@ -14,7 +16,6 @@ from app.runtime.errors import MismatchError
 from app.verification.comparison import EXPECTED
 from app.verification.output import IDENTICAL, Pair, Run, report
 from lockstep.verdict import BY_DESIGN, FAULT, STAGES, Finding, Measurement, Verdict, merged
-from performance_samples import make_sample
 from test_records import make_history, make_summary
 
 CPUS = ["/device:CPU:0", "/device:CPU:1"]
@@ -127,6 +128,45 @@ def write_verification(path, *, fault=None):
     pair = Pair(("manual", "mirrored"), outcome, 3e-9, 1e-7, "weights, logits/kernel")
     caveats = [injected_fault_caveat(fault)] if fault else []
     write_run(path, runs, [pair], [*caveats, DATASET_CAVEATS["synthetic"]], model="lenet")
+
+
+FACTS = Facts(
+    devices=["/device:CPU:0"], simulated_devices=False, cores=2, intra_op_threads=1,
+    dataset="fashion_mnist", global_batch_size=256, jit_compile=False, tensor_float_32=False,
+    all_reduce="reduce_to_one", compile_sec=1.0, versions={"tensorflow": "2"},
+)  # fmt: skip
+
+
+def make_sample(
+    strategy="manual",
+    num_devices=1,
+    step_secs=(1.0,) * 5,
+    *,
+    simulated=False,
+    tracings=0,
+    precision="float32",
+    model="lenet",
+    global_batch_size=256,
+    **facts,
+):
+    """Returns a sample with these measurements; on real devices by default."""
+    config = Config.of(
+        strategy=strategy,
+        model=model,
+        precision=precision,
+        global_batch_size=global_batch_size,
+        num_devices=None if strategy == "single" else num_devices,
+    )
+    kind = "CPU" if simulated else "GPU"
+    found = dataclasses.replace(
+        FACTS,
+        devices=[f"/device:{kind}:{i}" for i in range(num_devices)],
+        simulated_devices=simulated,
+        global_batch_size=global_batch_size,
+        **facts,
+    )
+    blocks = [Block(10, 10 * global_batch_size, 10 * sec, tracings) for sec in step_secs]
+    return Sample(Case(config), found, blocks, 1 << 20)
 
 
 def write_measured_cases(path):

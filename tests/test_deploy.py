@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import pathlib
 import shlex
 import subprocess
 
@@ -16,19 +15,19 @@ from conftest import ROOT
 from in_process import parse_here
 
 DEPLOY = ROOT / "deploy"
-DOCUMENTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")))
+MANIFEST = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
+DOCUMENTS = list(yaml.safe_load_all(MANIFEST))
 KINDS = {document["kind"]: document for document in DOCUMENTS}
 JOB = KINDS["Job"]["spec"]
 POD = JOB["template"]["spec"]
 (WORKER,) = POD["containers"]
 ENVIRONMENT = {variable["name"]: variable["value"] for variable in WORKER["env"]}
-# The oldest that has all that the manifest uses, and the newest that the schemas are known of.
-KUBERNETES_VERSIONS = ("1.31", "1.37")
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
 SBATCH = DEPLOY / "slurm.sbatch"
 
-# In place of srun: two tasks side by side, and the largest exit code of theirs.
-SRUN = """#!/usr/bin/env bash
+STUBS = {
+    # Two tasks side by side, and the largest exit code of theirs.
+    "srun": """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$CALLS/srun"
 while [[ $1 == --* ]]; do shift; done
 SLURM_PROCID=0 "$@" & first=$!
@@ -36,15 +35,18 @@ SLURM_PROCID=1 "$@" & second=$!
 wait $first; code=$?
 wait $second; other=$?
 exit $((code > other ? code : other))
-"""
-SCONTROL = """#!/bin/sh
-echo "$@" > "$CALLS/scontrol"
-"""
-# In place of the program: ends with the code of its worker.
-PROGRAM = """#!/usr/bin/env bash
-codes=($CODES)
-exit "${codes[SLURM_PROCID]}"
-"""
+""",
+    "scontrol": '#!/bin/sh\necho "$@" > "$CALLS/scontrol"\n',
+    # In place of the program: ends with the code of its worker.
+    "program": '#!/usr/bin/env bash\ncodes=($CODES)\nexit "${codes[SLURM_PROCID]}"\n',
+    # Asked to stop by SLURM, which sends the signal to all processes of a task.
+    "stopped": """#!/usr/bin/env bash
+trap 'sleep 0.2; touch saved-$SLURM_PROCID; exit 143' TERM
+kill -TERM $PPID $$
+while :; do sleep 0.1; done
+""",
+    "python": '#!/bin/sh\nprintf "%s\\n" "$TF_CONFIG" "$@"\n',
+}
 
 
 def final_codes():
@@ -54,12 +56,29 @@ def final_codes():
     return sorted(code for code in codes if 0 < code < 128)
 
 
-def write_program(path: pathlib.Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o755)
+@pytest.fixture
+def run(tmp_path):
+    """A function that runs a command with the stubs; returns the result and what was called."""
+    folder, calls = tmp_path / "bin", tmp_path / "calls"
+    folder.mkdir()
+    calls.mkdir()
+    for name, text in STUBS.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o755)
+
+    def start(command, program="program", **variables):
+        paths = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": f"{folder}/{program}"}
+        result = subprocess.run(
+            command, env={**paths, "CALLS": str(calls), "SLURM_JOB_ID": "77", **variables},
+            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=30,
+        )  # fmt: skip
+        return result, {path.name: path.read_text().splitlines() for path in calls.iterdir()}
+
+    return start
 
 
-@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+# The oldest that has all that the manifest uses, and the newest that the schemas are known of.
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_manifest_follows_the_schemas(kind, version):
     assert len(KINDS) == len(DOCUMENTS)
@@ -86,12 +105,10 @@ def test_parts_of_the_manifest_and_the_image_belong_together():
     claim = volumes["out"]["persistentVolumeClaim"]["claimName"]
     assert claim == KINDS["PersistentVolumeClaim"]["metadata"]["name"]
     assert mounts[ENVIRONMENT["FASHION_MNIST_DIR"]]["readOnly"] is True
-    assert "emptyDir" in volumes[mounts[ENVIRONMENT["HOME"]]["name"]]
-    assert "emptyDir" in volumes[mounts["/tmp"]["name"]]
+    assert all("emptyDir" in volumes[mounts[x]["name"]] for x in (ENVIRONMENT["HOME"], "/tmp"))
     folder, _, key = ENVIRONMENT["LOCKSTEP_SECRET_FILE"].rpartition("/")
     secret = volumes[mounts[folder]["name"]]["secret"]["secretName"]
-    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
-    assert f"create secret generic {secret} --from-literal={key}=" in text
+    assert f"create secret generic {secret} --from-literal={key}=" in MANIFEST
 
     copied = [line.split()[1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ")]
     packages = {"app", "lockstep", "models", "strategies"}
@@ -102,42 +119,24 @@ def test_parts_of_the_manifest_and_the_image_belong_together():
     assert f"--tag {WORKER['image']} " in DOCKERFILE
 
 
-def test_a_pod_may_do_no_more_than_it_has_to():
+def test_a_pod_may_do_no_more_than_it_must_and_final_exit_codes_fail_the_job():
     assert POD["securityContext"]["runAsNonRoot"] is True
     assert POD["automountServiceAccountToken"] is False
     assert KINDS["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress"]
     assert WORKER["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
-    }
-
-
-def test_final_exit_codes_fail_the_job_and_others_do_not():
-    assert len(final_codes()) > 5
-    rules = JOB["podFailurePolicy"]["rules"]
-    (rule,) = (rule for rule in rules if rule["action"] == "FailJob")
-    assert rule["onExitCodes"] == {
-        "containerName": WORKER["name"],
-        "operator": "In",
-        "values": final_codes(),
-    }
+    }  # fmt: skip
+    (rule,) = (r for r in JOB["podFailurePolicy"]["rules"] if r["action"] == "FailJob")
+    codes = {"containerName": WORKER["name"], "operator": "In", "values": final_codes()}
+    assert rule["onExitCodes"] == codes and len(final_codes()) > 5
     assert POD["restartPolicy"] == "Never"
 
 
 @pytest.mark.parametrize(("num_workers", "index"), [(1, 0), (11, 10)])
-def test_container_derives_its_cluster(num_workers, index, tmp_path):
-    stub = '#!/bin/sh\nprintf "%s\\n" "$TF_CONFIG" "$@"\n'
-    write_program(tmp_path / "python", stub)
-    result = subprocess.run(
-        [*WORKER["command"], *WORKER["args"]],
-        env={
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "NUM_WORKERS": str(num_workers),
-            "JOB_COMPLETION_INDEX": str(index),
-        },
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+def test_container_derives_its_cluster(run, num_workers, index):
+    numbers = {"NUM_WORKERS": str(num_workers), "JOB_COMPLETION_INDEX": str(index)}
+    result, _ = run([*WORKER["command"], *WORKER["args"]], **numbers)
     tf_config, *arguments = result.stdout.splitlines()
     cluster = find_cluster({"TF_CONFIG": tf_config})
     assert cluster.index == index
@@ -146,51 +145,18 @@ def test_container_derives_its_cluster(num_workers, index, tmp_path):
     assert "--out=/out/run" in arguments
 
 
-@pytest.fixture
-def submit(tmp_path):
-    """A function that runs the batch script with stubs; returns its result and what was called."""
-    folder, calls = tmp_path / "bin", tmp_path / "calls"
-    folder.mkdir()
-    calls.mkdir()
-    write_program(folder / "srun", SRUN)
-    write_program(folder / "scontrol", SCONTROL)
-    write_program(folder / "program", PROGRAM)
-
-    def run(codes, **variables):
-        result = subprocess.run(
-            ["bash", str(SBATCH)],
-            env={
-                "PATH": f"{folder}:{os.environ['PATH']}",
-                "PYTHON": str(folder / "program"),
-                "CALLS": str(calls),
-                "CODES": " ".join(map(str, codes)),
-                "SLURM_JOB_ID": "77",
-                **variables,
-            },
-            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=30,
-        )  # fmt: skip
-        called = {path.name: path.read_text().splitlines() for path in calls.iterdir()}
-        return result, called
-
-    return run
-
-
 # Exit codes of both workers, restarts before → whether it is started again.
 JOBS = [
-    ((138, 138), 0, True),
-    ((134, 0), 9, True),
-    ((143, 143), 10, False),
-    ((138, 3), 0, False),
-    ((2, 138), 0, False),
-    ((0, 0), 0, False),
-    *[((code, code), 0, False) for code in final_codes()],
-]
+    ((138, 138), 0, True), ((134, 0), 9, True), ((143, 143), 10, False), ((138, 3), 0, False),
+    ((2, 138), 0, False), ((0, 0), 0, False), *[((c, c), 0, False) for c in final_codes()],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("codes", "restarts", "is_again"), JOBS)
-def test_batch_job_is_started_again_from_128_on_so_often(submit, codes, restarts, is_again):
+def test_batch_job_is_started_again_from_128_on_so_often(run, codes, restarts, is_again):
     """A final code of one worker counts more than what follows from it."""
-    result, called = submit(codes, SLURM_RESTART_COUNT=str(restarts), OUT="a place")
+    variables = {"SLURM_RESTART_COUNT": str(restarts), "OUT": "a place"}
+    result, called = run(["bash", SBATCH], CODES=" ".join(map(str, codes)), **variables)
     final = [code for code in codes if 0 < code < 128]
     assert result.returncode == min(final, default=max(codes)), result.stderr
     assert called.get("scontrol", []) == (["requeue 77"] if is_again else [])
@@ -199,30 +165,19 @@ def test_batch_job_is_started_again_from_128_on_so_often(submit, codes, restarts
     assert "--wait=60" in called["srun"] and called["srun"][-1] == "--out=a place"
 
 
-def test_worker_that_is_asked_to_stop_may_finish(submit, tmp_path):
-    """SLURM sends the signal to all processes of a task; the wrapper must outlive the program."""
-    program = tmp_path / "bin" / "program"
-    write_program(
-        program,
-        "#!/usr/bin/env bash\n"
-        "trap 'sleep 0.2; touch saved-$SLURM_PROCID; exit 143' TERM\n"
-        "kill -TERM $PPID $$\n"
-        "while :; do sleep 0.1; done\n",
-    )
-    result, called = submit((0, 0))
+def test_worker_that_is_asked_to_stop_may_finish(run, tmp_path):
+    """The wrapper must outlive the program."""
+    result, called = run(["bash", SBATCH], program="stopped")
     assert result.returncode == 143, result.stderr
     assert sorted(path.name for path in tmp_path.glob("saved-*")) == ["saved-0", "saved-1"]
     assert called["scontrol"] == ["requeue 77"]
 
 
-COMMANDS = [
-    next(line for line in text.replace("\\\n", " ").splitlines() if " train --strategy" in line)
-    for text in (SBATCH.read_text(encoding="utf-8"), WORKER["args"][0])
-]
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=["slurm", "kubernetes"])
-def test_commands_have_flags_that_exist(command):
-    words = shlex.split(command)
+@pytest.mark.parametrize(
+    "text", [SBATCH.read_text("utf-8"), WORKER["args"][0]], ids=["slurm", "kubernetes"]
+)
+def test_commands_have_flags_that_exist(text):
+    lines = text.replace("\\\n", " ").splitlines()
+    words = shlex.split(next(line for line in lines if " train --strategy" in line))
     config = parse_here(*words[words.index("main.py") + 1 :])
     assert config.distribution.strategy == "multi_worker"

@@ -17,7 +17,7 @@ from app.performance.case_comparison import all_comparisons, compare
 from app.runtime.errors import ConfigError
 from conftest import run_ok
 from in_process import run_here, run_here_ok
-from performance_samples import make_sample
+from report_samples import make_sample
 
 
 def test_cases_are_all_combinations_and_single_has_one_device():
@@ -136,54 +136,48 @@ def test_parts_are_differences_of_medians():
     assert break_down(shared, samples).parts[0].sec.value == pytest.approx(6.0)
 
 
-# --- Comparisons: unfair ones are refused or marked, and fair ones are not -----------------------
+# --- Comparisons
+
+
+def fast(*step_secs, **facts):
+    return make_sample("mirrored", step_secs=step_secs or (0.5, 0.55, 0.45, 0.52, 0.48), **facts)
+
+
+BASE = make_sample(step_secs=(1.0, 1.1, 0.9, 1.05, 0.95))
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("sample", "base", "verdict", "caveat"),
     [
-        ({"jit_compile": True}, "XLA on one side only"),
-        ({"tracings": 1}, "traced 5 times while it was timed"),
-        ({"dataset": "synthetic"}, "other images"),
+        (fast(jit_compile=True), BASE, "refused", "XLA on one side only"),
+        (fast(tracings=1), BASE, "refused", "traced 5 times while it was timed"),
+        (fast(dataset="synthetic"), BASE, "refused", "other images"),
+        (fast(0.5, 0.5), make_sample(step_secs=(1.0, 1.0)), "refused", "fewer than 5 rounds"),
+        (fast(num_devices=2, all_reduce="nccl"), make_sample(num_devices=2), "faster",
+         "another all-reduce: reduce_to_one and nccl"),
+        (fast(), make_sample(all_reduce="none"), "faster", None),  # One device has none.
+        (fast(), BASE, "faster", None), (BASE, fast(), "slower", None),
+        (fast(1.01, 1.0, 0.98, 1.06, 0.94), BASE, "no difference found", None),
     ],
-)
-def test_unfair_comparisons_are_refused(change, text):
-    comparison = compare("strategy", make_sample("mirrored", **change), make_sample())
-    assert comparison.speed_up is None and comparison.verdict == "refused"
-    assert comparison.caveats[0].startswith("refused: ") and text in comparison.caveats[0]
+)  # fmt: skip
+def test_unfair_comparisons_are_refused_or_marked_and_fair_ones_are_not(
+    sample, base, verdict, caveat
+):
+    found = compare("strategy", sample, base)
+    assert found.verdict == verdict and len(found.caveats) == (caveat is not None)
+    if caveat:
+        assert caveat in found.caveats[0]
+        assert found.caveats[0].startswith("refused: ") == (verdict == "refused")
+    assert (found.speed_up is None) == (verdict == "refused")
 
 
-def test_shared_processors_and_rounded_float32_are_marked_not_refused():
-    simulated = compare("strong scaling", make_sample(num_devices=2, simulated=True), make_sample())
+def test_shared_processors_and_rounded_float32_are_marked():
+    simulated = compare("strong scaling", make_sample(num_devices=2, simulated=True), BASE)
     assert "2 share 2 cores" in simulated.caveats[0] and simulated.speed_up is not None
-    tf32 = compare(
-        "precision",
-        make_sample(precision="mixed_bfloat16", tensor_float_32=True),
-        make_sample(tensor_float_32=True),
-    )
-    assert tf32.caveats == ["float32 products are rounded to TF32"] and tf32.speed_up is not None
-
-
-def test_from_few_rounds_there_is_no_verdict():
-    few = make_sample(step_secs=(1.0, 1.0)), make_sample("mirrored", step_secs=(2.0, 2.0))
-    comparison = compare("strategy", *few)
-    assert comparison.verdict == "refused" and "fewer than 5 rounds" in comparison.caveats[0]
-
-
-def test_another_all_reduce_is_marked_but_one_device_has_none():
-    nccl, own = make_sample("mirrored", 2, all_reduce="nccl"), make_sample("manual", 2)
-    assert compare("strategy", nccl, own).caveats == ["another all-reduce: reduce_to_one and nccl"]
-    assert compare("strategy", make_sample("manual"), make_sample(all_reduce="none")).caveats == []
-
-
-def test_a_verdict_needs_a_difference():
-    base = make_sample(step_secs=(1.0, 1.1, 0.9, 1.05, 0.95))
-    same = make_sample("mirrored", step_secs=(1.01, 1.0, 0.98, 1.06, 0.94))
-    faster = make_sample("mirrored", step_secs=(0.5, 0.55, 0.45, 0.52, 0.48))
-    assert compare("strategy", same, base).verdict == "no difference found"
-    found = compare("strategy", faster, base)
-    assert found.verdict == "faster" and found.speed_up.value == pytest.approx(2.0)
-    assert compare("strategy", base, faster).verdict == "slower"
+    rounded = fast(precision="mixed_bfloat16", tensor_float_32=True)
+    tf32 = compare("precision", rounded, make_sample(tensor_float_32=True))
+    assert tf32.caveats == ["float32 products are rounded to TF32"]
+    assert compare("strategy", fast(), BASE).speed_up.value == pytest.approx(2.0)
 
 
 def test_every_comparison_that_the_cases_allow_is_made_once():
@@ -211,25 +205,16 @@ def test_every_comparison_that_the_cases_allow_is_made_once():
 # --- Medians, ratios and their intervals ---------------------------------------------------------
 
 
-def test_a_median_lies_in_its_interval_and_outliers_do_not_move_it():
+def test_medians_and_paired_ratios_ignore_outliers_and_noise_that_hits_both():
     found = interval.median([1.0, 1.1, 0.9, 1.0, 50.0, 1.05, 0.95])
     assert found.value == 1.0
     assert found.low <= 1.0 <= found.high < 50
-
-
-def test_noise_that_hits_both_in_the_same_round_cancels():
-    """Without pairing by round these would be far apart."""
     slow_down = np.random.default_rng(0).uniform(1, 3, 41)
     paired = interval.ratio(1.02 * slow_down, slow_down)
     assert paired.value == pytest.approx(1.02)
-    assert paired.high - paired.low < 1e-9
-
-
-def test_independent_noise_leaves_a_difference_open():
-    generator = np.random.default_rng(0)
-    a, b = generator.normal(1, 0.1, 15), generator.normal(1, 0.1, 15)
-    assert interval.ratio(a, b).contains(1.0)
-    assert not interval.ratio(2 * a, b).contains(1.0)
+    assert paired.high - paired.low < 1e-9  # Without pairing by round they would be far apart.
+    with pytest.raises(ValueError, match="rounds"):
+        interval.ratio([1.0, 2.0], [1.0])
 
 
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
@@ -239,8 +224,5 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
         for _ in range(100)
     ]
     assert 0.88 < np.mean(covered) <= 1
-
-
-def test_samples_of_other_rounds_are_refused():
-    with pytest.raises(ValueError, match="rounds"):
-        interval.ratio([1.0, 2.0], [1.0])
+    a, b = generator.normal(1, 0.1, 15), generator.normal(1, 0.1, 15)
+    assert interval.ratio(a, b).contains(1.0) and not interval.ratio(2 * a, b).contains(1.0)

@@ -274,7 +274,7 @@ def test_it_ends_a_process_in_which_no_python_code_can_run(has_log, tmp_path):
     assert not (has_log and errors)
 
 
-def test_zero_watches_nothing():
+def test_a_limit_of_zero_watches_nothing():
     for sec in (0, 9):
         with watchdog.watch(sec, lambda: None) as on_progress:
             on_progress()

@@ -59,22 +59,16 @@ def test_optimizer_all_reduce_sum_gradients():
     )
 
 
-def test_optimizer_get_variable_index():
-    model, optimizer = small_network(), keras.optimizers.SGD(momentum=0.9)
+def test_optimizer_get_variable_index_and_learning_rate():
+    model, optimizer = small_network(), keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
-    found = [
-        tf_private.optimizer_variable_index(optimizer, variable)
-        for variable in model.trainable_variables
-    ]
+    found = [tf_private.optimizer_variable_index(optimizer, v) for v in model.trainable_variables]
     assert found == list(range(4)), "keras Optimizer._get_variable_index is another number"
-
-
-def test_optimizer_learning_rate():
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
     assert tf_private.learning_rate_schedule(keras.optimizers.SGD(schedule)) is schedule, (
         "keras Optimizer._learning_rate does not hold the schedule"
     )
-    assert tf_private.learning_rate_schedule(keras.optimizers.SGD(0.1)) is None
+    assert tf_private.learning_rate_schedule(optimizer) is None
 
 
 def test_model_flatten_layers():
@@ -108,16 +102,11 @@ def test_layer_nodes():
     assert layer is layers[2] and kwargs == {} and outputs[0] is model.outputs[0]
     assert args[0] == parts, "keras Node.arguments does not tell what a layer is called with"
     assert len(found) == 3, "keras Node.is_input does not mark the input"
-
-
-def test_layer_nodes_of_a_sequential_model():
     names = [layer.name for layer, _, _ in tf_private.layer_nodes(small_network())]
     assert [names[1], names[3]] == ["conv", "logits"] and len(names) == 4, (
         "keras Sequential._functional does not hold its layers"
     )
 
-
-def test_layer_nodes_of_a_model_that_does_not_tell():
     class Own(keras.Model):
         def call(self, x):
             return x

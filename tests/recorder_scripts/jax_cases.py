@@ -280,7 +280,9 @@ def case_pmap():
         shapes = [a.shape for a in two.get(position, "before", 1)]
         assert shapes == [(7,), (5, 7), (7, 2)] * 2 + [(2,)]
         raw = [two.get(position, "raw", replica) for replica in range(2)]
-        assert not is_equal(*raw) and is_close(two.get(position, "sums"), mean(*raw))
+        sums = two.get(position, "sums")
+        assert not is_equal(*raw) and is_close(sums, mean(*raw))
+        assert is_equal(two.get(position, "clipped"), sums)  # The step does not clip.
         keys = [two.get(position, "random", replica)[0] for replica in range(2)]
         assert not np.array_equal(*keys)
         assert is_equal(one.get(position, "before")[:6], two.get(position, "before")[:6])
