@@ -124,6 +124,19 @@ def images():
     return pixels, (np.arange(40) % 10).astype(np.uint8)
 
 
+def idx_files(num_train: int, num_test: int) -> dict[str, bytes]:
+    """Returns four files in the right format, with other content than Fashion-MNIST."""
+    from app.data.data_sources import SHA256
+    from app.data.fashion_mnist import idx_bytes
+
+    def content(name):
+        num = num_train if name.startswith("train") else num_test
+        pixels = (np.arange(num * 784) % 251).astype(np.uint8).reshape(num, 28, 28)
+        return pixels if "images" in name else (np.arange(num) % 10).astype(np.uint8)
+
+    return {name: idx_bytes(content(name)) for name in SHA256}
+
+
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory):
     """A folder with generated images in the four files of Fashion-MNIST: 1,000 and 200."""
@@ -181,19 +194,17 @@ def program_environment(**changes) -> dict[str, str]:
     return {**inherited, **changes}
 
 
-def run_main(
-    *arguments, env=None, timeout=240, cwd=ROOT, program=ROOT
-) -> subprocess.CompletedProcess:
-    """Runs the program as a user does, with captured output; asserts nothing."""
+def run_python(*words, env=None, timeout=300, cwd=ROOT, **options) -> subprocess.CompletedProcess:
+    """Runs Python in a user's environment, with captured output; asserts nothing."""
     return subprocess.run(
-        [sys.executable, str(program / "main.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=cwd,
-        env=program_environment(**(env or {})),
-        check=False,
-    )
+        [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=timeout,
+        cwd=cwd, env=program_environment(**(env or {})), check=False, **options,
+    )  # fmt: skip
+
+
+def run_main(*arguments, program=ROOT, **options) -> subprocess.CompletedProcess:
+    """Runs the program as a user does; asserts nothing."""
+    return run_python(program / "main.py", *arguments, **options)
 
 
 def run_ok(*arguments, **options) -> subprocess.CompletedProcess:

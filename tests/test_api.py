@@ -5,8 +5,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -15,7 +13,7 @@ import pytest
 from app import Config, LockstepError, run
 from app.records.history import load_history, load_summary
 from app.runtime.errors import ConfigError, OutputError
-from conftest import ROOT, program_environment
+from conftest import ROOT, assert_ok, run_python
 from in_process import ThreadAsProcess, run_here, threads_as_processes
 
 
@@ -96,11 +94,7 @@ def test_what_the_page_shows_can_be_run(number, tmp_path):
     block = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
     assert len(re.findall(r"```python\n", text)) == 3
     (tmp_path / "script.py").write_text(block.replace("6000", "600"))
-    result = subprocess.run(
-        [sys.executable, "script.py"], capture_output=True, text=True, cwd=tmp_path, check=False,
-        env=program_environment(PYTHONPATH=str(ROOT)),
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = assert_ok(run_python("script.py", cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}))
     told = [
         "9 manual is not the training on one device: lost replica",
         "test accuracy 0.",

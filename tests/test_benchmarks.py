@@ -16,7 +16,7 @@ STAND_IN = """
 import json, sys
 print(json.dumps({"versions": {}}), flush=True)
 for line in sys.stdin:
-    print(line.strip(), file=open(sys.argv[1], "a"))
+    print(sys.argv[2], line.strip(), file=open(sys.argv[1], "a"))
     answer = {"sec": 1.0, "images": 4} if line == "steps\\n" else {"accuracy": 0.5}
     print(json.dumps(answer), flush=True)
 """
@@ -40,16 +40,17 @@ def test_programs_are_asked_in_turn_and_end(tmp_path, monkeypatch, tests_first_b
     """The accuracy once, after the first block."""
     run, asked = load("run"), tmp_path / "asked"
     command = [sys.executable, "-c", STAND_IN, asked]
-    monkeypatch.setattr(run, "command_of", lambda *_: command)
-    part = run.Part("title", "", ("p",), tests_first_block=tests_first_block)
-    found = run.measure(part, argparse.Namespace(rounds=3))["p"]
-    evaluate = ["evaluate"] * tests_first_block
-    assert asked.read_text().split() == ["steps", *evaluate, "steps", "steps"]
-    assert found["secs"] == [0.25] * 3
+    monkeypatch.setattr(run, "command_of", lambda name, *_: [*command, name])
+    part = run.Part("title", "", ("p", "q"), tests_first_block=tests_first_block)
+    found = run.measure(part, argparse.Namespace(rounds=2))["p"]
+    requests = ["steps", "evaluate"] if tests_first_block else ["steps"]
+    first_round = [f"{name} {request}" for name in "pq" for request in requests]
+    assert asked.read_text().splitlines() == [*first_round, "q steps", "p steps"]
+    assert found["secs"] == [0.25] * 2
     assert found.get("accuracy") == (0.5 if tests_first_block else None)
     monkeypatch.setattr(run, "command_of", lambda *_: [sys.executable, "-c", "1 / 0"])
     with pytest.raises(SystemExit, match="p ended before it answered; it said last: ZeroDivision"):
-        run.measure(part, argparse.Namespace(rounds=3))
+        run.measure(part, argparse.Namespace(rounds=2))
 
 
 def test_the_page_and_the_summary_are_made_of_measurements_alone(monkeypatch):

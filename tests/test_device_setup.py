@@ -16,7 +16,7 @@ from app.devices import device_setup, gpus
 from app.options import Config
 from app.runtime.errors import DeviceError
 from app.runtime.run_context import RunContext
-from conftest import CPUS, ROOT, program_environment
+from conftest import CPUS, ROOT, program_environment, run_python
 from in_process import threads_as_processes
 from strategies import tf_private
 
@@ -49,11 +49,7 @@ def test_without_a_gpu_two_logical_cpus_whatever_a_user_s_settings_of_keras_are(
     (tmp_path / "keras.json").write_text(
         '{"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}'
     )
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True, text=True, cwd=ROOT, check=True, timeout=120,
-        env=program_environment(KERAS_HOME=str(tmp_path), KERAS_BACKEND="torch"),
-    )  # fmt: skip
+    result = run_python("-c", SCRIPT, env={"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch"})
     done = json.loads(result.stdout)
     assert done["keras"] == ["tensorflow", "float32", "channels_last"]
     assert done["names"] == ["/device:CPU:0", "/device:CPU:1"]

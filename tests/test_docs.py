@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 
 import nbclient
 import nbformat
@@ -21,7 +20,7 @@ from PIL import Image
 from app.options.fault import FAULTS
 from app.options.table import COMMANDS, options_of
 from app.report import plot_style
-from conftest import ROOT, copy_program, program_environment
+from conftest import ROOT, assert_ok, copy_program, run_python
 from in_process import run_here
 from models import MODELS
 from tensorflow_graphs import release_graphs
@@ -121,11 +120,9 @@ def program_lines(text):
 
 
 def run(copy, line, small_data):
-    return subprocess.run(
-        [sys.executable, "main.py", *shlex.split(line), "--allow_unverified_data"],
-        capture_output=True, text=True, cwd=copy, timeout=300, check=False,
-        env=program_environment(FASHION_MNIST_DIR=str(small_data), COLUMNS="200"),
-    )  # fmt: skip
+    words = [*shlex.split(line), "--allow_unverified_data"]
+    environment = {"FASHION_MNIST_DIR": str(small_data), "COLUMNS": "200"}
+    return run_python("main.py", *words, cwd=copy, env=environment)
 
 
 def squeeze(text):
@@ -181,10 +178,7 @@ def test_ones_own_case_is_verified_as_the_page_shows(tmp_path):
     first, second = ([ROOT / "main.py", *shlex.split(line)] for line in program_lines(OWN_CASE))
     commands = first, second, ["script.py"]
     for arguments, expected, code in zip(commands, shown, (9, 0, 0), strict=True):
-        result = subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, timeout=300,
-            env=program_environment(COLUMNS="200"), check=False,
-        )  # fmt: skip
+        result = run_python(*arguments, cwd=tmp_path, env={"COLUMNS": "200"})
         assert result.returncode == code, result.stdout + result.stderr
         printed, wanted = (
             [re.sub(r"\d+\.\d+", "#", line) for line in text.splitlines() if line]
@@ -219,10 +213,7 @@ def anchors(text):
 def test_commands_are_ones(copy):
     """What is refused at once must be shown with that refusal."""
     lines = [(page, line) for page in PAGES for line in program_lines(page.read_text("utf-8"))]
-    result = subprocess.run(
-        [sys.executable, "-c", PARSER], input=json.dumps([line for _, line in lines]),
-        capture_output=True, text=True, cwd=copy, check=True,
-    )  # fmt: skip
+    result = run_python("-c", PARSER, cwd=copy, input=json.dumps([line for _, line in lines]))
     for (page, line), refusal in zip(lines, json.loads(result.stdout), strict=True):
         if refusal:
             shown = page.read_text("utf-8").partition(line)[2].partition("**")[0]
@@ -312,11 +303,7 @@ def test_the_readme_has_commands_of_make_and_of_the_program():
 def test_the_readme_s_commands_run_one_after_another(tmp_path):
     copy_program(tmp_path)
     for line in program_lines(README):
-        result = subprocess.run(
-            [sys.executable, "main.py", *shlex.split(line)],
-            capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False,
-        )  # fmt: skip
-        assert result.returncode == 0, line + result.stdout + result.stderr
+        result = assert_ok(run_python("main.py", *shlex.split(line), cwd=tmp_path))
         if " --steps=5 " in line:
             told = "mirrored is the training on one device: every stage is clean"
             assert told in result.stdout and told in RECORDING and line in RECORDING
@@ -359,10 +346,7 @@ def test_the_notebook_runs_and_shows_what_it_says():
 
 def printed(program):
     """Runs a program of the page of findings; returns the numbers of each line that it prints."""
-    result = subprocess.run(
-        [sys.executable, "-c", FINDINGS[0] + program],
-        capture_output=True, text=True, timeout=120, check=True, env=program_environment(),
-    )  # fmt: skip
+    result = assert_ok(run_python("-c", FINDINGS[0] + program))
     lines = result.stdout.strip().splitlines()
     return [[float(n) for n in re.findall(r"-?\d+\.?\d*|inf", line)] for line in lines]
 

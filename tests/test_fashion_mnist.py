@@ -19,21 +19,18 @@ from app.data.data_sources import SHA256, DataMissingError
 from app.data.fashion_mnist import idx_bytes, load_fashion_mnist
 from app.data.image_files import load_image_files
 from app.runtime.errors import DataError
+from conftest import idx_files
 
-TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = SHA256
+TRAIN_IMAGES, _, TEST_IMAGES, TEST_LABELS = SHA256
 REAL = os.environ.get("FASHION_MNIST_DIR")
 needs_real = pytest.mark.skipif(not REAL, reason="FASHION_MNIST_DIR is not set")
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Four files in the right format, with other content than Fashion-MNIST."""
-    generator = np.random.default_rng(0)
-    for name, count in ((TRAIN_IMAGES, 30), (TEST_IMAGES, 10)):
-        images = generator.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        write(tmp_path, name, idx_bytes(images))
-    for name, count in ((TRAIN_LABELS, 30), (TEST_LABELS, 10)):
-        write(tmp_path, name, idx_bytes((np.arange(count) % 10).astype(np.uint8)))
+    """A folder with packed files of 30 and 10 images."""
+    for name, content in idx_files(30, 10).items():
+        write(tmp_path, name, content)
     return tmp_path
 
 

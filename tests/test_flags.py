@@ -3,7 +3,6 @@
 import platform
 import re
 import shlex
-import subprocess
 import sys
 
 import keras
@@ -14,7 +13,7 @@ import app
 from app.options import Config
 from app.options.help_text import help_text
 from app.options.table import COMMANDS, options_of
-from conftest import ROOT, copy_program, run_main
+from conftest import copy_program, run_main, run_python
 from in_process import parse_here, run_here
 
 
@@ -70,10 +69,7 @@ def test_help_lists_new_models_and_strategies(tmp_path):
         line = f'    "new_{registry}": "{registry}.brand_new:Something",\n'
         pattern = re.compile(r'(?=^    "(?:lenet|single)": )', re.MULTILINE)
         path.write_text(pattern.sub(line, path.read_text("utf-8")), "utf-8")
-    result = subprocess.run(
-        [sys.executable, "main.py", "--help"],
-        capture_output=True, text=True, cwd=tmp_path, check=True,
-    )  # fmt: skip
+    result = run_python("main.py", "--help", cwd=tmp_path)
     assert "=new_models|" in result.stdout and "=new_strategies|" in result.stdout
 
 
@@ -94,10 +90,7 @@ def test_a_terminal_without_unicode_gets_help_all_the_same():
 
 def test_a_python_without_tensorflow_gets_one_line():
     """Isolated and without site-packages, the interpreter finds no installed package."""
-    result = subprocess.run(
-        [sys.executable, "-I", "-S", str(ROOT / "main.py"), "--help"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    result = run_python("-I", "-S", "main.py", "--help")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
         f"error: TensorFlow and absl are not installed for this Python ({sys.executable}); run"
@@ -112,9 +105,7 @@ def test_an_old_python_is_refused_in_one_line():
         "sys.version_info = (3, 10, 13, 'final', 0)\n"
         "runpy.run_path('main.py', run_name='__main__')\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    result = run_python("-c", script)
     assert result.returncode == 2
     assert result.stderr.startswith("error: Python ") and result.stderr.count("\n") == 1
 
@@ -128,4 +119,4 @@ def test_refusals_and_the_version_do_not_wait_for_tensorflow(argument, code):
         "    sys.exit(not {'tensorflow', 'numpy'}.isdisjoint(sys.modules))\n"
         "sys.exit('it was not refused')\n"
     )
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+    assert run_python("-c", script).returncode == 0

@@ -1,13 +1,11 @@
 """The package's command and function: `python -m lockstep`, `lockstep.compare`."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 import lockstep
-from conftest import ROOT
+from conftest import assert_ok, run_python
 from lockstep.__main__ import main
 from lockstep.trace_file import load
 from script_samples import Script
@@ -80,5 +78,4 @@ def test_the_package_needs_no_framework(files):
         "import sys, lockstep; assert lockstep.compare(*sys.argv[1:]).ok;"
         "assert not {'tensorflow', 'keras', 'torch', 'jax', 'absl', 'app'} & set(sys.modules)"
     )
-    arguments = [sys.executable, "-c", code, files / "one.npz", files / "two.npz"]
-    subprocess.run(arguments, cwd=ROOT, check=True)
+    assert_ok(run_python("-c", code, files / "one.npz", files / "two.npz"))

@@ -1,8 +1,6 @@
 """Tests what is known of memory: what is free, what says that it ran out, what cannot fit."""
 
 import errno
-import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
@@ -12,7 +10,7 @@ from app.devices.device_setup import Devices
 from app.options import Config
 from app.runtime.errors import DeviceError, DiskFullError, is_out_of_memory, out_of_memory
 from app.training.memory_guard import MemoryGuard
-from conftest import ROOT
+from conftest import run_python
 from small_models import create
 
 
@@ -85,10 +83,7 @@ def test_an_error_at_the_limit_of_the_address_space_is_one_of_memory():
         "except OSError: pass\n"
         "print(*found, is_from_lack_of_memory(error), is_out_of_memory(error))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["False", "False", "True", "False"]
+    assert run_python("-c", script).stdout.split() == ["False", "False", "True", "False"]
 
 
 def test_a_container_s_limit_counts_and_its_cached_files_do_not(monkeypatch):

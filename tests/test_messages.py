@@ -26,7 +26,7 @@ from app.data.data_sources import SHA256
 from app.data.fashion_mnist import idx_bytes
 from app.devices import gpus
 from app.options.table import COMMANDS, TABLE, options_of
-from conftest import ROOT
+from conftest import ROOT, idx_files
 from in_process import run_here, run_here_ok
 from models import MODELS
 
@@ -135,15 +135,7 @@ def _write_files():
 def _write_data():
     """Writes images in the right format, which are not Fashion-MNIST, and damaged copies."""
     train_images, train_labels, test_images, test_labels = SHA256
-    counts = {train_images: 30, train_labels: 30, test_images: 10, test_labels: 10}
-    contents = {
-        name: idx_bytes(
-            (np.arange(n * 784) % 251).astype(np.uint8).reshape(n, 28, 28)
-            if "images" in name
-            else (np.arange(n) % 10).astype(np.uint8)
-        )
-        for name, n in counts.items()
-    }
+    contents = idx_files(30, 10)
     packed = {name: gzip.compress(content, 0, mtime=0) for name, content in contents.items()}
     images, labels = packed[train_images], contents[train_labels]
     huge = b"\x00\x00\x08\x03" + (2**31 - 1).to_bytes(4, "big") + b"\x00\x00\x00\x1c" * 2

@@ -8,8 +8,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -22,7 +20,7 @@ from app.report.page import REPORT_FILE, find_records, write_report
 from app.report.result import Result, Table
 from app.report.training_result import settings_table
 from app.runtime.errors import OutputError
-from conftest import ROOT
+from conftest import ROOT, assert_ok, run_python
 from lockstep.verdict import Measurement
 from report_samples import CLIPPED, make_run, write_case, write_config
 
@@ -184,9 +182,9 @@ def test_several_directories_from_elsewhere_without_tensorflow(tmp_path):
         "assert not {'tensorflow', 'keras', 'matplotlib.pyplot'} & set(sys.modules)"
     )
     (tmp_path / "here").mkdir()
-    arguments = [sys.executable, "-c", code, tmp_path / "a", tmp_path / "b"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "nonsense"}
-    subprocess.run(arguments, cwd=tmp_path / "here", env=environment, check=True)
+    environment = {"PYTHONPATH": str(ROOT), "MPLBACKEND": "nonsense"}
+    arguments = "-c", code, tmp_path / "a", tmp_path / "b"
+    assert_ok(run_python(*arguments, cwd=tmp_path / "here", env=environment))
     assert (tmp_path / "here" / REPORT_FILE).exists()
 
 

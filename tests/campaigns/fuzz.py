@@ -27,12 +27,12 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from app.data.data_sources import SHA256
-from app.data.fashion_mnist import idx_bytes, load_fashion_mnist
+from app.data.fashion_mnist import load_fashion_mnist
 from app.devices.cluster import find_cluster
 from app.options.table import COMMANDS, TABLE
 from app.records import checkpoint as checkpoints
 from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
+from conftest import idx_files
 from in_process import parse_here
 from lockstep.trace import Rows
 from lockstep.trace_file import TraceError, load
@@ -148,16 +148,9 @@ def _edited_json(value, nodes, edits) -> bytes:
 
 # Each target writes its input to a folder, and returns what reads it.
 
-_FILES = {
-    name: idx_bytes(
-        (np.arange(3 * 784) % 251).astype(np.uint8).reshape(3, 28, 28)
-        if "images" in name
-        else np.arange(3, dtype=np.uint8)
-    )
-    for name in SHA256
-}
+_FILES = idx_files(3, 3)
 _FILE_EDITS = st.dictionaries(
-    st.sampled_from(list(SHA256)),
+    st.sampled_from(list(_FILES)),
     st.one_of(st.lists(_EDIT, min_size=1, max_size=4), st.binary(max_size=900)),
     min_size=1,
 )
