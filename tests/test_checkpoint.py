@@ -165,6 +165,13 @@ def test_a_checkpoint_of_another_version_or_step_is_refused(tmp_path):
         shutil.rmtree(tmp_path / "checkpoints")
 
 
+def test_a_checkpoint_of_format_3_is_refused_not_overlooked(tmp_path):
+    path = save(tmp_path).rename(tmp_path / "checkpoints" / "step-00000007")
+    change_manifest(path, format_version=3)
+    with pytest.raises(CheckpointError, match="format version 3"):
+        find_newest_checkpoint(tmp_path)
+
+
 def test_an_error_that_may_pass_is_no_damage(tmp_path, monkeypatch):
     save(tmp_path, 5)
     save(tmp_path, 8)

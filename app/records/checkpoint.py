@@ -40,7 +40,8 @@ _STATE_FILE, _MANIFEST_FILE = "state.safetensors", "MANIFEST.json"
 _OWN = "statistics/"  # Of a replica; names of the state start with model/ or optimizer/.
 # Errors of missing or replaced files. Other errors of the system may be temporary.
 _MEANS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-_NAME = re.compile(r"step-(\d{8,})-epoch-(\d{4,})")
+# Names of format 3 have no epoch; such checkpoints are refused, not overlooked.
+_NAME = re.compile(r"step-(\d{8,})(?:-epoch-(\d{4,}))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +162,7 @@ def checkpoint_paths(run_dir: pathlib.Path) -> list[pathlib.Path]:
     found = []
     for name in names:
         if match := _NAME.fullmatch(name):
-            found.append((int(match[1]), int(match[2]), parent / name))
+            found.append((int(match[1]), int(match[2] or 0), parent / name))
     return [path for _, _, path in sorted(found)]
 
 
