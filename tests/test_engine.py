@@ -526,6 +526,14 @@ def smoothed(faulty):
     faulty.compute((1,)).oracle = right
 
 
+def left_out(faulty):
+    """The loss of replica 1 leaves out its last example."""
+    (step,) = faulty.steps
+    y_pred, data = step["y_pred", 1], [array[:-1] for array in step["data", 1]]
+    faulty.compute((1,), data=data, scales=(1 / 4, 1 / 4))
+    step["y_pred", 1] = y_pred
+
+
 def with_seeds_of_replica_0(faulty):
     """Each replica has another seed, but replica 1 draws with that of replica 0."""
     (seed,), (step,) = faulty.of_kind(SEED), faulty.steps
@@ -620,6 +628,7 @@ FAULTS = [
      "loss", "labels_shifted", ONE, ""),
     ("own step", (0,), without_loss, "gradients", "labels_shifted", ONE, "shifted by one"),
     ("classes", (0,), smoothed, "loss", "label_smoothing", ONE, "smoothing of 0.1"),
+    ("plain", (0,), left_out, "loss", "lost_examples", ONE, "example 4 of 4"),
     ("plain", (0,), lambda f: f.compute(scales=(1 / 9, 1 / 9)), "loss", "scaled_gradient", (),
      "divided by the number of replicas twice"),
     ("normalised", (0,), lambda f: f.compute(scales=(1 / 3, 1)),
@@ -777,6 +786,7 @@ def test_two_faults_at_once_are_both_named():
         (lambda parts, sizes: np.mean(parts, axis=0), ""),
         (lambda parts, sizes: parts[1], "statistics_not_averaged"),
         (lambda parts, sizes: np.average(parts, axis=0, weights=sizes), "weighted_average"),
+        (lambda parts, sizes: np.average(parts, axis=0, weights=(1, 2, 1)), "weighted_average"),
         (lambda parts, sizes: np.sum(parts, axis=0), "doubled_average"),
         (lambda parts, sizes: noisy(parts[0]), "unexplained"),
     ],

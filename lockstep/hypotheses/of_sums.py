@@ -167,17 +167,19 @@ def _factors(asked: SumOf, rows: np.ndarray, known: Sequence[np.ndarray]) -> Ite
 def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:
     """Explains a sum of the shards' gradients with these factors, 1 where they are right."""
     context, item, num = asked.context, asked.item, len(factors)
+    is_split = num > context.trace.about.num_replicas
+    senders = f"{num} {'micro-batches' if is_split else 'replicas'}"
     if np.allclose(factors, 1 / num, rtol=1e-3):
         if asked.share != 1:
-            return "scaled_gradient", f"the mean is divided by the {num} replicas once more", ()
-        text = f"the gradients are averaged over {num} replicas, not summed"
+            return "scaled_gradient", f"the mean is divided by the {senders} once more", ()
+        text = f"the gradients are averaged over {senders}, not summed"
         return "mean_instead_of_sum", text, ()
     if asked.share != 1 and np.allclose(factors, num, rtol=1e-3):
-        return "sum_instead_of_mean", f"it is the sum of what {num} replicas send, not the mean", ()
+        return "sum_instead_of_mean", f"it is the sum of what {senders} send, not the mean", ()
     own = [shard for shard in context.shards if context.trace.copy_of(shard) == item]
     if item is not None and all(factors[own]) and not np.any(np.delete(factors, own)):
         times = "" if np.allclose(factors[own], 1, rtol=1e-3) else f", times {factors[own[0]]:.4g}"
-        text = f"it is the gradient of this replica, not the sum over {num} replicas{times}"
+        text = f"it is the gradient of this replica, not the sum over {senders}{times}"
         return "not_all_reduced", text, ()
     if not np.any(factors):
         return "lost_replica", "the sum is 0", ()
@@ -187,11 +189,9 @@ def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:
     odd = tuple(int(q) for q in np.flatnonzero(np.abs(factors - 1) > 1e-3))
     names = ", ".join(context.trace.name_of("raw", shard) for shard in odd)
     if odd and not any(factors[q] for q in odd):
-        per_replica = num // context.trace.about.num_replicas
-        whole = len(odd) % per_replica == 0 and len({context.trace.replica_of(q) for q in odd}) * (
-            per_replica
-        ) == len(odd)
-        cause = "lost_replica" if whole else "lost_micro_batch"
+        num_lost = len({context.trace.replica_of(q) for q in odd})
+        is_whole = num_lost * num == len(odd) * context.trace.about.num_replicas
+        cause = "lost_replica" if is_whole else "lost_micro_batch"
         return cause, f"the sum does not contain the gradient of {names}", odd
     if odd and np.allclose(factors[list(odd)], 2, rtol=1e-3) and len(odd) < num:
         return "repeated_gradient", f"the sum contains the gradient of {names} twice", odd
@@ -210,7 +210,7 @@ def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:
         text = f"each replica's gradient is clipped to norm {norms[0]:.4g} before the sum"
         return "clipped_before_the_sum", text, ()
     shown = ", ".join(f"{factor:.{4 if odd else 8}g}" for factor in factors)
-    text = f"the sum contains the replicas' gradients multiplied by {shown}"
+    text = f"the sum contains the gradients of the {senders} multiplied by {shown}"
     return "scaled_gradient", text, odd if len(odd) < num else ()
 
 
