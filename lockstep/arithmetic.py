@@ -12,6 +12,9 @@ EPS = float(np.finfo(np.float32).eps)
 TINY = float(np.finfo(np.float32).tiny)  # Smaller numbers may be flushed to 0.
 MARGIN = 8  # A few repetitions underestimate the largest effect of rounding.
 NOTHING_BUT_ROUNDING = 0.1  # An array with a larger relative spread is rounding error only.
+# The gradient of a bias before BatchNorm is rounding error only: gradients smaller than this part
+# of the largest are measured relative to the largest.
+SMALL_PART = 1e-2
 UNITS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}  # Largest step between numbers near 1.
 
 

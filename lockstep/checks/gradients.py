@@ -7,6 +7,7 @@ import numpy as np
 from lockstep.arithmetic import (
     MARGIN,
     NOTHING_BUT_ROUNDING,
+    SMALL_PART,
     TINY,
     add_named,
     all_same_bits,
@@ -27,7 +28,6 @@ from lockstep.trace import Array, Named
 from lockstep.verdict import Finding
 
 _NOT_FINITE = "gradients are NaN or infinite, and finite on one device"
-_SMALL_PART = 1e-2
 
 
 def check_gradients(context: Context) -> Iterator[Finding | Actual]:
@@ -127,8 +127,7 @@ def _check_together(context: Context) -> Iterator[Finding]:
 
 def _wrong(context: Context, shard: int, actual: Named, expected: Named) -> list[str]:
     """Measures gradients, and returns the names of the wrong ones."""
-    # The gradient of a bias before BatchNorm is rounding error only.
-    least = _SMALL_PART * max(map(norm, expected.values()), default=0.0)
+    least = SMALL_PART * max(map(norm, expected.values()), default=0.0)
     wrong = []
     for name, value in actual.items():
         right = expected[name]

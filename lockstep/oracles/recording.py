@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.arithmetic import TINY, add, are_finite, dense, distance, norm, ratio
+from lockstep.arithmetic import SMALL_PART, TINY, add, are_finite, dense, distance, norm, ratio
 from lockstep.context import Context
 from lockstep.match import Matching
 from lockstep.oracles.rules import Rule, RuleOracle
@@ -15,9 +15,6 @@ from lockstep.trace import STATISTIC, WEIGHT, Named, Trace
 from lockstep.verdict import Finding
 
 _SAME_START = 1e-7  # Relative; states that are only transposed have a distance of 0.
-# The gradient of a bias before BatchNorm is rounding error only: arrays smaller than this part of
-# the largest are measured relative to the largest.
-_SMALL_PART = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Tolerance:
         parts = {n: [dense(term[n]) for term in terms if n in term] for n in actual}
         parts = {name: each for name, each in parts.items() if name in terms[0]}
         sizes = {name: sum(map(norm, each)) for name, each in parts.items()}
-        least = max(_SMALL_PART * max(sizes.values(), default=0.0), TINY)
+        least = max(SMALL_PART * max(sizes.values(), default=0.0), TINY)
         found = {}
         for name, each in parts.items():
             total = np.sum(each, axis=0)
