@@ -64,10 +64,16 @@ def all_comparisons(samples: Sequence[Sample]) -> list[Comparison]:
 def _scaling(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
     """Compares more devices with the fewest; `single` is one device of any strategy."""
 
+    def strategy_of(s: Sample) -> str:
+        return s.case.config.distribution.strategy
+
     def key(s: Sample) -> tuple:
         batch = s.facts.global_batch_size
         batch_key = batch / s.facts.num_devices if axis == "weak scaling" else batch
         return s.case.config.training.model, s.case.config.training.precision, batch_key
+
+    def order(s: Sample) -> tuple[int, bool]:
+        return s.facts.num_devices, strategy_of(s) != "single"
 
     for s in samples:
         bases = [
@@ -75,17 +81,10 @@ def _scaling(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
             for base in samples
             if key(base) == key(s)
             and base.facts.num_devices < s.facts.num_devices
-            and base.case.config.distribution.strategy
-            in ("single", s.case.config.distribution.strategy)
+            and strategy_of(base) in ("single", strategy_of(s))
         ]
         if bases:
-            base = min(
-                bases,
-                key=lambda b: (
-                    b.facts.num_devices,
-                    b.case.config.distribution.strategy != "single",
-                ),
-            )
+            base = min(bases, key=order)
             # Simulated devices share the cores that a single one has alone.
             ratio = s.facts.num_devices / base.facts.num_devices
             yield compare(axis, s, base, 1.0 if s.facts.simulated_devices else ratio)

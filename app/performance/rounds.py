@@ -73,7 +73,7 @@ class _Sampler:
         """Ends the processes; returns what they measured."""
         self._process.send(None)
         result = self._process.receive()[1]
-        results = result if isinstance(result, list) else [result]  # Of each worker.
+        results = result if isinstance(result, list) else [result]  # One for each worker.
         peak = sum(peak_bytes for peak_bytes, _ in results)
         return Sample(self._case, self._facts, self._blocks, peak, results[0][1])
 

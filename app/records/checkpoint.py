@@ -37,7 +37,7 @@ FORMAT_VERSION = 4
 NUM_NEWEST_KEPT = 3
 _SIZE_BYTES_OF_NAMES = 64 << 10  # Approximate size of the manifest and of the arrays' names.
 _STATE_FILE, _MANIFEST_FILE = "state.safetensors", "MANIFEST.json"
-_OWN = "statistics/"  # Of a replica; names of the state start with model/ or optimizer/.
+_OWN = "statistics/"  # Other names start with model/ or optimizer/.
 # Errors of missing or replaced files. Other errors of the system may be temporary.
 _MEANS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 # Names of format 3 have no epoch; such checkpoints are refused, not overlooked.
@@ -79,8 +79,8 @@ class CheckpointSearchResult(NamedTuple):
         """Text that names the damaged checkpoints and the selected one; None if none is damaged."""
         if not self.damaged:
             return None
-        told = "; ".join(f"{path} ({reason})" for path, reason in self.damaged)
-        return f"damaged checkpoint: {told}. {self.path} is used, the newest that verifies"
+        damages = "; ".join(f"{path} ({reason})" for path, reason in self.damaged)
+        return f"damaged checkpoint: {damages}. {self.path} is used, the newest that verifies"
 
 
 def weights_sha256(state: Mapping[str, np.ndarray]) -> str:
@@ -196,10 +196,9 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | No
     if not damaged:
         return None
     path, reason = damaged[0]
-    others = f", as all {len(damaged)} here do not" if len(damaged) > 1 else ""
+    also = f", as all {len(damaged)} here do not" if len(damaged) > 1 else ""
     raise CheckpointError(
-        f"{path}: does not verify ({reason}){others}; train in another directory, or use"
-        " --overwrite"
+        f"{path}: does not verify ({reason}){also}; train in another directory, or use --overwrite"
     )
 
 

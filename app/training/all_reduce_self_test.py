@@ -98,8 +98,8 @@ def explain(got: Sequence[float], replica_id: int, num_replicas: int) -> str:
     counts, digits = got[:num_replicas], got[num_replicas:]
     expected = np.sum([_message(r, num_replicas) for r in range(num_replicas)], axis=0)
     shown = " ".join(f"{digit:g}" for digit in digits)
-    wanted = " ".join(f"{digit:g}" for digit in expected[num_replicas:])
-    text = f"replica i sent 2^i, and replica {replica_id} got {shown} instead of {wanted}"
+    shown_expected = " ".join(f"{digit:g}" for digit in expected[num_replicas:])
+    text = f"replica i sent 2^i, and replica {replica_id} got {shown} instead of {shown_expected}"
     lost = [r for r, count in enumerate(counts) if count == 0]
     repeated = [r for r, count in enumerate(counts) if count > 1]
     if counts[0] not in (0, 1) and all(count == counts[0] for count in counts):

@@ -28,7 +28,7 @@ from app.training.training_state import TrainingState, after_epoch, epoch_totals
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
-if TYPE_CHECKING:  # Of a higher layer.
+if TYPE_CHECKING:  # The verifier belongs to a higher layer, which hands it to the loop.
     from app.verification.step_verifier import StepVerifier
 
 # The number of steps of a compiled call grows until it takes this long, so that the bar is updated
@@ -41,12 +41,8 @@ _CALL_SEC_OF_WORKERS = 2.0
 class Training:
     """Runs one training. The constructor builds and tests it, and writes nothing to `run_dir`.
 
-    `run` calls `begin`, for each epoch `step` and `end_epoch`, and `end`. A caller with its own
-    loop, such as a benchmark, calls the same methods.
-
-    With several workers, each of them creates a `Training` and calls the same methods at the same
-    time, except that the chief calls `run` and the others call `assist`. Only the chief reads and
-    writes the run directory.
+    With several workers, each of them creates a `Training`; the chief calls `run`, and the others
+    call `assist` at the same time. Only the chief reads and writes the run directory.
 
     Args:
         config: options of the training.
@@ -98,7 +94,7 @@ class Training:
         self._metadata = self.spec.metadata(self.strategy)
         self._state = TrainingState(config, self.strategy, self._metadata)
         self._resumed: CheckpointSearchResult | None = None
-        self._writer: RunWriter | None = None  # Of the chief, after `begin`.
+        self._writer: RunWriter | None = None  # `begin` creates the chief's.
         self._compile_sec, self._step_sec = 0.0, math.inf
         self._on_progress()
 

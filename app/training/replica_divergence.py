@@ -80,10 +80,10 @@ def _hash(variables: Iterable[tf.Variable]) -> list[np.ndarray]:
 
 def _describe(name: str, groups: list[list[int]], apart: float) -> str:
     largest = max(groups, key=len)
-    others = [replica for group in groups if group is not largest for replica in group]
-    who = f"replica {', '.join(map(str, sorted(others)))}"
+    differing = [replica for group in groups if group is not largest for replica in group]
+    differing_ids = ", ".join(map(str, sorted(differing)))
     return (
-        f"{name.partition('/')[2]} on {who} differs from replica"
+        f"{name.partition('/')[2]} on replica {differing_ids} differs from replica"
         f" {', '.join(map(str, largest))} by {apart:.3g}, but must be bitwise identical; run"
         " verify with the same flags to find the first mismatch"
     )

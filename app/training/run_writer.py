@@ -116,7 +116,8 @@ class RunWriter:
             self._write_summary(progress)
             accuracy_plot.plot_accuracy([self._run_dir], self._run_dir)
             return
-        for name in (SUMMARY_FILE, HISTORY_FILE, *accuracy_plot.FILES):  # Of epochs that are lost.
+        # Records of an earlier attempt describe epochs that this training has lost.
+        for name in (SUMMARY_FILE, HISTORY_FILE, *accuracy_plot.FILES):
             with io_errors_as(self._run_dir / name):
                 remove(self._run_dir / name)
 
