@@ -114,5 +114,6 @@ def test_all_systems_are_one_training(tmp_path, model):
         "bit-identical",
         "equal within rounding",
     }
-    measured = record["strategies"]["torch_ddp"]["measurements"]["kind"]
-    assert {"examples", "loss", "gradients", "sums", "weights"} <= {*measured}
+    for name in ("torch_ddp", "jax_pmap"):
+        measured = record["trainings"][name]["measurements"]["stage"]
+        assert {"loss", "gradients", "all-reduce", "update"} <= {*measured}
