@@ -15,14 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from strategies import ALL_REDUCE_ALGORITHMS
-from strategies.collectives import PerReplicaTensors, weighted_bounds
+from strategies.collectives import GradientBuckets, PerReplicaTensors, weighted_bounds
 from strategies.compiled_steps import BatchIterator, CompiledSteps
 from strategies.copies import CopyStates, State, Variables
 from strategies.device_tape import DeviceTape
 from strategies.evaluation import Evaluation, LogitsAndTotals, Statistics
-from strategies.gradient_buckets import GradientBuckets
-from strategies.loss import differentiate, differentiate_scaled, shard_loss, unscaled
-from strategies.loss_scale import loss_scale_of
+from strategies.loss import differentiate, differentiate_scaled, loss_scale_of, shard_loss
 from strategies.observer import Observer, Shard
 from strategies.options import StrategyOptions
 from strategies.replica import Replica, copies_of
@@ -82,18 +80,18 @@ class Strategy(abc.ABC):
         self.shards_per_replica = options.accumulate_steps
         self.num_shards = self.num_replicas * self.shards_per_replica
         weights = options.shard_weights or [1] * self.num_replicas
-        self._check_numbers(weights)
+        self._check_options(weights)
         self.shard_weights = [w for w in weights for _ in range(self.shards_per_replica)]
         self.syncs_batch_norm = options.batch_norm == "sync"
         self.observer = Observer()
         automatic = options.all_reduce == "auto"
         self.algorithm = self.default_all_reduce() if automatic else options.all_reduce
-        self._check_algorithm()
         self.steps = CompiledSteps(self.train_step, self.workers)
         self._observed_steps = CompiledSteps(self.train_step, self.workers)
         self._evaluation = Evaluation(self.forward, self.distribute, self.workers)
+        self.prepare()
 
-    def _check_numbers(self, replica_weights: Sequence[int]) -> None:
+    def _check_options(self, replica_weights: Sequence[int]) -> None:
         if self.num_replicas * self.devices_per_replica != self.num_devices:
             raise ValueError(
                 f"--model_parallel={self.devices_per_replica} must divide the"
@@ -104,8 +102,6 @@ class Strategy(abc.ABC):
                 f"--shard_weights={','.join(map(str, replica_weights))} must have a weight for each"
                 f" of {self.num_replicas} replicas"
             )
-
-    def _check_algorithm(self) -> None:
         asked, choices = self.options.all_reduce, ("auto", *self.all_reduce_algorithms)
         can_leave_out = bool(self.all_reduce_algorithms) and asked == "none"
         if asked not in choices and not can_leave_out:
@@ -115,6 +111,14 @@ class Strategy(abc.ABC):
             )
 
     # --- What a subclass defines ---------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Checks the options of this strategy and sets its own attributes; the last step of init.
+
+        Raises:
+            ValueError: this strategy cannot run on these devices or with these options.
+        """
+        return
 
     @abc.abstractmethod
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
@@ -197,11 +201,7 @@ class Strategy(abc.ABC):
         """Runs the same steps as `train_steps` with another observer.
 
         The steps are compiled as a separate function; the function of `train_steps` is unchanged.
-
-        Args:
-            iterator: the result of `distribute`.
-            num_steps: number of steps; 0 compiles the loop without training.
-            observer: the same object in every call.
+        `observer` must be the same object in every call.
         """
         usual, self.observer = self.observer, observer  # Tracing the loop calls the observer.
         try:
@@ -357,17 +357,13 @@ class Strategy(abc.ABC):
         """Computes a shard's `loss`, its totals, and the scaled gradient by the logits.
 
         Strategies whose backward pass spans several devices start it from this gradient, which is
-        multiplied by `loss_scale`; `unscale` divides the results of the backward pass.
+        multiplied by `loss_scale`; `unscaled` divides the results of the backward pass.
         """
         with tf.GradientTape() as tape:
             tape.watch(logits)
             loss, totals = self.loss(logits, labels, num_global_examples)
         (gradient,) = differentiate_scaled(tape, loss, [logits], loss_scale=self.loss_scale)
         return loss, totals, gradient
-
-    def unscale(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Divides gradients computed from `loss_and_logits_gradient` by the loss scale."""
-        return unscaled(gradients, self.loss_scale)
 
     # --- Numbers of examples, shards and devices -----------------------------------------------
 

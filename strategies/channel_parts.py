@@ -7,9 +7,9 @@ import keras
 import tensorflow as tf
 
 from strategies.collectives import shard_sizes
-from strategies.copies import optimizer_shapes
 from strategies.device_tape import DeviceTape, Spread
-from strategies.layer_calls import LayerCall, LayerCalls, variables_of, with_values
+from strategies.layer_calls import LayerCall, LayerCalls, with_values
+from strategies.loss import apply_in_parts
 from strategies.split_variable import RepeatedVariable, SplitVariable
 
 # Layers that need all channels of their input to compute a part of those of their output.
@@ -166,13 +166,11 @@ class Row(NamedTuple):
         devices: T device names.
         calls: the split layer calls.
         optimizers: one per device, for its parts of the weights.
-        optimizer_names: names of the optimizer's variables, as for the unsplit weights.
     """
 
     devices: list[str]
     calls: list[SplitCall]
     optimizers: list[keras.optimizers.Optimizer]
-    optimizer_names: list[str]
 
     @classmethod
     def create(
@@ -182,10 +180,7 @@ class Row(NamedTuple):
         optimizer_fn: Callable[[], keras.optimizers.Optimizer],
     ) -> "Row":
         """Creates the parts of the layers, with their initial values, and the optimizers."""
-        whole, _ = variables_of(model_calls.calls)
-        with tf.device("CPU:0"):
-            names = list(optimizer_shapes(whole, optimizer_fn))
-        row = cls(devices, split_calls(model_calls, devices), [], names)
+        row = cls(devices, split_calls(model_calls, devices), [])
         for d, device in enumerate(devices):
             with tf.device(device):
                 row.optimizers.append(optimizer_fn())
@@ -203,9 +198,11 @@ class Row(NamedTuple):
             if whole.trainable == trainable
         }
 
-    def weights(self, device_id: int) -> list[keras.Variable]:
-        """Returns a device's parts of the trainable variables."""
-        return list(self.variables(device_id, trainable=True).values())
+    def update(self, per_device_sums: list[list[tf.Tensor]]) -> None:
+        """Updates each device's parts of the weights with their summed gradients."""
+        ids = range(len(self.devices))
+        weights = [list(self.variables(d, trainable=True).values()) for d in ids]
+        apply_in_parts(self.devices, self.optimizers, weights, per_device_sums)
 
     def weight_shapes(self) -> list[dict[str, tuple[int, ...]]]:
         """Returns for each device: path of the unsplit variable → shape of its part."""
@@ -241,11 +238,12 @@ class Row(NamedTuple):
     def whole_variables(self, names: Sequence[str]) -> dict[str, SplitVariable | RepeatedVariable]:
         """Returns name → unsplit view of the variable, in the given order of names."""
         parts: dict[str, list[tf.Variable]] = {name: [] for name in names}
+        optimizer_names = [name for name in names if name.startswith("optimizer/")]
         for d, optimizer in enumerate(self.optimizers):
             for trainable in (True, False):
                 for path, variable in self.variables(d, trainable=trainable).items():
                     parts[f"model/{path}"].append(variable.value)
-            for name, variable in zip(self.optimizer_names, optimizer.variables, strict=True):
+            for name, variable in zip(optimizer_names, optimizer.variables, strict=True):
                 parts[name].append(variable.value)
         return {
             name: SplitVariable(own, -1) if own[0].shape.rank else RepeatedVariable(own)

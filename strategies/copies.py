@@ -22,8 +22,8 @@ Variables = Mapping[str, tf.Variable]
 class CopyStates:
     """Reads and writes the variables of a strategy's copies and shards.
 
-    `gather`, `averaged`, `averaged_statistics`, `per_shard_statistics` and the methods that begin
-    with `broadcast` communicate: every worker must call them at the same point.
+    `gather`, `averaged`, `averaged_statistics`, `per_shard_statistics` and `broadcast` communicate:
+    every worker must call them at the same point.
 
     Args:
         copies: `Strategy.copies()`.
@@ -98,11 +98,25 @@ class CopyStates:
         if differing:
             raise ValueError(f"{len(differing)} arrays do not fit: {'; '.join(differing[:3])}")
 
-    def broadcast(self) -> None:
-        """Assigns the state of the chief's first copy to every copy of every worker."""
+    def broadcast(self, per_shard_arrays: Sequence[Sequence[np.ndarray]] = ()) -> None:
+        """Assigns the chief's state to the copies and shards of every worker.
+
+        Args:
+            per_shard_arrays: moving statistics of all shards, or an empty list; ignored on workers
+                other than the chief, and if the number of shards differs.
+        """
         own = [variable.numpy() for variable in self._copies[0].values()]
         message = self._workers.broadcast(b"".join(array.tobytes() for array in own))
         self.load(dict(zip(self.variable_names, split_bytes(message, own), strict=True)))
+        if len(per_shard_arrays) != self._num_shards:
+            per_shard_arrays = []
+        flat = [array for arrays in per_shard_arrays for array in arrays]
+        message = self._workers.broadcast(b"".join(array.tobytes() for array in flat))
+        if message:
+            likes = [variable.numpy() for variable in self.shard_statistics()[0].values()]
+            arrays = split_bytes(message, likes * self._num_shards)
+            starts = range(0, len(arrays), len(likes))
+            self.load_per_shard_statistics([arrays[i : i + len(likes)] for i in starts])
 
     def gather(self, per_item_arrays: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
         """Returns the arrays of all copies (or shards), given those of this worker."""
@@ -169,25 +183,6 @@ class CopyStates:
         for variables, arrays in zip(own, per_shard_arrays[ids.start : ids.stop], strict=True):
             for variable, array in zip(variables.values(), arrays, strict=True):
                 variable.assign(array)
-
-    def broadcast_per_shard_statistics(
-        self, per_shard_arrays: Sequence[Sequence[np.ndarray]]
-    ) -> None:
-        """Assigns the chief's per-shard statistics to the shards of every worker.
-
-        Args:
-            per_shard_arrays: the arrays of all shards, or an empty list; ignored on workers other
-                than the chief, and if the number of shards differs.
-        """
-        if len(per_shard_arrays) != self._num_shards:
-            per_shard_arrays = []
-        flat = [array for arrays in per_shard_arrays for array in arrays]
-        message = self._workers.broadcast(b"".join(array.tobytes() for array in flat))
-        if message:
-            likes = [variable.numpy() for variable in self.shard_statistics()[0].values()]
-            arrays = split_bytes(message, likes * self._num_shards)
-            starts = range(0, len(arrays), len(likes))
-            self.load_per_shard_statistics([arrays[i : i + len(likes)] for i in starts])
 
 
 def mean_over_shards(arrays: Sequence[np.ndarray]) -> np.ndarray:

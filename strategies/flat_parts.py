@@ -1,6 +1,6 @@
 """Splits tensors and variables into flat ranges of elements, one per device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -43,7 +43,7 @@ def reduce_scatter_all(
 
 def all_gather_all(
     per_device_parts: PerReplicaTensors,
-    shapes: Sequence[tf.TensorShape],
+    shapes: Iterable[Sequence[int]],
     devices: Sequence[str],
 ) -> PerReplicaTensors:
     """Joins the parts of each tensor on every device; the inverse of the scatter.
@@ -71,7 +71,8 @@ def all_gather_all(
 class Part(NamedTuple):
     """Holds a device's part of each weight, a flat range of elements, and its optimizer."""
 
-    device: str
+    device_id: int
+    devices: Sequence[str]
     weights: list[keras.Variable]
     optimizer: keras.optimizers.Optimizer
 
@@ -95,7 +96,19 @@ class Part(NamedTuple):
             ]
             optimizer = optimizer_fn()
             optimizer.build(weights)
-        return cls(devices[device_id], weights, optimizer)
+        return cls(device_id, devices, weights, optimizer)
+
+    def read(self) -> list[tf.Tensor]:
+        """Reads the parts once, so that every device gets the same values."""
+        with tf.device(self.devices[self.device_id]):
+            return [tf.identity(weight.value) for weight in self.weights]
+
+    def take(self, wholes: Sequence[keras.Variable]) -> None:
+        """Assigns the device's part of each whole weight that is stored on the device."""
+        with tf.device(self.devices[self.device_id]):
+            for own, whole in zip(self.weights, wholes, strict=True):
+                value = tf.convert_to_tensor(whole.value)
+                own.assign(part_of(value, self.device_id, len(self.devices)))
 
 
 def whole_variables(

@@ -38,15 +38,15 @@ class ModelParallelStrategy(Strategy):
         options = options or StrategyOptions()
         size = options.model_parallel or len(devices)
         super().__init__(devices, dataclasses.replace(options, model_parallel=size), workers)
-        if options.jit_compile:
+
+    def prepare(self) -> None:
+        if self.options.jit_compile:
             raise ValueError(f"--jit_compile is not available in {self.name}; leave the flag out")
 
     def default_all_reduce(self) -> str:
-        """Returns "none" for a single replica, which needs no all-reduce."""
         return "direct" if self.num_replicas > 1 else "none"
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
-        """Builds the model and splits its layers over the devices."""
         with tf.device("CPU:0"):  # In main memory, because it may not fit on one device.
             self.model = model_fn()
             names = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
@@ -81,7 +81,6 @@ class ModelParallelStrategy(Strategy):
         return scatter(batch, self.local_replica_devices, bounds)
 
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        """Sums tensors over the replicas, each on its first device."""
         return _all_reduce(per_replica_tensors, self.local_replica_devices)
 
     def sum_over_replicas(
@@ -97,7 +96,6 @@ class ModelParallelStrategy(Strategy):
         return sums
 
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
-        """Computes the logits of one global batch; see `Strategy.forward`."""
         results = []
         parts = zip(
             self.local_replica_devices,

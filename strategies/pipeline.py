@@ -35,7 +35,6 @@ from strategies.copies import Variables
 from strategies.cuts import cut
 from strategies.evaluation import Statistics
 from strategies.layer_calls import LayerCalls
-from strategies.loss_scale import apply_in_parts
 from strategies.model_parallel import Classify, ModelParallelStrategy
 from strategies.observer import Shard
 from strategies.options import StrategyOptions
@@ -84,11 +83,8 @@ class PipelineStrategy(ModelParallelStrategy):
             per_replica_gradients.append(self._sum_of_micro_batches(r, passes))  # 3. The sums,
             totals.append(StepTotals.sum(list(passes.totals.values())))
         per_replica_sums = self.sum_over_replicas(per_replica_gradients)
-        for r, pipeline in enumerate(self.pipelines):
-            stages, sums = pipeline.stages, per_replica_sums[r]
-            optimizers = [stage.optimizer for stage in stages]
-            weights = [stage.weights for stage in stages]
-            apply_in_parts(pipeline.devices, optimizers, weights, sums)  # and the updates.
+        for r, (pipeline, sums) in enumerate(zip(self.pipelines, per_replica_sums, strict=True)):
+            pipeline.update(sums)  # and the updates.
             self.observer.on_update(r, pipeline.to_model_order(sums))
         return StepTotals.sum(totals)
 
@@ -143,12 +139,8 @@ class PipelineStrategy(ModelParallelStrategy):
         return sums
 
     def read_weights(self, r: int) -> list[list[tf.Tensor]]:
-        """Reads the weights of each stage once, so that all passes use the same values."""
-        weights = []
-        for stage in self.pipelines[r].stages:
-            with tf.device(stage.device):
-                weights.append([tf.identity(variable.value) for variable in stage.weights])
-        return weights
+        """Reads the weights of each stage of pipeline r."""
+        return self.pipelines[r].read_weights()
 
     def classifiers(self, statistics: Statistics) -> list[Classify]:
         return [functools.partial(p.classify, statistics=statistics) for p in self.pipelines]

@@ -31,9 +31,16 @@ class Replica(NamedTuple):
     gathered_weights: Sequence[tf.Tensor] = ()
 
     @property
-    def weights(self) -> list[Any]:
+    def weights(self) -> list[tf.Tensor | tf.Variable]:
         """The trainable weights with which the model is called."""
-        return list(self.gathered_weights) or self.model.trainable_variables
+        own = [variable.value for variable in self.model.trainable_variables]
+        return list(self.gathered_weights) or own
+
+    def weights_of(self, layer: keras.layers.Layer) -> list[tf.Tensor | tf.Variable]:
+        """Returns those of `weights` that belong to a layer of the model."""
+        paths = {variable.path for variable in layer.trainable_variables}
+        named = zip(self.model.trainable_variables, self.weights, strict=True)
+        return [weight for variable, weight in named if variable.path in paths]
 
     def forward(self, images: tf.Tensor, index: int) -> tf.Tensor:
         """Returns the logits of the `index`-th shard in training, and updates its statistics."""

@@ -32,17 +32,20 @@ class ReplicaList(Strategy):
     reduce_to_one: Callable[..., PerReplicaTensors]
 
     def gather_tapes(self) -> list[DeviceTape]:
-        """Returns a tape for all devices, which exchange the moments of synchronised BatchNorm."""
+        # Synchronised BatchNorm gathers the moments of all replicas.
         return [DeviceTape(self.devices)] if self.syncs_batch_norm else []
 
     def new_replica(
         self, replica_id: int, device: str, model_fn: ModelFn, optimizer_fn: OptimizerFn
     ) -> Replica:
-        """Builds a replica, and checks that its BatchNorm can be synchronised."""
         replica = super().new_replica(replica_id, device, model_fn, optimizer_fn)
         if self.syncs_batch_norm:
             check_synchronizable(replica.model)
         return replica
+
+    def callable_replicas(self) -> list[Replica]:
+        """Returns the replicas with the weights with which a step calls their models."""
+        return self.replicas
 
     def bounds(self, num_examples: tf.Tensor) -> list[Bounds]:
         """Returns the start and end of each replica's part of a batch."""
@@ -75,7 +78,6 @@ class ReplicaList(Strategy):
         return per_replica_gradients, per_replica_totals
 
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        """Sums tensors over the replicas with the chosen algorithm, in buckets."""
         if self.algorithm == "none":
             return per_replica_tensors
         return collectives.in_buckets(
@@ -86,26 +88,18 @@ class ReplicaList(Strategy):
         )
 
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
-        """Computes the logits of each replica's part of a batch; see `Strategy.forward`."""
-        return self.classify(self.replicas, next(iterator), statistics)
-
-    def classify(
-        self, replicas: Sequence[Replica], batch: Sequence[tf.Tensor], statistics: Statistics
-    ) -> list[LogitsAndTotals]:
-        """Computes the logits and totals of each replica's part of a batch on its device."""
+        images, labels = next(iterator)
+        shards = scatter((images, labels), self.devices, self.bounds(tf.size(labels)))
         results = []
-        shards = scatter(batch, self.devices, self.bounds(tf.shape(batch[0])[0]))
-        for replica, shard in zip(replicas, shards, strict=True):
+        for replica, shard in zip(self.callable_replicas(), shards, strict=True):
             with tf.device(replica.device):
                 results.append(classify(replica, shard, statistics))
         return results
 
     def copies(self) -> list[Variables]:
-        """Returns the variables of each replica."""
         return [named_variables(replica.model, replica.optimizer) for replica in self.replicas]
 
     def shard_variables(self) -> list[Variables]:
-        """Returns the variables of `Replica.statistics`, or those of the copies."""
         if not self.replicas[0].statistics:
             return super().shard_variables()
         names = [f"model/{v.path}" for v in self.model.non_trainable_variables]

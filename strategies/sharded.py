@@ -24,24 +24,19 @@ Reference: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Tr
 Models", 2020.
 """
 
-from collections.abc import Sequence
-
 import tensorflow as tf
 
 from strategies.base import BatchIterator, ModelFn, OptimizerFn
 from strategies.collectives import PerReplicaTensors
 from strategies.copies import Variables, optimizer_shapes
-from strategies.evaluation import LogitsAndTotals, Statistics
 from strategies.flat_parts import Part, all_gather_all, part_of, reduce_scatter_all, whole_variables
 from strategies.gather_scatter import scatter
-from strategies.loss_scale import apply_in_parts
-from strategies.options import StrategyOptions
+from strategies.loss import apply_in_parts
 from strategies.replica import Replica, copies_of
 from strategies.replica_list import ReplicaList
 from strategies.step_totals import StepTotals
 from strategies.sync_batch_norm import check_synchronizable
 from strategies.tf_private import free_values
-from strategies.workers import Workers
 
 SHARD_CHOICES = "optimizer", "gradients", "weights"
 
@@ -51,13 +46,7 @@ class ShardedStrategy(ReplicaList):
 
     name = "sharded"
 
-    def __init__(
-        self,
-        devices: Sequence[str],
-        options: StrategyOptions | None = None,
-        workers: Workers | None = None,
-    ):
-        super().__init__(devices, options, workers)
+    def prepare(self) -> None:
         shard = self.options.shard
         if shard not in SHARD_CHOICES:
             raise ValueError(f"--shard must be one of {', '.join(SHARD_CHOICES)}, got {shard}")
@@ -76,7 +65,7 @@ class ShardedStrategy(ReplicaList):
         weights = self.model.trainable_variables
         with tf.device("CPU:0"):
             self._optimizer_shapes = optimizer_shapes(weights, optimizer_fn)
-        self._shapes = [tf.TensorShape(weight.shape) for weight in weights]
+        self._shapes = {weight.path: tuple(weight.shape) for weight in weights}
         self.replicas, self.parts = [], []
         for r, device in enumerate(self.devices):
             with tf.device(device):
@@ -92,30 +81,30 @@ class ShardedStrategy(ReplicaList):
         if self.splits_weights:
             own = self.model.non_trainable_variables
             statistics = [copies_of(own) for _ in range(self.shards_per_replica)]
-            return Replica(r, part.device, self.model, part.optimizer, statistics)
+            return Replica(r, self.devices[r], self.model, part.optimizer, statistics)
         model = model_fn() if r else self.model
         for variable, first in zip(model.variables, self.model.variables, strict=True):
             variable.assign(first)
-        return Replica(r, part.device, model, part.optimizer, self.new_statistics(model))
+        return Replica(r, self.devices[r], model, part.optimizer, self.new_statistics(model))
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
         images, labels = next(iterator)
         bounds = self.bounds(tf.size(labels))
         shards = scatter((images, labels), self.devices, bounds)  # 1. A shard for each.
-        replicas = self._with_weights()  # 2. All-gather.
+        replicas = self.callable_replicas()  # 2. All-gather.
         per_replica_gradients, per_replica_totals = self.gradients(  # 3. Gradients.
             replicas, shards, tf.size(labels)
         )
         per_device_sums = self._sum_in_parts(per_replica_gradients)  # 4. Reduce-scatter.
         self._update_parts(per_device_sums)  # 5. The update of its own part.
         # The observer gets whole sums. TensorFlow prunes this gather if the observer ignores them.
-        whole_sums = all_gather_all(per_device_sums, self._shapes, self.devices)
+        whole_sums = all_gather_all(per_device_sums, self._shapes.values(), self.devices)
         for copy_id in range(self.num_copies):
             with tf.device(self.devices[copy_id]):
                 self.observer.on_update(copy_id, whole_sums[copy_id])
         return StepTotals.sum(per_replica_totals)
 
-    def _with_weights(self) -> list[Replica]:
+    def callable_replicas(self) -> list[Replica]:
         """Returns the replicas; with ZeRO-3, with gathered weights."""
         if not self.splits_weights:
             return self.replicas
@@ -127,11 +116,8 @@ class ShardedStrategy(ReplicaList):
 
     def gather_weights(self) -> PerReplicaTensors:
         """Returns the whole weights on every device."""
-        per_device_parts = []
-        for part in self.parts:
-            with tf.device(part.device):  # Read once, so that every device gets the same values.
-                per_device_parts.append([tf.identity(weight.value) for weight in part.weights])
-        return all_gather_all(per_device_parts, self._shapes, self.devices)
+        per_device_parts = [part.read() for part in self.parts]
+        return all_gather_all(per_device_parts, self._shapes.values(), self.devices)
 
     def _sum_in_parts(self, per_replica_gradients: PerReplicaTensors) -> PerReplicaTensors:
         """Sums gradients over the replicas; item [r][v] of the result is part r of sum v."""
@@ -146,10 +132,8 @@ class ShardedStrategy(ReplicaList):
     def _update_parts(self, per_device_sums: PerReplicaTensors) -> None:
         """Updates part r of the weights on device r."""
         if not self.splits_weights:  # Each device takes its part of the weights that it stores.
-            for r, (part, replica) in enumerate(zip(self.parts, self.replicas, strict=True)):
-                with tf.device(part.device):
-                    for own, weight in zip(part.weights, replica.weights, strict=True):
-                        own.assign(part_of(tf.convert_to_tensor(weight.value), r, self.num_devices))
+            for part, replica in zip(self.parts, self.replicas, strict=True):
+                part.take(replica.model.trainable_variables)
         optimizers = [part.optimizer for part in self.parts]
         weights = [part.weights for part in self.parts]
         apply_in_parts(self.devices, optimizers, weights, per_device_sums)
@@ -165,13 +149,9 @@ class ShardedStrategy(ReplicaList):
         parts = reduce_scatter_all(per_replica_tensors, self.devices)
         return all_gather_all(parts, shapes, self.devices)
 
-    def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
-        return self.classify(self._with_weights(), next(iterator), statistics)
-
     @property
     def part_shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        shapes = {v.path: tuple(v.shape) for v in self.model.trainable_variables}
-        return [shapes] * self.num_devices
+        return [self._shapes] * self.num_devices
 
     def copies(self) -> list[Variables]:
         slots = [part.optimizer.variables for part in self.parts]
@@ -181,8 +161,7 @@ class ShardedStrategy(ReplicaList):
                 {f"model/{v.path}": v.value for v in replica.model.variables} | optimizer
                 for replica in self.replicas
             ]
-        shapes = {v.path: tuple(v.shape) for v in self.model.trainable_variables}
-        found = whole_variables(shapes, [part.weights for part in self.parts])
+        found = whole_variables(self._shapes, [part.weights for part in self.parts])
         own = zip(self.model.non_trainable_variables, self.replicas[0].statistics[0], strict=True)
         found |= {v.path: variable.value for v, variable in own}
         return [{f"model/{v.path}": found[v.path] for v in self.model.variables} | optimizer]

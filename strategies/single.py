@@ -1,14 +1,10 @@
 """Implements training on one device, the reference for all other strategies."""
 
-from collections.abc import Sequence
-
 import tensorflow as tf
 
 from strategies.base import BatchIterator, ModelFn, OptimizerFn
-from strategies.options import StrategyOptions
 from strategies.replica_list import ReplicaList
 from strategies.step_totals import StepTotals
-from strategies.workers import Workers
 
 
 class SingleStrategy(ReplicaList):
@@ -16,15 +12,9 @@ class SingleStrategy(ReplicaList):
 
     name = "single"
 
-    def __init__(
-        self,
-        devices: Sequence[str],
-        options: StrategyOptions | None = None,
-        workers: Workers | None = None,
-    ):
-        super().__init__(devices, options, workers)
-        if len(devices) != 1:
-            raise ValueError(f"strategy single needs one device, got {len(devices)}")
+    def prepare(self) -> None:
+        if self.num_devices != 1:
+            raise ValueError(f"strategy single needs one device, got {self.num_devices}")
 
     def default_all_reduce(self) -> str:
         return "none"

@@ -9,7 +9,7 @@ import tensorflow as tf
 from strategies import layer_calls
 from strategies.copies import optimizer_names
 from strategies.layer_calls import LayerCall
-from strategies.loss import unscaled
+from strategies.loss import apply_in_parts, unscaled
 from strategies.observer import Shard
 from strategies.replica import copies_of
 from strategies.split_variable import RepeatedVariable
@@ -198,6 +198,20 @@ class Pipeline:
                 own_labels = tf.identity(own_labels)
             micro_batches.append(Shard(own_images, own_labels, tf.size(labels)))
         return micro_batches
+
+    def read_weights(self) -> list[list[tf.Tensor]]:
+        """Reads the weights of each stage once, so that all passes use the same values."""
+        weights = []
+        for stage in self.stages:
+            with tf.device(stage.device):
+                weights.append([tf.identity(variable.value) for variable in stage.weights])
+        return weights
+
+    def update(self, per_stage_sums: list[list[tf.Tensor]]) -> None:
+        """Updates the weights of each stage with its summed gradients, on its device."""
+        optimizers = [stage.optimizer for stage in self.stages]
+        weights = [stage.weights for stage in self.stages]
+        apply_in_parts(self.devices, optimizers, weights, per_stage_sums)
 
     def to_model_order(self, per_stage: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         """Returns per-stage tensors of all weights in the order of the model."""

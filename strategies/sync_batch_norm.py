@@ -14,6 +14,7 @@ from strategies.base import Strategy
 from strategies.collectives import add_in_order
 from strategies.device_tape import DeviceTape, Spread
 from strategies.layer_calls import LayerCall, LayerCalls, with_values
+from strategies.loss import unscaled
 from strategies.observer import Shard
 from strategies.replica import Replica
 from strategies.step_totals import StepTotals
@@ -62,7 +63,6 @@ def synchronized_gradients(
     tape = DeviceTape(devices)
     per_replica_calls = [LayerCalls.of(replica.model) for replica in replicas]
     first = per_replica_calls[0]
-    weights = [_trainable_values(replica) for replica in replicas]
     values = {first.input: Spread(images for images, _ in shards)}
     for position, call in enumerate(first.calls):
         layers = [calls.calls[position].layer for calls in per_replica_calls]
@@ -82,18 +82,14 @@ def synchronized_gradients(
         losses.append(loss)
         totals.append(own_totals)
         logits_gradients.append(gradient)
-    per_replica_gradients = []
-    per_replica = zip(
-        replicas, shards, logits.tensors, losses,
-        tape.gradient(logits, logits_gradients, weights), strict=True,
-    )  # fmt: skip
-    for replica, shard, own_logits, loss, gradients in per_replica:
-        with tf.device(replica.device):
-            examples = Shard(shard[0], shard[1], num_global_examples, own_logits)
-            per_replica_gradients.append(
-                strategy.observer.on_shard(
-                    replica.replica_id, examples, loss, strategy.unscale(gradients)
-                )
+    weights = [replica.weights for replica in replicas]
+    per_replica_gradients = tape.gradient(logits, logits_gradients, weights)
+    for r, (images, labels) in enumerate(shards):
+        with tf.device(devices[r]):
+            examples = Shard(images, labels, num_global_examples, logits.tensors[r])
+            gradients = unscaled(per_replica_gradients[r], strategy.loss_scale)
+            per_replica_gradients[r] = strategy.observer.on_shard(
+                replicas[r].replica_id, examples, losses[r], gradients
             )
     return per_replica_gradients, totals
 
@@ -185,30 +181,11 @@ def _to_moments_dtype(x: tf.Tensor) -> tf.Tensor:
     return tf.cast(x, "float32" if x.dtype in (tf.float16, tf.bfloat16) else x.dtype)
 
 
-def _trainable_values(replica: Replica) -> list[tf.Tensor]:
-    """Returns the weights of a replica, to differentiate with respect to."""
-    if replica.gathered_weights:
-        return list(replica.gathered_weights)
-    return [variable.value for variable in replica.model.trainable_variables]
-
-
 def _weights_of(
     replicas: Sequence[Replica], layers: Sequence[keras.layers.Layer]
 ) -> list[list[tf.Tensor]]:
     """Returns for each replica the weights of its layer."""
-    weights = []
-    for replica, layer in zip(replicas, layers, strict=True):
-        paths = {variable.path for variable in layer.trainable_variables}
-        weights.append(
-            [
-                value
-                for variable, value in zip(
-                    replica.model.trainable_variables, _trainable_values(replica), strict=True
-                )
-                if variable.path in paths
-            ]
-        )
-    return weights
+    return [replica.weights_of(layer) for replica, layer in zip(replicas, layers, strict=True)]
 
 
 def _values(replica: Replica, layer: keras.layers.Layer) -> list:

@@ -38,7 +38,7 @@ from strategies.copies import Variables
 from strategies.device_tape import DeviceTape, Spread
 from strategies.evaluation import Statistics
 from strategies.layer_calls import LayerCalls
-from strategies.loss_scale import apply_in_parts
+from strategies.loss import unscaled
 from strategies.model_parallel import Classify, ModelParallelStrategy
 from strategies.observer import Shard
 from strategies.step_totals import StepTotals
@@ -71,8 +71,7 @@ class TensorStrategy(ModelParallelStrategy):
             per_replica_totals.append(totals)
         per_replica_sums = self.sum_over_replicas(per_replica_gradients)
         for r, (row, sums) in enumerate(zip(self.rows, per_replica_sums, strict=True)):
-            weights = [row.weights(d) for d in range(self.devices_per_replica)]
-            apply_in_parts(row.devices, row.optimizers, weights, sums)  # 4. Each device its own.
+            row.update(sums)  # 4. Each device its own weights.
             self.observer.on_update(r, row.join(sums, self._paths))
         return StepTotals.sum(per_replica_totals)
 
@@ -90,7 +89,7 @@ class TensorStrategy(ModelParallelStrategy):
         gradients = tape.gradient(logits, [gradient, *others], per_device_weights)  # 3. Backward.
         for d, device in enumerate(row.devices):
             with tf.device(device):
-                gradients[d] = self.unscale(gradients[d])
+                gradients[d] = unscaled(gradients[d], self.loss_scale)
         whole = row.join(gradients, self._paths)
         with tf.device(row.devices[0]):
             observed = shard._replace(logits=logits.tensors[0])

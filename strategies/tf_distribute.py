@@ -16,10 +16,8 @@ from strategies.base import BatchIterator, ModelFn, OptimizerFn, Strategy
 from strategies.collectives import PerReplicaTensors
 from strategies.copies import Variables, named_variables
 from strategies.evaluation import LogitsAndTotals, Statistics, classify
-from strategies.options import StrategyOptions
 from strategies.replica import Replica
 from strategies.tf_private import flatten_layers
-from strategies.workers import Workers
 
 
 class TfDistribute(Strategy):
@@ -34,13 +32,7 @@ class TfDistribute(Strategy):
     template: Replica
     device_kinds: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(
-        self,
-        devices: Sequence[str],
-        options: StrategyOptions | None = None,
-        workers: Workers | None = None,
-    ):
-        super().__init__(devices, options, workers)
+    def prepare(self) -> None:
         kind = self.device_kinds.get(self.algorithm)
         if kind and not all(kind in device for device in self.devices):
             raise ValueError(
@@ -60,13 +52,11 @@ class TfDistribute(Strategy):
         """Creates TensorFlow's strategy on the devices."""
 
     def default_all_reduce(self) -> str:
-        """Returns "nccl" on several GPUs."""
         return "nccl" if "GPU" in self.devices[0] and self.num_devices > 1 else "reduce_to_one"
 
     def new_replica(
         self, replica_id: int, device: str, model_fn: ModelFn, optimizer_fn: OptimizerFn
     ) -> Replica:
-        """Builds a replica, whose BatchNorm Keras synchronises if it is asked to."""
         replica = super().new_replica(replica_id, device, model_fn, optimizer_fn)
         if self.syncs_batch_norm:
             for layer in flatten_layers(replica.model):
@@ -116,7 +106,6 @@ class TfDistribute(Strategy):
 
     @tf.function(autograph=False)
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        """Sums tensors over the replicas; see `Strategy.all_reduce`."""
         first = self.workers.local_range(self.num_replicas).start
 
         def tensor_of(copies: Sequence[tf.Tensor], context: Any) -> tf.Tensor:
@@ -136,19 +125,15 @@ class TfDistribute(Strategy):
         return self.per_replica(self.tf_strategy.run(sum_tensors, args=(values,)))
 
     def forward(self, iterator: BatchIterator, statistics: Statistics) -> list[LogitsAndTotals]:
-        """Computes the logits of each replica's shard; see `Strategy.forward`."""
-
         def replica_forward(shard: Sequence[tf.Tensor], _: tf.Tensor) -> LogitsAndTotals:
             return classify(self.current_replica(), shard, statistics)
 
         return self.per_replica(self.tf_strategy.run(replica_forward, args=next(iterator)))
 
     def copies(self) -> list[Variables]:
-        """Returns the variables of each replica of this worker."""
         return self._on_each_device(named_variables(self.model, self.optimizer))
 
     def shard_variables(self) -> list[Variables]:
-        """Returns the variables of `Replica.statistics` of each replica, or those of the copies."""
         if not self.template.statistics:
             return super().shard_variables()
         names = [f"model/{v.path}" for v in self.model.non_trainable_variables]

@@ -8,13 +8,13 @@ from conftest import CPUS
 from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.collectives import (
     ALL_REDUCE_FUNCTIONS,
+    GradientBuckets,
     in_buckets,
     shard_bounds,
     shard_sizes,
     weighted_bounds,
 )
 from strategies.gather_scatter import all_gather, reduce_scatter
-from strategies.gradient_buckets import GradientBuckets
 from strategies.manual import all_reduce
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4)]  # Nothing, one, a prime, more than replicas.

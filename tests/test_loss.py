@@ -7,8 +7,7 @@ import tensorflow as tf
 from app.training.optimizers import ScaledSGD
 from conftest import CPUS
 from strategies.base import StepTotals
-from strategies.loss import differentiate, shard_loss
-from strategies.loss_scale import share_overflow
+from strategies.loss import differentiate, shard_loss, share_overflow
 
 
 def test_uneven_shards_add_up_to_the_mean_of_the_batch():

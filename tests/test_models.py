@@ -10,7 +10,7 @@ from app.training.recipes import find_recipe
 from dense_network import build_dense_network
 from models import MODELS, load_model_builder
 from small_models import build_network
-from strategies.flops import forward_flops, product_layers
+from strategies.cuts import forward_flops, product_layers
 from walks import assert_same_bits, training, walk
 
 SLOW = pytest.mark.slow

@@ -20,9 +20,8 @@ from small_models import (
 )
 from strategies.channel_parts import split_calls
 from strategies.collectives import shard_sizes
-from strategies.cuts import cut, cut_points, stage_flops
+from strategies.cuts import cut, cut_points, forward_flops, product_layers, stage_flops
 from strategies.device_tape import DeviceTape, Spread
-from strategies.flops import forward_flops, product_layers
 from strategies.layer_calls import LayerCalls
 from strategies.sharded import SHARD_CHOICES
 from strategies.split_variable import RepeatedVariable, SplitVariable

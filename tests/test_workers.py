@@ -152,7 +152,7 @@ def normalise(prepared):
     after_reading = strategy.states.per_shard_statistics()
     strategy.load_state(results[2])
     averaged = strategy.states.per_shard_statistics()
-    strategy.states.broadcast_per_shard_statistics(own if prepared.workers.is_chief else [])
+    strategy.states.broadcast(own if prepared.workers.is_chief else [])
     divergence = check_replica_divergence(strategy)
     given_back = strategy.states.per_shard_statistics()
     strategy.load_state({name: array + 1 for name, array in results[2].items()})

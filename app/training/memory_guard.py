@@ -12,7 +12,7 @@ from app.options import Config
 from app.runtime import console
 from app.runtime.errors import DeviceError, is_out_of_memory
 from strategies.base import Strategy
-from strategies.flops import product_layers
+from strategies.cuts import product_layers
 
 
 class MemoryGuard:

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from app.options import Config
-from strategies.loss_scale import are_finite, replaced_by_nan
+from strategies.loss import are_finite, replaced_by_nan
 from strategies.tf_private import learning_rate_schedule, optimizer_variable_index
 
 # Gradients of a mean loss above 2 overflow; the scale is then halved in each step.

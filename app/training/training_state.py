@@ -115,9 +115,8 @@ class TrainingState:
         text = workers.broadcast(json.dumps(dataclasses.asdict(self.progress)).encode())
         self.progress = Progress.parse(json.loads(text))
         self.checkpoints.mark_saved(self.progress)
-        self._strategy.states.broadcast()
         own = resumed.checkpoint.per_shard_statistics if resumed else []
-        self._strategy.states.broadcast_per_shard_statistics(own)
+        self._strategy.states.broadcast(own)
 
     def add_steps(self, num_steps: int, totals: StepTotals, *, call_sec: float) -> None:
         """Adds the steps of a compiled call to the progress."""
@@ -169,8 +168,7 @@ class TrainingState:
             strategy.load_state(state)
             strategy.states.load_per_shard_statistics(per_shard_statistics)
         if strategy.workers.count > 1:
-            strategy.states.broadcast()
-            strategy.states.broadcast_per_shard_statistics(per_shard_statistics)
+            strategy.states.broadcast(per_shard_statistics)
         self.progress = dataclasses.replace(
             progress,
             verified_steps=self.progress.verified_steps,

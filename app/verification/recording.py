@@ -191,7 +191,7 @@ def _record(
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.fault_injection import inject_data_fault, inject_fault
     from app.verification.recorder import StepRecorder, check_repeatable
-    from strategies.loss_scale import loss_scale_of
+    from strategies.loss import loss_scale_of
 
     config, strategy = spec.config, spec.build_strategy(devices)
     strategy.shard_weights = list(shard_weights) or strategy.shard_weights
