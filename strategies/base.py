@@ -75,9 +75,10 @@ class Strategy(abc.ABC):
     ):
         self.options = options = options or StrategyOptions()
         self.devices, self.workers = list(devices), workers or Workers()
-        self.num_devices, self.devices_per_replica = len(devices), options.model_parallel or 1
+        self.num_devices = len(devices)
+        self.devices_per_replica = options.model_parallel or self.default_model_parallel()
         self.num_replicas = self.num_copies = self.num_devices // self.devices_per_replica
-        self.shards_per_replica = options.accumulate_steps
+        self.shards_per_replica = self.count_shards_per_replica()
         self.num_shards = self.num_replicas * self.shards_per_replica
         weights = options.shard_weights or [1] * self.num_replicas
         self._check_options(weights)
@@ -169,6 +170,14 @@ class Strategy(abc.ABC):
             One list of V sums per replica, placed like the input. With one replica, the input.
         """
         return per_replica_tensors
+
+    def default_model_parallel(self) -> int:
+        """Returns the devices per replica if `model_parallel` is not given."""
+        return 1
+
+    def count_shards_per_replica(self) -> int:
+        """Returns the number of shards that each replica processes in a step."""
+        return self.options.accumulate_steps
 
     def default_all_reduce(self) -> str:
         """Returns the algorithm that "auto" stands for on these devices."""

@@ -155,18 +155,14 @@ def _cut(
     """
     num_replicas, chunks = len(devices), []
     for tensors, device in zip(per_replica_tensors, devices, strict=True):
+        own_chunks: list[list[tf.Tensor]] = [[] for _ in devices]
         with tf.device(device):
-            flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-            bounds = [
-                [shard_bounds(vector.shape[0], num_replicas, c) for vector in flat]
-                for c in range(num_replicas)
-            ]
-            chunks.append(
-                [
-                    [vector[start:end] for vector, (start, end) in zip(flat, b, strict=True)]
-                    for b in bounds
-                ]
-            )
+            for tensor in tensors:
+                flat = tf.reshape(tensor, [-1])
+                for c, own in enumerate(own_chunks):
+                    start, end = shard_bounds(flat.shape[0], num_replicas, c)
+                    own.append(flat[start:end])
+        chunks.append(own_chunks)
     return chunks
 
 
@@ -271,17 +267,9 @@ def in_buckets(
     devices: Sequence[str],
     gradient_buckets: GradientBuckets,
 ) -> PerReplicaTensors:
-    """Sums tensors over the replicas, in buckets.
+    """Sums tensors over the replicas with an all-reduce such as `ring`, in buckets.
 
-    Args:
-        algorithm: an all-reduce, for example `ring`.
-        per_replica_tensors: R lists of V tensors; item [r][v] is on device r and has the same,
-            fully known shape for every r. Left unchanged.
-        devices: R device names.
-        gradient_buckets: the buckets for the tensors of one replica.
-
-    Returns:
-        R lists of V tensors, placed like the input; item [r][v] is bitwise identical for every r.
+    Shapes are fully known, and the same for all replicas.
 
     Raises:
         ValueError: there are not as many lists as devices, or lists differ in V or in a shape.
@@ -294,18 +282,11 @@ def in_buckets(
             raise ValueError(f"replicas disagree on a shape: {' and '.join(sorted(shapes))}")
     if len(devices) == 1:
         return [list(per_replica_tensors[0])]
-    buckets = _on_each(devices, gradient_buckets.pack, per_replica_tensors)
-    return _on_each(devices, gradient_buckets.unpack, algorithm(buckets, devices))
-
-
-def _on_each(
-    devices: Sequence[str],
-    function: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-    per_replica_tensors: PerReplicaTensors,
-) -> PerReplicaTensors:
-    """Applies `function` to each replica's tensors on the replica's device."""
-    results = []
+    packed, unpacked = [], []
     for device, tensors in zip(devices, per_replica_tensors, strict=True):
         with tf.device(device):
-            results.append(function(tensors))
-    return results
+            packed.append(gradient_buckets.pack(tensors))
+    for device, sums in zip(devices, algorithm(packed, devices), strict=True):
+        with tf.device(device):
+            unpacked.append(gradient_buckets.unpack(sums))
+    return unpacked

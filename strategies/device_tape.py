@@ -68,10 +68,9 @@ class DeviceTape:
         tapes = []
         for d, device in enumerate(self.devices):
             tensors = [value.tensors[d] for value in inputs]
+            floats = [t for t in tensors if t is not None and t.dtype.is_floating]
             with tf.device(device), tf.GradientTape() as tape:
-                tape.watch(
-                    [*(t for t in tensors if t is not None and t.dtype.is_floating), *weights[d]]
-                )
+                tape.watch([*floats, *weights[d]])
                 outputs.append(function(d, *tensors))
             tapes.append(tape)
 
@@ -92,7 +91,9 @@ class DeviceTape:
                     self._weight_gradients[d, weight.ref()] = gradient
             return input_gradients
 
-        return self._recorded(distinct, Spread(outputs), pullback)
+        output = Spread(outputs)
+        self._record.append((distinct, output, pullback))
+        return output
 
     def gather(self, value: Spread, sizes: Sequence[int], *, first_alone: bool = False) -> Spread:
         """Joins the parts of a tensor along its last axis, on every device.
@@ -107,15 +108,14 @@ class DeviceTape:
         none = [None] * (len(self.devices) - len(receivers))
 
         def pullback(output_gradients: Sequence[tf.Tensor | None]) -> list[list]:
-            sent = [g for g in output_gradients if g is not None]
-            senders = [
-                device
-                for device, g in zip(self.devices, output_gradients, strict=True)
-                if g is not None
-            ]
-            return [self.sum_parts(sent, sizes, senders)]
+            pairs = zip(output_gradients, self.devices, strict=True)
+            sent = [(gradient, device) for gradient, device in pairs if gradient is not None]
+            gradients, senders = zip(*sent, strict=True)
+            return [self.sum_parts(gradients, sizes, senders)]
 
-        return self._recorded([value], Spread([*wholes, *none]), pullback)
+        whole = Spread([*wholes, *none])
+        self._record.append(([value], whole, pullback))
+        return whole
 
     def sum_parts(
         self, gradients: Sequence[tf.Tensor], sizes: Sequence[int], senders: Sequence[str]
@@ -137,15 +137,12 @@ class DeviceTape:
         target_gradients: Sequence[tf.Tensor | None],
         weights: Sequence[Sequence[tf.Tensor]],
     ) -> list[list[tf.Tensor]]:
-        """Runs the backward pass over the recorded functions.
+        """Runs the backward pass; returns for each device one gradient per weight.
 
         Args:
             target: the value to differentiate.
             target_gradients: for each device, the gradient of the loss with respect to `target`.
             weights: for each device, the weights to differentiate with respect to.
-
-        Returns:
-            For each device, one gradient per weight.
         """
         self.input_gradients(target, target_gradients, [])
         return [
@@ -169,14 +166,13 @@ class DeviceTape:
                 gradients[id(value)] = self._add(so_far, own)
         return [gradients[id(source)] for source in sources]
 
-    def _recorded(self, inputs: Sequence[Spread], output: Spread, pullback: Callable) -> Spread:
-        self._record.append((inputs, output, pullback))
-        return output
-
     def _add(self, a: Sequence[tf.Tensor | None], b: Sequence[tf.Tensor | None]) -> list:
         """Adds two gradients on each device; a missing one counts as 0."""
         sums = []
         for device, x, y in zip(self.devices, a, b, strict=True):
+            if x is None or y is None:
+                sums.append(y if x is None else x)
+                continue
             with tf.device(device):
-                sums.append(x + y if x is not None and y is not None else y if x is None else x)
+                sums.append(x + y)
         return sums

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from strategies.collectives import PerReplicaTensors, shard_bounds, shard_sizes
 from strategies.gather_scatter import all_gather, reduce_scatter
+from strategies.loss import apply_in_parts
 from strategies.split_variable import RepeatedVariable, SplitVariable
 
 
@@ -109,6 +110,13 @@ class Part(NamedTuple):
             for own, whole in zip(self.weights, wholes, strict=True):
                 value = tf.convert_to_tensor(whole.value)
                 own.assign(part_of(value, self.device_id, len(self.devices)))
+
+
+def update_parts(parts: Sequence[Part], per_device_sums: PerReplicaTensors) -> None:
+    """Updates each device's part of the weights with its part of the summed gradients."""
+    optimizers = [part.optimizer for part in parts]
+    weights = [part.weights for part in parts]
+    apply_in_parts(parts[0].devices, optimizers, weights, per_device_sums)
 
 
 def whole_variables(

@@ -1,7 +1,6 @@
 """Defines the base class of `pipeline` and `tensor`, whose replicas span K devices each."""
 
 import abc
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import keras
@@ -13,31 +12,16 @@ from strategies.copies import optimizer_shapes
 from strategies.evaluation import LogitsAndTotals, Statistics, call_without_empty_batch
 from strategies.gather_scatter import scatter
 from strategies.layer_calls import LayerCalls
-from strategies.options import StrategyOptions
 from strategies.tf_private import free_values
-from strategies.workers import Workers
 
 Classify = Callable[[tf.Tensor], tf.Tensor]  # Images to logits.
 
 
 class ModelParallelStrategy(Strategy):
-    """Trains R replicas on K devices each.
+    """Trains R replicas on K devices each; without `model_parallel`, K is the number of devices."""
 
-    Args:
-        devices: R * K device names; the devices of a replica are consecutive.
-        options: see `Strategy`; without `model_parallel`, K is the number of devices.
-        workers: see `Strategy`.
-    """
-
-    def __init__(
-        self,
-        devices: Sequence[str],
-        options: StrategyOptions | None = None,
-        workers: Workers | None = None,
-    ):
-        options = options or StrategyOptions()
-        size = options.model_parallel or len(devices)
-        super().__init__(devices, dataclasses.replace(options, model_parallel=size), workers)
+    def default_model_parallel(self) -> int:
+        return self.num_devices
 
     def prepare(self) -> None:
         if self.options.jit_compile:

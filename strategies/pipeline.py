@@ -23,7 +23,6 @@ Reference: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks 
 Parallelism", 2019.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -37,11 +36,9 @@ from strategies.evaluation import Statistics
 from strategies.layer_calls import LayerCalls
 from strategies.model_parallel import Classify, ModelParallelStrategy
 from strategies.observer import Shard
-from strategies.options import StrategyOptions
 from strategies.schedules import SCHEDULES, Task, in_order
 from strategies.stages import Passes, Pipeline, Stage
 from strategies.step_totals import StepTotals
-from strategies.workers import Workers
 
 
 class PipelineStrategy(ModelParallelStrategy):
@@ -49,16 +46,13 @@ class PipelineStrategy(ModelParallelStrategy):
 
     name = "pipeline"
 
-    def __init__(
-        self,
-        devices: Sequence[str],
-        options: StrategyOptions | None = None,
-        workers: Workers | None = None,
-    ):
-        options = options or StrategyOptions()
-        num = options.micro_batches  # Each is a shard.
-        super().__init__(devices, dataclasses.replace(options, accumulate_steps=num), workers)
-        self.tasks = in_order(SCHEDULES[options.schedule], self.devices_per_replica, num)
+    def count_shards_per_replica(self) -> int:
+        return self.options.micro_batches
+
+    def prepare(self) -> None:
+        super().prepare()
+        schedule = SCHEDULES[self.options.schedule]
+        self.tasks = in_order(schedule, self.devices_per_replica, self.options.micro_batches)
 
     def build_parts(
         self, model_calls: LayerCalls, optimizer_fn: OptimizerFn

@@ -42,6 +42,12 @@ class Replica(NamedTuple):
         named = zip(self.model.trainable_variables, self.weights, strict=True)
         return [weight for variable, weight in named if variable.path in paths]
 
+    def assign(self, weights: Sequence[tf.Tensor]) -> None:
+        """Assigns weights to the model, on its device."""
+        with tf.device(self.device):
+            for variable, weight in zip(self.model.trainable_variables, weights, strict=True):
+                variable.assign(weight)
+
     def forward(self, images: tf.Tensor, index: int) -> tf.Tensor:
         """Returns the logits of the `index`-th shard in training, and updates its statistics."""
         return with_values(lambda: self.model(images, training=True), self.values(index))

@@ -29,9 +29,15 @@ import tensorflow as tf
 from strategies.base import BatchIterator, ModelFn, OptimizerFn
 from strategies.collectives import PerReplicaTensors
 from strategies.copies import Variables, optimizer_shapes
-from strategies.flat_parts import Part, all_gather_all, part_of, reduce_scatter_all, whole_variables
+from strategies.flat_parts import (
+    Part,
+    all_gather_all,
+    part_of,
+    reduce_scatter_all,
+    update_parts,
+    whole_variables,
+)
 from strategies.gather_scatter import scatter
-from strategies.loss import apply_in_parts
 from strategies.replica import Replica, copies_of
 from strategies.replica_list import ReplicaList
 from strategies.step_totals import StepTotals
@@ -82,15 +88,14 @@ class ShardedStrategy(ReplicaList):
             own = self.model.non_trainable_variables
             statistics = [copies_of(own) for _ in range(self.shards_per_replica)]
             return Replica(r, self.devices[r], self.model, part.optimizer, statistics)
-        model = model_fn() if r else self.model
+        model = model_fn() if r > 0 else self.model
         for variable, first in zip(model.variables, self.model.variables, strict=True):
             variable.assign(first)
         return Replica(r, self.devices[r], model, part.optimizer, self.new_statistics(model))
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
         images, labels = next(iterator)
-        bounds = self.bounds(tf.size(labels))
-        shards = scatter((images, labels), self.devices, bounds)  # 1. A shard for each.
+        shards = scatter((images, labels), self.devices, self.bounds(tf.size(labels)))  # 1. Split.
         replicas = self.callable_replicas()  # 2. All-gather.
         per_replica_gradients, per_replica_totals = self.gradients(  # 3. Gradients.
             replicas, shards, tf.size(labels)
@@ -108,16 +113,13 @@ class ShardedStrategy(ReplicaList):
         """Returns the replicas; with ZeRO-3, with gathered weights."""
         if not self.splits_weights:
             return self.replicas
-        gathered = self.gather_weights()
-        return [
-            replica._replace(gathered_weights=weights)
-            for replica, weights in zip(self.replicas, gathered, strict=True)
-        ]
+        pairs = zip(self.replicas, self.gather_weights(), strict=True)
+        return [replica._replace(gathered_weights=weights) for replica, weights in pairs]
 
     def gather_weights(self) -> PerReplicaTensors:
         """Returns the whole weights on every device."""
-        per_device_parts = [part.read() for part in self.parts]
-        return all_gather_all(per_device_parts, self._shapes.values(), self.devices)
+        parts = [part.read() for part in self.parts]
+        return all_gather_all(parts, self._shapes.values(), self.devices)
 
     def _sum_in_parts(self, per_replica_gradients: PerReplicaTensors) -> PerReplicaTensors:
         """Sums gradients over the replicas; item [r][v] of the result is part r of sum v."""
@@ -134,15 +136,10 @@ class ShardedStrategy(ReplicaList):
         if not self.splits_weights:  # Each device takes its part of the weights that it stores.
             for part, replica in zip(self.parts, self.replicas, strict=True):
                 part.take(replica.model.trainable_variables)
-        optimizers = [part.optimizer for part in self.parts]
-        weights = [part.weights for part in self.parts]
-        apply_in_parts(self.devices, optimizers, weights, per_device_sums)
-        if self.splits_weights:
-            return
-        for replica, weights in zip(self.replicas, self.gather_weights(), strict=True):
-            with tf.device(replica.device):
-                for variable, new in zip(replica.model.trainable_variables, weights, strict=True):
-                    variable.assign(new)
+        update_parts(self.parts, per_device_sums)
+        if not self.splits_weights:
+            for replica, weights in zip(self.replicas, self.gather_weights(), strict=True):
+                replica.assign(weights)
 
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
         shapes = [tensor.shape for tensor in per_replica_tensors[0]]
@@ -161,7 +158,8 @@ class ShardedStrategy(ReplicaList):
                 {f"model/{v.path}": v.value for v in replica.model.variables} | optimizer
                 for replica in self.replicas
             ]
-        found = whole_variables(self._shapes, [part.weights for part in self.parts])
-        own = zip(self.model.non_trainable_variables, self.replicas[0].statistics[0], strict=True)
-        found |= {v.path: variable.value for v, variable in own}
+        weights = whole_variables(self._shapes, [part.weights for part in self.parts])
+        paths = [variable.path for variable in self.model.non_trainable_variables]
+        statistics = [variable.value for variable in self.replicas[0].statistics[0]]
+        found = weights | dict(zip(paths, statistics, strict=True))
         return [{f"model/{v.path}": found[v.path] for v in self.model.variables} | optimizer]

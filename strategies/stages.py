@@ -74,14 +74,10 @@ class Stage(NamedTuple):
         *,
         training: bool,
     ) -> tf.Tensor:
-        """Returns the activations of this stage.
+        """Returns the activations of this stage for images, or activations of the previous stage.
 
-        Args:
-            x: images, or activations of the previous stage, `(n, ...)` on this device.
-            weights: tensors that replace the trainable variables.
-            statistics: values that replace the non-trainable variables; variables among them are
-                updated in training.
-            training: passed to layers that behave differently in training.
+        `weights` and `statistics` replace the trainable and the other variables; variables among
+        `statistics` are updated in training.
         """
 
         def call_layers() -> tf.Tensor:
