@@ -136,22 +136,16 @@ def test_a_secret_that_cannot_be_used_is_refused(variable, value, told):
         find_cluster(tf_config({"worker": ["a:1"]}) | {variable: value})
 
 
-@pytest.mark.parametrize(
-    ("words", "variable", "program"),
-    [
-        (["train", "--strategy=multi_worker", "--num_workers=2"], {"TF_CONFIG": "{}"}, run_main),
-        (
-            ["train", "--strategy=multi_worker", "--num_workers=2"],
-            tf_config({"worker": ["a:1"]}),
-            run_main,
-        ),
-        (["compare", "--strategies=manual,multi_worker"], tf_config({"worker": ["a:1"]}), run_here),
-    ],
-)
-def test_the_program_refuses_at_once(words, variable, program):
-    result = program(*words, env=variable)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "TF_CONFIG" in result.stderr or "compare starts" in result.stderr
+def test_the_program_refuses_at_once():
+    one_worker, started = tf_config({"worker": ["a:1"]}), "--strategy=multi_worker"
+    for words, variable, program in (
+        (["train", started, "--num_workers=2"], {"TF_CONFIG": "{}"}, run_main),
+        (["train", started, "--num_workers=2"], one_worker, run_main),
+        (["compare", "--strategies=manual,multi_worker"], one_worker, run_here),
+    ):
+        result = program(*words, env=variable)
+        assert result.returncode == 2 and result.stderr.count("\n") == 1
+        assert "TF_CONFIG" in result.stderr or "compare starts" in result.stderr
 
 
 @pytest.mark.slow

@@ -18,7 +18,12 @@ from app.runtime.errors import DataError, DeviceError
 from conftest import run_main, run_ok
 from in_process import parse_here, run_here
 
-CONFIG = Config.of("doctor", strategies=("manual", "mirrored"))
+
+def config(**options):
+    return Config.of("doctor", strategies=("manual", "mirrored"), **options)
+
+
+CONFIG = config()
 CPUS, GPUS = ["/device:CPU:0", "/device:CPU:1"], ["/device:GPU:0", "/device:GPU:1"]
 BOTH = TensorFlowCheck([], True, CPUS, ["manual", "mirrored"])
 
@@ -33,10 +38,6 @@ def places(tmp_path, monkeypatch):
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(machine, "check_connection", refuse)
-
-
-def config(**options):
-    return Config.of("doctor", strategies=("manual", "mirrored"), **options)
 
 
 def test_packages_are_compared_with_their_pins(tmp_path, monkeypatch):
@@ -54,12 +55,6 @@ def test_packages_are_compared_with_their_pins(tmp_path, monkeypatch):
     assert (older.mark, older.value, older.error) == (WARNING, "1.9", None)
     assert absent.error.exit_code == 6 and "no==1 is not installed" in absent.value
     assert "pip install -r " in older.advice and "pip install -r " in absent.advice
-
-
-def test_too_little_memory_is_told(monkeypatch):
-    for available, mark in ((None, OK), (1 << 30, WARNING), (3 << 30, OK)):
-        monkeypatch.setattr(machine, "available_bytes", lambda free=available: free)
-        assert machine.check_processor().mark == mark
 
 
 def test_data_that_is_not_there(tmp_path, monkeypatch):
@@ -94,13 +89,16 @@ def test_tfds_downloads_from_where_the_connection_is_tried(tmp_path):
     assert tfds.builder("fashion_mnist", data_dir=tmp_path).URL == DOWNLOAD_URL
 
 
-def test_output_directory(tmp_path, monkeypatch):
+def test_output_directory_memory_and_disk(tmp_path, monkeypatch):
     check = check_output(config(out=str(tmp_path / "a" / "b")))
     assert check.mark == OK and str(tmp_path) in check.value and list(tmp_path.iterdir()) == []
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "file").touch()
     for name in (tmp_path / "theirs" / "file" / "run", tmp_path / "theirs", "~nobody-here/run"):
         assert check_output(config(out=str(name))).error.exit_code == 5, name
+    for available, mark in ((None, OK), (1 << 30, WARNING), (3 << 30, OK)):
+        monkeypatch.setattr(machine, "available_bytes", lambda free=available: free)
+        assert machine.check_processor().mark == mark
     for free, mark in ((1 << 20, ERROR), (100 << 20, WARNING), (1 << 30, OK)):
         room = os.statvfs_result((1024, 1024, 0, 0, free // 1024, 0, 0, 0, 0, 255))
         monkeypatch.setattr(machine.os, "statvfs", lambda path, room=room: room)
@@ -152,11 +150,7 @@ def test_whatever_ends_the_examination_is_a_finding(end, code):
 def test_what_to_run(options, found, words):
     line = doctor.what_to_run(config(**options), found, has_data=True, out=Check("output", ""))
     assert line.partition("main.py ")[2] == words
-    assert_parses(line)
-
-
-def assert_parses(line):
-    assert isinstance(parse_here(*shlex.split(line)[2:]), Config)
+    parse_here(*shlex.split(line)[2:])
 
 
 @pytest.mark.parametrize(
@@ -189,7 +183,7 @@ def test_the_command_on_this_machine(tmp_path):
     for name in ("manual", "mirrored"):
         assert f"✓ {name:<14} all-reduce reduce_to_one adds every replica once" in result.stdout
     assert result.stderr == "" and list(tmp_path.iterdir()) == []
-    assert_parses(result.stdout.splitlines()[-1])
+    parse_here(*shlex.split(result.stdout.splitlines()[-1])[2:])
 
 
 def test_a_sum_that_loses_a_replica_is_found():

@@ -129,24 +129,16 @@ def test_what_tfds_has_prepared_comes_in_the_order_of_the_files(folder, tmp_path
     assert load(tmp_path / "tfds").sha256() == files.sha256()
 
 
-def test_any_answer_of_the_server_is_a_connection():
+def test_any_answer_of_the_server_is_a_connection_and_none_is_given_up():
     handler = http.server.BaseHTTPRequestHandler  # Answers that it knows no method.
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
-        server.timeout = 30
+        url, server.timeout = f"http://127.0.0.1:{server.server_port}/", 30
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        data_sources.check_connection(f"http://127.0.0.1:{server.server_port}/")
+        data_sources.check_connection(url)
         thread.join(30)
-
-
-def test_the_connection_is_given_up():
-    """A server that takes the connection and never answers."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
         with pytest.raises(OSError):
-            data_sources.check_connection(url, 0.2)
+            data_sources.check_connection(url, 0.2)  # It takes connections, and does not answer.
     with pytest.raises(OSError):
         data_sources.check_connection(url)  # The server is stopped.
 

@@ -198,49 +198,59 @@ def test_ports_are_free_and_differ():
         assert not local_workers._is_free(ports[0])
 
 
-def test_another_port_is_chosen_if_one_was_taken(monkeypatch, tmp_path):
+@pytest.fixture
+def attempts(monkeypatch):
+    """A function that replaces the workers: each start has the next exit codes of a list.
+
+    It returns a list to which each start adds its addresses and its words.
+    """
+
+    def replace(codes, on_start=lambda number: None):
+        found = []
+
+        def run_all(words, clusters, shares):
+            found.append((clusters[0].addresses, words))
+            on_start(len(found))
+            return codes[min(len(found), len(codes)) - 1]
+
+        monkeypatch.setattr(local_workers, "_run_all", run_all)
+        return found
+
+    monkeypatch.setattr(local_workers.time, "sleep", lambda sec: None)
+    return replace
+
+
+def test_another_port_is_chosen_if_one_was_taken(attempts, monkeypatch, tmp_path):
     """The process that took it was faster than the worker, which refuses to share it."""
-    attempts = []
-
-    def run_all(words, clusters, shares):
-        attempts.append(clusters[0].addresses)
-        return (0, 0) if len(attempts) > 1 else (1, 2)
-
-    monkeypatch.setattr(local_workers, "_run_all", run_all)
-    monkeypatch.setattr(local_workers, "free_ports", lambda count: [1 + len(attempts), 5])
+    found = attempts([(1, 2), (0, 0)])
+    monkeypatch.setattr(local_workers, "free_ports", lambda count: [1 + len(found), 5])
     monkeypatch.setattr(local_workers, "_is_free", lambda port: port != 1)
     local_workers.train_with_local_workers(CONFIG, 2, tmp_path)
-    assert attempts == [("127.0.0.1:1", "127.0.0.1:5"), ("127.0.0.1:2", "127.0.0.1:5")]
+    addresses = [first for (first, _), _ in found]
+    assert addresses == ["127.0.0.1:1", "127.0.0.1:2"]
 
 
 @pytest.mark.parametrize(
     ("code", "max_restarts", "error"),
     [(137, 0, PeerLostError), (137, 2, PeerLostError), (7, 2, LockstepError)],
 )
-def test_workers_are_restarted_as_often_as_asked(monkeypatch, tmp_path, code, max_restarts, error):
+def test_workers_are_restarted_as_often_as_asked(attempts, tmp_path, code, max_restarts, error):
     """What another try does not fix ends it."""
-    starts = []
-    monkeypatch.setattr(local_workers, "_run_all", lambda *_: starts.append(1) or (1, code))
-    monkeypatch.setattr(local_workers.time, "sleep", lambda sec: None)
+    found = attempts([(1, code)])
     config = Config.of("train", strategy="multi_worker", max_restarts=max_restarts)
     with pytest.raises(LockstepError, match=rf"worker 1 .* {code}") as raised:
         local_workers.train_with_local_workers(config, 2, tmp_path)
     assert type(raised.value) is error and raised.value.exit_code == (138 if code > 128 else code)
-    assert len(starts) == (max_restarts + 1 if code > 128 else 1)
+    assert len(found) == (max_restarts + 1 if code > 128 else 1)
 
 
-def test_a_restart_does_not_overwrite_what_the_first_start_has_written(monkeypatch, tmp_path):
-    words = []
-
-    def run_all(given, clusters, shares):
-        words.append([word for word in given if "overwrite" in word])
-        if len(words) == 2:
+def test_a_restart_does_not_overwrite_what_the_first_start_has_written(attempts, tmp_path):
+    def write(number):
+        if number == 2:
             (tmp_path / "config.json").write_text("{}")
-        return (0, 0) if len(words) == 3 else (1, 137)
 
-    monkeypatch.setattr(local_workers, "_run_all", run_all)
-    monkeypatch.setattr(local_workers.time, "sleep", lambda sec: None)
+    found = attempts([(1, 137), (1, 137), (0, 0)], write)
     config = Config.of("train", strategy="multi_worker", overwrite=True)
     with RunContext():
         local_workers.train_with_local_workers(config, 2, tmp_path)
-    assert words == [["--overwrite"], ["--overwrite"], []]
+    assert ["--overwrite" in words for _, words in found] == [True, True, False]

@@ -149,19 +149,16 @@ def names(model):
     return [variable.path for variable in model.variables]
 
 
-def test_unnamed_layers_have_the_same_names_each_time():
+def test_names_and_weights_do_not_depend_on_the_numbers_of_layers():
+    keras.utils.set_random_seed(5)
+    initializer = find_recipe("fast", "other").kernel_initializer
+    network = build_unnamed(**SHAPES, kernel_initializer=initializer)
     first = unnamed_model()
     keras.layers.Dense(1)  # Another model of the process.
     second = unnamed_model()
     assert names(first) == names(second)
     assert len(set(names(first))) == len(names(first)) == 12
-
-
-def test_weights_do_not_depend_on_the_numbers_of_layers():
-    keras.utils.set_random_seed(5)
-    initializer = find_recipe("fast", "other").kernel_initializer
-    network = build_unnamed(**SHAPES, kernel_initializer=initializer)
-    for model in (unnamed_model(), unnamed_model()):
+    for model in (first, second):
         for expected, variable in zip(network.variables, model.variables, strict=True):
             np.testing.assert_array_equal(expected.numpy(), variable.numpy())
 
@@ -193,27 +190,23 @@ def dense(**options):
     )
 
 
+ADDS = "model adding: layer penalised adds a loss"
+
+
 @pytest.mark.parametrize(
-    "network",
+    ("network", "told"),
     [
-        dense(kernel_regularizer="l2"),
-        dense(bias_regularizer="l1"),
-        dense(activity_regularizer="l2"),
-        with_layer(lambda initializer: TwoLayers(initializer, adds_loss=True, name="penalised")),
+        (dense(kernel_regularizer="l2"), ADDS), (dense(bias_regularizer="l1"), ADDS),
+        (dense(activity_regularizer="l2"), ADDS),
+        (with_layer(lambda given: TwoLayers(given, adds_loss=True, name="penalised")), ADDS),
+        (with_layer(lambda given: TwoLayers(given, names=("a", "a"), name="two")),
+         "2 variables are named inner/two/a/kernel; give each layer"),
     ],
-)
-def test_a_model_that_adds_losses_is_refused(network):
-    with pytest.raises(ConfigError, match="model adding: layer penalised adds a loss") as refusal:
+)  # fmt: skip
+def test_a_model_that_strategies_cannot_train_equally_is_refused(network, told):
+    with pytest.raises(ConfigError, match=told) as refusal:
         checked(network)
     assert refusal.value.exit_code == 2 and "\n" not in str(refusal.value)
-
-
-def test_two_variables_of_one_name_are_refused():
-    network = with_layer(lambda initializer: TwoLayers(initializer, names=("a", "a"), name="two"))
-    with pytest.raises(
-        ConfigError, match="2 variables are named inner/two/a/kernel; give each layer"
-    ):
-        checked(network)
 
 
 @pytest.mark.parametrize("name", ["lenet", "resnet9", "unnamed"])

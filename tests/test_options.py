@@ -168,17 +168,13 @@ def test_a_wrong_entry_of_a_table_is_named(monkeypatch, target):
         load_strategy_class("manual")
 
 
-def test_single_runs_on_one_device_whatever_the_machine_has():
+def test_what_a_command_hands_on_to_its_trainings():
     assert Config.of(strategy="single").num_devices_of_all_workers == 1
     assert Config.of("compare", num_devices=3).num_devices_of_all_workers == 3
     assert Config.of().num_devices_of_all_workers is None
     assert Config.of(device="cpu").num_devices_of_all_workers == 2
-
-
-def test_lists_and_the_output_directory_stay_with_their_command():
-    benchmark = Config.of("benchmark", model=("resnet18",))
-    assert benchmark.for_training("manual").training.model == "lenet"
-    assert benchmark.for_training("manual").distribution.num_devices is None
+    training = Config.of("benchmark", model=("resnet18",)).for_training("manual")
+    assert (training.training.model, training.distribution.num_devices) == ("lenet", None)
     assert Config.of("train", out="runs/x").flags() == []
 
 

@@ -83,21 +83,6 @@ def test_a_signal_saves_and_names_the_command_that_goes_on(tmp_path, small_progr
 
 
 @pytest.mark.slow
-def test_a_second_signal_leaves_at_once(tmp_path, small_program):
-    """A step that hangs stands for a long compiled call, which no handler can interrupt."""
-    with started(small_program, *TRAIN, f"--out={tmp_path}/run", slow_step=3) as process:
-        wait_for_checkpoint(process, tmp_path / "run")
-        for _ in range(2):
-            time.sleep(0.5)
-            assert process.poll() is None
-            process.send_signal(signal.SIGTERM)
-        code, last = end(process)
-    assert (code, last) == (143, "a second SIGTERM: exiting now; the last checkpoint is kept")
-    (path,) = checkpoint_paths(tmp_path / "run")
-    assert path.name == "step-00000002-epoch-0000"
-
-
-@pytest.mark.slow
 def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path, small_program):
     words = [*TRAIN, f"--out={tmp_path}/run", "--stall_timeout_sec=20"]
     with started(small_program, *words, slow_step=3) as process:
