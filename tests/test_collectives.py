@@ -142,21 +142,18 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, 1, 20, 1000])
-def test_everything_comes_out_as_it_went_in(bucket_bytes):
-    gradient_buckets = GradientBuckets(TENSORS, bucket_bytes=bucket_bytes)
-    unpacked = gradient_buckets.unpack(gradient_buckets.pack(TENSORS))
-    for before, after in zip(TENSORS, unpacked, strict=True):
-        assert after.dtype == before.dtype
-        np.testing.assert_array_equal(after, before, strict=True)
-
-
-def test_buckets_fill_from_the_last_tensor_on_and_hold_one_dtype():
-    assert GradientBuckets(TENSORS, bucket_bytes=20).buckets == [[4, 3, 2], [1], [0]]
-    assert GradientBuckets(TENSORS, bucket_bytes=1000).buckets == [[4, 3, 2, 0], [1]]
-    assert GradientBuckets(TENSORS).buckets == [[4], [3], [2], [1], [0]]
-    packed = GradientBuckets(TENSORS, bucket_bytes=20).pack(TENSORS)
-    assert [bucket.shape[0] for bucket in packed] == [5, 2, 6]
+def test_buckets_fill_from_the_last_tensor_on_hold_one_dtype_and_lose_nothing():
+    for bucket_bytes, buckets in {
+        0: [[4], [3], [2], [1], [0]], 20: [[4, 3, 2], [1], [0]], 1000: [[4, 3, 2, 0], [1]]
+    }.items():  # fmt: skip
+        found = GradientBuckets(TENSORS, bucket_bytes=bucket_bytes)
+        assert found.buckets == buckets
+        packed = found.pack(TENSORS)
+        sizes = [sum(int(tf.size(TENSORS[i])) for i in bucket) for bucket in buckets]
+        assert [int(tf.size(bucket)) for bucket in packed] == sizes
+        for before, after in zip(TENSORS, found.unpack(packed), strict=True):
+            assert after.dtype == before.dtype
+            np.testing.assert_array_equal(after, before, strict=True)
 
 
 def test_reduced_precision_halves_the_bytes_and_the_digits_but_not_of_whole_numbers():

@@ -106,6 +106,9 @@ def batches(seed=SEED):
     return train_dataset(IMAGES, LABELS, seed=seed, global_batch_size=GLOBAL_BATCH_SIZE)
 
 
+ORACLES: dict[tuple, StrategyOracle] = {}
+
+
 @dataclasses.dataclass
 class Training:
     """A recorded training.
@@ -132,10 +135,19 @@ class Training:
         return dataclasses.replace(self, trace=trace)
 
     def oracle(self):
+        """Returns the oracle, which trainings with the same network and split share."""
         about = self.trace.about
-        split = about.shards, about.syncs_batch_norm, str(about.parts)
-        return _oracle(self.build, self.optimizer, self.precision, self.label_smoothing, split,
-                       _Trace(self.trace))  # fmt: skip
+        key = (
+            *(self.build, self.optimizer, self.precision, self.label_smoothing),
+            *(about.shards, about.syncs_batch_norm, str(about.parts)),
+        )
+        if key not in ORACLES:
+            ORACLES[key] = StrategyOracle(
+                seeded(self.build), self.optimizer, self.trace, precision=self.precision,
+                label_smoothing=self.label_smoothing,
+                examples=lambda: [[IMAGES, LABELS.astype(np.int32)]],
+            )  # fmt: skip
+        return ORACLES[key]
 
     def check(self, num_steps=NUM_STEPS):
         """Verifies the first steps, by default all."""
@@ -144,28 +156,6 @@ class Training:
             about = dataclasses.replace(trace.about, steps=trace.steps[:num_steps])
             trace = Trace(about, dict(trace.stored()))
         return check(trace, self.oracle(), batches=list(map(batch, trace.steps)), name="x")
-
-
-class _Trace:
-    """A trace that does not count as an argument of a cached function."""
-
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __eq__(self, other):
-        return True
-
-    def __hash__(self):
-        return 0
-
-
-@functools.cache
-def _oracle(build, optimizer, precision, label_smoothing, split, trace):
-    return StrategyOracle(
-        seeded(build), optimizer, trace.trace, precision=precision,
-        label_smoothing=label_smoothing,
-        examples=lambda: [[IMAGES, LABELS.astype(np.int32)]],
-    )  # fmt: skip
 
 
 @functools.cache
