@@ -19,6 +19,15 @@ def part_of(tensor: tf.Tensor, device_id: int, num_devices: int) -> tf.Tensor:
     return flat[start:end]
 
 
+def own_parts(per_device_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
+    """Returns to each device its part of each of its tensors."""
+    per_device_parts = []
+    for d, (device, tensors) in enumerate(zip(devices, per_device_tensors, strict=True)):
+        with tf.device(device):
+            per_device_parts.append([part_of(tensor, d, len(devices)) for tensor in tensors])
+    return per_device_parts
+
+
 def reduce_scatter_all(
     per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
 ) -> PerReplicaTensors:

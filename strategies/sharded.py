@@ -26,17 +26,10 @@ Models", 2020.
 
 import tensorflow as tf
 
+from strategies import flat_parts
 from strategies.base import BatchIterator, ModelFn, OptimizerFn
 from strategies.collectives import PerReplicaTensors
 from strategies.copies import Variables, optimizer_shapes
-from strategies.flat_parts import (
-    Part,
-    all_gather_all,
-    part_of,
-    reduce_scatter_all,
-    update_parts,
-    whole_variables,
-)
 from strategies.gather_scatter import scatter
 from strategies.replica import Replica, copies_of
 from strategies.replica_list import ReplicaList
@@ -75,14 +68,14 @@ class ShardedStrategy(ReplicaList):
         self.replicas, self.parts = [], []
         for r, device in enumerate(self.devices):
             with tf.device(device):
-                part = Part.create(weights, r, self.devices, optimizer_fn)
+                part = flat_parts.Part.create(weights, r, self.devices, optimizer_fn)
                 self.replicas.append(self._new_replica(r, part, model_fn))
             self.parts.append(part)
         self.optimizer = self.parts[0].optimizer
         if self.splits_weights:
             free_values(self.model.variables)  # The parts have their own variables.
 
-    def _new_replica(self, r: int, part: Part, model_fn: ModelFn) -> Replica:
+    def _new_replica(self, r: int, part: flat_parts.Part, model_fn: ModelFn) -> Replica:
         """Creates a device's replica: a whole model, or with ZeRO-3 only its statistics."""
         if self.splits_weights:
             own = self.model.non_trainable_variables
@@ -103,7 +96,7 @@ class ShardedStrategy(ReplicaList):
         per_device_sums = self._sum_in_parts(per_replica_gradients)  # 4. Reduce-scatter.
         self._update_parts(per_device_sums)  # 5. The update of its own part.
         # The observer gets whole sums. TensorFlow prunes this gather if the observer ignores them.
-        whole_sums = all_gather_all(per_device_sums, self._shapes.values(), self.devices)
+        whole_sums = flat_parts.all_gather_all(per_device_sums, self._shapes.values(), self.devices)
         for copy_id in range(self.num_copies):
             with tf.device(self.devices[copy_id]):
                 self.observer.on_update(copy_id, whole_sums[copy_id])
@@ -119,32 +112,29 @@ class ShardedStrategy(ReplicaList):
     def gather_weights(self) -> PerReplicaTensors:
         """Returns the whole weights on every device."""
         parts = [part.read() for part in self.parts]
-        return all_gather_all(parts, self._shapes.values(), self.devices)
+        return flat_parts.all_gather_all(parts, self._shapes.values(), self.devices)
 
     def _sum_in_parts(self, per_replica_gradients: PerReplicaTensors) -> PerReplicaTensors:
         """Sums gradients over the replicas; item [r][v] of the result is part r of sum v."""
         if self.splits_gradients:
-            return reduce_scatter_all(per_replica_gradients, self.devices)
-        per_device_parts = []  # ZeRO-1: every device has the whole sums and updates its part.
-        for r, sums in enumerate(self.all_reduce(per_replica_gradients)):
-            with tf.device(self.devices[r]):
-                per_device_parts.append([part_of(total, r, self.num_devices) for total in sums])
-        return per_device_parts
+            return flat_parts.reduce_scatter_all(per_replica_gradients, self.devices)
+        # ZeRO-1: every device has the whole sums and updates its part.
+        return flat_parts.own_parts(self.all_reduce(per_replica_gradients), self.devices)
 
     def _update_parts(self, per_device_sums: PerReplicaTensors) -> None:
         """Updates part r of the weights on device r."""
         if not self.splits_weights:  # Each device takes its part of the weights that it stores.
             for part, replica in zip(self.parts, self.replicas, strict=True):
                 part.take(replica.model.trainable_variables)
-        update_parts(self.parts, per_device_sums)
+        flat_parts.update_parts(self.parts, per_device_sums)
         if not self.splits_weights:
             for replica, weights in zip(self.replicas, self.gather_weights(), strict=True):
                 replica.assign(weights)
 
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
         shapes = [tensor.shape for tensor in per_replica_tensors[0]]
-        parts = reduce_scatter_all(per_replica_tensors, self.devices)
-        return all_gather_all(parts, shapes, self.devices)
+        parts = flat_parts.reduce_scatter_all(per_replica_tensors, self.devices)
+        return flat_parts.all_gather_all(parts, shapes, self.devices)
 
     @property
     def part_shapes(self) -> list[dict[str, tuple[int, ...]]]:
@@ -152,13 +142,13 @@ class ShardedStrategy(ReplicaList):
 
     def copies(self) -> list[Variables]:
         slots = [part.optimizer.variables for part in self.parts]
-        optimizer = whole_variables(self._optimizer_shapes, slots)
+        optimizer = flat_parts.whole_variables(self._optimizer_shapes, slots)
         if not self.splits_weights:
             return [
                 {f"model/{v.path}": v.value for v in replica.model.variables} | optimizer
                 for replica in self.replicas
             ]
-        weights = whole_variables(self._shapes, [part.weights for part in self.parts])
+        weights = flat_parts.whole_variables(self._shapes, [part.weights for part in self.parts])
         paths = [variable.path for variable in self.model.non_trainable_variables]
         statistics = [variable.value for variable in self.replicas[0].statistics[0]]
         found = weights | dict(zip(paths, statistics, strict=True))

@@ -101,15 +101,7 @@ class TensorStrategy(ModelParallelStrategy):
     def _logits(
         self, tape: DeviceTape, row: Row, images: tf.Tensor, weights: Weights, *, training: bool
     ) -> Spread:
-        """Calls all layers on all devices of a replica and returns the logits on its first device.
-
-        Args:
-            tape: records the calls.
-            row: devices and layers of the replica.
-            images: uint8 `(n, height, width, channels)`.
-            weights: the parts of the variables.
-            training: passed to layers that behave differently in training.
-        """
+        """Calls all layers on all devices of a replica; returns the logits on its first device."""
         values = {self._calls.input: tape.copies_of(images)}
         sizes: dict[int, list[int] | None] = {self._calls.input: None}
         gathered: dict[int, Spread] = {}
