@@ -13,7 +13,7 @@ from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
 Statistics = dict[str, tf.Tensor]
-LogitsAndTotals = tuple[tf.Tensor, StepTotals]  # Of a shard; logits `(n_r, num_classes)`.
+LogitsAndTotals = tuple[tf.Tensor, StepTotals]  # The logits of a shard are `(n_r, num_classes)`.
 
 
 class Evaluation:

@@ -12,8 +12,9 @@ The weights of all replicas therefore stay bitwise identical, although no weight
 start. The loops over the replicas run once, while `tf.function` traces the step into one graph, in
 which all devices work in parallel.
 
-`base.py` defines `local_gradients` (forward pass, loss and gradient tape) and `apply_gradients`.
-`replica_list.py` has what is no part of the idea: BatchNorm over the batch, other all-reduces.
+Step 2, `gradients` in `replica_list.py`, calls `local_gradients` for each replica: the forward
+pass, the loss and the gradient tape, in `base.py` beside `apply_gradients`. `replica_list.py` also
+has what is no part of the idea: BatchNorm over the batch, other algorithms of the all-reduce.
 
 "d2l" marks the names that "Dive into Deep Learning" uses in "Training on Multiple GPUs".
 """

@@ -53,7 +53,7 @@ class ShardedStrategy(ReplicaList):
         self.num_copies = 1 if self.splits_weights else self.num_replicas
 
     def default_all_reduce(self) -> str:
-        return "direct" if self.num_replicas > 1 else "none"  # In two separate steps.
+        return "direct" if self.num_replicas > 1 else "none"  # Reduce-scatter, all-gather.
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         # With ZeRO-3 the model may not fit on one device; it is built in main memory.
