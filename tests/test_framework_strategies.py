@@ -20,6 +20,32 @@ SMALL = ["--dataset=synthetic", "--num_train_examples=64", "--global_batch_size=
 NEEDED = ("LOCKSTEP_TORCH_PYTHON", "LOCKSTEP_JAX_PYTHON")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(os.environ.get(name) for name in NEEDED), reason=f"{' or '.join(NEEDED)} is not set"
+)
+@pytest.mark.parametrize("model", ["lenet", "resnet18"])
+def test_all_systems_are_one_training(tmp_path, model):
+    """The first test of the file: the others replace the program of torch_ddp."""
+    names = "single,manual,torch_ddp,jax_pmap"
+    size = 32 if model == "lenet" else 8
+    result = run_here(
+        *("verify", f"--strategies={names}", f"--model={model}", "--steps=2", *ON_CPUS),
+        *("--dataset=synthetic", f"--num_train_examples={2 * size}", f"--global_batch_size={size}"),
+        f"--out={tmp_path}/v",
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads((tmp_path / "v" / "verify.json").read_text())
+    assert len(record["pairs"]) == 6
+    assert {pair["outcome"] for pair in record["pairs"]} <= {
+        "bit-identical",
+        "equal within rounding",
+    }
+    for name in ("torch_ddp", "jax_pmap"):
+        measured = record["trainings"][name]["measurements"]["stage"]
+        assert {"loss", "gradients", "all-reduce", "update"} <= {*measured}
+
+
 @pytest.fixture(scope="module")
 def fake():
     """Another program for torch_ddp, which needs no framework, and a dense layer for LeNet."""
@@ -92,28 +118,3 @@ def test_a_framework_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
     assert result.returncode == 2
     assert f"there is no {tmp_path / 'python'}; run `make frameworks`" in result.stderr
     assert not (tmp_path / "c").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not all(os.environ.get(name) for name in NEEDED), reason=f"{' or '.join(NEEDED)} is not set"
-)
-@pytest.mark.parametrize("model", ["lenet", "resnet18"])
-def test_all_systems_are_one_training(tmp_path, model):
-    names = "single,manual,torch_ddp,jax_pmap"
-    size = 32 if model == "lenet" else 8
-    result = run_here(
-        *("verify", f"--strategies={names}", f"--model={model}", "--steps=2", *ON_CPUS),
-        *("--dataset=synthetic", f"--num_train_examples={2 * size}", f"--global_batch_size={size}"),
-        f"--out={tmp_path}/v",
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    record = json.loads((tmp_path / "v" / "verify.json").read_text())
-    assert len(record["pairs"]) == 6
-    assert {pair["outcome"] for pair in record["pairs"]} <= {
-        "bit-identical",
-        "equal within rounding",
-    }
-    for name in ("torch_ddp", "jax_pmap"):
-        measured = record["trainings"][name]["measurements"]["stage"]
-        assert {"loss", "gradients", "all-reduce", "update"} <= {*measured}
