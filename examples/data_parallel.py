@@ -2,14 +2,15 @@
 
     python examples/data_parallel.py --num_gpus=2
 
-Every device holds a copy of the parameters. One training step
+Every device holds a copy of the parameters; all copies start equal. One training step
 
 1. splits the batch into one shard per device,
 2. computes on each device the gradients of its shard,
 3. sums the gradients over the devices and copies the sums to each of them (an all-reduce), and
 4. applies the same update on each device.
 
-The copies therefore stay bitwise identical. The file does this by hand, then with
+The copies therefore stay bitwise identical. The loops over devices run once, while `tf.function`
+traces the step; the devices then work in parallel. The file does this by hand, then with
 `tf.distribute.MirroredStrategy`, and both end with bitwise identical parameters. "d2l" marks the
 names of "Dive into Deep Learning", section "Training on Multiple GPUs".
 """
@@ -48,7 +49,8 @@ def lenet(params, images):
 def local_gradients(params, shard, num_examples):
     """Returns the gradients of (sum of the losses of a shard) / (examples of the whole batch).
 
-    Their sum over the shards is the gradient of the batch's mean loss, also for uneven shards.
+    Their sum over the shards is the gradient of the batch's mean loss, also for uneven shards. (d2l
+    divides by the size of the batch in its `sgd` instead.)
     """
     images, labels = shard
     with tf.GradientTape() as tape:
@@ -64,13 +66,16 @@ def sgd(params, gradients):
 
 
 def split_batch(batch, devices):  # d2l: split_batch
-    """Returns one shard, images and labels, on each device; 100 over 3 is 34, 33, 33."""
-    num_examples, num = tf.shape(batch[0])[0], len(devices)
-    sizes = [(num_examples + num - 1 - index) // num for index in range(num)]
+    """Copies a shard to each device; 100 examples on 3 devices are 34, 33 and 33."""
+    num_examples, num_devices = tf.shape(batch[0])[0], len(devices)
+    sizes = [
+        (num_examples + num_devices - 1 - index) // num_devices for index in range(num_devices)
+    ]
+    images, labels = [tf.split(tensor, sizes) for tensor in batch]
     shards = []
-    for device, *shard in zip(devices, *(tf.split(tensor, sizes) for tensor in batch), strict=True):
+    for device, own_images, own_labels in zip(devices, images, labels, strict=True):
         with tf.device(device):
-            shards.append([tf.identity(tensor) for tensor in shard])
+            shards.append([tf.identity(own_images), tf.identity(own_labels)])
     return shards
 
 
@@ -109,13 +114,13 @@ def by_hand(values, devices):
 
 def mirrored(values, devices):
     """Does the same with MirroredStrategy."""
-    add_in_order = functools.partial(functools.reduce, tf.add)  # As `all_reduce` adds.
+    # The default, `add_n`, may add in another order than `all_reduce`.
+    add_in_order = functools.partial(functools.reduce, tf.add)
     strategy = tf.distribute.MirroredStrategy(
-        devices, tf.distribute.ReductionToOneDevice(accumulation_fn=add_in_order)
+        devices, cross_device_ops=tf.distribute.ReductionToOneDevice(accumulation_fn=add_in_order)
     )
-    with strategy.scope():  # Each device has a copy, and gets the new values of the first one.
-        first = tf.VariableAggregation.ONLY_FIRST_REPLICA
-        params = [tf.Variable(value, aggregation=first) for value in values]
+    with strategy.scope():  # Creates each parameter on every device, with equal values.
+        params = [tf.Variable(value) for value in values]
 
     def replica_step(shard, num_examples):
         gradients = local_gradients(params, shard, num_examples)  # 2. The gradients of its shard.
@@ -123,7 +128,7 @@ def mirrored(values, devices):
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)  # 3. All-reduce (sum).
         sgd(params, sums)  # 4. The same update everywhere.
 
-    def per_replica(tensors):
+    def per_replica(tensors):  # Makes one value of the tensors of all devices.
         return strategy.experimental_distribute_values_from_function(
             lambda context: tensors[context.replica_id_in_sync_group]
         )
@@ -159,14 +164,14 @@ def train(create, devices, data, num_epochs):  # d2l: train
 
 
 def choose_devices(num_gpus):
-    """Returns the names of GPUs; without any, of logical CPU devices, which share the cores."""
+    """Returns the names of GPUs; without any, creates logical CPU devices that share the cores."""
     # TensorFlow would otherwise change the order in which three or more gradients are added.
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
     if gpus := tf.config.list_physical_devices("GPU"):
         if len(gpus) < num_gpus:
             raise SystemExit(f"error: --num_gpus={num_gpus}, but TensorFlow sees {len(gpus)} GPUs")
         return [f"/device:GPU:{index}" for index in range(num_gpus)]
-    print(f"No GPU found: {num_gpus} logical CPU devices are used; timing is not scaling.")
+    print(f"No GPU found: {num_gpus} logical CPU devices are used; times do not show scaling.")
     cpu, part = tf.config.list_physical_devices("CPU")[0], tf.config.LogicalDeviceConfiguration()
     tf.config.set_logical_device_configuration(cpu, [part] * num_gpus)
     return [f"/device:CPU:{index}" for index in range(num_gpus)]

@@ -10,7 +10,9 @@ Each way is a function that computes the gradients of one small network for one 
 * `by_channels` (tensor parallelism) splits every layer. All activations are sent, and their
   gradients.
 
-Each trains the network from equal weights, and is compared with the training on one device.
+Each trains the network from equal weights, and is compared with the training on one device. Only
+the gradients are computed in three ways: for brevity, one copy of the parameters is updated, and
+sent again in each step.
 """
 
 import argparse
@@ -61,15 +63,16 @@ def by_examples(params, batch, devices):
             tape.watch(copies)
             logits = output_layer(copies[2:], hidden_layer(copies[:2], images))
             loss = loss_of(logits, labels, BATCH_SIZE)
-        per_device_gradients.append(tape.gradient(loss, copies))
+        with tf.device(device):
+            per_device_gradients.append(tape.gradient(loss, copies))
     return all_reduce(per_device_gradients, devices)[0]
 
 
 def by_layers(params, batch, devices):
     """Gives the hidden layer to the first device, the output layer and the loss to the last.
 
-    The batch is split into micro-batches, so that the devices can work at the same time: the first
-    on one micro-batch while the last works on the one before. Their gradients are summed.
+    The batch is split into micro-batches, whose gradients are summed. Here the devices take turns;
+    `strategies/pipeline.py` lets them work at the same time.
     """
     gradients = [tf.zeros_like(param) for param in params]
     micro_batches = [tf.split(tensor, NUM_MICRO_BATCHES) for tensor in batch]
@@ -78,12 +81,12 @@ def by_layers(params, batch, devices):
             first_tape.watch(params[:2])
             sent = hidden_layer(params[:2], images)
         with tf.device(devices[-1]), tf.GradientTape() as last_tape:
-            received = tf.identity(sent)  # The activations are sent forward,
+            received = tf.identity(sent)  # Sends the activations.
             last_tape.watch([received, *params[2:]])
             loss = loss_of(output_layer(params[2:], received), labels, BATCH_SIZE)
         with tf.device(devices[-1]):
             back, *of_output = last_tape.gradient(loss, [received, *params[2:]])
-        with tf.device(devices[0]):  # and their gradients are sent back.
+        with tf.device(devices[0]):  # Sends their gradients back.
             start = tf.identity(back)
             of_hidden = first_tape.gradient(sent, params[:2], output_gradients=start)
         gradients = [a + b for a, b in zip(gradients, [*of_hidden, *of_output], strict=True)]
@@ -107,6 +110,7 @@ def by_channels(params, batch, devices):
                 logit_parts.append(output_layer(own[2:], hidden))
         with tf.device(devices[0]):
             loss = loss_of(tf.concat(logit_parts, axis=-1), labels, BATCH_SIZE)
+    # The tape runs the whole backward pass here; `strategies/tensor.py` runs it on each device.
     per_device_gradients = tape.gradient(loss, per_device_params)
     return [tf.concat(parts, axis=-1) for parts in zip(*per_device_gradients, strict=True)]
 
@@ -124,7 +128,8 @@ def gather_channels(parts, devices):
     """Returns all channels on each device.
 
     In the backward pass, each device knows only the gradient that comes through its own outputs.
-    The gradient of a channel is their sum over the devices.
+    The gradient of a channel is their sum over the devices. A tape adds them on its own; here the
+    sum is written out, because it is communication.
     """
 
     @tf.custom_gradient
@@ -167,7 +172,7 @@ def main():
             np.abs(param.numpy() - right.numpy()).max()
             for param, right in zip(params, expected, strict=True)
         )
-        print(f"{way.__name__}: after {NUM_STEPS} steps, parameters differ by at most {apart:.1g}")
+        print(f"{way.__name__}, {NUM_STEPS} steps: at most {apart:.1g} apart from one device")
 
 
 if __name__ == "__main__":

@@ -4,17 +4,19 @@ Every device holds a *replica*, a copy of the weights; all replicas start from e
 training step
 
 1. splits the global batch into one shard per replica,
-2. computes the gradients of each shard on its device,
+2. computes on each device the gradients of (sum of the losses of its shard) / (examples of the
+   global batch),
 3. sums the gradients over the replicas and copies the sums to each replica (an all-reduce), and
 4. applies the same update on each device.
 
-The weights of all replicas therefore stay bitwise identical, although no weights are sent after the
-start. The loops over the replicas run once, while `tf.function` traces the step into one graph, in
-which all devices work in parallel.
+The trainable weights of all replicas therefore stay bitwise identical, although no weights are sent
+after the start. The loops over the replicas run once, while `tf.function` traces the step into one
+graph, in which all devices work in parallel.
 
 Step 2, `gradients` in `replica_list.py`, calls `local_gradients` for each replica: the forward
-pass, the loss and the gradient tape, in `base.py` beside `apply_gradients`. `replica_list.py` also
-has what is no part of the idea: BatchNorm over the batch, other algorithms of the all-reduce.
+pass, the loss and the gradient tape, in `base.py` beside `apply_gradients`. Step 3 calls
+`all_reduce` below, unless `--all_reduce` names another algorithm. `replica_list.py` has what is no
+part of the idea: BatchNorm over the batch, other algorithms of the all-reduce.
 
 "d2l" marks the names that "Dive into Deep Learning" uses in "Training on Multiple GPUs".
 """
@@ -65,7 +67,7 @@ def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -
 
 
 class ManualStrategy(ReplicaList):
-    """Trains data-parallel replicas with explicit gradient tapes and an explicit all-reduce."""
+    """Trains data-parallel replicas with an explicit all-reduce."""
 
     name = "manual"
     reduce_to_one = staticmethod(all_reduce)

@@ -94,7 +94,7 @@ def test_a_comparison_prints_and_leaves_its_verdicts(compared):
     saved = json.loads((folder / "compare.json").read_text())
     assert [run["strategy"] for run in saved["runs"]] == list(COMPARED_BY_DEFAULT)
     assert saved["runs"][0]["num_replicas"] == 1 and saved["runs"][1]["num_replicas"] == 2
-    assert len(saved["verdicts"]) == 3  # Each pair.
+    assert len(saved["pairs"]) == 3  # Each pair.
     for name in ("accuracy.png", "accuracy.svg"):
         assert (folder / name).stat().st_size > 10_000
     page = (folder / "report.html").read_text(encoding="utf-8")

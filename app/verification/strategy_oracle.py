@@ -20,6 +20,7 @@ from lockstep.oracles import Ask, Batch, Computed
 from lockstep.oracles.keras import KerasOracle, OneDevice, in_dtype, in_float64, to_numpy
 from lockstep.trace import Named, Trace
 from strategies.layer_calls import LayerCalls
+from strategies.tf_private import flatten_layers
 
 _LOSS_SCALE = "optimizer/loss_scale"  # The optimizer's variable, with gradients in float16.
 
@@ -80,7 +81,7 @@ class StrategyOracle(KerasOracle):
 
     def _build(self) -> keras.Model:
         model = self._model_fn()
-        for layer in model._flatten_layers():
+        for layer in flatten_layers(model):
             if self._synchronizes and isinstance(layer, keras.layers.BatchNormalization):
                 layer.synchronized = True  # Its variance is then rounded as over devices.
         model.compile(optimizer=self._optimizer_fn(), loss=self._mean_loss, auto_scale_loss=False)
