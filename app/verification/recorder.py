@@ -220,7 +220,7 @@ class Straggler(NamedTuple):
 
 
 def find_straggler(
-    times: Sequence[Sequence[SendTime]], replica_weights: Sequence[int] = ()
+    times: Sequence[Sequence[SendTime]], replica_weights: Sequence[float] = ()
 ) -> Straggler | None:
     """Finds a replica that the others had to wait for in every step, by a wide margin.
 
