@@ -266,9 +266,9 @@ def _skipped_steps(trace: Trace) -> list[int]:
 def _diverged_step(trace: Trace) -> int:
     """Returns the first step, from 1, with a loss or a variable that is not finite; 0 for none."""
     for position in range(len(trace.steps)):
-        states = [trace.named(position, "after", copy) or {} for copy in trace.copies]
+        states = [trace.arrays(position, "after", copy) or [] for copy in trace.copies]
         losses = [trace.arrays(position, "loss", shard) or [] for shard in trace.shards]
-        if not all(are_finite(values) for values in (*states, *losses)):
+        if not are_finite([a for arrays in (*states, *losses) for a in arrays if a is not None]):
             return position + 1
     return 0
 
