@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from app.records.checkpoint import find_newest_checkpoint, weights_sha256
-from app.records.history import Summary, load_summary
+from app.records.history import Summary, load_required_summary
 from app.runtime.console import count
 from app.runtime.errors import CheckpointError, DataError
 from app.verification.output import DIFFERENT, EQUAL, IDENTICAL, OTHER_TRAINING, Pair
@@ -160,7 +160,7 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[Pair]:
         DataError: the runs were trained on different images.
         CheckpointError: a run has no weights, or unusable ones.
     """
-    summaries = [_load_summary(path) for path in run_dirs]
+    summaries = list(map(load_required_summary, run_dirs))
     if len({summary.dataset_sha256 for summary in summaries}) > 1:
         found = ", ".join(f"{s.strategy} on {s.dataset}" for s in summaries)
         raise DataError(
@@ -198,14 +198,6 @@ def _compare(summaries: tuple[Summary, Summary], states: "tuple[State, State]") 
             " part of the training"
         )
     return Pair(names, EXPECTED, absolute, relative, tensor, f"A difference is expected: {why}.")
-
-
-def _load_summary(run_dir: pathlib.Path) -> Summary:
-    """Loads the summary of a run that has finished an epoch."""
-    summary = load_summary(run_dir)
-    if summary is None:
-        raise CheckpointError(f"{run_dir} has no finished epoch; use --overwrite")
-    return summary
 
 
 def _load_weights(run_dir: pathlib.Path, summary: Summary) -> "State":

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -197,31 +197,9 @@ def check_repeatable(model: keras.Model) -> None:
         )
 
 
-class Straggler(NamedTuple):
-    """A replica that all others waited for in every step.
-
-    Attributes:
-        replica_id: id of the replica.
-        wait_sec: time since the last of the others had sent its gradients, median over the steps.
-        work_sec: time of the others from the start of the step, median over the steps.
-    """
-
-    replica_id: int
-    wait_sec: float
-    work_sec: float
-
-    @property
-    def text(self) -> str:
-        """How late the replica is."""
-        return (
-            f"it sends its gradients {1000 * self.wait_sec:.0f} ms after all others, which took"
-            f" {1000 * self.work_sec:.0f} ms, and they wait for it; the numbers are right"
-        )
-
-
 def find_straggler(
     times: Sequence[Sequence[SendTime]], replica_weights: Sequence[float] = ()
-) -> Straggler | None:
+) -> tuple[int, str] | None:
     """Finds a replica that the others had to wait for in every step, by a wide margin.
 
     With unequal shards, it must be late both in its times and in its times per example: a larger
@@ -230,6 +208,9 @@ def find_straggler(
     Args:
         times: times for each step and replica. The first step is ignored because it compiles.
         replica_weights: relative sizes of the replicas' shards; empty for equal sizes.
+
+    Returns:
+        The id of the replica, and how late it is: medians over the steps.
     """
     steps = times[1:]
     if len(times) < MIN_STRAGGLER_STEPS or len(steps[0]) < 2:
@@ -244,7 +225,11 @@ def find_straggler(
         if _is_late(replica_id, steps) and _is_late(replica_id, per_example):
             others = [_last_of_others(replica_id, step)[0] for step in steps]
             waits = [s[replica_id][0] - o for s, o in zip(steps, others, strict=True)]
-            return Straggler(replica_id, statistics.median(waits), statistics.median(others))
+            return replica_id, (
+                f"it sends its gradients {1000 * statistics.median(waits):.0f} ms after all others,"
+                f" which took {1000 * statistics.median(others):.0f} ms, and they wait for it; the"
+                " numbers are right"
+            )
     return None
 
 

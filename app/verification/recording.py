@@ -202,8 +202,8 @@ def _check(
     for shard in about.shards:
         weights[shard.replica] += shard.weight
     if late := find_straggler(recorded.send_sec, weights):
-        items = (f"replica {late.replica_id}",)
-        findings.append(Finding("time", FAULT, "slow_replica", late.text, verdict.steps, items))
+        items = (f"replica {late[0]}",)
+        findings.append(Finding("time", FAULT, "slow_replica", late[1], verdict.steps, items))
     names = {step: f"step {step + 1}" for step in verdict.steps}
     verdict = dataclasses.replace(verdict, step_names=names, findings=tuple(findings))
     facts = {

@@ -15,7 +15,7 @@ import numpy as np
 
 from app.options import Config
 from app.options.names import VERIFY_EVERY
-from app.records.files import discard, write_atomically
+from app.records.files import io_errors_as, remove
 from app.records.run_metadata import Progress
 from app.runtime import console
 from app.runtime.errors import ConfigError, LockstepError
@@ -191,9 +191,8 @@ class StepVerifier:
     def record_step(self, iterator: Any, step: int) -> tuple[StepTotals, float]:
         """Runs and records a step; returns its totals and the seconds of the call."""
         previous, self._previous = self._previous, None
-        has_previous = previous is not None and previous.steps == (step - 2,)
-        steps = (step - 2, step - 1) if has_previous else (step - 1,)
-        stored = dict(previous.stored()) if has_previous and previous else {}
+        steps = (*previous.steps, step - 1) if previous else (step - 1,)
+        stored = dict(previous.stored()) if previous else {}
         self._trace = Trace(self._recorder.about(steps), stored)
 
         def train() -> tuple[StepTotals, float]:
@@ -208,7 +207,7 @@ class StepVerifier:
         return result
 
     def check(self, before: Progress) -> StepFinding | None:
-        """Checks the recorded step; keeps the trace of the first mismatch.
+        """Checks the recorded step.
 
         Args:
             before: progress before the step.
@@ -217,20 +216,22 @@ class StepVerifier:
         assert own is not None
         trace = gather_trace(own, workers)
         text = self._find(trace, self._oracle, before) if self._oracle else ""
-        if text and self._last_right:
-            text += f"; the last verified step without a mismatch is {self._last_right}"
-        if text and self._run_dir:
-            text += self._keep_trace(trace, self._run_dir / MISMATCH_DIRECTORY)
         text = json.loads(workers.broadcast(json.dumps(text).encode()))
         self._trace, self._previous = None, _last_step(own) if self._every == 1 else None
-        self._warn_of_slow_replica()
+        late = find_straggler(list(self._times), self._strategy.replica_weights)
+        if late and not self._is_slow_reported:  # A straggler does not affect the results.
+            console.warn(f"replica {late[0]} is slow: {late[1]}")
+            self._is_slow_reported = True
         if not text:
             self._last_right = before.step + 1
             return None
         return StepFinding(text, *(self._state_before(trace) if self._oracle else (None, [])))
 
     def _find(self, trace: Trace, oracle: StrategyOracle, before: Progress) -> str:
-        """Returns what is wrong with the recorded step in one line; "" if nothing is."""
+        """Returns what is wrong with the recorded step in one line; "" if nothing is.
+
+        Keeps the trace of the first mismatch.
+        """
         result, last = Result(), len(trace.steps) - 1
         position = before.epoch * self._spec.steps_per_epoch + before.epoch_step
         check_step(trace, last, oracle, list(self._spec.batch(position)), result)
@@ -242,35 +243,26 @@ class StepVerifier:
         )
         if verdict.ok:
             return ""
-        return f"{name} has a mismatch: {line_of(verdict.faults[0], verdict)}"
+        text = f"{name} has a mismatch: {line_of(verdict.faults[0], verdict)}"
+        if self._last_right:
+            text += f"; the last verified step without a mismatch is {self._last_right}"
+        if self._run_dir:
+            text += self._keep_trace(trace, self._run_dir / MISMATCH_DIRECTORY)
+        return text
 
     def _keep_trace(self, trace: Trace, path: pathlib.Path) -> str:
         """Writes the trace of the first mismatch to a directory; returns a text with its path."""
-
-        def write(directory: pathlib.Path) -> None:
-            directory.mkdir()
-            trace_file.save(trace, directory / TRACE_FILE)
-
         try:
             if not self._has_trace:
-                if path.is_dir():
-                    discard([path])
-                write_atomically(path, write)
+                with io_errors_as(path):
+                    remove(path)
+                    path.mkdir()
+                    trace_file.save(trace, path / TRACE_FILE)
         except LockstepError as error:  # It must not hide the mismatch.
             console.warn(f"the trace of the mismatch is not kept: {error}")
             return ""
         self._has_trace = True
         return f"; trace in {path}"
-
-    def _warn_of_slow_replica(self) -> None:
-        """Warns once of a replica that was slowest in all of the last recorded steps.
-
-        A straggler does not affect the results.
-        """
-        late = find_straggler(list(self._times), self._strategy.replica_weights)
-        if late and not self._is_slow_reported:
-            console.warn(f"replica {late.replica_id} is slow: {late.text}")
-            self._is_slow_reported = True
 
     def _state_before(self, trace: Trace) -> tuple[State | None, list[list[np.ndarray]]]:
         """Returns the state before the step, and the BatchNorm statistics of each shard.
@@ -281,10 +273,9 @@ class StepVerifier:
         copies = [trace.arrays(last, "before", copy) or [] for copy in trace.copies]
         if any([*map(bits, copy)] != [*map(bits, copies[0])] for copy in copies[1:]):
             return None, []
-        own = [trace.arrays(last, "own_before", shard) or [] for shard in trace.shards]
-        per_shard = [[array for array in each if array is not None] for each in own]
+        own = [trace.named(last, "own_before", shard) or {} for shard in trace.shards]
         state = dict(zip(self._strategy.states.variable_names, copies[0], strict=True))
-        return state, per_shard if any(per_shard) else []
+        return state, [list(each.values()) for each in own] if any(own) else []
 
 
 def _last_step(trace: Trace) -> Trace:
@@ -302,15 +293,12 @@ def gather_trace(trace: Trace, workers: Workers) -> Trace:
     """
     if workers.count == 1:
         return trace
-    common = {
-        name: hashlib.sha256(bits(array)).digest()
-        for name, array in trace.stored().items()
-        if name.split("/")[1] in OF_COPIES
-    }
-    chief = workers.broadcast(b"".join(common.values()))
+    shared = [name for name in trace.stored() if name.split("/")[1] in OF_COPIES]
+    digests = [hashlib.sha256(bits(trace.stored()[name])).digest() for name in shared]
+    chief = workers.broadcast(b"".join(digests))
     same = {
         name
-        for i, (name, digest) in enumerate(common.items())
+        for i, (name, digest) in enumerate(zip(shared, digests, strict=True))
         if not workers.is_chief and digest == chief[i * 32 : (i + 1) * 32]
     }
     sent = {name: array for name, array in trace.stored().items() if name not in same}
