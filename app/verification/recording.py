@@ -191,7 +191,7 @@ def _check(
     about = trace.about
     verdict = check(
         trace,
-        StrategyOracle.of(spec, trace),
+        StrategyOracle(spec, trace),
         batches=[list(spec.batch(step)) for step in trace.steps],
         name=name,
         reference="training on one device",

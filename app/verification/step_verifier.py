@@ -130,7 +130,7 @@ class StepVerifier:
         if self._strategy.workers.is_chief:
             num_threads = min(self._strategy.num_devices, os.cpu_count() or 1)
             trace.put(0, "data", 0, self._spec.batch(0))
-            self._oracle = StrategyOracle.of(self._spec, trace, num_threads=num_threads)
+            self._oracle = StrategyOracle(self._spec, trace, num_threads=num_threads)
             self._oracle.compile()
 
     def num_steps_before_next(self, progress: Progress) -> int:
@@ -191,16 +191,17 @@ class StepVerifier:
     def record_step(self, iterator: Any, step: int) -> tuple[StepTotals, float]:
         """Runs and records a step; returns its totals and the seconds of the call."""
         previous, self._previous = self._previous, None
-        steps = (*previous.steps, step - 1) if previous else (step - 1,)
-        stored = dict(previous.stored()) if previous else {}
-        self._trace = Trace(self._recorder.about(steps), stored)
+        self._trace = Trace(self._recorder.about((step - 1,)))
+        if previous and previous.steps == (step - 2,):
+            about = self._recorder.about((step - 2, step - 1))
+            self._trace = Trace(about, dict(previous.stored()))
 
         def train() -> tuple[StepTotals, float]:
             start = time.monotonic()
             totals = self._strategy.train_observed_steps(iterator, 1, self._recorder)
             return totals, time.monotonic() - start
 
-        result = self._recorder.record_step(self._trace, len(steps) - 1, train)
+        result = self._recorder.record_step(self._trace, len(self._trace.steps) - 1, train)
         own = np.array(self._recorder.take_times())
         per_worker = self._strategy.workers.gather_arrays([own])
         self._times.append([(float(sec), float(cpu)) for (a,) in per_worker for sec, cpu in a])

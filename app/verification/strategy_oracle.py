@@ -7,7 +7,7 @@ reference.
 import concurrent.futures
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from app.training.training_spec import TrainingSpec
 from lockstep.arithmetic import EPS, are_finite, rows_of
-from lockstep.oracles import Ask, Batch, Computed
+from lockstep.oracles import Ask, Computed
 from lockstep.oracles.keras import KerasOracle, OneDevice, in_dtype, in_float64, to_numpy
 from lockstep.record_keras import Hooks
 from lockstep.trace import Named, Trace
@@ -29,54 +29,29 @@ class StrategyOracle(KerasOracle):
     """Computes steps of a training with any strategy on one device; see `lockstep.oracles.Oracle`.
 
     Args:
-        model_fn: builds the model.
-        optimizer_fn: creates the optimizer.
+        spec: specification of the training.
         trace: its first step has a state and examples.
-        precision: Keras' dtype policy of the layers.
-        label_smoothing: fraction of the target that is spread evenly over all classes.
         num_threads: number of shards to compute in parallel.
-        examples: returns images and labels of the data set, and mirrored ones if any.
     """
 
     may_mix = False  # Each loss is a sum over examples, which BatchNorm alone mixes, by design.
     records_overflow = True
 
-    def __init__(
-        self, model_fn: Callable[[], keras.Model],
-        optimizer_fn: Callable[[], keras.optimizers.Optimizer], trace: Trace, *,
-        precision: str = "float32", label_smoothing: float = 0.0, num_threads: int = 1,
-        examples: Callable[[], Iterable[Batch]] = tuple,
-    ):  # fmt: skip
-        self._model_fn, self._optimizer_fn, self._examples = model_fn, optimizer_fn, examples
-        self._label_smoothing, self._num_threads = label_smoothing, num_threads
+    def __init__(self, spec: TrainingSpec, trace: Trace, *, num_threads: int = 1):
+        self._spec, self._num_threads = spec, num_threads
         self._synchronizes = trace.about.syncs_batch_norm and len(trace.shards) > 1
-        with in_dtype("float32", precision):
+        with in_dtype("float32", spec.config.training.precision):
             super().__init__(self._build, trace)
         self._initial = self._one.read()
         self.scales_loss = _LOSS_SCALE in self._initial
 
-    @classmethod
-    def of(cls, spec: TrainingSpec, trace: Trace, *, num_threads: int = 1) -> "StrategyOracle":
-        """Creates the oracle of a training."""
-
-        def examples() -> Iterator[Batch]:
-            images, labels = spec.dataset.train_images, spec.dataset.train_labels
-            yield [images, labels.astype(np.int32)]
-            if spec.flips:
-                yield [images[:, :, ::-1], labels.astype(np.int32)]
-
-        return cls(
-            spec.build_model, spec.create_optimizer, trace,
-            precision=spec.config.training.precision, label_smoothing=spec.label_smoothing,
-            num_threads=num_threads, examples=examples,
-        )  # fmt: skip
-
     def _build(self) -> keras.Model:
-        model = self._model_fn()
+        model = self._spec.build_model()
         for layer in flatten_layers(model):
             if self._synchronizes and isinstance(layer, keras.layers.BatchNormalization):
                 layer.synchronized = True  # Its variance is then rounded as over devices.
-        model.compile(optimizer=self._optimizer_fn(), loss=self._mean_loss, auto_scale_loss=False)
+        optimizer = self._spec.create_optimizer()
+        model.compile(optimizer=optimizer, loss=self._mean_loss, auto_scale_loss=False)
         return model
 
     def _build_in_float64(self, build: Callable[[], keras.Model]) -> str:
@@ -89,7 +64,7 @@ class StrategyOracle(KerasOracle):
         Another order is equally exact, but results would not be bitwise equal.
         """
         loss = tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
-        if smoothing := self._label_smoothing:
+        if smoothing := self._spec.label_smoothing:
             evenly = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
             loss = (1 - smoothing) * loss + smoothing * tf.reduce_sum(evenly)
         return loss
@@ -103,8 +78,11 @@ class StrategyOracle(KerasOracle):
         return self._initial
 
     def known_examples(self) -> set[int]:
-        """Returns the hashes of all training examples."""
-        return {row for data in self._examples() for row in rows_of(data)}
+        """Returns the hashes of all training examples, as they are and mirrored if any is."""
+        images = self._spec.dataset.train_images
+        labels = self._spec.dataset.train_labels.astype(np.int32)
+        forms = [images, images[:, :, ::-1]] if self._spec.flips else [images]
+        return {row for form in forms for row in rows_of([form, labels])}
 
     def compute(self, ask: Ask, *, exactly: bool = False) -> Computed:
         """Computes a shard in float32, or in float64; see `Oracle`."""
