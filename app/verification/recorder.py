@@ -78,11 +78,16 @@ class StepRecorder(Observer):
             versions=versions(),
         )
 
-    def record_step(self, trace: Trace, position: int, train: Callable[[], T]) -> T:
-        """Calls a function that runs one step, and adds the step to a trace."""
+    def record_step(self, trace: Trace, position: int, train: Callable[[], T]) -> tuple[T, float]:
+        """Calls a function that runs one step, and adds the step to a trace.
+
+        Returns:
+            The result of the function, and the seconds of the call.
+        """
         self.put_state(trace, position, "before")
         self._start = time.monotonic(), time.process_time()
         result = train()
+        call_sec = time.monotonic() - self._start[0]
         for shard_id, kept in self._take("shard").items():
             images, labels, logits, loss, *raw = kept
             trace.put(position, "data", shard_id, [images, labels])
@@ -93,7 +98,7 @@ class StepRecorder(Observer):
         for copy_id, sums in self._take("sums").items():
             trace.put(position, "sums", copy_id, sums)
         self.put_state(trace, position, "after")
-        return result
+        return result, call_sec
 
     def put_state(self, trace: Trace, position: int, when: str) -> None:
         """Adds the variables of this worker to a trace, "before" or "after" a step.

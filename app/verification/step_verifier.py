@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.options import Config
 from app.options.names import VERIFY_EVERY
 from app.records.files import io_errors_as, remove
 from app.records.run_metadata import Progress
@@ -56,12 +55,11 @@ class StepFinding(NamedTuple):
 
 
 def create_step_verifier(
-    config: Config, spec: TrainingSpec, strategy: Strategy, run_dir: pathlib.Path | None
+    spec: TrainingSpec, strategy: Strategy, run_dir: pathlib.Path | None
 ) -> "StepVerifier | None":
     """Creates the verifier of steps; None if no step is to be verified or can be.
 
     Args:
-        config: options of the training.
         spec: specification of the training.
         strategy: a built strategy; its observer may inject a fault.
         run_dir: directory for the trace of a mismatch; None on a worker other than the chief.
@@ -69,20 +67,20 @@ def create_step_verifier(
     Raises:
         ConfigError: `--verify_every` is set, but the steps cannot be verified.
     """
-    if config.verification.verify_every == 0:
+    every = spec.config.verification.verify_every
+    if every == 0:
         return None
     try:
         check_repeatable(strategy.model)
     except ConfigError as error:
-        if config.verification.verify_every:
+        if every:
             raise ConfigError(
-                f"--verify_every={config.verification.verify_every}: {error.problem}; leave the"
-                " flag out"
+                f"--verify_every={every}: {error.problem}; leave the flag out"
             ) from error
         if strategy.workers.is_chief:
             console.say(f"No step is verified: {error.problem}")
         return None
-    return StepVerifier(config, spec, strategy, run_dir)
+    return StepVerifier(spec, strategy, run_dir)
 
 
 class StepVerifier:
@@ -97,24 +95,17 @@ class StepVerifier:
     recordings, and broadcasts the result.
 
     Args:
-        config: options of the training.
         spec: specification of the training.
         strategy: a built strategy; its observer may inject a fault.
         run_dir: directory for the trace of a mismatch; None to keep no trace.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        spec: TrainingSpec,
-        strategy: Strategy,
-        run_dir: pathlib.Path | None = None,
-    ):
+    def __init__(self, spec: TrainingSpec, strategy: Strategy, run_dir: pathlib.Path | None = None):
         self._spec, self._strategy, self._run_dir = spec, strategy, run_dir
-        self._every = config.verification.verify_every
+        self._every = spec.config.verification.verify_every
         self._last_right, self._has_trace, self._is_slow_reported = 0, False, False
         self._step_sec = math.inf  # Of the last step that was not recorded.
-        dtype = config.distribution.communication_dtype
+        dtype = spec.config.distribution.communication_dtype
         self._recorder = StepRecorder(strategy, strategy.observer, communication_dtype=dtype)
         self._oracle: StrategyOracle | None = None
         self._previous: Trace | None = None  # The step before the recorded one, or its start.
@@ -196,10 +187,8 @@ class StepVerifier:
             about = self._recorder.about((step - 2, step - 1))
             self._trace = Trace(about, dict(previous.stored()))
 
-        def train() -> tuple[StepTotals, float]:
-            start = time.monotonic()
-            totals = self._strategy.train_observed_steps(iterator, 1, self._recorder)
-            return totals, time.monotonic() - start
+        def train() -> StepTotals:
+            return self._strategy.train_observed_steps(iterator, 1, self._recorder)
 
         result = self._recorder.record_step(self._trace, len(self._trace.steps) - 1, train)
         own = np.array(self._recorder.take_times())
