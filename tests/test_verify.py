@@ -184,6 +184,17 @@ def test_a_training_that_is_not_finite_is_refused(tmp_path):
     assert result.returncode == 7 and "not finite after step" in result.stderr.splitlines()[-1]
 
 
+def test_steps_that_an_overflow_skips_are_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr("app.training.optimizers.INITIAL_LOSS_SCALE", 2.0**60)
+    run_here_ok(
+        "verify", *SMALL, "--steps=2", "--precision=mixed_float16", "--strategies=manual",
+        f"--out={tmp_path}/run",
+    )  # fmt: skip
+    manual = load(tmp_path / "run")["trainings"]["manual"]
+    assert manual["skipped_steps"] == [1, 2]
+    assert "skipped 2 steps, as a gradient overflowed in float16 (1, 2)" in manual["about"]
+
+
 def test_hierarchical_on_three_devices_is_refused_before_anything_is_trained(tmp_path):
     out = tmp_path / "run"
     result = run_here(

@@ -126,22 +126,17 @@ class StepVerifier:
 
     def num_steps_before_next(self, progress: Progress) -> int:
         """Returns how many steps fit into one call; 1 if the next one is verified."""
-        if self.is_due(progress):
-            return 1
-        to_next = self._spec.steps_per_epoch - progress.epoch_step
-        if self._every is None:
-            to_next = min(to_next, VERIFY_EVERY - progress.epoch_step % VERIFY_EVERY)
-        else:
-            to_next = min(to_next, self._every - progress.step % self._every)
+        to_end = self._spec.steps_per_epoch - progress.epoch_step
+        due = (n for n in range(1, to_end + 2) if self.is_due(progress, steps_ahead=n))
         # The previous step is a separate call, because the state before it is kept.
-        return max(1, to_next - 2)
+        return max(1, next(due, to_end + 2) - 2)
 
     def is_due(self, progress: Progress, *, steps_ahead: int = 1) -> bool:
-        """Returns whether the next step, or one of the steps after it, is to be verified.
+        """Returns whether the next step, or a later one, is to be verified.
 
         Args:
-            progress: progress before the step.
-            steps_ahead: number of steps to consider; 1 for only the next.
+            progress: progress before the next step.
+            steps_ahead: number of the step from here; 1 for the next.
         """
         step, epoch_step = progress.step + steps_ahead, progress.epoch_step + steps_ahead
         is_end = epoch_step == self._spec.steps_per_epoch
