@@ -48,7 +48,7 @@ def main(
 
     spec = TrainingSpec(config, load_data(config))
     strategy = spec.build_strategy(devices)
-    verifier = StepVerifier(config, spec, strategy)
+    verifier = StepVerifier(spec, strategy)
     iterator = strategy.distribute(spec.batches())
     made = 0
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import types
-from concurrent.futures import Future
 
 import pytest
 import tensorflow as tf
@@ -24,7 +23,6 @@ from app.performance import case_process, rounds
 from app.runtime import processes
 from app.runtime.processes import Channel
 from app.runtime.run_context import RunContext
-from app.verification import strategies
 
 
 def parse_here(*arguments) -> Config:
@@ -109,24 +107,6 @@ class ThreadAsProcess:
         return kind, value
 
 
-class CallsInTurn:
-    """A `ThreadPoolExecutor` that runs each call at once."""
-
-    def __init__(self, max_workers):
-        pass
-
-    def submit(self, function, *arguments):
-        future = Future()
-        try:
-            future.set_result(function(*arguments))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def shutdown(self, **options):
-        pass
-
-
 def train_here(words, run_dir) -> int:
     """Replaces `train_in_child_process`."""
     result = run_here(*words, f"--out={run_dir}")
@@ -144,8 +124,6 @@ def threads_as_processes():
         patch.setattr(RunContext, "use_temporary_directory", lambda self: None)
         patch.setattr(processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
-        patch.setattr(strategies, "ThreadPoolExecutor", CallsInTurn)
-        patch.setattr(strategies, "ChildProcess", ThreadAsProcess)
         patch.setattr(case_process, "BLOCK_SEC", 0.1)
         patch.setattr(compare, "train_in_child_process", train_here)
         yield patch

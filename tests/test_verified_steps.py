@@ -69,7 +69,7 @@ def make(run_dir, *, num_devices=2, **options):
     devices = Devices(CPUS[:num_devices], simulated=num_devices > 1)
     run_dir.mkdir(exist_ok=True)
     loop = Training(config, devices, dataset(), run_dir)
-    loop.verifier = create_step_verifier(config, loop.spec, loop.strategy, run_dir)
+    loop.verifier = create_step_verifier(loop.spec, loop.strategy, run_dir)
     loop.start(from_scratch=False)
     assert loop.strategy.num_devices == num_devices
     return loop
@@ -196,9 +196,8 @@ def test_a_resumed_training_verifies_the_same_steps(tmp_path):
 )
 def test_the_steps_follow_from_their_numbers(verify_every, steps_per_epoch, num_steps, found):
     config = Config.of("train", verify_every=verify_every)
-    verified = StepVerifier(
-        config, types.SimpleNamespace(steps_per_epoch=steps_per_epoch), mock.Mock()
-    )
+    spec = types.SimpleNamespace(config=config, steps_per_epoch=steps_per_epoch)
+    verified = StepVerifier(spec, mock.Mock())
     assert recorded_steps(verified, steps_per_epoch, num_steps) == found
 
 

@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from app.options import Config
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.history import load_history, load_summary
 from app.verification.comparison import compare_traces
-from app.verification.recording import Recorded
 from app.verification.strategies import shards_of_single
 from conftest import run_main
 from in_process import run_here, run_here_ok
-from lockstep.trace import WEIGHT, About, Shard, Trace, Variable
+from lockstep.trace import STATISTIC, WEIGHT, About, Shard, Trace, Variable
 from lockstep.trace_file import load as load_trace
 from models import MODELS
 
@@ -132,47 +130,50 @@ def test_a_fault_is_caught_named_and_marked(tmp_path, request, in_processes):
     assert f"injected fault: {fault}" in figure and "lenet on " in figure
 
 
-def recorded(num_shards=2):
-    """Returns the description of a recording of a model with BatchNorm."""
-    about = About("lockstep", 2, (0,), (Variable("w", WEIGHT),), ("w",))
-    about = dataclasses.replace(
-        about, shards=(Shard(0), Shard(1)) * (num_shards // 2) or (Shard(0),)
-    )
-    return Recorded("manual", ["a", "b"], True, "synthetic", "cc", 0.1, 40, True, {}, about)
+def describe(num_shards=2, **changes):
+    """Returns the description of a trace of a model with BatchNorm."""
+    return About(
+        "lockstep", 2, (0,), (Variable("w", WEIGHT), Variable("mean", STATISTIC)), ("w",),
+        shards=(Shard(0), Shard(1)) * (num_shards // 2) or (Shard(0),), **changes,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("options", "others", "weights"),
+    ("others", "weights"),
     [
-        ({"strategies": ("single", "mirrored")}, {"mirrored": recorded()}, (1, 1)),
+        ([describe()], (1, 1)),
         # With statistics of the whole batch, and with one shard on several devices.
-        ({"strategies": ("single", "manual"), "batch_norm": "sync"}, {"manual": recorded()}, ()),
-        ({"strategies": ("single", "tensor")}, {"tensor": recorded(1)}, ()),
+        ([describe(syncs_batch_norm=True)], ()),
+        ([describe(1)], ()),
         # A pipeline has no other statistics than those of its micro-batches.
-        ({"strategies": ("single", "manual", "pipeline"), "batch_norm": "sync"},
-         {"manual": recorded(), "pipeline": recorded(4)}, (1, 1, 1, 1)),
+        ([describe(syncs_batch_norm=True), describe(4)], (1, 1, 1, 1)),
+        # Without BatchNorm, the number of shards makes no other training.
+        ([dataclasses.replace(describe(), variables=(Variable("w", WEIGHT),))], ()),
     ],
-)  # fmt: skip
-def test_single_has_the_batch_norm_of_the_others(options, others, weights):
+)
+def test_single_has_the_batch_norm_of_the_others(others, weights):
     """Where these normalise shards, it trains on as many shards one after another."""
-    config = Config.of("verify", num_devices=2, **options)
-    assert shards_of_single(config, others) == weights
+    assert shards_of_single(others) == weights
 
 
 @pytest.mark.parametrize("num_shards", [2, 4])
 def test_how_far_batch_norm_sets_trainings_apart_is_measured(num_shards):
     """Where one normalises two shards and the other four, not where both normalise the same."""
-    runs, traces = [recorded(2), recorded(num_shards)], []
-    for run, value in zip(runs, (1, 2), strict=True):
-        trace = Trace(run.about)
+    traces = []
+    for number, value in ((2, 1), (num_shards, 2)):
+        trace = Trace(describe(number))
         for copy in (0, 1):
             trace.put(0, "sums", copy, [np.full(2, value, np.float32)])
-            trace.put(0, "after", copy, [np.full(2, value, np.float32)])
+            trace.put(0, "after", copy, [np.full(2, value, np.float32), None])
         traces.append(trace)
-    pair = compare_traces(("manual", "pipeline"), tuple(traces), runs)
+    pair = compare_traces(("manual", "pipeline"), tuple(traces))
     outcome = "equal within rounding" if num_shards == 2 else "another training by design"
     assert (pair.outcome, pair.absolute, pair.where) == (outcome, 1, "weights, w")
     assert ("the first gradients are 100.0% apart" in pair.why) == (num_shards == 4)
+    faulty = compare_traces(("manual", "pipeline"), tuple(traces), has_fault=True)
+    assert faulty.outcome == "different"
+    same = compare_traces(("manual", "manual"), (traces[0], traces[0]), has_fault=True)
+    assert same.outcome == "bit-identical"
 
 
 def test_a_training_that_is_not_finite_is_refused(tmp_path):
@@ -181,6 +182,17 @@ def test_a_training_that_is_not_finite_is_refused(tmp_path):
         "--strategies=manual", f"--out={tmp_path}/run",
     )  # fmt: skip
     assert result.returncode == 7 and "not finite after step" in result.stderr.splitlines()[-1]
+
+
+def test_steps_that_an_overflow_skips_are_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr("app.training.optimizers.INITIAL_LOSS_SCALE", 2.0**60)
+    run_here_ok(
+        "verify", *SMALL, "--steps=2", "--precision=mixed_float16", "--strategies=manual",
+        f"--out={tmp_path}/run",
+    )  # fmt: skip
+    manual = load(tmp_path / "run")["trainings"]["manual"]
+    assert manual["skipped_steps"] == [1, 2]
+    assert "skipped 2 steps, as a gradient overflowed in float16 (1, 2)" in manual["about"]
 
 
 def test_hierarchical_on_three_devices_is_refused_before_anything_is_trained(tmp_path):

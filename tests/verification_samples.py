@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import types
 
 import keras
 import numpy as np
 
 from app.data.input_pipeline import train_batch, train_dataset
+from app.options import Config
 from app.options.fault import Fault
 from app.training.fault_injection import inject_data_fault, inject_fault
 from app.verification.recorder import StepRecorder
@@ -142,11 +144,13 @@ class Training:
             *(about.shards, about.syncs_batch_norm, str(about.parts)),
         )
         if key not in ORACLES:
-            ORACLES[key] = StrategyOracle(
-                seeded(self.build), self.optimizer, self.trace, precision=self.precision,
-                label_smoothing=self.label_smoothing,
-                examples=lambda: [[IMAGES, LABELS.astype(np.int32)]],
+            spec = types.SimpleNamespace(
+                build_model=seeded(self.build), create_optimizer=self.optimizer,
+                label_smoothing=self.label_smoothing, flips=False,
+                dataset=types.SimpleNamespace(train_images=IMAGES, train_labels=LABELS),
+                config=Config.of(precision=self.precision),
             )  # fmt: skip
+            ORACLES[key] = StrategyOracle(spec, self.trace)
         return ORACLES[key]
 
     def check(self, num_steps=NUM_STEPS):

@@ -164,7 +164,7 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         from app.verification.step_verifier import create_step_verifier
 
         training = Training(config, prepared, dataset, path, on_progress)
-        training.verifier = create_step_verifier(config, training.spec, training.strategy, path)
+        training.verifier = create_step_verifier(training.spec, training.strategy, path)
         training.start(from_scratch=config.output.overwrite)
         run_directory.start(overwrite=config.output.overwrite)  # All checks have passed.
         console.set_overwriting(False)
@@ -200,8 +200,7 @@ def _assist(config: Config) -> None:
             from app.verification.step_verifier import create_step_verifier
 
             training = Training(config, prepared, dataset, None, on_progress)
-            spec, strategy = training.spec, training.strategy
-            training.verifier = create_step_verifier(config, spec, strategy, None)
+            training.verifier = create_step_verifier(training.spec, training.strategy, None)
             training.start(from_scratch=config.output.overwrite)
             console.say(f"worker {workers.index}: training; worker 0 prints and saves the results")
             training.assist()

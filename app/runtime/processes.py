@@ -165,6 +165,7 @@ def call_in_child_process(
     *arguments: Any,
     on_message: Callable[[Any], None] = lambda message: None,
     timeout_sec: float | None = None,
+    has_tensorflow: bool = False,
 ) -> Result:
     """Returns `function(send, *arguments)`, computed in a new process.
 
@@ -174,11 +175,14 @@ def call_in_child_process(
         *arguments: further arguments of the function.
         on_message: called with each message, in order.
         timeout_sec: maximum time to wait for each message and the result; None for no limit.
+        has_tensorflow: see `ChildProcess`.
 
     Raises:
         The exceptions of `ChildProcess.receive`.
     """
-    with ChildProcess(call_function, function, *arguments) as process:
+    with ChildProcess(
+        call_function, function, *arguments, has_tensorflow=has_tensorflow
+    ) as process:
         while True:
             kind, value = process.receive(timeout_sec)
             if kind == "result":

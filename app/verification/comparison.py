@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from app.records.checkpoint import find_newest_checkpoint, weights_sha256
-from app.records.history import Summary, load_summary
+from app.records.history import Summary, load_required_summary
 from app.runtime.console import count
 from app.runtime.errors import CheckpointError, DataError
 from app.verification.output import DIFFERENT, EQUAL, IDENTICAL, OTHER_TRAINING, Pair
-from app.verification.recording import Recorded
-from lockstep.arithmetic import relative_norm, same_bits
-from lockstep.trace import WEIGHT, Named, Trace
+from lockstep.arithmetic import all_same_bits, relative_norm, same_bits
+from lockstep.trace import STATISTIC, WEIGHT, About, Named, Trace
 
 if TYPE_CHECKING:  # Imports TensorFlow.
     from strategies.copies import State
@@ -56,11 +55,16 @@ def largest_difference(
 
 
 def compare_traces(
-    names: tuple[str, str], traces: tuple[Trace, Trace], recorded: Sequence[Recorded]
+    names: tuple[str, str], traces: tuple[Trace, Trace], *, has_fault: bool = False
 ) -> Pair:
     """Compares all arrays that two trainings have in common.
 
     With other numbers of shards, these are the arrays of the copies.
+
+    Args:
+        names: names of the trainings.
+        traces: their traces.
+        has_fault: whether a step of one of them has a fault.
     """
     first, second = traces
     by_shard = first.about.shards == second.about.shards
@@ -71,35 +75,30 @@ def compare_traces(
         for kind in kinds
     ):
         return Pair(names, IDENTICAL)
-    tensor, absolute, relative = largest_difference(*(_last_weights(trace) for trace in traces))
+    tensor, absolute, relative = largest_difference(*map(_last_weights, traces))
     where = f"weights, {tensor}" if tensor else ""
     outcome, why = EQUAL, ""
-    if len({run.normalised_by for run in recorded}) > 1:
-        outcome, how = OTHER_TRAINING, [_normalised(run) for run in recorded]
+    parts = [normalised_by(trace.about) for trace in traces]
+    if parts[0] != parts[1]:
+        outcome, how = OTHER_TRAINING, list(map(_normalised, parts))
         one, two = (trace.named(0, "sums", 0) or {} for trace in traces)
         why = (
             f"{' and '.join(names)} are two trainings by design, not by a fault: BatchNorm"
             f" normalises {how[0]} in {names[0]} and {how[1]} in {names[1]}; the first gradients"
             f" are {relative_norm(two, one):.1%} apart"
         )
-    return Pair(names, outcome, absolute, relative, where, why)
+    return Pair(names, DIFFERENT if has_fault else outcome, absolute, relative, where, why)
 
 
 def _have_same_bits(first: Trace, second: Trace, position: int, kind: str) -> bool:
     """Returns whether both have the same arrays of a kind; copies are also those of the first."""
-    pairs = itertools.zip_longest(first.items(kind), second.items(kind), fillvalue=0)
-    for a, b in pairs:
-        own, other = first.arrays(position, kind, a), second.arrays(position, kind, b)
-        if own is None or other is None:
-            if own is not other:
-                return False
-            continue
-        if len(own) != len(other):
-            return False
-        for x, y in zip(own, other, strict=True):
-            if (x is None) != (y is None) or (x is not None and not same_bits(x, y)):
-                return False
-    return True
+
+    def arrays(trace: Trace, item: int) -> Named:
+        recorded = trace.arrays(position, kind, item) or []
+        return {str(index): array for index, array in enumerate(recorded) if array is not None}
+
+    items = itertools.zip_longest(first.items(kind), second.items(kind), fillvalue=0)
+    return all(all_same_bits(arrays(first, a), arrays(second, b)) for a, b in items)
 
 
 def _last_weights(trace: Trace) -> Named:
@@ -107,13 +106,19 @@ def _last_weights(trace: Trace) -> Named:
     return {name: array for name, array in named.items() if trace.kinds[name] == WEIGHT}
 
 
-def _normalised(run: Recorded) -> str:
-    """Returns the parts that BatchNorm normalises."""
-    weights = run.normalised_by
-    if len(weights) == 1:
+def normalised_by(about: About) -> tuple[int, ...]:
+    """Returns the sizes of the parts of a batch that BatchNorm normalises; empty without it."""
+    if not any(variable.kind == STATISTIC for variable in about.variables):
+        return ()
+    return (1,) if about.syncs_batch_norm else tuple(int(shard.weight) for shard in about.shards)
+
+
+def _normalised(sizes: Sequence[int]) -> str:
+    """Returns the parts that BatchNorm normalises in words."""
+    if len(sizes) == 1:
         return "the whole batch"
-    shares = f" of {':'.join(map(str, weights))}" if len(set(weights)) > 1 else ""
-    return f"each of {len(weights)} shards{shares}"
+    shares = f" of {':'.join(map(str, sizes))}" if len(set(sizes)) > 1 else ""
+    return f"each of {len(sizes)} shards{shares}"
 
 
 # --- Runs ----------------------------------------------------------------------------------------
@@ -155,7 +160,7 @@ def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[Pair]:
         DataError: the runs were trained on different images.
         CheckpointError: a run has no weights, or unusable ones.
     """
-    summaries = [_load_summary(path) for path in run_dirs]
+    summaries = list(map(load_required_summary, run_dirs))
     if len({summary.dataset_sha256 for summary in summaries}) > 1:
         found = ", ".join(f"{s.strategy} on {s.dataset}" for s in summaries)
         raise DataError(
@@ -193,14 +198,6 @@ def _compare(summaries: tuple[Summary, Summary], states: "tuple[State, State]") 
             " part of the training"
         )
     return Pair(names, EXPECTED, absolute, relative, tensor, f"A difference is expected: {why}.")
-
-
-def _load_summary(run_dir: pathlib.Path) -> Summary:
-    """Loads the summary of a run that has finished an epoch."""
-    summary = load_summary(run_dir)
-    if summary is None:
-        raise CheckpointError(f"{run_dir} has no finished epoch; use --overwrite")
-    return summary
 
 
 def _load_weights(run_dir: pathlib.Path, summary: Summary) -> "State":

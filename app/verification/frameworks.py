@@ -20,7 +20,7 @@ from app.runtime.errors import ConfigError, DeviceError
 from app.runtime.run_context import start_thread
 from app.runtime.subprocesses import Subprocess, child_environment, output_of
 from app.verification.framework_trace import convert
-from app.verification.recording import Recorded, recorded_as, set_up
+from app.verification.recording import Recorded, set_up
 from lockstep import trace_file
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -64,13 +64,15 @@ class TrainingFiles(NamedTuple):
     Attributes:
         start: initial weights and statistics, by Keras name.
         batches: images, labels and the order of the examples of each epoch.
-        recorded: everything that is independent of the framework.
+        learning_rate: peak learning rate.
+        has_batch_norm: whether the model has moving statistics.
         steps_per_epoch: batches per epoch.
     """
 
     start: pathlib.Path
     batches: pathlib.Path
-    recorded: Recorded
+    learning_rate: float
+    has_batch_norm: bool
     steps_per_epoch: int
 
 
@@ -85,7 +87,7 @@ def write_training_files(
         num_steps: number of steps to train; None for all epochs.
         folder: output folder.
     """
-    devices, spec = set_up(send, config)
+    _, spec = set_up(send, config)
     from app.data.input_pipeline import epoch_order  # Imports TensorFlow.
 
     model, dataset, num_epochs = spec.build_model(), spec.dataset, config.training.epochs
@@ -103,8 +105,8 @@ def write_training_files(
         test_images=dataset.test_images,
         test_labels=dataset.test_labels,
     )
-    recorded = recorded_as("", spec, devices, [variable.path for variable in model.variables])
-    return TrainingFiles(start, batches, recorded, spec.steps_per_epoch)
+    has_batch_norm = any("/moving_" in variable.path for variable in model.variables)
+    return TrainingFiles(start, batches, spec.learning_rate, has_batch_norm, spec.steps_per_epoch)
 
 
 def find_interpreters(names: Sequence[str]) -> dict[str, str]:
@@ -163,7 +165,7 @@ def run_program(
         f"--model={training.model}",
         f"--{framework.flag_of_replicas}={num_framework_replicas(config)}",
         f"--global_batch_size={training.global_batch_size}",
-        f"--learning_rate={files.recorded.learning_rate!r}",
+        f"--learning_rate={files.learning_rate!r}",
         f"--last_batch={training.last_batch}",
         *(f"--{flag}={path}" for flag, path in paths.items()),
         *flags,
@@ -224,18 +226,11 @@ def record_framework(
         on_line=on_line,
     )  # fmt: skip
     script = trace_file.load(script_path)
-    syncs_batch_norm = framework.syncs_batch_norm and files.recorded.has_batch_norm
+    syncs_batch_norm = framework.syncs_batch_norm and files.has_batch_norm
     with np.load(files.start) as start, np.load(files.batches) as batches:
-        about = convert(
+        convert(
             script, path, list(start), batches["images"], batches["labels"],
             syncs_batch_norm=syncs_batch_norm,
         )  # fmt: skip
     num_replicas = num_framework_replicas(config)
-    return dataclasses.replace(
-        files.recorded,
-        name=name,
-        about=about,
-        devices=[f"{framework.title} {i}" for i in range(num_replicas)],
-        simulated_devices=num_replicas > 1,
-        versions={**files.recorded.versions, **script.about.versions},
-    )
+    return Recorded([f"{framework.title} {i}" for i in range(num_replicas)], num_replicas > 1)

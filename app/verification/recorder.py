@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -78,11 +78,16 @@ class StepRecorder(Observer):
             versions=versions(),
         )
 
-    def record_step(self, trace: Trace, position: int, train: Callable[[], T]) -> T:
-        """Calls a function that runs one step, and adds the step to a trace."""
+    def record_step(self, trace: Trace, position: int, train: Callable[[], T]) -> tuple[T, float]:
+        """Calls a function that runs one step, and adds the step to a trace.
+
+        Returns:
+            The result of the function, and the seconds of the call.
+        """
         self.put_state(trace, position, "before")
         self._start = time.monotonic(), time.process_time()
         result = train()
+        call_sec = time.monotonic() - self._start[0]
         for shard_id, kept in self._take("shard").items():
             images, labels, logits, loss, *raw = kept
             trace.put(position, "data", shard_id, [images, labels])
@@ -93,7 +98,7 @@ class StepRecorder(Observer):
         for copy_id, sums in self._take("sums").items():
             trace.put(position, "sums", copy_id, sums)
         self.put_state(trace, position, "after")
-        return result
+        return result, call_sec
 
     def put_state(self, trace: Trace, position: int, when: str) -> None:
         """Adds the variables of this worker to a trace, "before" or "after" a step.
@@ -197,31 +202,9 @@ def check_repeatable(model: keras.Model) -> None:
         )
 
 
-class Straggler(NamedTuple):
-    """A replica that all others waited for in every step.
-
-    Attributes:
-        replica_id: id of the replica.
-        wait_sec: time since the last of the others had sent its gradients, median over the steps.
-        work_sec: time of the others from the start of the step, median over the steps.
-    """
-
-    replica_id: int
-    wait_sec: float
-    work_sec: float
-
-    @property
-    def text(self) -> str:
-        """How late the replica is."""
-        return (
-            f"it sends its gradients {1000 * self.wait_sec:.0f} ms after all others, which took"
-            f" {1000 * self.work_sec:.0f} ms, and they wait for it; the numbers are right"
-        )
-
-
 def find_straggler(
-    times: Sequence[Sequence[SendTime]], replica_weights: Sequence[int] = ()
-) -> Straggler | None:
+    times: Sequence[Sequence[SendTime]], replica_weights: Sequence[float] = ()
+) -> tuple[int, str] | None:
     """Finds a replica that the others had to wait for in every step, by a wide margin.
 
     With unequal shards, it must be late both in its times and in its times per example: a larger
@@ -230,6 +213,9 @@ def find_straggler(
     Args:
         times: times for each step and replica. The first step is ignored because it compiles.
         replica_weights: relative sizes of the replicas' shards; empty for equal sizes.
+
+    Returns:
+        The id of the replica, and how late it is: medians over the steps.
     """
     steps = times[1:]
     if len(times) < MIN_STRAGGLER_STEPS or len(steps[0]) < 2:
@@ -244,7 +230,11 @@ def find_straggler(
         if _is_late(replica_id, steps) and _is_late(replica_id, per_example):
             others = [_last_of_others(replica_id, step)[0] for step in steps]
             waits = [s[replica_id][0] - o for s, o in zip(steps, others, strict=True)]
-            return Straggler(replica_id, statistics.median(waits), statistics.median(others))
+            return replica_id, (
+                f"it sends its gradients {1000 * statistics.median(waits):.0f} ms after all others,"
+                f" which took {1000 * statistics.median(others):.0f} ms, and they wait for it; the"
+                " numbers are right"
+            )
     return None
 
 

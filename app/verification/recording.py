@@ -1,96 +1,70 @@
 """Records trainings with strategies as traces, and checks each step, in separate processes.
 
 The functions with an argument `send` are the main functions of processes. `send` sends
-`("step", n)`, `("warning", text)` and `("recorded", recorded)` to the parent.
+`("step", n)`, first for each recorded and then for each checked step, and `("warning", text)` to
+the parent.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import math
-import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.devices import device_setup
 from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
 from app.options import Config, rules
+from app.options.names import SINGLE
 from app.records.files import io_errors_as
 from app.runtime import console
 from app.runtime.errors import DiskFullError
 from app.runtime.processes import Channel
 from app.runtime.versions import versions
+from app.verification.output import Run
 from lockstep import trace_file
 from lockstep.arithmetic import are_finite
-from lockstep.trace import About, Trace
+from lockstep.trace import Trace
 from lockstep.verdict import Verdict
 
 if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
     from app.training.training_spec import TrainingSpec
     from app.verification.recorder import SendTime
     from strategies.base import Strategy
-    from strategies.step_totals import StepTotals
 
 Send = Callable[[tuple], None]
+_LOSS_SCALE = "optimizer/loss_scale"  # Variable of the optimizer, with gradients in float16.
 
 
-@dataclasses.dataclass(frozen=True)
-class Recorded:
-    """A training whose trace is on disk.
+class Recorded(NamedTuple):
+    """Describes what a training whose trace is on disk ran on.
 
     Attributes:
-        name: name of the strategy or framework.
         devices: devices of all workers.
         simulated_devices: whether logical devices share a processor.
-        dataset: name of the dataset.
-        dataset_sha256: hash of all images and labels.
-        learning_rate: peak learning rate.
-        num_train_examples: number of training examples.
-        has_batch_norm: whether the model has moving statistics.
-        versions: versions of the software that affects the results.
-        about: description of its trace.
         send_sec: for each step and replica, seconds and seconds of processor time from the start of
             the step until the replica sent its last gradient.
-        skipped_steps: steps, from 1, that were skipped because a gradient overflowed in float16.
-        diverged_step: the first step, from 1, after which the loss or a variable is not finite; 0
+    """
+
+    devices: list[str]
+    simulated_devices: bool
+    send_sec: "Sequence[Sequence[SendTime]]" = ()
+
+
+class Checked(NamedTuple):
+    """Holds the result of a training whose steps were checked.
+
+    Attributes:
+        run: the verdict and how it was trained.
+        facts: learning rate and data, which all compared trainings share.
+        diverged_step: the first step, from 1, after which a loss or a variable is not finite; 0
             for none.
     """
 
-    name: str
-    devices: list[str]
-    simulated_devices: bool
-    dataset: str
-    dataset_sha256: str
-    learning_rate: float
-    num_train_examples: int
-    has_batch_norm: bool
-    versions: dict[str, str]
-    about: About = dataclasses.field(default_factory=lambda: About("lockstep", 1))
-    send_sec: "list[list[SendTime]]" = dataclasses.field(default_factory=list)
-    skipped_steps: list[int] = dataclasses.field(default_factory=list)
-    diverged_step: int = 0
-
-    @property
-    def shard_weights(self) -> tuple[int, ...]:
-        """Relative sizes of the shards."""
-        return tuple(int(shard.weight) for shard in self.about.shards)
-
-    @property
-    def replica_weights(self) -> list[int]:
-        """Relative sizes of the replicas' parts of a batch."""
-        size = len(self.about.shards) // self.about.num_replicas
-        weights = self.shard_weights
-        return [sum(weights[i : i + size]) for i in range(0, len(weights), size)]
-
-    @property
-    def normalised_by(self) -> tuple[int, ...]:
-        """The sizes of the parts of a batch that BatchNorm normalises; empty without BatchNorm."""
-        if not self.has_batch_norm:
-            return ()
-        return (1,) if self.about.syncs_batch_norm else self.shard_weights
+    run: Run
+    facts: dict[str, Any]
+    diverged_step: int
 
 
 def record_and_check(
@@ -99,7 +73,7 @@ def record_and_check(
     num_steps: int,
     path: pathlib.Path,
     shard_weights: Sequence[int] = (),
-) -> Verdict:
+) -> Checked:
     """Trains with the strategy of `config`, writes the trace to `path`, and checks every step.
 
     Args:
@@ -111,14 +85,15 @@ def record_and_check(
     """
     devices, spec = set_up(send, config)
     recorded = _record(send, spec, devices, num_steps, path, shard_weights)
-    send(("recorded", recorded))
-    return _check(send, spec, recorded, path)
+    return _check(send, spec, config.distribution.strategy, recorded, path)
 
 
-def check_recorded(send: Send, config: Config, recorded: Recorded, path: pathlib.Path) -> Verdict:
+def check_recorded(
+    send: Send, config: Config, name: str, recorded: Recorded, path: pathlib.Path
+) -> Checked:
     """Checks every step of a trace; `config` is that of any training with the same steps."""
     _, spec = set_up(send, config)
-    return _check(send, spec, recorded, path)
+    return _check(send, spec, name, recorded, path)
 
 
 def record_on_workers(
@@ -135,7 +110,7 @@ def record_on_workers(
     per_worker = message[1]
     per_step = zip(*(worker.send_sec for worker in per_worker), strict=True)
     send_sec = [[time for times in step for time in times] for step in per_step]
-    return dataclasses.replace(per_worker[0], send_sec=send_sec)
+    return per_worker[0]._replace(send_sec=send_sec)
 
 
 def _record_as_worker(
@@ -162,23 +137,6 @@ def set_up(send: Send, config: Config) -> "tuple[device_setup.Devices, TrainingS
     return devices, TrainingSpec(config, dataset)
 
 
-def recorded_as(
-    name: str, spec: "TrainingSpec", devices: device_setup.Devices, variable_names: Sequence[str]
-) -> Recorded:
-    """Returns what is known of a training before its steps are recorded."""
-    return Recorded(
-        name=name,
-        devices=devices.names,
-        simulated_devices=devices.simulated and len(devices.names) > 1,
-        dataset=spec.dataset.name,
-        dataset_sha256=spec.dataset.sha256(),
-        learning_rate=spec.learning_rate,
-        num_train_examples=len(spec.dataset.train_images),
-        has_batch_norm=any("/moving_" in name for name in variable_names),
-        versions=versions(),
-    )
-
-
 def _record(
     send: Send,
     spec: "TrainingSpec",
@@ -191,7 +149,6 @@ def _record(
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.fault_injection import inject_data_fault, inject_fault
     from app.verification.recorder import StepRecorder, check_repeatable
-    from strategies.loss import loss_scale_of
 
     config, strategy = spec.config, spec.build_strategy(devices)
     strategy.shard_weights = list(shard_weights) or strategy.shard_weights
@@ -209,38 +166,21 @@ def _record(
     strategy.observer = recorder
     _check_space(strategy, num_steps, path)
     iterator = strategy.distribute(batches)
-    if not devices.workers:
-        strategy.train_steps(iterator, 0)  # Compiles the step, while another process may train.
-
-    def train() -> "StepTotals":
-        return strategy.train_steps(iterator, 1)
-
-    times, skipped, diverged_step = [], [], 0
-    alone = contextlib.nullcontext() if devices.workers else _lock(path.parent)
-    with alone, io_errors_as(path), trace_file.Writer(path) as writer:
+    times = []
+    with io_errors_as(path), trace_file.Writer(path) as writer:
         trace = Trace(recorder.about(range(num_steps)), writer)
         for step in range(1, num_steps + 1):
-            scale = loss_scale_of(strategy.optimizer)
-            totals = recorder.record_step(trace, step - 1, train)
+            recorder.record_step(trace, step - 1, lambda: strategy.train_steps(iterator, 1))
             times.append(recorder.take_times())
-            if scale is not None and loss_scale_of(strategy.optimizer) < scale:
-                skipped.append(step)
-            is_finite = all(map(are_finite, strategy.states.per_copy()))
-            if not (is_finite and math.isfinite(totals.loss_sum)) and not diverged_step:
-                diverged_step = step
             send(("step", step))
         trace.describe(recorder.about(range(num_steps)))
         writer.close(trace.about)
-    recorded = recorded_as(
-        config.distribution.strategy, spec, devices, strategy.states.variable_names
-    )
-    return dataclasses.replace(
-        recorded, about=trace.about, send_sec=times, skipped_steps=skipped,
-        diverged_step=diverged_step,
-    )  # fmt: skip
+    return Recorded(devices.names, devices.simulated and len(devices.names) > 1, times)
 
 
-def _check(send: Send, spec: "TrainingSpec", recorded: Recorded, path: pathlib.Path) -> Verdict:
+def _check(
+    send: Send, spec: "TrainingSpec", name: str, recorded: Recorded, path: pathlib.Path
+) -> Checked:
     """Compares every step with one device, and looks for a slow replica."""
     from app.verification.recorder import find_straggler
     from app.verification.strategy_oracle import StrategyOracle
@@ -248,32 +188,89 @@ def _check(send: Send, spec: "TrainingSpec", recorded: Recorded, path: pathlib.P
     from lockstep.verdict import FAULT, Finding
 
     trace = trace_file.load(path)
+    about = trace.about
     verdict = check(
         trace,
-        StrategyOracle.of(spec, trace),
+        StrategyOracle(spec, trace),
         batches=[list(spec.batch(step)) for step in trace.steps],
-        name=recorded.name,
+        name=name,
         reference="training on one device",
-        on_step=lambda step: send(("step", step)),
+        on_step=lambda step: send(("step", len(trace.steps) + step)),
     )
     findings = list(verdict.findings)
-    if late := find_straggler(recorded.send_sec, recorded.replica_weights):
-        items = (f"replica {late.replica_id}",)
-        findings.append(Finding("time", FAULT, "slow_replica", late.text, verdict.steps, items))
+    weights = [0.0] * about.num_replicas
+    for shard in about.shards:
+        weights[shard.replica] += shard.weight
+    if late := find_straggler(recorded.send_sec, weights):
+        items = (f"replica {late[0]}",)
+        findings.append(Finding("time", FAULT, "slow_replica", late[1], verdict.steps, items))
     names = {step: f"step {step + 1}" for step in verdict.steps}
-    return dataclasses.replace(verdict, step_names=names, findings=tuple(findings))
+    verdict = dataclasses.replace(verdict, step_names=names, findings=tuple(findings))
+    facts = {
+        "learning_rate": spec.learning_rate,
+        "dataset": spec.dataset.name,
+        "dataset_sha256": spec.dataset.sha256(),
+        "num_train_examples": len(spec.dataset.train_images),
+    }
+    return Checked(_run(name, recorded, trace, verdict), facts, _diverged_step(trace))
 
 
-@contextlib.contextmanager
-def _lock(directory: pathlib.Path) -> Iterator[None]:
-    """Waits until no other process trains for a trace in this directory, to time steps alone."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # A file system without locks.
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # The kernel releases it when the process ends.
-        yield
-    finally:
-        os.close(descriptor)
+def _run(name: str, recorded: Recorded, trace: Trace, verdict: Verdict) -> Run:
+    """Returns the result of a strategy."""
+    about, num_devices, skipped = trace.about, len(recorded.devices), _skipped_steps(trace)
+    num, texts = len(about.shards), []
+    if name == SINGLE and num > 1:
+        texts.append(
+            f"one device, with BatchNorm over {num} shards one after another, as replicas and"
+            " micro-batches have it (--batch_norm=average); `train --strategy=single`, with"
+            " BatchNorm over the whole batch, is another training by design, not a fault"
+        )
+    elif not num == about.num_replicas == num_devices:
+        each = f" of {num // about.num_replicas} micro-batches" if num > about.num_replicas else ""
+        replicas = console.count(about.num_replicas, "replica")
+        texts.append(f"{replicas}{each} on {console.count(num_devices, 'device')}")
+    if skipped:
+        texts.append(
+            f"skipped {console.count(len(skipped), 'step')}, as a gradient overflowed in float16"
+            f" ({', '.join(map(str, skipped))}); others may skip other steps"
+        )
+    return Run(
+        verdict,
+        devices=recorded.devices,
+        simulated_devices=recorded.simulated_devices,
+        versions={**versions(), **about.versions},
+        about="; ".join(texts),
+        facts={
+            "num_shards": num,
+            "num_copies": about.num_copies,
+            "shard_weights": [int(shard.weight) for shard in about.shards],
+            "syncs_batch_norm": about.syncs_batch_norm,
+            "skipped_steps": skipped,
+            "send_sec": recorded.send_sec,
+        },
+    )
+
+
+def _skipped_steps(trace: Trace) -> list[int]:
+    """Returns the steps, from 1, whose update was skipped, which lowers the loss scale."""
+    if _LOSS_SCALE not in trace.keys:
+        return []
+    index = trace.keys.index(_LOSS_SCALE)
+    scales = [
+        [(trace.arrays(position, kind, 0) or [])[index] for kind in ("before", "after")]
+        for position in range(len(trace.steps))
+    ]
+    return [step for step, (before, after) in enumerate(scales, start=1) if after < before]
+
+
+def _diverged_step(trace: Trace) -> int:
+    """Returns the first step, from 1, with a loss or a variable that is not finite; 0 for none."""
+    for position in range(len(trace.steps)):
+        states = [trace.arrays(position, "after", copy) or [] for copy in trace.copies]
+        losses = [trace.arrays(position, "loss", shard) or [] for shard in trace.shards]
+        if not are_finite([a for arrays in (*states, *losses) for a in arrays if a is not None]):
+            return position + 1
+    return 0
 
 
 def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> None:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from app.options import Config
 from app.options.names import VERIFY_EVERY
-from app.records.files import discard, write_atomically
+from app.records.files import io_errors_as, remove
 from app.records.run_metadata import Progress
 from app.runtime import console
 from app.runtime.errors import ConfigError, LockstepError
@@ -56,12 +55,11 @@ class StepFinding(NamedTuple):
 
 
 def create_step_verifier(
-    config: Config, spec: TrainingSpec, strategy: Strategy, run_dir: pathlib.Path | None
+    spec: TrainingSpec, strategy: Strategy, run_dir: pathlib.Path | None
 ) -> "StepVerifier | None":
     """Creates the verifier of steps; None if no step is to be verified or can be.
 
     Args:
-        config: options of the training.
         spec: specification of the training.
         strategy: a built strategy; its observer may inject a fault.
         run_dir: directory for the trace of a mismatch; None on a worker other than the chief.
@@ -69,20 +67,20 @@ def create_step_verifier(
     Raises:
         ConfigError: `--verify_every` is set, but the steps cannot be verified.
     """
-    if config.verification.verify_every == 0:
+    every = spec.config.verification.verify_every
+    if every == 0:
         return None
     try:
         check_repeatable(strategy.model)
     except ConfigError as error:
-        if config.verification.verify_every:
+        if every:
             raise ConfigError(
-                f"--verify_every={config.verification.verify_every}: {error.problem}; leave the"
-                " flag out"
+                f"--verify_every={every}: {error.problem}; leave the flag out"
             ) from error
         if strategy.workers.is_chief:
             console.say(f"No step is verified: {error.problem}")
         return None
-    return StepVerifier(config, spec, strategy, run_dir)
+    return StepVerifier(spec, strategy, run_dir)
 
 
 class StepVerifier:
@@ -97,24 +95,17 @@ class StepVerifier:
     recordings, and broadcasts the result.
 
     Args:
-        config: options of the training.
         spec: specification of the training.
         strategy: a built strategy; its observer may inject a fault.
         run_dir: directory for the trace of a mismatch; None to keep no trace.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        spec: TrainingSpec,
-        strategy: Strategy,
-        run_dir: pathlib.Path | None = None,
-    ):
+    def __init__(self, spec: TrainingSpec, strategy: Strategy, run_dir: pathlib.Path | None = None):
         self._spec, self._strategy, self._run_dir = spec, strategy, run_dir
-        self._every = config.verification.verify_every
+        self._every = spec.config.verification.verify_every
         self._last_right, self._has_trace, self._is_slow_reported = 0, False, False
         self._step_sec = math.inf  # Of the last step that was not recorded.
-        dtype = config.distribution.communication_dtype
+        dtype = spec.config.distribution.communication_dtype
         self._recorder = StepRecorder(strategy, strategy.observer, communication_dtype=dtype)
         self._oracle: StrategyOracle | None = None
         self._previous: Trace | None = None  # The step before the recorded one, or its start.
@@ -130,27 +121,22 @@ class StepVerifier:
         if self._strategy.workers.is_chief:
             num_threads = min(self._strategy.num_devices, os.cpu_count() or 1)
             trace.put(0, "data", 0, self._spec.batch(0))
-            self._oracle = StrategyOracle.of(self._spec, trace, num_threads=num_threads)
+            self._oracle = StrategyOracle(self._spec, trace, num_threads=num_threads)
             self._oracle.compile()
 
     def num_steps_before_next(self, progress: Progress) -> int:
         """Returns how many steps fit into one call; 1 if the next one is verified."""
-        if self.is_due(progress):
-            return 1
-        to_next = self._spec.steps_per_epoch - progress.epoch_step
-        if self._every is None:
-            to_next = min(to_next, VERIFY_EVERY - progress.epoch_step % VERIFY_EVERY)
-        else:
-            to_next = min(to_next, self._every - progress.step % self._every)
+        to_end = self._spec.steps_per_epoch - progress.epoch_step
+        due = (n for n in range(1, to_end + 2) if self.is_due(progress, steps_ahead=n))
         # The previous step is a separate call, because the state before it is kept.
-        return max(1, to_next - 2)
+        return max(1, next(due, to_end + 2) - 2)
 
     def is_due(self, progress: Progress, *, steps_ahead: int = 1) -> bool:
-        """Returns whether the next step, or one of the steps after it, is to be verified.
+        """Returns whether the next step, or a later one, is to be verified.
 
         Args:
-            progress: progress before the step.
-            steps_ahead: number of steps to consider; 1 for only the next.
+            progress: progress before the next step.
+            steps_ahead: number of the step from here; 1 for the next.
         """
         step, epoch_step = progress.step + steps_ahead, progress.epoch_step + steps_ahead
         is_end = epoch_step == self._spec.steps_per_epoch
@@ -191,24 +177,22 @@ class StepVerifier:
     def record_step(self, iterator: Any, step: int) -> tuple[StepTotals, float]:
         """Runs and records a step; returns its totals and the seconds of the call."""
         previous, self._previous = self._previous, None
-        has_previous = previous is not None and previous.steps == (step - 2,)
-        steps = (step - 2, step - 1) if has_previous else (step - 1,)
-        stored = dict(previous.stored()) if has_previous and previous else {}
-        self._trace = Trace(self._recorder.about(steps), stored)
+        self._trace = Trace(self._recorder.about((step - 1,)))
+        if previous and previous.steps == (step - 2,):
+            about = self._recorder.about((step - 2, step - 1))
+            self._trace = Trace(about, dict(previous.stored()))
 
-        def train() -> tuple[StepTotals, float]:
-            start = time.monotonic()
-            totals = self._strategy.train_observed_steps(iterator, 1, self._recorder)
-            return totals, time.monotonic() - start
+        def train() -> StepTotals:
+            return self._strategy.train_observed_steps(iterator, 1, self._recorder)
 
-        result = self._recorder.record_step(self._trace, len(steps) - 1, train)
+        result = self._recorder.record_step(self._trace, len(self._trace.steps) - 1, train)
         own = np.array(self._recorder.take_times())
         per_worker = self._strategy.workers.gather_arrays([own])
         self._times.append([(float(sec), float(cpu)) for (a,) in per_worker for sec, cpu in a])
         return result
 
     def check(self, before: Progress) -> StepFinding | None:
-        """Checks the recorded step; keeps the trace of the first mismatch.
+        """Checks the recorded step.
 
         Args:
             before: progress before the step.
@@ -217,20 +201,22 @@ class StepVerifier:
         assert own is not None
         trace = gather_trace(own, workers)
         text = self._find(trace, self._oracle, before) if self._oracle else ""
-        if text and self._last_right:
-            text += f"; the last verified step without a mismatch is {self._last_right}"
-        if text and self._run_dir:
-            text += self._keep_trace(trace, self._run_dir / MISMATCH_DIRECTORY)
         text = json.loads(workers.broadcast(json.dumps(text).encode()))
         self._trace, self._previous = None, _last_step(own) if self._every == 1 else None
-        self._warn_of_slow_replica()
+        late = find_straggler(list(self._times), self._strategy.replica_weights)
+        if late and not self._is_slow_reported:  # A straggler does not affect the results.
+            console.warn(f"replica {late[0]} is slow: {late[1]}")
+            self._is_slow_reported = True
         if not text:
             self._last_right = before.step + 1
             return None
         return StepFinding(text, *(self._state_before(trace) if self._oracle else (None, [])))
 
     def _find(self, trace: Trace, oracle: StrategyOracle, before: Progress) -> str:
-        """Returns what is wrong with the recorded step in one line; "" if nothing is."""
+        """Returns what is wrong with the recorded step in one line; "" if nothing is.
+
+        Keeps the trace of the first mismatch.
+        """
         result, last = Result(), len(trace.steps) - 1
         position = before.epoch * self._spec.steps_per_epoch + before.epoch_step
         check_step(trace, last, oracle, list(self._spec.batch(position)), result)
@@ -242,35 +228,26 @@ class StepVerifier:
         )
         if verdict.ok:
             return ""
-        return f"{name} has a mismatch: {line_of(verdict.faults[0], verdict)}"
+        text = f"{name} has a mismatch: {line_of(verdict.faults[0], verdict)}"
+        if self._last_right:
+            text += f"; the last verified step without a mismatch is {self._last_right}"
+        if self._run_dir:
+            text += self._keep_trace(trace, self._run_dir / MISMATCH_DIRECTORY)
+        return text
 
     def _keep_trace(self, trace: Trace, path: pathlib.Path) -> str:
         """Writes the trace of the first mismatch to a directory; returns a text with its path."""
-
-        def write(directory: pathlib.Path) -> None:
-            directory.mkdir()
-            trace_file.save(trace, directory / TRACE_FILE)
-
         try:
             if not self._has_trace:
-                if path.is_dir():
-                    discard([path])
-                write_atomically(path, write)
+                with io_errors_as(path):
+                    remove(path)
+                    path.mkdir()
+                    trace_file.save(trace, path / TRACE_FILE)
         except LockstepError as error:  # It must not hide the mismatch.
             console.warn(f"the trace of the mismatch is not kept: {error}")
             return ""
         self._has_trace = True
         return f"; trace in {path}"
-
-    def _warn_of_slow_replica(self) -> None:
-        """Warns once of a replica that was slowest in all of the last recorded steps.
-
-        A straggler does not affect the results.
-        """
-        late = find_straggler(list(self._times), self._strategy.replica_weights)
-        if late and not self._is_slow_reported:
-            console.warn(f"replica {late.replica_id} is slow: {late.text}")
-            self._is_slow_reported = True
 
     def _state_before(self, trace: Trace) -> tuple[State | None, list[list[np.ndarray]]]:
         """Returns the state before the step, and the BatchNorm statistics of each shard.
@@ -281,10 +258,9 @@ class StepVerifier:
         copies = [trace.arrays(last, "before", copy) or [] for copy in trace.copies]
         if any([*map(bits, copy)] != [*map(bits, copies[0])] for copy in copies[1:]):
             return None, []
-        own = [trace.arrays(last, "own_before", shard) or [] for shard in trace.shards]
-        per_shard = [[array for array in each if array is not None] for each in own]
+        own = [trace.named(last, "own_before", shard) or {} for shard in trace.shards]
         state = dict(zip(self._strategy.states.variable_names, copies[0], strict=True))
-        return state, per_shard if any(per_shard) else []
+        return state, [list(each.values()) for each in own] if any(own) else []
 
 
 def _last_step(trace: Trace) -> Trace:
@@ -302,15 +278,12 @@ def gather_trace(trace: Trace, workers: Workers) -> Trace:
     """
     if workers.count == 1:
         return trace
-    common = {
-        name: hashlib.sha256(bits(array)).digest()
-        for name, array in trace.stored().items()
-        if name.split("/")[1] in OF_COPIES
-    }
-    chief = workers.broadcast(b"".join(common.values()))
+    shared = [name for name in trace.stored() if name.split("/")[1] in OF_COPIES]
+    digests = [hashlib.sha256(bits(trace.stored()[name])).digest() for name in shared]
+    chief = workers.broadcast(b"".join(digests))
     same = {
         name
-        for i, (name, digest) in enumerate(common.items())
+        for i, (name, digest) in enumerate(zip(shared, digests, strict=True))
         if not workers.is_chief and digest == chief[i * 32 : (i + 1) * 32]
     }
     sent = {name: array for name, array in trace.stored().items() if name not in same}

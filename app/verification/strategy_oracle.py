@@ -7,8 +7,8 @@ reference.
 import concurrent.futures
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,75 +16,42 @@ import tensorflow as tf
 
 from app.training.training_spec import TrainingSpec
 from lockstep.arithmetic import EPS, are_finite, rows_of
-from lockstep.oracles import Ask, Batch, Computed
+from lockstep.oracles import Ask, Computed
 from lockstep.oracles.keras import KerasOracle, OneDevice, in_dtype, in_float64, to_numpy
+from lockstep.record_keras import Hooks
 from lockstep.trace import Named, Trace
-from strategies.layer_calls import LayerCalls
 from strategies.tf_private import flatten_layers
 
 _LOSS_SCALE = "optimizer/loss_scale"  # The optimizer's variable, with gradients in float16.
-
-# Layers that need all channels of their input; other layers process channels separately.
-_NEED_ALL_CHANNELS = (
-    keras.layers.Conv2D,
-    keras.layers.Dense,
-    keras.layers.Flatten,
-    keras.layers.Reshape,
-)
 
 
 class StrategyOracle(KerasOracle):
     """Computes steps of a training with any strategy on one device; see `lockstep.oracles.Oracle`.
 
     Args:
-        model_fn: builds the model.
-        optimizer_fn: creates the optimizer.
+        spec: specification of the training.
         trace: its first step has a state and examples.
-        precision: Keras' dtype policy of the layers.
-        label_smoothing: fraction of the target that is spread evenly over all classes.
         num_threads: number of shards to compute in parallel.
-        examples: returns images and labels of the data set, and mirrored ones if any.
     """
 
     may_mix = False  # Each loss is a sum over examples, which BatchNorm alone mixes, by design.
     records_overflow = True
 
-    def __init__(
-        self, model_fn: Callable[[], keras.Model],
-        optimizer_fn: Callable[[], keras.optimizers.Optimizer], trace: Trace, *,
-        precision: str = "float32", label_smoothing: float = 0.0, num_threads: int = 1,
-        examples: Callable[[], Iterable[Batch]] = tuple,
-    ):  # fmt: skip
-        self._model_fn, self._optimizer_fn, self._examples = model_fn, optimizer_fn, examples
-        self._label_smoothing, self._num_threads = label_smoothing, num_threads
+    def __init__(self, spec: TrainingSpec, trace: Trace, *, num_threads: int = 1):
+        self._spec, self._num_threads = spec, num_threads
         self._synchronizes = trace.about.syncs_batch_norm and len(trace.shards) > 1
-        with in_dtype("float32", precision):
+        with in_dtype("float32", spec.config.training.precision):
             super().__init__(self._build, trace)
         self._initial = self._one.read()
         self.scales_loss = _LOSS_SCALE in self._initial
 
-    @classmethod
-    def of(cls, spec: TrainingSpec, trace: Trace, *, num_threads: int = 1) -> "StrategyOracle":
-        """Creates the oracle of a training."""
-
-        def examples() -> Iterator[Batch]:
-            images, labels = spec.dataset.train_images, spec.dataset.train_labels
-            yield [images, labels.astype(np.int32)]
-            if spec.flips:
-                yield [images[:, :, ::-1], labels.astype(np.int32)]
-
-        return cls(
-            spec.build_model, spec.create_optimizer, trace,
-            precision=spec.config.training.precision, label_smoothing=spec.label_smoothing,
-            num_threads=num_threads, examples=examples,
-        )  # fmt: skip
-
     def _build(self) -> keras.Model:
-        model = self._model_fn()
+        model = self._spec.build_model()
         for layer in flatten_layers(model):
             if self._synchronizes and isinstance(layer, keras.layers.BatchNormalization):
                 layer.synchronized = True  # Its variance is then rounded as over devices.
-        model.compile(optimizer=self._optimizer_fn(), loss=self._mean_loss, auto_scale_loss=False)
+        optimizer = self._spec.create_optimizer()
+        model.compile(optimizer=optimizer, loss=self._mean_loss, auto_scale_loss=False)
         return model
 
     def _build_in_float64(self, build: Callable[[], keras.Model]) -> str:
@@ -97,7 +64,7 @@ class StrategyOracle(KerasOracle):
         Another order is equally exact, but results would not be bitwise equal.
         """
         loss = tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
-        if smoothing := self._label_smoothing:
+        if smoothing := self._spec.label_smoothing:
             evenly = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
             loss = (1 - smoothing) * loss + smoothing * tf.reduce_sum(evenly)
         return loss
@@ -111,8 +78,11 @@ class StrategyOracle(KerasOracle):
         return self._initial
 
     def known_examples(self) -> set[int]:
-        """Returns the hashes of all training examples."""
-        return {row for data in self._examples() for row in rows_of(data)}
+        """Returns the hashes of all training examples, as they are and mirrored if any is."""
+        images = self._spec.dataset.train_images
+        labels = self._spec.dataset.train_labels.astype(np.int32)
+        forms = [images, images[:, :, ::-1]] if self._spec.flips else [images]
+        return {row for form in forms for row in rows_of([form, labels])}
 
     def compute(self, ask: Ask, *, exactly: bool = False) -> Computed:
         """Computes a shard in float32, or in float64; see `Oracle`."""
@@ -195,77 +165,58 @@ class StrategyOracle(KerasOracle):
         held = about.parts[: len(about.parts) // about.num_replicas]
         if len(held) < 2 or any(set(part) != set(held[0]) for part in held):
             return
-        sizes = {name: [part[name][-1] for part in held] for name in held[0]}
         for of_maps, device in itertools.product((False, True), (None, *range(len(held)))):
             whose = "their own gradient" if device is None else f"that of device {device}"
             text = (
                 f"those of {len(held)} devices that each keep {whose} by the channels of a gathered"
                 f" {'feature map' if of_maps else 'input'}, not the sum over the devices"
             )
-            predict = functools.partial(self._without_backward_sums, ask, sizes, device, of_maps)
+            predict = functools.partial(self._without_backward_sums, ask, held, device, of_maps)
             yield "forgotten_backward_sum", text, predict
 
     def _without_backward_sums(
-        self, ask: Ask, sizes: Mapping[str, Sequence[int]], device: int | None, of_maps: bool
-    ) -> Named:
+        self, ask: Ask, held: Sequence[Mapping[str, Sequence[int]]], device: int | None,
+        of_maps: bool,
+    ) -> Named:  # fmt: skip
         """Returns the gradients if gathers return to each device the gradient of one device.
 
-        In the backward pass of a gather, each device should sum the gradients of all devices for
-        its channels; here it uses only one.
+        Each device computes its own output channels from a gathered input. In the backward pass,
+        the gradient by a channel of that input should be the sum over all devices; here, it is that
+        of one device.
 
         Args:
             ask: the step.
-            sizes: path of a weight → its output channels on each device.
-            device: the device whose gradient is used; None for each device's own.
+            held: for each device, weight → shape of its part, whose last axis is output channels.
+            device: the device whose gradient is used; None for the one that holds the channel.
             of_maps: whether only gathers of feature maps do so.
         """
-        one, (images, labels) = self._one, ask.data
-        one.load(ask.state)
-        weights = one.model.trainable_variables
-        calls, num_devices = LayerCalls.of(one.model), len(next(iter(sizes.values())))
-        with tf.GradientTape() as tape:
-            values = {calls.input: _Split([tf.constant(images)] * num_devices, None)}
-            for call in calls.calls:
-                inputs, layer = [values[i] for i in call.inputs], call.layer
-                needs_all = isinstance(layer, _NEED_ALL_CHANNELS)
-                gathered = [
-                    _gather(x, device)
-                    if needs_all and not (of_maps and x.tensors[0].ndim != 4)
-                    else x.tensors
-                    for x in inputs
-                ]
-                outputs = [call(own, training=True) for own in zip(*gathered, strict=True)]
-                own_sizes = None if needs_all else inputs[0].sizes
-                if needs_all and layer.trainable_variables:
-                    own_sizes = sizes[layer.trainable_variables[0].path]
-                    parts = [tf.split(y, own_sizes, axis=-1)[d] for d, y in enumerate(outputs)]
-                    outputs = [tf.concat(parts, axis=-1)] * num_devices
-                values[call.output] = _Split(outputs, own_sizes)
-            logits = values[calls.output].tensors[0]
-            loss = self._mean_loss(tf.constant(labels), logits) * ask.scales[0]
-        gradients = tape.gradient(loss, weights)
-        return {w.path: g.numpy() for w, g in zip(weights, gradients, strict=True)}
+        # Each number of channels is split over the devices in one way.
+        split = {sum(sizes): sizes for sizes in ([p[name][-1] for p in held] for name in held[0])}
+        flat: dict[int, int] = {}  # Length of a flattened feature map → its channels.
 
+        def flatten(inner: Callable, x: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
+            y = inner(x, *args, **kwargs)
+            flat[y.shape[-1]] = x.shape[-1]
+            return y
 
-class _Split(NamedTuple):
-    """A tensor as seen by each device, and the numbers of channels on each, if it is split."""
+        def call(inner: Callable, x: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
+            num_channels = flat.get(x.shape[-1], x.shape[-1])
+            is_map = x.shape.rank == 4 or num_channels != x.shape[-1]
+            if num_channels not in split or (of_maps and not is_map):
+                return inner(x, *args, **kwargs)
+            owners = np.repeat(range(len(held)), split[num_channels])
+            owners = np.tile(owners, x.shape[-1] // num_channels)
+            parts = []
+            for own in range(len(held)):
+                keeps = owners == own if device is None else np.full(len(owners), own == device)
+                y = inner(tf.where(keeps, x, tf.stop_gradient(x)), *args, **kwargs)
+                parts.append(tf.split(y, split[y.shape[-1]], axis=-1)[own])
+            return tf.concat(parts, axis=-1)
 
-    tensors: list[tf.Tensor]
-    sizes: Sequence[int] | None
-
-
-def _gather(value: _Split, device: int | None) -> list[tf.Tensor]:
-    """Returns the whole tensor for each device, with the gradient of its channels, or of one."""
-    if value.sizes is None:
-        return value.tensors
-    whole, ends = value.tensors[0], np.cumsum(value.sizes)
-    if device is not None:
-        constant = tf.stop_gradient(whole)
-        return [whole if d == device else constant for d in range(len(ends))]
-    copies = []
-    for end, size in zip(ends, value.sizes, strict=True):
-        is_own = np.zeros(ends[-1], whole.dtype.as_numpy_dtype)
-        is_own[end - size : end] = 1
-        constant = tf.stop_gradient(whole)
-        copies.append(constant + (whole - constant) * is_own)
-    return copies
+        with Hooks() as hooks:
+            for layer in self._one.layers:
+                if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense):
+                    hooks.hook(layer, "call", call)
+                elif isinstance(layer, keras.layers.Flatten | keras.layers.Reshape):
+                    hooks.hook(layer, "call", flatten)
+            return self.compute(ask).raw

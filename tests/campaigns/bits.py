@@ -45,7 +45,7 @@ class Memory:
         self._spec = TrainingSpec(config, data)
         self._strategy = self._spec.build_strategy(Devices(CPUS[:REPLICAS], simulated=True))
         self._weights = [v.path for v in self._strategy.model.trainable_variables]
-        self._verifier = StepVerifier(config, self._spec, self._strategy)
+        self._verifier = StepVerifier(self._spec, self._strategy)
         self._iterator = iter(self._strategy.distribute(self._spec.batches()))
         self._strategy.train_steps(self._iterator, 0)
         self._verifier.compile(self._iterator)
