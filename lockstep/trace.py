@@ -212,6 +212,12 @@ class Trace:
         """Returns whether every shard, or copy, has arrays of a kind in a step."""
         return all((position, kind, item) in self._index for item in self.items(kind))
 
+    def names_of(self, kind: str) -> Sequence[str] | None:
+        """Returns the names of the arrays of a kind; None if they have no names."""
+        if kind in OF_VARIABLES:
+            return self.keys
+        return self.about.gradients if kind in OF_GRADIENTS else None
+
     def arrays(self, position: int, kind: str, item: int) -> list[Array] | None:
         """Returns the arrays of a kind in order; None if they were not recorded.
 
@@ -222,12 +228,10 @@ class Trace:
         found = self._index.get((position, kind, item))
         if found is None:
             return None
-        lengths = dict.fromkeys(OF_VARIABLES, len(self.keys))
-        lengths |= dict.fromkeys(OF_GRADIENTS, len(self.about.gradients))
-        prefix = f"{position + 1}/{kind}/{item}"
+        names, prefix = self.names_of(kind), f"{position + 1}/{kind}/{item}"
         return [
             self._read(f"{prefix}/{index}", found[index]) if index in found else None
-            for index in range(lengths.get(kind, len(found)))
+            for index in range(len(found) if names is None else len(names))
         ]
 
     def _read(self, name: str, has_rows: bool) -> Array:
@@ -241,22 +245,20 @@ class Trace:
         arrays = self.arrays(position, kind, item)
         if arrays is None:
             return None
-        names = self.keys if kind in OF_VARIABLES else self.about.gradients
+        names = self.names_of(kind) or ()
         return {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
 
     def put(self, position: int, kind: str, item: int, arrays: Sequence[Array]) -> None:
         """Adds the arrays of a kind; None for one that does not exist."""
         self._index[position, kind, item] = {}
         for index, array in enumerate(arrays):
-            if array is None:
-                continue
             name = f"{position + 1}/{kind}/{item}/{index}"
-            self._index[position, kind, item][index] = isinstance(array, Rows)
+            members = {} if array is None else {name: array}
             if isinstance(array, Rows):
-                for part, value in array._asdict().items():
-                    self._stored[f"{name}/{part}"] = np.asarray(value)
-            else:
-                self._stored[name] = np.asarray(array)
+                members = {f"{name}/{part}": each for part, each in array._asdict().items()}
+            for member, each in members.items():
+                self._stored[member] = np.asarray(each)
+                self._add_to_index(member)
 
     def stored(self) -> Mapping[str, np.ndarray]:
         """Returns all arrays by their names in the file."""

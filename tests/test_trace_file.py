@@ -247,7 +247,6 @@ ARCHIVES = {
     "parent": (also_named("../1/before/0/0.npy"), ", which no trace has"),
     "digit": (also_named("1/before/0/٣.npy"), ", which no trace has"),
     "twice": (also_named("1/before/0/0.npy"), "has the member '1/before/0/0' twice"),
-    "larger than the file": (patched(20, 2**31), "has members that are larger than the file"),
     "bomb": (patched(24, 2**31, np.savez_compressed), "would be more than 1,000 times as"),
     "long": (patched(24, 5000, np.savez_compressed), "has 5,000 of "),
     "place": (patched(42, 3), "Bad magic number for file header"),
