@@ -16,8 +16,8 @@ import pathlib
 import re
 import stat
 import zipfile
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from lockstep.trace import About, Rows, Trace
 
 MAX_MEMBERS, MAX_RATIO = 250_000, 1000  # Deflate reaches a ratio of 1032.
 Path = str | os.PathLike[str]
-Header = tuple[np.dtype, tuple[int, ...]]
 
 _MAX_ABOUT_BYTES, _MAX_HEADER_BYTES = 64 << 20, 1024
 _NUMBER = r"(?:0|[1-9]\d{0,8})"
@@ -42,35 +41,32 @@ class TraceError(ValueError):
     """A file is not a trace, or is damaged; the text is one line with the file and advice."""
 
 
-class _Archive(MutableMapping[str, np.ndarray]):
-    """The arrays of a zip file by name; names of equal arrays may have one member."""
+class _Member(NamedTuple):
+    """An array in a file."""
 
+    file: str  # Its name in messages.
+    archive: zipfile.ZipFile
     name: str
-    _zip: zipfile.ZipFile
-    _members: dict[str, str]  # Name → name of the member with its bits.
+    dtype: np.dtype
+    shape: tuple[int, ...]
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        member_name = f"{self._members[name]}.npy"  # A KeyError is not an error of the file.
-        with _errors_of(self.name), self._zip.open(member_name) as member:
+    def read(self) -> np.ndarray:
+        with _errors_of(self.file), self.archive.open(self.name) as member:
             return np.lib.format.read_array(member, allow_pickle=False)  # Compares the checksum.
 
-    def __setitem__(self, name: str, array: np.ndarray) -> None:
-        raise TypeError(f"{name}: arrays are not replaced in a file")
 
-    def __delitem__(self, name: str) -> None:
-        raise TypeError(f"{name}: arrays are not deleted from a file")
+class _Arrays(collections.UserDict[str, Any]):
+    """Arrays by name; a member of a file is read when it is asked for."""
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
+    def __getitem__(self, name: str) -> np.ndarray:
+        array = self.data[name]
+        return array.read() if isinstance(array, _Member) else array
 
 
 # --- Writing -------------------------------------------------------------------------------------
 
 
-class Writer(_Archive):
+class Writer(_Arrays):
     """Writes arrays to a new file as they come; one that repeats earlier bits becomes an alias.
 
     Until `close`, the file has a temporary name; without it, a `with` block leaves no file.
@@ -80,31 +76,34 @@ class Writer(_Archive):
     """
 
     def __init__(self, target: Path | BinaryIO):
-        self.name = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
-        self._temporary = f"{self.name}.{os.getpid()}.tmp"
-        self._file: Any = open(self._temporary, "w+b") if self.name else target  # noqa: SIM115
-        self._zip, self._members = zipfile.ZipFile(self._file, "w"), {}
-        self._names: dict[bytes, str] = {}  # Checksum → name of the member.
+        super().__init__()
+        self._path = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
+        self._temporary = f"{self._path}.{os.getpid()}.tmp"
+        self._file: Any = open(self._temporary, "w+b") if self._path else target  # noqa: SIM115
+        self._zip = zipfile.ZipFile(self._file, "w")
+        self._names: dict[bytes, str] = {}  # Checksum → name of the first array with these bits.
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.name and not self._file.closed:
+        if self._path and not self._file.closed:
             self._zip.close()
             self._file.close()
             os.unlink(self._temporary)
 
     def __setitem__(self, name: str, array: np.ndarray) -> None:
-        if name in self._members:
+        if name in self:
             raise ValueError(f"{name} is written already")
         array = np.asarray(array)
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
         checksum = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=20)
         checksum.update(array.reshape(-1).view(np.uint8).data)
-        self._members[name] = self._names.setdefault(checksum.digest(), name)
-        if self._members[name] == name:
+        first = self._names.setdefault(checksum.digest(), name)
+        if first == name:
             self._write(name, array)
+        member = _Member(self._path, self._zip, f"{first}.npy", array.dtype, array.shape)
+        self.data[name] = member
 
     def _write(self, name: str, array: np.ndarray) -> None:
         with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
@@ -112,14 +111,15 @@ class Writer(_Archive):
 
     def close(self, about: About) -> None:
         """Writes the description, and gives the file its name."""
-        aliases = {name: member for name, member in self._members.items() if name != member}
+        firsts = {name: each.name.removesuffix(".npy") for name, each in self.data.items()}
+        aliases = {name: first for name, first in firsts.items() if name != first}
         self._write("about", np.array(json_of(about, aliases)))
         self._zip.close()
-        if self.name:
+        if self._path:
             self._file.flush()
             os.fsync(self._file.fileno())  # A power cut leaves the whole file, or none.
             self._file.close()
-            os.replace(self._temporary, self.name)
+            os.replace(self._temporary, self._path)
 
 
 def save(trace: Trace, target: Path | BinaryIO) -> None:
@@ -145,17 +145,17 @@ def load(source: Path | BinaryIO | Sequence[BinaryIO]) -> Trace:
     """
     if isinstance(source, str | os.PathLike):
         name, paths = _find_files(pathlib.Path(source))
-        files = [_File(str(path), _open(path)) for path in paths]
+        files = [_read_file(str(path), _open(path)) for path in paths]
     else:
         opened: Sequence[Any] = source if isinstance(source, Sequence) else [source]
         name = "the trace"
-        files = [_File(f"part {i} of the trace", file) for i, file in enumerate(opened)]
+        files = [_read_file(f"part {i} of the trace", file) for i, file in enumerate(opened)]
+    arrays = _Arrays({key: array for file in files for key, array in file.arrays.data.items()})
     with _errors_of(name):
         about = _common_description(files)
-        stored = collections.ChainMap[str, np.ndarray]({}, *files)
-        if len(stored) < sum(map(len, files)):
+        if len(arrays) < sum(len(file.arrays) for file in files):
             raise Fault("has an array in two of its files; record it again")
-    trace = Trace(about, stored, name)
+    trace = Trace(about, arrays, name)
     trace.of_replica = {replica: file.about for file in files for replica in file.replicas}
     return trace
 
@@ -168,50 +168,38 @@ def from_parts(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tr
     """
     with _errors_of("the recording"):
         checked, _ = about_from(json.dumps(about, default=str))
-        headers = {key: (array.dtype, array.shape) for key, array in arrays.items()}
-        _check_arrays(checked, headers, arrays)
+        _check_arrays(checked, _Arrays(arrays))
     return Trace(checked, dict(arrays))
 
 
-class _File(_Archive):
-    """The arrays of one open file, whose description, sizes, dtypes and shapes are checked."""
+class _File(NamedTuple):
+    """A file whose description, names, sizes, dtypes and shapes are checked."""
 
-    def __init__(self, name: str, file: BinaryIO):
-        self.name = name
-        with _errors_of(name):
-            self._zip = zipfile.ZipFile(file)
-            infos = _members_of(self._zip, file.seek(0, os.SEEK_END))
-            headers = {key: _header_of(self._zip, info) for key, info in infos.items()}
-            dtype, shape = headers.pop("about")
-            if dtype.kind != "U" or shape or infos["about"].file_size > _MAX_ABOUT_BYTES:
-                raise Fault(
-                    "has an 'about' that is not one text of at most 64 MiB; record it again"
-                )
-            self._members = {"about": "about"}
-            self.about, aliases = about_from(str(self["about"]))
-            if not self.about.steps:
-                raise Fault("has no steps; record it again")
-            for alias, of in aliases.items():
-                if (
-                    alias in headers
-                    or of not in infos
-                    or of == "about"
-                    or not _NAME.fullmatch(alias)
-                ):
-                    raise Fault(f"has a wrong alias {shown(alias)}; record it again")
-            headers |= {alias: headers[of] for alias, of in aliases.items()}
-            self._members = {key: aliases.get(key, key) for key in headers}
-            self.replicas = self.about.replicas or tuple(range(self.about.num_replicas))
-            _check_arrays(self.about, headers, self)
+    name: str
+    about: About
+    arrays: _Arrays
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        array = super().__getitem__(name)
-        with _errors_of(self.name):
-            if name.endswith("/indices") and array.size:
-                rows = int(self[name.replace("indices", "rows")])
-                if not 0 <= array.min() <= array.max() < rows:
-                    raise Fault(f"has a row outside of 0 to {rows - 1} in {name}; record it again")
-        return array
+    @property
+    def replicas(self) -> Sequence[int]:
+        return self.about.replicas or range(self.about.num_replicas)
+
+
+def _read_file(name: str, file: BinaryIO) -> _File:
+    with _errors_of(name):
+        archive = zipfile.ZipFile(file)
+        members = _members_of(name, archive, file.seek(0, os.SEEK_END))
+        text = members.pop("about")
+        if text.dtype.kind != "U" or text.shape or text.dtype.itemsize > _MAX_ABOUT_BYTES:
+            raise Fault("has an 'about' that is not one text of at most 64 MiB; record it again")
+        about, aliases = about_from(str(text.read()))
+        if not about.steps:
+            raise Fault("has no steps; record it again")
+        for alias, of in aliases.items():
+            if alias in members or of not in members or not _NAME.fullmatch(alias):
+                raise Fault(f"has a wrong alias {shown(alias)}; record it again")
+        arrays = _Arrays(members | {alias: members[of] for alias, of in aliases.items()})
+        _check_arrays(about, arrays)
+    return _File(name, about, arrays)
 
 
 @contextlib.contextmanager
@@ -267,8 +255,8 @@ def _open(path: pathlib.Path) -> BinaryIO:
         return open(path, "rb")
 
 
-def _members_of(archive: zipfile.ZipFile, size_bytes: int) -> dict[str, zipfile.ZipInfo]:
-    """Returns the members by their names without suffix, if they are those of a trace."""
+def _members_of(name: str, archive: zipfile.ZipFile, size_bytes: int) -> dict[str, _Member]:
+    """Returns the members of a file by their names without suffix, if they are those of a trace."""
     infos, found = archive.infolist(), dict[str, zipfile.ZipInfo]()
     if len(infos) > MAX_MEMBERS:
         raise Fault(f"has more than {MAX_MEMBERS:,} members; record fewer steps")
@@ -277,19 +265,19 @@ def _members_of(archive: zipfile.ZipFile, size_bytes: int) -> dict[str, zipfile.
             f"would be more than {MAX_RATIO:,} times as large uncompressed; record it again"
         )
     for info in infos:
-        name = info.orig_filename.removesuffix(".npy")
-        if name == info.orig_filename or not (name == "about" or _NAME.fullmatch(name)):
+        key = info.orig_filename.removesuffix(".npy")
+        if key == info.orig_filename or not (key == "about" or _NAME.fullmatch(key)):
             raise Fault(f"has a member {shown(info.orig_filename)}, which no trace has; {_ADVICE}")
-        if name in found:
-            raise Fault(f"has the member {shown(name)} twice; record it again")
-        found[name] = info
+        if key in found:
+            raise Fault(f"has the member {shown(key)} twice; record it again")
+        found[key] = info
     if "about" not in found:
         raise Fault(f"has no member 'about'; {_ADVICE}")
-    return found
+    return {key: _member_of(name, archive, info) for key, info in found.items()}
 
 
-def _header_of(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
-    """Returns dtype and shape of a member whose size is as they say."""
+def _member_of(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
+    """Returns a member whose size is as its header says."""
     with archive.open(info) as member:
         if np.lib.format.read_magic(member) != (1, 0):  # Others are for longer headers.
             raise Fault(f"has a long header in {info.filename}; record it again")
@@ -305,18 +293,16 @@ def _header_of(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
         if min(shape, default=0) < 0 or info.file_size != expected:
             sizes = f"has {info.file_size:,} of {expected:,} bytes"
             raise Fault(f"{sizes} in {info.filename}; record it again")
-    return dtype, shape
+    return _Member(name, archive, info.filename, dtype, shape)
 
 
-def _check_arrays(
-    about: About, headers: Mapping[str, Header], arrays: Mapping[str, np.ndarray]
-) -> None:
+def _check_arrays(about: About, arrays: _Arrays) -> None:
     """Checks that the description has the place of each array, and its variable that shape."""
     trace, shapes = Trace(about), dict[str, tuple[int, ...]]()
-    parts = collections.defaultdict[str, set[str]](set)  # "1/raw/0/2" → "/values", … or "".
-    for name in headers:
+    parts = collections.defaultdict[str, set[str]](set)  # "1/raw/0/2" → "values", … or "".
+    for name in arrays:
         place = "/".join(name.split("/")[:4])
-        parts[place].add(name.removeprefix(place))
+        parts[place].add(name.removeprefix(place).removeprefix("/"))
     counts = collections.Counter(place.rpartition("/")[0] for place in parts)
     for place in sorted(parts):
         position, kind, item, index = place.split("/")
@@ -326,7 +312,7 @@ def _check_arrays(
         count = counts[group] if names is None else len(names)
         if int(index) >= count:
             raise Fault(f"has an array {place} of {count} in {group}; record it again")
-        shape = _shape_of(place, parts[place], headers, arrays)
+        shape = _shape_of(place, parts[place], arrays)
         expected = shape if names is None else shapes.setdefault(names[int(index)], shape)
         if shape != expected:
             raise Fault(
@@ -335,17 +321,20 @@ def _check_arrays(
             )
 
 
-def _shape_of(
-    place: str, parts: set[str], headers: Mapping[str, Header], arrays: Mapping[str, np.ndarray]
-) -> tuple[int, ...]:
+def _shape_of(place: str, parts: set[str], arrays: _Arrays) -> tuple[int, ...]:
     """Returns the shape of an array, and of the whole weight for a gradient of some rows."""
     if parts == {""}:
-        return headers[place][1]
-    if parts == {f"/{part}" for part in Rows._fields}:
-        values, indices, rows = (headers[place + part] for part in ("/values", "/indices", "/rows"))
-        are_integers = {indices[0].kind, rows[0].kind} <= {"i", "u"}
-        if are_integers and rows[1] == () and len(indices[1]) == 1 and values[1][:1] == indices[1]:
-            return (int(arrays[f"{place}/rows"]), *values[1][1:])
+        return arrays.data[place].shape
+    if parts == {*Rows._fields}:
+        values, indices, rows = (arrays.data[f"{place}/{part}"] for part in Rows._fields)
+        are_integers = {indices.dtype.kind, rows.dtype.kind} <= {"i", "u"}
+        have_shapes = rows.shape == () and values.shape[:1] == indices.shape != ()
+        if are_integers and have_shapes:
+            number, numbers = int(arrays[f"{place}/rows"]), arrays[f"{place}/indices"]
+            if numbers.size and not 0 <= numbers.min() <= numbers.max() < number:
+                rows_of = f"has a row outside of 0 to {number - 1} in {place}"
+                raise Fault(f"{rows_of}/indices; record it again")
+            return (number, *values.shape[1:])
     raise Fault(f"has wrong rows in {place}; record it again")
 
 
