@@ -158,7 +158,7 @@ class Trace:
     ):
         self.name, self._stored = name, {} if stored is None else stored
         self.of_replica: Mapping[int, About] = {}
-        self._index: dict[tuple[int, str, int], dict[int, bool]] = {}
+        self._index: dict[tuple[int, str, int], set[str]] = {}  # → Names of its arrays.
         self.describe(about)
         for key in self._stored:
             self._add_to_index(key)
@@ -172,9 +172,8 @@ class Trace:
         self.kinds = dict(zip(self.keys, (v.kind for v in about.variables), strict=True))
 
     def _add_to_index(self, name: str) -> None:
-        position, kind, item, index, *part = name.split("/")
-        found = self._index.setdefault((int(position) - 1, kind, int(item)), {})
-        found[int(index)] = bool(part)
+        position, kind, item, *_ = name.split("/")
+        self._index.setdefault((int(position) - 1, kind, int(item)), set()).add(name)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -229,14 +228,12 @@ class Trace:
         if found is None:
             return None
         names, prefix = self.names_of(kind), f"{position + 1}/{kind}/{item}"
-        return [
-            self._read(f"{prefix}/{index}", found[index]) if index in found else None
-            for index in range(len(found) if names is None else len(names))
-        ]
+        number = len(found) if names is None else len(names)
+        return [self._read(f"{prefix}/{index}") for index in range(number)]
 
-    def _read(self, name: str, has_rows: bool) -> Array:
-        if not has_rows:
-            return self._stored[name]
+    def _read(self, name: str) -> Array | None:
+        if f"{name}/rows" not in self._stored:
+            return self._stored.get(name)
         values, indices, rows = (self._stored[f"{name}/{part}"] for part in Rows._fields)
         return Rows(values, indices, int(rows))
 
@@ -249,8 +246,10 @@ class Trace:
         return {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
 
     def put(self, position: int, kind: str, item: int, arrays: Sequence[Array]) -> None:
-        """Adds the arrays of a kind; None for one that does not exist."""
-        self._index[position, kind, item] = {}
+        """Adds the arrays of a kind, or replaces them; None for one that does not exist."""
+        for name in self._index.get((position, kind, item), ()):
+            del self._stored[name]
+        self._index[position, kind, item] = set()
         for index, array in enumerate(arrays):
             name = f"{position + 1}/{kind}/{item}/{index}"
             members = {} if array is None else {name: array}

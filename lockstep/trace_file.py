@@ -93,8 +93,6 @@ class Writer(_Arrays):
             os.unlink(self._temporary)
 
     def __setitem__(self, name: str, array: np.ndarray) -> None:
-        if name in self:
-            raise ValueError(f"{name} is written already")
         array = np.asarray(array)
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
         checksum = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=20)
@@ -104,6 +102,9 @@ class Writer(_Arrays):
             self._write(name, array)
         member = _Member(self._path, self._zip, f"{first}.npy", array.dtype, array.shape)
         self.data[name] = member
+
+    def __delitem__(self, name: str) -> None:
+        raise ValueError(f"{name} is written already")
 
     def _write(self, name: str, array: np.ndarray) -> None:
         with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
