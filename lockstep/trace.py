@@ -141,7 +141,7 @@ class Trace:
     that was not recorded is absent; it is never taken to equal another one.
 
     Args:
-        about: the description.
+        about: the description, also an attribute.
         stored: name of an array, `POSITION/KIND/ITEM/INDEX` with positions from 1 → array.
         name: name for messages.
 
@@ -156,20 +156,16 @@ class Trace:
     def __init__(
         self, about: About, stored: MutableMapping[str, np.ndarray] | None = None, name: str = ""
     ):
-        self.name, self._stored = name, {} if stored is None else stored
-        self.of_replica: Mapping[int, About] = {}
-        self._index: dict[tuple[int, str, int], set[str]] = {}  # → Names of its arrays.
-        self.describe(about)
-        for key in self._stored:
-            self._add_to_index(key)
-
-    def describe(self, about: About) -> None:
-        """Replaces the description."""
-        self.about = about
+        self.about, self.name = about, name
         self.shards = range(len(about.shards) or about.num_replicas)
         self.copies = range(about.num_copies or about.num_replicas)
         self.keys = about.keys
         self.kinds = dict(zip(self.keys, (v.kind for v in about.variables), strict=True))
+        self.of_replica: Mapping[int, About] = {}
+        self._stored = {} if stored is None else stored
+        self._index: dict[tuple[int, str, int], set[str]] = {}  # → Names of its arrays.
+        for key in self._stored:
+            self._add_to_index(key)
 
     def _add_to_index(self, name: str) -> None:
         position, kind, item, *_ = name.split("/")

@@ -229,13 +229,13 @@ def _record(
             if not (is_finite and math.isfinite(totals.loss_sum)) and not diverged_step:
                 diverged_step = step
             send(("step", step))
-        trace.describe(recorder.about(range(num_steps)))
-        writer.close(trace.about)
+        about = recorder.about(range(num_steps))
+        writer.close(about)
     recorded = recorded_as(
         config.distribution.strategy, spec, devices, strategy.states.variable_names
     )
     return dataclasses.replace(
-        recorded, about=trace.about, send_sec=times, skipped_steps=skipped,
+        recorded, about=about, send_sec=times, skipped_steps=skipped,
         diverged_step=diverged_step,
     )  # fmt: skip
 
