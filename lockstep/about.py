@@ -75,23 +75,18 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def _check_tree(root: Any) -> None:
-    """Checks depth, texts and integers, which messages may show, without recursion."""
-    nodes = [(root, 0)]
-    while nodes:
-        node, depth = nodes.pop()
-        texts = [node] if isinstance(node, str) else [*node] if isinstance(node, dict) else []
-        for text in texts:
-            if len(text) > _MAX_TEXT or not text.isprintable():
-                raise Fault(
-                    f"has the text {shown(text)} in 'about'; texts must be printable and have at"
-                    f" most {_MAX_TEXT:,} characters"
-                )
-        if depth > _MAX_DEPTH or (type(node) is int and not -(2**64) < node < 2**64):
-            raise Fault("has deep nesting or more than 64 bits in 'about'; record it again")
-        if isinstance(node, dict | list):
-            children = node.values() if isinstance(node, dict) else node
-            nodes += [(child, depth + 1) for child in children]
+def _check_tree(node: Any, depth: int = 0) -> None:
+    """Checks depth, texts and integers, which messages may show."""
+    if depth > _MAX_DEPTH or (type(node) is int and not -(2**64) < node < 2**64):
+        raise Fault("has deep nesting or more than 64 bits in 'about'; record it again")
+    if isinstance(node, str) and (len(node) > _MAX_TEXT or not node.isprintable()):
+        raise Fault(
+            f"has the text {shown(node)} in 'about'; texts must be printable and have at most"
+            f" {_MAX_TEXT:,} characters"
+        )
+    if isinstance(node, dict | list):
+        for child in [*node, *node.values()] if isinstance(node, dict) else node:
+            _check_tree(child, depth + 1)
 
 
 def _parsed(value: Any, wanted: Any, key: str) -> Any:
@@ -139,11 +134,11 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     yield "replicas", all(0 <= number < num for number in replicas), f"from 0 to {num - 1}"
     yield "shards", all(shard.weight > 0 for shard in about.shards), "of positive weights"
     yield "variables", len(set(unique)) == len(unique), "of unique weights and statistics"
-    for variable in about.variables:
-        yield "variables", variable.name, "of names"
-        kinds = (WEIGHT, STATISTIC, STATE, SEED)
-        yield "variables", variable.kind in kinds, f"of the kinds {', '.join(kinds)}"
-        yield "variables", not variable.of or variable.of in weights, "of weights"
+    kinds = (WEIGHT, STATISTIC, STATE, SEED)
+    yield "variables", all(v.name for v in about.variables), "of names"
+    of_kinds = all(v.kind in kinds for v in about.variables)
+    yield "variables", of_kinds, f"of the kinds {', '.join(kinds)}"
+    yield "variables", weights.issuperset(v.of for v in about.variables if v.of), "of weights"
     yield "gradients", weights.issuperset(about.gradients), "names of weights"
     yield "gradients", len(set(about.gradients)) == len(about.gradients), "different names"
     yield "reduction", about.reduction in ("", "sum", "mean"), "'', 'sum' or 'mean'"

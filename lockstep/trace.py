@@ -141,7 +141,7 @@ class Trace:
     that was not recorded is absent; it is never taken to equal another one.
 
     Args:
-        about: the description.
+        about: the description, also an attribute.
         stored: name of an array, `POSITION/KIND/ITEM/INDEX` with positions from 1 → array.
         name: name for messages.
 
@@ -156,25 +156,20 @@ class Trace:
     def __init__(
         self, about: About, stored: MutableMapping[str, np.ndarray] | None = None, name: str = ""
     ):
-        self.name, self._stored = name, {} if stored is None else stored
-        self.of_replica: Mapping[int, About] = {}
-        self._index: dict[tuple[int, str, int], dict[int, bool]] = {}
-        self.describe(about)
-        for key in self._stored:
-            self._add_to_index(key)
-
-    def describe(self, about: About) -> None:
-        """Replaces the description."""
-        self.about = about
+        self.about, self.name = about, name
         self.shards = range(len(about.shards) or about.num_replicas)
         self.copies = range(about.num_copies or about.num_replicas)
         self.keys = about.keys
         self.kinds = dict(zip(self.keys, (v.kind for v in about.variables), strict=True))
+        self.of_replica: Mapping[int, About] = {}
+        self._stored = {} if stored is None else stored
+        self._index: dict[tuple[int, str, int], set[str]] = {}  # → Names of its arrays.
+        for key in self._stored:
+            self._add_to_index(key)
 
     def _add_to_index(self, name: str) -> None:
-        position, kind, item, index, *part = name.split("/")
-        found = self._index.setdefault((int(position) - 1, kind, int(item)), {})
-        found[int(index)] = bool(part)
+        position, kind, item, *_ = name.split("/")
+        self._index.setdefault((int(position) - 1, kind, int(item)), set()).add(name)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -212,6 +207,12 @@ class Trace:
         """Returns whether every shard, or copy, has arrays of a kind in a step."""
         return all((position, kind, item) in self._index for item in self.items(kind))
 
+    def names_of(self, kind: str) -> Sequence[str] | None:
+        """Returns the names of the arrays of a kind; None if they have no names."""
+        if kind in OF_VARIABLES:
+            return self.keys
+        return self.about.gradients if kind in OF_GRADIENTS else None
+
     def arrays(self, position: int, kind: str, item: int) -> list[Array] | None:
         """Returns the arrays of a kind in order; None if they were not recorded.
 
@@ -222,17 +223,13 @@ class Trace:
         found = self._index.get((position, kind, item))
         if found is None:
             return None
-        lengths = dict.fromkeys(OF_VARIABLES, len(self.keys))
-        lengths |= dict.fromkeys(OF_GRADIENTS, len(self.about.gradients))
-        prefix = f"{position + 1}/{kind}/{item}"
-        return [
-            self._read(f"{prefix}/{index}", found[index]) if index in found else None
-            for index in range(lengths.get(kind, len(found)))
-        ]
+        names, prefix = self.names_of(kind), f"{position + 1}/{kind}/{item}"
+        number = len(found) if names is None else len(names)
+        return [self._read(f"{prefix}/{index}") for index in range(number)]
 
-    def _read(self, name: str, has_rows: bool) -> Array:
-        if not has_rows:
-            return self._stored[name]
+    def _read(self, name: str) -> Array | None:
+        if f"{name}/rows" not in self._stored:
+            return self._stored.get(name)
         values, indices, rows = (self._stored[f"{name}/{part}"] for part in Rows._fields)
         return Rows(values, indices, int(rows))
 
@@ -241,22 +238,22 @@ class Trace:
         arrays = self.arrays(position, kind, item)
         if arrays is None:
             return None
-        names = self.keys if kind in OF_VARIABLES else self.about.gradients
+        names = self.names_of(kind) or ()
         return {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
 
     def put(self, position: int, kind: str, item: int, arrays: Sequence[Array]) -> None:
-        """Adds the arrays of a kind; None for one that does not exist."""
-        self._index[position, kind, item] = {}
+        """Adds the arrays of a kind, or replaces them; None for one that does not exist."""
+        for name in self._index.get((position, kind, item), ()):
+            del self._stored[name]
+        self._index[position, kind, item] = set()
         for index, array in enumerate(arrays):
-            if array is None:
-                continue
             name = f"{position + 1}/{kind}/{item}/{index}"
-            self._index[position, kind, item][index] = isinstance(array, Rows)
+            members = {} if array is None else {name: array}
             if isinstance(array, Rows):
-                for part, value in array._asdict().items():
-                    self._stored[f"{name}/{part}"] = np.asarray(value)
-            else:
-                self._stored[name] = np.asarray(array)
+                members = {f"{name}/{part}": each for part, each in array._asdict().items()}
+            for member, each in members.items():
+                self._stored[member] = np.asarray(each)
+                self._add_to_index(member)
 
     def stored(self) -> Mapping[str, np.ndarray]:
         """Returns all arrays by their names in the file."""

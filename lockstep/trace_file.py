@@ -7,6 +7,7 @@ checked when it is opened, and an array is read, with its checksum, when it is a
 import collections
 import contextlib
 import dataclasses
+import glob
 import hashlib
 import json
 import math
@@ -15,17 +16,16 @@ import pathlib
 import re
 import stat
 import zipfile
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from lockstep.about import Fault, about_from, json_of, shown
-from lockstep.trace import OF_GRADIENTS, OF_VARIABLES, About, Rows, Trace
+from lockstep.trace import About, Rows, Trace
 
 MAX_MEMBERS, MAX_RATIO = 250_000, 1000  # Deflate reaches a ratio of 1032.
 Path = str | os.PathLike[str]
-Header = tuple[np.dtype, tuple[int, ...]]
 
 _MAX_ABOUT_BYTES, _MAX_HEADER_BYTES = 64 << 20, 1024
 _NUMBER = r"(?:0|[1-9]\d{0,8})"
@@ -34,16 +34,39 @@ _NAME = re.compile(
 )
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
 _OWN_KEYS = ("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "permuted")
+_ADVICE = "pass a file that a recorder of Lockstep wrote"
 
 
 class TraceError(ValueError):
     """A file is not a trace, or is damaged; the text is one line with the file and advice."""
 
 
+class _Member(NamedTuple):
+    """An array in a file."""
+
+    file: str  # Its name in messages.
+    archive: zipfile.ZipFile
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        with _errors_of(self.file), self.archive.open(self.name) as member:
+            return np.lib.format.read_array(member, allow_pickle=False)  # Compares the checksum.
+
+
+class _Arrays(collections.UserDict[str, Any]):
+    """Arrays by name; a member of a file is read when it is asked for."""
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        array = self.data[name]
+        return array.read() if isinstance(array, _Member) else array
+
+
 # --- Writing -------------------------------------------------------------------------------------
 
 
-class Writer(MutableMapping[str, np.ndarray]):
+class Writer(_Arrays):
     """Writes arrays to a new file as they come; one that repeats earlier bits becomes an alias.
 
     Until `close`, the file has a temporary name; without it, a `with` block leaves no file.
@@ -53,12 +76,12 @@ class Writer(MutableMapping[str, np.ndarray]):
     """
 
     def __init__(self, target: Path | BinaryIO):
+        super().__init__()
         self._path = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
         self._temporary = f"{self._path}.{os.getpid()}.tmp"
         self._file: Any = open(self._temporary, "w+b") if self._path else target  # noqa: SIM115
         self._zip = zipfile.ZipFile(self._file, "w")
-        self._members: dict[str, str] = {}  # Name → name of the member with its bits.
-        self._names: dict[bytes, str] = {}  # Checksum → name of the member.
+        self._names: dict[bytes, str] = {}  # Checksum → name of the first array with these bits.
 
     def __enter__(self) -> "Writer":
         return self
@@ -70,35 +93,27 @@ class Writer(MutableMapping[str, np.ndarray]):
             os.unlink(self._temporary)
 
     def __setitem__(self, name: str, array: np.ndarray) -> None:
-        if name in self._members:
-            raise ValueError(f"{name} is written already")
         array = np.asarray(array)
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
         checksum = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=20)
         checksum.update(array.reshape(-1).view(np.uint8).data)
-        self._members[name] = self._names.setdefault(checksum.digest(), name)
-        if self._members[name] == name:
+        first = self._names.setdefault(checksum.digest(), name)
+        if first == name:
             self._write(name, array)
+        member = _Member(self._path, self._zip, f"{first}.npy", array.dtype, array.shape)
+        self.data[name] = member
+
+    def __delitem__(self, name: str) -> None:
+        raise ValueError(f"{name} is written already")
 
     def _write(self, name: str, array: np.ndarray) -> None:
         with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
             np.lib.format.write_array(member, array, allow_pickle=False)
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        return _read_array(self._zip, self._members[name])
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError(f"{name} is written already")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
-
     def close(self, about: About) -> None:
         """Writes the description, and gives the file its name."""
-        aliases = {name: member for name, member in self._members.items() if name != member}
+        firsts = {name: each.name.removesuffix(".npy") for name, each in self.data.items()}
+        aliases = {name: first for name, first in firsts.items() if name != first}
         self._write("about", np.array(json_of(about, aliases)))
         self._zip.close()
         if self._path:
@@ -131,160 +146,139 @@ def load(source: Path | BinaryIO | Sequence[BinaryIO]) -> Trace:
     """
     if isinstance(source, str | os.PathLike):
         name, paths = _find_files(pathlib.Path(source))
-        files = [_File(str(path), _open(path)) for path in paths]
+        files = [_read_file(str(path), _open(path)) for path in paths]
     else:
         opened: Sequence[Any] = source if isinstance(source, Sequence) else [source]
         name = "the trace"
-        files = [_File(f"part {i} of the trace", file) for i, file in enumerate(opened)]
+        files = [_read_file(f"part {i} of the trace", file) for i, file in enumerate(opened)]
+    arrays = _Arrays({key: array for file in files for key, array in file.arrays.data.items()})
     with _errors_of(name):
         about = _common_description(files)
-        stored = collections.ChainMap[str, np.ndarray]({}, *files)  # type: ignore[arg-type]
-        if len(stored) < sum(map(len, files)):
+        if len(arrays) < sum(len(file.arrays) for file in files):
             raise Fault("has an array in two of its files; record it again")
-    trace = Trace(about, stored, name)
+    trace = Trace(about, arrays, name)
     trace.of_replica = {replica: file.about for file in files for replica in file.replicas}
     return trace
 
 
-def from_parts(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str = "") -> Trace:
+def from_parts(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Trace:
     """Returns the trace of a recorder's `about` and `arrays`, as if it had been saved and loaded.
 
     Raises:
         TraceError: they do not describe a trace.
     """
-    with _errors_of(name or "the recording"):
+    with _errors_of("the recording"):
         checked, _ = about_from(json.dumps(about, default=str))
-        headers = {key: (array.dtype, array.shape) for key, array in arrays.items()}
-        _check_arrays(checked, headers, arrays)
-    return Trace(checked, dict(arrays), name)
+        _check_arrays(checked, _Arrays(arrays))
+    return Trace(checked, dict(arrays))
 
 
-class _File(Mapping[str, np.ndarray]):
-    """The arrays of one open file."""
+class _File(NamedTuple):
+    """A file whose description, names, sizes, dtypes and shapes are checked."""
 
-    def __init__(self, name: str, file: BinaryIO):
-        self.name = name
-        with _errors_of(name):
-            self._zip = zipfile.ZipFile(file)
-            members = _members_of(self._zip, file.seek(0, os.SEEK_END))
-            self.about, aliases = about_from(_read_about(self._zip, members.pop("about")))
-            if not self.about.steps:
-                raise Fault("has no steps; record it again")
-            headers = {key: _header_of(self._zip, info) for key, info in members.items()}
-            for alias, of in aliases.items():
-                if alias in headers or of not in members or not _NAME.fullmatch(alias):
-                    raise Fault(f"has a wrong alias {shown(alias)}; record it again")
-            headers |= {alias: headers[of] for alias, of in aliases.items()}
-            self._members = {key: aliases.get(key, key) for key in headers}
-            self.replicas = self.about.replicas or tuple(range(self.about.num_replicas))
-            _check_arrays(self.about, headers, self)
+    name: str
+    about: About
+    arrays: _Arrays
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        member = self._members[name]
-        with _errors_of(self.name):
-            array = _read_array(self._zip, member)
-            if name.endswith("/indices") and array.size:
-                rows = int(self[name.replace("indices", "rows")])
-                if not 0 <= array.min() <= array.max() < rows:
-                    raise Fault(f"has a row outside of 0 to {rows - 1} in {name}; record it again")
-            return array
+    @property
+    def replicas(self) -> Sequence[int]:
+        return self.about.replicas or range(self.about.num_replicas)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._members)
 
-    def __len__(self) -> int:
-        return len(self._members)
+def _read_file(name: str, file: BinaryIO) -> _File:
+    with _errors_of(name):
+        archive = zipfile.ZipFile(file)
+        members = _members_of(name, archive, file.seek(0, os.SEEK_END))
+        text = members.pop("about")
+        if text.dtype.kind != "U" or text.shape or text.dtype.itemsize > _MAX_ABOUT_BYTES:
+            raise Fault("has an 'about' that is not one text of at most 64 MiB; record it again")
+        about, aliases = about_from(str(text.read()))
+        if not about.steps:
+            raise Fault("has no steps; record it again")
+        for alias, of in aliases.items():
+            if alias in members or of not in members or not _NAME.fullmatch(alias):
+                raise Fault(f"has a wrong alias {shown(alias)}; record it again")
+        arrays = _Arrays(members | {alias: members[of] for alias, of in aliases.items()})
+        _check_arrays(about, arrays)
+    return _File(name, about, arrays)
 
 
 @contextlib.contextmanager
 def _errors_of(name: str) -> Iterator[None]:
     """Raises any error of reading a file, which may be damaged anywhere, as a `TraceError`."""
-    advice = "; pass a file that a recorder of Lockstep wrote"
     try:
         yield
     except TraceError:
         raise
-    except Fault as error:
-        text, cause = str(error), error.__cause__
-    except MemoryError as error:
-        text = "needs more memory than there is; record fewer steps or a smaller batch"
-        cause = error
-    except OSError as error:
-        text, cause = f"cannot be read ({error.strerror or error}){advice}", error
     except Exception as error:
-        reason = str(error).partition("\n")[0][:200] or type(error).__name__
-        text, cause = f"is no .npz file or is damaged ({reason}){advice}", error
+        line = f"{name}: {_text_of(error)}"
+        raise TraceError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line)) from error
+
+
+def _text_of(error: Exception) -> str:
+    if isinstance(error, Fault):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "needs more memory than there is; record fewer steps or a smaller batch"
+    if isinstance(error, OSError):
+        text = f"cannot be read ({error.strerror or error})"
     else:
-        return
-    line = f"{name}: {text}"
-    raise TraceError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line)) from cause
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        text = f"is no .npz file or is damaged ({reason})"
+    return f"{text}; {_ADVICE}"
 
 
 def _find_files(path: pathlib.Path) -> tuple[str, list[pathlib.Path]]:
     """Returns the name of the whole trace, and its files in order of ranks."""
     match = _RANK.fullmatch(path.name)
     name = path.with_name(f"{match[1]}.npz") if match else path
-    stem, ranks = name.name.removesuffix(".npz"), dict[int, pathlib.Path]()
+    stem = name.name.removesuffix(".npz")
     with _errors_of(str(path)):
-        for file in path.parent.iterdir() if path.parent.is_dir() else ():
-            found = _RANK.fullmatch(file.name)
-            if found and found[1] == stem:
-                ranks[int(found[2])] = file
+        found = path.parent.glob(f"{glob.escape(stem)}.rank*.npz")
+        ranks = [file for file in found if _RANK.fullmatch(file.name)]
+        ranks.sort(key=lambda file: (len(file.name), file.name))
         if match is None and os.path.lexists(path):
             if ranks:
                 raise Fault(
-                    f"there is {ranks[min(ranks)].name}, too; remove the older recording, or pass"
-                    " the name of a rank's file"
+                    f"there is {ranks[0].name}, too; remove the older recording, or pass the name"
+                    " of a rank's file"
                 )
             return str(name), [path]
         if not ranks:
-            raise Fault(
-                f"does not exist, nor does {stem}.rank0.npz; pass a file that a recorder of"
-                " Lockstep wrote"
-            )
-    return str(name), [ranks[rank] for rank in sorted(ranks)]
+            raise Fault(f"does not exist, nor does {stem}.rank0.npz; {_ADVICE}")
+    return str(name), ranks
 
 
 def _open(path: pathlib.Path) -> BinaryIO:
     with _errors_of(str(path)):
         if not stat.S_ISREG(os.stat(path).st_mode):  # Opening a pipe would wait.
-            raise Fault("is not a regular file; pass a file that a recorder of Lockstep wrote")
+            raise Fault(f"is not a regular file; {_ADVICE}")
         return open(path, "rb")
 
 
-def _members_of(archive: zipfile.ZipFile, size_bytes: int) -> dict[str, zipfile.ZipInfo]:
-    """Returns the members by their names without suffix, if they are those of a trace."""
+def _members_of(name: str, archive: zipfile.ZipFile, size_bytes: int) -> dict[str, _Member]:
+    """Returns the members of a file by their names without suffix, if they are those of a trace."""
     infos, found = archive.infolist(), dict[str, zipfile.ZipInfo]()
     if len(infos) > MAX_MEMBERS:
         raise Fault(f"has more than {MAX_MEMBERS:,} members; record fewer steps")
-    if sum(info.compress_size for info in infos) > size_bytes:
-        raise Fault("has members that are larger than the file; record it again")
     if sum(info.file_size for info in infos) > MAX_RATIO * size_bytes:
         raise Fault(
             f"would be more than {MAX_RATIO:,} times as large uncompressed; record it again"
         )
     for info in infos:
-        name = info.orig_filename.removesuffix(".npy")
-        if info.orig_filename == name or not (name == "about" or _NAME.fullmatch(name)):
-            raise Fault(
-                f"has a member {shown(info.orig_filename)}, which no trace has; pass a file that a"
-                " recorder of Lockstep wrote"
-            )
-        if name in found:
-            raise Fault(f"has the member {shown(name)} twice; record it again")
-        found[name] = info
+        key = info.orig_filename.removesuffix(".npy")
+        if key == info.orig_filename or not (key == "about" or _NAME.fullmatch(key)):
+            raise Fault(f"has a member {shown(info.orig_filename)}, which no trace has; {_ADVICE}")
+        if key in found:
+            raise Fault(f"has the member {shown(key)} twice; record it again")
+        found[key] = info
     if "about" not in found:
-        raise Fault("has no member 'about'; pass a file that a recorder of Lockstep wrote")
-    return found
+        raise Fault(f"has no member 'about'; {_ADVICE}")
+    return {key: _member_of(name, archive, info) for key, info in found.items()}
 
 
-def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    with archive.open(f"{name}.npy") as member:  # Compares the checksum at the end.
-        return np.lib.format.read_array(member, allow_pickle=False)
-
-
-def _header_of(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
-    """Returns dtype and shape of a member whose size is as they say."""
+def _member_of(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
+    """Returns a member whose size is as its header says."""
     with archive.open(info) as member:
         if np.lib.format.read_magic(member) != (1, 0):  # Others are for longer headers.
             raise Fault(f"has a long header in {info.filename}; record it again")
@@ -300,61 +294,49 @@ def _header_of(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Header:
         if min(shape, default=0) < 0 or info.file_size != expected:
             sizes = f"has {info.file_size:,} of {expected:,} bytes"
             raise Fault(f"{sizes} in {info.filename}; record it again")
-    return dtype, shape
+    return _Member(name, archive, info.filename, dtype, shape)
 
 
-def _read_about(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str:
-    dtype, shape = _header_of(archive, info)
-    if dtype.kind != "U" or shape or info.file_size > _MAX_ABOUT_BYTES:
-        raise Fault("has an 'about' that is not one text of at most 64 MiB; record it again")
-    return str(_read_array(archive, "about"))
-
-
-def _check_arrays(
-    about: About, headers: Mapping[str, Header], arrays: Mapping[str, np.ndarray]
-) -> None:
+def _check_arrays(about: About, arrays: _Arrays) -> None:
     """Checks that the description has the place of each array, and its variable that shape."""
     trace, shapes = Trace(about), dict[str, tuple[int, ...]]()
-    groups = collections.defaultdict[str, dict[int, set[str]]](lambda: collections.defaultdict(set))
-    for name in headers:
-        position, kind, item, index, *part = name.split("/")
-        groups[f"{position}/{kind}/{item}"][int(index)] |= {*part}
-    names = {
-        **dict.fromkeys(OF_VARIABLES, trace.keys),
-        **dict.fromkeys(OF_GRADIENTS, about.gradients),
-    }
-    for group in sorted(groups):
-        position, kind, item = group.split("/")
+    parts = collections.defaultdict[str, set[str]](set)  # "1/raw/0/2" → "values", … or "".
+    for name in arrays:
+        place = "/".join(name.split("/")[:4])
+        parts[place].add(name.removeprefix(place).removeprefix("/"))
+    counts = collections.Counter(place.rpartition("/")[0] for place in parts)
+    for place in sorted(parts):
+        position, kind, item, index = place.split("/")
+        group, names = f"{position}/{kind}/{item}", trace.names_of(kind)
         if not (0 < int(position) <= len(about.steps) and int(item) in trace.items(kind)):
             raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
-        count = len(names.get(kind, groups[group]))
-        for number, parts in groups[group].items():
-            name = f"{group}/{number}"
-            if number >= count:
-                raise Fault(f"has an array {name} of {count} in {group}; record it again")
-            shape = _shape_of(name, parts, headers, arrays)
-            expected = shapes.setdefault(names[kind][number], shape) if kind in names else shape
-            if shape != expected:
-                raise Fault(
-                    f"has shape {shape} in {name}, and {expected} for its variable elsewhere;"
-                    " record it again"
-                )
+        count = counts[group] if names is None else len(names)
+        if int(index) >= count:
+            raise Fault(f"has an array {place} of {count} in {group}; record it again")
+        shape = _shape_of(place, parts[place], arrays)
+        expected = shape if names is None else shapes.setdefault(names[int(index)], shape)
+        if shape != expected:
+            raise Fault(
+                f"has shape {shape} in {place}, and {expected} for its variable elsewhere; record"
+                " it again"
+            )
 
 
-def _shape_of(
-    name: str, parts: set[str], headers: Mapping[str, Header], arrays: Mapping[str, np.ndarray]
-) -> tuple[int, ...]:
+def _shape_of(place: str, parts: set[str], arrays: _Arrays) -> tuple[int, ...]:
     """Returns the shape of an array, and of the whole weight for a gradient of some rows."""
-    fault = Fault(f"has wrong rows in {name}; record it again")
-    if parts and (name in headers or parts != {*Rows._fields}):
-        raise fault
-    if not parts:
-        return headers[name][1]
-    values, indices, rows = (headers[f"{name}/{part}"] for part in Rows._fields)
-    is_valid = len(indices[1]) == 1 and rows[1] == () and values[1][:1] == indices[1]
-    if not is_valid or {indices[0].kind, rows[0].kind} - {"i", "u"}:
-        raise fault
-    return (int(arrays[f"{name}/rows"]), *values[1][1:])
+    if parts == {""}:
+        return arrays.data[place].shape
+    if parts == {*Rows._fields}:
+        values, indices, rows = (arrays.data[f"{place}/{part}"] for part in Rows._fields)
+        are_integers = {indices.dtype.kind, rows.dtype.kind} <= {"i", "u"}
+        have_shapes = rows.shape == () and values.shape[:1] == indices.shape != ()
+        if are_integers and have_shapes:
+            number, numbers = int(arrays[f"{place}/rows"]), arrays[f"{place}/indices"]
+            if numbers.size and not 0 <= numbers.min() <= numbers.max() < number:
+                rows_of = f"has a row outside of 0 to {number - 1} in {place}"
+                raise Fault(f"{rows_of}/indices; record it again")
+            return (number, *values.shape[1:])
+    raise Fault(f"has wrong rows in {place}; record it again")
 
 
 def _common_description(files: Sequence[_File]) -> About:

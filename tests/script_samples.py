@@ -239,5 +239,4 @@ def renamed(trace: Trace, names: dict[str, str]) -> Trace:
         return names.get(value, value) if isinstance(value, str) else value
 
     changed = {n: other(getattr(trace.about, n)) for n in ("variables", "gradients", "settings")}
-    trace.describe(dataclasses.replace(trace.about, **changed))
-    return trace
+    return Trace(dataclasses.replace(trace.about, **changed), trace.stored(), trace.name)

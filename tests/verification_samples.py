@@ -197,5 +197,5 @@ def record(
     iterator = strategy.distribute(dataset)
     for position in range(num_steps):
         recorder.record_step(trace, position, lambda: strategy.train_steps(iterator, 1))
-    trace.describe(recorder.about(range(num_steps)))
+    trace = Trace(recorder.about(range(num_steps)), trace.stored())
     return Training(trace, build, optimizer, precision, options.get("label_smoothing", 0.0))

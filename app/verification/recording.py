@@ -173,8 +173,7 @@ def _record(
             recorder.record_step(trace, step - 1, lambda: strategy.train_steps(iterator, 1))
             times.append(recorder.take_times())
             send(("step", step))
-        trace.describe(recorder.about(range(num_steps)))
-        writer.close(trace.about)
+        writer.close(recorder.about(range(num_steps)))
     return Recorded(devices.names, devices.simulated and len(devices.names) > 1, times)
 
 
