@@ -682,11 +682,7 @@ def test_the_order_of_flattened_axes_is_named_by_the_sizes_of_rows(is_reordered)
     gradients = [activity * generator.normal(size=(16 * 9, 10)) for _ in range(2)]
     if is_reordered:
         gradients[1] = gradients[1][order]
-    step = types.SimpleNamespace(trace=Trace(About("keras", 1)))
-    steps = types.SimpleNamespace(first=step)
-    first, second = ({"dense": array} for array in gradients)
-    causes = [why.cause for why in reordered_rows(steps, first, second, ["dense"])]
-    assert causes == ["flatten_order"] * is_reordered
+    assert bool(reordered_rows("dense", *gradients, "")) == is_reordered
 
 
 def test_a_cause_has_to_fit_all_steps(one):

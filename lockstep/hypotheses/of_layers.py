@@ -7,8 +7,8 @@ import numpy as np
 
 from lockstep.arithmetic import dense, distance, norm
 from lockstep.context import Context
-from lockstep.oracles.recording import StepPair, Why
-from lockstep.trace import STATISTIC, Named
+from lockstep.reference import StepPair
+from lockstep.trace import STATISTIC, Array
 
 _MOST_CHANNELS = 4096
 # Another order of inputs changes the loss, which scales the examples of a batch, so that the rows
@@ -130,31 +130,31 @@ def _pair_of(value: Any) -> tuple[int, ...]:
     return tuple(values * 2 if len(values) == 1 else values)
 
 
-def reordered_rows(
-    pair: StepPair, first: Named, second: Named, wrong: Sequence[str]
-) -> Iterator[Why]:
-    """Explains different gradients by the order of the flattened axes.
+def reordered_rows(name: str, first: Array, second: Array, layout: str) -> str:
+    """Explains a different gradient by the order of the flattened axes; "" if it does not.
 
     The rows of a dense kernel's gradient are of similar size in another order.
+
+    Args:
+        name: name of the weight.
+        first, second: the gradients.
+        layout: order of their axes; "" if unknown.
     """
-    layouts = {variable.name: variable.layout for variable in pair.first.trace.about.variables}
-    for name in wrong:
-        a, b = dense(first[name]), dense(second[name])
-        if a.ndim != 2:
-            continue
-        if layouts.get(name) == "OI":
-            a, b = a.T, b.T
-        sizes = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
-        least = max(_ALIKE, _BY_CHANCE / len(a) ** 0.5, _correlation(*sizes) + _MORE_ALIKE)
-        alike = [(_correlation(sizes[0], sizes[1][order]), n) for n, order in _orders(len(a))]
-        correlation, channels = max(alike, default=(0.0, 0))
-        if correlation > least:
-            text = (
-                f"the inputs of {name} are in another order: {channels} channels are flattened"
-                " first in one script and last in the other"
-            )
-            yield Why("flatten_order", text, [name])
-            return
+    a, b = dense(first), dense(second)
+    if a.ndim != 2:
+        return ""
+    axis = 0 if layout == "OI" else 1
+    sizes = np.linalg.norm(a, axis=axis), np.linalg.norm(b, axis=axis)
+    num = len(sizes[0])
+    least = max(_ALIKE, _BY_CHANCE / num**0.5, _correlation(*sizes) + _MORE_ALIKE)
+    alike = [(_correlation(sizes[0], sizes[1][order]), n) for n, order in _orders(num)]
+    correlation, channels = max(alike, default=(0.0, 0))
+    if correlation <= least:
+        return ""
+    return (
+        f"the inputs of {name} are in another order: {channels} channels are flattened first in"
+        " one script and last in the other"
+    )
 
 
 def _orders(count: int) -> Iterator[tuple[int, np.ndarray]]:
