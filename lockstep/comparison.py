@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,22 +63,22 @@ def compare_traces(
     allowed = given_tolerance(tolerance)
     if permuted and tolerance is None:
         allowed = computed_tolerance(first, permuted[0], names)
-    short = _short_names(to_verify)
-    alone = verify_alone(first, short[0], on_step)
-    verdicts = {short[0]: dataclasses.replace(alone, tolerance=allowed.text) if others else alone}
-    done = len(first.steps)
-    for name, other in zip(short[1:], others, strict=True):
-        verdicts[name] = verify_against(
-            first, other, names, between_frameworks(allowed, first, other), name,
-            f"training of {short[0]}", functools.partial(_count, on_step, done),
-        )  # fmt: skip
-        done += len(other.steps)
-    return verdicts
+    numbers = itertools.count(1)
 
+    def count(step: int) -> None:
+        on_step(next(numbers))
 
-def _count(on_step: Callable[[int], None], done: int, step: int) -> None:
-    """Counts a step after those of other recordings."""
-    on_step(done + step)
+    short, verdicts = _short_names(to_verify), [verify_alone(first, count)]
+    if others:
+        verdicts[0] = dataclasses.replace(verdicts[0], tolerance=allowed.text)
+    for other in others:
+        of_pair = between_frameworks(allowed, first, other)
+        verdict = verify_against(first, other, names, of_pair, count)
+        verdicts.append(dataclasses.replace(verdict, reference=f"training of {short[0]}"))
+    return {
+        name: dataclasses.replace(verdict, name=name)
+        for name, verdict in zip(short, verdicts, strict=True)
+    }
 
 
 def _short_names(traces: Sequence[Trace]) -> list[str]:
@@ -91,9 +92,7 @@ def _short_names(traces: Sequence[Trace]) -> list[str]:
     return [f"{path.name} ({number})" for number, path in enumerate(paths, start=1)]
 
 
-def verify_alone(
-    trace: Trace, name: str = "", on_step: Callable[[int], None] = lambda step: None
-) -> Verdict:
+def verify_alone(trace: Trace, on_step: Callable[[int], None] = lambda step: None) -> Verdict:
     """Checks one recording on its own."""
     result = Result()
     for context in _checked_steps(trace, result, on_step):
@@ -101,7 +100,7 @@ def verify_alone(
             context.stage = "examples"
             context.mark_checked()
             result.findings.append(context.found("not_reshuffled", text, design=True))
-    return verdict_of(trace, result, None, name=name, reference="")
+    return verdict_of(trace, result, None, name="", reference="")
 
 
 def verify_against(
@@ -109,8 +108,6 @@ def verify_against(
     second: Trace,
     names: Mapping[str, str],
     tolerance: Tolerance,
-    name: str = "",
-    reference: str = "",
     on_step: Callable[[int], None] = lambda step: None,
 ) -> Verdict:
     """Checks a recording, and compares it with the first, step by step.
@@ -120,7 +117,6 @@ def verify_against(
         second: the recording to check.
         names: name of a weight in one recording → name in the other, where they do not match.
         tolerance: tolerance of the gradients.
-        name, reference: the trainings in words.
         on_step: called after each step, with its number from 1.
 
     Raises:
@@ -157,7 +153,7 @@ def verify_against(
     unmatched = (*matching.unmatched_first, *matching.unmatched_second)
     if unmatched:
         notes.append(f"not matched: {', '.join(unmatched)}")
-    verdict = verdict_of(second, result, None, name=name, reference=reference)
+    verdict = verdict_of(second, result, None, name="", reference=first.name)
     return dataclasses.replace(verdict, tolerance=tolerance.text, notes=tuple(notes))
 
 
