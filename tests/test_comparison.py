@@ -673,16 +673,24 @@ def test_a_factor_of_one_explains_nothing():
     assert [each.cause for each in verdict.faults] == ["unexplained"]
 
 
-@pytest.mark.parametrize("is_reordered", [True, False])
-def test_the_order_of_flattened_axes_is_named_by_the_sizes_of_rows(is_reordered):
+@pytest.mark.parametrize("channels_first", [True, False])
+@pytest.mark.parametrize(("channels", "pixels"), [(16, 9), (16, 49)])
+def test_the_order_of_flattened_axes_is_named_by_the_sizes_of_rows(
+    channels, pixels, channels_first
+):
     """Under replay, the logits differ: the rows of the gradient are only of similar size."""
     generator = np.random.default_rng(0)
-    activity = generator.random((16 * 9, 1)) ** 2
-    order = np.arange(16 * 9).reshape(16, 9).T.ravel()
-    gradients = [activity * generator.normal(size=(16 * 9, 10)) for _ in range(2)]
-    if is_reordered:
-        gradients[1] = gradients[1][order]
-    assert bool(reordered_rows("dense", *gradients, "")) == is_reordered
+    activity = generator.random((channels * pixels, 1)) ** 2
+    first, second = (activity * generator.normal(size=(len(activity), 10)) for _ in range(2))
+    assert not reordered_rows("dense", first, second, "", channels_first=channels_first)
+    outer, inner = (channels, pixels) if channels_first else (pixels, channels)
+    order = np.arange(len(activity)).reshape(outer, inner).T.ravel()
+    text = reordered_rows("dense", first, second[order], "", channels_first=channels_first)
+    assert f" {channels} channels are flattened first" in text
+    transposed = reordered_rows(
+        "dense", first.T, second[order].T, "OI", channels_first=channels_first
+    )
+    assert transposed == text
 
 
 def test_a_cause_has_to_fit_all_steps(one):

@@ -55,9 +55,14 @@ def _explanations(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
     yield from _regularised(pair, wrong)
     if wrong[0] in pair.earlier_gradients and _explains(pair, wrong, pair.earlier_gradients):
         yield found("stale_gradient", "the gradients are those of the previous step", tensors=wrong)
+    about = pair.first.trace.about
+    layouts = {variable.name: variable.layout for variable in about.variables}
     for name in wrong:
-        layouts = {each.name: each.layout for each in pair.first.trace.about.variables}
-        if text := reordered_rows(name, first[name], second[name], layouts.get(name, "")):
+        text = reordered_rows(
+            name, first[name], second[name], layouts.get(name, ""),
+            channels_first=about.data_layout == "NCHW",
+        )  # fmt: skip
+        if text:
             yield found("flatten_order", text, tensors=[name])
             break
 

@@ -10,7 +10,7 @@ from lockstep.context import Context
 from lockstep.reference import StepPair
 from lockstep.trace import STATISTIC, Array
 
-_MOST_CHANNELS = 4096
+_MOST_INNER = 4096
 # Another order of inputs changes the loss, which scales the examples of a batch, so that the rows
 # of a gradient agree only in their size.
 _ALIKE, _MORE_ALIKE = 0.5, 0.3
@@ -130,7 +130,9 @@ def _pair_of(value: Any) -> tuple[int, ...]:
     return tuple(values * 2 if len(values) == 1 else values)
 
 
-def reordered_rows(name: str, first: Array, second: Array, layout: str) -> str:
+def reordered_rows(
+    name: str, first: Array, second: Array, layout: str, *, channels_first: bool
+) -> str:
     """Explains a different gradient by the order of the flattened axes; "" if it does not.
 
     The rows of a dense kernel's gradient are of similar size in another order.
@@ -139,6 +141,7 @@ def reordered_rows(name: str, first: Array, second: Array, layout: str) -> str:
         name: name of the weight.
         first, second: the gradients.
         layout: order of their axes; "" if unknown.
+        channels_first: whether the first script flattens channels first.
     """
     a, b = dense(first), dense(second)
     if a.ndim != 2:
@@ -146,24 +149,22 @@ def reordered_rows(name: str, first: Array, second: Array, layout: str) -> str:
     axis = 0 if layout == "OI" else 1
     sizes = np.linalg.norm(a, axis=axis), np.linalg.norm(b, axis=axis)
     num = len(sizes[0])
-    least = max(_ALIKE, _BY_CHANCE / num**0.5, _correlation(*sizes) + _MORE_ALIKE)
     alike = [(_correlation(sizes[0], sizes[1][order]), n) for n, order in _orders(num)]
-    correlation, channels = max(alike, default=(0.0, 0))
-    if correlation <= least:
+    correlation, inner = max(alike, default=(0.0, 0))
+    if correlation <= max(_ALIKE, _BY_CHANCE / num**0.5, _correlation(*sizes) + _MORE_ALIKE):
         return ""
     return (
-        f"the inputs of {name} are in another order: {channels} channels are flattened first in"
-        " one script and last in the other"
+        f"the inputs of {name} are in another order:"
+        f" {num // inner if channels_first else inner} channels are flattened first in one script"
+        " and last in the other"
     )
 
 
 def _orders(count: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields numbers of channels, and the row order with the channels on the other side."""
-    rows = np.arange(count)
-    for channels in range(2, min(count, _MOST_CHANNELS)):
-        if count % channels == 0:
-            yield channels, rows.reshape(channels, -1).T.ravel()
-            yield channels, rows.reshape(-1, channels).T.ravel()
+    """Yields the order of rows with two flattened axes exchanged, for each length of the second."""
+    for inner in range(2, min(count, _MOST_INNER)):
+        if count % inner == 0:
+            yield inner, np.arange(count).reshape(inner, -1).T.ravel()
 
 
 def _correlation(first: np.ndarray, second: np.ndarray) -> float:
