@@ -107,11 +107,6 @@ class StepPair:
         first = {n: a for n, a in self.first.named(kind)[0].items() if n in names}
         return self._common(first, self.second.named(kind)[0])
 
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the first step that both traces have."""
-        return self.first.number == min({*self.first.trace.steps} & {*self.second.trace.steps})
-
     @functools.cached_property
     def start_distances(self) -> dict[str, float]:
         """Name → relative distance of the variables that differ before the step."""

@@ -54,6 +54,10 @@ def three_quarters(rows, replica, count):
     return rows[:size] if replica == 0 else rows[size:]
 
 
+def all_on_second(rows, replica, count):
+    return rows if replica == 1 else rows[:0]
+
+
 def same_rows(rows, replica, count):
     return rows[: len(rows) // count]
 
@@ -333,6 +337,7 @@ RIGHT = {
     "plain SGD": ({"settings": {"momentum": 0.0, "weight_decay": 0.01}}, TWO),
     "decay": ({"settings": {"weight_decay": 0.1}}, TWO),
     "weighted shards": ({}, {**TWO, "shard": three_quarters}),
+    "a replica without examples": ({}, {**TWO, "shard": all_on_second}),
     "sum of shares": ({}, {
         **TWO, "shard": three_quarters, "about": {"reduction": "sum"}, **times(0.5),
         "reduce": lambda sent: summed(sent),
@@ -450,6 +455,8 @@ FAULTS = {
     "doubled": ({}, {**TWO, **times(2)}, "gradients: sum_instead_of_mean"),
     "halved": ({}, {**TWO, **times(0.5)}, "gradients: mean_instead_of_sum"),
     "tripled": ({}, {**TWO, **times(3)}, "gradients: scaled_gradient"),
+    "tripled on one": ({}, {**TWO, "shard": all_on_second, **times(3)},
+        "gradients: scaled_gradient"),
     "frozen": ({}, {**TWO, "gradient": lambda s, r, g: [g[0], 0 * g[1]]}, "gradients: frozen"),
     "noise": ({}, {**TWO, "gradient": apart}, "gradients: unexplained"),
     "noise of a model that scales": ({}, {

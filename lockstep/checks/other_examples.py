@@ -1,7 +1,6 @@
 """Compares start, examples and loss of a step with those of another trace."""
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -31,7 +30,7 @@ def compare_starts(pair: StepPair) -> Iterator[Finding]:
     if second.trace.about.replayed is not None:
         text = "the step was to start from the state of the first recording, and does not"
         yield second.found("not_replayed", text, distance=far)
-    elif pair.is_first:
+    elif pair.first.number == min({*pair.first.trace.steps} & {*second.trace.steps}):
         why = _why_start(*pair.states("before"), list(apart))
         yield second.found(*why, tensors=apart, distance=far)
 
@@ -78,12 +77,13 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
     if not all(map(all, rows)):
         return None
     of_first = set().union(*(given for given, _ in rows))
+    usual = rows[0][0].total(), rows[0][1].total()
     found: dict[int, Why] = {}
     dropped: Why | None = None  # After a batch that was dropped, all batches are shifted.
     for (own, other), (given, used) in zip(common_steps(first, second), rows, strict=True):
         if given == used:
             continue
-        dropped = dropped or _why_size(given.total(), used.total(), *rows[0])
+        dropped = dropped or _why_size((given.total(), used.total()), usual)
         if dropped:
             why = dropped
         elif repeated := repeated_batch(other):
@@ -125,31 +125,32 @@ def _is_converted_inside(pair: StepPair, cause: str) -> bool:
 
 def _inputs_of(context: Context) -> np.ndarray:
     """Returns all inputs as rows, channels last; empty if they are not recorded."""
-    parts = []
-    for shard in context.shards:
-        for array in context.inputs(shard):
-            if context.trace.about.data_layout == "NCHW" and array.ndim == 4:
-                array = array.transpose(0, 2, 3, 1)
-            parts.append(array.reshape(len(array), -1).astype(np.float32))
-    if not all(context.sizes) or len({part.shape[1] for part in parts}) != 1:
+    inputs = [context.inputs(shard) for shard in context.shards]
+    rows = []
+    for array in itertools.chain.from_iterable(inputs):
+        if context.trace.about.data_layout == "NCHW" and array.ndim == 4:
+            array = array.transpose(0, 2, 3, 1)
+        if len(array):
+            rows.append(array.reshape(len(array), -1).astype(np.float32))
+    if not all(inputs) or len({part.shape[1] for part in rows}) != 1:
         return np.zeros((0, 0))
-    return np.concatenate(parts)
+    return np.concatenate(rows)
 
 
-def _why_size(first: int, second: int, given: Counter, used: Counter) -> Why | None:
+def _why_size(sizes: tuple[int, int], usual: tuple[int, int]) -> Why | None:
     """Explains different examples by a smaller last batch that one recording has.
 
     Args:
-        first, second: numbers of examples of a step.
-        given, used: the examples of the first step.
+        sizes: numbers of examples of a step in both recordings.
+        usual: the same of the first step.
     """
-    if (first < given.total()) == (second < used.total()):
+    is_last = [size < whole for size, whole in zip(sizes, usual, strict=True)]
+    if is_last[0] == is_last[1]:
         return None
-    names = ("first", "second") if first < given.total() else ("second", "first")
-    sizes = min(first, second), max(first, second)
+    names = ("first", "second") if is_last[0] else ("second", "first")
     return "last_batch_dropped", (
-        f"the {names[0]} recording has a last batch of {sizes[0]} examples here, the {names[1]} one"
-        f" a batch of {sizes[1]}"
+        f"the {names[0]} recording has a last batch of {min(sizes)} examples here, the {names[1]}"
+        f" one a batch of {max(sizes)}"
     )
 
 

@@ -107,7 +107,7 @@ def _name_of_factor(pair: StepPair, scale: float) -> tuple[str, str]:
 def _mean_weights(context: Context) -> list[float]:
     """Returns the means of the arrays of a step that may be weights of its examples."""
     count = context.sizes[0]
-    arrays = [a for a in context.data[0] if a.size == count and a.dtype.kind == "f"]
+    arrays = [a for a in context.data[0] if a.size == count > 0 and a.dtype.kind == "f"]
     return [float(a.mean()) for a in arrays if a.min() >= 0 < a.mean()]
 
 
