@@ -139,7 +139,8 @@ def verify_against(
             continue
         reference_step = Context(first, first.steps.index(step.number))
         pair = StepPair(reference_step, step, matching, tolerance)
-        for step.stage, compare in comparisons.items():
+        for stage, compare in comparisons.items():
+            step.stage = stage
             pair.findings += compare(pair)
         result.findings += pair.findings
         if not pair.starts_equally:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.arithmetic import plain
-from lockstep.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Named, Rows, Trace
+from lockstep.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Named, Trace
 
 Shape = tuple[int, ...]
 
@@ -252,9 +252,7 @@ def _shapes(trace: Trace) -> dict[str, Shape]:
     for position, kind in itertools.product(range(len(trace.steps)), kinds):
         for item in trace.items(kind):
             for key, array in (trace.named(position, kind, item) or {}).items():
-                rows = array.values if isinstance(array, Rows) else None
-                shape = np.shape(array) if rows is None else (array.rows, *rows.shape[1:])
-                found.setdefault(key, shape)
+                found.setdefault(key, plain(array).shape)
             if found.keys() >= wanted:
                 return found
     return found
