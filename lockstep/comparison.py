@@ -2,31 +2,30 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lockstep.arithmetic import EPS, MARGIN
 from lockstep.checks.other_examples import (
     compare_examples,
     compare_losses,
     compare_starts,
-    repeated_batches,
+    other_examples,
+    repeated_batch,
 )
 from lockstep.checks.other_gradients import compare_clipping, compare_gradients
 from lockstep.checks.other_updates import compare_rules, compare_statistics
 from lockstep.context import Context
-from lockstep.engine import check_steps, verdict_of
-from lockstep.oracles.recording import StepPair, Tolerance, common_steps, match_traces
+from lockstep.engine import Result, check_step, require_steps, verdict_of
+from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
 from lockstep.trace import Trace
-from lockstep.verdict import BY_DESIGN, FAULT, Finding, Verdict
+from lockstep.verdict import Finding, Verdict
 
 DEFAULT_TOLERANCE = 1e-4
-# Gradients from inputs of another scale differ by more than this.
-_NEAR = 0.1
 # A larger effect is a fault that the permuted recording also has, not float32 rounding.
 _MOST_BY_ROUNDING = 1e-2
-_KERNELS = 64  # ULPs by which correct kernels of two frameworks differ.
 
 
 def compare_traces(
@@ -64,22 +63,22 @@ def compare_traces(
     allowed = given_tolerance(tolerance)
     if permuted and tolerance is None:
         allowed = computed_tolerance(first, permuted[0], names)
-    short = _short_names([first, *others])
-    alone = verify_alone(first, short[0], on_step)
-    verdicts = {short[0]: dataclasses.replace(alone, tolerance=allowed.text) if others else alone}
-    done = len(first.steps)
-    for name, other in zip(short[1:], others, strict=True):
-        verdicts[name] = verify_against(
-            first, other, names, between_frameworks(allowed, first, other), name,
-            f"training of {short[0]}", functools.partial(_count, on_step, done),
-        )  # fmt: skip
-        done += len(other.steps)
-    return verdicts
+    numbers = itertools.count(1)
 
+    def count(step: int) -> None:
+        on_step(next(numbers))
 
-def _count(on_step: Callable[[int], None], done: int, step: int) -> None:
-    """Counts a step after those of other recordings."""
-    on_step(done + step)
+    short, verdicts = _short_names(to_verify), [verify_alone(first, count)]
+    if others:
+        verdicts[0] = dataclasses.replace(verdicts[0], tolerance=allowed.text)
+    for other in others:
+        of_pair = between_frameworks(allowed, first, other)
+        verdict = verify_against(first, other, names, of_pair, count)
+        verdicts.append(dataclasses.replace(verdict, reference=f"training of {short[0]}"))
+    return {
+        name: dataclasses.replace(verdict, name=name)
+        for name, verdict in zip(short, verdicts, strict=True)
+    }
 
 
 def _short_names(traces: Sequence[Trace]) -> list[str]:
@@ -93,21 +92,15 @@ def _short_names(traces: Sequence[Trace]) -> list[str]:
     return [f"{path.name} ({number})" for number, path in enumerate(paths, start=1)]
 
 
-def verify_alone(
-    trace: Trace, name: str = "", on_step: Callable[[int], None] = lambda step: None
-) -> Verdict:
+def verify_alone(trace: Trace, on_step: Callable[[int], None] = lambda step: None) -> Verdict:
     """Checks one recording on its own."""
-    result = check_steps(trace, on_step=on_step)
-    contexts = [Context(trace, position) for position in range(len(trace.steps))]
-    repeated = repeated_batches(contexts)
-    result.add([
-        context.found(
-            "not_reshuffled", repeated[context.number], stage="examples", design=True
-        )
-        for context in contexts
-        if context.number in repeated
-    ])  # fmt: skip
-    return verdict_of(trace, result, None, name=name, reference="")
+    result = Result()
+    for context in _checked_steps(trace, result, on_step):
+        if text := repeated_batch(context):
+            context.stage = "examples"
+            context.mark_checked()
+            result.findings.append(context.found("not_reshuffled", text, design=True))
+    return verdict_of(trace, result, None, name="", reference="")
 
 
 def verify_against(
@@ -115,8 +108,6 @@ def verify_against(
     second: Trace,
     names: Mapping[str, str],
     tolerance: Tolerance,
-    name: str = "",
-    reference: str = "",
     on_step: Callable[[int], None] = lambda step: None,
 ) -> Verdict:
     """Checks a recording, and compares it with the first, step by step.
@@ -126,42 +117,34 @@ def verify_against(
         second: the recording to check.
         names: name of a weight in one recording → name in the other, where they do not match.
         tolerance: tolerance of the gradients.
-        name, reference: the trainings in words.
         on_step: called after each step, with its number from 1.
 
     Raises:
         ValueError: the recordings have no step or no weight in common.
     """
     matching = match_traces(first, second, names)
-    result = check_steps(second, on_step=on_step)
-    sums = [each for each in result.findings if each.stage in ("all-reduce", "clipping")]
-    wrong_sums = {step for finding in sums if finding.status == FAULT for step in finding.steps}
-
-    def add(stage: str, findings: Iterable[Finding] | None) -> None:
-        if findings is not None:  # Else, it could not be checked.
-            result.checked[stage] = None
-            result.add([*findings])
-
-    examples = compare_examples(list(common_steps(first, second, matching)))
+    comparisons: dict[str, Callable[[StepPair], Iterator[Finding]]] = {
+        "start": compare_starts,
+        "examples": functools.partial(compare_examples, other_examples(first, second)),
+        "gradients": compare_gradients,  # Their cause is that of other losses and statistics, too.
+        "loss": compare_losses,
+        "statistics": compare_statistics,
+        "clipping": compare_clipping,
+        "update": compare_rules,
+    }
+    result = Result()
     skipped: list[str] = []
-    for index, pair in enumerate(common_steps(first, second, matching)):
-        add("start", compare_starts(pair, is_first=index == 0))
-        others = None if examples is None else examples[pair.number]
+    for step in _checked_steps(second, result, on_step):
+        if step.number not in first.steps:
+            continue
+        reference_step = Context(first, first.steps.index(step.number))
+        pair = StepPair(reference_step, step, matching, tolerance)
+        for stage, compare in comparisons.items():
+            step.stage = stage
+            pair.findings += compare(pair)
+        result.findings += pair.findings
         if not pair.starts_equally:
-            skipped.append(str(pair.number))
-        elif others and _is_converted_inside(pair, others[0].cause, tolerance):
-            others = []
-        add("examples", others)
-        gradients = None
-        if pair.starts_equally and not others:
-            gradients = compare_gradients(pair, tolerance)
-            allowed = max(tolerance.usual, _KERNELS * EPS)
-            add("gradients", gradients)
-            add("loss", _explained_by(gradients, compare_losses(pair, allowed)))
-            add("statistics", _explained_by(gradients, compare_statistics(pair, allowed)))
-            if pair.number not in wrong_sums and not gradients:
-                add("clipping", compare_clipping(pair, tolerance))
-        add("update", _without_decay_in_loss(gradients, compare_rules(pair)))
+            skipped.append(str(step.number))
     notes = []
     if skipped:
         notes.append(
@@ -171,46 +154,18 @@ def verify_against(
     unmatched = (*matching.unmatched_first, *matching.unmatched_second)
     if unmatched:
         notes.append(f"not matched: {', '.join(unmatched)}")
-    verdict = verdict_of(second, result, None, name=name, reference=reference)
+    verdict = verdict_of(second, result, None, name="", reference=first.name)
     return dataclasses.replace(verdict, tolerance=tolerance.text, notes=tuple(notes))
 
 
-def _is_converted_inside(pair: StepPair, cause: str, tolerance: Tolerance) -> bool:
-    """Returns whether inputs of another scale or layout give approximately equal gradients.
-
-    One of the models then scales or transposes its inputs, and a remaining difference has another
-    cause.
-    """
-    first, second = pair.gradients
-    near = Tolerance(max(tolerance.allowed(list(first)), _NEAR))
-    is_form = cause in ("other_normalisation", "other_layout")
-    return is_form and bool(first) and not near.wrong(second, first)
-
-
-def _explained_by(
-    gradients: Sequence[Finding] | None, others: list[Finding] | None
-) -> list[Finding] | None:
-    """Returns findings with the cause of different gradients, if it is known and theirs is not."""
-    if not gradients or not others or gradients[0].cause == "unexplained":
-        return others
-    why = gradients[0]
-    return [
-        dataclasses.replace(each, status=why.status, cause=why.cause, may_be=why.may_be)
-        if each.cause in ("other_loss", "other_statistics")
-        else each
-        for each in others
-    ]
-
-
-def _without_decay_in_loss(
-    gradients: Sequence[Finding] | None, rules: list[Finding] | None
-) -> list[Finding] | None:
-    """Returns findings on rules, without weight decay that the loss of one script has instead."""
-    causes = {finding.cause for finding in gradients or () if finding.status == BY_DESIGN}
-    if rules is None or "regularisation_in_the_loss" not in causes:
-        return rules
-    of_decay = ("other_weight_decay", "weight_decay_placement")
-    return [finding for finding in rules if finding.cause not in of_decay]
+def _checked_steps(
+    trace: Trace, result: Result, on_step: Callable[[int], None]
+) -> Iterator[Context]:
+    """Checks each step on its own, and yields it."""
+    require_steps(trace)
+    for position in range(len(trace.steps)):
+        yield check_step(trace, position, None, None, result)
+        on_step(position + 1)
 
 
 def given_tolerance(value: float | None) -> Tolerance:
@@ -232,7 +187,7 @@ def between_frameworks(tolerance: Tolerance, first: Trace, second: Trace) -> Tol
     """
     if first.about.framework == second.about.framework or not tolerance.of_weight:
         return tolerance
-    least = _KERNELS * EPS
+    least = KERNELS
     of_weight = {name: max(value, least) for name, value in tolerance.of_weight.items()}
     text = f"{tolerance.text}, and at least {least:.2g} between two frameworks"
     return Tolerance(max(tolerance.usual, least), text, of_weight)
@@ -246,14 +201,14 @@ def computed_tolerance(first: Trace, permuted: Trace, names: Mapping[str, str]) 
     """
     spread: dict[str, float] = {}
     num_steps = 0
-    for pair in common_steps(first, permuted, match_traces(first, permuted, names)):
-        expected, actual = pair.gradients
-        if not expected or not pair.starts_equally:
-            continue
-        num_steps += 1
-        apart = Tolerance(0.0).wrong(actual, expected)
-        for name in expected:
-            spread[name] = max(spread.get(name, 0.0), apart.get(name, 0.0))
+    matching = match_traces(first, permuted, names)
+    for own, other in common_steps(first, permuted):
+        pair = StepPair(own, other, matching, Tolerance(0.0))
+        if pair.gradients[0] and pair.starts_equally:
+            num_steps += 1
+            for name in pair.gradients[0]:
+                apart = pair.different_gradients.get(name, 0.0)
+                spread[name] = max(spread.get(name, 0.0), apart)
     if not spread:
         raise ValueError(
             f"{permuted.name}: no step starts from the state of {first.name}; record it with"

@@ -51,11 +51,6 @@ class Result:
     checked: dict[str, None] = dataclasses.field(default_factory=dict)
     tolerances: set[str] = dataclasses.field(default_factory=set)
 
-    def add(self, findings: Sequence[Finding]) -> None:
-        """Adds findings of checks that are not about one step."""
-        self.findings += findings
-        self.checked |= dict.fromkeys(finding.stage for finding in findings)
-
 
 def check(
     trace: Trace,
@@ -127,8 +122,8 @@ def _tolerance(result: Result, oracle: Oracle | None) -> str:
 
 def check_step(
     trace: Trace, position: int, oracle: Oracle | None, batch: Batch | None, result: Result
-) -> None:
-    """Checks every stage of one step, and adds what it finds to a result.
+) -> Context:
+    """Checks every stage of one step, adds what it finds to a result, and returns the step.
 
     Args:
         trace: the trace to check.
@@ -141,7 +136,7 @@ def check_step(
     if context.has("before") and not all(map(are_finite, context.named("before"))):
         text = "the step starts from weights that are NaN or infinite, so it cannot be compared"
         result.findings.append(context.found("not_finite", text, design=True))
-        return
+        return context
     with np.errstate(invalid="ignore", over="ignore"):  # Of trainings that overflow.
         context.exact = exact_shards(context)
         for stage, check_stage in CHECKS.items():
@@ -157,6 +152,7 @@ def check_step(
         result.tolerances.add(BITWISE)
     if context.uses_float64:
         result.tolerances.add(FLOAT64)
+    return context
 
 
 def exact_shards(context: Context) -> frozenset[int]:

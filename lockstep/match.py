@@ -10,13 +10,13 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.arithmetic import plain
-from lockstep.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Named, Rows, Trace
+from lockstep.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Named, Trace
 
 Shape = tuple[int, ...]
 
@@ -91,10 +91,11 @@ class _Item(NamedTuple):
         part = self.prefix if self.role in _KNOWN_ROLES else f"{self.prefix}/{self.role}"
         return part if re.search(r"\d", part) else ""
 
-    def may_be(self, other: "_Item") -> bool:
-        """Returns whether kinds and roles allow two variables to be the same."""
+    def fits(self, other: "_Item") -> bool:
+        """Returns whether kinds, roles and shapes allow two variables to be the same."""
         is_known = self.role in _KNOWN_ROLES and other.role in _KNOWN_ROLES
-        return self.kind == other.kind and (self.role == other.role or not is_known)
+        are_alike = self.kind == other.kind and (self.role == other.role or not is_known)
+        return are_alike and _axes_between(self, other) is not None
 
 
 class Matching:
@@ -120,11 +121,12 @@ class Matching:
         self._first, self._second = map(list, self._items)  # Those without a partner.
         self.pairs: list[Pair] = []
         self._match_by_map(names)
-        self._match_by_label()
-        self._match_by_layer()
-        for roles in (("kernel", "scale"), ()):
-            self._match_by_order(roles)
-            self._match_by_layer()
+        self._match(self._have_equal_labels())
+        self._match(self._are_in_paired_layers())
+        self._match(lambda a, b: a.role in ("kernel", "scale") and a.fits(b))
+        self._match(self._are_in_paired_layers())
+        self._match(_Item.fits)
+        self._match(self._are_in_paired_layers())
         own, other = ([item.key for item in items] for items in self._items)
         self.pairs.sort(key=lambda pair: own.index(pair.first))
         paired = {pair.first for pair in self.pairs}, {pair.second for pair in self.pairs}
@@ -158,44 +160,38 @@ class Matching:
                 )
             self._add(*found[0])
 
-    def _match_by_label(self) -> None:
-        """Pairs equal labels; numbered ones only if all are equal, since numbering varies.
+    def _match(self, near: Callable[[_Item, _Item], bool]) -> None:
+        """Pairs variables near the same ones, if these are equally many and near no others."""
+        groups: dict[tuple[_Item, ...], list[_Item]] = {}
+        for a in self._first:
+            groups.setdefault(tuple(b for b in self._second if near(a, b)), []).append(a)
+        counts = Counter(itertools.chain.from_iterable(groups))
+        have_order = all(trace.about.framework != "jax" for trace in self._traces)
+        for seconds, firsts in groups.items():
+            if len(seconds) != len(firsts) or any(counts[b] > 1 for b in seconds):
+                continue
+            pairs = list(zip(firsts, seconds, strict=True))
+            if len(pairs) > 1 and not have_order:
+                pairs = self._with_equal_values(firsts, seconds)
+            for a, b in pairs:
+                self._add(a, b)
+
+    def _have_equal_labels(self) -> Callable[[_Item, _Item], bool]:
+        """Returns what tells equal labels; numbered ones only if all are equal: numbering varies.
 
         The same layer with another shape has no partner.
         """
         numbered = [{(i.kind, i.numbered) for i in left} for left in (self._first, self._second)]
         differing = {kind for kind, part in numbered[0] ^ numbered[1] if part}
-        own = Counter(item.label for item in self._first)
-        other = Counter(item.label for item in self._second)
-        partners = {item.label: item for item in self._second}
-        for item in list(self._first):
-            is_trusted = not (item.numbered and item.kind in differing)
-            if is_trusted and own[item.label] == other[item.label] == 1:
-                self._add(item, partners[item.label])
+        return lambda a, b: a.label == b.label and not (a.numbered and a.kind in differing)
 
-    def _match_by_order(self, roles: Sequence[str]) -> None:
-        """Pairs variables that fit the same ones, if these are equally many and fit no others.
-
-        Args:
-            roles: roles of the variables; empty for all.
-        """
-        groups: dict[tuple[str, ...], list[_Item]] = {}
-        for a in self._first:
-            if not roles or a.role in roles:
-                near = [b for b in self._second if b.may_be(a) and _axes_between(a, b) is not None]
-                groups.setdefault(tuple(b.key for b in near), []).append(a)
-        counts = Counter(itertools.chain.from_iterable(groups))
-        seconds = {b.key: b for b in self._second}
-        have_order = all(trace.about.framework != "jax" for trace in self._traces)
-        for keys, firsts in groups.items():
-            if len(keys) != len(firsts) or any(counts[key] > 1 for key in keys):
-                continue
-            others = [seconds[key] for key in keys]
-            pairs = list(zip(firsts, others, strict=True))
-            if len(pairs) > 1 and not have_order:
-                pairs = self._with_equal_values(firsts, others)
-            for a, b in pairs:
-                self._add(a, b)
+    def _are_in_paired_layers(self) -> Callable[[_Item, _Item], bool]:
+        """Returns what tells fitting variables of two layers with a pair, and with no other one."""
+        own, other = ({item.key: item.layer for item in items} for items in self._items)
+        links = {(own[pair.first], other[pair.second]) for pair in self.pairs}
+        counts = Counter(x for x, _ in links), Counter(y for _, y in links)
+        partners = {(x, y) for x, y in links if counts[0][x] == counts[1][y] == 1}
+        return lambda a, b: (a.layer, b.layer) in partners and a.fits(b)
 
     def _with_equal_values(
         self, firsts: Sequence[_Item], seconds: Sequence[_Item]
@@ -218,18 +214,6 @@ class Matching:
         if common is None:
             return [{}, {}]
         return [t.named(t.steps.index(common), "before", 0) or {} for t in self._traces]
-
-    def _match_by_layer(self) -> None:
-        """Pairs variables of the same role in layers with a paired variable."""
-        own, other = ({item.key: item.layer for item in items} for items in self._items)
-        links = {(own[pair.first], other[pair.second]) for pair in self.pairs}
-        counts = Counter(x for x, _ in links), Counter(y for _, y in links)
-        partners = {x: y for x, y in links if counts[0][x] == counts[1][y] == 1}
-        for a in list(self._first):
-            near = [b for b in self._second if b.layer == partners.get(a.layer) and b.may_be(a)]
-            rivals = [c for c in self._first if c.layer == a.layer and c.may_be(a)]
-            if len(near) == len(rivals) == 1 and _axes_between(a, near[0]) is not None:
-                self._add(a, near[0])
 
 
 def _items_of(trace: Trace) -> list[_Item]:
@@ -268,9 +252,7 @@ def _shapes(trace: Trace) -> dict[str, Shape]:
     for position, kind in itertools.product(range(len(trace.steps)), kinds):
         for item in trace.items(kind):
             for key, array in (trace.named(position, kind, item) or {}).items():
-                rows = array.values if isinstance(array, Rows) else None
-                shape = np.shape(array) if rows is None else (array.rows, *rows.shape[1:])
-                found.setdefault(key, shape)
+                found.setdefault(key, plain(array).shape)
             if found.keys() >= wanted:
                 return found
     return found

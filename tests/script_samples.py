@@ -157,10 +157,11 @@ class Script:
             wrong = x[replica] @ kernel + bias - targets[shard]
             factor = len(shard) if self.sums_loss else 1
             share = len(shard) * self.replicas / len(rows) if self.weighted else 1
-            scale = np.float32(2 * factor * share / wrong.size)
+            size = max(wrong.size, 1)
+            scale = np.float32(2 * factor * share / size)
             own = [scale * (x[replica].T @ wrong), scale * wrong.sum(axis=0)]
             sent.append([g.astype(np.float32) for g in self.gradient(self, replica, own)])
-            losses.append([np.float32(factor * np.mean(wrong**2))])
+            losses.append([np.float32(factor * np.sum(wrong**2) / size)])
         sums = self.reduce(sent) if self.reduce else sent
         applied = [
             self.clip(replica, [array.copy() for array in sums[replica]])

@@ -54,6 +54,10 @@ def three_quarters(rows, replica, count):
     return rows[:size] if replica == 0 else rows[size:]
 
 
+def all_on_second(rows, replica, count):
+    return rows if replica == 1 else rows[:0]
+
+
 def same_rows(rows, replica, count):
     return rows[: len(rows) // count]
 
@@ -333,6 +337,7 @@ RIGHT = {
     "plain SGD": ({"settings": {"momentum": 0.0, "weight_decay": 0.01}}, TWO),
     "decay": ({"settings": {"weight_decay": 0.1}}, TWO),
     "weighted shards": ({}, {**TWO, "shard": three_quarters}),
+    "a replica without examples": ({}, {**TWO, "shard": all_on_second}),
     "sum of shares": ({}, {
         **TWO, "shard": three_quarters, "about": {"reduction": "sum"}, **times(0.5),
         "reduce": lambda sent: summed(sent),
@@ -450,6 +455,8 @@ FAULTS = {
     "doubled": ({}, {**TWO, **times(2)}, "gradients: sum_instead_of_mean"),
     "halved": ({}, {**TWO, **times(0.5)}, "gradients: mean_instead_of_sum"),
     "tripled": ({}, {**TWO, **times(3)}, "gradients: scaled_gradient"),
+    "tripled on one": ({}, {**TWO, "shard": all_on_second, **times(3)},
+        "gradients: scaled_gradient"),
     "frozen": ({}, {**TWO, "gradient": lambda s, r, g: [g[0], 0 * g[1]]}, "gradients: frozen"),
     "noise": ({}, {**TWO, "gradient": apart}, "gradients: unexplained"),
     "noise of a model that scales": ({}, {
@@ -673,20 +680,24 @@ def test_a_factor_of_one_explains_nothing():
     assert [each.cause for each in verdict.faults] == ["unexplained"]
 
 
-@pytest.mark.parametrize("is_reordered", [True, False])
-def test_the_order_of_flattened_axes_is_named_by_the_sizes_of_rows(is_reordered):
+@pytest.mark.parametrize("channels_first", [True, False])
+@pytest.mark.parametrize(("channels", "pixels"), [(16, 9), (16, 49)])
+def test_the_order_of_flattened_axes_is_named_by_the_sizes_of_rows(
+    channels, pixels, channels_first
+):
     """Under replay, the logits differ: the rows of the gradient are only of similar size."""
     generator = np.random.default_rng(0)
-    activity = generator.random((16 * 9, 1)) ** 2
-    order = np.arange(16 * 9).reshape(16, 9).T.ravel()
-    gradients = [activity * generator.normal(size=(16 * 9, 10)) for _ in range(2)]
-    if is_reordered:
-        gradients[1] = gradients[1][order]
-    step = types.SimpleNamespace(trace=Trace(About("keras", 1)))
-    steps = types.SimpleNamespace(first=step)
-    first, second = ({"dense": array} for array in gradients)
-    causes = [why.cause for why in reordered_rows(steps, first, second, ["dense"])]
-    assert causes == ["flatten_order"] * is_reordered
+    activity = generator.random((channels * pixels, 1)) ** 2
+    first, second = (activity * generator.normal(size=(len(activity), 10)) for _ in range(2))
+    assert not reordered_rows("dense", first, second, "", channels_first=channels_first)
+    outer, inner = (channels, pixels) if channels_first else (pixels, channels)
+    order = np.arange(len(activity)).reshape(outer, inner).T.ravel()
+    text = reordered_rows("dense", first, second[order], "", channels_first=channels_first)
+    assert f" {channels} channels are flattened first" in text
+    transposed = reordered_rows(
+        "dense", first.T, second[order].T, "OI", channels_first=channels_first
+    )
+    assert transposed == text
 
 
 def test_a_cause_has_to_fit_all_steps(one):

@@ -81,7 +81,7 @@ def test_what_a_port_changes_is_named(originals, tmp_path, monkeypatch, name):
     is_wrong = any(not cause.endswith("*") for cause in causes)
     assert result.returncode == (9 if is_wrong else 0), result.stderr
     found = json.loads((out / "verify.json").read_text())["trainings"]["keras.npz"]
-    assert "not matched" not in found["about"]
+    assert not any(note.startswith("not matched") for note in found["notes"])
     expected = [f"{stage}: {cause}" for cause, stages in causes.items() for stage in stages]
     if name not in ("initialisers", "padding"):
         expected.append("statistics: unbiased_variance*")

@@ -20,10 +20,10 @@ from lockstep.arithmetic import (
     same_bits,
 )
 from lockstep.context import Context
-from lockstep.oracles.recording import StepPair, Tolerance, Why
 from lockstep.oracles.rules import Rule, RuleOracle
-from lockstep.trace import STATISTIC, Named
-from lockstep.verdict import Finding
+from lockstep.reference import StepPair, Tolerance
+from lockstep.trace import STATISTIC, Array, Named
+from lockstep.verdict import BY_DESIGN, Finding
 
 _NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
 _CAUSES = {
@@ -37,43 +37,48 @@ _OTHER_SHARE = 1e-3  # Momentum settings are short numbers.
 # --- Rules of optimizers -------------------------------------------------------------------------
 
 
-def compare_rules(pair: StepPair) -> list[Finding] | None:
+def compare_rules(pair: StepPair) -> Iterator[Finding]:
     """Finds different optimizer settings that change the update of this step.
 
     Each setting of the first trace's rule replaces that of the second, and the second trace's step
     is recomputed.
-
-    Returns:
-        The findings; None if a rule is unknown.
     """
-    rules = pair.rules()
+    rules, found = pair.rules(), pair.second.found
     if not rules or not are_finite(pair.second.applied(0)):
-        return None
+        return
+    pair.second.mark_checked()
     families = {(a.family, b.family) for a, b in rules.values()}
     if any(x != y for x, y in families):
         first, second = ("/".join(sorted({each[i] for each in families})) for i in (0, 1))
         text = f"{first} in the first recording, {second} in the second"
-        return [pair.found("update", Why("other_optimizer", text))]
-    found = []
-    for setting in (field.name for field in dataclasses.fields(Rule)):
+        yield found("other_optimizer", text)
+        return
+    settings = [field.name for field in dataclasses.fields(Rule)]
+    if any(
+        each.cause == "regularisation_in_the_loss" and each.status == BY_DESIGN
+        for each in pair.findings
+    ):
+        settings = [name for name in settings if name not in ("weight_decay", "decay_placement")]
+    for setting in settings:
         values = {(getattr(a, setting), getattr(b, setting)) for a, b in rules.values()}
         different = sorted(((x, y) for x, y in values if x != y), key=str)
         if different and setting == "velocity":
-            found += _velocity(pair, rules)
+            yield from _velocity(pair, rules)
         elif different and (effect := _effect(pair, rules, setting)) > _NO_EFFECT:
-            found.append(pair.found("update", _why_setting(setting, *different[0]), effect))
-    return found
+            yield found(
+                _CAUSES.get(setting, f"other_{setting}"), _text_of(setting, *different[0]),
+                # Each framework has a fixed placement of epsilon, without a setting.
+                design=setting == "epsilon_placement", distance=effect,
+            )  # fmt: skip
 
 
-def _why_setting(setting: str, first: Any, second: Any) -> Why:
+def _text_of(setting: str, first: Any, second: Any) -> str:
     shown = [f"{v:g}" if isinstance(v, float) else str(v) for v in (first, second)]
     noun = setting.replace("_", " ")
     text = f"{noun} {shown[0]} in the first recording, {shown[1]} in the second"
     if setting == "learning_rate" and first:
         text += f": {second / first:.6g} times as large"
-    # Each framework has a fixed placement of epsilon, without a setting.
-    design = setting == "epsilon_placement"
-    return Why(_CAUSES.get(setting, f"other_{setting}"), text, design=design)
+    return text
 
 
 def _effect(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]], setting: str) -> float:
@@ -97,95 +102,90 @@ def _effect(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]], setting: str
     return max(relative_norm(*of_weights), relative_norm(*changes))
 
 
-def _velocity(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]]) -> list[Finding]:
+def _velocity(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]]) -> Iterator[Finding]:
     """Reports different forms of momentum, if the learning rate has changed."""
     settings = pair.second.trace.about.settings
     rates = {group.get("learning_rate") for groups in settings for group in groups}
     first, second = next(iter(rules.values()))
-    if len(rates) == 1 or not first.momentum:
-        return []
-    text = (
-        f"the velocity is a sum {first.velocity} in the first recording and {second.velocity} in"
-        " the second, and the learning rate changes"
-    )
-    return [pair.found("update", Why("learning_rate_in_velocity", text, design=True))]
+    if len(rates) > 1 and first.momentum:
+        text = (
+            f"the velocity is a sum {first.velocity} in the first recording and {second.velocity}"
+            " in the second, and the learning rate changes"
+        )
+        yield pair.second.found("learning_rate_in_velocity", text, design=True)
 
 
 # --- Moving statistics of BatchNorm --------------------------------------------------------------
 
 
-def compare_statistics(pair: StepPair, allowed: float) -> list[Finding] | None:
-    """Compares the statistics after a step that starts from equal ones.
-
-    Args:
-        pair: the step, with equal states before it.
-        allowed: relative difference of the statistics of a batch that rounding can cause.
-
-    Returns:
-        The findings; None if a trace has no statistics.
-    """
-    before, states = pair.states("before")[0], pair.states("after")
-    names = [n for n in pair.first.of_kind(STATISTIC) if n in before and n in states[1]]
+def compare_statistics(pair: StepPair) -> Iterator[Finding]:
+    """Compares the statistics after a step that starts from equal ones."""
+    before, (first, second) = pair.states("before")[0], pair.states("after")
+    names = [n for n in pair.first.of_kind(STATISTIC) if n in before and n in second]
     names = [name for name in names if before[name].dtype.kind == "f"]
-    if not names:
-        return None
-    changes = [{n: dense(after[n]) - dense(before[n]) for n in names} for after in states]
+    if not (names and pair.computes_the_same):
+        return
+    pair.second.mark_checked()
+    changes = [{n: dense(after[n]) - dense(before[n]) for n in names} for after in (first, second)]
     far = {n: ratio(distance(changes[1][n], changes[0][n]), norm(changes[0][n])) for n in names}
-    return [
-        pair.found("statistics", why, max(far[name] for name in why.tensors), allowed)
-        for why in _causes(pair, before, changes, max(allowed, _CLOSE))
-    ]
+    for finding in _why_statistics(pair, before, *changes):
+        apart = max(far[name] for name in finding.tensors)
+        yield dataclasses.replace(finding, distance=apart, allowed=pair.tolerance.of_batch)
 
 
-def _causes(
-    pair: StepPair, before: Named, changes: Sequence[Named], allowed: float
-) -> Iterator[Why]:
-    """Yields causes of different statistics.
+def _why_statistics(
+    pair: StepPair, before: Named, first: Named, second: Named
+) -> Iterator[Finding]:
+    """Explains different changes of statistics.
 
     Args:
         pair: the step.
         before: the statistics before it.
-        changes: the changes of all statistics in both traces.
-        allowed: relative difference of the statistics of a batch that rounding can cause.
+        first, second: the changes of all statistics in both traces.
     """
-    batches, slack, others = {}, {}, {}  # Of a batch, in both; difference by rounding; shares.
-    for name, old in before.items():
-        if name not in changes[0]:
-            continue
+    found, allowed = pair.second.found, max(pair.tolerance.of_batch, _CLOSE)
+    others: dict[str, tuple[float, float]] = {}  # Different shares of a batch in the average.
+    batches: dict[str, tuple[Array, Array, float]] = {}  # Of both; difference by rounding.
+    for name, own in first.items():
+        other, old = second[name], dense(before[name])
         shares = _share(pair.first, name), _share(pair.second, pair.in_second(name))
         if not all(shares):
             shares = 1.0, 1.0
-        own, other = (change[name] for change in changes)
         rounding = MARGIN * EPS * (norm(old) + max(norm(own), norm(other))) + TINY
         if abs(shares[1] - shares[0]) > _OTHER_SHARE * shares[0] and norm(other - own) > rounding:
             others[name] = shares
-        batches[name] = [dense(old) + c / s for c, s in zip((own, other), shares, strict=True)]
-        slack[name] = rounding / min(shares)
+        batches[name] = old + own / shares[0], old + other / shares[1], rounding / min(shares)
     if others:
-        first, second = next(iter(others.values()))
+        shares = next(iter(others.values()))
         text = (
-            f"{first:.4g} of each batch is added to the moving statistics in the first recording,"
-            f" and {second:.4g} in the second"
+            f"{shares[0]:.4g} of each batch is added to the moving statistics in the first"
+            f" recording, and {shares[1]:.4g} in the second"
         )
-        yield Why("other_batch_norm_momentum", text, [*others])
-    left = [n for n, (a, b) in batches.items() if distance(b, a) > allowed * norm(a) + slack[n]]
+        yield found("other_batch_norm_momentum", text, tensors=others)
+    left = [n for n, (a, b, by) in batches.items() if distance(b, a) > allowed * norm(a) + by]
     means = {_layer_of(name) for name in left if not _is_variance(name)}
     # If the mean of a layer differs, its batch differs.
     variances = [n for n in left if _is_variance(n) and _layer_of(n) not in means]
-    unbiased = _unbiased(pair, [(*batches[n], slack[n]) for n in variances])
-    if unbiased is not None:
-        yield Why("unbiased_variance", unbiased, variances, True)
+    if text := _unbiased(pair, [batches[name] for name in variances]):
+        yield found("unbiased_variance", text, tensors=variances, design=True)
         left = [name for name in left if name not in variances]
     if not left:
         return
-    scale = factor_of([changes[1][n] for n in left], [changes[0][n] for n in left])
-    scaled = {name: scale * changes[0][name] for name in left}
-    is_scaled = abs(scale - 1) > _OTHER_SHARE and not Tolerance(_CLOSE).wrong(changes[1], scaled)
+    scale = factor_of([second[n] for n in left], [first[n] for n in left])
+    scaled = {name: scale * first[name] for name in left}
+    is_scaled = abs(scale - 1) > _OTHER_SHARE and not Tolerance(_CLOSE).wrong(second, scaled)
     if is_scaled and not others:
         text = f"each statistic changes {scale:.4g} times as much as in the first recording"
-        yield Why("other_batch_norm_momentum", text, left)
-    else:
-        yield _other(pair, left)
+        yield found("other_batch_norm_momentum", text, tensors=left)
+        return
+    for step, which in pair.both:
+        names, after = step.of_kind(STATISTIC), step.named("after")
+        if any(not same_bits(after[0][n], other[n]) for other in after[1:] for n in names):
+            text = f"each replica of the {which} recording has the statistics of its own examples"
+            yield found("local_statistics", text, tensors=left, design=True)
+            return
+    text = f"{len(left)} moving statistics differ"
+    yield pair.explained(found("other_statistics", text, tensors=left))
 
 
 def _share(step: Context, name: str) -> float:
@@ -209,18 +209,7 @@ def _layer_of(name: str) -> str:
     return name.replace("/", ".").rpartition(".")[0]
 
 
-def _other(pair: StepPair, wrong: Sequence[str]) -> Why:
-    for step, which in pair.both:
-        names, after = step.of_kind(STATISTIC), step.named("after")
-        if any(not same_bits(after[0][n], other[n]) for other in after[1:] for n in names):
-            text = f"each replica of the {which} recording has the statistics of its own examples"
-            return Why("local_statistics", text, wrong, True)
-    return Why("other_statistics", f"{len(wrong)} moving statistics differ", wrong)
-
-
-def _unbiased(
-    pair: StepPair, variances: Sequence[tuple[np.ndarray, np.ndarray, float]]
-) -> str | None:
+def _unbiased(pair: StepPair, variances: Sequence[tuple[Array, Array, float]]) -> str:
     """Explains variances by n / (n - 1); n is at least the number of examples.
 
     Args:
@@ -232,11 +221,11 @@ def _unbiased(
         factor = factor_of([second], [first])
         allowed = 20 * _CLOSE * norm(second) + slack
         if not factor > 0 or distance(second, factor * first) > allowed:
-            return None
+            return ""
         times.append(max(factor, 1 / factor))
     smallest = max(2, min(size for step, _ in pair.both for size in step.sizes))
     if not times or max(times) > smallest / (smallest - 1) * 1.01:
-        return None
+        return ""
     first, second, _ = variances[int(np.argmax(times))]
     return (
         f"the variance of a batch is up to {max(times):.6g} times as large in the"

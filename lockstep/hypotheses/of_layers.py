@@ -7,10 +7,10 @@ import numpy as np
 
 from lockstep.arithmetic import dense, distance, norm
 from lockstep.context import Context
-from lockstep.oracles.recording import StepPair, Why
-from lockstep.trace import STATISTIC, Named
+from lockstep.reference import StepPair
+from lockstep.trace import STATISTIC, Array
 
-_MOST_CHANNELS = 4096
+_MOST_INNER = 4096
 # Another order of inputs changes the loss, which scales the examples of a batch, so that the rows
 # of a gradient agree only in their size.
 _ALIKE, _MORE_ALIKE = 0.5, 0.3
@@ -131,39 +131,40 @@ def _pair_of(value: Any) -> tuple[int, ...]:
 
 
 def reordered_rows(
-    pair: StepPair, first: Named, second: Named, wrong: Sequence[str]
-) -> Iterator[Why]:
-    """Explains different gradients by the order of the flattened axes.
+    name: str, first: Array, second: Array, layout: str, *, channels_first: bool
+) -> str:
+    """Explains a different gradient by the order of the flattened axes; "" if it does not.
 
     The rows of a dense kernel's gradient are of similar size in another order.
+
+    Args:
+        name: name of the weight.
+        first, second: the gradients.
+        layout: order of their axes; "" if unknown.
+        channels_first: whether the first script flattens channels first.
     """
-    layouts = {variable.name: variable.layout for variable in pair.first.trace.about.variables}
-    for name in wrong:
-        a, b = dense(first[name]), dense(second[name])
-        if a.ndim != 2:
-            continue
-        if layouts.get(name) == "OI":
-            a, b = a.T, b.T
-        sizes = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
-        least = max(_ALIKE, _BY_CHANCE / len(a) ** 0.5, _correlation(*sizes) + _MORE_ALIKE)
-        alike = [(_correlation(sizes[0], sizes[1][order]), n) for n, order in _orders(len(a))]
-        correlation, channels = max(alike, default=(0.0, 0))
-        if correlation > least:
-            text = (
-                f"the inputs of {name} are in another order: {channels} channels are flattened"
-                " first in one script and last in the other"
-            )
-            yield Why("flatten_order", text, [name])
-            return
+    a, b = dense(first), dense(second)
+    if a.ndim != 2:
+        return ""
+    axis = 0 if layout == "OI" else 1
+    sizes = np.linalg.norm(a, axis=axis), np.linalg.norm(b, axis=axis)
+    num = len(sizes[0])
+    alike = [(_correlation(sizes[0], sizes[1][order]), n) for n, order in _orders(num)]
+    correlation, inner = max(alike, default=(0.0, 0))
+    if correlation <= max(_ALIKE, _BY_CHANCE / num**0.5, _correlation(*sizes) + _MORE_ALIKE):
+        return ""
+    return (
+        f"the inputs of {name} are in another order:"
+        f" {num // inner if channels_first else inner} channels are flattened first in one script"
+        " and last in the other"
+    )
 
 
 def _orders(count: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields numbers of channels, and the row order with the channels on the other side."""
-    rows = np.arange(count)
-    for channels in range(2, min(count, _MOST_CHANNELS)):
-        if count % channels == 0:
-            yield channels, rows.reshape(channels, -1).T.ravel()
-            yield channels, rows.reshape(-1, channels).T.ravel()
+    """Yields the order of rows with two flattened axes exchanged, for each length of the second."""
+    for inner in range(2, min(count, _MOST_INNER)):
+        if count % inner == 0:
+            yield inner, np.arange(count).reshape(inner, -1).T.ravel()
 
 
 def _correlation(first: np.ndarray, second: np.ndarray) -> float:

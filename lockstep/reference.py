@@ -3,17 +3,27 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.arithmetic import SMALL_PART, TINY, add, are_finite, dense, distance, norm, ratio
+from lockstep.arithmetic import (
+    EPS,
+    SMALL_PART,
+    TINY,
+    add_named,
+    are_finite,
+    dense,
+    distance,
+    norm,
+    ratio,
+)
 from lockstep.context import Context
 from lockstep.match import Matching
 from lockstep.oracles.rules import Rule, RuleOracle
 from lockstep.trace import STATISTIC, WEIGHT, Named, Trace
 from lockstep.verdict import Finding
 
+KERNELS = 64 * EPS  # Relative difference of correct kernels of two frameworks.
 _SAME_START = 1e-7  # Relative; states that are only transposed have a distance of 0.
 
 
@@ -54,50 +64,38 @@ class Tolerance:
         """Returns the largest relative difference that rounding can cause in some weights."""
         return max((self.of_weight.get(name, self.usual) for name in names), default=self.usual)
 
-
-class Why(NamedTuple):
-    """A cause of a difference between two traces.
-
-    Attributes:
-        cause: a key of `causes.CAUSES`.
-        text: one sentence with the numbers.
-        tensors: names of the variables that it explains.
-        design: whether it is by design.
-        may_be: other causes that explain it in its step as well.
-    """
-
-    cause: str
-    text: str
-    tensors: Sequence[str] = ()
-    design: bool = False
-    may_be: tuple[str, ...] = ()
+    @property
+    def of_batch(self) -> float:
+        """The relative difference of a loss, or of the statistics of a batch."""
+        return max(self.usual, KERNELS)
 
 
 class StepPair:
-    """One step in two traces.
+    """One step in two traces; arrays have the names and layouts of the first.
 
     Args:
         first: the step in the reference.
         second: the step in the trace that is checked.
         matching: pairs of variables of both traces.
+        tolerance: tolerance of the gradients.
+
+    Attributes:
+        findings: what was found in the comparison so far.
     """
 
-    def __init__(self, first: Context, second: Context, matching: Matching):
+    def __init__(self, first: Context, second: Context, matching: Matching, tolerance: Tolerance):
         self.first, self.second, self.matching = first, second, matching
-        self.number = first.number
+        self.tolerance = tolerance
         # With their names in sentences, the one that is checked first.
         self.both = (second, "second"), (first, "first")
+        self.findings: list[Finding] = []
 
     def in_second(self, name: str) -> str:
         """Returns the checked trace's name of a variable of the reference; "" without one."""
         return next((p.second for p in self.matching.pairs if p.first == name), "")
 
-    def in_first(self, named: Named) -> Named:
-        """Returns arrays of the checked trace with the names and layouts of the reference."""
-        return self.matching.to_first(named)
-
     def _common(self, first: Named, second: Named) -> tuple[Named, Named]:
-        other = self.in_first(second)
+        other = self.matching.to_first(second)
         names = [name for name in first if name in other]
         return {name: first[name] for name in names}, {name: other[name] for name in names}
 
@@ -109,8 +107,9 @@ class StepPair:
         first = {n: a for n, a in self.first.named(kind)[0].items() if n in names}
         return self._common(first, self.second.named(kind)[0])
 
+    @functools.cached_property
     def start_distances(self) -> dict[str, float]:
-        """Returns name → relative distance of the variables before the step, where there is one."""
+        """Name → relative distance of the variables that differ before the step."""
         first, second = self.states("before")
         apart = {n: ratio(distance(second[n], first[n]), norm(first[n])) for n in first}
         return {name: far for name, far in apart.items() if far > _SAME_START}
@@ -118,12 +117,28 @@ class StepPair:
     @property
     def starts_equally(self) -> bool:
         """Whether both traces start the step from the same weights and statistics."""
-        return bool(self.states("before")[0]) and not self.start_distances()
+        return bool(self.states("before")[0]) and not self.start_distances
+
+    @property
+    def computes_the_same(self) -> bool:
+        """Whether both traces start from the same state and have the same examples."""
+        return self.starts_equally and not self.found_in("examples")
 
     @functools.cached_property
     def gradients(self) -> tuple[Named, Named]:
         """The gradients of the whole batch before clipping in both; empty if not recorded."""
-        return self._common(whole_gradient(self.first), whole_gradient(self.second))
+        return self._common(_whole_gradient(self.first), _whole_gradient(self.second))
+
+    @functools.cached_property
+    def different_gradients(self) -> dict[str, float]:
+        """Name → relative distance of the gradients that differ."""
+        return self.tolerance.wrong(self.gradients[1], self.gradients[0])
+
+    @functools.cached_property
+    def earlier_gradients(self) -> Named:
+        """The gradients of the previous step in the reference; empty if it was not recorded."""
+        first = self.first
+        return _whole_gradient(Context(first.trace, first.position - 1)) if first.follows else {}
 
     @functools.cached_property
     def applied(self) -> tuple[Named, Named]:
@@ -138,28 +153,28 @@ class StepPair:
         others = {name: second.rules.get(self.in_second(name)) for name in first.rules}
         return {name: (first.rules[name], rule) for name, rule in others.items() if rule}
 
-    def found(self, stage: str, why: Why, distance: float = 0.0, allowed: float = 0.0) -> Finding:
-        """Returns a finding on the step."""
-        found = self.second.found(
-            why.cause, why.text, stage=stage, design=why.design, tensors=why.tensors,
-            distance=distance, allowed=allowed,
-        )  # fmt: skip
-        return dataclasses.replace(found, may_be=(*found.may_be, *why.may_be))
+    def found_in(self, stage: str) -> list[Finding]:
+        """Returns what was found in a stage."""
+        return [finding for finding in self.findings if finding.stage == stage]
+
+    def explained(self, finding: Finding) -> Finding:
+        """Returns a finding with the cause of different gradients, if that one is known."""
+        causes = self.found_in("gradients")
+        if not causes or causes[0].cause == "unexplained":
+            return finding
+        why = causes[0]
+        return dataclasses.replace(finding, status=why.status, cause=why.cause, may_be=why.may_be)
 
 
-def whole_gradient(context: Context) -> Named:
+def _whole_gradient(context: Context) -> Named:
     """Returns the gradient of the whole batch before clipping, in float64; empty if unknown.
 
     Prefers the sum of the sent gradients to the received one, which is checked separately.
     """
-    kinds: tuple[str, ...] = ("raw", "sums", "clipped")
-    if len(context.shards) > 1:
-        if context.has("raw") and context.trace.about.reduction:
-            sent = context.named("raw")
-            names = [n for n in sent[0] if all(n in own for own in sent)]
-            return {n: context.share(0) * dense(add([dense(g[n]) for g in sent])) for n in names}
-        kinds = ("sums", "clipped")
-    for kind in kinds:
+    if context.has("raw") and (len(context.shards) == 1 or context.trace.about.reduction):
+        sent = [{name: dense(g) for name, g in own.items()} for own in context.named("raw")]
+        return {name: context.share(0) * total for name, total in add_named(sent).items()}
+    for kind in ("sums", "clipped"):
         if context.has(kind):
             return {name: dense(array) for name, array in context.named(kind)[0].items()}
     return {}
@@ -189,9 +204,11 @@ def match_traces(first: Trace, second: Trace, names: Mapping[str, str]) -> Match
     return matching
 
 
-def common_steps(first: Trace, second: Trace, matching: Matching) -> Iterator[StepPair]:
+def common_steps(first: Trace, second: Trace) -> Iterator[tuple[Context, Context]]:
     """Yields the steps that both traces have; each holds the arrays that were read of it."""
     for number in first.steps:
         if number in second.steps:
-            own, other = (Context(trace, trace.steps.index(number)) for trace in (first, second))
-            yield StepPair(own, other, matching)
+            yield (
+                Context(first, first.steps.index(number)),
+                Context(second, second.steps.index(number)),
+            )
