@@ -15,7 +15,7 @@ from lockstep.arithmetic import (
     relative_norm,
 )
 from lockstep.context import Actual, Context
-from lockstep.hypotheses.of_states import other_states
+from lockstep.hypotheses.of_states import other_steps
 from lockstep.oracles import Batch
 from lockstep.trace import Named
 from lockstep.verdict import Finding
@@ -118,20 +118,7 @@ def _why(context: Context, shard: int, allowed: float) -> tuple[str, str, Mappin
             f" is to normalise over all {sum(context.sizes)} of the batch"
         )
         return "local_statistics", text, {}
-    if context.modal_layers and fits(off=context.modal_layers):
-        text = "the predictions are those of the model in inference mode"
-        return "inference_mode", text, {"off": context.modal_layers}
-    others = [other for other in context.shards if other != shard]
-    for other in others if oracle.random_layers else ():
-        drawn = {"state": context.with_seeds_of(other, context.state(shard))}
-        if fits(**drawn):
-            text = f"predictions are those with the seeds of replica {other}"
-            return "same_random_numbers", text, drawn
-    for other in others:
-        if fits(data=context.data[other]):
-            name = context.trace.name_of("data", other)
-            return "same_examples", f"the predictions are those for the examples of {name}", {}
-    for cause, text, changes in other_states(context, shard):
+    for cause, text, changes in other_steps(context, shard):
         if fits(**changes):
             return cause, f"the predictions are {text}", changes
     return "unexplained", "one device makes other predictions for the same examples", {}
