@@ -1,7 +1,7 @@
 """A recorded step with everything that its checks need."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -281,6 +281,22 @@ class Context:
             else g
             for name, g in gradients.items()
         }
+
+    def weighted_sum(self, weights: Sequence[float], off: tuple[int, ...] = ()) -> Named:
+        """Returns the sum of the shards' gradients, each multiplied by a weight.
+
+        Args:
+            weights: the weights, in place of the factors of the shards' losses.
+            off: see `Ask`.
+        """
+        of_regular, has_loss, parts = 1 / len(self.shards), self.has("loss"), []
+        for shard, weight in enumerate(weights):
+            if self.sizes[shard]:
+                scales = (weight, of_regular) if has_loss else (1.0, 1.0)
+                state = self.state(0)
+                ask = self.ask(shard, state=state, scales=scales, off=off, starts=None)
+                parts.append(scaled_all(self.compute(ask).raw, 1.0 if has_loss else weight))
+        return add_named(parts)
 
     def limit(self, shard: int, name: str, value: Array, times: float | None = None) -> float:
         """Returns how far rounding can move a gradient of a shard, as a Euclidean distance.

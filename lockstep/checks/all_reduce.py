@@ -10,6 +10,7 @@ from lockstep.arithmetic import (
     dense,
     distance,
     factor_of,
+    farthest,
     is_far,
     is_within,
     norm,
@@ -206,12 +207,12 @@ def _why(
             kind="clipped", items=(item,), tensors=wrong, distance=relative_norm(clipped, alone),
         )  # fmt: skip
         return
-    for name in wrong:
-        cause, text = why_tensor(clipped[name], alone[name], 0.0, len(context.shards))
-        apart = ratio(distance(clipped[name], alone[name]), norm(alone[name]))
+    num = len(context.shards)
+    reasons = explain(wrong, lambda name: why_tensor(clipped[name], alone[name], 0.0, num))
+    for (cause, text), names in reasons.items():
         yield context.found(
-            cause, f"after clipping, {text}", kind="clipped", items=(item,), tensors=(name,),
-            distance=apart,
+            cause, f"after clipping, {text}", kind="clipped", items=(item,), tensors=names,
+            distance=farthest(clipped, alone, names),
         )  # fmt: skip
 
 

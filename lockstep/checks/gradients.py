@@ -127,7 +127,7 @@ def _compare(
 
     def why(name: str) -> tuple[str, str]:
         if name in known:
-            cause, text = known[name]
+            cause, text, _ = known[name]
             return cause, f"the gradients are {text}"
         asked = actual[name], expected[name], limits[name]
         alone = why_tensor(*asked, len(context.shards))
@@ -316,10 +316,10 @@ def _why_whole(
     sizes = context.sizes
     by_size = [size / sum(sizes) for size in sizes]
     is_mean = not context.has("loss") and len(set(sizes)) > 1
-    if is_mean and are_near(_weighted_sum(context, by_size), whole):
+    if is_mean and are_near(context.weighted_sum(by_size, context.modal_layers), whole):
         return "mean_of_means", f"shards of {'/'.join(map(str, sizes))} examples have equal weights"
     weights = _weights_of_shards(context)
-    if weights and are_near(_weighted_sum(context, weights), whole):
+    if weights and are_near(context.weighted_sum(weights, context.modal_layers), whole):
         return "weighted_mean_of_means", (
             "shards have equal weights; their shares of the sample weights, or unmasked steps, are"
             f" {'/'.join(f'{weight:.3g}' for weight in weights)}"
@@ -360,19 +360,3 @@ def _weights_of_shards(context: Context) -> list[float]:
         arrays = [mask for mask in masks if mask.ndim] + context.oracle.targets(ask.data)[1]
         sums.append(sum(float(np.sum(array)) for array in arrays))
     return [number / sum(sums) for number in sums] if sum(sums) else []
-
-
-def _weighted_sum(context: Context, weights: Sequence[float]) -> Named:
-    """Returns the sum of the shards' gradients, each multiplied by a weight."""
-    of_regular, has_loss = 1 / len(context.shards), context.has("loss")
-    shares = []
-    for shard, weight in enumerate(weights):
-        if context.sizes[shard] == 0:
-            continue
-        scales = (weight, of_regular) if has_loss else (1.0, 1.0)
-        ask = context.ask(
-            shard, state=context.state(0), scales=scales, off=context.modal_layers, starts=None
-        )
-        raw = context.compute(ask).raw
-        shares.append(raw if has_loss else scaled_all(raw, weight))
-    return add_named(shares)

@@ -19,19 +19,19 @@ def explain(names: Iterable[str], why: Callable[[str], Why]) -> dict[Why, list[s
 
 def predicted_by(
     hypotheses: Iterable[Hypothesis], names: Iterable[str], fits: Callable[[str, Named], bool]
-) -> dict[str, tuple[str, str]]:
-    """Returns name → cause and text, for the arrays that a hypothesis predicts.
+) -> dict[str, tuple[str, str, Named]]:
+    """Returns name → cause, text and prediction, for the arrays that a hypothesis predicts.
 
     Args:
         hypotheses: the most certain first.
         names: names of the arrays; no prediction is computed after all are explained.
         fits: whether an array is as predicted, and the right one is not.
     """
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, tuple[str, str, Named]] = {}
     left = list(names)
     for cause, text, predict in hypotheses if left else ():
         predicted = predict()
-        found |= {name: (cause, text) for name in left if fits(name, predicted)}
+        found |= {name: (cause, text, predicted) for name in left if fits(name, predicted)}
         left = [name for name in left if name not in found]
         if not left:
             break
