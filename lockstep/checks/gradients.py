@@ -53,7 +53,7 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
         text = "gradients are NaN or infinite, on one device too: nothing to compare with"
         yield context.found("not_finite", text, items=odd, design=True)
         return
-    if (found := _summed_in_step(context)) is not None:
+    if _are_sums(context) and (found := _check_sums(context)) is not None:
         yield from found
         return
     context.mark_checked()
@@ -202,35 +202,40 @@ def _two_factors(
     yield float(a / sizes[0]), float(b / sizes[1])
 
 
-def _summed_in_step(context: Context) -> list[Finding] | None:
-    """Checks gradients that a custom step has summed before the optimizer; None if it has not.
+def _are_sums(context: Context) -> bool:
+    """Returns whether each shard sends the same sum, of a custom step that sums gradients itself.
 
-    They are equal although the examples differ. Their sum is compared if the whole batch can be.
+    They are equal although the examples differ, and no shard's own gradients.
     """
     raw, used = context.named("raw"), [ask.data for ask in context.actual]
-    is_off = any(ask.off for ask in context.actual)
-    if (
-        context.oracle.synchronizes
-        or is_off
-        or len(raw) == 1
-        or not any(map(norm, raw[0].values()))
-    ):
-        return None
+    if len(raw) == 1 or context.oracle.synchronizes or any(ask.off for ask in context.actual):
+        return False
+    if not any(map(norm, raw[0].values())):
+        return False
     if not all(all_same_bits(other, raw[0]) for other in raw[1:]):
-        return None
+        return False
     if all(all(map(same_bits, other, used[0])) for other in used[1:]):
-        return None
+        return False
     for shard in context.shards:
         own = context.expected(shard).step.raw
         if own.keys() != raw[0].keys():
-            return None
+            return False
         factor = factor_of(list(raw[0].values()), [own[name] for name in raw[0]])
         # Gradients of one shard's examples, or of a loss that does not depend on examples.
         multiple = scaled_all(own, factor) if np.isfinite(factor) else {}
         if len(context.near(shard, raw[0], multiple, factor)) == len(raw[0]):
-            return None
+            return False
+    return True
+
+
+def _check_sums(context: Context) -> list[Finding] | None:
+    """Compares sums of a custom step with the whole batch, if it can be computed.
+
+    Returns None if they are no multiple of its gradient.
+    """
     if context.modal_layers or context.is_wrong("loss"):
         return []
+    raw = context.named("raw")
     expected = context.expected_of(context.ask(0, data=context.used, scales=(1.0, 1.0)))
     total, whole = add_named(raw), expected.step.raw
     factor = factor_of(list(total.values()), [whole[name] for name in total])
