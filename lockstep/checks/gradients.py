@@ -134,7 +134,8 @@ def _compare(
         of_part = factor_of_part(context, *asked) if alone[0] == "unexplained" else None
         return of_part or alone
 
-    for (cause, text), names in explain(left, why).items():
+    unknown = [name for name in left if name not in known]
+    for (cause, text), names in explain([*known, *unknown], why).items():
         yield context.found(
             cause, text, items=items, tensors=names, distance=farthest(actual, expected, names),
             allowed=MARGIN * context.expected(shard).backward,

@@ -138,7 +138,7 @@ def _explain(
     known = predicted_by(hypotheses, weights, fits)
     unknown = [name for name in weights if name not in known]
     alone = _alone(after, expected, bounds, unknown)
-    reasons = explain(weights, lambda n: known[n][:2] if n in known else alone[n])
+    reasons = explain([*known, *unknown], lambda n: known[n][:2] if n in known else alone[n])
     for (cause, text), names in reasons.items():
         predicted = known[names[0]][2] if names[0] in known else {}
         counted = [n for n in counters if n in predicted and same_bits(after[n], predicted[n])]
