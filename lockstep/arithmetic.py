@@ -1,7 +1,7 @@
 """Computes distances, sums, factors and bits of arrays and gradients, in float64."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,11 @@ def relative_distance(actual: Sequence[Array], expected: Sequence[Array]) -> flo
     """Returns the largest relative distance of two arrays."""
     pairs = zip(actual, expected, strict=True)
     return max((ratio(distance(a, e), norm(e)) for a, e in pairs), default=0.0)
+
+
+def farthest(actual: Named, expected: Named, names: Iterable[str]) -> float:
+    """Returns the largest relative distance of two arrays of a name."""
+    return max(ratio(distance(actual[n], expected[n]), norm(expected[n])) for n in names)
 
 
 def relative_norm(actual: Named, expected: Named) -> float:

@@ -1,7 +1,7 @@
 """A recorded step with everything that its checks need."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,12 +16,13 @@ from lockstep.arithmetic import (
     joined,
     norm,
     ratio,
+    same_bits,
     scaled_all,
 )
 from lockstep.oracles import Ask, Batch, Computed, Oracle
 from lockstep.oracles.rules import RuleOracle
 from lockstep.rounding import Expected, measure
-from lockstep.trace import CLIP_FIRST, REDUCE_FIRST, STATISTIC, Array, Named, Trace
+from lockstep.trace import CLIP_FIRST, REDUCE_FIRST, SEED, STATISTIC, Array, Named, Trace
 from lockstep.verdict import BY_DESIGN, FAULT, Finding, Measurement
 
 _LIKE_STALE_AT_FIRST = ("frozen", "lost_replica", "lost_micro_batch", "not_updated")
@@ -69,7 +70,8 @@ class Context:
         self.measurements: list[Measurement] = []
         self.exact: frozenset[int] = frozenset()
         self.in_float64 = oracle is not None and not oracle.why_not_exact
-        self._named: dict[tuple[str, int], list[Named]] = {}
+        self._arrays: dict[str, list[list[Array]]] = {}
+        self._named: dict[str, list[Named]] = {}
         self._expected: dict[int, Expected] = {}
 
     # What was recorded.
@@ -83,7 +85,7 @@ class Context:
     @property
     def computes(self) -> bool:
         """Whether an oracle computes what is right."""
-        return self._oracle is not None and self.has("data") and self.has("before")
+        return self._oracle is not None and self.has("data", "before")
 
     @property
     def shards(self) -> range:
@@ -100,42 +102,53 @@ class Context:
         """Whether several shards or copies take part."""
         return len(self.shards) > 1 or len(self.copies) > 1
 
-    def has(self, kind: str) -> bool:
-        """Returns whether arrays of a kind were recorded in this step."""
-        return self.trace.has(self.position, kind)
+    def has(self, *kinds: str) -> bool:
+        """Returns whether arrays of each kind were recorded in this step."""
+        return all(self.trace.has(self.position, kind) for kind in kinds)
 
     def arrays(self, kind: str) -> list[list[Array]]:
         """Returns the arrays of each shard or copy, without those that do not exist."""
-        items = self.trace.items(kind)
-        found = [self.trace.arrays(self.position, kind, item) or [] for item in items]
-        return [[array for array in each if array is not None] for each in found]
-
-    def named(self, kind: str, position: int | None = None) -> list[Named]:
-        """Returns the variables or gradients of each shard or copy, in this step or another."""
-        at = self.position if position is None else position
-        if (kind, at) not in self._named:
+        if kind not in self._arrays:
             items = self.trace.items(kind)
-            self._named[kind, at] = [self.trace.named(at, kind, item) or {} for item in items]
-        return self._named[kind, at]
+            found = [self.trace.arrays(self.position, kind, item) or [] for item in items]
+            self._arrays[kind] = [[array for array in each if array is not None] for each in found]
+        return self._arrays[kind]
 
-    def earlier(self, kind: str) -> list[Named] | None:
-        """Returns the arrays of all items in the last earlier step that has them."""
-        for position in reversed(range(self.position)):
-            if self.trace.has(position, kind):
-                return self.named(kind, position)
-        return None
+    def named(self, kind: str) -> list[Named]:
+        """Returns the variables or gradients of each shard or copy, by name."""
+        if kind not in self._named:
+            items = self.trace.items(kind)
+            self._named[kind] = [self.trace.named(self.position, kind, i) or {} for i in items]
+        return self._named[kind]
+
+    def unlike_first(self, kind: str) -> Iterator[tuple[str, list[int], float]]:
+        """Yields name, copies and distance of each variable that differs from that of copy 0."""
+        first, *others = self.named(kind)
+        for name, value in first.items():
+            unlike = {
+                copy: distance(other[name], value)
+                for copy, other in enumerate(others, start=1)
+                if name in other and not same_bits(other[name], value)
+            }
+            if unlike:
+                yield name, list(unlike), ratio(max(unlike.values()), norm(value))
+
+    @functools.cached_property
+    def previous(self) -> "Context | None":
+        """The previous step, if it was recorded, too."""
+        if self.position == 0 or self.trace.steps[self.position - 1] != self.number - 1:
+            return None
+        return Context(self.trace, self.position - 1)
 
     @property
     def follows(self) -> bool:
         """Whether the previous step was recorded, too."""
-        return self.position > 0 and self.trace.steps[self.position - 1] == self.number - 1
+        return self.previous is not None
 
-    def state(self, shard: int, position: int | None = None) -> Named:
+    def state(self, shard: int) -> Named:
         """Returns the variables that a shard starts from: those of its copy, its own statistics."""
-        at = self.position if position is None else position
-        copy = self.named("before", at)[self.trace.copy_of(shard)]
-        own = self.named("own_before", at)[shard] if self.trace.has(at, "own_before") else {}
-        return copy | own
+        copy = self.named("before")[self.trace.copy_of(shard)]
+        return copy | (self.named("own_before")[shard] if self.has("own_before") else {})
 
     def left(self, shard: int) -> Named:
         """Returns the variables after the step of a shard: those of its copy, its statistics."""
@@ -269,9 +282,21 @@ class Context:
             for name, g in gradients.items()
         }
 
-    def times_base(self, shard: int) -> float:
-        """Returns the factor of a shard's gradients over those that `expected` computes."""
-        return self.actual[shard].scales[0] / self.right[shard].scales[0]
+    def weighted_sum(self, weights: Sequence[float], off: tuple[int, ...] = ()) -> Named:
+        """Returns the sum of the shards' gradients, each multiplied by a weight.
+
+        Args:
+            weights: the weights, in place of the factors of the shards' losses.
+            off: see `Ask`.
+        """
+        of_regular, has_loss, parts = 1 / len(self.shards), self.has("loss"), []
+        for shard, weight in enumerate(weights):
+            if self.sizes[shard]:
+                scales = (weight, of_regular) if has_loss else (1.0, 1.0)
+                state = self.state(0)
+                ask = self.ask(shard, state=state, scales=scales, off=off, starts=None)
+                parts.append(scaled_all(self.compute(ask).raw, 1.0 if has_loss else weight))
+        return add_named(parts)
 
     def limit(self, shard: int, name: str, value: Array, times: float | None = None) -> float:
         """Returns how far rounding can move a gradient of a shard, as a Euclidean distance.
@@ -283,8 +308,9 @@ class Context:
             times: factor over the gradients of `expected`; None for that of the shard's loss.
         """
         expected = self.expected(shard)
-        factor = abs(self.times_base(shard) if times is None else times)
-        own = factor * expected.gradients.get(name, 0.0)
+        if times is None:
+            times = self.actual[shard].scales[0] / self.right[shard].scales[0]
+        own = abs(times) * expected.gradients.get(name, 0.0)
         return MARGIN * max(own, expected.backward * norm(value)) + TINY
 
     def near(
@@ -303,10 +329,10 @@ class Context:
         """The layers that behave differently in inference."""
         return (*self.oracle.random_layers, *self.oracle.layers_with_statistics)
 
-    def with_seeds_of(self, other: int, state: Named) -> Named:
-        """Returns a state with the initial seeds of another shard."""
-        theirs = self.state(other)
-        return state | {name: theirs[name] for name in self.of_kind("seed") if name in theirs}
+    def seeds(self, shard: int) -> Named:
+        """Returns the seeds that a shard starts from."""
+        state = self.state(shard)
+        return {name: state[name] for name in self.of_kind(SEED) if name in state}
 
     @property
     def overflows(self) -> list[int]:
@@ -333,7 +359,7 @@ class Context:
         """The oracle that computes updates: by the optimizer's rule if no other one computes."""
         if self.computes:
             return self.oracle
-        if not (self.has("before") and self.has("after") and self.applied(0)):
+        if not (self.has("before", "after") and self.applied(0)):
             return None
         rule = RuleOracle(self.trace, self.position, self.applied(0))
         return rule if rule.rules else None

@@ -157,7 +157,7 @@ def check_step(
 
 def exact_shards(context: Context) -> frozenset[int]:
     """Returns the shards whose results are bitwise those of one device."""
-    is_recorded = context.has("loss") and context.has("raw") and context.has("after")
+    is_recorded = context.has("loss", "raw", "after")
     if not context.computes or context.oracle.synchronizes or not is_recorded:
         return frozenset()
     asks = [context.ask(shard, scales=(1.0, 1.0)) for shard in context.shards]

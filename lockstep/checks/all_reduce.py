@@ -10,6 +10,7 @@ from lockstep.arithmetic import (
     dense,
     distance,
     factor_of,
+    farthest,
     is_far,
     is_within,
     norm,
@@ -21,6 +22,7 @@ from lockstep.arithmetic import (
 )
 from lockstep.checks.update import rounding_bounds
 from lockstep.context import Context
+from lockstep.hypotheses import explain
 from lockstep.hypotheses.of_sums import SumOf, why_sum
 from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.trace import Array, Named
@@ -48,47 +50,38 @@ def check_all_reduce(context: Context) -> Iterator[Finding]:
             is_right = False
             yield finding
     if is_right:
-        yield from _unequal_sums(context, context.named("sums"))
+        yield from _unequal_sums(context)
 
 
 def _sums_of(context: Context, copy: int, sent: Sequence[Named]) -> Iterator[Finding]:
     """Checks the sums that a copy receives, and groups those with the same explanation."""
-    received = context.named("sums")[copy]
-    names = [name for name in received if all(name in gradients for gradients in sent)]
-    groups: dict[tuple[str, str, tuple[int, ...]], list[SumOf]] = {}
-    known: list[np.ndarray] = []
+    received, known = context.named("sums")[copy], list[np.ndarray]()
+    wrong: dict[str, SumOf] = {}
+    for name in received:
+        if all(name in gradients for gradients in sent):
+            asked = SumOf(context, copy, name)
+            if not asked.is_right():
+                wrong[name] = asked
     # A few elements do not determine the factors of the sum; large tensors do.
-    for name in sorted(names, key=lambda name: -np.size(dense(received[name]))):
-        asked = SumOf(context, copy, name)
-        if not asked.is_right():
-            groups.setdefault(why_sum(asked, known), []).append(asked)
-    for (cause, text, lost), wrong in groups.items():
-        apart = max(distance(each.got, each.right) for each in wrong)
+    names = sorted(wrong, key=lambda name: -wrong[name].bound.size)
+    for (cause, text, lost), some in explain(names, lambda n: why_sum(wrong[n], known)).items():
+        apart = max(distance(wrong[n].got, wrong[n].right) for n in some)
         yield context.found(
             cause, text, kind=context.kind_sent if lost else "sums", items=lost or (copy,),
-            tensors=[each.name for each in wrong],
-            distance=ratio(apart, max(norm(each.right) for each in wrong)),
+            tensors=some, distance=ratio(apart, max(norm(wrong[n].right) for n in some)),
         )  # fmt: skip
 
 
-def _unequal_sums(context: Context, received: Sequence[Named]) -> Iterator[Finding]:
+def _unequal_sums(context: Context) -> Iterator[Finding]:
     """Finds sums that are right on each copy, but differ by rounding."""
-    first = received[0]
-    for name in first:
-        other = [
-            copy
-            for copy in context.copies
-            if name in received[copy] and not same_bits(received[copy][name], first[name])
-        ]
-        if other:
-            apart = max(distance(received[copy][name], first[name]) for copy in other)
-            yield context.found(
-                "unequal_sums",
-                "these replicas received sums that differ by rounding from that of replica 0: they"
-                " add in different orders, and their weights diverge",
-                kind="sums", items=other, tensors=(name,),
-                distance=ratio(apart, norm(first[name])),
-            )  # fmt: skip
+    text = (
+        "these replicas received sums that differ by rounding from that of replica 0: they add in"
+        " different orders, and their weights diverge"
+    )
+    for name, copies, apart in context.unlike_first("sums"):
+        yield context.found(
+            "unequal_sums", text, kind="sums", items=copies, tensors=(name,), distance=apart
+        )
 
 
 def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
@@ -214,12 +207,12 @@ def _why(
             kind="clipped", items=(item,), tensors=wrong, distance=relative_norm(clipped, alone),
         )  # fmt: skip
         return
-    for name in wrong:
-        cause, text = why_tensor(clipped[name], alone[name], 0.0, len(context.shards))
-        apart = ratio(distance(clipped[name], alone[name]), norm(alone[name]))
+    num = len(context.shards)
+    reasons = explain(wrong, lambda name: why_tensor(clipped[name], alone[name], 0.0, num))
+    for (cause, text), names in reasons.items():
         yield context.found(
-            cause, f"after clipping, {text}", kind="clipped", items=(item,), tensors=(name,),
-            distance=apart,
+            cause, f"after clipping, {text}", kind="clipped", items=(item,), tensors=names,
+            distance=farthest(clipped, alone, names),
         )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import numpy as np
 
 from lockstep.arithmetic import (
     MARGIN,
-    add_named,
     are_finite,
     joined,
     norm,
@@ -15,9 +14,8 @@ from lockstep.arithmetic import (
     relative_norm,
 )
 from lockstep.context import Actual, Context
-from lockstep.hypotheses.of_states import other_states
+from lockstep.hypotheses.of_states import other_steps
 from lockstep.oracles import Batch
-from lockstep.trace import Named
 from lockstep.verdict import Finding
 
 
@@ -87,18 +85,12 @@ def _apart(context: Context, off: Sequence[int]) -> float:
 
 def _gradient_apart(context: Context) -> float:
     """Returns the distance of the shards' summed gradients from that of the whole batch."""
-    num, of_regular = sum(context.sizes), 1 / len(context.shards)
-
-    def gradients(data: Batch, scales: tuple[float, float]) -> Named:
-        ask = context.right[0]._replace(data=data, scales=scales)
-        return context.oracle.compute(ask).raw
-
-    pairs = zip(context.data, context.sizes, strict=True)
-    parts = [gradients(data, (size / num, of_regular)) for data, size in pairs]
-    whole = gradients(context.whole, (1.0, 1.0))
-    if any(part.keys() != whole.keys() for part in parts):  # One of them overflows.
+    sizes = context.sizes
+    sums = context.weighted_sum([size / sum(sizes) for size in sizes])
+    whole = context.oracle.compute(context.right[0]._replace(data=context.whole, scales=(1, 1))).raw
+    if sums.keys() != whole.keys():  # A shard overflows.
         return np.nan
-    return relative_norm(add_named(parts), whole)
+    return relative_norm(sums, whole)
 
 
 def _why(context: Context, shard: int, allowed: float) -> tuple[str, str, Mapping[str, Any]]:
@@ -118,20 +110,7 @@ def _why(context: Context, shard: int, allowed: float) -> tuple[str, str, Mappin
             f" is to normalise over all {sum(context.sizes)} of the batch"
         )
         return "local_statistics", text, {}
-    if context.modal_layers and fits(off=context.modal_layers):
-        text = "the predictions are those of the model in inference mode"
-        return "inference_mode", text, {"off": context.modal_layers}
-    others = [other for other in context.shards if other != shard]
-    for other in others if oracle.random_layers else ():
-        drawn = {"state": context.with_seeds_of(other, context.state(shard))}
-        if fits(**drawn):
-            text = f"predictions are those with the seeds of replica {other}"
-            return "same_random_numbers", text, drawn
-    for other in others:
-        if fits(data=context.data[other]):
-            name = context.trace.name_of("data", other)
-            return "same_examples", f"the predictions are those for the examples of {name}", {}
-    for cause, text, changes in other_states(context, shard):
+    for cause, text, changes in other_steps(context, shard):
         if fits(**changes):
             return cause, f"the predictions are {text}", changes
     return "unexplained", "one device makes other predictions for the same examples", {}

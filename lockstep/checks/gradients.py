@@ -1,6 +1,6 @@
 """Checks each shard's gradients, before clipping, and their sum against the whole batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -15,19 +15,18 @@ from lockstep.arithmetic import (
     dense,
     distance,
     factor_of,
+    farthest,
     norm,
-    ratio,
     relative_norm,
     same_bits,
     scaled_all,
 )
 from lockstep.context import Actual, Context
-from lockstep.hypotheses.of_gradients import gradient_hypotheses
+from lockstep.hypotheses import Hypothesis, explain, predicted_by
+from lockstep.hypotheses.of_gradients import gradient_hypotheses, synchronized_hypotheses
 from lockstep.hypotheses.of_tensors import factor_of_part, why_tensor
 from lockstep.trace import Array, Named
 from lockstep.verdict import Finding
-
-_NOT_FINITE = "gradients are NaN or infinite, and finite on one device"
 
 
 def check_gradients(context: Context) -> Iterator[Finding | Actual]:
@@ -54,7 +53,7 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
         text = "gradients are NaN or infinite, on one device too: nothing to compare with"
         yield context.found("not_finite", text, items=odd, design=True)
         return
-    if (found := _summed_in_step(context)) is not None:
+    if _are_sums(context) and (found := _check_sums(context)) is not None:
         yield from found
         return
     context.mark_checked()
@@ -79,21 +78,8 @@ def _check_shard(context: Context, shard: int) -> Iterator[Finding]:
             items=(shard,), tensors=sorted(actual.keys() ^ expected.keys()),
         )  # fmt: skip
         return
-    wrong = _wrong(context, shard, actual, expected)
-    if odd := _not_finite(actual, expected, wrong):
-        yield context.found("not_finite", _NOT_FINITE, items=(shard,), tensors=odd)
-    left = [name for name in wrong if name not in odd]
-    for cause, text, predict in gradient_hypotheses(context, shard) if left else ():
-        predicted = predict()
-        near = context.near(shard, actual, predicted)
-        same = context.near(shard, expected, predicted)
-        if explained := [name for name in left if name in near and name not in same]:
-            why = cause, f"the gradients are {text}"
-            yield _finding(context, why, shard, actual, expected, explained, (shard,))
-            left = [name for name in left if name not in explained]
-            if not left:
-                return
-    yield from _by_tensor(context, shard, actual, expected, left, (shard,))
+    hypotheses = gradient_hypotheses(context, shard)
+    yield from _compare(context, shard, actual, expected, (shard,), hypotheses)
 
 
 def _check_together(context: Context) -> Iterator[Finding]:
@@ -101,71 +87,59 @@ def _check_together(context: Context) -> Iterator[Finding]:
     if context.is_wrong("loss"):
         return
     total, expected = add_named(context.named("raw")), context.expected(0).step.raw
-    wrong = _wrong(context, 0, total, expected)
-    if odd := _not_finite(total, expected, wrong):
-        shards = [s for s in context.shards if not are_finite(context.named("raw")[s])]
-        yield context.found("not_finite", _NOT_FINITE, items=shards, tensors=odd)
-        return
-    if not wrong:
-        return
-    sizes, num = context.sizes, len(context.shards)
-    asks = [
-        context.ask(shard, scales=(size / sum(sizes), 1 / num), starts=None)
-        for shard, size in enumerate(sizes)
-    ]
-    near = context.near(0, total, add_named([context.compute(ask).raw for ask in asks]))
-    if all(name in near for name in wrong):
-        yield context.found(
-            "local_statistics",
-            f"BatchNorm normalises each shard of {'/'.join(map(str, sizes))} examples separately;"
-            f" it is to normalise over all {sum(sizes)} of the batch together",
-            items=context.shards, tensors=wrong,
-        )  # fmt: skip
-        return
-    yield from _by_tensor(context, 0, total, expected, wrong, context.shards)
+    hypotheses = synchronized_hypotheses(context)
+    yield from _compare(context, 0, total, expected, context.shards, hypotheses)
 
 
-def _wrong(context: Context, shard: int, actual: Named, expected: Named) -> list[str]:
-    """Measures gradients, and returns the names of the wrong ones."""
-    least = SMALL_PART * max(map(norm, expected.values()), default=0.0)
-    wrong = []
-    for name, value in actual.items():
-        right = expected[name]
-        limit = context.limit(shard, name, right)
-        if not context.measure(name, "raw", shard, value, right, limit, least=least):
-            wrong.append(name)
-    return wrong
-
-
-def _not_finite(actual: Named, expected: Named, names: Sequence[str]) -> list[str]:
-    """Returns the gradients that are not finite although those of one device are."""
-    return [n for n in names if not are_finite([actual[n]]) and are_finite([expected[n]])]
-
-
-def _by_tensor(
-    context: Context, shard: int, actual: Named, expected: Named, left: Sequence[str],
-    items: Sequence[int],
+def _compare(
+    context: Context, shard: int, actual: Named, expected: Named, items: Sequence[int],
+    hypotheses: Iterable[Hypothesis],
 ) -> Iterator[Finding]:  # fmt: skip
-    """Explains gradients tensor by tensor, and groups those with the same explanation."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in left:
-        limit = context.limit(shard, name, expected[name])
-        why = why_tensor(actual[name], expected[name], limit, len(context.shards))
-        if why[0] == "unexplained":
-            why = factor_of_part(context, actual[name], expected[name], limit) or why
-        groups.setdefault(why, []).append(name)
-    for why, names in groups.items():
-        yield _finding(context, why, shard, actual, expected, names, items)
+    """Compares gradients, and explains the wrong ones.
 
+    Args:
+        context: the step.
+        shard: the shard whose rounding error is that of the gradients.
+        actual, expected: the gradients.
+        items: the shards that have sent them.
+        hypotheses: what these shards may have computed.
+    """
+    least = SMALL_PART * max(map(norm, expected.values()), default=0.0)
+    limits = {name: context.limit(shard, name, right) for name, right in expected.items()}
+    wrong = [
+        name
+        for name, value in actual.items()
+        if not context.measure(name, "raw", shard, value, expected[name], limits[name], least=least)
+    ]
+    odd = [n for n in wrong if not are_finite([actual[n]]) and are_finite([expected[n]])]
+    if odd:
+        senders = [s for s in items if not are_finite(context.named("raw")[s])]
+        text = "gradients are NaN or infinite, and finite on one device"
+        yield context.found("not_finite", text, items=senders, tensors=odd)
+    left = [name for name in wrong if name not in odd]
 
-def _finding(
-    context: Context, why: tuple[str, str], shard: int, actual: Named, expected: Named,
-    names: Sequence[str], items: Sequence[int],
-) -> Finding:  # fmt: skip
-    """Returns a finding on some gradients of a shard."""
-    apart = max(ratio(distance(actual[n], expected[n]), norm(expected[n])) for n in names)
-    allowed = MARGIN * context.expected(shard).backward
-    return context.found(*why, items=items, tensors=names, distance=apart, allowed=allowed)
+    def is_predicted(name: str, predicted: Named) -> bool:
+        sent, right = {name: actual[name]}, {name: expected[name]}
+        near = context.near(shard, sent, predicted)
+        return bool(near) and not context.near(shard, right, predicted)
+
+    known = predicted_by(hypotheses, left, is_predicted)
+
+    def why(name: str) -> tuple[str, str]:
+        if name in known:
+            cause, text, _ = known[name]
+            return cause, f"the gradients are {text}"
+        asked = actual[name], expected[name], limits[name]
+        alone = why_tensor(*asked, len(context.shards))
+        of_part = factor_of_part(context, *asked) if alone[0] == "unexplained" else None
+        return of_part or alone
+
+    unknown = [name for name in left if name not in known]
+    for (cause, text), names in explain([*known, *unknown], why).items():
+        yield context.found(
+            cause, text, items=items, tensors=names, distance=farthest(actual, expected, names),
+            allowed=MARGIN * context.expected(shard).backward,
+        )  # fmt: skip
 
 
 # Steps that show no loss, or sum gradients themselves.
@@ -229,35 +203,40 @@ def _two_factors(
     yield float(a / sizes[0]), float(b / sizes[1])
 
 
-def _summed_in_step(context: Context) -> list[Finding] | None:
-    """Checks gradients that a custom step has summed before the optimizer; None if it has not.
+def _are_sums(context: Context) -> bool:
+    """Returns whether each shard sends the same sum, of a custom step that sums gradients itself.
 
-    They are equal although the examples differ. Their sum is compared if the whole batch can be.
+    They are equal although the examples differ, and no shard's own gradients.
     """
     raw, used = context.named("raw"), [ask.data for ask in context.actual]
-    is_off = any(ask.off for ask in context.actual)
-    if (
-        context.oracle.synchronizes
-        or is_off
-        or len(raw) == 1
-        or not any(map(norm, raw[0].values()))
-    ):
-        return None
+    if len(raw) == 1 or context.oracle.synchronizes or any(ask.off for ask in context.actual):
+        return False
+    if not any(map(norm, raw[0].values())):
+        return False
     if not all(all_same_bits(other, raw[0]) for other in raw[1:]):
-        return None
+        return False
     if all(all(map(same_bits, other, used[0])) for other in used[1:]):
-        return None
+        return False
     for shard in context.shards:
         own = context.expected(shard).step.raw
         if own.keys() != raw[0].keys():
-            return None
+            return False
         factor = factor_of(list(raw[0].values()), [own[name] for name in raw[0]])
         # Gradients of one shard's examples, or of a loss that does not depend on examples.
         multiple = scaled_all(own, factor) if np.isfinite(factor) else {}
         if len(context.near(shard, raw[0], multiple, factor)) == len(raw[0]):
-            return None
+            return False
+    return True
+
+
+def _check_sums(context: Context) -> list[Finding] | None:
+    """Compares sums of a custom step with the whole batch, if it can be computed.
+
+    Returns None if they are no multiple of its gradient.
+    """
     if context.modal_layers or context.is_wrong("loss"):
         return []
+    raw = context.named("raw")
     expected = context.expected_of(context.ask(0, data=context.used, scales=(1.0, 1.0)))
     total, whole = add_named(raw), expected.step.raw
     factor = factor_of(list(total.values()), [whole[name] for name in total])
@@ -343,10 +322,10 @@ def _why_whole(
     sizes = context.sizes
     by_size = [size / sum(sizes) for size in sizes]
     is_mean = not context.has("loss") and len(set(sizes)) > 1
-    if is_mean and are_near(_weighted_sum(context, by_size), whole):
+    if is_mean and are_near(context.weighted_sum(by_size, context.modal_layers), whole):
         return "mean_of_means", f"shards of {'/'.join(map(str, sizes))} examples have equal weights"
     weights = _weights_of_shards(context)
-    if weights and are_near(_weighted_sum(context, weights), whole):
+    if weights and are_near(context.weighted_sum(weights, context.modal_layers), whole):
         return "weighted_mean_of_means", (
             "shards have equal weights; their shares of the sample weights, or unmasked steps, are"
             f" {'/'.join(f'{weight:.3g}' for weight in weights)}"
@@ -387,19 +366,3 @@ def _weights_of_shards(context: Context) -> list[float]:
         arrays = [mask for mask in masks if mask.ndim] + context.oracle.targets(ask.data)[1]
         sums.append(sum(float(np.sum(array)) for array in arrays))
     return [number / sum(sums) for number in sums] if sum(sums) else []
-
-
-def _weighted_sum(context: Context, weights: Sequence[float]) -> Named:
-    """Returns the sum of the shards' gradients, each multiplied by a weight."""
-    of_regular, has_loss = 1 / len(context.shards), context.has("loss")
-    shares = []
-    for shard, weight in enumerate(weights):
-        if context.sizes[shard] == 0:
-            continue
-        scales = (weight, of_regular) if has_loss else (1.0, 1.0)
-        ask = context.ask(
-            shard, state=context.state(0), scales=scales, off=context.modal_layers, starts=None
-        )
-        raw = context.compute(ask).raw
-        shares.append(raw if has_loss else scaled_all(raw, weight))
-    return add_named(shares)

@@ -33,7 +33,7 @@ def check_loss(context: Context) -> Iterator[Finding | Actual]:
 def _check_losses(context: Context) -> Iterator[Finding | Actual]:
     """Checks the losses that the shards compute from their own predictions."""
     losses = recorded_losses(context)
-    if not losses.are_right and context.has("y_pred") and context.has("mask"):
+    if not losses.are_right and context.has("y_pred", "mask"):
         for shard in losses.odd:
             yield from _shifted_targets_of(context, shard, losses)
         losses = recorded_losses(context)
@@ -58,7 +58,7 @@ def _check_losses(context: Context) -> Iterator[Finding | Actual]:
             stage="regularisation", distance=losses.apart, allowed=losses.allowed,
         )  # fmt: skip
         return
-    cause, text = losses.why()
+    cause, text = losses.why(_is_mean_of_examples(context, losses))
     explained = []
     for shard in losses.odd if cause == "other_loss" else ():
         if found := _label_smoothing(context, shard) or _left_out(context, shard, losses):
@@ -92,31 +92,27 @@ def _shifted_targets_of(
 def _label_smoothing(context: Context, shard: int) -> tuple[str, str, dict] | None:
     """Explains a loss by targets that are spread over all classes, as it should not be.
 
-    The cross-entropy with smoothing s is (1 - s) times that of the labels plus s times the mean
-    over the classes; its gradients are linear in s, and give it. Returns
-    cause, text and changes of `Ask`.
+    The gradient of the cross-entropy with respect to the logits is linear in the smoothing, which
+    the gradients of the weights therefore give. Returns cause, text and changes of `Ask`.
     """
-    if not context.has("y_pred"):
+    if not context.has("y_pred", "mask"):
         return None
-    logits, data = context.arrays("y_pred")[shard], context.actual[shard].data
-    num_inputs, _ = context.oracle.targets(data)
+    oracle, data = context.oracle, context.actual[shard].data
+    logits, masks = (context.arrays(kind)[shard] for kind in ("y_pred", "mask"))
+    num_inputs, _ = oracle.targets(data)
     targets = data[num_inputs : num_inputs + 1]
     if len(logits) != 1 or logits[0].ndim != 2 or not targets or targets[0].ndim != 1:
         return None
-    labels = targets[0].astype(np.int64)
     size, classes = logits[0].shape
-    if targets[0].dtype.kind not in "iu" or not size or labels.max() >= classes:
+    if targets[0].dtype.kind not in "iu" or not size or targets[0].max() >= classes:
         return None
-    values = logits[0].astype(np.float64)
-    values -= values.max(axis=1, keepdims=True)
-    logs = values - np.log(np.exp(values).sum(axis=1, keepdims=True))
+    (start,) = oracle.loss_gradients(context.state(shard), data, logits, masks)
+    more = (np.eye(classes)[targets[0]] - 1 / classes) / size
     share = size / sum(context.sizes)
     scales = share, context.actual[shard].scales[1]
 
     def gradients(smoothing: float) -> tuple[list[np.ndarray], Named]:
-        start = np.exp(logs) - smoothing / classes
-        start[np.arange(size), labels] -= 1 - smoothing
-        starts = [(start / size).astype(np.float32)]
+        starts = [(start + smoothing * more).astype(np.float32)]
         return starts, context.gradients(shard, starts=starts, scales=scales)
 
     actual, without, fully = context.named("raw")[shard], gradients(0.0)[1], gradients(1.0)[1]
@@ -136,7 +132,7 @@ def _label_smoothing(context: Context, shard: int) -> tuple[str, str, dict] | No
 
 def _left_out(context: Context, shard: int, losses: "Losses") -> tuple[str, str, dict] | None:
     """Explains a loss by an example that it leaves out; returns the same as `_label_smoothing`."""
-    if not (context.has("y_pred") and context.has("mask")):
+    if not context.has("y_pred", "mask"):
         return None
     oracle, state, size = context.oracle, context.state(shard), context.sizes[shard]
     arrays = context.actual[shard].data, *(context.arrays(k)[shard] for k in ("y_pred", "mask"))
@@ -160,8 +156,6 @@ class Losses:
         taken: for each replica, the recorded loss.
         own: for each replica, the loss of the recorded predictions on one device.
         whole: the loss of the global batch on one device.
-        plain: `own` without weights and masks.
-        plain_whole: `whole` without weights and masks.
         sizes: number of examples of each replica.
         allowed: relative distance that rounding can cause.
     """
@@ -169,8 +163,6 @@ class Losses:
     taken: list[float]
     own: list[float]
     whole: float
-    plain: list[float]
-    plain_whole: float
     sizes: list[int]
     allowed: float
 
@@ -226,23 +218,21 @@ class Losses:
         is_whole = abs(extra - round(extra)) < 1e-3 and round(extra) != 0
         return extra if any(fits) and is_whole else None
 
-    @property
-    def is_plain_sum(self) -> bool:
-        """Whether losses without weights and masks are the mean over examples."""
-        apart = abs(self._by_size(self.plain) - self.plain_whole)
-        return apart <= self.allowed * max(abs(self.plain_whole), TINY)
-
-    def _by_size(self, losses: Sequence[float]) -> float:
+    def by_size(self, losses: Sequence[float]) -> float:
         """Returns the mean of the replicas' losses, weighted by their numbers of examples."""
         pairs = zip(losses, self.sizes, strict=True)
         return sum(loss * size for loss, size in pairs) / sum(self.sizes)
 
-    def why(self) -> tuple[str, str]:
-        """Returns cause and text of a sum that differs from the loss of the whole batch."""
+    def why(self, is_mean: bool) -> tuple[str, str]:
+        """Returns cause and text of a sum that differs from the loss of the whole batch.
+
+        Args:
+            is_mean: whether the loss without weights and masks is the mean over the examples.
+        """
         num, sizes, taken, whole = len(self.own), self.sizes, sum(self.taken), self.whole
         once = all(self._near(t, o) for t, o in zip(self.taken, self.own, strict=True))
         mean = self._near(taken, sum(self.own) / num) and not self.odd
-        is_by_size = self._near(self._by_size(self.own), whole)
+        is_by_size = self._near(self.by_size(self.own), whole)
         if once and is_by_size:
             return "scalar_loss_not_divided", (
                 f"the replicas' losses ({self._each}) are not divided by the number of replicas,"
@@ -254,13 +244,13 @@ class Losses:
                 f"the replicas have {'/'.join(map(str, sizes))} examples; the mean of their means"
                 f" is {taken:.6g}, the mean over all examples is {whole:.6g}"
             )
-        if (mean or once) and self.is_plain_sum and not is_by_size:
+        if (mean or once) and is_mean and not is_by_size:
             return "weighted_mean_of_means", (
                 "each replica divides by the sum of the weights, or unmasked steps, of its"
                 f" examples: the mean of the replicas' losses ({self._each}) is {taken:.6g}, the"
                 f" weighted mean of the whole batch is {whole:.6g}"
             )
-        if (mean or once) and not self.is_plain_sum:
+        if (mean or once) and not is_mean:
             return "not_a_sum_over_examples", (
                 f"the loss of a batch is not the mean of its examples' losses: it is {whole:.6g}"
                 f" for the whole batch and {self._each} for the shards"
@@ -304,23 +294,31 @@ def recorded_losses(context: Context) -> Losses:
     oracle, sizes, shards = context.oracle, context.sizes, context.shards
     taken = [float(np.sum(x[0])) - float(np.sum(x[1:2])) for x in context.arrays("loss")]
     allowed = MARGIN * max(8 * EPS, oracle.unit if oracle.unit > EPS else 0.0)
-    if not (context.has("y_pred") and context.has("mask")):
+    if not context.has("y_pred", "mask"):
         own = [loss[0] if (loss := context.expected(s).step.loss) else 0.0 for s in shards]
         whole = sum(o * size for o, size in zip(own, sizes, strict=True)) / max(sum(sizes), 1)
         forward = MARGIN * max(context.expected(s).forward for s in shards)
-        return Losses(taken, own, whole, own, whole, sizes, max(allowed, forward))
-    y_pred, masks = context.arrays("y_pred"), context.arrays("mask")
+        return Losses(taken, own, whole, sizes, max(allowed, forward))
+    return Losses(taken, *_compiled_losses(context, weighted=True), sizes, allowed)
 
-    def loss_of(shard: int | None, weighted: bool) -> float:
-        """Returns the loss of a shard, or of the whole batch."""
-        if shard is None:
-            arrays = context.used, joined(y_pred), joined(masks)
-            return oracle.loss(context.state(0), *arrays, weighted=weighted)
-        arrays = context.actual[shard].data, y_pred[shard], masks[shard]
-        return oracle.loss(context.state(shard), *arrays, weighted=weighted)
 
-    own, plain = ([loss_of(s, weighted) for s in shards] for weighted in (True, False))
-    return Losses(taken, own, loss_of(None, True), plain, loss_of(None, False), sizes, allowed)
+def _compiled_losses(context: Context, *, weighted: bool) -> tuple[list[float], float]:
+    """Returns the losses of the recorded predictions: of each shard, and of the whole batch."""
+    y_pred, masks, loss = context.arrays("y_pred"), context.arrays("mask"), context.oracle.loss
+    own = [
+        loss(context.state(s), context.actual[s].data, y_pred[s], masks[s], weighted=weighted)
+        for s in context.shards
+    ]
+    arrays = context.used, joined(y_pred), joined(masks)
+    return own, loss(context.state(0), *arrays, weighted=weighted)
+
+
+def _is_mean_of_examples(context: Context, losses: Losses) -> bool:
+    """Returns whether the loss without weights and masks is the mean over the examples."""
+    if not context.has("y_pred", "mask"):
+        return True
+    own, whole = _compiled_losses(context, weighted=False)
+    return abs(losses.by_size(own) - whole) <= losses.allowed * max(abs(whole), TINY)
 
 
 def check_regularisation(context: Context) -> Iterator[Finding]:

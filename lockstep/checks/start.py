@@ -1,8 +1,8 @@
 """Checks the state before a step, and that copies agree after it."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from lockstep.arithmetic import all_same_bits, distance, norm, ratio, same_bits
+from lockstep.arithmetic import all_same_bits, farthest, same_bits
 from lockstep.context import Context
 from lockstep.trace import STATE, STATISTIC, WEIGHT, Named
 from lockstep.verdict import Finding
@@ -14,11 +14,11 @@ def check_start(context: Context) -> Iterator[Finding]:
         return
     context.mark_checked()
     before = context.named("before")
-    has_previous = context.follows and context.trace.has(context.position - 1, "after")
-    if not has_previous or context.trace.about.replayed is not None:
+    previous = context.previous
+    if not (previous and previous.has("after")) or context.trace.about.replayed is not None:
         yield from _differing_copies(context, "before", "before the step")
     else:
-        after = context.named("after", context.position - 1)
+        after = previous.named("after")
         for name in context.trace.keys:
             changed = [
                 copy
@@ -54,13 +54,12 @@ def _initial_state(context: Context) -> Iterator[Finding]:
             weights = [n for n in wrong if context.trace.kinds[n] == WEIGHT]
             what = "weights" if weights else "optimizer state or statistics"
             is_state = all(context.trace.kinds[n] == STATE for n in wrong)
-            apart = [ratio(distance(state[n], expected[n]), norm(expected[n])) for n in wrong]
             yield context.found(
                 "other_initial_state" if is_state else "other_initial_weights",
                 f"{len(wrong)} variables start from {what} other than those that model, recipe and"
                 " seed define",
                 kind="before", items=(context.trace.copy_of(shard),), tensors=wrong,
-                distance=max(apart),
+                distance=farthest(state, expected, wrong),
             )  # fmt: skip
 
 
@@ -74,32 +73,17 @@ def check_agreement(context: Context) -> Iterator[Finding]:
     is_same = all(all_same_bits(other, applied[0]) for other in applied[1:])
     if context.is_wrong("update") or not is_same:
         return
-    known = _unequal(context, "before") if context.has("before") else []
+    known = {name for name, *_ in context.unlike_first("before")} if context.has("before") else {}
     yield from _differing_copies(context, "after", "after the step", but=known)
 
 
-def _unequal(context: Context, kind: str) -> list[str]:
-    """Returns the weights and optimizer state that differ between copies."""
-    first, *others = context.named(kind)
-    return [
-        name
-        for name in context.of_kind(WEIGHT, STATE)
-        if any(name in first and name in o and not same_bits(o[name], first[name]) for o in others)
-    ]
-
-
 def _differing_copies(
-    context: Context, kind: str, when: str, but: list[str] | tuple[str, ...] = ()
+    context: Context, kind: str, when: str, but: Collection[str] = ()
 ) -> Iterator[Finding]:
-    """Yields a finding for each variable that differs from that of replica 0."""
-    copies = context.named(kind)
-    for name in _unequal(context, kind):
-        if name in but:
-            continue
-        other = [c for c in context.copies if not same_bits(copies[c][name], copies[0][name])]
-        apart = max(distance(copies[copy][name], copies[0][name]) for copy in other)
-        yield context.found(
-            "diverged_replicas",
-            f"{when}, these replicas have other values than replica 0",
-            kind=kind, items=other, tensors=(name,), distance=ratio(apart, norm(copies[0][name])),
-        )  # fmt: skip
+    """Yields a finding for each weight or state that differs from that of replica 0."""
+    text = f"{when}, these replicas have other values than replica 0"
+    for name, copies, apart in context.unlike_first(kind):
+        if context.trace.kinds[name] in (WEIGHT, STATE) and name not in but:
+            yield context.found(
+                "diverged_replicas", text, kind=kind, items=copies, tensors=(name,), distance=apart
+            )

@@ -1,5 +1,6 @@
 """Checks moving statistics and seeds after the step."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,16 +9,16 @@ import numpy as np
 from lockstep.arithmetic import (
     MARGIN,
     dense,
-    distance,
+    farthest,
     is_far,
     is_within,
     length,
     norm,
-    ratio,
     same_bits,
     sum_bound,
 )
 from lockstep.context import Context
+from lockstep.hypotheses import explain
 from lockstep.trace import SEED, STATISTIC, Named
 from lockstep.verdict import Finding
 
@@ -42,17 +43,15 @@ def check_statistics(context: Context) -> Iterator[Finding]:
 
 def _local(context: Context) -> Iterator[Finding]:
     """Finds moving statistics that differ between copies, where no oracle computes them."""
-    first, *others = context.named("after")
-    for copy, other in enumerate(others, start=1):
-        names = [n for n in context.of_kind(STATISTIC) if n in first and n in other]
-        if names := [name for name in names if not same_bits(first[name], other[name])]:
-            text = (
-                "each replica normalises its own examples and has moving statistics that differ"
-                " from those of replica 0"
-            )
+    text = (
+        "each replica normalises its own examples and has moving statistics that differ from those"
+        " of replica 0"
+    )
+    for name, copies, apart in context.unlike_first("after"):
+        if context.trace.kinds[name] == STATISTIC:
             yield context.found(
-                "local_statistics", text, design=True, kind="after", items=(copy,), tensors=names,
-                distance=max(ratio(distance(other[n], first[n]), norm(first[n])) for n in names),
+                "local_statistics", text, design=True, kind="after", items=copies, tensors=(name,),
+                distance=apart,
             )  # fmt: skip
 
 
@@ -77,7 +76,7 @@ def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Fi
     stay = all(same_bits(left[name], before[name]) for name in wrong)
     if stay and context.actual[shard].off:
         return
-    apart = max(ratio(distance(left[n], own[n]), norm(own[n])) for n in wrong)
+    apart = farthest(left, own, wrong)
     where: Any = {"items": (shard,), "tensors": wrong, "distance": apart, "allowed": allowed}
     if stay:
         text = "moving statistics and seeds do not change in the training step"
@@ -98,7 +97,7 @@ def _own(context: Context, shard: int) -> Named:
     ask, right = context.actual[shard], context.right[shard]
     if ask.state is right.state and ask.data is right.data:
         return context.expected(shard).step.after
-    state = context.with_seeds_of(shard, ask.state)
+    state = ask.state | context.seeds(shard)
     return context.oracle.compute(ask._replace(state=state, off=())).after
 
 
@@ -146,10 +145,8 @@ def _averages(context: Context) -> Iterator[Finding]:
         context.measure(name, "after", 0, saved[name], mean, length(bound), same=same)
         if not same and not is_within(saved[name], mean, bound):
             wrong.append(name)
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in wrong:
-        groups.setdefault(_why_average(context, own, saved, name, wrong), []).append(name)
-    for (cause, text), names in groups.items():
+    why = functools.partial(_why_average, context, own, saved, wrong)
+    for (cause, text), names in explain(wrong, why).items():
         yield context.found(cause, text, kind="after", tensors=names)
 
 
@@ -162,7 +159,7 @@ def _average(
 
 
 def _why_average(
-    context: Context, own: Sequence[Named], saved: Named, name: str, wrong: Sequence[str]
+    context: Context, own: Sequence[Named], saved: Named, wrong: Sequence[str], name: str
 ) -> tuple[str, str]:
     """Explains moving statistics that are not the mean over the shards."""
     num = len(own)

@@ -1,6 +1,6 @@
 """Checks weights and optimizer state after the update."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -11,17 +11,16 @@ from lockstep.arithmetic import (
     all_same_bits,
     are_finite,
     dense,
-    distance,
+    farthest,
     is_within,
     length,
-    norm,
-    ratio,
     same_bits,
 )
 from lockstep.context import Context
+from lockstep.hypotheses import explain, predicted_by
 from lockstep.hypotheses.of_updates import update_hypotheses
 from lockstep.oracles.rules import RuleOracle
-from lockstep.trace import SEED, STATE, WEIGHT, Array, Named, Rows
+from lockstep.trace import SEED, WEIGHT, Array, Named, Rows
 from lockstep.verdict import Finding
 
 
@@ -131,18 +130,26 @@ def _explain(
         )
         return
     counters = [name for name in wrong if name.endswith("iteration")]
-    left = [name for name in wrong if name not in counters]
-    while left:
-        weights = [name for name in left if kinds[name] == WEIGHT] or left
-        cause, text, explained = _why(context, copy, expected, bounds, weights, counters)
-        apart = max(ratio(distance(after[n], expected[n]), norm(expected[n])) for n in left)
+    others = [name for name in wrong if name not in counters]
+    # A wrong weight may result from a wrong state: one explanation for both.
+    weights = [name for name in others if kinds[name] == WEIGHT] or others
+    hypotheses = update_hypotheses(context, copy, expected, weights) if weights else ()
+    fits = _fits(context, copy, expected, bounds)
+    known = predicted_by(hypotheses, weights, fits)
+    unknown = [name for name in weights if name not in known]
+    alone = _alone(after, expected, bounds, unknown)
+    reasons = explain([*known, *unknown], lambda n: known[n][:2] if n in known else alone[n])
+    for (cause, text), names in reasons.items():
+        predicted = known[names[0]][2] if names[0] in known else {}
+        counted = [n for n in counters if n in predicted and same_bits(after[n], predicted[n])]
+        counters = [name for name in counters if name not in counted]
         yield context.found(
-            cause, text, kind="after", items=(copy,), tensors=explained, distance=apart
-        )
-        counters = [name for name in counters if name not in explained]
-        # A wrong weight may result from a wrong state: one explanation for both.
-        of_state = kinds[left[0]] == STATE or cause != "changed_on_its_own"
-        left = [n for n in left if n not in explained and (kinds[n] == WEIGHT or not of_state)]
+            cause, text, kind="after", items=(copy,), tensors=[*names, *counted],
+            distance=farthest(after, expected, names),
+        )  # fmt: skip
+    if {cause for cause, _ in reasons} == {"changed_on_its_own"} and len(weights) < len(others):
+        states = [name for name in others if name not in weights]
+        yield from _explain(context, copy, expected, bounds, states)
     if counters:
         made = int(after[counters[0]]) - int(before[counters[0]])
         yield context.found(
@@ -153,16 +160,14 @@ def _explain(
         )  # fmt: skip
 
 
-def _why(
-    context: Context, copy: int, expected: Named, bounds: Named, wrong: Sequence[str],
-    counters: Sequence[str],
-) -> tuple[str, str, list[str]]:  # fmt: skip
-    """Returns cause, text and the explained variables, as many as one cause explains."""
+def _fits(
+    context: Context, copy: int, expected: Named, bounds: Named
+) -> Callable[[str, Named], bool]:
+    """Returns a function that returns whether a prediction alone explains a variable.
+
+    What an update does to a weight and to its state has one cause.
+    """
     after = context.named("after")[copy]
-    bad = [name for name in wrong if not are_finite([after[name]]) and are_finite([expected[name]])]
-    if bad:
-        return "not_finite", "NaN or infinite, although weights and gradients are finite", bad
-    # What an update does to a weight and to its state has one cause.
     groups: dict[str, list[str]] = {name: [name] for name in bounds if name in after}
     for key, variable in zip(context.trace.keys, context.trace.about.variables, strict=True):
         if key in groups and variable.of in groups:
@@ -170,29 +175,36 @@ def _why(
             groups[key] = groups[variable.of]
 
     def fits(name: str, predicted: Named) -> bool:
-        return name in predicted and is_within(after[name], predicted[name], bounds[name])
+        is_predicted = all(
+            each in predicted and is_within(after[each], predicted[each], bounds[each])
+            for each in groups[name]
+        )
+        return is_predicted and not is_within(expected[name], predicted[name], bounds[name])
 
-    for cause, text, predict in update_hypotheses(context, copy, expected, wrong):
-        predicted = predict()
-        explained = [
-            name
-            for name in wrong
-            if all(fits(each, predicted) for each in groups[name])
-            and not is_within(expected[name], predicted[name], bounds[name])
-        ]
-        if explained:
-            also = [n for n in counters if same_bits(after[n], predicted[n])]
-            return cause, text, [*explained, *also]
-    few = {
-        n: int(np.sum(~(np.abs(dense(after[n]) - dense(expected[n])) <= bounds[n]))) for n in wrong
-    }
-    rare = [n for n in wrong if few[n] <= max(1, np.size(after[n]) // 100)]
-    if rare:
-        count = sum(few[n] for n in rare)
-        text = f"{count} elements differ from the update, all other elements are right"
-        return "changed_on_its_own", text, rare
-    text = "the optimizer makes a different update with these gradients"
-    return "unexplained", text, list(wrong)
+    return fits
+
+
+def _alone(
+    after: Named, expected: Named, bounds: Named, names: Sequence[str]
+) -> dict[str, tuple[str, str]]:
+    """Returns cause and text of variables that no hypothesis explains."""
+    few = {}
+    for name in names:
+        num = int(np.sum(~(np.abs(dense(after[name]) - dense(expected[name])) <= bounds[name])))
+        if num <= max(1, np.size(after[name]) // 100):
+            few[name] = num
+    changed = f"{sum(few.values())} elements differ from the update, all other elements are right"
+    found = {}
+    for name in names:
+        if not are_finite([after[name]]) and are_finite([expected[name]]):
+            text = "NaN or infinite, although weights and gradients are finite"
+            found[name] = "not_finite", text
+        elif name in few:
+            found[name] = "changed_on_its_own", changed
+        else:
+            text = "the optimizer makes a different update with these gradients"
+            found[name] = "unexplained", text
+    return found
 
 
 def _changed(context: Context) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Predicts with which other weights, or for which other examples, a shard may have computed."""
+"""Predicts in which other mode, with which other variables or examples a shard has computed."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,24 +10,26 @@ from lockstep.context import Context
 from lockstep.hypotheses.of_tensors import SHORT, bounds, mixed, numbers_of_devices
 from lockstep.trace import WEIGHT, Named
 
-OtherState = tuple[str, str, Mapping[str, Any]]  # Cause, text, and changes of `Context.ask`.
+OtherStep = tuple[str, str, Mapping[str, Any]]  # Cause, text, and changes of `Context.ask`.
 
 _MOST_LAYERS = 24  # With more layers, changes of a single one are not tried: each takes a step.
 
 
-def other_states(context: Context, shard: int) -> Iterator[OtherState]:
-    """Yields other states and examples from which a shard may have computed."""
+def other_steps(context: Context, shard: int) -> Iterator[OtherStep]:
+    """Yields other steps that a shard may have computed: of another mode, state or examples."""
     state = context.state(shard)
-    if context.follows:
-        position = context.position - 1
-        older = context.state(shard, position)
-        yield "stale_weights", "those for the weights of the previous step", {"state": older}
-        for number, names in enumerate(_stages(context)):
-            text = f"those with the previous step's weights of stage {number}"
-            yield "stale_stage", text, {"state": state | {n: older[n] for n in names}}
-        if (data := context.trace.arrays(position, "data", shard)) is not None:
-            text = "those for the examples of the previous step"
-            yield "other_examples", text, {"data": data}
+    others = [number for number in context.shards if number != shard]
+    if context.modal_layers:
+        off = context.modal_layers
+        yield "inference_mode", "those of the model in inference mode", {"off": off}
+    for number in others if context.oracle.random_layers else ():
+        text = f"those with the seeds of replica {number}"
+        yield "same_random_numbers", text, {"state": state | context.seeds(number)}
+    for number in others:
+        text = f"those for the examples of {context.trace.name_of('data', number)}"
+        examples = {"data": context.data[number], "starts": context.actual[number].starts}
+        yield "same_examples", text, examples
+    yield from _of_previous_step(context, shard, state)
     groups, single = _groups(context, state), _single(context)
     for first, second in itertools.combinations(range(len(context.trace.about.parts)), 2):
         for where, names in (groups | single).items():
@@ -47,6 +49,20 @@ def other_states(context: Context, shard: int) -> Iterator[OtherState]:
             if where in groups or cause in ("frozen", "repeated_bias"):
                 for part, mixture in mixed(context, state, other, chosen):
                     yield cause, f"those with {part} of {where} {text}", {"state": state | mixture}
+
+
+def _of_previous_step(context: Context, shard: int, state: Named) -> Iterator[OtherStep]:
+    """Yields steps with weights or examples of the previous step."""
+    if not (previous := context.previous):
+        return
+    older = previous.state(shard)
+    yield "stale_weights", "those for the weights of the previous step", {"state": older}
+    for number, names in enumerate(_stages(context)):
+        text = f"those with the previous step's weights of stage {number}"
+        yield "stale_stage", text, {"state": state | {n: older[n] for n in names}}
+    if previous.has("data"):
+        text = "those for the examples of the previous step"
+        yield "other_examples", text, {"data": previous.data[shard]}
 
 
 def _groups(context: Context, state: Named) -> dict[str, list[str]]:
@@ -75,8 +91,8 @@ def _single(context: Context) -> dict[str, list[str]]:
 def _other_values(context: Context, state: Named, shard: int) -> Iterator[tuple[str, str, Named]]:
     """Yields cause, text and values that weights may have in place of their own."""
     weights = context.of_kind(WEIGHT)
-    if context.follows:
-        older = context.state(shard, context.position - 1)
+    if context.previous:
+        older = context.previous.state(shard)
         text = "as in the previous step"
         yield "stale_weights", text, {n: older[n] for n in weights}
     for num in numbers_of_devices(context):

@@ -1,12 +1,12 @@
 """Explains a wrong sum of gradients."""
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from lockstep.arithmetic import (
     EPS,
-    MARGIN,
     NOTHING_BUT_ROUNDING,
     UNITS,
     add,
@@ -37,23 +37,31 @@ class SumOf:
 
     Attributes:
         copy: the copy.
-        got: the sum.
-        parts: the gradients that each shard sent.
+        got: what was received.
+        sent: the gradients that each shard sent.
         share: factor of the sum: 1, or one over the number of shards for a mean.
-        bound: bound of each element's error.
-        right: the sum of what was sent.
+        right: the sum, or the mean, of what was sent.
     """
 
     def __init__(self, context: Context, copy: int, name: str):
         self.context, self.copy, self.name = context, copy, name
         self.got = context.named("sums")[copy][name]
-        self.parts = [gradients[name] for gradients in context.named(context.kind_sent)]
-        self.share, total = context.share(0), add(self.parts)
-        self.right = scaled(total, self.share) if self.share != 1 else total
-        unit = UNITS.get(context.trace.about.reduced_in, EPS)
-        if context.computes:
-            unit = max(unit, context.oracle.units.get(name, EPS))
-        self.bound = sum_bound(self.parts, unit) * self.share
+        self.sent = [gradients[name] for gradients in context.named(context.kind_sent)]
+        self.share = context.share(0)
+        self.right = add(self.sent) if self.share == 1 else scaled(add(self.sent), self.share)
+
+    @functools.cached_property
+    def parts(self) -> list[np.ndarray]:
+        """The terms of the sum: what each shard sent, multiplied by `share`."""
+        return [self.share * dense(gradient) for gradient in self.sent]
+
+    @functools.cached_property
+    def bound(self) -> np.ndarray:
+        """The bound of each element's error."""
+        unit = UNITS.get(self.context.trace.about.reduced_in, EPS)
+        if self.context.computes:
+            unit = max(unit, self.context.oracle.units.get(self.name, EPS))
+        return sum_bound(self.parts, unit)
 
     @property
     def item(self) -> int | None:
@@ -63,12 +71,11 @@ class SumOf:
 
     def is_right(self) -> bool:
         """Measures the sum; returns whether it is right."""
-        if same_bits(self.got, self.right):
-            where = self.name, "sums", self.copy
-            return self.context.measure(*where, self.got, self.right, 0.0, same=True)
-        allowed = length(self.bound)
-        self.context.measure(self.name, "sums", self.copy, self.got, self.right, allowed)
-        return is_within(self.got, self.right, self.bound)
+        same = same_bits(self.got, self.right)
+        allowed = 0.0 if same else length(self.bound)
+        where = self.name, "sums", self.copy
+        self.context.measure(*where, self.got, self.right, allowed, same=same)
+        return same or is_within(self.got, self.right, self.bound)
 
 
 def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
@@ -78,8 +85,8 @@ def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
         asked: the sum.
         known: factors of the shards in the sums of other tensors; new ones are added.
     """
-    got, parts, share, bound = asked.got, asked.parts, asked.share, asked.bound
-    num, sums = len(parts), dense(got)
+    got, parts, bound = asked.got, asked.parts, asked.bound
+    sums = dense(got)
     if sums.shape != bound.shape:
         return "unexplained", f"the sum has shape {sums.shape}, not {bound.shape}", ()
     if are_finite([got]) and not are_finite(parts):
@@ -88,76 +95,68 @@ def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
     if not are_finite([got]) and are_finite(parts):
         text = "what is received is NaN or infinite, although what is sent is finite"
         return "not_finite", text, ()
-    if clipped := _clipped_parts(asked):
-        return clipped
-    for text, old, limit, items in _stale(asked):
-        if np.any(sums) and is_within(got, old, limit) and not is_within(add(parts), old, bound):
-            return "stale_gradient", text, items
-    rows = np.stack([dense(part).ravel() for part in parts])
+    for cause, text, items, others in _of_other_parts(asked):
+        limit, total = sum_bound(others), np.sum(others, axis=0)
+        if cause == "clipped_before_the_sum":
+            limit = 2 * limit  # The factor of the clipping, and each product with it, are rounded.
+        if (
+            np.any(sums)
+            and is_within(got, total, limit)
+            and not is_within(asked.right, total, bound)
+        ):
+            return cause, text, items
+    rows = np.stack([part.ravel() for part in parts])
     apart = distance(got, asked.right)
     for factors in _factors(asked, rows, known):
-        limit = MARGIN * max(1, float(np.abs(factors / share).max())) * bound
+        # Fitted factors have an error of the same size as that of the sum.
+        predicted = [factor * part for factor, part in zip(factors, parts, strict=True)]
+        limit = 2 * np.maximum(sum_bound(predicted), bound)
         if length(limit) > NOTHING_BUT_ROUNDING * apart:
             continue  # Such factors would explain any sum.
-        if is_within(got, np.tensordot(factors, rows, 1).reshape(sums.shape), limit):
+        if is_within(got, np.sum(predicted, axis=0), limit):
             known.append(factors)
-            shown = np.where(np.abs(factors) < 1e-3 * share, 0, factors)
-            return _why_factors(asked, shown / share)
-    for cause, text, candidate in reduced_sums(parts):
+            return _why_factors(asked, np.where(np.abs(factors) < 1e-3, 0, factors))
+    for cause, text, candidate in reduced_sums(asked.sent):
         # The error of a quantised element is that of the largest one.
-        if is_within(got, candidate * share, bound.max() if cause == "quantised" else bound):
+        if is_within(got, asked.share * candidate, bound.max() if cause == "quantised" else bound):
             return cause, text, ()
     for text, moved in moved_parts(asked.context, dense(asked.right)):
         if is_within(got, moved, np.max(bound)):
             return "swapped_parts", text, ()
-    if found := _sum_of_some(sums / share, rows, bound / share):
+    if found := _sum_of_some(sums, rows, bound):
         return *found, ()
-    return *why_tensor(got, asked.right, 0.0, num), ()
+    return *why_tensor(got, asked.right, 0.0, len(parts)), ()
 
 
-def _clipped_parts(asked: SumOf) -> Why | None:
-    """Explains a sum by the optimizer's clipping of each part, which should clip the sum."""
-    context, oracle = asked.context, asked.context.oracle if asked.context.computes else None
-    if not (oracle and context.clips_sum and (limits := oracle.limits())):
-        return None
-    clipped = [oracle.clip(sent)[asked.name] for sent in context.named(context.kind_sent)]
-    # The factors of the clipping are rounded, too.
-    if is_within(asked.got, add(clipped), MARGIN * sum_bound(asked.parts)):
-        return "clipped_before_the_sum", f"{limits} is applied on each replica, not to the sum", ()
-    return None
-
-
-def _stale(asked: SumOf) -> Iterator[tuple[str, Array, np.ndarray, tuple[int, ...]]]:
-    """Yields text, sum, bound and shards for sums with gradients of the previous step."""
-    context, name, parts, share = asked.context, asked.name, asked.parts, asked.share
-    text = "the sum is that of the previous step"
-    sums_before = context.earlier("sums")
-    if sums_before and name in sums_before[asked.copy]:
-        old_sum = sums_before[asked.copy][name]
-        yield text, old_sum, sum_bound([old_sum]), ()
-    old = [sent[name] for sent in context.earlier(context.kind_sent) or () if name in sent]
-    if len(old) != len(parts):
+def _of_other_parts(
+    asked: SumOf,
+) -> Iterator[tuple[str, str, tuple[int, ...], list[np.ndarray]]]:
+    """Yields cause, text, shards and parts of sums of clipped or of previous gradients."""
+    context, name, parts, kind = asked.context, asked.name, asked.parts, asked.context.kind_sent
+    oracle = context.oracle if context.computes else None
+    if oracle and context.clips_sum and (limits := oracle.limits()):
+        text = f"{limits} is applied on each replica, not to the sum"
+        clipped = [oracle.clip(sent)[name] for sent in context.named(kind)]
+        yield "clipped_before_the_sum", text, (), [asked.share * dense(g) for g in clipped]
+    previous = context.previous
+    if not (previous and previous.has(kind) and all(name in own for own in previous.named(kind))):
         return
-    yield text, scaled(add(old), share), sum_bound(old), ()
+    old = [asked.share * dense(sent[name]) for sent in previous.named(kind)]
+    yield "stale_gradient", "the sum is that of the previous step", (), old
     for shard in range(len(parts)):
-        mixed = [*parts[:shard], old[shard], *parts[shard + 1 :]]
         whose = context.trace.name_of("raw", shard)
         text = f"the sum contains the gradient that {whose} sent in the previous step"
-        yield text, scaled(add(mixed), share), sum_bound(mixed), (shard,)
+        mixed = [*parts[:shard], old[shard], *parts[shard + 1 :]]
+        yield "stale_gradient", text, (shard,), mixed
 
 
 def _factors(asked: SumOf, rows: np.ndarray, known: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yields factors of the shards' gradients that may give the sum: simple, known, fitted."""
-    context, item, parts, share = asked.context, asked.item, asked.parts, asked.share
-    num = len(parts)
-    yield np.full(num, 1 / num if share == 1 else 1.0)
+    """Yields factors of the shards' parts that may give the sum: simple, known, fitted."""
+    context, item, num = asked.context, asked.item, len(rows)
+    yield np.full(num, 1 / num if asked.share == 1 else float(num))
     if item is not None:
-        own = [context.trace.copy_of(shard) == item for shard in context.shards]
-        yield np.array(own, float) * share
-    for shard in range(num):
-        without = np.full(num, share)
-        without[shard] = 0
-        yield without
+        yield np.array([context.trace.copy_of(s) == item for s in context.shards], float)
+    yield from 1 - np.eye(num)
     yield from known
     sums = dense(asked.got).ravel()
     if sums.size > num and np.isfinite(rows).all() and np.isfinite(sums).all():

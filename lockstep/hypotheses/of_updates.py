@@ -1,7 +1,7 @@
 """Predicts the update that a copy would make with a known fault."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -15,23 +15,19 @@ from lockstep.arithmetic import (
     total_norm,
 )
 from lockstep.context import Context
+from lockstep.hypotheses import Hypothesis
 from lockstep.hypotheses.of_states import with_exchanged_elements
 from lockstep.hypotheses.of_tensors import SHORT, mixed
 from lockstep.oracles.rules import RuleOracle
 from lockstep.trace import STATE, WEIGHT, Named
-
-Hypothesis = tuple[str, str, Callable[[], Named]]  # Cause, text, all variables after the update.
 
 
 def update_hypotheses(
     context: Context, copy: int, expected: Named, wrong: Sequence[str]
 ) -> Iterator[Hypothesis]:
     """Yields hypotheses about a wrong update of a copy."""
-    before, after, applied = (
-        context.named("before")[copy],
-        context.named("after"),
-        context.applied(copy),
-    )
+    before, after = context.named("before")[copy], context.named("after")[copy]
+    applied = context.applied(copy)
     update, kinds = partial(context.updated, before), context.trace.kinds
     yield "not_updated", "the weights do not change", lambda: before
     for kind, what in ((STATE, "optimizer state does"), (WEIGHT, "weights do")):
@@ -42,11 +38,6 @@ def update_hypotheses(
         zeros = {name: np.zeros_like(expected[name]) for name in slots}
         text = "the optimizer state is 0 after the update"
         yield "zeroed_state", text, partial(dict, expected | zeros)
-    twice_as_far = [(update(applied, rate=2.0, decays=decays), decays) for decays in (True, False)]
-    fitted = partial(_with_fitted_numbers, context, copy, expected, twice_as_far)
-    copies_differ = not all(all_same_bits(after[0], other) for other in after[1:])
-    if copies_differ:
-        yield from fitted(wrong)  # Of one copy, it is not a mean in place of a sum.
     yield from _with_other_gradients(context, copy, before, applied, wrong)
     yield from _with_other_states(context, copy, before, applied)
     twice = (
@@ -55,7 +46,7 @@ def update_hypotheses(
         lambda: context.updated(update(applied), applied),
     )
     counters = [n for n in context.of_kind(STATE) if n.endswith("iteration") and n in before]
-    is_counted_once = any(after[copy][name] == before[name] + 1 for name in counters)
+    is_counted_once = any(after[name] == before[name] + 1 for name in counters)
     if not is_counted_once:
         yield twice
     yield from _of_exchanged_parts(context, before, applied, expected)
@@ -66,8 +57,9 @@ def update_hypotheses(
         text = f"the weights are rounded to {name} after the update"
         short = {n: rounded(expected[n]) for n in applied}
         yield "reduced_precision", text, partial(dict, expected | short)
-    if not copies_differ:
-        yield from fitted(wrong)
+    twice_as_far = [(update(applied, rate=2.0, decays=decays), decays) for decays in (True, False)]
+    fitted = partial(_with_fitted_numbers, context, copy, expected, twice_as_far)
+    yield from fitted(wrong)
     if is_counted_once:  # Without momentum, it is the update with another learning rate.
         yield twice
     for name in wrong if len(wrong) > 1 else ():
@@ -103,7 +95,10 @@ def _with_other_gradients(
             name = context.trace.name_of("raw", other)
             text = f"the update uses only the gradients of {name}"
             yield "not_all_reduced", text, partial(update, sent[other], clips=clips)
-    for factor in (1 / num, float(num)) if num > 1 else ():
+    # If one copy alone does so, it has another learning rate.
+    first, *others = context.named("after")
+    is_common = num > 1 and all(all_same_bits(first, other) for other in others)
+    for factor in (1 / num, float(num)) if is_common else ():
         cause = "mean_instead_of_sum" if factor < 1 else "scaled_gradient"
         text = f"the update uses {factor:.4g} times the sum"
         yield cause, text, partial(update, scaled_all(applied, factor))
@@ -112,10 +107,9 @@ def _with_other_gradients(
         yield "clipped_on_one_replica", text, partial(update, context.named("sums")[copy])
     text = "the summed gradients are clipped on this replica"
     yield "clipped_on_one_replica", text, partial(update, applied, clips=True)
-    olds = (context.earlier(kind) for kind in ("sums", "clipped", "raw"))
-    if old := next((old for old in olds if old and len(old) == len(context.copies)), None):
+    if context.previous and (old := context.previous.applied(copy)):
         text = "the update uses the gradients of the previous step"
-        yield "stale_gradient", text, partial(update, old[copy])
+        yield "stale_gradient", text, partial(update, old)
     for name in (n for n in wrong if n in applied):
         zero = applied | {name: scaled_all({name: applied[name]}, 0.0)[name]}
         yield "frozen", f"{name} is updated with a gradient of 0", partial(update, zero)
@@ -135,8 +129,8 @@ def _with_other_states(
         start = {name: np.zeros_like(before[name]) for name in counters} | zeros
         text = "the update starts from the optimizer state of a first step"
         yield "reset_state", text, partial(context.updated, before | start, applied)
-    if context.follows:
-        older = context.named("before", context.position - 1)[copy]
+    if context.previous:
+        older = context.previous.named("before")[copy]
         old = {name: older[name] for name in slots if name in older}
         if old:
             text = "the update starts from the optimizer state of the previous step"
