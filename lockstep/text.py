@@ -8,6 +8,7 @@ from lockstep.causes import remedy_of, title_of
 from lockstep.verdict import BY_DESIGN, FAULT, STAGES, Finding, Verdict
 
 _MOST_TENSORS = 3  # Names of variables that a finding shows.
+_OF_ZERO = 1e6  # A larger relative difference is one from 0.
 
 
 def sentence_of(verdict: Verdict) -> str:
@@ -160,5 +161,7 @@ def _where(finding: Finding, verdict: Verdict) -> str:
 def _difference(finding: Finding) -> str:
     if not finding.distance or not math.isfinite(finding.distance):
         return ""
+    if finding.distance > _OF_ZERO:
+        return "not 0, as it should be"
     allowed = f"; rounding allows {finding.allowed:.2g}" if finding.allowed else ""
     return f"up to {finding.distance:.2g}, relative{allowed}"

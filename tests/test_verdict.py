@@ -102,6 +102,11 @@ def test_findings_say_where_why_and_what_to_do():
     assert line_of(CLIPPED, verdict).startswith("clipped before the sum in clipping, every step")
 
 
+def test_a_difference_from_zero_has_no_relative_size():
+    finding = dataclasses.replace(CLIPPED, distance=2.4e35)
+    assert facts_of(finding, verdict_on(finding))["difference"] == "not 0, as it should be"
+
+
 def test_findings_of_all_steps_replicas_and_tensors_are_one():
     again = dataclasses.replace(CLIPPED, steps=(4,), items=("replica 1",), tensors=("out/bias",))
     found, local = merged([CLIPPED, LOCAL, again])[::-1]
