@@ -15,11 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from strategies import ALL_REDUCE_ALGORITHMS
-from strategies.collectives import GradientBuckets, PerReplicaTensors, weighted_bounds
+from strategies.collectives import PerReplicaTensors, weighted_bounds
 from strategies.compiled_steps import BatchIterator, CompiledSteps
 from strategies.copies import CopyStates, State, Variables
 from strategies.device_tape import DeviceTape
 from strategies.evaluation import Evaluation, LogitsAndTotals, Statistics
+from strategies.gradient_buckets import GradientBuckets
 from strategies.loss import differentiate, differentiate_scaled, loss_scale_of, shard_loss
 from strategies.observer import Observer, Shard
 from strategies.options import StrategyOptions
@@ -148,13 +149,12 @@ class Strategy(abc.ABC):
         The order is the same in all copies: the model's variables, then the optimizer's.
         """
 
+    @abc.abstractmethod
     def shard_variables(self) -> list[Variables]:
         """Returns the per-shard variables of each shard of this worker: name → variable.
 
         These are the model's non-trainable variables: moving statistics and random states.
         """
-        names = [f"model/{v.path}" for v in self.model.non_trainable_variables]
-        return [{name: copy[name] for name in names} for copy in self.copies()]
 
     def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
         """Returns an iterator over `dataset`, which repeats forever, for the compiled steps."""
@@ -272,12 +272,13 @@ class Strategy(abc.ABC):
             optimizer.build(model.trainable_variables)
         return Replica(replica_id, device, model, optimizer, self.new_statistics(model))
 
-    def new_statistics(self, model: keras.Model) -> list[list[keras.Variable]]:
+    def new_statistics(self, model: keras.Model) -> list[dict[str, keras.Variable]]:
         """Creates the variables of `Replica.statistics` on the current device."""
         if self.shards_per_replica == 1:
             return []
-        own = model.non_trainable_variables
-        return [own, *(copies_of(own) for _ in range(self.shards_per_replica - 1))]
+        own = {variable.path: variable for variable in model.non_trainable_variables}
+        num_others = self.shards_per_replica - 1
+        return [own, *(copies_of(list(own.values())) for _ in range(num_others))]
 
     def local_gradients(
         self, replica: Replica, examples: Sequence[tf.Tensor], num_global_examples: tf.Tensor

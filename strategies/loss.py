@@ -144,25 +144,3 @@ def share_overflow(
         with tf.device(device):
             shared.append(replaced_by_nan(gradients, are_all_finite))
     return shared
-
-
-def apply_in_parts(
-    devices: Sequence[str],
-    optimizers: Sequence[keras.optimizers.Optimizer],
-    weights: Sequence[Sequence[keras.Variable]],
-    per_device_sums: PerReplicaTensors,
-) -> None:
-    """Updates each device's own weights; with loss scaling, all devices skip the same steps.
-
-    Args:
-        devices: their names.
-        optimizers: for each device, the optimizer of its weights.
-        weights: for each device, its weights.
-        per_device_sums: for each device, the summed gradients of its weights.
-    """
-    if loss_scale_of(optimizers[0]) is not None:
-        per_device_sums = share_overflow(per_device_sums, devices)
-    parts = zip(devices, optimizers, weights, per_device_sums, strict=True)
-    for device, optimizer, own, sums in parts:
-        with tf.device(device):
-            optimizer.apply(sums, own)

@@ -22,11 +22,12 @@ part of the idea: BatchNorm over the batch, other algorithms of the all-reduce.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
 from strategies.base import BatchIterator, Bounds, ModelFn, OptimizerFn
-from strategies.collectives import PerReplicaTensors, add_in_order
+from strategies.collectives import ALL_REDUCE_FUNCTIONS, PerReplicaTensors, add_in_order
 from strategies.replica_list import ReplicaList
 from strategies.step_totals import StepTotals
 
@@ -70,7 +71,7 @@ class ManualStrategy(ReplicaList):
     """Trains data-parallel replicas with an explicit all-reduce."""
 
     name = "manual"
-    reduce_to_one = staticmethod(all_reduce)
+    all_reduce_functions: ClassVar = {"reduce_to_one": all_reduce, **ALL_REDUCE_FUNCTIONS}
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         self.replicas = []

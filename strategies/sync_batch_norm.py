@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from strategies.base import Strategy
 from strategies.collectives import add_in_order
-from strategies.device_tape import DeviceTape, Spread
+from strategies.device_tape import DeviceTape, PerDeviceTensors
 from strategies.layer_calls import LayerCall, LayerCalls, with_values
 from strategies.loss import unscaled
 from strategies.observer import Shard
@@ -63,7 +63,7 @@ def synchronized_gradients(
     tape = DeviceTape(devices)
     per_replica_calls = [LayerCalls.of(replica.model) for replica in replicas]
     first = per_replica_calls[0]
-    values = {first.input: Spread(images for images, _ in shards)}
+    values = {first.input: [images for images, _ in shards]}
     for position, call in enumerate(first.calls):
         layers = [calls.calls[position].layer for calls in per_replica_calls]
         inputs = [values[i] for i in call.inputs]
@@ -74,7 +74,7 @@ def synchronized_gradients(
             values[call.output] = _call_on_each(tape, replicas, layers, call, inputs)
     logits = values[first.output]
     losses, totals, logits_gradients = [], [], []
-    for own_logits, device, (_, labels) in zip(logits.tensors, devices, shards, strict=True):
+    for own_logits, device, (_, labels) in zip(logits, devices, shards, strict=True):
         with tf.device(device):
             loss, own_totals, gradient = strategy.loss_and_logits_gradient(
                 own_logits, labels, num_global_examples
@@ -86,7 +86,7 @@ def synchronized_gradients(
     per_replica_gradients = tape.gradient(logits, logits_gradients, weights)
     for r, (images, labels) in enumerate(shards):
         with tf.device(devices[r]):
-            examples = Shard(images, labels, num_global_examples, logits.tensors[r])
+            examples = Shard(images, labels, num_global_examples, logits[r])
             gradients = unscaled(per_replica_gradients[r], strategy.loss_scale)
             per_replica_gradients[r] = strategy.observer.on_shard(
                 replicas[r].replica_id, examples, losses[r], gradients
@@ -99,8 +99,8 @@ def _call_on_each(
     replicas: Sequence[Replica],
     layers: Sequence[keras.layers.Layer],
     call: LayerCall,
-    inputs: Sequence[Spread],
-) -> Spread:
+    inputs: Sequence[PerDeviceTensors],
+) -> PerDeviceTensors:
     """Calls a layer of each replica on its own device."""
 
     def function(d: int, *tensors: tf.Tensor) -> tf.Tensor:
@@ -115,8 +115,8 @@ def _normalize(
     tape: DeviceTape,
     replicas: Sequence[Replica],
     layers: Sequence[keras.layers.BatchNormalization],
-    inputs: Spread,
-) -> Spread:
+    inputs: PerDeviceTensors,
+) -> PerDeviceTensors:
     """Normalises the examples of all replicas by the mean and variance over all replicas.
 
     Each replica computes the count, mean and sum of squared deviations of its own examples, and

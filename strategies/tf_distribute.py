@@ -134,13 +134,7 @@ class TfDistribute(Strategy):
         return self._on_each_device(named_variables(self.model, self.optimizer))
 
     def shard_variables(self) -> list[Variables]:
-        if not self.template.statistics:
-            return super().shard_variables()
-        names = [f"model/{v.path}" for v in self.model.non_trainable_variables]
-        per_index = []
-        for own in self.template.statistics:
-            named = {name: v.value for name, v in zip(names, own, strict=True)}
-            per_index.append(self._on_each_device(named))
+        per_index = [self._on_each_device(named) for named in self.template.shard_variables()]
         return [shard for shards in zip(*per_index, strict=True) for shard in shards]
 
     def _on_each_device(self, variables: Variables) -> list[Variables]:
