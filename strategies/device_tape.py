@@ -87,21 +87,17 @@ class DeviceTape:
         self._record.append((distinct, output, pullback))
         return output
 
-    def gather(
-        self, value: PerDeviceTensors, sizes: Sequence[int], *, first_alone: bool = False
-    ) -> PerDeviceTensors:
+    def gather(self, value: PerDeviceTensors, sizes: Sequence[int]) -> PerDeviceTensors:
         """Joins the parts of a tensor along its last axis, on every device (all-gather).
 
         Args:
             value: the parts.
             sizes: sizes of the parts along the last axis.
-            first_alone: join the parts only on the first device.
         """
-        receivers = self.devices[:1] if first_alone else self.devices
-        whole: PerDeviceTensors = [None] * len(self.devices)
-        for d, device in enumerate(receivers):
+        whole: PerDeviceTensors = []
+        for device in self.devices:  # TensorFlow prunes the copies that no device uses.
             with tf.device(device):
-                whole[d] = tf.concat(value, axis=-1)
+                whole.append(tf.concat(value, axis=-1))
 
         def pullback(whole_gradients: PerDeviceTensors) -> list[PerDeviceTensors]:
             pairs = zip(whole_gradients, self.devices, strict=True)

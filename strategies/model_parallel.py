@@ -44,7 +44,7 @@ class ModelParallelStrategy(Strategy):
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         with tf.device("CPU:0"):  # In main memory, because it may not fit on one device.
             self.model = model_fn()
-            names = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
+        names = optimizer_shapes(self.model.trainable_variables, optimizer_fn)
         self.variable_names = [*(f"model/{v.path}" for v in self.model.variables), *names]
         self.weight_paths = [variable.path for variable in self.model.trainable_variables]
         self.split_layers(LayerCalls.of(self.model))

@@ -12,8 +12,7 @@ training step
 
 All micro-batches of a step use the same weights. With `--model_parallel=K` on R·K devices there are
 R pipelines, each with its own part of the batch; before the update, the gradients of each stage are
-summed over the pipelines (an all-reduce). `cuts.py` chooses the cuts, `stages.py` has the stages,
-`model_parallel.py` the update.
+summed over the pipelines (an all-reduce). `cuts.py` chooses the cuts, `stages.py` has the stages.
 
 Not implemented: interleaved stages, several per device, reduce idle time at the cost of more
 messages (D. Narayanan et al., 2021). Zero-bubble schedules split the backward pass into gradients
@@ -76,9 +75,9 @@ class PipelineStrategy(ModelParallelStrategy):
             devices = self.replica_devices[r]
             micro_batches = split_micro_batches(images, labels, bounds, devices)  # 1. Split.
             passes = self._run_schedule(r, micro_batches)  # 2. The schedule.
-            per_replica_gradients.append(self._sum_of_micro_batches(r, passes))  # 3. The sums,
+            per_replica_gradients.append(self._sum_of_micro_batches(r, passes))  # 3. Sum.
             totals.append(StepTotals.sum(list(passes.totals.values())))
-        self.update(per_replica_gradients)  # and the updates.
+        self.update(per_replica_gradients)  # 3. Update.
         return StepTotals.sum(totals)
 
     def _run_schedule(self, r: int, micro_batches: Sequence[Shard]) -> Passes:

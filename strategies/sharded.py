@@ -54,7 +54,7 @@ class ShardedStrategy(ReplicaList):
         self.num_copies = 1 if self.splits_weights else self.num_replicas
 
     def default_all_reduce(self) -> str:
-        return "direct" if self.num_replicas > 1 else "none"  # Reduce-scatter, all-gather.
+        return "direct" if self.num_replicas > 1 else "none"
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         # With ZeRO-3 the model may not fit on one device; it is built in main memory.
@@ -65,8 +65,7 @@ class ShardedStrategy(ReplicaList):
         weights = self.model.trainable_variables
         self._weight_shapes = {weight.path: tuple(weight.shape) for weight in weights}
         self._shapes = {f"model/{v.path}": tuple(v.shape) for v in self.model.variables}
-        with tf.device("CPU:0"):
-            self._shapes |= optimizer_shapes(weights, optimizer_fn)
+        self._shapes |= optimizer_shapes(weights, optimizer_fn)
         self.replicas, self.parts = [], []
         for r, device in enumerate(self.devices):
             take = functools.partial(part_of, part_id=r, num_parts=self.num_devices)
@@ -121,8 +120,7 @@ class ShardedStrategy(ReplicaList):
         """Sums gradients over the replicas; item [r][v] of the result is part r of sum v."""
         if self.splits_gradients:
             return reduce_scatter(per_replica_gradients, self.devices)
-        # ZeRO-1: every device has the whole sums and updates its part.
-        whole_sums = self.all_reduce(per_replica_gradients)
+        whole_sums = self.all_reduce(per_replica_gradients)  # ZeRO-1.
         return [part.take_all(sums) for part, sums in zip(self.parts, whole_sums, strict=True)]
 
     def _update_parts(self, per_device_sums: PerReplicaTensors) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from strategies.base import Bounds
-from strategies.layer_calls import LayerCall, run, variables_of, with_values
+from strategies.layer_calls import LayerCall, variables_of, with_values
 from strategies.loss import unscaled
 from strategies.observer import Shard
 from strategies.parts import DevicePart
@@ -36,7 +36,10 @@ class Stage(NamedTuple):
         """
 
         def call_layers() -> tf.Tensor:
-            tensors = run(self.calls, {self.calls[0].inputs[0]: x}, training=training)
+            tensors = {self.calls[0].inputs[0]: x}
+            for call in self.calls:
+                inputs = [tensors[i] for i in call.inputs]
+                tensors[call.output] = call(inputs, training=training)
             return tensors[self.calls[-1].output]
 
         trainable, others = variables_of(self.calls)
@@ -93,9 +96,10 @@ class Passes:
         """Returns the activations of stage k for the inputs x of micro-batch m."""
         own = self._stages[k].part.statistics[m]
         statistics = {path: variable.value for path, variable in own.items()}
-        is_last = k == len(self._stages) - 1  # Its backward pass follows at once.
+        # The backward pass of the last stage follows at once, so that nothing is recomputed.
+        is_last = k == len(self._stages) - 1
         if self._recomputes and not is_last:
-            # Moving statistics and random states are kept as they are before the pass.
+            # The pass changes moving statistics and random states; the second pass needs the old.
             saved = {path: tf.identity(value) for path, value in statistics.items()}
             self._inputs[k, m] = x, saved
         tape, y = self._forward_on_tape(k, x, statistics)

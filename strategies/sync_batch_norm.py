@@ -5,7 +5,8 @@ the sums of all replicas. Each replica sends three numbers per channel: count, m
 squared deviations.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -18,7 +19,7 @@ from strategies.loss import unscaled
 from strategies.observer import Shard
 from strategies.replica import Replica
 from strategies.step_totals import StepTotals
-from strategies.tf_private import flatten_layers, has_symbolic_output
+from strategies.tf_private import flatten_layers
 
 
 def check_synchronizable(model: keras.Model) -> None:
@@ -31,8 +32,8 @@ def check_synchronizable(model: keras.Model) -> None:
     for layer in flatten_layers(model):
         if not isinstance(layer, keras.layers.BatchNormalization):
             continue
-        num_axes = len(layer.output.shape) if has_symbolic_output(layer) else 0
-        if id(layer) not in called or layer.axis not in (-1, num_axes - 1) or layer.renorm:
+        is_supported = id(layer) in called and not layer.renorm
+        if not is_supported or layer.axis not in (-1, len(layer.output.shape) - 1):
             raise ValueError(
                 f"layer {layer.name}: --batch_norm=sync needs BatchNorm layers outside of other"
                 " layers, with channels on the last axis and no renorm; use --batch_norm=average"
@@ -71,7 +72,8 @@ def synchronized_gradients(
         if is_batch_norm and call.layer.trainable:
             values[call.output] = _normalize(tape, replicas, layers, inputs[0])
         else:
-            values[call.output] = _call_on_each(tape, replicas, layers, call, inputs)
+            in_training = functools.partial(_call_in_training, call)
+            values[call.output] = _on_each(tape, replicas, layers, in_training, inputs)
     logits = values[first.output]
     losses, totals, logits_gradients = [], [], []
     for own_logits, device, (_, labels) in zip(logits, devices, shards, strict=True):
@@ -94,21 +96,26 @@ def synchronized_gradients(
     return per_replica_gradients, totals
 
 
-def _call_on_each(
+def _call_in_training(call: LayerCall, layer: keras.layers.Layer, *tensors: tf.Tensor) -> tf.Tensor:
+    return call(tensors, training=True, layer=layer)
+
+
+def _on_each(
     tape: DeviceTape,
     replicas: Sequence[Replica],
     layers: Sequence[keras.layers.Layer],
-    call: LayerCall,
+    function: Callable[..., tf.Tensor],
     inputs: Sequence[PerDeviceTensors],
 ) -> PerDeviceTensors:
-    """Calls a layer of each replica on its own device."""
+    """Calls function(layer, *tensors) for the layer of each replica, on the replica's device."""
 
-    def function(d: int, *tensors: tf.Tensor) -> tf.Tensor:
-        return with_values(
-            lambda: call(tensors, training=True, layer=layers[d]), _values(replicas[d], layers[d])
-        )
+    def call_one(d: int, *tensors: tf.Tensor) -> tf.Tensor:
+        own = {variable.path for variable in layers[d].variables}
+        values = [pair for pair in replicas[d].values(0) if pair[0].path in own]
+        return with_values(lambda: function(layers[d], *tensors), values)
 
-    return tape.each(function, inputs, _weights_of(replicas, layers))
+    weights = [replica.weights_of(layer) for replica, layer in zip(replicas, layers, strict=True)]
+    return tape.each(call_one, inputs, weights)
 
 
 def _normalize(
@@ -126,26 +133,26 @@ def _normalize(
     Reference: T. Chan et al., "Updating Formulae and a Pairwise Algorithm for Computing Sample
         Variances", 1979.
     """
-    layer = layers[0]
-    num_channels = layer.moving_mean.shape[0]
+    num_channels = layers[0].moving_mean.shape[0]
 
     def local_moments(d: int, x: tf.Tensor) -> tf.Tensor:
-        x = _to_moments_dtype(x)
+        if x.dtype in (tf.float16, tf.bfloat16):
+            x = tf.cast(x, tf.float32)  # 16 bits are too few for sums over a batch.
         axes = list(range(len(x.shape) - 1))
         count = tf.cast(tf.size(x) // num_channels, x.dtype)
         mean = tf.reduce_mean(x, axes)
         squares = tf.reduce_sum(tf.math.squared_difference(x, mean), axes)
         return tf.stack([tf.fill([num_channels], count), mean, squares])
 
-    def normalized(d: int, x: tf.Tensor, moments: tf.Tensor) -> tf.Tensor:
+    def normalized(
+        layer: keras.layers.BatchNormalization, x: tf.Tensor, moments: tf.Tensor
+    ) -> tf.Tensor:
         mean, variance = _combined(tf.split(moments, len(replicas), axis=-1))
-        return with_values(
-            lambda: _apply(layers[d], x, mean, variance), _values(replicas[d], layers[d])
-        )
+        return _apply(layer, x, mean, variance)
 
     per_replica_moments = tape.each(local_moments, [inputs])
     gathered = tape.gather(per_replica_moments, [num_channels] * len(replicas))
-    return tape.each(normalized, [inputs, gathered], _weights_of(replicas, layers))
+    return _on_each(tape, replicas, layers, normalized, [inputs, gathered])
 
 
 def _combined(per_replica_moments: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
@@ -174,21 +181,3 @@ def _apply(
         epsilon=layer.epsilon,
     )
     return tf.cast(normalized, layer.compute_dtype)
-
-
-def _to_moments_dtype(x: tf.Tensor) -> tf.Tensor:
-    """Casts the input to the dtype in which moments are computed."""
-    return tf.cast(x, "float32" if x.dtype in (tf.float16, tf.bfloat16) else x.dtype)
-
-
-def _weights_of(
-    replicas: Sequence[Replica], layers: Sequence[keras.layers.Layer]
-) -> list[list[tf.Tensor]]:
-    """Returns for each replica the weights of its layer."""
-    return [replica.weights_of(layer) for replica, layer in zip(replicas, layers, strict=True)]
-
-
-def _values(replica: Replica, layer: keras.layers.Layer) -> list:
-    """Returns (variable, replacement) pairs for the variables of a layer."""
-    own = {variable.path for variable in layer.variables}
-    return [pair for pair in replica.values(0) if pair[0].path in own]

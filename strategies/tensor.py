@@ -83,19 +83,15 @@ class TensorStrategy(ModelParallelStrategy):
         for own_weights, part in zip(weights, self.parts[r], strict=True):
             values.append(own_weights | {p: v.value for p, v in part.statistics[0].items()})
         tape = self.new_tape(devices)
-        per_device_logits = self._logits(
-            tape, r, shard.images, values, training=True
-        )  # 1. Forward.
-        logits = per_device_logits[0]
+        outputs = self._logits(tape, r, shard.images, values, training=True)  # 1. Forward.
+        logits = outputs[0]
         with tf.device(devices[0]):  # 2. The loss.
             loss, totals, gradient = self.loss_and_logits_gradient(
                 logits, shard.labels, shard.num_global_examples
             )
-        others = [None] * (len(devices) - 1)
+        start: PerDeviceTensors = [gradient, *[None] * (len(devices) - 1)]
         per_device_weights = [list(own.values()) for own in weights]
-        gradients = tape.gradient(  # 3. Backward.
-            per_device_logits, [gradient, *others], per_device_weights
-        )
+        gradients = tape.gradient(outputs, start, per_device_weights)  # 3. Backward.
         for d, device in enumerate(devices):
             with tf.device(device):
                 gradients[d] = unscaled(gradients[d], self.loss_scale)
@@ -109,7 +105,7 @@ class TensorStrategy(ModelParallelStrategy):
     def _logits(
         self, tape: DeviceTape, r: int, images: tf.Tensor, values: Values, *, training: bool
     ) -> PerDeviceTensors:
-        """Calls all layers on all devices of a replica; returns the logits on its first device."""
+        """Calls all layers on all devices of a replica; returns the logits."""
         outputs = {self._calls.input: tape.copies_of(images)}
         sizes: dict[int, list[int] | None] = {self._calls.input: None}
         gathered: dict[int, PerDeviceTensors] = {}
@@ -125,7 +121,7 @@ class TensorStrategy(ModelParallelStrategy):
             )
             sizes[split.call.output] = split.sizes
         logits, own_sizes = outputs[self._calls.output], sizes[self._calls.output]
-        return tape.gather(logits, own_sizes, first_alone=True) if own_sizes else logits
+        return tape.gather(logits, own_sizes) if own_sizes else logits
 
     def new_tape(self, devices: Sequence[str]) -> DeviceTape:
         """Returns the tape of one pass over the layers of a replica."""
