@@ -96,7 +96,9 @@ def part_of(tensor: tf.Tensor, part_id: int, num_parts: int) -> tf.Tensor:
     return flat[start:end]
 
 
-def cut(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> list[PerReplicaTensors]:
+def cut_in_parts(
+    per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
+) -> list[PerReplicaTensors]:
     """Cuts each tensor into R flat parts, some of which may be empty.
 
     Returns:
@@ -127,7 +129,7 @@ def reduce_scatter(
     Returns:
         R lists of V flat tensors; item [r][v] is part r of sum v, on device r.
     """
-    per_replica_parts = cut(per_replica_tensors, devices)
+    per_replica_parts = cut_in_parts(per_replica_tensors, devices)
     per_device_sums = []
     for c, device in enumerate(devices):
         copies_of_each = zip(*(parts[c] for parts in per_replica_parts), strict=True)
@@ -153,11 +155,11 @@ def all_gather(
     per_device_wholes = []
     for device in devices:
         with tf.device(device):
-            per_device_wholes.append(join(per_device_parts, shapes))
+            per_device_wholes.append(join_parts(per_device_parts, shapes))
     return per_device_wholes
 
 
-def join(parts: PerReplicaTensors, shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
+def join_parts(parts: PerReplicaTensors, shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
     """Joins R lists of flat parts to V tensors of the given shapes, on the current device."""
     wholes = [tf.concat(parts_of_each, axis=0) for parts_of_each in zip(*parts, strict=True)]
     return [tf.reshape(whole, shape) for whole, shape in zip(wholes, shapes, strict=True)]
@@ -197,7 +199,7 @@ def ring(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerR
         workstations", 2009.
     """
     num_replicas = len(devices)
-    chunks = cut(per_replica_tensors, devices)
+    chunks = cut_in_parts(per_replica_tensors, devices)
     # Reduce-scatter: replica r adds its own chunk to the partial sum of replica r − 1.
     for step in range(1, num_replicas):
         for r, device in enumerate(devices):
@@ -216,7 +218,7 @@ def ring(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerR
     sums = []
     for own_chunks, device in zip(chunks, devices, strict=True):
         with tf.device(device):
-            sums.append(join(own_chunks, shapes))
+            sums.append(join_parts(own_chunks, shapes))
     return sums
 
 
