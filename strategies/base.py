@@ -15,12 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from strategies import ALL_REDUCE_ALGORITHMS
-from strategies.collectives import GradientBuckets, PerReplicaTensors, weighted_bounds
+from strategies.collectives import PerReplicaTensors, weighted_bounds
 from strategies.compiled_steps import BatchIterator, CompiledSteps
 from strategies.copies import CopyStates, State, Variables
 from strategies.device_tape import DeviceTape
 from strategies.evaluation import Evaluation, LogitsAndTotals, Statistics
-from strategies.loss import differentiate, differentiate_scaled, loss_scale_of, shard_loss
+from strategies.gradient_buckets import GradientBuckets
+from strategies.loss import differentiate, loss_scale_of, shard_loss
 from strategies.observer import Observer, Shard
 from strategies.options import StrategyOptions
 from strategies.replica import Replica, copies_of
@@ -103,8 +104,9 @@ class Strategy(abc.ABC):
                 f"--shard_weights={','.join(map(str, replica_weights))} must have a weight for each"
                 f" of {self.num_replicas} replicas"
             )
-        asked, choices = self.options.all_reduce, ("auto", *self.all_reduce_algorithms)
-        can_leave_out = bool(self.all_reduce_algorithms) and asked == "none"
+        algorithms = ALL_REDUCE_ALGORITHMS.get(self.name, ())
+        asked, choices = self.options.all_reduce, ("auto", *algorithms)
+        can_leave_out = bool(algorithms) and asked == "none"
         if asked not in choices and not can_leave_out:
             raise ValueError(
                 f"--all_reduce of strategy {self.name} must be one of {', '.join(choices)}, got"
@@ -148,13 +150,12 @@ class Strategy(abc.ABC):
         The order is the same in all copies: the model's variables, then the optimizer's.
         """
 
+    @abc.abstractmethod
     def shard_variables(self) -> list[Variables]:
         """Returns the per-shard variables of each shard of this worker: name → variable.
 
         These are the model's non-trainable variables: moving statistics and random states.
         """
-        names = [f"model/{v.path}" for v in self.model.non_trainable_variables]
-        return [{name: copy[name] for name in names} for copy in self.copies()]
 
     def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
         """Returns an iterator over `dataset`, which repeats forever, for the compiled steps."""
@@ -212,11 +213,12 @@ class Strategy(abc.ABC):
         The steps are compiled as a separate function; the function of `train_steps` is unchanged.
         `observer` must be the same object in every call.
         """
-        usual, self.observer = self.observer, observer  # Tracing the loop calls the observer.
+        previous_observer = self.observer
+        self.observer = observer  # Tracing the loop calls the observer.
         try:
             return self._observed_steps.run(iterator, num_steps)
         finally:
-            self.observer = usual
+            self.observer = previous_observer
 
     def evaluate(
         self, dataset: tf.data.Dataset, on_batch: Callable[[], None] = lambda: None
@@ -272,12 +274,13 @@ class Strategy(abc.ABC):
             optimizer.build(model.trainable_variables)
         return Replica(replica_id, device, model, optimizer, self.new_statistics(model))
 
-    def new_statistics(self, model: keras.Model) -> list[list[keras.Variable]]:
+    def new_statistics(self, model: keras.Model) -> list[dict[str, keras.Variable]]:
         """Creates the variables of `Replica.statistics` on the current device."""
         if self.shards_per_replica == 1:
             return []
-        own = model.non_trainable_variables
-        return [own, *(copies_of(own) for _ in range(self.shards_per_replica - 1))]
+        own = {variable.path: variable for variable in model.non_trainable_variables}
+        num_others = self.shards_per_replica - 1
+        return [own, *(copies_of(list(own.values())) for _ in range(num_others))]
 
     def local_gradients(
         self, replica: Replica, examples: Sequence[tf.Tensor], num_global_examples: tf.Tensor
@@ -371,8 +374,9 @@ class Strategy(abc.ABC):
         with tf.GradientTape() as tape:
             tape.watch(logits)
             loss, totals = self.loss(logits, labels, num_global_examples)
-        (gradient,) = differentiate_scaled(tape, loss, [logits], loss_scale=self.loss_scale)
-        return loss, totals, gradient
+        scale = self.loss_scale
+        start = None if scale is None else tf.cast(scale, loss.dtype)
+        return loss, totals, tape.gradient(loss, logits, output_gradients=start)
 
     # --- Numbers of examples, shards and devices -----------------------------------------------
 
@@ -414,11 +418,6 @@ class Strategy(abc.ABC):
     def local_replica_devices(self) -> list[str]:
         """The first device of each replica of this worker."""
         return self.local_devices[:: self.devices_per_replica]
-
-    @property
-    def all_reduce_algorithms(self) -> tuple[str, ...]:
-        """The all-reduce algorithms of this strategy, from `strategies.ALL_REDUCE_ALGORITHMS`."""
-        return ALL_REDUCE_ALGORITHMS.get(self.name, ())
 
     def default_bucket_mib(self) -> float:
         """Returns the default bucket size in MiB; 0 for one all-reduce per gradient."""

@@ -19,12 +19,14 @@ IMPLEMENTATIONS = {
     "ring": _Communication.RING,
     "nccl": _Communication.NCCL,
 }
-_SHORT_BYTES = 1000  # A message of up to this size takes one collective, a longer one two.
-# A worker without a heartbeat for so long is lost; a network may be cut for less.
+# A message of up to this size takes one collective, a longer message two.
+_SHORT_BYTES = 1000
+# A worker without a heartbeat for this time counts as lost; a shorter network failure is harmless.
 _HEARTBEAT_SEC = 20
-_LEAVE_SEC = 10.0  # After which a worker does not wait for another one to leave.
-# Each strategy of a process numbers its groups of devices from somewhere else: groups of different
-# sizes under one number would break every collective after.
+# The longest time that a worker waits for another worker to leave.
+_LEAVE_SEC = 10.0
+# The number of the first group of devices of each strategy of this process. Two groups of different
+# sizes with one number would break every later collective.
 _KEY_BASES = itertools.count(start=0, step=100_000)
 
 
@@ -120,7 +122,7 @@ class ClusterWorkers(Workers):
         last, because it keeps what is posted.
         """
         others = [index for index in range(self.count) if index != self.index]
-        with contextlib.suppress(tf.errors.OpError):  # A worker is lost: it needs no other one.
+        with contextlib.suppress(tf.errors.OpError):  # A lost worker needs no other worker.
             tf_private.post_key_value(f"lockstep/done/{self.index}", "")
             for index in others:
                 tf_private.wait_for_key_value(f"lockstep/done/{index}", _LEAVE_SEC)
@@ -163,8 +165,8 @@ class ClusterWorkers(Workers):
         def sum_over_workers() -> tf.Tensor:
             replica = tf.distribute.get_replica_context()
             # Only the first replica of a worker contributes.
-            speaks = replica.replica_id_in_sync_group % self._num_local == 0
-            own = words if speaks else tf.zeros_like(words)
+            is_first = replica.replica_id_in_sync_group % self._num_local == 0
+            own = words if is_first else tf.zeros_like(words)
             return replica.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
         return self.strategy.experimental_local_results(self.strategy.run(sum_over_workers))[0]
@@ -172,5 +174,5 @@ class ClusterWorkers(Workers):
 
 def _to_words(message: bytes, size: int) -> np.ndarray:
     """Returns a message, padded with zeros to `size` bytes, as 64-bit integers."""
-    num_words = -(-size // 8)
+    num_words = (size + 7) // 8
     return np.frombuffer(message.ljust(8 * num_words, b"\0"), np.int64)

@@ -1,4 +1,4 @@
-"""Implements all-reduce algorithms on per-replica lists, for study, and gradient buckets.
+"""Implements collectives on per-replica lists: scatter, reduce-scatter, all-gather, all-reduce.
 
 Each function takes lists with one entry per replica, works in a graph and eagerly, and places each
 result on the device of its replica. `strategies/manual.py` has the simplest all-reduce.
@@ -6,7 +6,7 @@ result on the device of its replica. `strategies/manual.py` has the simplest all
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -71,6 +71,100 @@ def add_in_order(copies: Sequence[tf.Tensor]) -> tf.Tensor:
     return functools.reduce(tf.add, copies)
 
 
+def scatter(
+    batch: Sequence[tf.Tensor], devices: Sequence[str], bounds: Sequence[tuple]
+) -> list[tuple[tf.Tensor, ...]]:
+    """Copies rows start to end of each tensor of a batch to each device.
+
+    Args:
+        batch: tensors `(n, ...)` with the same n, for example images and labels.
+        devices: R device names.
+        bounds: R pairs of start and end.
+    """
+    shards = []
+    for device, (start, end) in zip(devices, bounds, strict=True):
+        rows = [tensor[start:end] for tensor in batch]  # Only these rows are sent.
+        with tf.device(device):
+            shards.append(tuple(tf.identity(tensor) for tensor in rows))
+    return shards
+
+
+def part_of(tensor: tf.Tensor, part_id: int, num_parts: int) -> tf.Tensor:
+    """Returns one part of a flattened tensor, with the bounds of `shard_bounds`."""
+    flat = tf.reshape(tensor, [-1])
+    start, end = shard_bounds(flat.shape[0], num_parts, part_id)
+    return flat[start:end]
+
+
+def cut_in_parts(
+    per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
+) -> list[PerReplicaTensors]:
+    """Cuts each tensor into R flat parts, some of which may be empty.
+
+    Returns:
+        Item [r][c][v] is part c of tensor v of replica r, on device r.
+    """
+    num_parts, per_replica_parts = len(devices), []
+    for device, tensors in zip(devices, per_replica_tensors, strict=True):
+        parts_of_each = []
+        with tf.device(device):  # Cut on the source device, so that only the parts are sent.
+            for tensor in tensors:
+                sizes = shard_sizes(tensor.shape.num_elements(), num_parts)
+                parts_of_each.append(tf.split(tf.reshape(tensor, [-1]), sizes))
+        per_replica_parts.append([[parts[c] for parts in parts_of_each] for c in range(num_parts)])
+    return per_replica_parts
+
+
+def reduce_scatter(
+    per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
+) -> PerReplicaTensors:
+    """Sums tensors over the replicas, in order, and returns to each device its part of each sum.
+
+    Every device sends one part of each tensor to every other one: (R - 1) * S bytes in all.
+
+    Args:
+        per_replica_tensors: R lists of V tensors; item [r][v] is on device r.
+        devices: R device names.
+
+    Returns:
+        R lists of V flat tensors; item [r][v] is part r of sum v, on device r.
+    """
+    per_replica_parts = cut_in_parts(per_replica_tensors, devices)
+    per_device_sums = []
+    for c, device in enumerate(devices):
+        copies_of_each = zip(*(parts[c] for parts in per_replica_parts), strict=True)
+        with tf.device(device):
+            per_device_sums.append([add_in_order(copies) for copies in copies_of_each])
+    return per_device_sums
+
+
+def all_gather(
+    per_device_parts: PerReplicaTensors, shapes: Iterable[Sequence[int]], devices: Sequence[str]
+) -> PerReplicaTensors:
+    """Joins the parts of each tensor on every device: (R - 1) * S bytes in all.
+
+    Args:
+        per_device_parts: R lists of V flat tensors; item [r][v] is part r of tensor v.
+        shapes: shapes of the V whole tensors.
+        devices: R device names.
+
+    Returns:
+        R lists of V whole tensors; item [r][v] is on device r and bitwise identical for every r.
+    """
+    shapes = list(shapes)
+    per_device_wholes = []
+    for device in devices:
+        with tf.device(device):
+            per_device_wholes.append(join_parts(per_device_parts, shapes))
+    return per_device_wholes
+
+
+def join_parts(parts: PerReplicaTensors, shapes: Sequence[Sequence[int]]) -> list[tf.Tensor]:
+    """Joins R lists of flat parts to V tensors of the given shapes, on the current device."""
+    wholes = [tf.concat(parts_of_each, axis=0) for parts_of_each in zip(*parts, strict=True)]
+    return [tf.reshape(whole, shape) for whole, shape in zip(wholes, shapes, strict=True)]
+
+
 def tree(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
     """Sums up a binary tree of replicas and copies the totals back down the same tree.
 
@@ -105,7 +199,7 @@ def ring(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerR
         workstations", 2009.
     """
     num_replicas = len(devices)
-    chunks = _cut(per_replica_tensors, devices)
+    chunks = cut_in_parts(per_replica_tensors, devices)
     # Reduce-scatter: replica r adds its own chunk to the partial sum of replica r − 1.
     for step in range(1, num_replicas):
         for r, device in enumerate(devices):
@@ -120,11 +214,16 @@ def ring(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerR
             c = (r + 1 - step) % num_replicas
             with tf.device(device):
                 chunks[r][c] = [tf.identity(total) for total in chunks[r - 1][c]]
-    return _join(chunks, per_replica_tensors, devices)
+    shapes = [tensor.shape for tensor in per_replica_tensors[0]]
+    sums = []
+    for own_chunks, device in zip(chunks, devices, strict=True):
+        with tf.device(device):
+            sums.append(join_parts(own_chunks, shapes))
+    return sums
 
 
 def direct(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
-    """Sums one chunk on each replica, in replica order, and sends the total to all others.
+    """Sums one part of each tensor on each replica, and sends the sums to all others.
 
     In each of the two steps every replica sends S / R bytes to every other one: 2 · (R − 1) / R · S
     bytes in all, as in a ring, but over R − 1 connections at once. Suits devices with direct
@@ -132,52 +231,8 @@ def direct(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> Pe
 
     Reference: the "direct" reduce-scatter and all-gather of R. Thakur et al., as above.
     """
-    chunks = _cut(per_replica_tensors, devices)
-    totals = []
-    for c, device in enumerate(devices):
-        with tf.device(device):
-            copies = [replica_chunks[c] for replica_chunks in chunks]
-            totals.append([add_in_order(parts) for parts in zip(*copies, strict=True)])
-    gathered = []
-    for device in devices:
-        with tf.device(device):
-            gathered.append([[tf.identity(total) for total in chunk] for chunk in totals])
-    return _join(gathered, per_replica_tensors, devices)
-
-
-def _cut(
-    per_replica_tensors: PerReplicaTensors, devices: Sequence[str]
-) -> list[list[list[tf.Tensor]]]:
-    """Cuts each tensor into R flat chunks, some of which may be empty.
-
-    Returns:
-        Item [r][c][v] is chunk c of tensor v of replica r, on device r.
-    """
-    num_replicas, chunks = len(devices), []
-    for tensors, device in zip(per_replica_tensors, devices, strict=True):
-        own_chunks: list[list[tf.Tensor]] = [[] for _ in devices]
-        with tf.device(device):
-            for tensor in tensors:
-                flat = tf.reshape(tensor, [-1])
-                for c, own in enumerate(own_chunks):
-                    start, end = shard_bounds(flat.shape[0], num_replicas, c)
-                    own.append(flat[start:end])
-        chunks.append(own_chunks)
-    return chunks
-
-
-def _join(
-    chunks: list[list[list[tf.Tensor]]],
-    per_replica_tensors: PerReplicaTensors,
-    devices: Sequence[str],
-) -> PerReplicaTensors:
-    """Joins tensors from their chunks; the inverse of `_cut`."""
-    joined = []
-    for own_chunks, tensors, device in zip(chunks, per_replica_tensors, devices, strict=True):
-        with tf.device(device):
-            vectors = [tf.concat(parts, axis=0) for parts in zip(*own_chunks, strict=True)]
-            joined.append([tf.reshape(v, t.shape) for v, t in zip(vectors, tensors, strict=True)])
-    return joined
+    shapes = [tensor.shape for tensor in per_replica_tensors[0]]
+    return all_gather(reduce_scatter(per_replica_tensors, devices), shapes, devices)
 
 
 # Algorithms of `manual` other than "reduce_to_one", which is its own `all_reduce`.
@@ -186,107 +241,3 @@ ALL_REDUCE_FUNCTIONS: dict[str, Callable[..., PerReplicaTensors]] = {
     "tree": tree,
     "direct": direct,
 }
-
-
-class GradientBuckets:
-    """Packs the tensors of one replica into flat buckets, and unpacks them.
-
-    Each collective has a fixed latency, so that many small tensors are faster in one. Buckets are
-    filled from the last tensor to the first, the order in which a backward pass produces gradients;
-    each holds tensors of one dtype. In a compiled step, a bucket is sent as soon as its gradients
-    are ready, while the backward pass continues with earlier layers. (XLA returns all gradients at
-    once.)
-
-    Args:
-        tensors: tensors of one replica, or variables of the same shapes.
-        bucket_bytes: a bucket is closed once it holds this many bytes; 0 for one bucket per tensor.
-        dtype: dtype of floating-point tensors in the all-reduce; None for their own. A 16-bit dtype
-            halves the bytes and reduces the precision of the sum.
-
-    Reference: S. Li et al., "PyTorch Distributed", 2020, section 3.2: gradient bucketing.
-    """
-
-    def __init__(
-        self, tensors: Sequence[tf.Tensor], *, bucket_bytes: int = 0, dtype: str | None = None
-    ):
-        self._likes = [(tensor.shape, tf.as_dtype(tensor.dtype)) for tensor in tensors]
-        self._dtypes = [
-            tf.as_dtype(dtype) if dtype and own.is_floating else own for _, own in self._likes
-        ]
-        self._is_bucketed = bucket_bytes > 0
-        self.buckets = self._fill(bucket_bytes)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that a replica sends, in the dtypes of the all-reduce."""
-        return sum(
-            shape.num_elements() * dtype.size
-            for (shape, _), dtype in zip(self._likes, self._dtypes, strict=True)
-        )
-
-    def _fill(self, bucket_bytes: int) -> list[list[int]]:
-        """Returns the positions of the tensors in each bucket."""
-        buckets: list[list[int]] = []
-        open_buckets: dict[tf.DType, tuple[list[int], int]] = {}
-        for position in reversed(range(len(self._likes))):
-            shape, dtype = self._likes[position][0], self._dtypes[position]
-            bucket, size = open_buckets.pop(dtype, ([], 0))
-            if not bucket:
-                buckets.append(bucket)
-            bucket.append(position)
-            size += shape.num_elements() * dtype.size
-            if size < bucket_bytes:
-                open_buckets[dtype] = bucket, size
-        return buckets
-
-    def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns one tensor per bucket."""
-        cast = [tf.cast(t, dtype) for t, dtype in zip(tensors, self._dtypes, strict=True)]
-        if not self._is_bucketed:
-            return [cast[position] for (position,) in self.buckets]
-        return [
-            tf.concat([tf.reshape(cast[position], [-1]) for position in bucket], axis=0)
-            for bucket in self.buckets
-        ]
-
-    def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the tensors of the buckets, in their original order, shape and dtype."""
-        tensors = [None] * len(self._likes)
-        for bucket, positions in zip(buckets, self.buckets, strict=True):
-            sizes = [self._likes[position][0].num_elements() for position in positions]
-            parts = tf.split(bucket, sizes) if self._is_bucketed else [bucket]
-            for part, position in zip(parts, positions, strict=True):
-                shape, dtype = self._likes[position]
-                tensors[position] = tf.cast(tf.reshape(part, shape), dtype)
-        return tensors
-
-
-def in_buckets(
-    algorithm: Callable[..., PerReplicaTensors],
-    per_replica_tensors: PerReplicaTensors,
-    devices: Sequence[str],
-    gradient_buckets: GradientBuckets,
-) -> PerReplicaTensors:
-    """Sums tensors over the replicas with an all-reduce such as `ring`, in buckets.
-
-    Shapes are fully known, and the same for all replicas.
-
-    Raises:
-        ValueError: there are not as many lists as devices, or lists differ in V or in a shape.
-    """
-    if len(per_replica_tensors) != len(devices):
-        raise ValueError(f"{len(per_replica_tensors)} lists of tensors for {len(devices)} devices")
-    for copies in zip(*per_replica_tensors, strict=True):
-        shapes = {str(copy.shape) for copy in copies}
-        if len(shapes) > 1:
-            raise ValueError(f"replicas disagree on a shape: {' and '.join(sorted(shapes))}")
-    if len(devices) == 1:
-        return [list(per_replica_tensors[0])]
-    packed, unpacked = [], []
-    for device, tensors in zip(devices, per_replica_tensors, strict=True):
-        with tf.device(device):
-            packed.append(gradient_buckets.pack(tensors))
-    for device, sums in zip(devices, algorithm(packed, devices), strict=True):
-        with tf.device(device):
-            unpacked.append(gradient_buckets.unpack(sums))
-    return unpacked

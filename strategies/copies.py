@@ -47,7 +47,7 @@ class CopyStates:
         self._copies, self._shards = copies, shards
         self._num_shards, self._workers = num_shards, workers
         self.variable_names = list(copies[0])
-        # Random states are whole numbers.
+        # Random states are integers and are not averaged.
         self.statistics_names = [
             name
             for name in self.variable_names
@@ -224,9 +224,11 @@ def optimizer_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Returns name → shape of the variables of an optimizer for unsplit weights.
 
-    Builds the optimizer and discards it, for strategies whose optimizers hold parts of weights.
+    Builds the optimizer in main memory and discards it, for strategies whose optimizers hold parts
+    of weights.
     """
-    optimizer = optimizer_fn()
-    optimizer.build(list(variables))
+    with tf.device("CPU:0"):
+        optimizer = optimizer_fn()
+        optimizer.build(list(variables))
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
     return dict(zip(optimizer_names(optimizer), shapes, strict=True))

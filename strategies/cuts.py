@@ -89,7 +89,8 @@ def _balanced(
     def flops(start: int, end: int) -> float:
         return sums[end + 1] - sums[start]
 
-    # For the calls up to each end: largest stage, sum of squares, numbers sent, and cuts.
+    # Last call so far → the best cuts up to this call: (arithmetic of the largest stage, sum of
+    # squares, numbers sent between stages, cuts).
     best: dict[int, tuple[float, float, int, tuple[int, ...]]] = {
         end: (flops(0, end), flops(0, end) ** 2, 0, ()) for end in ends
     }
@@ -122,5 +123,5 @@ def forward_flops(layer: keras.layers.Layer) -> float:
     """
     if not isinstance(layer, keras.layers.Conv2D | keras.layers.Dense):
         return 0.0
-    positions = np.prod(layer.output.shape[1:-1])  # 1 for a dense layer.
+    positions = np.prod(layer.output.shape[1:-1])  # The empty product of a dense layer is 1.
     return float(2 * positions * np.prod(layer.kernel.shape))

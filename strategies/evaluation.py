@@ -95,15 +95,14 @@ def classify(
         statistics: path of a variable → tensor that replaces the replica's value.
     """
     images, labels = examples
-    replaced: list[tuple[keras.Variable, tf.Tensor]] = [
-        (v, statistics[v.path]) for v in replica.model.variables if v.path in statistics
-    ]
+    model = replica.model
+    values = [(v, statistics[v.path]) for v in model.variables if v.path in statistics]
     if replica.gathered_weights:
-        replaced += zip(replica.model.trainable_variables, replica.gathered_weights, strict=True)
+        values += zip(model.trainable_variables, replica.gathered_weights, strict=True)
 
     def call(images: tf.Tensor) -> tf.Tensor:
-        with keras.StatelessScope(state_mapping=replaced):
-            return replica.model(images, training=False)
+        with keras.StatelessScope(state_mapping=values):
+            return model(images, training=False)
 
     logits = call_without_empty_batch(call, images)
     _, totals = shard_loss(logits, labels, tf.size(labels))

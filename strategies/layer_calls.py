@@ -1,7 +1,7 @@
 """Represents a model as a list of layer calls, for strategies that split the model."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import keras
@@ -103,25 +103,6 @@ class LayerCalls(NamedTuple):
                 " splits the data alone"
             )
         return cls(calls, first, number_of(model.outputs[0]))
-
-
-def run(
-    calls: Iterable[LayerCall], tensors: Mapping[int, tf.Tensor], *, training: bool
-) -> dict[int, tf.Tensor]:
-    """Runs calls in order.
-
-    Args:
-        calls: layer calls in topological order.
-        tensors: number → tensor, for the inputs that no call produces.
-        training: passed to layers that behave differently in training.
-
-    Returns:
-        Number → tensor, for all tensors.
-    """
-    values = dict(tensors)
-    for call in calls:
-        values[call.output] = call([values[i] for i in call.inputs], training=training)
-    return values
 
 
 def variables_of(

@@ -52,7 +52,7 @@ def shard_loss(
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
     loss_sum = objective = tf.reduce_sum(losses)
     if label_smoothing:
-        # Mean of −log p over the classes: log Σ exp(logits) − mean(logits).
+        # The mean of −log p over the classes is log Σ exp(logits) − mean(logits).
         evenly = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
         objective = (1 - label_smoothing) * loss_sum + label_smoothing * tf.reduce_sum(evenly)
     predictions = tf.argmax(logits, axis=-1, output_type=labels.dtype)
@@ -82,8 +82,8 @@ def differentiate(
         variables: variables to differentiate with respect to.
         loss_scale: scalar, a power of two, so that scaling is exact; None for no scaling.
     """
-    gradients = differentiate_scaled(tape, loss, variables, loss_scale=loss_scale)
-    return unscaled(gradients, loss_scale)
+    start = None if loss_scale is None else tf.cast(loss_scale, loss.dtype)
+    return unscaled(tape.gradient(loss, variables, output_gradients=start), loss_scale)
 
 
 def unscaled(gradients: list[tf.Tensor], loss_scale: tf.Tensor | None) -> list[tf.Tensor]:
@@ -91,18 +91,6 @@ def unscaled(gradients: list[tf.Tensor], loss_scale: tf.Tensor | None) -> list[t
     if loss_scale is None:
         return gradients
     return [gradient / tf.cast(loss_scale, gradient.dtype) for gradient in gradients]
-
-
-def differentiate_scaled(
-    tape: tf.GradientTape,
-    loss: tf.Tensor,
-    sources: Sequence[tf.Tensor | tf.Variable],
-    *,
-    loss_scale: tf.Tensor | None,
-) -> list[tf.Tensor]:
-    """Returns the gradients of `loss_scale * loss`; see `differentiate`."""
-    start = None if loss_scale is None else tf.cast(loss_scale, loss.dtype)
-    return tape.gradient(loss, sources, output_gradients=start)
 
 
 def loss_scale_of(optimizer: keras.optimizers.Optimizer) -> tf.Tensor | None:
@@ -144,25 +132,3 @@ def share_overflow(
         with tf.device(device):
             shared.append(replaced_by_nan(gradients, are_all_finite))
     return shared
-
-
-def apply_in_parts(
-    devices: Sequence[str],
-    optimizers: Sequence[keras.optimizers.Optimizer],
-    weights: Sequence[Sequence[keras.Variable]],
-    per_device_sums: PerReplicaTensors,
-) -> None:
-    """Updates each device's own weights; with loss scaling, all devices skip the same steps.
-
-    Args:
-        devices: their names.
-        optimizers: for each device, the optimizer of its weights.
-        weights: for each device, its weights.
-        per_device_sums: for each device, the summed gradients of its weights.
-    """
-    if loss_scale_of(optimizers[0]) is not None:
-        per_device_sums = share_overflow(per_device_sums, devices)
-    parts = zip(devices, optimizers, weights, per_device_sums, strict=True)
-    for device, optimizer, own, sums in parts:
-        with tf.device(device):
-            optimizer.apply(sums, own)

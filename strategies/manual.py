@@ -13,20 +13,23 @@ The trainable weights of all replicas therefore stay bitwise identical, although
 after the start. The loops over the replicas run once, while `tf.function` traces the step into one
 graph, in which all devices work in parallel.
 
-Step 2, `gradients` in `replica_list.py`, calls `local_gradients` for each replica: the forward
-pass, the loss and the gradient tape, in `base.py` beside `apply_gradients`. Step 3 calls
-`all_reduce` below, unless `--all_reduce` names another algorithm. `replica_list.py` has what is no
-part of the idea: BatchNorm over the batch, other algorithms of the all-reduce.
+Step 2, `gradients` in `replica_list.py`, calls `local_gradients` in `base.py` on each replica's
+device: the forward pass, the loss and `tape.gradient`. It returns one list of gradients per
+replica, which stay on that device until step 3. Step 3 calls the function `all_reduce` below,
+unless `--all_reduce` names another algorithm. Step 4, `apply_gradients` in `base.py`, gives the
+sums to the optimizer of the replica. `replica_list.py` has what is no part of the idea: BatchNorm
+over the batch, and the choice of the algorithm.
 
 "d2l" marks the names that "Dive into Deep Learning" uses in "Training on Multiple GPUs".
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
 from strategies.base import BatchIterator, Bounds, ModelFn, OptimizerFn
-from strategies.collectives import PerReplicaTensors, add_in_order
+from strategies.collectives import ALL_REDUCE_FUNCTIONS, PerReplicaTensors, add_in_order
 from strategies.replica_list import ReplicaList
 from strategies.step_totals import StepTotals
 
@@ -70,7 +73,7 @@ class ManualStrategy(ReplicaList):
     """Trains data-parallel replicas with an explicit all-reduce."""
 
     name = "manual"
-    reduce_to_one = staticmethod(all_reduce)
+    all_reduce_functions: ClassVar = {"reduce_to_one": all_reduce, **ALL_REDUCE_FUNCTIONS}
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         self.replicas = []

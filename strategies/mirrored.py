@@ -37,7 +37,7 @@ class MirroredStrategy(TfDistribute):
         return tf.distribute.MirroredStrategy(self.devices, cross_device_ops=cross_device_ops)
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
-        with self.tf_strategy.scope():  # Equal weights everywhere.
+        with self.tf_strategy.scope():  # Creates equal weights on every device.
             self.template = self.new_replica(0, "", model_fn, optimizer_fn)
         self.model, self.optimizer = self.template.model, self.template.optimizer
         disable_optimizer_all_reduce(self.optimizer)  # Keras would sum the sums once more.

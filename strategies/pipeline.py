@@ -23,21 +23,20 @@ Reference: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks 
 Parallelism", 2019.
 """
 
-import functools
 from collections.abc import Sequence
 
-import keras
 import tensorflow as tf
 
 from strategies.base import BatchIterator, OptimizerFn
-from strategies.copies import Variables
+from strategies.collectives import PerReplicaTensors
 from strategies.cuts import cut
 from strategies.evaluation import Statistics
-from strategies.layer_calls import LayerCalls
-from strategies.model_parallel import Classify, ModelParallelStrategy
+from strategies.layer_calls import LayerCalls, variables_of
+from strategies.model_parallel import ModelParallelStrategy
 from strategies.observer import Shard
+from strategies.parts import DevicePart
 from strategies.schedules import SCHEDULES, Task, in_order
-from strategies.stages import Passes, Pipeline, Stage
+from strategies.stages import Passes, Stage, split_micro_batches
 from strategies.step_totals import StepTotals
 
 
@@ -54,44 +53,43 @@ class PipelineStrategy(ModelParallelStrategy):
         schedule = SCHEDULES[self.options.schedule]
         self.tasks = in_order(schedule, self.devices_per_replica, self.options.micro_batches)
 
-    def build_parts(
-        self, model_calls: LayerCalls, optimizer_fn: OptimizerFn
-    ) -> keras.optimizers.Optimizer:
-        stages = cut(model_calls, self.devices_per_replica, self.options.pipeline_cuts)
-        self.pipelines = []
-        for devices in self.replica_devices:
-            own = [
-                Stage.create(calls, device, optimizer_fn, self.shards_per_replica)
-                for calls, device in zip(stages, devices, strict=True)
-            ]
-            self.pipelines.append(Pipeline(self.model, own))
-        return self.pipelines[0].stages[0].optimizer
+    def split_layers(self, model_calls: LayerCalls) -> None:
+        self._cuts = cut(model_calls, self.devices_per_replica, self.options.pipeline_cuts)
+
+    def build_parts(self, devices: Sequence[str], optimizer_fn: OptimizerFn) -> list[DevicePart]:
+        num = self.shards_per_replica
+        return [
+            DevicePart.create(device, optimizer_fn, *variables_of(calls), num_shards=num)
+            for device, calls in zip(devices, self._cuts, strict=True)
+        ]
+
+    def stages(self, r: int) -> list[Stage]:
+        """Returns the stages of pipeline r, in the order of the network."""
+        return [Stage(calls, part) for calls, part in zip(self._cuts, self.parts[r], strict=True)]
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
         images, labels = next(iterator)
         per_replica_gradients, totals = [], []
-        for r, pipeline in enumerate(self.pipelines):
+        for r in range(self.num_replicas):
             bounds = [self.shard_bounds(tf.size(labels), i) for i in self.shard_ids(r)]
-            micro_batches = pipeline.micro_batches(images, labels, bounds)  # 1. Split the batch.
+            devices = self.replica_devices[r]
+            micro_batches = split_micro_batches(images, labels, bounds, devices)  # 1. Split.
             passes = self._run_schedule(r, micro_batches)  # 2. The schedule.
-            per_replica_gradients.append(self._sum_of_micro_batches(r, passes))  # 3. The sums,
+            per_replica_gradients.append(self._sum_of_micro_batches(r, passes))  # 3. Sum.
             totals.append(StepTotals.sum(list(passes.totals.values())))
-        per_replica_sums = self.sum_over_replicas(per_replica_gradients)
-        for r, (pipeline, sums) in enumerate(zip(self.pipelines, per_replica_sums, strict=True)):
-            pipeline.update(sums)  # and the updates.
-            self.observer.on_update(r, pipeline.to_model_order(sums))
+        self.update(per_replica_gradients)  # 3. Update.
         return StepTotals.sum(totals)
 
     def _run_schedule(self, r: int, micro_batches: Sequence[Shard]) -> Passes:
         """Runs the passes of all micro-batches in the order of the schedule."""
-        pipeline, last = self.pipelines[r], self.devices_per_replica - 1
-        passes = Passes(pipeline.stages, self.read_weights(r), self.options.recompute)
+        devices, last = self.replica_devices[r], self.devices_per_replica - 1
+        passes = Passes(self.stages(r), self.read_weights(r), self.options.recompute)
         received = {Task(0, True, m): batch.images for m, batch in enumerate(micro_batches)}
-        done: list[list[tf.Operation]] = [[] for _ in pipeline.stages]
+        done: list[list[tf.Operation]] = [[] for _ in devices]
         for task in self.tasks:
             k, is_forward, m = task
             # Control dependencies enforce the order; otherwise a device runs any op that is ready.
-            with tf.device(pipeline.devices[k]), tf.control_dependencies(done[k]):
+            with tf.device(devices[k]), tf.control_dependencies(done[k]):
                 if not is_forward:
                     sent, results = passes.backward(k, m, received.pop(task), self.loss_scale)
                     receiver = Task(k - 1, False, m)
@@ -109,22 +107,22 @@ class PipelineStrategy(ModelParallelStrategy):
                 with tf.control_dependencies(results):
                     done[k] = [tf.no_op()]
             if receiver.stage >= 0:  # Send activations forward, or their gradients backward.
-                with tf.device(pipeline.devices[receiver.stage]):
+                with tf.device(devices[receiver.stage]):
                     received[receiver] = tf.identity(sent)
         return passes
 
-    def _sum_of_micro_batches(self, r: int, passes: Passes) -> list[list[tf.Tensor]]:
+    def _sum_of_micro_batches(self, r: int, passes: Passes) -> PerReplicaTensors:
         """Adds the gradients of each stage over the micro-batches, in order."""
-        pipeline = self.pipelines[r]
-        sums: list[list[tf.Tensor]] = []
+        devices = self.replica_devices[r]
+        sums: PerReplicaTensors = []
         for m, shard_id in enumerate(self.shard_ids(r)):
-            per_stage = [passes.gradients[k, m] for k in range(self.devices_per_replica)]
-            with tf.device(pipeline.devices[-1]):
+            per_stage = [passes.gradients[k, m] for k in range(len(devices))]
+            with tf.device(devices[-1]):
                 seen = self.observer.on_shard(
-                    shard_id, passes.shards[m], passes.losses[m], pipeline.to_model_order(per_stage)
+                    shard_id, passes.shards[m], passes.losses[m], self.join(r, per_stage)
                 )
-            gradients = pipeline.to_stages(seen)
-            for k, device in enumerate(pipeline.devices):
+            gradients = self.split(r, seen)
+            for k, device in enumerate(devices):
                 with tf.device(device):
                     if m == 0:
                         sums.append(gradients[k])
@@ -132,19 +130,21 @@ class PipelineStrategy(ModelParallelStrategy):
                         sums[k] = [a + b for a, b in zip(sums[k], gradients[k], strict=True)]
         return sums
 
-    def read_weights(self, r: int) -> list[list[tf.Tensor]]:
-        """Reads the weights of each stage of pipeline r."""
-        return self.pipelines[r].read_weights()
+    def join(self, r: int, per_part_tensors: PerReplicaTensors) -> list[tf.Tensor]:
+        named: dict[str, tf.Tensor] = {}
+        for part, tensors in zip(self.parts[r], per_part_tensors, strict=True):
+            named.update(zip(part.weights, tensors, strict=True))
+        return [named[path] for path in self.weight_paths]
 
-    def classifiers(self, statistics: Statistics) -> list[Classify]:
-        return [functools.partial(p.classify, statistics=statistics) for p in self.pipelines]
+    def split(self, r: int, wholes: Sequence[tf.Tensor]) -> PerReplicaTensors:
+        named = dict(zip(self.weight_paths, wholes, strict=True))
+        return [[named[path] for path in part.weights] for part in self.parts[r]]
 
-    @property
-    def part_shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        return [stage.weight_shapes for p in self.pipelines for stage in p.stages]
-
-    def copies(self) -> list[Variables]:
-        return [pipeline.variables(self.variable_names) for pipeline in self.pipelines]
-
-    def shard_variables(self) -> list[Variables]:
-        return [p.statistics(m) for p in self.pipelines for m in range(self.shards_per_replica)]
+    def logits(self, r: int, statistics: Statistics, images: tf.Tensor) -> tf.Tensor:
+        x = images
+        for stage in self.stages(r):
+            weights = {path: weight.value for path, weight in stage.part.weights.items()}
+            own = {path: variable.value for path, variable in stage.part.statistics[0].items()}
+            with tf.device(stage.part.device):
+                x = stage.forward(x, weights, own | statistics, training=False)
+        return x

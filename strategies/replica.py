@@ -1,6 +1,6 @@
 """Defines the replica: a copy of the weights on a device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -17,8 +17,8 @@ class Replica(NamedTuple):
         device: device name; "" if `tf.distribute` places the replica.
         model: the model on this device.
         optimizer: the optimizer on this device.
-        statistics: for each of its shards, variables that replace the model's non-trainable ones;
-            empty if the only shard uses the model's.
+        statistics: for each of its shards, path of a non-trainable variable of the model → the
+            variable that replaces it; empty if the only shard uses the model's.
         gathered_weights: tensors that replace the model's weights for one step; empty to use the
             model's.
     """
@@ -27,7 +27,7 @@ class Replica(NamedTuple):
     device: str
     model: keras.Model
     optimizer: keras.optimizers.Optimizer
-    statistics: Sequence[Sequence[keras.Variable]] = ()
+    statistics: Sequence[Mapping[str, keras.Variable]] = ()
     gathered_weights: Sequence[tf.Tensor] = ()
 
     @property
@@ -58,19 +58,37 @@ class Replica(NamedTuple):
         if self.gathered_weights:
             values += zip(self.model.trainable_variables, self.gathered_weights, strict=True)
         if self.statistics:
-            own = [variable.value for variable in self.statistics[index]]
-            values += zip(self.model.non_trainable_variables, own, strict=True)
+            own = self.statistics[index]
+            values += [(v, own[v.path].value) for v in self.model.non_trainable_variables]
         return values
 
+    def shard_variables(self) -> list[dict[str, tf.Variable]]:
+        """Returns name → variable for the statistics of each shard, with the names of a state."""
+        own = {variable.path: variable for variable in self.model.non_trainable_variables}
+        return [
+            {f"model/{path}": variable.value for path, variable in statistics.items()}
+            for statistics in self.statistics or [own]
+        ]
 
-def copies_of(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
-    """Creates variables with the same values on the current device."""
-    return [
-        keras.Variable(
-            tf.convert_to_tensor(v.value),  # Given a variable, Keras would reuse it.
-            dtype=v.dtype,
-            trainable=v.trainable,
-            name=v.path.replace("/", "_"),
+
+def copies_of(
+    variables: Sequence[keras.Variable], take: Callable[[tf.Tensor], tf.Tensor] = tf.identity
+) -> dict[str, keras.Variable]:
+    """Creates variables with the same values on the current device.
+
+    Args:
+        variables: the variables to copy.
+        take: maps a value to the part of it that is copied; all of it by default.
+
+    Returns:
+        Path of the original → the new variable.
+    """
+    copies = {}
+    for variable in variables:
+        # Given a variable instead of a tensor, Keras would reuse it.
+        value = take(tf.convert_to_tensor(variable.value))
+        name = variable.path.replace("/", "_")
+        copies[variable.path] = keras.Variable(
+            value, dtype=variable.dtype, trainable=variable.trainable, name=name
         )
-        for v in variables
-    ]
+    return copies

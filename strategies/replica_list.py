@@ -4,17 +4,17 @@ They share what is not part of their idea: BatchNorm over the batch, the algorit
 the all-reduce, evaluation, and the variables of the replicas.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import tensorflow as tf
 
-from strategies import collectives
 from strategies.base import BatchIterator, Bounds, ModelFn, OptimizerFn, Strategy
-from strategies.collectives import PerReplicaTensors
+from strategies.collectives import ALL_REDUCE_FUNCTIONS, PerReplicaTensors, scatter
 from strategies.copies import Variables, named_variables
 from strategies.device_tape import DeviceTape
 from strategies.evaluation import LogitsAndTotals, Statistics, classify
-from strategies.gather_scatter import scatter
+from strategies.gradient_buckets import in_buckets
 from strategies.replica import Replica
 from strategies.step_totals import StepTotals
 from strategies.sync_batch_norm import check_synchronizable, synchronized_gradients
@@ -25,11 +25,13 @@ class ReplicaList(Strategy):
 
     Attributes:
         replicas: the replicas in order of devices, after `build`.
-        reduce_to_one: the all-reduce that `all_reduce` uses if no other algorithm is chosen.
+        all_reduce_functions: all-reduce algorithm → the function that sums over the replicas.
     """
 
     replicas: list[Replica]
-    reduce_to_one: Callable[..., PerReplicaTensors]
+    all_reduce_functions: ClassVar[Mapping[str, Callable[..., PerReplicaTensors]]] = (
+        ALL_REDUCE_FUNCTIONS
+    )
 
     def gather_tapes(self) -> list[DeviceTape]:
         # Synchronised BatchNorm gathers the moments of all replicas.
@@ -80,8 +82,8 @@ class ReplicaList(Strategy):
     def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
         if self.algorithm == "none":
             return per_replica_tensors
-        return collectives.in_buckets(
-            collectives.ALL_REDUCE_FUNCTIONS.get(self.algorithm, self.reduce_to_one),
+        return in_buckets(
+            self.all_reduce_functions[self.algorithm],
             per_replica_tensors,
             self.devices,
             self.gradient_buckets(per_replica_tensors[0]),
@@ -100,11 +102,4 @@ class ReplicaList(Strategy):
         return [named_variables(replica.model, replica.optimizer) for replica in self.replicas]
 
     def shard_variables(self) -> list[Variables]:
-        if not self.replicas[0].statistics:
-            return super().shard_variables()
-        names = [f"model/{v.path}" for v in self.model.non_trainable_variables]
-        return [
-            {name: variable.value for name, variable in zip(names, own, strict=True)}
-            for replica in self.replicas
-            for own in replica.statistics
-        ]
+        return [shard for replica in self.replicas for shard in replica.shard_variables()]

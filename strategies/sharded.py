@@ -18,19 +18,20 @@ A reduce-scatter followed by an all-gather is an all-reduce: the bytes sent are 
     weights     ZeRO-3: the optimizer state, the summed gradients and the weights
 
 With ZeRO-1 and ZeRO-2 every device stores all weights, which are gathered after the update.
-`flat_parts.py` has the parts of variables and the collectives on them.
+`parts.py` has the part that a device stores, `collectives.py` the collectives.
 
 Reference: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", 2020.
 """
 
+import functools
+
 import tensorflow as tf
 
-from strategies import flat_parts
 from strategies.base import BatchIterator, ModelFn, OptimizerFn
-from strategies.collectives import PerReplicaTensors
+from strategies.collectives import PerReplicaTensors, all_gather, part_of, reduce_scatter, scatter
 from strategies.copies import Variables, optimizer_shapes
-from strategies.gather_scatter import scatter
+from strategies.parts import DevicePart, update_parts, whole_variables
 from strategies.replica import Replica, copies_of
 from strategies.replica_list import ReplicaList
 from strategies.step_totals import StepTotals
@@ -53,7 +54,7 @@ class ShardedStrategy(ReplicaList):
         self.num_copies = 1 if self.splits_weights else self.num_replicas
 
     def default_all_reduce(self) -> str:
-        return "direct" if self.num_replicas > 1 else "none"  # Reduce-scatter, all-gather.
+        return "direct" if self.num_replicas > 1 else "none"
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
         # With ZeRO-3 the model may not fit on one device; it is built in main memory.
@@ -62,20 +63,21 @@ class ShardedStrategy(ReplicaList):
         if self.syncs_batch_norm:
             check_synchronizable(self.model)
         weights = self.model.trainable_variables
-        with tf.device("CPU:0"):
-            self._optimizer_shapes = optimizer_shapes(weights, optimizer_fn)
-        self._shapes = {weight.path: tuple(weight.shape) for weight in weights}
+        self._weight_shapes = {weight.path: tuple(weight.shape) for weight in weights}
+        self._shapes = {f"model/{v.path}": tuple(v.shape) for v in self.model.variables}
+        self._shapes |= optimizer_shapes(weights, optimizer_fn)
         self.replicas, self.parts = [], []
         for r, device in enumerate(self.devices):
+            take = functools.partial(part_of, part_id=r, num_parts=self.num_devices)
+            part = DevicePart.create(device, optimizer_fn, weights, take=take)
             with tf.device(device):
-                part = flat_parts.Part.create(weights, r, self.devices, optimizer_fn)
                 self.replicas.append(self._new_replica(r, part, model_fn))
             self.parts.append(part)
         self.optimizer = self.parts[0].optimizer
         if self.splits_weights:
             free_values(self.model.variables)  # The parts have their own variables.
 
-    def _new_replica(self, r: int, part: flat_parts.Part, model_fn: ModelFn) -> Replica:
+    def _new_replica(self, r: int, part: DevicePart, model_fn: ModelFn) -> Replica:
         """Creates a device's replica: a whole model, or with ZeRO-3 only its statistics."""
         if self.splits_weights:
             own = self.model.non_trainable_variables
@@ -96,7 +98,7 @@ class ShardedStrategy(ReplicaList):
         per_device_sums = self._sum_in_parts(per_replica_gradients)  # 4. Reduce-scatter.
         self._update_parts(per_device_sums)  # 5. The update of its own part.
         # The observer gets whole sums. TensorFlow prunes this gather if the observer ignores them.
-        whole_sums = flat_parts.all_gather_all(per_device_sums, self._shapes.values(), self.devices)
+        whole_sums = all_gather(per_device_sums, self._weight_shapes.values(), self.devices)
         for copy_id in range(self.num_copies):
             with tf.device(self.devices[copy_id]):
                 self.observer.on_update(copy_id, whole_sums[copy_id])
@@ -111,45 +113,38 @@ class ShardedStrategy(ReplicaList):
 
     def gather_weights(self) -> PerReplicaTensors:
         """Returns the whole weights on every device."""
-        parts = [part.read() for part in self.parts]
-        return flat_parts.all_gather_all(parts, self._shapes.values(), self.devices)
+        parts = [list(part.read_weights().values()) for part in self.parts]
+        return all_gather(parts, self._weight_shapes.values(), self.devices)
 
     def _sum_in_parts(self, per_replica_gradients: PerReplicaTensors) -> PerReplicaTensors:
         """Sums gradients over the replicas; item [r][v] of the result is part r of sum v."""
         if self.splits_gradients:
-            return flat_parts.reduce_scatter_all(per_replica_gradients, self.devices)
-        # ZeRO-1: every device has the whole sums and updates its part.
-        return flat_parts.own_parts(self.all_reduce(per_replica_gradients), self.devices)
+            return reduce_scatter(per_replica_gradients, self.devices)
+        whole_sums = self.all_reduce(per_replica_gradients)  # ZeRO-1.
+        return [part.take_all(sums) for part, sums in zip(self.parts, whole_sums, strict=True)]
 
     def _update_parts(self, per_device_sums: PerReplicaTensors) -> None:
         """Updates part r of the weights on device r."""
         if not self.splits_weights:  # Each device takes its part of the weights that it stores.
             for part, replica in zip(self.parts, self.replicas, strict=True):
-                part.take(replica.model.trainable_variables)
-        flat_parts.update_parts(self.parts, per_device_sums)
+                part.assign_weights(replica.weights)
+        update_parts(self.parts, per_device_sums)
         if not self.splits_weights:
             for replica, weights in zip(self.replicas, self.gather_weights(), strict=True):
                 replica.assign(weights)
 
-    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
-        shapes = [tensor.shape for tensor in per_replica_tensors[0]]
-        parts = flat_parts.reduce_scatter_all(per_replica_tensors, self.devices)
-        return flat_parts.all_gather_all(parts, shapes, self.devices)
-
     @property
     def part_shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        return [self._shapes] * self.num_devices
+        return [self._weight_shapes] * self.num_devices
 
     def copies(self) -> list[Variables]:
-        slots = [part.optimizer.variables for part in self.parts]
-        optimizer = flat_parts.whole_variables(self._optimizer_shapes, slots)
-        if not self.splits_weights:
-            return [
-                {f"model/{v.path}": v.value for v in replica.model.variables} | optimizer
-                for replica in self.replicas
-            ]
-        weights = flat_parts.whole_variables(self._shapes, [part.weights for part in self.parts])
-        paths = [variable.path for variable in self.model.non_trainable_variables]
-        statistics = [variable.value for variable in self.replicas[0].statistics[0]]
-        found = weights | dict(zip(paths, statistics, strict=True))
-        return [{f"model/{v.path}": found[v.path] for v in self.model.variables} | optimizer]
+        per_device = [part.variables() for part in self.parts]
+        in_parts = whole_variables(per_device[0], per_device, 0, self._shapes)
+        copies: list[Variables] = []
+        for replica in self.replicas[: self.num_copies]:
+            whole = replica.shard_variables()[0]
+            if not self.splits_weights:
+                whole = {f"model/{v.path}": v.value for v in replica.model.variables}
+            variables = in_parts | whole
+            copies.append({name: variables[name] for name in self._shapes})
+        return copies

@@ -5,20 +5,21 @@ the sums of all replicas. Each replica sends three numbers per channel: count, m
 squared deviations.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
 from strategies.base import Strategy
 from strategies.collectives import add_in_order
-from strategies.device_tape import DeviceTape, Spread
+from strategies.device_tape import DeviceTape, PerDeviceTensors
 from strategies.layer_calls import LayerCall, LayerCalls, with_values
 from strategies.loss import unscaled
 from strategies.observer import Shard
 from strategies.replica import Replica
 from strategies.step_totals import StepTotals
-from strategies.tf_private import flatten_layers, has_symbolic_output
+from strategies.tf_private import flatten_layers
 
 
 def check_synchronizable(model: keras.Model) -> None:
@@ -31,8 +32,8 @@ def check_synchronizable(model: keras.Model) -> None:
     for layer in flatten_layers(model):
         if not isinstance(layer, keras.layers.BatchNormalization):
             continue
-        num_axes = len(layer.output.shape) if has_symbolic_output(layer) else 0
-        if id(layer) not in called or layer.axis not in (-1, num_axes - 1) or layer.renorm:
+        is_supported = id(layer) in called and not layer.renorm
+        if not is_supported or layer.axis not in (-1, len(layer.output.shape) - 1):
             raise ValueError(
                 f"layer {layer.name}: --batch_norm=sync needs BatchNorm layers outside of other"
                 " layers, with channels on the last axis and no renorm; use --batch_norm=average"
@@ -63,7 +64,7 @@ def synchronized_gradients(
     tape = DeviceTape(devices)
     per_replica_calls = [LayerCalls.of(replica.model) for replica in replicas]
     first = per_replica_calls[0]
-    values = {first.input: Spread(images for images, _ in shards)}
+    values = {first.input: [images for images, _ in shards]}
     for position, call in enumerate(first.calls):
         layers = [calls.calls[position].layer for calls in per_replica_calls]
         inputs = [values[i] for i in call.inputs]
@@ -71,10 +72,11 @@ def synchronized_gradients(
         if is_batch_norm and call.layer.trainable:
             values[call.output] = _normalize(tape, replicas, layers, inputs[0])
         else:
-            values[call.output] = _call_on_each(tape, replicas, layers, call, inputs)
+            in_training = functools.partial(_call_in_training, call)
+            values[call.output] = _on_each(tape, replicas, layers, in_training, inputs)
     logits = values[first.output]
     losses, totals, logits_gradients = [], [], []
-    for own_logits, device, (_, labels) in zip(logits.tensors, devices, shards, strict=True):
+    for own_logits, device, (_, labels) in zip(logits, devices, shards, strict=True):
         with tf.device(device):
             loss, own_totals, gradient = strategy.loss_and_logits_gradient(
                 own_logits, labels, num_global_examples
@@ -86,7 +88,7 @@ def synchronized_gradients(
     per_replica_gradients = tape.gradient(logits, logits_gradients, weights)
     for r, (images, labels) in enumerate(shards):
         with tf.device(devices[r]):
-            examples = Shard(images, labels, num_global_examples, logits.tensors[r])
+            examples = Shard(images, labels, num_global_examples, logits[r])
             gradients = unscaled(per_replica_gradients[r], strategy.loss_scale)
             per_replica_gradients[r] = strategy.observer.on_shard(
                 replicas[r].replica_id, examples, losses[r], gradients
@@ -94,29 +96,34 @@ def synchronized_gradients(
     return per_replica_gradients, totals
 
 
-def _call_on_each(
+def _call_in_training(call: LayerCall, layer: keras.layers.Layer, *tensors: tf.Tensor) -> tf.Tensor:
+    return call(tensors, training=True, layer=layer)
+
+
+def _on_each(
     tape: DeviceTape,
     replicas: Sequence[Replica],
     layers: Sequence[keras.layers.Layer],
-    call: LayerCall,
-    inputs: Sequence[Spread],
-) -> Spread:
-    """Calls a layer of each replica on its own device."""
+    function: Callable[..., tf.Tensor],
+    inputs: Sequence[PerDeviceTensors],
+) -> PerDeviceTensors:
+    """Calls function(layer, *tensors) for the layer of each replica, on the replica's device."""
 
-    def function(d: int, *tensors: tf.Tensor) -> tf.Tensor:
-        return with_values(
-            lambda: call(tensors, training=True, layer=layers[d]), _values(replicas[d], layers[d])
-        )
+    def call_one(d: int, *tensors: tf.Tensor) -> tf.Tensor:
+        own = {variable.path for variable in layers[d].variables}
+        values = [pair for pair in replicas[d].values(0) if pair[0].path in own]
+        return with_values(lambda: function(layers[d], *tensors), values)
 
-    return tape.each(function, inputs, _weights_of(replicas, layers))
+    weights = [replica.weights_of(layer) for replica, layer in zip(replicas, layers, strict=True)]
+    return tape.each(call_one, inputs, weights)
 
 
 def _normalize(
     tape: DeviceTape,
     replicas: Sequence[Replica],
     layers: Sequence[keras.layers.BatchNormalization],
-    inputs: Spread,
-) -> Spread:
+    inputs: PerDeviceTensors,
+) -> PerDeviceTensors:
     """Normalises the examples of all replicas by the mean and variance over all replicas.
 
     Each replica computes the count, mean and sum of squared deviations of its own examples, and
@@ -126,26 +133,26 @@ def _normalize(
     Reference: T. Chan et al., "Updating Formulae and a Pairwise Algorithm for Computing Sample
         Variances", 1979.
     """
-    layer = layers[0]
-    num_channels = layer.moving_mean.shape[0]
+    num_channels = layers[0].moving_mean.shape[0]
 
     def local_moments(d: int, x: tf.Tensor) -> tf.Tensor:
-        x = _to_moments_dtype(x)
+        if x.dtype in (tf.float16, tf.bfloat16):
+            x = tf.cast(x, tf.float32)  # 16 bits are too few for sums over a batch.
         axes = list(range(len(x.shape) - 1))
         count = tf.cast(tf.size(x) // num_channels, x.dtype)
         mean = tf.reduce_mean(x, axes)
         squares = tf.reduce_sum(tf.math.squared_difference(x, mean), axes)
         return tf.stack([tf.fill([num_channels], count), mean, squares])
 
-    def normalized(d: int, x: tf.Tensor, moments: tf.Tensor) -> tf.Tensor:
+    def normalized(
+        layer: keras.layers.BatchNormalization, x: tf.Tensor, moments: tf.Tensor
+    ) -> tf.Tensor:
         mean, variance = _combined(tf.split(moments, len(replicas), axis=-1))
-        return with_values(
-            lambda: _apply(layers[d], x, mean, variance), _values(replicas[d], layers[d])
-        )
+        return _apply(layer, x, mean, variance)
 
     per_replica_moments = tape.each(local_moments, [inputs])
     gathered = tape.gather(per_replica_moments, [num_channels] * len(replicas))
-    return tape.each(normalized, [inputs, gathered], _weights_of(replicas, layers))
+    return _on_each(tape, replicas, layers, normalized, [inputs, gathered])
 
 
 def _combined(per_replica_moments: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
@@ -174,21 +181,3 @@ def _apply(
         epsilon=layer.epsilon,
     )
     return tf.cast(normalized, layer.compute_dtype)
-
-
-def _to_moments_dtype(x: tf.Tensor) -> tf.Tensor:
-    """Casts the input to the dtype in which moments are computed."""
-    return tf.cast(x, "float32" if x.dtype in (tf.float16, tf.bfloat16) else x.dtype)
-
-
-def _weights_of(
-    replicas: Sequence[Replica], layers: Sequence[keras.layers.Layer]
-) -> list[list[tf.Tensor]]:
-    """Returns for each replica the weights of its layer."""
-    return [replica.weights_of(layer) for replica, layer in zip(replicas, layers, strict=True)]
-
-
-def _values(replica: Replica, layer: keras.layers.Layer) -> list:
-    """Returns (variable, replacement) pairs for the variables of a layer."""
-    own = {variable.path for variable in layer.variables}
-    return [pair for pair in replica.values(0) if pair[0].path in own]

@@ -29,95 +29,99 @@ Reference: A. Krizhevsky, "One weird trick for parallelizing convolutional neura
 import functools
 from collections.abc import Mapping, Sequence
 
-import keras
 import tensorflow as tf
 
 from strategies.base import BatchIterator, OptimizerFn
-from strategies.channel_parts import Row
-from strategies.copies import Variables
-from strategies.device_tape import DeviceTape, Spread
+from strategies.channel_parts import channels_of, split_calls
+from strategies.collectives import PerReplicaTensors
+from strategies.device_tape import DeviceTape, PerDeviceTensors
 from strategies.evaluation import Statistics
 from strategies.layer_calls import LayerCalls
 from strategies.loss import unscaled
-from strategies.model_parallel import Classify, ModelParallelStrategy
+from strategies.model_parallel import ModelParallelStrategy
 from strategies.observer import Shard
+from strategies.parts import DevicePart
 from strategies.step_totals import StepTotals
 
-Weights = Sequence[Mapping[str, tf.Tensor]]  # For each device, path of a variable → its part.
+# For each device, path of a variable → its part.
+Values = Sequence[Mapping[str, tf.Tensor | tf.Variable]]
 
 
 class TensorStrategy(ModelParallelStrategy):
     """Trains a model whose layers are split by output channels over the devices."""
 
     name = "tensor"
+    split_axis = -1
 
-    def build_parts(
-        self, model_calls: LayerCalls, optimizer_fn: OptimizerFn
-    ) -> keras.optimizers.Optimizer:
+    def split_layers(self, model_calls: LayerCalls) -> None:
         self._calls = model_calls
-        self._paths = [variable.path for variable in self.model.trainable_variables]
-        self.rows = [
-            Row.create(devices, model_calls, optimizer_fn) for devices in self.replica_devices
-        ]
-        return self.rows[0].optimizers[0]
+        self._split_calls = [split_calls(model_calls, devices) for devices in self.replica_devices]
+
+    def build_parts(self, devices: Sequence[str], optimizer_fn: OptimizerFn) -> list[DevicePart]:
+        trainable, others = self.model.trainable_variables, self.model.non_trainable_variables
+        parts = []
+        for d, device in enumerate(devices):
+            take = functools.partial(channels_of, device_id=d, num_devices=len(devices))
+            parts.append(DevicePart.create(device, optimizer_fn, trainable, others, take=take))
+        return parts
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
         images, labels = next(iterator)
         per_replica_gradients, per_replica_totals = [], []
         for r, (own_images, own_labels) in enumerate(self.scatter((images, labels))):
             shard = Shard(own_images, own_labels, tf.size(labels))
-            gradients, totals = self._row_gradients(r, shard)  # 1 to 3.
+            gradients, totals = self._replica_gradients(r, shard)  # 1 to 3.
             per_replica_gradients.append(gradients)
             per_replica_totals.append(totals)
-        per_replica_sums = self.sum_over_replicas(per_replica_gradients)
-        for r, (row, sums) in enumerate(zip(self.rows, per_replica_sums, strict=True)):
-            row.update(sums)  # 4. Each device its own weights.
-            self.observer.on_update(r, row.join(sums, self._paths))
+        self.update(per_replica_gradients)  # 4. Each device its own weights.
         return StepTotals.sum(per_replica_totals)
 
-    def _row_gradients(self, r: int, shard: Shard) -> tuple[list[list[tf.Tensor]], StepTotals]:
+    def _replica_gradients(self, r: int, shard: Shard) -> tuple[PerReplicaTensors, StepTotals]:
         """Computes the gradients of a replica's shard; item [d] belongs to its device d."""
-        row, weights = self.rows[r], self.read_weights(r)
-        tape = self.new_tape(row.devices)
-        logits = self._logits(tape, row, shard.images, weights, training=True)  # 1. Forward.
-        with tf.device(row.devices[0]):  # 2. The loss.
+        devices, weights = self.replica_devices[r], self.read_weights(r)
+        values = []
+        for own_weights, part in zip(weights, self.parts[r], strict=True):
+            values.append(own_weights | {p: v.value for p, v in part.statistics[0].items()})
+        tape = self.new_tape(devices)
+        outputs = self._logits(tape, r, shard.images, values, training=True)  # 1. Forward.
+        logits = outputs[0]
+        with tf.device(devices[0]):  # 2. The loss.
             loss, totals, gradient = self.loss_and_logits_gradient(
-                logits.tensors[0], shard.labels, shard.num_global_examples
+                logits, shard.labels, shard.num_global_examples
             )
-        others = [None] * (len(row.devices) - 1)
-        per_device_weights = [list(named.values()) for named in weights]
-        gradients = tape.gradient(logits, [gradient, *others], per_device_weights)  # 3. Backward.
-        for d, device in enumerate(row.devices):
+        start: PerDeviceTensors = [gradient, *[None] * (len(devices) - 1)]
+        per_device_weights = [list(own.values()) for own in weights]
+        gradients = tape.gradient(outputs, start, per_device_weights)  # 3. Backward.
+        for d, device in enumerate(devices):
             with tf.device(device):
                 gradients[d] = unscaled(gradients[d], self.loss_scale)
-        whole = row.join(gradients, self._paths)
-        with tf.device(row.devices[0]):
-            observed = shard._replace(logits=logits.tensors[0])
-            seen = self.observer.on_shard(r, observed, loss, whole)
+        whole = self.join(r, gradients)
+        with tf.device(devices[0]):
+            seen = self.observer.on_shard(r, shard._replace(logits=logits), loss, whole)
         if seen is not whole:
-            gradients = row.split(seen, self._paths)
+            gradients = self.split(r, seen)
         return gradients, totals
 
     def _logits(
-        self, tape: DeviceTape, row: Row, images: tf.Tensor, weights: Weights, *, training: bool
-    ) -> Spread:
-        """Calls all layers on all devices of a replica; returns the logits on its first device."""
-        values = {self._calls.input: tape.copies_of(images)}
+        self, tape: DeviceTape, r: int, images: tf.Tensor, values: Values, *, training: bool
+    ) -> PerDeviceTensors:
+        """Calls all layers on all devices of a replica; returns the logits."""
+        outputs = {self._calls.input: tape.copies_of(images)}
         sizes: dict[int, list[int] | None] = {self._calls.input: None}
-        gathered: dict[int, Spread] = {}
-        for split in row.calls:
+        gathered: dict[int, PerDeviceTensors] = {}
+        for split in self._split_calls[r]:
             inputs = []
             for i in split.call.inputs:
                 own_sizes = sizes[i]
                 if split.gathers and own_sizes and i not in gathered:
-                    gathered[i] = tape.gather(values[i], own_sizes)
-                inputs.append(gathered.get(i, values[i]) if split.gathers else values[i])
-            values[split.call.output] = split.on_each_device(
-                tape, inputs, weights, training=training
+                    gathered[i] = tape.gather(outputs[i], own_sizes)
+                inputs.append(gathered.get(i, outputs[i]) if split.gathers else outputs[i])
+            outputs[split.call.output] = split.on_each_device(
+                tape, inputs, values, training=training
             )
             sizes[split.call.output] = split.sizes
-        output, own_sizes = values[self._calls.output], sizes[self._calls.output]
-        return tape.gather(output, own_sizes, first_alone=True) if own_sizes else output
+        logits, own_sizes = outputs[self._calls.output], sizes[self._calls.output]
+        return tape.gather(logits, own_sizes) if own_sizes else logits
 
     def new_tape(self, devices: Sequence[str]) -> DeviceTape:
         """Returns the tape of one pass over the layers of a replica."""
@@ -126,22 +130,17 @@ class TensorStrategy(ModelParallelStrategy):
     def gather_tapes(self) -> list[DeviceTape]:
         return [self.new_tape(devices) for devices in self.replica_devices]
 
-    def read_weights(self, r: int) -> list[dict[str, tf.Tensor]]:
-        """Reads the weights of each device of a replica."""
-        return self.rows[r].read_weights()
+    def join(self, r: int, per_part_tensors: PerReplicaTensors) -> list[tf.Tensor]:
+        with tf.device(self.replica_devices[r][0]):
+            return [tf.concat(parts, axis=-1) for parts in zip(*per_part_tensors, strict=True)]
 
-    def classifiers(self, statistics: Statistics) -> list[Classify]:
-        return [functools.partial(self._classify, r, statistics) for r in range(self.num_replicas)]
+    def split(self, r: int, wholes: Sequence[tf.Tensor]) -> PerReplicaTensors:
+        return [part.take_all(wholes) for part in self.parts[r]]
 
-    def _classify(self, r: int, statistics: Statistics, images: tf.Tensor) -> tf.Tensor:
-        row, own = self.rows[r], self.rows[r].parts_of(statistics)
-        values = [named | parts for named, parts in zip(self.read_weights(r), own, strict=True)]
-        tape = self.new_tape(row.devices)
-        return self._logits(tape, row, images, values, training=False).tensors[0]
-
-    @property
-    def part_shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        return [shapes for row in self.rows for shapes in row.weight_shapes()]
-
-    def copies(self) -> list[Variables]:
-        return [row.whole_variables(self.variable_names) for row in self.rows]
+    def logits(self, r: int, statistics: Statistics, images: tf.Tensor) -> tf.Tensor:
+        values = []
+        for weights, part in zip(self.read_weights(r), self.parts[r], strict=True):
+            own = part.take_all(statistics.values())
+            values.append(weights | dict(zip(statistics, own, strict=True)))
+        tape = self.new_tape(self.replica_devices[r])
+        return self._logits(tape, r, images, values, training=False)[0]

@@ -131,25 +131,11 @@ class TfDistribute(Strategy):
         return self.per_replica(self.tf_strategy.run(replica_forward, args=next(iterator)))
 
     def copies(self) -> list[Variables]:
-        return self._on_each_device(named_variables(self.model, self.optimizer))
+        return self.per_replica(named_variables(self.model, self.optimizer))
 
     def shard_variables(self) -> list[Variables]:
-        if not self.template.statistics:
-            return super().shard_variables()
-        names = [f"model/{v.path}" for v in self.model.non_trainable_variables]
-        per_index = []
-        for own in self.template.statistics:
-            named = {name: v.value for name, v in zip(names, own, strict=True)}
-            per_index.append(self._on_each_device(named))
+        per_index = [self.per_replica(named) for named in self.template.shard_variables()]
         return [shard for shards in zip(*per_index, strict=True) for shard in shards]
-
-    def _on_each_device(self, variables: Variables) -> list[Variables]:
-        """Returns the variables of each replica, given those of the template."""
-        local = self.tf_strategy.experimental_local_results
-        return [
-            {name: local(variable)[r] for name, variable in variables.items()}
-            for r in range(len(self.local_devices))
-        ]
 
     def per_replica(self, distributed: Any) -> list[Any]:
         """Converts a structure of per-replica values to a list with one structure per replica."""
@@ -157,6 +143,6 @@ class TfDistribute(Strategy):
             self.tf_strategy.experimental_local_results(v) for v in tf.nest.flatten(distributed)
         ]
         return [
-            tf.nest.pack_sequence_as(distributed, replica_leaves)
-            for replica_leaves in zip(*leaves, strict=True)
+            tf.nest.pack_sequence_as(distributed, [values[r] for values in leaves])
+            for r in range(len(self.local_devices))
         ]

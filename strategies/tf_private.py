@@ -40,7 +40,7 @@ def disable_optimizer_all_reduce(optimizer: keras.optimizers.Optimizer) -> None:
     that each gradient would count R times.
     """
     private(optimizer, "_all_reduce_sum_gradients")
-    optimizer._all_reduce_sum_gradients = list  # (gradient, variable) pairs as they are.
+    optimizer._all_reduce_sum_gradients = list  # `list` returns the same pairs.
 
 
 def optimizer_variable_index(
@@ -70,14 +70,6 @@ def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
     The public `model.layers` does not include nested layers.
     """
     return list(private(model, "_flatten_layers")(include_self=False))
-
-
-def has_symbolic_output(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer was called on symbolic tensors, so that `layer.output` exists.
-
-    The public `layer.output` raises the same error for other reasons.
-    """
-    return bool(private(layer, "_inbound_nodes"))
 
 
 def layer_nodes(

@@ -58,8 +58,8 @@ class Workers:
         Lets all workers act alike on values that differ between processes, such as clocks and
         received signals.
         """
-        said = [np.frombuffer(text) for text in self.gather(np.array(numbers, float).tobytes())]
-        return np.max(said, axis=0).tolist()
+        messages = self.gather(np.array(numbers, float).tobytes())
+        return np.max([np.frombuffer(message) for message in messages], axis=0).tolist()
 
     def leave(self) -> None:
         """Waits until no worker needs another one, so that each can end; gives up soon."""

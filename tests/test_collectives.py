@@ -8,13 +8,13 @@ from conftest import CPUS
 from strategies import ALL_REDUCE_ALGORITHMS
 from strategies.collectives import (
     ALL_REDUCE_FUNCTIONS,
-    GradientBuckets,
-    in_buckets,
+    all_gather,
+    reduce_scatter,
     shard_bounds,
     shard_sizes,
     weighted_bounds,
 )
-from strategies.gather_scatter import all_gather, reduce_scatter
+from strategies.gradient_buckets import GradientBuckets, in_buckets
 from strategies.manual import all_reduce
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4)]  # Nothing, one, a prime, more than replicas.
@@ -98,36 +98,31 @@ def test_shards_are_disjoint_complete_in_order_and_as_large_as_their_weights(wei
 # Gather and scatter.
 
 
-def whole_numbers(num_devices, shape):
-    """A tensor of each device; all sums of them are exact."""
-    generator, tensors = np.random.default_rng(1), []
-    for device in CPUS[:num_devices]:
-        with tf.device(device):
-            tensors.append(tf.constant(generator.integers(-99, 99, shape), tf.float32))
-    return tensors
-
-
-@pytest.mark.parametrize(("num_devices", "axis"), [(1, 0), (2, 1), (3, 0), (4, 1)])
-def test_a_reduce_scatter_is_a_sum_in_parts(num_devices, axis):
-    devices, tensors = CPUS[:num_devices], whole_numbers(num_devices, (7, 6))
-    sizes = shard_sizes(tensors[0].shape[axis], num_devices)
-    parts = reduce_scatter(tensors, sizes, devices, axis=axis)
-    total = np.sum([t.numpy() for t in tensors], axis=0)
-    for part, expected, device in zip(
-        parts, np.split(total, np.cumsum(sizes)[:-1], axis), devices, strict=True
-    ):
-        np.testing.assert_array_equal(part.numpy(), expected)
-        assert part.device.endswith(device)
-    for whole, device in zip(all_gather(parts, devices, axis=axis), devices, strict=True):
-        np.testing.assert_array_equal(whole.numpy(), total)
-        assert whole.device.endswith(device)
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+def test_a_reduce_scatter_is_a_sum_in_parts(num_devices):
+    devices, generator = CPUS[:num_devices], np.random.default_rng(1)
+    arrays = [  # Whole numbers, whose sums are exact.
+        [generator.integers(-99, 99, shape).astype(np.float32) for shape in SHAPES] for _ in devices
+    ]
+    per_device_parts = reduce_scatter(on_devices(arrays, devices), devices)
+    totals = [np.sum(copies, axis=0) for copies in zip(*arrays, strict=True)]
+    for position, total in enumerate(totals):
+        sizes = shard_sizes(total.size, num_devices)
+        pieces = np.split(total.ravel(), np.cumsum(sizes)[:-1])
+        for device, parts, expected in zip(devices, per_device_parts, pieces, strict=True):
+            np.testing.assert_array_equal(parts[position].numpy(), expected)
+            assert parts[position].device.endswith(device)
+    for device, wholes in zip(devices, all_gather(per_device_parts, SHAPES, devices), strict=True):
+        for whole, total in zip(wholes, totals, strict=True):
+            np.testing.assert_array_equal(whole.numpy(), total)
+            assert whole.device.endswith(device)
 
 
 def test_a_reduce_scatter_adds_in_the_order_of_the_devices():
     """(1e8 + −1e8) + 1 is 1, in float32; 1e8 + (−1e8 + 1) is 0."""
-    tensors = [tf.constant([value]) for value in (1e8, -1e8, 1.0)]
-    parts = reduce_scatter(tensors, [1, 0, 0], CPUS[:3])
-    assert [part.numpy().tolist() for part in parts] == [[1.0], [], []]
+    tensors = [[tf.constant([value])] for value in (1e8, -1e8, 1.0)]
+    per_device_parts = reduce_scatter(tensors, CPUS[:3])
+    assert [parts[0].numpy().tolist() for parts in per_device_parts] == [[1.0], [], []]
 
 
 # Buckets of gradients.

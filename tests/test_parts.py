@@ -18,13 +18,12 @@ from small_models import (
     momentum_sgd,
     network_with_dropout,
 )
-from strategies.channel_parts import split_calls
 from strategies.collectives import shard_sizes
 from strategies.cuts import cut, cut_points, forward_flops, product_layers, stage_flops
-from strategies.device_tape import DeviceTape, Spread
+from strategies.device_tape import DeviceTape
 from strategies.layer_calls import LayerCalls
+from strategies.parts import WholeVariable
 from strategies.sharded import SHARD_CHOICES
-from strategies.split_variable import RepeatedVariable, SplitVariable
 from strategies.sync_batch_norm import _combined
 from strategies.tf_private import reset_layer_numbers
 from walks import batches, make_images
@@ -38,15 +37,15 @@ def test_only_what_is_sharded_is_in_parts_each_on_its_device(shard):
     assert strategy.num_copies == len(strategy.copies()) == (1 if shard == "weights" else 3)
     for copy in strategy.copies():
         for name, variable in copy.items():
-            in_parts = isinstance(variable, SplitVariable | RepeatedVariable)
+            in_parts = isinstance(variable, WholeVariable)
             is_statistic = name in strategy.states.statistics_names
             is_sharded = (shard == "weights" and not is_statistic) or name.startswith("optimizer/")
             assert in_parts == is_sharded, name
     for device, part, replica in zip(CPUS, strategy.parts, strategy.replicas, strict=False):
-        own = [v for statistics in replica.statistics for v in statistics]
+        own = [v for statistics in replica.statistics for v in statistics.values()]
         if shard != "weights":
             own = replica.model.variables
-        for variables in (own, part.weights, part.optimizer.variables):
+        for variables in (own, part.weights.values(), part.optimizer.variables):
             assert devices_of_variables(variables) == {device}
 
 
@@ -55,7 +54,7 @@ def test_a_device_holds_one_part_in_r(num_devices):
     strategy = create("sharded", num_devices, deep_network, momentum_sgd)
     whole = create("single", 1, deep_network, momentum_sgd).state()
     for name, variable in strategy.copies()[0].items():
-        if isinstance(variable, RepeatedVariable):  # The step and the learning rate.
+        if variable.axis is None:  # The step and the learning rate.
             assert whole[name].size == 1
         else:  # 1/R, but for a rest of one element.
             sizes = [int(tf.size(part)) for part in variable.parts]
@@ -70,27 +69,28 @@ def test_the_model_has_shapes_and_no_values(name):
         strategy.model.trainable_variables[0].numpy()
 
 
+def assert_parts_are_on_their_devices(strategy):
+    assert len(strategy.parts) == strategy.num_replicas == 2
+    for r, parts in enumerate(strategy.parts):
+        for k, part in enumerate(parts):
+            statistics = [v for shard in part.statistics for v in shard.values()]
+            own = [*part.weights.values(), *statistics, *part.optimizer.variables]
+            assert devices_of_variables(own) == {CPUS[2 * r + k]}
+
+
 def test_every_variable_is_on_the_device_of_its_stage():
     strategy = create("pipeline", 4, deep_network, momentum_sgd, model_parallel=2, micro_batches=2)
-    for r, pipeline in enumerate(strategy.pipelines):
-        for k, stage in enumerate(pipeline.stages):
-            own = [*stage.weights, *itertools.chain(*stage.statistics), *stage.optimizer.variables]
-            assert devices_of_variables(own) == {CPUS[2 * r + k]}
+    assert_parts_are_on_their_devices(strategy)
     # Between them they have all weights once.
-    paths = [path for stage in strategy.pipelines[0].stages for path in stage.weight_paths]
+    paths = [path for part in strategy.parts[0] for path in part.weights]
     assert sorted(paths) == sorted(v.path for v in strategy.model.trainable_variables)
 
 
 def test_every_channel_is_on_the_device_of_its_part():
     strategy = create("tensor", 4, deep_norm_network, model_parallel=2)
-    for r, row in enumerate(strategy.rows):
-        for d, optimizer in enumerate(row.optimizers):
-            own = [
-                *row.variables(d, trainable=True).values(),
-                *row.variables(d, trainable=False).values(),
-                *optimizer.variables,
-            ]
-            assert devices_of_variables(own) == {CPUS[2 * r + d]}
+    assert_parts_are_on_their_devices(strategy)
+    for parts in strategy.parts:
+        assert all(list(part.weights) == strategy.weight_paths for part in parts)
 
 
 @pytest.mark.parametrize("name", ["sharded", "tensor"])
@@ -240,17 +240,17 @@ def test_layers_that_cannot_be_split_are_refused(name, options, layers, told):
         create(name, 2, lambda: network(*layers), **options)
 
 
-def test_parts_make_up_the_layers():
-    model = build_network("lenet")
-    for split in split_calls(LayerCalls.of(model), CPUS[:4]):
-        for whole, *parts in zip(
-            split.call.layer.variables, *(layer.variables for layer in split.layers), strict=True
-        ):
-            joined = np.concatenate([part.numpy() for part in parts], axis=-1)
-            np.testing.assert_array_equal(joined, whole.numpy())
-            sizes = [part.shape[-1] for part in parts]
-            assert max(sizes) - min(sizes) <= 1
-            assert [devices_of_variables([part]) for part in parts] == [{name} for name in CPUS]
+def test_parts_make_up_the_weights():
+    strategy = create("tensor", 4, deep_norm_network)
+    whole = create("single", 1, deep_norm_network).state()
+    for name, variable in strategy.copies()[0].items():
+        if variable.axis is None:
+            continue
+        joined = np.concatenate([part.numpy() for part in variable.parts], axis=-1)
+        np.testing.assert_array_equal(joined, whole[name])
+        sizes = [part.shape[-1] for part in variable.parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert [devices_of_variables([part]) for part in variable.parts] == [{d} for d in CPUS]
 
 
 # The tape.
@@ -263,11 +263,11 @@ def test_the_backward_pass_of_a_gather_is_a_sum_over_the_devices():
     tape = DeviceTape(devices)
     factors = [[tf.constant(1.0)] for _ in devices]
     start = tape.each(
-        lambda d, value: value * factors[d][0], [Spread(tf.constant([v]) for v in x)], factors
+        lambda d, value: value * factors[d][0], [[tf.constant([v]) for v in x]], factors
     )
     whole = tape.gather(start, [1, 1, 1])
     out = tape.each(lambda d, value: weights[d] * tf.reduce_sum(value), [whole])
-    assert [float(v) for v in out.tensors] == [70.0, 700.0, 7000.0]
+    assert [float(v) for v in out] == [70.0, 700.0, 7000.0]
     gradients = tape.gradient(out, [tf.constant(1.0)] * 3, factors)
     # d(sum of y) / d(factor d) = (10 + 100 + 1000) · x_d.
     assert [float(g) for (g,) in gradients] == [1110.0, 2220.0, 4440.0]
@@ -279,7 +279,7 @@ def test_the_backward_pass_of_a_gather_is_a_sum_over_the_devices():
 def test_gradients_of_a_value_that_is_used_twice_are_added(function, expected):
     """x + x² has the gradient 1 + 2 x. A value that one function takes twice has one gradient."""
     tape, factors = DeviceTape(CPUS[:2]), [[tf.constant(3.0)], [tf.constant(5.0)]]
-    x = tape.each(lambda d, v: v * factors[d][0], [Spread([tf.constant(1.0)] * 2)], factors)
+    x = tape.each(lambda d, v: v * factors[d][0], [[tf.constant(1.0)] * 2], factors)
     other = tape.each(function, [x]) if function else x
     total = tape.each(lambda d, a, b: a + b, [x, other])
     gradients = tape.gradient(total, [tf.constant(1.0)] * 2, factors)
@@ -303,7 +303,7 @@ def test_a_split_variable_is_the_whole(axis):
     whole = np.arange(30, dtype=np.float32).reshape(5, 6)
     flat, shape = (whole, None) if axis is not None else (whole.ravel(), (5, 6))
     parts = on(CPUS, np.array_split(flat, 4, axis or 0))
-    variable = SplitVariable(parts, axis or 0, shape)
+    variable = WholeVariable(parts, axis or 0, shape)
     assert (variable.shape, variable.dtype) == (tf.TensorShape([5, 6]), tf.float32)
     np.testing.assert_array_equal(variable.numpy(), whole)
     variable.assign(-whole)
@@ -316,14 +316,14 @@ def test_a_split_variable_is_the_whole(axis):
 
 def test_variables_of_few_elements():
     """Of 2 elements over 3 devices one has none; a scalar is repeated."""
-    variable = SplitVariable(on(CPUS[:3], np.array_split(np.float32([1, 2]), 3)), 0, (2,))
+    variable = WholeVariable(on(CPUS[:3], np.array_split(np.float32([1, 2]), 3)), 0, (2,))
     variable.assign(np.float32([3, 4]))
     assert variable.numpy().tolist() == [3, 4]
     assert [part.shape[0] for part in variable.parts] == [1, 1, 0]
-    scalar = RepeatedVariable(on(CPUS[:3], [np.int64(1)] * 3))
+    scalar = WholeVariable(on(CPUS[:3], [np.int64(1)] * 3))
     scalar.assign(np.int64(5))
     assert (scalar.shape, scalar.dtype, scalar.numpy()) == (tf.TensorShape([]), tf.int64, 5)
-    assert [int(copy) for copy in scalar.copies] == [5, 5, 5]
+    assert [int(copy) for copy in scalar.parts] == [5, 5, 5]
 
 
 # BatchNorm over the whole global batch.

@@ -80,14 +80,6 @@ def test_model_flatten_layers():
     )
 
 
-def test_layer_inbound_nodes():
-    layer, outputs = keras.layers.Dense(1), [False]
-    for value in (tf.zeros((1, 2)), keras.Input((2,))):
-        layer(value)
-        outputs.append(tf_private.has_symbolic_output(layer))
-    assert outputs == [False, False, True], "keras Layer._inbound_nodes"
-
-
 def test_layer_nodes():
     """The calls of a functional model, in an order in which they can be made; not its input."""
     images = keras.Input((4, 4, 1))
@@ -185,8 +177,8 @@ def test_eager_context_and_coordinated_job():
 def test_an_attribute_that_is_gone_is_named():
     with pytest.raises(AttributeError, match=r"SGD has no private attribute _gone with Tensor"):
         tf_private.private(keras.optimizers.SGD(), "_gone")
-    with pytest.raises(AttributeError, match="ndarray has no private attribute _inbound_nodes"):
-        tf_private.has_symbolic_output(np.zeros(1))
+    with pytest.raises(AttributeError, match="ndarray has no private attribute _flatten_layers"):
+        tf_private.flatten_layers(np.zeros(1))
 
 
 def test_op_determinism_can_be_undone():

@@ -7,7 +7,6 @@ import tensorflow as tf
 
 from app.runtime.errors import AllReduceError
 from strategies.base import Strategy
-from strategies.device_tape import Spread
 
 _DIGITS = 8  # Integers up to 2⁸ are exact in bfloat16, too.
 
@@ -65,18 +64,18 @@ def run_gather_self_test(strategy: Strategy) -> None:
         numbers = 2.0 ** (np.arange(len(devices)) % _DIGITS)
         for device, number in zip(devices, numbers, strict=True):
             with tf.device(device):
-                parts.append(tf.constant([number]))
-        sent = Spread(parts)
+                parts.append([tf.constant([number])])
+        sent = tape.each(lambda d, parts=parts: tf.identity(parts[d][0]), [], parts)
         gathered = tape.gather(sent, [1] * len(devices))
         returned = []
         for device, number in zip(devices, numbers, strict=True):
             with tf.device(device):
                 returned.append(tf.constant(number * numbers, tf.float32))
-        (sums,) = tape.input_gradients(gathered, returned, [sent])
+        sums = tape.gradient(gathered, returned, parts)
         for d in range(len(devices)):
             for what, got, expected in (
-                ("gathered", gathered.tensors[d], numbers),
-                ("added on the way back", sums[d], [numbers[d] * numbers.sum()]),
+                ("gathered", gathered[d], numbers),
+                ("added on the way back", sums[d][0], [numbers[d] * numbers.sum()]),
             ):
                 seen = np.asarray(got).tolist()
                 if seen != list(expected):

@@ -18,6 +18,7 @@ from strategies.base import Strategy
 from strategies.collectives import shard_bounds
 from strategies.device_tape import DeviceTape
 from strategies.observer import Observer, Shard
+from strategies.parts import WholeVariable
 from strategies.tf_private import flatten_layers
 
 Batch = tuple[tf.Tensor, tf.Tensor]  # Images and labels.
@@ -137,18 +138,19 @@ class FaultyObserver(Observer):
         """Lets a stage of each pipeline compute with its weights of the step before."""
         strategy: Any = self._strategy
         read_weights, kept = strategy.read_weights, []
-        for pipeline in strategy.pipelines:
-            with tf.device(pipeline.devices[stage]):
-                kept.append([tf.Variable(w.value) for w in pipeline.stages[stage].weights])
+        for parts in strategy.parts:
+            with tf.device(parts[stage].device):
+                weights = parts[stage].weights.items()
+                kept.append({path: tf.Variable(weight.value) for path, weight in weights})
 
-        def read_stale(replica_id: int) -> list[list[tf.Tensor]]:
+        def read_stale(replica_id: int) -> list[dict[str, tf.Tensor]]:
             weights = read_weights(replica_id)
-            older = []
-            with tf.device(strategy.pipelines[replica_id].devices[stage]):
-                for variable, weight in zip(kept[replica_id], weights[stage], strict=True):
-                    older.append(tf.identity(variable))
-                    with tf.control_dependencies([older[-1]]):
-                        variable.assign(weight)
+            older = {}
+            with tf.device(strategy.parts[replica_id][stage].device):
+                for path, variable in kept[replica_id].items():
+                    older[path] = tf.identity(variable)
+                    with tf.control_dependencies([older[path]]):
+                        variable.assign(weights[stage][path])
             return [*weights[:stage], older, *weights[stage + 1 :]]
 
         strategy.read_weights = read_stale
@@ -199,8 +201,7 @@ class _OwnTermTape(DeviceTape):
 
 def _first_part(variable: Any) -> tf.Variable:
     """Returns a variable; for one that is split or copied over devices, its first part or copy."""
-    several = getattr(variable, "parts", None) or getattr(variable, "copies", None)
-    return several[0] if several else variable
+    return variable.parts[0] if isinstance(variable, WholeVariable) else variable
 
 
 def inject_fault(

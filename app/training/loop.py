@@ -94,7 +94,7 @@ class Training:
         self._metadata = self.spec.metadata(self.strategy)
         self._state = TrainingState(config, self.strategy, self._metadata)
         self._resumed: CheckpointSearchResult | None = None
-        self._writer: RunWriter | None = None  # `begin` creates the chief's.
+        self._writer: RunWriter | None = None  # `begin` creates it, on the chief alone.
         self._compile_sec, self._step_sec = 0.0, math.inf
         self._on_progress()
 
@@ -174,7 +174,7 @@ class Training:
                 ),
             )
             self._writer.begin(self._resumed)
-        self._resumed = None  # Frees its arrays.
+        self._resumed = None  # The arrays of the checkpoint are not needed any more.
         if self._config.verification.fault:
             self._faulty_observer.begin()
         self._bar = TrainingProgress(
@@ -186,7 +186,7 @@ class Training:
         if self.is_finished:
             return  # The previous attempt was interrupted after its last checkpoint.
         with self._guard.naming_errors(self._is_within_epoch):
-            # Kept alive, because deleting a `tf.distribute` iterator can take 30 s.
+            # An attribute, because deleting an iterator of `tf.distribute` can take 30 s.
             self._iterator = self.strategy.distribute(self._batches())
             start = time.monotonic()
             self.strategy.train_steps(self._iterator, 0)

@@ -214,14 +214,14 @@ def _find_added_loss(model: keras.Model) -> keras.Layer | None:
     return layer
 
 
-# From the chapters of d2l on several GPUs.
+# The settings of the chapters of d2l on several GPUs.
 _D2L = Recipe(
     kernel_initializer={"class_name": "RandomNormal", "config": {"stddev": 0.01}},
     pixel_mean=0.0,
     pixel_std=255.0,
     peak_learning_rate=0.1,
 )
-# Chosen by measurement.
+# The settings of `fast` were chosen by measurement.
 _FAST = Recipe(
     kernel_initializer="he_normal",
     pixel_mean=72.94,
@@ -230,10 +230,10 @@ _FAST = Recipe(
     momentum=0.9,
     weight_decay=5e-4,
     warmup=0.2,
-    batch_rule="square_root",  # Chosen by measurement: see docs/speed.md.
+    batch_rule="square_root",  # docs/speed.md has the measurement of the rules.
 )
-# Learning rate and decay of David Page's ResNet-9. He adds a decay of 5e-4 to the gradient, which
-# a momentum of 0.9 multiplies by 10.
+# The learning rate and decay are those of David Page's ResNet-9. He adds a decay of 5e-4 to the
+# gradient, which a momentum of 0.9 multiplies by 10.
 _FAST_RESIDUAL = dataclasses.replace(
     _FAST, peak_learning_rate=0.2, weight_decay=5e-3, label_smoothing=0.1, flip=True
 )

@@ -15,7 +15,7 @@ from app.runtime.errors import CheckpointError
 # Options that change how the steps are computed, but not the result except for rounding.
 _HOW = {
     *({"strategy", "deterministic", *OPTIONS_OF_SOME} - {"batch_norm", "communication_dtype"}),
-    *("python", "tensorflow", "keras", "numpy"),  # Their versions.
+    *("python", "tensorflow", "keras", "numpy"),  # These entries hold versions.
 }
 
 

@@ -62,7 +62,7 @@ def build_strategy(
     try:
         strategy.build(build_model, create_optimizer)
     except ValueError as error:
-        if "\n" in str(error):  # An error message of Keras.
+        if "\n" in str(error):  # Only error messages of Keras have several lines.
             raise
         raise ConfigError(str(error)) from error
     if config.distribution.batch_norm == "sync" and not strategy.states.statistics_names:

@@ -44,7 +44,8 @@ class TrainingSpec:
             len(dataset.train_images), config.training.global_batch_size, config.training.last_batch
         )
         self.num_steps = config.training.epochs * self.steps_per_epoch
-        self._examples: tuple[tf.Tensor, tf.Tensor] | None = None  # Copies that are trained on.
+        # TensorFlow's copies of the training examples, once `batches` has made them.
+        self._examples: tuple[tf.Tensor, tf.Tensor] | None = None
         self._test_part_sha256 = dataset.sha256_of_test_part()
         self._recipe = find_recipe(config.training.recipe, config.training.model)
         self.learning_rate = config.training.learning_rate or self._recipe.learning_rate(

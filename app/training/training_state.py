@@ -39,7 +39,7 @@ class CheckpointSchedule:
 
     def __init__(self, every_steps: int | None, steps_per_epoch: int) -> None:
         self._every_steps, self._steps_per_epoch = every_steps, steps_per_epoch
-        self._saved = 0, 0  # Step and epoch of the last checkpoint.
+        self._saved = 0, 0  # The step and the epoch of the last checkpoint.
         self._last_save = time.monotonic()
 
     @property
