@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep import record_torch
 
 VOCABULARY, BLOCK, WIDTH, HEADS = 11, 6, 8, 2
-MICRO_BATCH_SIZE, ACCUMULATION_STEPS = 3, 4  # The latter over all processes.
-MAX_STEPS, WARMUP_STEPS, LEARNING_RATE, GRADIENT_CLIP = 4, 2, 0.01, 0.5
+MICRO_BATCH_SIZE, ACCUMULATION_STEPS = 3, 8  # The latter over all processes.
+MAX_STEPS, WARMUP_STEPS, LEARNING_RATE, GRADIENT_CLIP = 4, 2, 0.01, 0.2
 
 
 class Block(nn.Module):
