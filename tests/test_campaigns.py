@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from campaigns import fuzz, network
+from campaigns import fuzz, network, scripts
 from conftest import ROOT
+from lockstep.causes import CAUSES
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
@@ -26,6 +27,15 @@ def test_the_guard_of_the_fuzzer_sees_what_it_has_to(tmp_path):
         with pytest.raises(AssertionError), fuzz.guarded(inside):
             act()
     assert not outside.exists()
+
+
+def test_the_scripts_of_the_zoo_can_be_changed_as_listed():
+    entries = scripts.listed()
+    for entry in entries:
+        compile(entry.source, f"{entry.script}: {entry.name}", "exec")
+    assert not {c for entry in entries for c in entry.causes} - set(CAUSES)
+    assert len({entry[:2] for entry in entries}) == len(entries)
+    assert sum(bool(entry.causes) for entry in entries) >= 60
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ CAMPAIGNS = {
     "fuzz": (20, "500 damaged inputs of each kind"),
     "mutations": (0, "a bug of mutations.toml; or so many drawn at random"),
     "zoo": (0, "a reported bug of Keras programs, and its correction"),
+    "scripts": (0, "a training script with a bug, or a right one, in PyTorch, JAX or Keras"),
     "optimizers": (0, "a right program with one of Keras' optimizers"),
 }
 

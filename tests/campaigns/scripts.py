@@ -1,0 +1,273 @@
+"""Records every training script of `zoo/scripts` with its bugs, and says what the verifier finds.
+
+Each script runs with one replica, which is the reference. Then it runs with two replicas:
+unchanged, in other forms that are right, and with each bug of the table beside it. Bugs that are
+not caught, or not named, are listed and counted. Fails if a right program has a fault, or a script
+cannot run.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from lockstep.comparison import compare_traces
+from lockstep.trace_file import load
+from lockstep.verdict import Finding
+
+from . import check
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "zoo" / "scripts"
+TIMEOUT_SEC = 240
+AT_ONCE = 2
+PRELOADED = {  # Framework → modules that its scripts import.
+    "torch": (
+        *("numpy", "torch", "torch.distributed.fsdp", "torch._dynamo", "torch.optim.swa_utils"),
+        "lockstep.record_torch",
+    ),
+    "jax": ("jax", "jax.numpy", "lockstep.record_jax"),
+    "keras": ("tensorflow", "keras", "lockstep.record_keras"),
+}
+
+
+class Entry(NamedTuple):
+    """A script, or a change of it.
+
+    Attributes:
+        script: name of the file without suffix.
+        name: the change in words.
+        changes: pairs of a text that occurs once in the file, and the text that replaces it.
+        causes: names of the bug that are right; empty if the program is right.
+        replay: whether the states of the reference are loaded before each step.
+        permuted: whether the tolerance is computed from a recording with permuted examples.
+        both: whether the reference has the change, too.
+        part: what is added to the name of the file that is compared, if a script writes several.
+    """
+
+    script: str
+    name: str
+    changes: tuple[tuple[str, str], ...] = ()
+    causes: tuple[str, ...] = ()
+    replay: bool = True
+    permuted: bool = False
+    both: bool = False
+    part: str = ""
+
+    @property
+    def source(self) -> str:
+        """The text of the script with the changes."""
+        text = (SCRIPTS / f"{self.script}.py").read_text("utf-8")
+        for old, new in self.changes:
+            check(text.count(old) == 1, f"{self}: {text.count(old)} times in the script: {old}")
+            text = text.replace(old, new)
+        return text
+
+
+class Outcome(NamedTuple):
+    """What the comparison says of an entry.
+
+    Attributes:
+        is_caught: whether there is a fault; of a right program, also in the reference.
+        is_named: whether the first fault has one of the causes that are right.
+        text: the faults, or why there is no verdict.
+        has_verdict: whether the recordings could be compared.
+        has_run: whether there is a verdict, or an error of a recorder or of the comparison.
+    """
+
+    is_caught: bool
+    is_named: bool
+    text: str
+    has_verdict: bool = True
+    has_run: bool = True
+
+
+def listed() -> list[Entry]:
+    """Returns all entries: of each script the unchanged one, other right forms and bugs."""
+    entries = []
+    for path in sorted(SCRIPTS.glob("*.toml")):
+        table = tomllib.loads(path.read_text("utf-8"))
+        common = {key: table[key] for key in ("permuted", "part") if key in table}
+        entries.append(Entry(path.stem, "unchanged", **common))
+        for found in (*table.get("right", ()), *table["bug"]):
+            options = common | found
+            changes = options.pop("changes", [])
+            if "old" in options:
+                changes = [*changes, (options.pop("old"), options.pop("new"))]
+            causes = tuple(options.pop("causes", ()))
+            pairs = tuple((old, new) for old, new in changes)
+            entries.append(Entry(path.stem, changes=pairs, causes=causes, **options))
+    return entries
+
+
+class Server:
+    """A process that has imported a framework, and runs programs one after another."""
+
+    def __init__(self, framework: str) -> None:
+        found = [os.environ.get(f"LOCKSTEP_{framework.upper()}_PYTHON")]
+        found += [sys.executable] if importlib.util.find_spec(framework) else []
+        found += [str(ROOT / ".venv-bench" / "bin" / "python")]
+        environment = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, SCRIPTS)))}
+        self.process = subprocess.Popen(
+            [next(filter(None, found)), str(SCRIPTS / "serve.py"), *PRELOADED[framework]],
+            env={**os.environ, **environment, "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+
+    def run(self, program: pathlib.Path, num_replicas: int, *arguments: str) -> str:
+        """Runs a program in its folder; returns "", or the end of what it printed if it failed."""
+        assert self.process.stdin and self.process.stdout
+        devices = f"--xla_force_host_platform_device_count={num_replicas}"
+        request = {
+            "program": str(program), "arguments": [str(num_replicas), *arguments],
+            "folder": str(program.parent), "environment": {"XLA_FLAGS": devices},
+            "timeout_sec": TIMEOUT_SEC,
+        }  # fmt: skip
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        code = int(self.process.stdout.readline())
+        if code == 0:
+            return ""
+        printed = program.with_suffix(".py.log").read_text("utf-8", "replace")
+        return f"exit code {code}\n{printed[-1500:]}"
+
+
+Servers = dict[str, "queue.SimpleQueue[Server]"]
+
+
+@contextlib.contextmanager
+def _servers(scripts: Iterable[str]) -> Iterator[Servers]:
+    """Starts as many servers for each framework as programs run at once, and ends them."""
+    servers: Servers = {}
+    started = []
+    try:
+        for framework in {script.split("_")[0] for script in scripts}:
+            servers[framework] = queue.SimpleQueue()
+            for _ in range(AT_ONCE):
+                started.append(Server(framework))
+                servers[framework].put(started[-1])
+        yield servers
+    finally:
+        for server in started:
+            server.process.kill()
+            server.process.wait()
+
+
+def _record(
+    servers: Servers, source: str, script: str, folder: pathlib.Path, num_replicas: int, *files: str
+) -> str:
+    """Runs a program that records; returns "", or the end of what it printed if it failed."""
+    folder.mkdir(exist_ok=True)
+    program = folder / f"{script}_{files[0].removesuffix('.npz')}.py"
+    program.write_text(source, "utf-8")
+    free = servers[script.split("_")[0]]
+    server = free.get()
+    try:
+        return server.run(program, num_replicas, *files)
+    finally:
+        free.put(server)
+
+
+def _references(
+    servers: Servers, entry: Entry, folder: pathlib.Path, source: str
+) -> tuple[pathlib.Path, pathlib.Path | None]:
+    """Records a program with one replica; returns the recording, and that with other rounding."""
+    failed = _record(servers, source, entry.script, folder, 1, "one.npz")
+    check(not failed, f"{entry.script} with one replica: {failed}")
+    if not entry.permuted:
+        return folder / f"one{entry.part}.npz", None
+    failed = _record(servers, source, entry.script, folder, 1, "permuted.npz", "one.npz", "1")
+    check(not failed, f"{entry.script} with permuted examples: {failed}")
+    return folder / f"one{entry.part}.npz", folder / f"permuted{entry.part}.npz"
+
+
+def _outcome(
+    servers: Servers,
+    entry: Entry,
+    folder: pathlib.Path,
+    references: tuple[pathlib.Path, pathlib.Path | None],
+) -> Outcome:
+    """Records a program with two replicas and compares it with the reference."""
+    if entry.both:
+        references = _references(servers, entry, folder, entry.source)
+    one, permuted = references
+    start = [str(one.with_name("one.npz"))] if entry.replay else []
+    if failed := _record(servers, entry.source, entry.script, folder, 2, "two.npz", *start):
+        is_refusal = "/lockstep/record_" in failed
+        return Outcome(False, False, f"no recording: {failed[-600:].strip()}", False, is_refusal)
+    try:
+        traces = [load(path) for path in (one, folder / f"two{entry.part}.npz", permuted) if path]
+        alone, verdict = compare_traces(traces, {}).values()
+    except Exception as error:  # A recording that cannot be read, or a bug of the comparison.
+        return Outcome(False, False, f"no verdict: {type(error).__name__}: {error}", False)
+    faults = verdict.faults if entry.causes else [*alone.faults, *verdict.faults]
+    told = [f"the reference: {_line(finding)}" for finding in alone.findings]
+    told += [_line(finding) for finding in verdict.findings]
+    told += [f"note: {note}" for note in verdict.notes]
+    is_named = bool(faults) and faults[0].cause in entry.causes
+    return Outcome(bool(faults), is_named, "\n    ".join(told))
+
+
+def _line(finding: Finding) -> str:
+    steps = ", ".join(map(str, finding.steps))
+    where = " ".join([f"steps {steps}", *finding.items])
+    return f"{finding.status}: {finding.stage}/{finding.cause} ({where}): {finding.text}"
+
+
+def _told(entry: Entry, outcome: Outcome, counts: collections.Counter) -> str:
+    """Counts an outcome, and returns it in words."""
+    name = f"{entry.script}: {entry.name}"
+    if not entry.causes:
+        counts["right programs"] += 1
+        counts["right programs with a fault"] += outcome.is_caught
+        counts["right programs without a verdict"] += not outcome.has_verdict
+        told = "FALSE ALARM" if outcome.is_caught else "clean"
+    else:
+        counts["bugs"] += 1
+        counts["bugs caught"] += outcome.is_caught
+        counts["bugs named"] += outcome.is_named
+        told = "caught, named" if outcome.is_named else "caught, NOT NAMED"
+        told = told if outcome.is_caught else "NOT CAUGHT"
+        told += "" if outcome.is_named else f" (right: {', '.join(entry.causes)})"
+    counts["scripts that failed"] += not outcome.has_run
+    return f"{name}: {told}\n    {outcome.text}".rstrip()
+
+
+def run(
+    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
+) -> Iterator[str]:
+    """Runs the entries, two at a time; yields what is found of each."""
+    names = {entry: f"{entry.script}/{entry.name}".replace("_", " ") for entry in listed()}
+    chosen = [e for e, name in names.items() if not only or any(name.startswith(o) for o in only)]
+    scripts = dict.fromkeys(entry.script for entry in chosen)
+    plain = {entry.script: entry for entry in reversed(listed()) if not entry.changes}
+    with (
+        _servers(scripts) as servers,
+        concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool,
+    ):
+        references = {
+            script: pool.submit(
+                _references, servers, plain[script], folder / script, plain[script].source
+            )
+            for script in scripts
+        }
+        concurrent.futures.wait(references.values())
+        outcomes = [
+            pool.submit(
+                _outcome, servers, entry, folder / f"{number}", references[entry.script].result()
+            )
+            for number, entry in enumerate(chosen)
+        ]
+        for entry, outcome in zip(chosen, outcomes, strict=True):
+            yield _told(entry, outcome.result(), counts)
+    check(not counts["scripts that failed"], "a script failed")
+    check(not counts["right programs without a verdict"], "a right program has no verdict")
+    check(not counts["right programs with a fault"], "a right program has a fault")
