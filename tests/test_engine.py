@@ -415,6 +415,11 @@ def signs(array):
     return np.sign(array) * np.mean(np.abs(array))
 
 
+def clipped_values(array):
+    limit = np.median(np.abs(array))
+    return np.clip(array, -limit, limit)
+
+
 def noisy(array):
     noise = np.random.default_rng(1).normal(0, 0.1, array.shape)
     return (array * (1 + noise)).astype(array.dtype)
@@ -468,6 +473,7 @@ GRADIENT_FAULTS = [
     ("raw", times(3), "scaled_gradient", (2,), REPLICAS),
     ("raw", rounded, "reduced_precision", None, (2,)),
     ("raw", top_k, "sparsified", None, (0,)),
+    ("raw", clipped_values, "clipped_before_the_sum", (2,), REPLICAS),
     ("raw", noisy, "unexplained", (2,), REPLICAS),
     ("clipped", to_norm, "clipped_on_one_replica", None, (1,)),
     ("clipped", lambda g: np.clip(g, -0.02, 0.02), "clipped_on_one_replica", None, (1,)),

@@ -35,6 +35,12 @@ def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> t
             "sparsified",
             f"{np.mean(~kept):.0%} of the gradient's elements are 0, all others are right",
         )
+    largest = float(np.max(np.abs(a)))
+    if length(a - np.clip(e, -largest, largest)) <= limit:
+        return (
+            "clipped_before_the_sum",
+            f"the gradient's elements are clipped to values of {largest:.4g}",
+        )
     for name, bits in (("bfloat16", 16), ("float16", 13)):
         if has_short_mantissa(a, bits) and length(a - e) <= 2.0 ** (bits - 23) * length(e):
             return "reduced_precision", f"the gradient is rounded to {name}"
