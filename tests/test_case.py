@@ -20,6 +20,7 @@ from app.verification.case_training import CaseTraining
 from conftest import CPUS, run_main
 from in_process import run_here
 from lockstep import trace_file
+from lockstep.trace import About, Trace
 from small_models import mirrored
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -169,53 +170,64 @@ def case_data(write, body, *, size=4, steps=2):
     return CaseData(CaseFile(write(text)), size, steps)
 
 
+def names_of(part):
+    return [step.name for step in part.steps]
+
+
 def test_the_steps_of_a_data_set_with_a_short_last_batch(write):
     data = case_data(write, "return data(n)")
     (part,) = data.parts(1)
-    assert part.names == [
+    assert names_of(part) == [
         "step 1", "step 2", "the last batch of an epoch (2 examples)",
         "the first step of the second epoch",
     ]  # fmt: skip
-    assert part.wanted == [0, 1, 2, 3] and part.epochs == 2
+    assert part.wanted == [0, 1, 2, 3] and part.num_epochs == 2
     assert [len(batch[0]) for batch in part.dataset] == [4, 4, 2]
     last = data.part([step for step in data.steps if "last batch" in step.name])
     assert [len(batch[0]) for batch in last.dataset] == [4, 2] and last.wanted == [1]
-    assert np.array_equal(last.passes[0][0][0][:, 0], [24, 27])
+    assert np.array_equal(last.passes[0][2][0][:, 0], [24, 27])
 
 
 def test_steps_are_recorded_together_as_far_as_memory_allows(write):
     data = case_data(write, "return data(n)", size=2, steps=3)  # And the last, and epoch 2.
     for step_bytes, sizes in ((2**27, [2, 2, 1]), (1, [5])):
-        assert [len(part.names) for part in data.parts(step_bytes)] == sizes
+        assert [len(part.steps) for part in data.parts(step_bytes)] == sizes
     _, middle, _ = data.parts(2**27)
     assert middle.wanted == [0, 1] and [int(x[0, 0]) for x, _ in middle.dataset] == [12, 24]
 
 
-def test_a_set_that_shuffles_has_another_batch_in_each_pass(write):
+def fake_trace(*batches):
+    trace = Trace(About("keras", 1, steps=tuple(range(len(batches)))))
+    for position, batch in enumerate(batches):
+        trace.put(position, "data", 0, batch)
+    return trace
+
+
+def test_the_batches_of_a_set_that_shuffles_are_those_of_a_later_pass_in_each_epoch(write):
     data = case_data(write, "return data(10).unbatch().shuffle(10, seed=1).batch(n)")
     (part,) = data.parts(1)
-    assert len(part.passes) == 3
-    first_epoch = [batches[0][0] for batches in part.passes]
-    second_epoch = [batches[3][0] for batches in part.passes]
-    assert not any(map(np.array_equal, first_epoch, second_epoch))
-    assert all(map(np.array_equal, first_epoch[1:], second_epoch))  # Of consecutive passes.
+    used = [part.passes[1][0], part.passes[1][1], part.passes[1][2], part.passes[3][0]]
+    assert not np.array_equal(used[0][0], used[3][0])
+    found = part.batches_of(fake_trace(*used))
+    assert all(np.array_equal(x, y) for (x, _), (y, _) in zip(used, found, strict=True))
+    again = part.batches_of(fake_trace(*used[:3], used[0]))  # Not shuffled again.
+    assert np.array_equal(again[3][0], part.passes[2][0][0])
 
 
 def test_a_case_that_distributes_its_data_trains_all_of_it(write):
     body = "return data(10).unbatch().shuffle(10, seed=1).batch(n)"
     data = case_data(write, body, size=4, steps=1)
     part = data.part(data.steps, is_distributed=True)
-    assert part.wanted == [0, 2, 3] and part.epochs == 2 and part.dataset is None
-    assert part.names == [
+    assert part.wanted == [0, 2, 3] and part.num_epochs == 2 and part.dataset is None
+    assert names_of(part) == [
         "step 1", "the last batch of an epoch (2 examples)", "the first step of the second epoch",
     ]  # fmt: skip
-    assert [[len(batch[0]) for batch in batches] for batches in part.passes] == [[4, 2, 4]] * 3
 
 
 def test_a_set_without_end_has_no_last_batch(write):
     data = case_data(write, "return data(n).repeat()")
     assert data.num_batches is None
-    assert [part.names for part in data.parts(1)] == [["step 1", "step 2"]]
+    assert [names_of(part) for part in data.parts(1)] == [["step 1", "step 2"]]
 
 
 def test_a_generator_s_batches_are_counted(write):
@@ -355,6 +367,15 @@ def test_kept_recordings_are_those_of_the_last_run(write, verify, tmp_path):
         assert result.returncode == 0, result.stdout + result.stderr
         assert len(list(out.glob("traces/single/*.npz"))) == kept
         assert not [path for path in out.iterdir() if "traces" in path.name] or kept
+
+
+@pytest.mark.slow
+def test_a_case_may_distribute_a_data_set_without_end(write, verify):
+    distribute = "\ndef distribute(strategy, n):\n    return data(n)\n"
+    case = write(MODEL + DATA.replace(".batch(", ".repeat().batch(") + distribute)
+    result, record = verify(case, "--strategies=keras_fit", "--global_batch_size=4")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert record["trainings"]["keras_fit"]["steps"] == ["step 1", "step 2", "an evaluation"]
 
 
 @pytest.mark.slow

@@ -41,27 +41,41 @@ class Part:
     """Steps of a training that are recorded together, in one call of `fit`.
 
     Attributes:
+        steps: the steps, in order.
         dataset: the argument of `fit`; None for the data that the case distributes.
-        epochs: number of epochs to train.
-        wanted: numbers of the steps to check, from 0.
-        passes: batches of these steps in successive passes over the dataset.
-        names: names of these steps.
+        wanted: numbers of these steps in the training, from 0.
+        passes: in successive passes over the dataset, number of a batch → the batch.
     """
 
+    steps: Sequence[Step]
     dataset: tf.data.Dataset | None
-    epochs: int
     wanted: Sequence[int]
-    passes: list[list[Batch]]
-    names: list[str]
+    passes: list[dict[int, Batch]]
+
+    @property
+    def num_epochs(self) -> int:
+        """The number of epochs to train."""
+        return self.steps[-1].epoch + 1
 
     def batches_of(self, trace: Trace) -> list[Batch]:
-        """Returns the batches of the pass that matches most of the replicas' batches."""
+        """Returns the batches of the passes that match most of the replicas' batches.
+
+        Each epoch has a later pass than the one before.
+        """
         given = [_rows_of_all(trace, position) for position in range(len(trace.steps))]
-
-        def num_same(batches: list[Batch]) -> int:
-            return sum(rows_of(b) == g for b, g in zip(batches, given, strict=False))
-
-        return max(self.passes, key=num_same)
+        found: list[Batch] = []
+        first = 0
+        for epoch in range(self.num_epochs):
+            pairs = zip(self.steps, given, strict=False)
+            rows = [(step.batch, rows) for step, rows in pairs if step.epoch == epoch]
+            num_same = [
+                sum(rows_of(batches[number]) == own for number, own in rows)
+                for batches in self.passes[first : first + _NUM_PASSES]
+            ]
+            best = first + num_same.index(max(num_same))
+            found += [self.passes[best][number] for number, _ in rows]
+            first = best + 1
+        return found
 
 
 class CaseData:
@@ -121,20 +135,14 @@ class CaseData:
         batches = sorted({step.batch for step in steps})
         if batches[0] + 1 == self.num_batches:  # `fit` fails if the first batch is a short one.
             batches = sorted({0, *batches})
-        epochs = steps[-1].epoch + 1
         dataset = self._only(batches)
-        passes = [self._read(dataset) for _ in range(epochs - 1 + _NUM_PASSES)]
+        passes = [
+            dict(zip(batches, self._read(dataset), strict=True))
+            for _ in range((steps[-1].epoch + 1) * _NUM_PASSES)
+        ]
         trained = range(self.num_batches or len(steps)) if is_distributed else batches
-        return Part(
-            None if is_distributed else self._only(batches),
-            epochs,
-            wanted=[step.epoch * len(trained) + trained.index(step.batch) for step in steps],
-            passes=[
-                [passes[first + step.epoch][batches.index(step.batch)] for step in steps]
-                for first in range(_NUM_PASSES)
-            ],
-            names=[step.name for step in steps],
-        )
+        wanted = [step.epoch * len(trained) + trained.index(step.batch) for step in steps]
+        return Part(steps, None if is_distributed else self._only(batches), wanted, passes)
 
     def _only(self, batches: Sequence[int]) -> tf.data.Dataset:
         """Returns the dataset with only some batches, whose numbers are ascending."""

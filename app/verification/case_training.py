@@ -197,15 +197,17 @@ class CaseTraining:
             raise ConfigError(f"{self._flag}: {error}") from error
 
         def fit() -> None:
-            dataset = part.dataset or self._distributed()
+            options: dict[str, Any] = {"epochs": part.num_epochs, "verbose": 0, "shuffle": False}
+            if self._data.num_batches is None:
+                options["steps_per_epoch"] = len(part.steps)
             with recorder, _no_warning_of_the_end():
-                self.model.fit(dataset, epochs=part.epochs, verbose=0, shuffle=False)
+                self.model.fit(part.dataset or self._distributed(), **options)
 
         self._case.run(fit, "in model.fit()")
         trace = trace_file.from_parts(recorder.about, recorder.arrays)
         if not trace.steps:
             raise ConfigError(
-                f"{self._flag}: fit did not reach {part.names[0]}; return the same number of"
+                f"{self._flag}: fit did not reach {part.steps[0].name}; return the same number of"
                 " batches from data() and distribute()"
             )
         return trace
@@ -217,7 +219,7 @@ class CaseTraining:
             oracle = KerasOracle(self.build_unbuilt, trace)
             return check(trace, oracle, batches=part.batches_of(trace))
 
-        names = dict(zip(part.wanted, part.names, strict=True))
+        names = {number: step.name for number, step in zip(part.wanted, part.steps, strict=True)}
         verdict = self._case.run(check_trace, "on one device")
         return dataclasses.replace(verdict, step_names=names)
 
