@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,12 +28,11 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import jax_models
 import training_files
-from training_files import Batch, Data
+from training_files import Data, Step
 
 from lockstep import record_jax
 
 Tree = Any  # Dictionaries of arrays.
-Step = Callable[..., tuple[Tree, Tree, Any, Any]]
 
 
 def training_step(
@@ -53,7 +52,7 @@ def training_step(
     """
 
     def loss_fn(params: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
-        logits, new_state = network(params, state, images, training=True)
+        logits, new_state = network(params, state, scaled(images), training=True)
         return mean_loss(logits, labels), (logits, new_state)
 
     (loss, (logits, state)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
@@ -65,115 +64,94 @@ def training_step(
     return params, state, loss, (logits.argmax(1) == labels).mean()
 
 
+def scaled(images: jax.Array) -> jax.Array:
+    """Returns pixels in [0, 1]; XLA would multiply by 1 / 255, which rounds differently."""
+    return jnp.asarray(np.arange(256, dtype=np.float32) / 255)[images]
+
+
 def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns the mean cross-entropy of the examples."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1).mean()
 
 
-class Devices:
-    """The devices of a training: compiles its step, and places arrays on them."""
+class Trainer:
+    """Trains on several devices: compiles the step, and keeps their variables.
 
-    def __init__(self, mode: str, number: int) -> None:
-        self.mode, self.number = mode, number
-        self.mesh = Mesh(np.array(jax.devices()), ("devices",))
+    Args:
+        options: model, number of devices, and the mode: one program of all devices ("jit"), or one
+            that each device runs ("pmap").
+        params, state: initial weights and statistics.
 
-    def compile(self, step: Step) -> Step:
-        """Returns the step as one program of all devices, or as one that each device runs."""
-        if self.mode == "jit":
+    Attributes:
+        step: the compiled step.
+    """
+
+    def __init__(self, options: argparse.Namespace, params: Tree, state: Tree) -> None:
+        self.network, self.number = jax_models.NETWORKS[options.model], options.num_devices
+        step = partial(training_step, network=self.network, learning_rate=options.learning_rate)
+        self.mesh: Any = None
+        if options.mode == "jit":
+            self.mesh = Mesh(np.array(jax.devices()), ("devices",))
             everywhere = NamedSharding(self.mesh, P())
-            return jax.jit(step, donate_argnums=(0, 1), out_shardings=everywhere)
-        return jax.pmap(partial(step, axis="devices"), axis_name="devices", donate_argnums=(0, 1))
-
-    def copy(self, tree: Tree) -> Tree:
-        """Copies arrays to each device."""
-        if self.mode == "jit":
-            return jax.device_put(tree, NamedSharding(self.mesh, P()))
-        return jax.tree.map(lambda array: np.stack([array] * self.number), tree)
+            self.step = jax.jit(step, donate_argnums=(0, 1), out_shardings=everywhere)
+            self.variables = jax.device_put((params, state), everywhere)
+        else:
+            step = partial(step, axis="devices")
+            self.step = jax.pmap(step, axis_name="devices", donate_argnums=(0, 1))
+            self.variables = jax.tree.map(lambda a: np.stack([a] * self.number), (params, state))
 
     def split(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
-        """Returns images in [0, 1] and labels, with an equal part on each device."""
-        batch = (training_files.scaled(images), labels.astype(np.int32))
-        if self.mode == "jit":
+        """Returns images and labels, with an equal part on each device."""
+        batch = images, labels.astype(np.int32)
+        if self.mesh:
             return jax.device_put(batch, NamedSharding(self.mesh, P("devices")))
         return jax.tree.map(lambda a: a.reshape(self.number, -1, *a.shape[1:]), batch)
 
-    def to_host(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
+    def train_step(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+        """Trains one step; returns the sum of the losses and the number of correct predictions."""
+        *variables, loss, accuracy = self.step(*self.variables, *self.split(images, labels))
+        # JAX can deadlock with many queued steps: on CPUs, an all-reduce takes one thread per
+        # device, and there may be no more threads.
+        self.variables = jax.block_until_ready(tuple(variables))
+        return len(labels) * float(np.mean(loss)), len(labels) * float(np.mean(accuracy))
+
+    def create_test(self) -> Step:
+        """Returns a function that computes a batch on one device, with the current weights."""
+        predict, variables = jax.jit(self.network, static_argnames="training"), self.to_host()
+
+        def test(images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+            logits, _ = predict(*variables, scaled(images), training=False)
+            loss = float(mean_loss(logits, labels))
+            return len(labels) * loss, float((logits.argmax(1) == labels).sum())
+
+        return test
+
+    def to_host(self) -> tuple[Tree, Tree]:
         """Returns the weights, and the mean of the devices' statistics, as NumPy arrays."""
-        params, state = jax.device_get((params, state))
-        if self.mode == "jit":
+        params, state = jax.device_get(self.variables)
+        if self.mesh:
             return params, state  # Copies are equal.
-        first: Callable[[Any], Any] = lambda copies: copies[0]  # noqa: E731
-        mean: Callable[[Any], Any] = lambda copies: copies.mean(axis=0)  # noqa: E731
-        return jax.tree.map(first, params), jax.tree.map(mean, state)
+        params = {name: copies[0] for name, copies in params.items()}
+        return params, {name: copies.mean(axis=0) for name, copies in state.items()}
 
 
-class Trainer:
-    """Trains with a compiled step, and keeps the variables of all devices."""
-
-    def __init__(self, devices: Devices, step: Step, variables: tuple[Tree, Tree]) -> None:
-        self.devices, self.step, self.variables = devices, step, variables
-
-    def train_steps(self, batches: Iterable[Batch]) -> tuple[float, float]:
-        """Trains one step for each batch; returns the mean loss and the accuracy."""
-        losses, accuracies, sizes = [], [], []
-        for batch in batches:
-            *variables, loss, accuracy = self.step(*self.variables, *self.devices.split(*batch))
-            # JAX can deadlock with many queued steps: on CPUs, an all-reduce takes one thread per
-            # device, and there may be no more threads.
-            self.variables = jax.block_until_ready(tuple(variables))
-            losses.append(loss)
-            accuracies.append(accuracy)
-            sizes.append(len(batch[1]))
-        means = [[np.mean(x) for x in jax.device_get(values)] for values in (losses, accuracies)]
-        loss, accuracy = (float(np.average(values, weights=sizes)) for values in means)
-        return loss, accuracy
-
-
-def evaluate(
-    network: Callable[..., Any], params: Tree, state: Tree, images: np.ndarray, labels: np.ndarray
-) -> tuple[float, float]:
-    """Returns the mean loss and the accuracy, computed on one device."""
-    predict = jax.jit(network, static_argnames="training")
-    loss = correct = 0.0
-    for begin in range(0, len(images), 1000):
-        part = slice(begin, begin + 1000)
-        logits, _ = predict(params, state, training_files.scaled(images[part]), training=False)
-        loss += float(mean_loss(logits, labels[part])) * len(logits)
-        correct += float((logits.argmax(1) == labels[part]).sum())
-    return loss / len(images), correct / len(images)
-
-
-def recorded(train_step: Step, options: argparse.Namespace) -> Any:
-    """Returns a context manager that yields the step, recorded if requested."""
-    if not options.trace:
-        return contextlib.nullcontext(train_step)
-    return record_jax.record(
-        options.trace,
-        train_step,
-        arguments={"params": 0, "state": 1, "batch": (2, 3)},
-        outputs={"params": 0, "state": 1, "loss": 2},
-        optimizer={"class": "SGD", "learning_rate": options.learning_rate},
-        steps=options.recorded_steps,
-        pmap=options.mode == "pmap",
-    )
-
-
-def train(options: argparse.Namespace, variables: tuple[Tree, Tree], data: Data) -> None:
+def train(options: argparse.Namespace, params: Tree, state: Tree, data: Data) -> None:
     """Trains from these weights and statistics, and writes the requested files."""
-    devices, network = (
-        Devices(options.mode, options.num_devices),
-        jax_models.NETWORKS[options.model],
-    )
-    step = partial(training_step, network=network, learning_rate=options.learning_rate)
-    with recorded(devices.compile(step), options) as train_step:
-        trainer = Trainer(devices, train_step, devices.copy(variables))
-
-        def test() -> tuple[float, float]:
-            averaged = devices.to_host(*trainer.variables)
-            return evaluate(network, *averaged, data.test_images, data.test_labels)
-
-        epochs = training_files.train(options, data, trainer.train_steps, test)
-    params, state = devices.to_host(*trainer.variables)
+    trainer = Trainer(options, params, state)
+    recording: Any = contextlib.nullcontext(trainer.step)
+    if options.trace:
+        recording = record_jax.record(
+            options.trace,
+            trainer.step,
+            arguments={"params": 0, "state": 1, "batch": (2, 3)},
+            outputs={"params": 0, "state": 1, "loss": 2},
+            optimizer={"class": "SGD", "learning_rate": options.learning_rate},
+            steps=options.recorded_steps,
+            pmap=options.mode == "pmap",
+        )
+    with recording as trainer.step:
+        epochs = training_files.train(options, data, trainer.train_step, trainer.create_test)
+    params, state = trainer.to_host()
     training_files.write_files(options, params | state, {"jax": jax.__version__}, epochs)
 
 
@@ -196,7 +174,7 @@ def main() -> None:
         params, state = ({name: start[name] for name in part} for part in (params, state))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.num_devices)
-    train(options, (params, state), data)
+    train(options, params, state, data)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ import pathlib
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,61 +31,41 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import torch_models
 import training_files
-from training_files import Batch, Data
+from training_files import Data, Step
 
 from lockstep import record_torch
 
 
+class Classifier(nn.Module):
+    """A network with its loss, so that a recording has images and labels."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the sum of the losses, and the number of correct predictions.
+
+        Args:
+            images: bytes `(n, 1, 28, 28)`.
+            labels: `(n,)`.
+        """
+        logits = self.network(images / 255)
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        return loss, (logits.argmax(1) == labels).sum()
+
+
 def part_of_process(images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Returns images `(n, 1, 28, 28)` in [0, 1] and labels: the examples of this process."""
+    """Returns images `(n, 1, 28, 28)` and labels: the examples of this process."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    pixels = training_files.scaled(np.array_split(images, size)[rank])
-    labels = np.array_split(labels, size)[rank]
+    images, labels = (np.array_split(array, size)[rank] for array in (images, labels))
     # With a single channel, the pixels (n, 28, 28, 1) and (n, 1, 28, 28) have the same order.
-    return torch.tensor(pixels.reshape(-1, 1, 28, 28)), torch.tensor(labels)
+    return torch.tensor(images.reshape(-1, 1, 28, 28)), torch.tensor(labels)
 
 
-def train_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Batch]
-) -> tuple[float, float]:
-    """Trains one step for each global batch; returns the mean loss and the accuracy."""
-    model.train()
-    totals = torch.zeros(3, dtype=torch.float64)  # Sum of losses, correct predictions, examples.
-    for images, labels in batches:
-        x, y = part_of_process(images, labels)
-        optimizer.zero_grad()
-        logits = model(x)
-        loss = F.cross_entropy(logits, y, reduction="sum")
-        # DDP averages over the processes; together, this is the mean over the global batch.
-        (loss * dist.get_world_size() / len(images)).backward()
-        optimizer.step()
-        totals += torch.stack([loss.detach(), (logits.argmax(1) == y).sum(), torch.tensor(len(y))])
-    return mean_of_processes(totals)
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Returns the mean loss and the accuracy; each process computes a part of the images."""
-    model.eval()
-    totals = torch.zeros(3, dtype=torch.float64)
-    for begin in range(0, len(images), 1000):
-        x, y = part_of_process(images[begin : begin + 1000], labels[begin : begin + 1000])
-        logits = model(x)
-        loss = F.cross_entropy(logits, y, reduction="sum")
-        totals += torch.stack([loss, (logits.argmax(1) == y).sum(), torch.tensor(len(y))])
-    return mean_of_processes(totals)
-
-
-def mean_of_processes(totals: Tensor) -> tuple[float, float]:
-    """Returns loss and accuracy from each process' sums."""
-    dist.all_reduce(totals)
-    loss, correct, examples = totals.tolist()
-    return loss / examples, correct / examples
-
-
-def averaged_model(model: nn.Module, name: str) -> nn.Module:
+def averaged_model(model: nn.Module, name: str) -> Classifier:
     """Returns a copy of the model with the mean of all processes' moving statistics."""
-    averaged = torch_models.create_model(name)
+    averaged = Classifier(torch_models.create_model(name))
     averaged.load_state_dict(model.state_dict())
     for statistic in averaged.buffers():
         dist.all_reduce(statistic)
@@ -104,17 +83,35 @@ def train(
         steps = options.recorded_steps
         recording = record_torch.record(options.trace, model, optimizer, steps)
 
-    def test() -> tuple[float, float]:
-        averaged = averaged_model(model.module, options.model)
-        return evaluate(averaged, data.test_images, data.test_labels)
+    def train_step(images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+        optimizer.zero_grad()
+        loss, correct = model(*part_of_process(images, labels))
+        # DDP averages over the processes; together, this is the mean over the global batch.
+        (loss * dist.get_world_size() / len(images)).backward()
+        optimizer.step()
+        return loss.item(), correct.item()
+
+    def create_test() -> Step:
+        averaged = averaged_model(model.module, options.model).eval()
+
+        @torch.no_grad()
+        def test(images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+            loss, correct = averaged(*part_of_process(images, labels))
+            return loss.item(), correct.item()
+
+        return test
+
+    def add_processes(sums: np.ndarray) -> np.ndarray:
+        total = torch.tensor(sums)
+        dist.all_reduce(total)
+        return total.numpy()
 
     def say(line: str) -> None:
         if dist.get_rank() == 0:
             print(line, flush=True)
 
     with recording:
-        step = partial(train_steps, model, optimizer)
-        return training_files.train(options, data, step, test, say)
+        return training_files.train(options, data, train_step, create_test, add_processes, say)
 
 
 def work(
@@ -128,16 +125,17 @@ def work(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.processes)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.processes))
     torch.manual_seed(0)
-    model = torch_models.create_model(options.model)
-    for name, variable in torch_models.keras_variables(model):
+    network = torch_models.create_model(options.model)
+    for name, variable in torch_models.keras_variables(network):
         variable.copy_(torch.tensor(start[name]))
     # PyTorch 2.13 announces another name for this option; earlier versions know only this one.
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     # Each process uses the statistics of its own part of the batches.
-    epochs = train(DistributedDataParallel(model, broadcast_buffers=False), options, data)
-    final = dict(torch_models.keras_variables(averaged_model(model, options.model)))
+    model = DistributedDataParallel(Classifier(network), broadcast_buffers=False)
+    epochs = train(model, options, data)
+    final = torch_models.keras_variables(averaged_model(model.module, options.model).network)
+    arrays = {name: variable.contiguous().numpy() for name, variable in final}
     if rank == 0:
-        arrays = {name: variable.contiguous().numpy() for name, variable in final.items()}
         training_files.write_files(options, arrays, {"torch": str(torch.__version__)}, epochs)
     dist.destroy_process_group()
 

@@ -15,13 +15,15 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NoReturn
 
 import numpy as np
 
 LEARNING_RATES = {"lenet": 0.2, "resnet18": 0.1}  # Of "Dive into Deep Learning".
 Batch = tuple[np.ndarray, np.ndarray]  # Images (n, 28, 28, 1) of bytes, labels (n,).
+# Computes a global batch; returns the sum of the losses and the number of correct predictions.
+Step = Callable[[np.ndarray, np.ndarray], tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +122,6 @@ def batches_of(options: argparse.Namespace, data: Data, epoch: int) -> Iterator[
         yield data.images[rows], data.labels[rows]
 
 
-def scaled(images: np.ndarray) -> np.ndarray:
-    """Returns pixels in [0, 1], float32."""
-    return images.astype(np.float32) / np.float32(255)
-
-
 def load_start(path: str, variables: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Loads the initial weights and statistics, which must have the model's names and shapes."""
     start = read_npz("start", path)
@@ -149,31 +146,45 @@ def read_npz(option: str, path: str) -> dict[str, np.ndarray]:
 def train(
     options: argparse.Namespace,
     data: Data,
-    train_steps: Callable[[Iterator[Batch]], tuple[float, float]],
-    evaluate: Callable[[], tuple[float, float]],
+    train_step: Step,
+    create_test: Callable[[], Step],
+    add_processes: Callable[[np.ndarray], np.ndarray] = lambda sums: sums,
     say: Callable[[str], object] = lambda line: print(line, flush=True),
 ) -> list[dict[str, float]]:
     """Trains all epochs, or `--num_steps` steps without evaluation; returns each epoch's results.
 
-    `train_steps` trains a step for each global batch and `evaluate` tests; each returns the mean
-    loss and the accuracy. `say` prints a line for each epoch or step.
+    Args:
+        options: options of the program.
+        data: images and their order.
+        train_step: trains a step on a global batch.
+        create_test: returns a function that computes a batch with the weights of the moment.
+        add_processes: adds the sums of all processes.
+        say: prints a line for each epoch or step.
     """
-
-    def numbered(batches: Iterator[Batch]) -> Iterator[Batch]:
-        for step, batch in enumerate(batches, 1):
-            yield batch  # Comes back when the step is finished.
-            say(f"step {step}")
-
     if options.num_steps:
         epochs = (batches_of(options, data, epoch) for epoch in range(options.epochs))
-        train_steps(numbered(itertools.islice(itertools.chain(*epochs), options.num_steps)))
+        batches = itertools.islice(itertools.chain.from_iterable(epochs), options.num_steps)
+        for number, batch in enumerate(batches, 1):
+            train_step(*batch)
+            say(f"step {number}")
         return []
+
+    def means(step: Step, batches: Iterable[Batch]) -> tuple[float, float]:
+        sums, num_examples = np.zeros(2), 0
+        for images, labels in batches:
+            sums += step(images, labels)
+            num_examples += len(labels)
+        loss, accuracy = (add_processes(sums) / num_examples).tolist()
+        return loss, accuracy
+
+    parts = [slice(begin, begin + 1000) for begin in range(0, len(data.test_images), 1000)]
+    test_batches = [(data.test_images[part], data.test_labels[part]) for part in parts]
     results = []
     for epoch in range(options.epochs):
         begin = time.perf_counter()
-        train_loss, train_accuracy = train_steps(batches_of(options, data, epoch))
+        train_loss, train_accuracy = means(train_step, batches_of(options, data, epoch))
         middle = time.perf_counter()
-        test_loss, test_accuracy = evaluate()
+        test_loss, test_accuracy = means(create_test(), test_batches)
         result = {"train_loss": train_loss, "train_accuracy": train_accuracy}
         result |= {"test_loss": test_loss, "test_accuracy": test_accuracy}
         result |= {"epoch_sec": middle - begin, "evaluation_sec": time.perf_counter() - middle}
@@ -188,16 +199,13 @@ def write_files(
     versions: Mapping[str, str],
     epochs: list[dict[str, float]],
 ) -> None:
-    """Writes what was asked for under temporary names, then renames the files."""
+    """Writes the files that were asked for."""
     if options.weights:
-        with open(f"{options.weights}.tmp", "wb") as file:
-            np.savez(file, **weights)
-        os.replace(f"{options.weights}.tmp", options.weights)
+        np.savez(options.weights, **weights)
     if options.results:
         number = sum(array.size for array in weights.values())
         content = {"versions": versions, "num_parameters": number, "epochs": epochs}
-        pathlib.Path(f"{options.results}.tmp").write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(f"{options.results}.tmp", options.results)
+        pathlib.Path(options.results).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _batch_rows(options: argparse.Namespace, data: Data, epoch: int) -> Iterator[np.ndarray]:

@@ -1,6 +1,5 @@
 """`verify --case`: options, the file of a case, where it is looked at, and what a user sees."""
 
-import itertools
 import json
 import pathlib
 import sys
@@ -21,6 +20,7 @@ from app.verification.case_training import CaseTraining
 from conftest import CPUS, run_main
 from in_process import run_here
 from lockstep import trace_file
+from lockstep.trace import About, Trace
 from small_models import mirrored
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -170,57 +170,64 @@ def case_data(write, body, *, size=4, steps=2):
     return CaseData(CaseFile(write(text)), size, steps)
 
 
-def test_the_places_of_a_data_set_with_a_short_last_batch(write):
+def names_of(part):
+    return [step.name for step in part.steps]
+
+
+def test_the_steps_of_a_data_set_with_a_short_last_batch(write):
     data = case_data(write, "return data(n)")
-    parts = data.parts(10**9)
-    assert [part.place for part in parts] == [
-        "first",
-        "first",
-        "last_batch",
-        "second_epoch",
-        "resume",
-    ]
-    assert [name for part in parts for name in part.names] == [
+    (part,) = data.parts(1)
+    assert names_of(part) == [
         "step 1", "step 2", "the last batch of an epoch (2 examples)",
-        "the first step of the second epoch", "the step after a save and resume",
+        "the first step of the second epoch",
     ]  # fmt: skip
-    (last,) = [part for part in parts if part.place == "last_batch"]
-    assert [len(batch[0]) for batch in last.dataset] == [4, 2] and list(last.wanted) == [1]
-    assert np.array_equal(last.passes[0][0][0][:, 0], [24, 27])
+    assert part.wanted == [0, 1, 2, 3] and part.num_epochs == 2
+    assert [len(batch[0]) for batch in part.dataset] == [4, 4, 2]
+    last = data.part([step for step in data.steps if "last batch" in step.name])
+    assert [len(batch[0]) for batch in last.dataset] == [4, 2] and last.wanted == [1]
+    assert np.array_equal(last.passes[0][2][0][:, 0], [24, 27])
 
 
 def test_steps_are_recorded_together_as_far_as_memory_allows(write):
-    data = case_data(write, "return data(n)", size=2, steps=5)
+    data = case_data(write, "return data(n)", size=2, steps=3)  # And the last, and epoch 2.
     for step_bytes, sizes in ((2**27, [2, 2, 1]), (1, [5])):
-        parts = [part for part in data.parts(step_bytes) if part.place == "first"]
-        assert [len(part.names) for part in parts] == sizes
+        assert [len(part.steps) for part in data.parts(step_bytes)] == sizes
+    _, middle, _ = data.parts(2**27)
+    assert middle.wanted == [0, 1] and [int(x[0, 0]) for x, _ in middle.dataset] == [12, 24]
 
 
-def test_a_set_that_shuffles_has_another_batch_in_each_pass(write):
+def fake_trace(*batches):
+    trace = Trace(About("keras", 1, steps=tuple(range(len(batches)))))
+    for position, batch in enumerate(batches):
+        trace.put(position, "data", 0, batch)
+    return trace
+
+
+def test_the_batches_of_a_set_that_shuffles_are_those_of_a_later_pass_in_each_epoch(write):
     data = case_data(write, "return data(10).unbatch().shuffle(10, seed=1).batch(n)")
-    first, _, second, _ = data.parts(1)
-    assert len(first.passes) == 3
-    assert not any(np.array_equal(first.passes[0][0][0], p[0][0]) for p in second.passes)
+    (part,) = data.parts(1)
+    used = [part.passes[1][0], part.passes[1][1], part.passes[1][2], part.passes[3][0]]
+    assert not np.array_equal(used[0][0], used[3][0])
+    found = part.batches_of(fake_trace(*used))
+    assert all(np.array_equal(x, y) for (x, _), (y, _) in zip(used, found, strict=True))
+    again = part.batches_of(fake_trace(*used[:3], used[0]))  # Not shuffled again.
+    assert np.array_equal(again[3][0], part.passes[2][0][0])
 
 
-def test_a_case_that_distributes_its_data_is_one_training_of_two_epochs(write):
+def test_a_case_that_distributes_its_data_trains_all_of_it(write):
     body = "return data(10).unbatch().shuffle(10, seed=1).batch(n)"
     data = case_data(write, body, size=4, steps=1)
-    (part,) = data.whole_training()
-    assert list(part.wanted) == [0, 2, 3] and part.epochs == 2 and part.dataset is None
-    assert part.names == [
+    part = data.part(data.steps, is_distributed=True)
+    assert part.wanted == [0, 2, 3] and part.num_epochs == 2 and part.dataset is None
+    assert names_of(part) == [
         "step 1", "the last batch of an epoch (2 examples)", "the first step of the second epoch",
     ]  # fmt: skip
-    assert [[len(batch[0]) for batch in batches] for batches in part.passes] == [[4, 2, 4]] * 3
-    for epoch, later in itertools.pairwise(part.passes):  # Batches of consecutive epochs.
-        assert np.array_equal(epoch[2][0], later[0][0])
-        assert not np.array_equal(epoch[0][0], later[0][0])
 
 
 def test_a_set_without_end_has_no_last_batch(write):
     data = case_data(write, "return data(n).repeat()")
     assert data.num_batches is None
-    assert [part.place for part in data.parts(1)] == ["first", "resume"]
+    assert [names_of(part) for part in data.parts(1)] == [["step 1", "step 2"]]
 
 
 def test_a_generator_s_batches_are_counted(write):
@@ -263,7 +270,7 @@ def test_strings_and_none_are_data_too(write):
     x, y, weights = next(iter(data.to_evaluate()))
     assert x["text"].dtype == tf.string and x["text"].shape == (4, 3) and y.shape == (4, 1)
     assert float(x["text"][1, 2]) == 5 and weights is None
-    (first, *_) = data.parts(1)
+    (first,) = data.parts(1)
     assert first.passes[0][0][0].dtype.kind == "S"
 
 
@@ -276,7 +283,7 @@ def test_a_state_that_is_not_restored_is_named(write, monkeypatch, is_restored):
     case, config = CaseFile(path), Config.of("verify", case=str(path), global_batch_size=4)
     data = CaseData(case, 4, 2)
     training = CaseTraining(case, data, config, Devices(CPUS[:1], simulated=False), "single")
-    training.record(data.parts(1)[0])
+    training.record(data.part(data.steps))
     if not is_restored:
         monkeypatch.setattr(keras.Variable, "assign", lambda variable, value: value)
     names = {variable.name for variable in training.variables} - {"learning_rate"}
@@ -286,7 +293,7 @@ def test_a_state_that_is_not_restored_is_named(write, monkeypatch, is_restored):
 
 @pytest.fixture(autouse=True)
 def _few_graphs():
-    """Not counted here: `verify` records four trainings for each strategy."""
+    """Not counted here: `verify` records two trainings for each strategy."""
 
 
 @pytest.fixture
@@ -329,7 +336,7 @@ def test_faults_are_named_with_remedy_and_exit_code(write, verify, tmp_path):
     stages = record["trainings"]["keras_fit"]["stages"]
     assert stages["gradients"] == stages["update"] == stages["evaluation"] == "clean"
     traces = sorted((out / "traces/keras_fit").iterdir())
-    assert len(traces) == 4 and len(trace_file.load(traces[0]).steps) == 2
+    assert [len(trace_file.load(trace).steps) for trace in traces] == [4, 1]
 
 
 @pytest.mark.parametrize(
@@ -353,13 +360,22 @@ def test_bad_input_is_one_line(write, verify, text, arguments, code, line):
 @pytest.mark.slow
 def test_kept_recordings_are_those_of_the_last_run(write, verify, tmp_path):
     case, out = write(MODEL + DATA), tmp_path / "run"
-    for kept in (3, 0):  # The last batch is one of the first steps.
+    for kept in (2, 0):  # Before and after a resume.
         keeps = ["--keep_traces"] if kept else []
         one = "--strategies=single", "--num_devices=1", "--overwrite"
         result, _ = verify(case, *one, *keeps)
         assert result.returncode == 0, result.stdout + result.stderr
         assert len(list(out.glob("traces/single/*.npz"))) == kept
         assert not [path for path in out.iterdir() if "traces" in path.name] or kept
+
+
+@pytest.mark.slow
+def test_a_case_may_distribute_a_data_set_without_end(write, verify):
+    distribute = "\ndef distribute(strategy, n):\n    return data(n)\n"
+    case = write(MODEL + DATA.replace(".batch(", ".repeat().batch(") + distribute)
+    result, record = verify(case, "--strategies=keras_fit", "--global_batch_size=4")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert record["trainings"]["keras_fit"]["steps"] == ["step 1", "step 2", "an evaluation"]
 
 
 @pytest.mark.slow

@@ -4,11 +4,13 @@ import dataclasses
 
 import keras
 import numpy as np
+import pytest
 
+from app.runtime.errors import DataError
 from app.verification.framework_trace import convert
 from lockstep import trace_file
 from lockstep.trace import STATISTIC, WEIGHT, Trace, Variable
-from verification_samples import IMAGES, LABELS, Training, norm, record
+from verification_samples import Training, norm, record
 
 TORCH_NAMES = {
     "kernel": "weight", "bias": "bias", "gamma": "weight", "beta": "bias",
@@ -27,14 +29,17 @@ def torch_name(name):
     return f"{layer}.{TORCH_NAMES[last]}"
 
 
+def keras_variables(trace):
+    return [v for v in trace.about.variables if v.kind in (WEIGHT, STATISTIC)]
+
+
 def as_torch(arrays):
     return [np.transpose(a, AXES[a.ndim]) if a.ndim in AXES else a for a in arrays]
 
 
 def as_recorded_by_torch(own):
     """Returns a trace of our own with the names, layouts and means of DistributedDataParallel."""
-    before = own.named(0, "before", 0)
-    kept = [v for v in own.about.variables if v.kind in (WEIGHT, STATISTIC)]
+    before, kept = own.named(0, "before", 0), keras_variables(own)
     variables = [Variable(torch_name(v.name), v.kind, LAYOUTS[before[v.name].ndim]) for v in kept]
     about = dataclasses.replace(
         own.about, framework="torch", shards=(), num_copies=0, variables=tuple(variables),
@@ -43,8 +48,8 @@ def as_recorded_by_torch(own):
     )  # fmt: skip
     trace = Trace(about)
     for step, replica in ((s, r) for s in range(len(own.steps)) for r in own.shards):
-        images, _ = own.arrays(step, "data", replica)
-        trace.put(step, "data", replica, [np.transpose(images / np.float32(255), (0, 3, 1, 2))])
+        images, labels = own.arrays(step, "data", replica)
+        trace.put(step, "data", replica, [np.transpose(images, (0, 3, 1, 2)), labels])
         trace.put(step, "loss", replica, [2 * own.arrays(step, "loss", replica)[0]])
         raw = [2 * gradient for gradient in own.arrays(step, "raw", replica)]
         trace.put(step, "raw", replica, as_torch(raw))
@@ -56,11 +61,18 @@ def as_recorded_by_torch(own):
 
 
 def test_a_recording_of_pytorch_is_that_of_a_strategy(tmp_path):
-    script = as_recorded_by_torch(record("manual", norm, optimizer=plain_sgd).trace)
-    names = ["conv/kernel", "norm/gamma", "norm/beta", "norm/moving_mean", "norm/moving_variance"]
-    names += ["logits/kernel", "logits/bias"]
+    own = record("manual", norm, optimizer=plain_sgd).trace
+    before, names = own.named(0, "before", 0), {v.name for v in keras_variables(own)}
+    start = {name: array for name, array in before.items() if name in names}
     path = tmp_path / "torch_ddp.npz"
-    convert(script, path, names, IMAGES, LABELS, syncs_batch_norm=False)
+    convert(as_recorded_by_torch(own), path, start, syncs_batch_norm=False)
     verdict = Training(trace_file.load(path), norm, plain_sgd).check()
     assert verdict.status == "clean", str(verdict)
     assert {"examples", "loss", "gradients", "update", "statistics"} <= set(verdict.checked)
+
+
+def test_a_recording_of_another_model_is_one_line(tmp_path):
+    own = record("manual", norm, optimizer=plain_sgd).trace
+    start = {"other/kernel": np.zeros((5, 7), np.float32)}
+    with pytest.raises(DataError, match="has no variable other/kernel; record the same model"):
+        convert(as_recorded_by_torch(own), tmp_path / "x.npz", start, syncs_batch_norm=False)

@@ -1,13 +1,13 @@
-"""Defines the parts of a case's training that are verified, and their batches.
+"""Defines the steps of a case's training that are verified, and their batches.
 
 Faults tend to appear in the first steps, a short last batch, the second epoch and after a resume.
-Each of these is a separate part, so that the steps between them need not be trained.
+The steps between them are not trained.
 """
 
 import collections
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -19,43 +19,63 @@ from lockstep.record_keras import leaves, plain_copy
 from lockstep.trace import Trace
 
 Batch = list[np.ndarray]  # Leaves of inputs, targets and sample weights.
-RESUME = "resume"
 
 _CHUNK_BYTES = 2**28  # Limit of the states and gradients recorded at a time.
-_SECOND_EPOCH = "the first step of the second epoch"
-_RESUMED = "the step after a save and resume"
 # A shuffled dataset differs from pass to pass, and `fit` may iterate over it before training.
 _NUM_PASSES = 3
 
 
+class Step(NamedTuple):
+    """A step to verify: its epoch and the number of its batch, from 0, and its name."""
+
+    epoch: int
+    batch: int
+    name: str
+
+
+AFTER_RESUME = Step(0, 0, "the step after a save and resume")
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a training.
+    """Steps of a training that are recorded together, in one call of `fit`.
 
     Attributes:
-        place: "first", "last_batch", "second_epoch" or `RESUME`.
+        steps: the steps, in order.
         dataset: the argument of `fit`; None for the data that the case distributes.
-        epochs: number of epochs to train.
-        wanted: numbers of the steps to check, from 0.
-        passes: batches of these steps in successive passes over the dataset.
-        names: names of these steps.
+        wanted: numbers of these steps in the training, from 0.
+        passes: in successive passes over the dataset, number of a batch → the batch.
     """
 
-    place: str
+    steps: Sequence[Step]
     dataset: tf.data.Dataset | None
-    epochs: int
     wanted: Sequence[int]
-    passes: list[list[Batch]]
-    names: list[str]
+    passes: list[dict[int, Batch]]
+
+    @property
+    def num_epochs(self) -> int:
+        """The number of epochs to train."""
+        return self.steps[-1].epoch + 1
 
     def batches_of(self, trace: Trace) -> list[Batch]:
-        """Returns the batches of the pass that matches most of the replicas' batches."""
+        """Returns the batches of the passes that match most of the replicas' batches.
+
+        Each epoch has a later pass than the one before.
+        """
         given = [_rows_of_all(trace, position) for position in range(len(trace.steps))]
-
-        def num_same(batches: list[Batch]) -> int:
-            return sum(rows_of(b) == g for b, g in zip(batches, given, strict=False))
-
-        return max(self.passes, key=num_same)
+        found: list[Batch] = []
+        first = 0
+        for epoch in range(self.num_epochs):
+            pairs = zip(self.steps, given, strict=False)
+            rows = [(step.batch, rows) for step, rows in pairs if step.epoch == epoch]
+            num_same = [
+                sum(rows_of(batches[number]) == own for number, own in rows)
+                for batches in self.passes[first : first + _NUM_PASSES]
+            ]
+            best = first + num_same.index(max(num_same))
+            found += [self.passes[best][number] for number, _ in rows]
+            first = best + 1
+        return found
 
 
 class CaseData:
@@ -69,6 +89,7 @@ class CaseData:
     Attributes:
         first_size: number of examples in the first batch.
         num_batches: number of batches of an epoch; None if the dataset is infinite.
+        steps: the steps to check before a resume.
 
     Raises:
         DataError: the dataset is empty, or two calls of `data` return different batches.
@@ -76,73 +97,60 @@ class CaseData:
 
     def __init__(self, case: CaseFile, global_batch_size: int, num_steps: int):
         self._case, self._size = case, global_batch_size
-        first, again = self._draw(0, num_steps), self._draw(0, num_steps)
-        if not first:
+        self._batches, again = (self._read(self.dataset().take(num_steps)) for _ in range(2))
+        if not self._batches:
             raise DataError("data() has no batch; return a data set with at least one batch")
-        _check_batches(first, again)
-        self._first, self.first_size = first, len(first[0][0])
-        self.num_batches = self._count()
-        self._last: list[Batch] = []  # The last batch, unless the first steps include it.
-        if self.num_batches and self.num_batches > len(first):
-            self._last = self._draw(self.num_batches - 1, 1)
+        _check_batches(self._batches, again)
+        self.first_size, self.num_batches = len(self._batches[0][0]), self._count()
+        self.steps = [Step(0, i, f"step {i + 1}") for i in range(len(self._batches))]
+        if self.num_batches is not None:
+            last = self.num_batches - 1
+            if last >= len(self._batches):
+                self._batches += self._read(self._only([last]))
+                name = f"the last batch of an epoch ({len(self._batches[-1][0])} examples)"
+                self.steps.append(Step(0, last, name))
+            self.steps.append(Step(1, 0, "the first step of the second epoch"))
 
     def dataset(self) -> tf.data.Dataset:
         """Returns a newly created dataset."""
         return self._case.create_data(self._size)
 
-    def parts(self, bytes_of_a_step: int) -> list[Part]:
-        """Returns the parts in the order of a training.
+    def parts(self, bytes_of_a_step: int) -> Iterator[Part]:
+        """Yields the parts before a resume.
 
         Args:
             bytes_of_a_step: size of one recorded step; limits the number of steps of a part.
         """
-        chunk, parts = max(1, _CHUNK_BYTES // bytes_of_a_step), []
-        (place, start, names, epoch), *others = self._places()
-        for i in range(0, len(names), chunk):
-            parts.append(self._part(place, start + i, names[i : i + chunk], epoch))
-        parts += [self._part(*other) for other in others]
-        return [*parts, self._part(RESUME, 0, [_RESUMED], 1)]
+        chunk = max(1, _CHUNK_BYTES // bytes_of_a_step)
+        for start in range(0, len(self.steps), chunk):
+            yield self.part(self.steps[start : start + chunk])
 
-    def whole_training(self) -> list[Part]:
-        """Returns one part of two epochs, for a case that distributes its data."""
-        numbers: list[int] = []
-        all_names: list[str] = []
-        passes: list[list[Batch]] = [[] for _ in range(_NUM_PASSES)]
-        epochs = 1
-        for _, start, names, epochs in self._places():
-            first = (epochs - 1) * (self.num_batches or 0) + start
-            numbers += range(first, first + len(names))
-            all_names += names
-            for batches, more in zip(passes, self._passes(start, len(names), epochs), strict=True):
-                batches += more
-        return [Part("first", None, epochs, numbers, passes, all_names)]
+    def part(self, steps: Sequence[Step], *, is_distributed: bool = False) -> Part:
+        """Returns a part with some steps.
 
-    def _places(self) -> list[tuple[str, int, list[str], int]]:
-        """Returns place, number of the first batch, names of the steps and epoch of each part."""
-        places = [("first", 0, [f"step {i + 1}" for i in range(len(self._first))], 1)]
-        if self.num_batches is not None:
-            if self._last:
-                name = f"the last batch of an epoch ({len(self._last[0][0])} examples)"
-                places.append(("last_batch", self.num_batches - 1, [name], 1))
-            places.append(("second_epoch", 0, [_SECOND_EPOCH], 2))
-        return places
+        Args:
+            steps: the steps, in order.
+            is_distributed: whether the case distributes all of its data itself.
+        """
+        batches = sorted({step.batch for step in steps})
+        if batches[0] + 1 == self.num_batches:  # `fit` fails if the first batch is a short one.
+            batches = sorted({0, *batches})
+        dataset = self._only(batches)
+        passes = [
+            dict(zip(batches, self._read(dataset), strict=True))
+            for _ in range((steps[-1].epoch + 1) * _NUM_PASSES)
+        ]
+        trained = range(self.num_batches or len(steps)) if is_distributed else batches
+        wanted = [step.epoch * len(trained) + trained.index(step.batch) for step in steps]
+        return Part(steps, None if is_distributed else self._only(batches), wanted, passes)
 
-    def _part(self, place: str, start: int, names: list[str], epoch: int) -> Part:
-        size, before = len(names), 0
-        if place == "last_batch":  # `fit` fails if the first batch does not divide evenly.
-            before = 1
-        dataset = self.dataset().skip(start - before).take(size + before)
-        first = epoch - 1 + before
-        passes = self._passes(start, size, epoch)
-        return Part(place, dataset, epoch, range(first, first + size), passes, names)
-
-    def _passes(self, start: int, size: int, epoch: int) -> list[list[Batch]]:
-        """Returns the batches of successive passes over the dataset, from an epoch on."""
-        dataset = self.dataset().skip(start).take(size)
-        return [self._read(dataset) for _ in range(epoch - 1 + _NUM_PASSES)][epoch - 1 :]
-
-    def _draw(self, start: int, size: int) -> list[Batch]:
-        return self._read(self.dataset().skip(start).take(size))
+    def _only(self, batches: Sequence[int]) -> tf.data.Dataset:
+        """Returns the dataset with only some batches, whose numbers are ascending."""
+        numbers = tf.constant(batches, tf.int64)
+        dataset = self.dataset().take(batches[-1] + 1).enumerate()
+        dataset = dataset.filter(lambda number, batch: tf.reduce_any(number == numbers))
+        dataset = dataset.map(lambda number, batch: batch)
+        return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
     def _read(self, dataset: tf.data.Dataset) -> list[Batch]:
         def read() -> list[Batch]:
@@ -161,8 +169,7 @@ class CaseData:
 
     def to_evaluate(self) -> tf.data.Dataset:
         """Returns the first batches and the last batch, in a fixed order."""
-        batches = [*self._first, *self._last]
-        joined = [tf.constant(np.concatenate(parts)) for parts in zip(*batches, strict=True)]
+        joined = [tf.constant(np.concatenate(parts)) for parts in zip(*self._batches, strict=True)]
         dataset = tf.data.Dataset.from_tensor_slices(tuple(joined)).batch(self.first_size)
         spec = self.dataset().element_spec
 

@@ -31,8 +31,8 @@ _OF_TENSORFLOW = re.compile(
 class CaseFile:
     """Runs the functions of a case file and reports their errors in one line with file and line.
 
-    The file's imports are resolved in the folder of the file first. Modules of this program with
-    the same names are removed from `sys.modules` while code of the case runs.
+    The file's imports are resolved in the folder of the file first. Loaded modules with the name
+    of a file or folder beside the case are removed from `sys.modules` while its code runs.
 
     Args:
         path: the file. `data(global_batch_size)` in it returns the dataset, and the optional
@@ -46,6 +46,12 @@ class CaseFile:
     def __init__(self, path: pathlib.Path, model_fn: str = "model"):
         self._path = path.resolve()
         self._own_modules: dict[str, types.ModuleType] = {}
+        folder = self._path.parent
+        self._own_names = {
+            name
+            for name in (entry.name.removesuffix(".py") for entry in folder.iterdir())
+            if name in sys.modules and not _is_from(sys.modules[name], folder)
+        }
         with self._running("while it was imported"):
             self._module = self._import()
         self._model_fn = self._function(model_fn)
@@ -136,7 +142,8 @@ class CaseFile:
                     " fewer --steps"
                 ) from error
             except Exception as error:
-                raise ConfigError(_describe_error(error, self._path, what)) from error
+                place, name = _place(error, self._path), type(error).__name__
+                raise ConfigError(f"{place} {what}: {name}: {_reason(error)}") from error
             except SystemExit as error:
                 raise ConfigError(
                     f"{self._path.name} {what}: the file ends the process; move the code of the"
@@ -145,29 +152,23 @@ class CaseFile:
 
     @contextlib.contextmanager
     def _own_imports(self) -> Iterator[None]:
-        """Hides modules that have the name of a file or folder next to the case."""
-        folder = self._path.parent
-        names = {entry.stem for entry in folder.glob("*.py")}
-        names |= {entry.name for entry in folder.iterdir() if entry.is_dir()}
-        aside = {
-            name: module for name, module in sys.modules.items()
-            if name.partition(".")[0] in names and not _is_from(module, folder)
-        }  # fmt: skip
-        for name in aside:
-            del sys.modules[name]
-        sys.modules.update(self._own_modules)
-        sys.path.insert(0, str(folder))
+        """Replaces loaded modules that have the name of a file or folder beside the case."""
+        folder = str(self._path.parent)
+        others = self._replace_modules(self._own_modules)
+        sys.path.insert(0, folder)
         try:
             yield
         finally:
-            sys.path.remove(str(folder))
-            self._own_modules = {
-                name: module for name, module in sys.modules.items() if _is_from(module, folder)
-            }
-            for name in self._own_modules:
-                if name in aside:
-                    del sys.modules[name]
-            sys.modules.update(aside)
+            sys.path.remove(folder)
+            self._own_modules = self._replace_modules(others)
+
+    def _replace_modules(self, modules: dict[str, types.ModuleType]) -> dict[str, types.ModuleType]:
+        """Replaces the loaded modules with names of the case; returns those that were loaded."""
+        loaded = {n: m for n, m in sys.modules.items() if n.partition(".")[0] in self._own_names}
+        for name in loaded:
+            del sys.modules[name]
+        sys.modules.update(modules)
+        return loaded
 
 
 def is_none(spec: tf.TypeSpec) -> bool:
@@ -193,49 +194,33 @@ def _check_dense(dataset: tf.data.Dataset, where: str) -> None:
 
 
 def _is_from(module: types.ModuleType, folder: pathlib.Path) -> bool:
-    # Without getattr: a module's __getattr__ may return or import anything.
-    own = vars(module) if isinstance(module, types.ModuleType) else {}
-    locations = getattr(own.get("__spec__"), "submodule_search_locations", None) or []
-    places = [own.get("__file__"), *locations]  # A package without __init__.py has no file.
-    file = next((place for place in places if isinstance(place, str)), None)
-    if file is None or _is_installed(file):
-        return False
-    return pathlib.Path(file).resolve().is_relative_to(folder)
-
-
-def _describe_error(error: BaseException, path: pathlib.Path, what: str) -> str:
-    """Returns file and line of a case, the moment of the error, and its reason.
-
-    Args:
-        error: raised by code that a case defines, calls or passes to Keras.
-        path: resolved path of the case.
-        what: moment of the error, for example "in model()".
-    """
-    return f"{_place(error, path)} {what}: {type(error).__name__}: {_reason(error)}"
-
-
-def _is_installed(file: str) -> bool:
-    """Returns whether a file belongs to an installed package."""
-    return bool({"site-packages", "dist-packages"} & set(pathlib.Path(file).parts))
+    """Returns whether a module is a file or a package in a folder."""
+    # Not as attributes: the __getattr__ of a module may return or import anything.
+    values = getattr(module, "__dict__", {})
+    spec = values.get("__spec__")
+    packages = getattr(spec, "submodule_search_locations", None) or []
+    file = values.get("__file__")
+    parents = [pathlib.Path(place).resolve().parent for place in packages or [file or "/"]]
+    return folder in parents
 
 
 def _place(error: BaseException, path: pathlib.Path) -> str:
-    """Returns file and line of the innermost stack frame in the folder of the case."""
+    """Returns file and line of the innermost stack frame in the folder of the case.
+
+    Args:
+        error: raised by code that the case defines, calls or passes to Keras; its message may
+            contain a stack, too.
+        path: resolved path of the case.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{pathlib.Path(error.filename).name}:{error.lineno}:"
-    own = _own_lines(error, path)
-    return f"{pathlib.Path(own[-1][0]).name}:{own[-1][1]}:" if own else path.name
-
-
-def _own_lines(error: BaseException, path: pathlib.Path) -> list[tuple[str, int]]:
-    """Returns the lines of the case's folder in the traceback or in the message of an error."""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [(frame.filename, frame.lineno or 0) for frame in frames]
-    lines += [(file, int(number)) for file, number in _IN_TEXT.findall(str(error))]
-    return [
-        (file, number) for file, number in lines
-        if pathlib.Path(file).resolve().is_relative_to(path.parent) and not _is_installed(file)
-    ]  # fmt: skip
+    lines = [(frame.filename, str(frame.lineno or 0)) for frame in frames]
+    for file, number in reversed([*lines, *_IN_TEXT.findall(str(error))]):
+        is_installed = {"site-packages", "dist-packages"} & set(pathlib.Path(file).parts)
+        if pathlib.Path(file).resolve().is_relative_to(path.parent) and not is_installed:
+            return f"{pathlib.Path(file).name}:{number}:"
+    return path.name
 
 
 def _reason(error: BaseException) -> str:

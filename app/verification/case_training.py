@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import pathlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -21,7 +21,7 @@ from app.options.names import KERAS_FIT
 from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError
 from app.runtime.versions import versions
-from app.verification.case_data import RESUME, CaseData, Part
+from app.verification.case_data import AFTER_RESUME, CaseData, Part
 from app.verification.case_file import CaseFile
 from app.verification.output import Run
 from app.verification.recording import Send
@@ -56,34 +56,40 @@ def verify_with(
     training = CaseTraining(case, data, config, devices, strategy)
     training.check_possible()
     verdicts: list[Verdict] = []
-    for number, part in enumerate(training.parts(), start=1):
-        changed = training.resume() if part.place == RESUME else []
+
+    def verify(part: Part) -> None:
         trace = training.record(part)
         if config.verification.keep_traces:
-            path = traces / strategy / f"{number}-{part.place}.npz"
+            path = traces / strategy / f"{len(verdicts) + 1}.npz"
             with io_errors_as(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 trace_file.save(trace, path)
-        verdict = training.check(part, trace)
+        verdicts.append(training.check(part, trace))
+        send(("step", sum(len(each.steps) for each in verdicts)))
+
+    for part in training.parts():
+        verify(part)
+    if not training.splits_itself:
+        changed = training.resume()
+        verify(data.part([AFTER_RESUME]))
         if changed:
             text = f"{len(changed)} variables are not what was saved"
-            first = Finding(
-                "start", FAULT, "not_restored", text, (part.wanted[0],), tensors=tuple(changed)
-            )
-            verdict = dataclasses.replace(verdict, findings=(first, *verdict.findings))
-        verdicts.append(verdict)
-        send(("step", sum(len(each.steps) for each in verdicts)))
-    findings = case.run(training.evaluate, "in model.evaluate() on one device")
-    evaluation = dataclasses.replace(
-        verdicts[0],
-        steps=(0,),
-        step_names={0: "an evaluation"},
-        findings=tuple(findings),
-        checked=("evaluation",),
-        measurements=(),
+            first = Finding("start", FAULT, "not_restored", text, (0,), tensors=tuple(changed))
+            findings = first, *verdicts[-1].findings
+            verdicts[-1] = dataclasses.replace(verdicts[-1], findings=findings)
+    evaluation = case.run(training.evaluate, "in model.evaluate() on one device")
+    verdicts.append(
+        dataclasses.replace(
+            verdicts[0],
+            steps=(0,),
+            step_names={0: "an evaluation"},
+            findings=tuple(evaluation),
+            checked=("evaluation",),
+            measurements=(),
+        )
     )
     verdict = dataclasses.replace(
-        in_sequence([*verdicts, evaluation]),
+        in_sequence(verdicts),
         name=strategy,
         reference=f"training that {config.verification.case_path.name} defines on one device",
     )
@@ -176,10 +182,10 @@ class CaseTraining:
             return None
         return self._case.distribute(self._strategy, self._config.training.global_batch_size)
 
-    def parts(self) -> list[Part]:
-        """Returns the parts of the training to verify."""
+    def parts(self) -> Iterable[Part]:
+        """Returns the parts of the training to verify, before a resume."""
         if self.splits_itself:
-            return self._data.whole_training()
+            return [self._data.part(self._data.steps, is_distributed=True)]
         state_bytes = sum(int(v.value.shape.num_elements()) * 4 for v in self.variables)
         return self._data.parts(4 * max(1, state_bytes) * self.num_replicas)
 
@@ -191,15 +197,17 @@ class CaseTraining:
             raise ConfigError(f"{self._flag}: {error}") from error
 
         def fit() -> None:
-            dataset = part.dataset or self._distributed()
+            options: dict[str, Any] = {"epochs": part.num_epochs, "verbose": 0, "shuffle": False}
+            if self._data.num_batches is None:
+                options["steps_per_epoch"] = len(part.steps)
             with recorder, _no_warning_of_the_end():
-                self.model.fit(dataset, epochs=part.epochs, verbose=0, shuffle=False)
+                self.model.fit(part.dataset or self._distributed(), **options)
 
         self._case.run(fit, "in model.fit()")
         trace = trace_file.from_parts(recorder.about, recorder.arrays)
         if not trace.steps:
             raise ConfigError(
-                f"{self._flag}: fit did not reach {part.names[0]}; return the same number of"
+                f"{self._flag}: fit did not reach {part.steps[0].name}; return the same number of"
                 " batches from data() and distribute()"
             )
         return trace
@@ -211,7 +219,7 @@ class CaseTraining:
             oracle = KerasOracle(self.build_unbuilt, trace)
             return check(trace, oracle, batches=part.batches_of(trace))
 
-        names = dict(zip(part.wanted, part.names, strict=True))
+        names = {number: step.name for number, step in zip(part.wanted, part.steps, strict=True)}
         verdict = self._case.run(check_trace, "on one device")
         return dataclasses.replace(verdict, step_names=names)
 

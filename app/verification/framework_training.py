@@ -7,7 +7,6 @@ The directory has a history, a summary, a figure and a checkpoint like that of a
 import dataclasses
 import json
 import pathlib
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,7 +79,7 @@ def train_with_framework(
         results, weights = folder / "results.json", folder / "end.npz"
         run_program(
             name, python, config, files, {"results": results, "weights": weights},
-            f"--epochs={config.training.epochs}", on_line=console.say,
+            on_line=console.say,
         )  # fmt: skip
         try:
             _write_run(name, config, run_directory, own_run, results, weights)
@@ -104,6 +103,7 @@ def _write_run(
     assert found is not None  # The run is finished.
     own, own_summary = found.checkpoint, load_required_summary(own_run)
     measured: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+    state = _load_state(weights, own.state)
     history = [
         checked_record(
             EpochRecord,
@@ -117,45 +117,32 @@ def _write_run(
         )
         for epoch, values in zip(own.progress.history, measured["epochs"], strict=True)
     ]
-    state = _load_state(weights, own.state)
+    history[-1] = dataclasses.replace(history[-1], weights_sha256=weights_sha256(state))
+    total_sec = sum(each.epoch_sec + each.evaluation_sec for each in history)
+    progress = Progress(own.progress.step, total_sec=total_sec, history=history)
     framework, num_replicas = FRAMEWORKS[name], num_framework_replicas(config)
-    sizes: dict[str, Any] = {
+    common: dict[str, Any] = {
         "num_shards": 1 if framework.syncs_batch_norm else num_replicas,
         "num_copies": num_replicas,
+        "versions": {**own.metadata.versions, **measured["versions"]},
     }
     metadata = dataclasses.replace(
-        own.metadata,
-        config=run_directory.config,
-        num_devices=num_replicas,
-        versions={**own.metadata.versions, **measured["versions"]},
-        **sizes,
+        own.metadata, config=run_directory.config, num_devices=num_replicas, **common
     )
-    last, total_sec = history[-1], sum(each.epoch_sec + each.evaluation_sec for each in history)
     summary = dataclasses.replace(
         own_summary,
         status=_FINISHED,
         strategy=name,
         num_replicas=num_replicas,
-        devices=[f"{framework.title} {i}" for i in range(num_replicas)],
+        devices=framework.device_names(num_replicas),
         simulated_devices=num_replicas > 1,
         intra_op_threads=0,
         all_reduce=framework.title,
         jit_compile=framework.package == "jax",
-        steps=last.step,
-        train_loss=last.train_loss,
-        test_loss=last.test_loss,
-        test_accuracy=last.test_accuracy,
-        best_test_accuracy=max(each.test_accuracy for each in history),
-        epoch_sec=statistics.median(each.epoch_sec for each in history),
-        images_per_sec=statistics.median(each.images_per_sec for each in history),
         compile_sec=0.0,
-        total_sec=total_sec,
-        weights_sha256=weights_sha256(state),
-        versions=metadata.versions,
-        changes=[],
-        **sizes,
+        **progress.results(),
+        **common,
     )
-    progress = Progress(last.step, total_sec=total_sec, history=history)
     save_checkpoint(run_directory.path, Checkpoint(metadata, progress, state))
     write_history(run_directory.path, history)
     write_summary(run_directory.path, summary)

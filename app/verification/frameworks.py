@@ -3,11 +3,11 @@
 A program is run by a Python interpreter that has the framework; it may not be this one.
 """
 
-import collections
 import dataclasses
 import os
 import pathlib
 import re
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from subprocess import PIPE
 from typing import NamedTuple
@@ -17,7 +17,6 @@ import numpy as np
 from app.options import Config
 from app.options.rules import num_framework_replicas
 from app.runtime.errors import ConfigError, DeviceError
-from app.runtime.run_context import start_thread
 from app.runtime.subprocesses import Subprocess, child_environment, output_of
 from app.verification.framework_trace import convert
 from app.verification.recording import Recorded, set_up
@@ -49,6 +48,10 @@ class Framework:
     flag_of_replicas: str
     syncs_batch_norm: bool = False
 
+    def device_names(self, num_replicas: int) -> list[str]:
+        """Returns a name for the device of each replica."""
+        return [f"{self.title} {replica}" for replica in range(num_replicas)]
+
 
 _JAX = ("JAX", "jax", "jax_lenet.py")
 FRAMEWORKS = {
@@ -66,14 +69,14 @@ class TrainingFiles(NamedTuple):
         batches: images, labels and the order of the examples of each epoch.
         learning_rate: peak learning rate.
         has_batch_norm: whether the model has moving statistics.
-        steps_per_epoch: batches per epoch.
+        num_epochs: number of epochs with an order of the examples.
     """
 
     start: pathlib.Path
     batches: pathlib.Path
     learning_rate: float
     has_batch_norm: bool
-    steps_per_epoch: int
+    num_epochs: int
 
 
 def write_training_files(
@@ -106,7 +109,7 @@ def write_training_files(
         test_labels=dataset.test_labels,
     )
     has_batch_norm = any("/moving_" in variable.path for variable in model.variables)
-    return TrainingFiles(start, batches, spec.learning_rate, has_batch_norm, spec.steps_per_epoch)
+    return TrainingFiles(start, batches, spec.learning_rate, has_batch_norm, num_epochs)
 
 
 def find_interpreters(names: Sequence[str]) -> dict[str, str]:
@@ -167,23 +170,25 @@ def run_program(
         f"--global_batch_size={training.global_batch_size}",
         f"--learning_rate={files.learning_rate!r}",
         f"--last_batch={training.last_batch}",
+        f"--epochs={files.num_epochs}",
         *(f"--{flag}={path}" for flag, path in paths.items()),
         *flags,
     ]
     environment = child_environment(PYTHONUNBUFFERED="1")
-    process = Subprocess(command, environment, stdout=PIPE, stderr=PIPE, start_new_session=True)
-    errors: collections.deque[bytes] = collections.deque(maxlen=1)  # The last line has the reason.
-    reading = start_thread(errors.extend, process.stderr or ())
-    try:
-        for line in process.stdout or ():
-            on_line(line.decode(errors="replace").rstrip())
-        process.wait()
-        reading.join()
-    finally:
-        process.end()
+    with tempfile.TemporaryFile() as errors:
+        process = Subprocess(
+            command, environment, stdout=PIPE, stderr=errors, start_new_session=True
+        )
+        try:
+            for line in process.stdout or ():
+                on_line(line.decode(errors="replace").rstrip())
+            process.wait()
+        finally:
+            process.end()
+        errors.seek(0)
+        last_line = b"".join([*errors][-1:]).decode(errors="replace").strip()
     if exit_code := process.exit_code:
-        reason = "".join(line.decode(errors="replace") for line in errors).strip()
-        reason = reason.removeprefix("error: ") or "no message"
+        reason = last_line.removeprefix("error: ") or "no message"
         raise DeviceError(
             f"the program of {name} ended with exit code {exit_code}: {reason}; run it by hand, see"
             " docs/verify_scripts.md"
@@ -221,16 +226,11 @@ def record_framework(
     script_path = files.start.with_name(f"{name}.npz")
     run_program(
         name, python, config, files, {"trace": script_path},
-        f"--epochs={-(-num_steps // files.steps_per_epoch)}",
-        *(f"--num_steps={num_steps}", f"--recorded_steps={num_steps}"),
-        on_line=on_line,
+        f"--num_steps={num_steps}", f"--recorded_steps={num_steps}", on_line=on_line,
     )  # fmt: skip
     script = trace_file.load(script_path)
     syncs_batch_norm = framework.syncs_batch_norm and files.has_batch_norm
-    with np.load(files.start) as start, np.load(files.batches) as batches:
-        convert(
-            script, path, list(start), batches["images"], batches["labels"],
-            syncs_batch_norm=syncs_batch_norm,
-        )  # fmt: skip
+    with np.load(files.start) as start:
+        convert(script, path, start, syncs_batch_norm=syncs_batch_norm)
     num_replicas = num_framework_replicas(config)
-    return Recorded([f"{framework.title} {i}" for i in range(num_replicas)], num_replicas > 1)
+    return Recorded(framework.device_names(num_replicas), num_replicas > 1)
