@@ -40,7 +40,8 @@ class record:
     Args:
         path: File to write, `*.npz`.
         model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2).
-        optimizer: Ends each step with `optimizer.step()`, without a closure.
+        optimizer: Ends each step with `optimizer.step()`, which calls a closure at most once. A
+            wrapper, as of Accelerate, has the optimizer in its attribute `optimizer`.
         steps: Numbers of the steps to record, from 0; or the number of first steps to record.
         replay: Trace whose weights and statistics are loaded before each recorded step; with the
             same class of optimizer also its state, with as many replicas also the random state.
@@ -59,6 +60,8 @@ class record:
         permute: int | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
+        while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = wrapped  # The wrapper does not have the hooks of an optimizer.
         self.path, self.optimizer, self.seed, self.names = path, optimizer, permute, names or {}
         self.wanted = set(range(steps) if isinstance(steps, int) else steps)
         self.ddp: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
@@ -122,6 +125,7 @@ class record:
         self.now: dict[str, np.ndarray] = {}
         self.losses: list[Tensor] = []
         self.num_forward, self.inverse, self.is_reduced = 0, None, self.is_sharded
+        self.outside: Any = None  # During a forward pass, the arrays from before it.
         self.is_on = self.step in self.wanted
         if not self.is_on:
             return
@@ -145,8 +149,13 @@ class record:
         if self.losses and all(p.grad is None for p in self.weights.values()):
             self.now, self.losses, self.num_forward = {}, [], 0  # GradScaler skipped the update.
         self._begin(is_forward=True)
+        is_inner = self.outside is not None
+        if is_inner:  # In Lightning, DDP calls the model, which calls itself: the last call counts.
+            self.now, self.num_forward, self.inverse = self.outside, self.num_forward - 1, None
+        self.outside = dict(self.now)
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
-        if self.seed is not None and (sizes := [len(x) for x in batch if x.dim()]):
+        sizes = [len(x) for x in batch if x.dim()]
+        if self.seed is not None and sizes and not is_inner:
             generator = torch.Generator().manual_seed(self.seed + self.step)
             order = torch.randperm(sizes[0], generator=generator)
             self.inverse = torch.argsort(order)
@@ -160,8 +169,11 @@ class record:
         self._save(kind, values, sum(key.startswith(f"{kind}/") for key in self.now))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.is_grad_enabled() and module.training:
-            self._add("random_after", _random_states())
+        is_recorded = torch.is_grad_enabled() and module.training and self.outside is not None
+        if not is_recorded:
+            return None
+        self.outside = None
+        self._add("random_after", _random_states())
         inverse, self.inverse = self.inverse, None
         return output if inverse is None else _take(output, inverse)
 
@@ -179,14 +191,29 @@ class record:
             if self.is_reduced:
                 self._save("sums", [p.grad for p in self.weights.values()])
 
-    def _before_update(self, optimizer: Any, args: Any, options: Any) -> None:
-        has_closure = any(callable(x) for x in [*args[1:], *options.values()])
-        _require(not has_closure, "optimizer.step: a closure cannot be recorded; call it without")
+    def _before_update(self, optimizer: Any, args: Any, options: Any) -> Any:
+        if not any(callable(x) for x in [*args[1:], *options.values()]):
+            self._save_gradients()
+            return None
+
+        def recorded(x: Any) -> Any:
+            return functools.partial(self._with_gradients, x) if callable(x) else x
+
+        return tuple(map(recorded, args)), {name: recorded(x) for name, x in options.items()}
+
+    def _with_gradients(self, closure: Any) -> Any:
+        loss = closure()
+        is_first = not any(key.startswith("clipped/") for key in self.now)
+        _require(is_first, "optimizer.step: calls its closure twice, which cannot be recorded")
+        self._save_gradients()
+        return loss
+
+    def _save_gradients(self) -> None:
         self._begin()
         self._save("loss", [sum(self.losses)] if self.losses else [])
         self._save("clipped", [p.grad for p in self.weights.values()])
         names = {p: name for name, p in self.weights.items()}
-        groups = [(x, [names[p] for p in x["params"]]) for x in optimizer.param_groups]
+        groups = [(x, [names[p] for p in x["params"]]) for x in self.optimizer.param_groups]
         self.groups = [{**_settings(group), "weights": weights} for group, weights in groups]
 
     def _after_update(self, *_: Any) -> None:

@@ -11,14 +11,14 @@ import pytest
 FOLDER = pathlib.Path(__file__).parent
 
 
-def _python(framework):
+def interpreter(framework):
     """Returns an interpreter that has the framework, or ""."""
     own = sys.executable if importlib.util.find_spec(framework) else ""
     return os.environ.get(f"LOCKSTEP_{framework.upper()}_PYTHON") or own
 
 
 def _frameworks(framework):
-    is_missing = pytest.mark.skipif(not _python(framework), reason=f"needs {framework}")
+    is_missing = pytest.mark.skipif(not interpreter(framework), reason=f"needs {framework}")
     return ["stand-in", pytest.param(framework, marks=[pytest.mark.slow, is_missing])]
 
 
@@ -30,7 +30,8 @@ def run_cases(script, framework, *arguments):
     is_real = framework != "stand-in"
     paths = [FOLDER.parents[1], *([] if is_real else [FOLDER / "stand_in"])]
     done = subprocess.run(
-        [_python(script) if is_real else sys.executable, FOLDER / f"{script}_cases.py", *arguments],
+        [interpreter(script) if is_real else sys.executable, FOLDER / f"{script}_cases.py",
+         *arguments],
         env={
             **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "JAX_PLATFORMS": "cpu",
         },

@@ -393,6 +393,79 @@ def case_nested():
     assert [Trace(f"nested{i}").about["steps"] for i in (0, 1)] == [[0], [1]]
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Wraps an optimizer and lacks its hooks, as the optimizer of Accelerate does."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def step(self):
+        self.optimizer.step()
+
+
+class CallsItself(nn.Module):
+    """Computes the loss and calls itself for the output, as Lightning's models do with DDP."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x, y=None):
+        return self.net(x) if y is None else F.mse_loss(self(x), y)
+
+
+def train_with_closure(path, model, optimizer, num_calls=1, **options):
+    """Trains as Lightning does: the optimizer calls the closure, which computes the gradients."""
+
+    def closure():
+        loss = model(x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        return loss
+
+    with record_torch.record(path, model, optimizer, **options):
+        for step in range(3):
+            x, y = batch(step)
+            for _ in range(num_calls - 1):
+                closure()
+            optimizer.step(closure)
+
+
+def case_accelerate():
+    plain, model = trained("plain", steps=3), network()
+    train(model, Wrapper(Wrapper(adamw(model))), "wrapped.npz", steps=3)
+    assert_equal(plain.arrays, Trace("wrapped").arrays)
+    assert Trace("wrapped").about["optimizer"] == plain.about["optimizer"]
+
+
+def case_lightning():
+    for path, options in {
+        "closure.npz": {},
+        "closure_again.npz": {"replay": "plain.npz"},
+        "closure_permuted.npz": {"replay": "closure.npz", "permute": 1},
+        "accumulated.npz": {"num_calls": 2},
+    }.items():
+        model = CallsItself()
+        train_with_closure(path, model, adamw(model), steps=3, **options)
+    plain, trace = Trace("plain"), Trace("closure")
+    assert_equal(plain.arrays, trace.arrays)
+    assert_equal(plain.arrays, Trace("closure_again").arrays)
+    assert trace.about["micro_batches"] == [1, 1, 1]
+    assert Trace("accumulated").about["micro_batches"] == [2, 2, 2]
+    permuted = Trace("closure_permuted")
+    for step in range(3):
+        assert not np.array_equal(trace.kind("data", step)["0"], permuted.kind("data", step)["0"])
+        for kind in ("raw", "clipped"):
+            assert_close(
+                {name.removeprefix("net."): x for name, x in trace.kind(kind, step).items()},
+                {name.removeprefix("net."): x for name, x in permuted.kind(kind, step).items()},
+            )
+
+
 def refused(expected, function, *args, **options):
     """Checks that a call is refused with one line that begins so."""
     try:
@@ -408,9 +481,8 @@ def case_errors():
     optimizer, record, larger = adamw(model), record_torch.record, nn.Linear(7, 5)
 
     def with_closure():
-        with record("closure.npz", model, optimizer, steps=1):
-            F.mse_loss(model(batch(0)[0]), batch(0)[1]).backward()
-            optimizer.step(lambda: 0)
+        model = CallsItself()
+        train_with_closure("twice.npz", model, torch.optim.LBFGS(model.parameters(), 0.01), steps=1)
 
     def in_evaluation():
         model.eval()
@@ -445,7 +517,7 @@ def case_errors():
     for path in ("x.npy", "nowhere/x.npz"):
         expected = f"{path}: must be an .npz file in a folder that exists"
         refused(expected, record, path, model, optimizer)
-    refused("optimizer.step: a closure cannot be recorded; call it without", with_closure)
+    refused("optimizer.step: calls its closure twice, which cannot be recorded", with_closure)
     refused("replay: no forward pass was seen", in_evaluation)
 
 
@@ -587,7 +659,7 @@ CASES = {
     "one": [
         *(case_format, case_bits, case_replay, case_other_optimizer, case_port, case_gradients),
         *(case_skipped, case_accumulation, case_two_models, case_exception, case_nested),
-        *(case_errors, case_compiled),
+        *(case_accelerate, case_lightning, case_errors, case_compiled),
     ],
     "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_other_meshes],
 }

@@ -391,6 +391,8 @@ def _mse(x, y):
 
 
 class Optimizer:
+    num_closure_calls = 1
+
     def __init__(self, params, lr, **defaults):
         self.defaults, self.state = {"lr": lr, **defaults}, collections.defaultdict(dict)
         groups = list(params)
@@ -411,7 +413,10 @@ class Optimizer:
 
     def step(self, *args):
         for hook in list(self._optimizer_step_pre_hooks.values()):
-            hook(self, (self, *args), {})
+            changed = hook(self, (self, *args), {})
+            args = changed[0][1:] if changed else args
+        for closure in args * self.num_closure_calls:
+            closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -430,6 +435,10 @@ class SGD(Optimizer):
             kept[...] = kept * kept.dtype.type(group["momentum"]) + gradient
             gradient = kept
         p -= p.dtype.type(group["lr"]) * gradient
+
+
+class LBFGS(SGD):
+    num_closure_calls = 2
 
 
 class Adam(Optimizer):
@@ -505,7 +514,7 @@ nn = _module(
     init=types.SimpleNamespace(ones_=lambda p: p.copy_(ones(1))),
 )  # fmt: skip
 _module("nn.functional", mse_loss=_mse)
-optim = _module("optim", SGD=SGD, Adam=Adam, AdamW=AdamW, Optimizer=Optimizer)
+optim = _module("optim", SGD=SGD, LBFGS=LBFGS, Adam=Adam, AdamW=AdamW, Optimizer=Optimizer)
 distributed = _module(
     "distributed", is_available=lambda: True, is_initialized=lambda: _world[1] > 1,
     get_rank=lambda group=None: _world[0], get_world_size=lambda group=None: _world[1],
