@@ -282,6 +282,30 @@ def clipped_first(*factors):
     return {"edit": edited, "about": {"order": "clip, reduce"}}
 
 
+def without_gradient(of_sum, *replicas):
+    """Some replicas send no gradient of the bias; others may send the sum in its place."""
+
+    def edited(script):
+        for position, _ in enumerate(script.steps, start=1):
+            raw = [f"{position}/raw/{replica}/1" for replica in range(2)]
+            if of_sum:
+                script.arrays[raw[0]] = script.arrays[raw[0]] + script.arrays[raw[1]]
+            for replica in replicas:
+                del script.arrays[raw[replica]]
+                if len(replicas) == 2:
+                    for kind in ("sums", "clipped"):
+                        del script.arrays[f"{position}/{kind}/{replica}/1"]
+
+    return {"edit": edited}
+
+
+def not_cleared(script, replica, gradients):
+    """The gradients of this step are added to those of the previous one."""
+    step = max(script.states)
+    kept = [script.arrays.get(f"{step}/clipped/{replica}/{i}", np.float32(0)) for i in range(2)]
+    return [old + gradient for old, gradient in zip(kept, gradients, strict=True)]
+
+
 def micro_batches(script):
     for name in [name for name in script.arrays if "/data/" in name]:
         array = script.arrays[name]
@@ -346,6 +370,7 @@ RIGHT = {
     "no clipping before the sum": ({}, {**TWO, **clipped_first(1, 1)}),
     "equal random states": ({}, {**TWO, **random_states(lambda step, replica: [0] * 4)}),
     "rows": ({}, {**TWO, "edit": as_rows}),
+    "examples of a replica do not use a weight": ({}, {**TWO, **without_gradient(True, 1)}),
     "micro-batches": ({}, {**TWO, "about": {"micro_batches": [2] * 4}, "edit": micro_batches}),
     "layouts": (images("NHWC"), {**TWO, **images("NCHW")}),
     "scaled by the model": ({}, {**TWO, **edit(lambda array: 255 * array, "data")}),
@@ -426,6 +451,8 @@ FAULTS = {
         "all-reduce: not_all_reduced"),
     "bypassed and clipped": ({}, {**TWO, "reduce": None, "clip": clip},
         "all-reduce: not_all_reduced"),
+    "no wrapper": ({}, {**TWO, "reduce": None, "about": {"reduction": ""}},
+        "all-reduce: not_all_reduced"),
     "sums are raw": ({}, {**TWO, "reduce": lambda sent: sent},
         "all-reduce: not_all_reduced"),
     "first only": ({}, {**TWO, "reduce": first_only}, "all-reduce: lost_replica"),
@@ -458,7 +485,14 @@ FAULTS = {
     "tripled on one": ({}, {**TWO, "shard": all_on_second, **times(3)},
         "gradients: scaled_gradient"),
     "frozen": ({}, {**TWO, "gradient": lambda s, r, g: [g[0], 0 * g[1]]}, "gradients: frozen"),
+    "frozen on one": ({}, {**TWO, "gradient": lambda s, r, g: [g[0], (1 - r) * g[1]]},
+        "gradients: frozen"),
+    "no gradient on one": ({}, {**TWO, **without_gradient(False, 1)}, "gradients: frozen"),
+    "no gradient": ({}, {**TWO, **without_gradient(False, 0, 1)}, "gradients: frozen"),
+    "not cleared": ({}, {**TWO, "gradient": not_cleared}, "gradients: stale_gradient"),
     "noise": ({}, {**TWO, "gradient": apart}, "gradients: unexplained"),
+    "noise of one": ({}, {**TWO, "shard": all_on_second, "gradient": apart},
+        "gradients: unexplained"),
     "noise of a model that scales": ({}, {
         **TWO, "gradient": apart, **edit(lambda array: 255 * array, "data")
     }, "gradients: unexplained"),
@@ -590,6 +624,9 @@ PLACES = {
     "clipped on one": (ALL, FIRST, ()),
     "clipped first": (ALL, BOTH, ()),
     "frozen": (ALL, (), BIAS),
+    "no gradient on one": (ALL, SECOND, BIAS),
+    "no gradient": (ALL, (), BIAS),
+    "not cleared": (ALL[1:], (), KERNEL + BIAS),
     "not finite": ((1,), FIRST, ()),
     "reshuffled": ((3,), (), ()),
     "dropped": ((2, 3), (), ()),
