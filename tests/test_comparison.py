@@ -21,6 +21,7 @@ from lockstep.trace import SEED, WEIGHT, About, Trace, Variable
 from script_samples import Script, adam, batch_of, examples, mean_of, sgd
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
+LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
 
 
 @pytest.fixture(scope="module")
@@ -357,6 +358,8 @@ RIGHT = {
     "Adam of Keras in float32": (
         {**ADAM, "framework": "keras"}, {"update": corrected_in_float32}
     ),
+    "AMSGrad": ({**ADAM, "settings": {"amsgrad": True}}, TWO),
+    "wrapped": ({"about": LION}, {**TWO, "about": {"optimizer": {"class": "ZeRO"}}}),
     "Nesterov": ({"settings": {"nesterov": True}}, TWO),
     "plain SGD": ({"settings": {"momentum": 0.0, "weight_decay": 0.01}}, TWO),
     "decay": ({"settings": {"weight_decay": 0.1}}, TWO),
@@ -585,7 +588,10 @@ FAULTS = {
             ("learning_rate", 0.01, 0.02), ("weight_decay", 0.0, 0.1),
         )
     },
-    "unknown": ({"about": {"optimizer": {"class": "Lion", "framework": "torch"}}}, {
+    "AMSGrad": (ADAM, {**TWO, **settings(amsgrad=True)}, "update: other_optimizer"),
+    "rate of an unknown optimizer": ({"about": LION}, {**TWO, **settings(learning_rate=0.2)},
+        "update: other_learning_rate"),
+    "unknown": ({"about": LION}, {
         **TWO, **edit(lambda array: 1.01 * array, "after", 1, 0)}, "agreement: diverged_replicas"),
     # Statistics.
     "norm momentum": ({}, {**TWO, "norm_momentum": 0.01}, "statistics: other_batch_norm_momentum"),
@@ -680,7 +686,7 @@ def test_a_recording_is_checked_alone(name):
     assert "; ".join(shown(verdict)) == expected
     stages = {"start", "examples", "loss", "all-reduce", "clipping", "update", "agreement"}
     assert {*verdict.checked} == stages | {"statistics"}
-    unknown = Script(about={"optimizer": {"class": "Lion", "framework": "torch"}}, **changes)
+    unknown = Script(about=LION, **changes)
     verdict = verify_alone(unknown.trace())
     assert "update" not in verdict.checked and "loss" in verdict.checked
 
