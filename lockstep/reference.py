@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -10,7 +11,6 @@ from lockstep.arithmetic import (
     EPS,
     SMALL_PART,
     TINY,
-    add_named,
     are_finite,
     dense,
     distance,
@@ -99,6 +99,23 @@ class StepPair:
         names = [name for name in first if name in other]
         return {name: first[name] for name in names}, {name: other[name] for name in names}
 
+    def _common_gradients(self, first: Named, second: Named) -> tuple[Named, Named]:
+        """Returns gradients by name; 0 where a loss does not depend on a weight, in one trace."""
+        found = first, self.matching.to_first(second)
+        listed = [{*step.trace.about.gradients} for step in (self.first, self.second)]
+        both: tuple[Named, Named] = {}, {}
+        if not all(found):
+            return both
+        for pair in self.matching.pairs:
+            keys = pair.first, pair.second
+            if not any(pair.first in own for own in found):
+                continue
+            if all(pair.first in found[i] or keys[i] in listed[i] for i in (0, 1)):
+                shape = next(np.shape(own[pair.first]) for own in found if pair.first in own)
+                for own, gradients in zip(found, both, strict=True):
+                    gradients[pair.first] = own.get(pair.first, np.zeros(shape))
+        return both
+
     def states(self, kind: str) -> tuple[Named, Named]:
         """Returns weights and statistics, "before" or "after" the step, of copy 0 in both."""
         if not (self.first.has(kind) and self.second.has(kind)):
@@ -127,7 +144,7 @@ class StepPair:
     @functools.cached_property
     def gradients(self) -> tuple[Named, Named]:
         """The gradients of the whole batch before clipping in both; empty if not recorded."""
-        return self._common(_whole_gradient(self.first), _whole_gradient(self.second))
+        return self._common_gradients(*map(_whole_gradient, (self.first, self.second)))
 
     @functools.cached_property
     def different_gradients(self) -> dict[str, float]:
@@ -141,9 +158,18 @@ class StepPair:
         return _whole_gradient(Context(first.trace, first.position - 1)) if first.follows else {}
 
     @functools.cached_property
+    def kept_gradients(self) -> Named:
+        """The gradients that the checked trace applied in the previous step; empty if unknown.
+
+        A script that does not clear them adds those of the next step.
+        """
+        before = self.second.previous
+        return self.matching.to_first(before.applied(0)) if before else {}
+
+    @functools.cached_property
     def applied(self) -> tuple[Named, Named]:
         """The gradients that copy 0 applies in both; empty if not recorded."""
-        return self._common(self.first.applied(0), self.second.applied(0))
+        return self._common_gradients(self.first.applied(0), self.second.applied(0))
 
     def rules(self) -> dict[str, tuple[Rule, Rule]]:
         """Returns name of a weight → rules of the optimizers in both; empty if one is unknown."""
@@ -169,11 +195,16 @@ class StepPair:
 def _whole_gradient(context: Context) -> Named:
     """Returns the gradient of the whole batch before clipping, in float64; empty if unknown.
 
-    Prefers the sum of the sent gradients to the received one, which is checked separately.
+    Prefers the sum of the sent gradients to the received one, which is checked separately. A
+    replica that sends no gradient of a weight, because its examples do not use it, adds 0.
     """
     if context.has("raw") and (len(context.shards) == 1 or context.trace.about.reduction):
-        sent = [{name: dense(g) for name, g in own.items()} for own in context.named("raw")]
-        return {name: context.share(0) * total for name, total in add_named(sent).items()}
+        total: Named = {}
+        for name, gradient in itertools.chain(*(own.items() for own in context.named("raw"))):
+            total[name] = total.get(name, 0.0) + dense(gradient)
+        return {name: context.share(0) * gradient for name, gradient in total.items()}
+    if context.is_wrong("all-reduce"):  # Each copy has the gradient of its own examples.
+        return {}
     for kind in ("sums", "clipped"):
         if context.has(kind):
             return {name: dense(array) for name, array in context.named(kind)[0].items()}

@@ -21,6 +21,7 @@ from lockstep.trace import SEED, WEIGHT, About, Trace, Variable
 from script_samples import Script, adam, batch_of, examples, mean_of, sgd
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
+LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +283,30 @@ def clipped_first(*factors):
     return {"edit": edited, "about": {"order": "clip, reduce"}}
 
 
+def without_gradient(of_sum, *replicas):
+    """Some replicas send no gradient of the bias; others may send the sum in its place."""
+
+    def edited(script):
+        for position, _ in enumerate(script.steps, start=1):
+            raw = [f"{position}/raw/{replica}/1" for replica in range(2)]
+            if of_sum:
+                script.arrays[raw[0]] = script.arrays[raw[0]] + script.arrays[raw[1]]
+            for replica in replicas:
+                del script.arrays[raw[replica]]
+                if len(replicas) == 2:
+                    for kind in ("sums", "clipped"):
+                        del script.arrays[f"{position}/{kind}/{replica}/1"]
+
+    return {"edit": edited}
+
+
+def not_cleared(script, replica, gradients):
+    """The gradients of this step are added to those of the previous one."""
+    step = max(script.states)
+    kept = [script.arrays.get(f"{step}/clipped/{replica}/{i}", np.float32(0)) for i in range(2)]
+    return [old + gradient for old, gradient in zip(kept, gradients, strict=True)]
+
+
 def micro_batches(script):
     for name in [name for name in script.arrays if "/data/" in name]:
         array = script.arrays[name]
@@ -333,6 +358,8 @@ RIGHT = {
     "Adam of Keras in float32": (
         {**ADAM, "framework": "keras"}, {"update": corrected_in_float32}
     ),
+    "AMSGrad": ({**ADAM, "settings": {"amsgrad": True}}, TWO),
+    "wrapped": ({"about": LION}, {**TWO, "about": {"optimizer": {"class": "ZeRO"}}}),
     "Nesterov": ({"settings": {"nesterov": True}}, TWO),
     "plain SGD": ({"settings": {"momentum": 0.0, "weight_decay": 0.01}}, TWO),
     "decay": ({"settings": {"weight_decay": 0.1}}, TWO),
@@ -346,6 +373,7 @@ RIGHT = {
     "no clipping before the sum": ({}, {**TWO, **clipped_first(1, 1)}),
     "equal random states": ({}, {**TWO, **random_states(lambda step, replica: [0] * 4)}),
     "rows": ({}, {**TWO, "edit": as_rows}),
+    "examples of a replica do not use a weight": ({}, {**TWO, **without_gradient(True, 1)}),
     "micro-batches": ({}, {**TWO, "about": {"micro_batches": [2] * 4}, "edit": micro_batches}),
     "layouts": (images("NHWC"), {**TWO, **images("NCHW")}),
     "scaled by the model": ({}, {**TWO, **edit(lambda array: 255 * array, "data")}),
@@ -426,6 +454,8 @@ FAULTS = {
         "all-reduce: not_all_reduced"),
     "bypassed and clipped": ({}, {**TWO, "reduce": None, "clip": clip},
         "all-reduce: not_all_reduced"),
+    "no wrapper": ({}, {**TWO, "reduce": None, "about": {"reduction": ""}},
+        "all-reduce: not_all_reduced"),
     "sums are raw": ({}, {**TWO, "reduce": lambda sent: sent},
         "all-reduce: not_all_reduced"),
     "first only": ({}, {**TWO, "reduce": first_only}, "all-reduce: lost_replica"),
@@ -458,7 +488,14 @@ FAULTS = {
     "tripled on one": ({}, {**TWO, "shard": all_on_second, **times(3)},
         "gradients: scaled_gradient"),
     "frozen": ({}, {**TWO, "gradient": lambda s, r, g: [g[0], 0 * g[1]]}, "gradients: frozen"),
+    "frozen on one": ({}, {**TWO, "gradient": lambda s, r, g: [g[0], (1 - r) * g[1]]},
+        "gradients: frozen"),
+    "no gradient on one": ({}, {**TWO, **without_gradient(False, 1)}, "gradients: frozen"),
+    "no gradient": ({}, {**TWO, **without_gradient(False, 0, 1)}, "gradients: frozen"),
+    "not cleared": ({}, {**TWO, "gradient": not_cleared}, "gradients: stale_gradient"),
     "noise": ({}, {**TWO, "gradient": apart}, "gradients: unexplained"),
+    "noise of one": ({}, {**TWO, "shard": all_on_second, "gradient": apart},
+        "gradients: unexplained"),
     "noise of a model that scales": ({}, {
         **TWO, "gradient": apart, **edit(lambda array: 255 * array, "data")
     }, "gradients: unexplained"),
@@ -551,7 +588,10 @@ FAULTS = {
             ("learning_rate", 0.01, 0.02), ("weight_decay", 0.0, 0.1),
         )
     },
-    "unknown": ({"about": {"optimizer": {"class": "Lion", "framework": "torch"}}}, {
+    "AMSGrad": (ADAM, {**TWO, **settings(amsgrad=True)}, "update: other_optimizer"),
+    "rate of an unknown optimizer": ({"about": LION}, {**TWO, **settings(learning_rate=0.2)},
+        "update: other_learning_rate"),
+    "unknown": ({"about": LION}, {
         **TWO, **edit(lambda array: 1.01 * array, "after", 1, 0)}, "agreement: diverged_replicas"),
     # Statistics.
     "norm momentum": ({}, {**TWO, "norm_momentum": 0.01}, "statistics: other_batch_norm_momentum"),
@@ -590,6 +630,9 @@ PLACES = {
     "clipped on one": (ALL, FIRST, ()),
     "clipped first": (ALL, BOTH, ()),
     "frozen": (ALL, (), BIAS),
+    "no gradient on one": (ALL, SECOND, BIAS),
+    "no gradient": (ALL, (), BIAS),
+    "not cleared": (ALL[1:], (), KERNEL + BIAS),
     "not finite": ((1,), FIRST, ()),
     "reshuffled": ((3,), (), ()),
     "dropped": ((2, 3), (), ()),
@@ -643,7 +686,7 @@ def test_a_recording_is_checked_alone(name):
     assert "; ".join(shown(verdict)) == expected
     stages = {"start", "examples", "loss", "all-reduce", "clipping", "update", "agreement"}
     assert {*verdict.checked} == stages | {"statistics"}
-    unknown = Script(about={"optimizer": {"class": "Lion", "framework": "torch"}}, **changes)
+    unknown = Script(about=LION, **changes)
     verdict = verify_alone(unknown.trace())
     assert "update" not in verdict.checked and "loss" in verdict.checked
 

@@ -37,11 +37,36 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
     if wrong and (fitting := list(_explanations(pair, wrong))):
         may_be = (*fitting[0].may_be, *(other.cause for other in fitting[1:]))
         causes.append(dataclasses.replace(fitting[0], may_be=may_be))
-    elif wrong:
-        causes += _by_tensor(pair, wrong) or _settings(pair, wrong)
+    else:
+        causes += _frozen_on_some(pair, wrong)
+        rest = [n for n in wrong if not any(n in each.tensors for each in causes)]
+        if rest:
+            causes += _by_tensor(pair, rest) or _settings(pair, rest)
     allowed = pair.tolerance.allowed(list(far))
     for finding in causes:
         yield dataclasses.replace(finding, distance=max(far.values()), allowed=allowed)
+
+
+def _frozen_on_some(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
+    """Finds gradients that some replicas do not send, or send as 0, while other replicas do.
+
+    Examples that do not use a weight have no gradient either; the gradient of the whole batch is
+    then right.
+    """
+    step = pair.second
+    if len(step.shards) < 2 or not step.has("raw"):
+        return
+    groups: dict[tuple[int, ...], list[str]] = {}
+    sent = [pair.matching.to_first(own) for own in step.named("raw")]
+    idle = {s for s, size in enumerate(step.sizes) if not size and step.has("data")}
+    for name in wrong:
+        zeros = [s for s, own in enumerate(sent) if not norm(own.get(name, 0.0))]
+        without = tuple(s for s in zeros if s not in idle)
+        if without and len(zeros) < len(sent):
+            groups.setdefault(without, []).append(name)
+    for shards, names in groups.items():
+        text = f"the gradient of {len(names)} weights is 0 or missing on these replicas only"
+        yield step.found("frozen", text, items=shards, tensors=names)
 
 
 def _explanations(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
@@ -53,6 +78,9 @@ def _explanations(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
     if text := _mean_of_means(pair, wrong):
         yield found("mean_of_means", text, tensors=wrong)
     yield from _regularised(pair, wrong)
+    if (kept := pair.kept_gradients) and _explains(pair, wrong, first, kept):
+        text = "the gradients of the previous step are not cleared, and those of this one are added"
+        yield found("stale_gradient", text, tensors=wrong)
     if wrong[0] in pair.earlier_gradients and _explains(pair, wrong, pair.earlier_gradients):
         yield found("stale_gradient", "the gradients are those of the previous step", tensors=wrong)
     about = pair.first.trace.about
@@ -243,7 +271,8 @@ def compare_clipping(pair: StepPair) -> Iterator[Finding]:
     if far := pair.tolerance.wrong(pair.applied[1], pair.applied[0]):
         texts = []
         for sent, applied in zip(pair.gradients, pair.applied, strict=True):
-            factor = factor_of(list(applied.values()), [sent[name] for name in applied])
+            names = [name for name in applied if name in sent]
+            factor = factor_of([applied[n] for n in names], [sent[n] for n in names])
             texts.append(f"{factor:.6g} (to norm {total_norm(applied):.4g})")
         text = (
             f"gradients are multiplied by {texts[0]} in the first recording and by {texts[1]} in"

@@ -31,6 +31,7 @@ _CAUSES = {
     "epsilon_placement": "epsilon_placement",
     "corrects_bias": "bias_not_corrected",
 }
+_FORMS = ("amsgrad", "maximize")  # Settings that make another rule.
 _CLOSE = 1e-4
 _OTHER_SHARE = 1e-3  # Momentum settings are short numbers.
 
@@ -44,7 +45,10 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
     is recomputed.
     """
     rules, found = pair.rules(), pair.second.found
-    if not rules or not are_finite(pair.second.applied(0)):
+    if not rules:
+        yield from _other_settings(pair)
+        return
+    if not are_finite(pair.second.applied(0)):
         return
     pair.second.mark_checked()
     families = {(a.family, b.family) for a, b in rules.values()}
@@ -70,6 +74,45 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
                 # Each framework has a fixed placement of epsilon, without a setting.
                 design=setting == "epsilon_placement", distance=effect,
             )  # fmt: skip
+
+
+def _other_settings(pair: StepPair) -> Iterator[Finding]:
+    """Compares the settings of optimizers whose updates cannot be computed.
+
+    Classes alone are not compared: wrappers of an optimizer have its settings and another class.
+    """
+    if pair.first.trace.about.framework != pair.second.trace.about.framework:
+        return
+    found: dict[str, str] = {}  # Cause → text.
+    for names in pair.matching.pairs:
+        first = _settings_of(pair.first, names.first)
+        second = _settings_of(pair.second, names.second)
+        if not (first and second):
+            continue
+        pair.second.mark_checked()
+        for setting in (*_FORMS, *(field.name for field in dataclasses.fields(Rule))):
+            a, b = first.get(setting), second.get(setting)
+            if setting in _FORMS:
+                a, b = bool(a), bool(b)
+            if a is None or b is None or _are_equal(a, b):
+                continue
+            cause = "other_optimizer" if setting in _FORMS else f"other_{setting}"
+            found.setdefault(_CAUSES.get(setting, cause), _text_of(setting, a, b))
+    for cause, text in found.items():
+        yield pair.second.found(cause, text)
+
+
+def _settings_of(step: Context, weight: str) -> Mapping[str, Any]:
+    """Returns the recorded settings with which a weight is updated; empty if unknown."""
+    settings = step.trace.about.settings
+    groups = settings[step.position] if settings else ()
+    return next((group for group in groups if weight in group.get("weights", (weight,))), {})
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, float) or isinstance(second, float):
+        return abs(second - first) <= _NO_EFFECT * abs(first)
+    return bool(first == second)
 
 
 def _text_of(setting: str, first: Any, second: Any) -> str:
