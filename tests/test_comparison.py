@@ -282,6 +282,13 @@ def clipped_first(*factors):
     return {"edit": edited, "about": {"order": "clip, reduce"}}
 
 
+def without_first_state(script):
+    """As PyTorch records it: the optimizer's state does not exist before the first update."""
+    for name in [n for n in script.arrays if n.startswith("1/before/")]:
+        if int(name.split("/")[-1]) >= 4:
+            del script.arrays[name]
+
+
 def micro_batches(script):
     for name in [name for name in script.arrays if "/data/" in name]:
         array = script.arrays[name]
@@ -328,6 +335,8 @@ TWO = {"replicas": 2}
 RIGHT = {
     **{f"{n} replicas": ({}, {"replicas": n}) for n in (1, 2, 3, 4)},
     "Adam": (ADAM, TWO),
+    "Adam without a first state": (
+        {**ADAM, "edit": without_first_state}, {**TWO, "edit": without_first_state}),
     "AdamW": ({**ADAM, "settings": {"weight_decay": 0.01}, "about": {"optimizer": ADAMW}}, TWO),
     "Adam of Keras": ({**ADAM, "framework": "keras"}, TWO),
     "Adam of Keras in float32": (
@@ -517,6 +526,9 @@ FAULTS = {
     "nesterov": ({}, {**TWO, **settings(nesterov=True)}, "update: other_nesterov"),
     "decay": ({}, {**TWO, **settings(weight_decay=0.1)}, "update: other_weight_decay"),
     "hidden rate": ({}, {**TWO, **with_settings(learning_rate=0.3)}, "update: other_learning_rate"),
+    "hidden rate of Adam": (ADAM, {
+        **TWO, **with_settings(learning_rate=0.03), "edit": without_first_state},
+        "update: other_learning_rate"),
     "hidden decay": (settings(weight_decay=0.1), {**TWO, **with_settings(weight_decay=0.0)},
         "update: other_weight_decay"),
     "hidden placement": (settings(weight_decay=0.1), {**TWO, "decays_gradient": False},

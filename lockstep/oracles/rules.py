@@ -119,7 +119,7 @@ def updated(
         change, after = _sgd(rule, g, state)
     else:
         change, after = _adam(rule, g, state, correction)
-    return {"weight": w + change, "number": state.get("number", 0) + 1, **after}
+    return {"weight": w + change, "number": dense(state.get("number", 0)) + 1, **after}
 
 
 def _sgd(rule: Rule, gradient: np.ndarray, state: Named) -> tuple[np.ndarray, Named]:
