@@ -289,6 +289,16 @@ def without_first_state(script):
             del script.arrays[name]
 
 
+def put_together(script):
+    """Each replica updates its rows; all record the whole weights."""
+    for name, array in script.arrays.items():
+        position, kind, _, index = name.split("/")
+        if kind == "after" and int(index) < 2:
+            size = -(-len(array) // 2)
+            array[:size] = script.arrays[f"{position}/after/0/{index}"][:size]
+            array[size:] = script.arrays[f"{position}/after/1/{index}"][size:]
+
+
 def micro_batches(script):
     for name in [name for name in script.arrays if "/data/" in name]:
         array = script.arrays[name]
@@ -351,6 +361,8 @@ RIGHT = {
         **TWO, "shard": three_quarters, "about": {"reduction": "sum"}, **times(0.5),
         "reduce": lambda sent: summed(sent),
     }),
+    "an unused setting of one replica": (
+        {"settings": {"momentum": 0.0}}, {**TWO, "of_replica": {1: {"beta_1": 0.5}}}),
     "clipping after the sum": ({"clip": clip}, TWO),
     "no clipping before the sum": ({}, {**TWO, **clipped_first(1, 1)}),
     "equal random states": ({}, {**TWO, **random_states(lambda step, replica: [0] * 4)}),
@@ -529,6 +541,17 @@ FAULTS = {
     "hidden rate of Adam": (ADAM, {
         **TWO, **with_settings(learning_rate=0.03), "edit": without_first_state},
         "update: other_learning_rate"),
+    **{
+        f"{setting} of one replica": (given, {**TWO, "of_replica": {1: {setting: value}}},
+            f"update: other_{setting}")
+        for given, setting, value in (
+            ({}, "learning_rate", 0.3), ({}, "momentum", 0.5), ({}, "nesterov", True),
+            ({}, "weight_decay", 0.01), (ADAM, "beta_1", 0.5), (ADAM, "beta_2", 0.9),
+            (ADAM, "epsilon", 1e-3),
+        )
+    },
+    "learning rate of a replica's rows": ({}, {**TWO, "edit": put_together,
+        "of_replica": {1: {"learning_rate": 0.3}}}, "update: other_learning_rate"),
     "hidden decay": (settings(weight_decay=0.1), {**TWO, **with_settings(weight_decay=0.0)},
         "update: other_weight_decay"),
     "hidden placement": (settings(weight_decay=0.1), {**TWO, "decays_gradient": False},
