@@ -1,5 +1,6 @@
 """Recordings of a small training computed with NumPy: correct ones, and ones with a fault."""
 
+import copy
 import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
@@ -86,6 +87,7 @@ class Script:
     optimizer: str = "SGD"
     steps: Sequence[int] = (0, 1, 2, 3)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    of_replica: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)  # Settings.
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0
     initial_scale: float = 0.1
@@ -169,8 +171,10 @@ class Script:
         ]
         self._normalise(x, states)
         update = self.update or (adam if self.optimizer == "Adam" else sgd)
-        for state, gradients in zip(states, applied, strict=True):
-            update(self, state[:2], gradients, state[4:])
+        for replica, (state, gradients) in enumerate(zip(states, applied, strict=True)):
+            own = copy.copy(self)
+            own.settings = self.settings | self.of_replica.get(replica, {})
+            update(own, state[:2], gradients, state[4:])
         if step in self.steps:
             for kind, arrays in (
                 ("data", [[array] for array in x]), ("loss", losses), ("raw", sent),
@@ -211,15 +215,23 @@ class Script:
         norm = {"name": "norm", "class": "BatchNorm2d", "weights": [], "epsilon": 1e-5}
         if self.replicas > 1 and not self.local_norm:
             norm["class"] = "SyncBatchNorm"
-        settings = [({**self.settings, "weights": list(WEIGHTS)},) for _ in self.steps]
         about = {
             "framework": self.framework, "num_replicas": self.replicas, "steps": tuple(self.steps),
             "variables": tuple(variables), "gradients": WEIGHTS, "reduction": "mean",
             "optimizer": {"class": self.optimizer, "framework": self.framework},
-            "settings": tuple(settings), "layers": ({**norm, "momentum": self.norm_momentum},),
+            "settings": self._settings_of(0), "layers": ({**norm, "momentum": self.norm_momentum},),
             "permuted": self.permute, "replayed": "one.npz" if self.replay else None, **self.about,
         }  # fmt: skip
-        return renamed(Trace(About(**about), dict(self.arrays), name), self.renamed)
+        trace = renamed(Trace(About(**about), dict(self.arrays), name), self.renamed)
+        trace.of_replica = {
+            replica: dataclasses.replace(trace.about, settings=self._settings_of(replica))
+            for replica in self.of_replica
+        }
+        return trace
+
+    def _settings_of(self, replica: int) -> tuple:
+        settings = self.settings | self.of_replica.get(replica, {})
+        return tuple(({**settings, "weights": list(WEIGHTS)},) for _ in self.steps)
 
     def write(self, path: pathlib.Path) -> str:
         """Writes the recording; returns its path."""

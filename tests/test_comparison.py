@@ -307,6 +307,23 @@ def not_cleared(script, replica, gradients):
     return [old + gradient for old, gradient in zip(kept, gradients, strict=True)]
 
 
+def without_first_state(script):
+    """As PyTorch records it: the optimizer's state does not exist before the first update."""
+    for name in [n for n in script.arrays if n.startswith("1/before/")]:
+        if int(name.split("/")[-1]) >= 4:
+            del script.arrays[name]
+
+
+def put_together(script):
+    """Each replica updates its rows; all record the whole weights."""
+    for name, array in script.arrays.items():
+        position, kind, _, index = name.split("/")
+        if kind == "after" and int(index) < 2:
+            size = -(-len(array) // 2)
+            array[:size] = script.arrays[f"{position}/after/0/{index}"][:size]
+            array[size:] = script.arrays[f"{position}/after/1/{index}"][size:]
+
+
 def micro_batches(script):
     for name in [name for name in script.arrays if "/data/" in name]:
         array = script.arrays[name]
@@ -353,6 +370,8 @@ TWO = {"replicas": 2}
 RIGHT = {
     **{f"{n} replicas": ({}, {"replicas": n}) for n in (1, 2, 3, 4)},
     "Adam": (ADAM, TWO),
+    "Adam without a first state": (
+        {**ADAM, "edit": without_first_state}, {**TWO, "edit": without_first_state}),
     "AdamW": ({**ADAM, "settings": {"weight_decay": 0.01}, "about": {"optimizer": ADAMW}}, TWO),
     "Adam of Keras": ({**ADAM, "framework": "keras"}, TWO),
     "Adam of Keras in float32": (
@@ -369,6 +388,8 @@ RIGHT = {
         **TWO, "shard": three_quarters, "about": {"reduction": "sum"}, **times(0.5),
         "reduce": lambda sent: summed(sent),
     }),
+    "an unused setting of one replica": (
+        {"settings": {"momentum": 0.0}}, {**TWO, "of_replica": {1: {"beta_1": 0.5}}}),
     "clipping after the sum": ({"clip": clip}, TWO),
     "no clipping before the sum": ({}, {**TWO, **clipped_first(1, 1)}),
     "equal random states": ({}, {**TWO, **random_states(lambda step, replica: [0] * 4)}),
@@ -554,6 +575,20 @@ FAULTS = {
     "nesterov": ({}, {**TWO, **settings(nesterov=True)}, "update: other_nesterov"),
     "decay": ({}, {**TWO, **settings(weight_decay=0.1)}, "update: other_weight_decay"),
     "hidden rate": ({}, {**TWO, **with_settings(learning_rate=0.3)}, "update: other_learning_rate"),
+    "hidden rate of Adam": (ADAM, {
+        **TWO, **with_settings(learning_rate=0.03), "edit": without_first_state},
+        "update: other_learning_rate"),
+    **{
+        f"{setting} of one replica": (given, {**TWO, "of_replica": {1: {setting: value}}},
+            f"update: other_{setting}")
+        for given, setting, value in (
+            ({}, "learning_rate", 0.3), ({}, "momentum", 0.5), ({}, "nesterov", True),
+            ({}, "weight_decay", 0.01), (ADAM, "beta_1", 0.5), (ADAM, "beta_2", 0.9),
+            (ADAM, "epsilon", 1e-3),
+        )
+    },
+    "learning rate of a replica's rows": ({}, {**TWO, "edit": put_together,
+        "of_replica": {1: {"learning_rate": 0.3}}}, "update: other_learning_rate"),
     "hidden decay": (settings(weight_decay=0.1), {**TWO, **with_settings(weight_decay=0.0)},
         "update: other_weight_decay"),
     "hidden placement": (settings(weight_decay=0.1), {**TWO, "decays_gradient": False},

@@ -20,17 +20,12 @@ from lockstep.arithmetic import (
     same_bits,
 )
 from lockstep.context import Context
-from lockstep.oracles.rules import Rule, RuleOracle
+from lockstep.oracles.rules import Rule, RuleOracle, cause_of
 from lockstep.reference import StepPair, Tolerance
 from lockstep.trace import STATISTIC, Array, Named
 from lockstep.verdict import BY_DESIGN, Finding
 
 _NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
-_CAUSES = {
-    "decay_placement": "weight_decay_placement",
-    "epsilon_placement": "epsilon_placement",
-    "corrects_bias": "bias_not_corrected",
-}
 _FORMS = ("amsgrad", "maximize")  # Settings that make another rule.
 _CLOSE = 1e-4
 _OTHER_SHARE = 1e-3  # Momentum settings are short numbers.
@@ -70,7 +65,7 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
             yield from _velocity(pair, rules)
         elif different and (effect := _effect(pair, rules, setting)) > _NO_EFFECT:
             yield found(
-                _CAUSES.get(setting, f"other_{setting}"), _text_of(setting, *different[0]),
+                cause_of(setting), _text_of(setting, *different[0]),
                 # Each framework has a fixed placement of epsilon, without a setting.
                 design=setting == "epsilon_placement", distance=effect,
             )  # fmt: skip
@@ -96,8 +91,8 @@ def _other_settings(pair: StepPair) -> Iterator[Finding]:
                 a, b = bool(a), bool(b)
             if a is None or b is None or _are_equal(a, b):
                 continue
-            cause = "other_optimizer" if setting in _FORMS else f"other_{setting}"
-            found.setdefault(_CAUSES.get(setting, cause), _text_of(setting, a, b))
+            cause = "other_optimizer" if setting in _FORMS else cause_of(setting)
+            found.setdefault(cause, _text_of(setting, a, b))
     for cause, text in found.items():
         yield pair.second.found(cause, text)
 

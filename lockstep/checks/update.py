@@ -167,7 +167,7 @@ def _fits(
 
     What an update does to a weight and to its state has one cause.
     """
-    after = context.named("after")[copy]
+    before, after = context.named("before")[copy], context.named("after")[copy]
     groups: dict[str, list[str]] = {name: [name] for name in bounds if name in after}
     for key, variable in zip(context.trace.keys, context.trace.about.variables, strict=True):
         if key in groups and variable.of in groups:
@@ -175,8 +175,12 @@ def _fits(
             groups[key] = groups[variable.of]
 
     def fits(name: str, predicted: Named) -> bool:
+        if not all(each in predicted for each in groups[name]):
+            return False
+        # What is predicted may be larger than what is expected, and then its rounding is, too.
+        least = least_bounds(context, before, predicted, groups[name])
         is_predicted = all(
-            each in predicted and is_within(after[each], predicted[each], bounds[each])
+            is_within(after[each], predicted[each], np.maximum(bounds[each], least[each]))
             for each in groups[name]
         )
         return is_predicted and not is_within(expected[name], predicted[name], bounds[name])

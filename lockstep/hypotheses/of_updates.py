@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from lockstep.context import Context
 from lockstep.hypotheses import Hypothesis
 from lockstep.hypotheses.of_states import with_exchanged_elements
 from lockstep.hypotheses.of_tensors import SHORT, mixed
-from lockstep.oracles.rules import RuleOracle
+from lockstep.oracles.rules import RuleOracle, cause_of
 from lockstep.trace import STATE, WEIGHT, Named
 
 
@@ -33,6 +34,7 @@ def update_hypotheses(
     for kind, what in ((STATE, "optimizer state does"), (WEIGHT, "weights do")):
         if held := {n: before[n] for n in wrong if kinds[n] == kind and n in before}:
             yield "not_updated", f"the {what} not change", partial(dict, expected | held)
+    yield from _with_settings_of_replicas(context, copy, before, applied)
     slots = [n for n in wrong if kinds[n] == STATE and expected[n].ndim]
     if slots:
         zeros = {name: np.zeros_like(expected[name]) for name in slots}
@@ -77,6 +79,48 @@ def update_hypotheses(
             clipped = scaled_all(applied, factor / norms)
             text = f"the sum is clipped to norm {factor:g} before the update"
             yield "clipped_on_one_replica", text, partial(update, clipped)
+
+
+def _with_settings_of_replicas(
+    context: Context, copy: int, before: Named, applied: Named
+) -> Iterator[Hypothesis]:
+    """Yields updates with settings of a replica that are not those of replica 0.
+
+    In data parallelism, they apply to the replica's copy of the weights. Where weights are sharded
+    and put together for the recording, they apply to the replica's rows: `fully_shard` gives each
+    replica equally many, and fewer to the last.
+    """
+    first = context.updater
+    num = context.trace.about.num_replicas
+    if not isinstance(first, RuleOracle) or len(context.copies) != num:
+        return
+    own = [RuleOracle(context.trace, context.position, applied, r) for r in range(num)]
+    if not all(each.rules.keys() == first.rules.keys() for each in own):
+        return
+
+    def shown(value: Any) -> str:
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    def of_rows() -> Named:
+        of_replicas = [each.update(before, applied) for each in own]
+        found = dict(of_replicas[0])
+        for name, value in found.items():
+            if np.ndim(value) and value is not before.get(name):
+                size = -(-len(value) // num)
+                rows = [of[name][size * r : size * (r + 1)] for r, of in enumerate(of_replicas)]
+                found[name] = np.concatenate(rows)
+        return found
+
+    for replica in sorted(range(num), key=lambda r: r != copy):  # Its own settings first.
+        if different := first.differences(own[replica]):
+            setting = next(iter(different))
+            text = "; ".join(
+                f"{name.replace('_', ' ')} {shown(a)} on replica 0, {shown(b)} on replica {replica}"
+                for name, (a, b) in different.items()
+            )
+            if replica == copy:
+                yield cause_of(setting), text, partial(own[copy].update, before, applied)
+            yield cause_of(setting), text, of_rows
 
 
 def _with_other_gradients(

@@ -119,7 +119,7 @@ def updated(
         change, after = _sgd(rule, g, state)
     else:
         change, after = _adam(rule, g, state, correction)
-    return {"weight": w + change, "number": state.get("number", 0) + 1, **after}
+    return {"weight": w + change, "number": dense(state.get("number", 0)) + 1, **after}
 
 
 def _sgd(rule: Rule, gradient: np.ndarray, state: Named) -> tuple[np.ndarray, Named]:
@@ -158,7 +158,18 @@ def _adam(
     return change, {"first_moment": first, "second_moment": second}
 
 
+_CAUSES = {
+    "family": "other_optimizer",
+    "decay_placement": "weight_decay_placement",
+    "epsilon_placement": "epsilon_placement",
+    "corrects_bias": "bias_not_corrected",
+}
 Change = tuple[str, str, dict[str, Any]]  # Cause, text, other settings of the rules.
+
+
+def cause_of(setting: str) -> str:
+    """Returns the cause of a difference in a field of `Rule`."""
+    return _CAUSES.get(setting, f"other_{setting}")
 
 
 class RuleOracle:
@@ -168,6 +179,7 @@ class RuleOracle:
         trace: the trace, which describes the optimizer.
         position: position of the step in the trace, from 0.
         weights: names of the weights that the step updates.
+        replica: the replica whose settings the rules have.
 
     Attributes:
         rules: name of a weight → its rule; empty if a rule or its state is unknown.
@@ -175,13 +187,14 @@ class RuleOracle:
         units: relative rounding error of each variable's dtype.
     """
 
-    def __init__(self, trace: Trace, position: int, weights: Iterable[str]):
+    def __init__(self, trace: Trace, position: int, weights: Iterable[str], replica: int = 0):
+        about = trace.of_replica.get(replica, trace.about)
         after = trace.named(position, "after", 0) or {}
         self.units = {key: unit_of(np.asarray(array)) for key, array in after.items()}
         self._state: dict[str, dict[str, str]] = {}  # Weight → role → key.
         self._correction: tuple[float, ...] = (1.0, 1.0)
         self.rules: dict[str, Rule] = {}
-        settings = trace.about.settings[position] if trace.about.settings else ()
+        settings = about.settings[position] if about.settings else ()
         states = [
             (key, variable)
             for key, variable in zip(trace.keys, trace.about.variables, strict=True)
@@ -189,7 +202,7 @@ class RuleOracle:
         ]
         for weight in weights:
             groups = [group for group in settings if weight in group.get("weights", (weight,))]
-            rule = rule_of(trace.about.optimizer, groups[0] if groups else {})
+            rule = rule_of(about.optimizer, groups[0] if groups else {})
             if rule is None:
                 self.rules = {}
                 return
@@ -207,6 +220,16 @@ class RuleOracle:
             self.rules[weight] = rule
         self.tracks = {
             key for own in self._state.values() for role, key in own.items() if role != "number"
+        }
+
+    def differences(self, other: "RuleOracle") -> dict[str, tuple[Any, Any]]:
+        """Returns setting → its value here and in another oracle, for those that differ."""
+        pairs = [(rule, other.rules[weight]) for weight, rule in self.rules.items()]
+        return {
+            field.name: (getattr(own, field.name), getattr(theirs, field.name))
+            for field in dataclasses.fields(Rule)
+            for own, theirs in pairs
+            if getattr(own, field.name) != getattr(theirs, field.name)
         }
 
     def with_rules(self, rules: Mapping[str, Rule]) -> "RuleOracle":
