@@ -73,6 +73,7 @@ class record:
         self.variables: dict[str, dict[str, str]] = {}  # In the order of their arrays.
         self.per_step: dict[str, list[Any]] = {"steps": [], "settings": [], "micro_batches": []}
         self.arrays: dict[str, Any] = {}
+        self.computed_in = ""  # Of all steps.
         self.step, self.hooks = 0, contextlib.ExitStack()
         is_file = path.endswith(".npz") and os.path.isdir(os.path.dirname(path) or ".")
         _require(is_file, f"{path}: must be an .npz file in a folder that exists")
@@ -162,6 +163,7 @@ class record:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.is_grad_enabled() and module.training:
             self._add("random_after", _random_states())
+            self.computed_in = _computed_in(output, self.weights) or self.computed_in
         inverse, self.inverse = self.inverse, None
         return output if inverse is None else _take(output, inverse)
 
@@ -305,6 +307,7 @@ class record:
             "variables": list(self.variables.values()),
             "gradients": list(self.weights),
             "reduction": "mean" if self.ddp else "",
+            "computed_in": self.computed_in,
             "optimizer": {**_settings(self.optimizer.defaults), **rule},
             "layers": _layers(self.module),
             "data_layout": "NCHW" if "OIHW" in str(self.variables) else "",
@@ -325,6 +328,16 @@ def _random_states() -> list[Tensor]:
     """Returns the state of the generator of the CPU, and of the GPU if it is used."""
     on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *on_gpu]
+
+
+def _computed_in(output: Any, weights: Mapping[str, Tensor]) -> str:
+    """Returns the 16-bit dtype of a forward pass: that of autocast, or of its outputs; else ""."""
+    dtypes = [x.dtype for x in tree_leaves(output) if isinstance(x, Tensor)]
+    for device in {p.device.type for p in weights.values()}:
+        if torch.is_autocast_enabled(device):
+            dtypes.append(torch.get_autocast_dtype(device))
+    names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return next((name for name in names if name in ("bfloat16", "float16")), "")
 
 
 def _require(condition: Any, message: str) -> None:

@@ -85,6 +85,7 @@ class About:
         reduction: result of the all-reduce, "sum" or "mean"; "" if unknown.
         order: `REDUCE_FIRST` or `CLIP_FIRST`.
         reduced_in: dtype in which gradients are all-reduced, "" for their own.
+        computed_in: dtype in which layers compute, "" for that of the weights.
         optimizer: class and constant settings.
         settings: for each recorded step, the optimizer's parameter groups.
         layers: name, class, weights and settings of each layer, if the framework has layers.
@@ -110,6 +111,7 @@ class About:
     reduction: str = ""
     order: str = REDUCE_FIRST
     reduced_in: str = ""
+    computed_in: str = ""
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     settings: tuple[Sequence[Mapping[str, Any]], ...] = ()
     layers: tuple[Mapping[str, Any], ...] = ()

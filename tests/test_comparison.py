@@ -13,6 +13,7 @@ from lockstep.comparison import (
     compare_traces,
     computed_tolerance,
     given_tolerance,
+    in_dtype_of,
     verify_against,
     verify_alone,
 )
@@ -663,6 +664,26 @@ def test_the_tolerance_is_computed_from_permuted_examples(one, tolerance):
     assert min(wider.of_weight.values()) >= 64 * 2**-23 and "two frameworks" in wider.text
     with pytest.raises(ValueError, match="no step starts from the state of"):
         computed_tolerance(first, Script(seed=1, permute=1).trace(), {})
+
+
+def test_the_tolerance_is_at_least_the_rounding_of_autocast(one):
+    """Without an effect of permuting, too: a sum over fewer examples is rounded otherwise."""
+
+    def in_float16(script, replica, gradients):
+        return [g.astype(np.float16).astype(np.float32) for g in gradients]
+
+    half = Script(about={"computed_in": "float16"}, gradient=in_float16)
+    again = Script(permute=1, replay=half, steps=(0, 1), gradient=in_float16).trace("again.npz")
+    two = Script(replicas=2, replay=half, gradient=in_float16).trace("two.npz")
+    for permuted in ([], [again]):
+        verdicts = compare_traces([half.trace("one.npz"), two, *permuted], {})
+        assert [shown(v) for v in verdicts.values()] == [[], []]
+        assert "in float16" in verdicts["two.npz"].tolerance
+    wrong = Script(replicas=2, replay=half, **times(1.05)).trace("two.npz")
+    assert shown(compare_traces([half.trace("one.npz"), wrong], {})["two.npz"])
+    bfloat16 = in_dtype_of(Script(about={"computed_in": "bfloat16"}).trace(), given_tolerance(None))
+    assert bfloat16.usual == 0.01
+    assert in_dtype_of(one.trace(), bfloat16) is bfloat16
 
 
 def test_a_fault_that_the_permuted_recording_shares_is_found(one):

@@ -311,6 +311,23 @@ def case_gradients():
     assert first.kind("after")["weight"].dtype == np.float32
 
 
+def case_autocast():
+    """The dtype in which layers compute is that of the training, not of an evaluation."""
+    for dtype in ("float16", ""):
+        model = network()
+        optimizer = adamw(model)
+        with record_torch.record("autocast.npz", model, optimizer, steps=1):
+            x, y = batch(0)
+            mixed = torch.autocast("cpu", dtype=torch.float16)
+            with mixed if dtype else contextlib.nullcontext():
+                loss = F.mse_loss(model(x), y)
+            loss.backward()
+            with torch.autocast("cpu", dtype=torch.float16), torch.no_grad():
+                model(x)
+            optimizer.step()
+        assert Trace("autocast").about["computed_in"] == dtype
+
+
 def case_skipped():
     """The update of the second batch is skipped, as a GradScaler does: the step begins again."""
     model = network()
@@ -586,7 +603,14 @@ def case_other_meshes():
 CASES = {
     "one": [
         *(case_format, case_bits, case_replay, case_other_optimizer, case_port, case_gradients),
-        *(case_skipped, case_accumulation, case_two_models, case_exception, case_nested),
+        *(
+            case_autocast,
+            case_skipped,
+            case_accumulation,
+            case_two_models,
+            case_exception,
+            case_nested,
+        ),
         *(case_errors, case_compiled),
     ],
     "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_other_meshes],
