@@ -243,6 +243,27 @@ def random_states(state_of, change=None):
     return {"edit": edited}
 
 
+def with_average(changes_on_all):
+    """A weight that the optimizer does not have, which the script changes between the steps."""
+
+    def edited(script):
+        for position in range(1, len(script.steps) + 1):
+            for replica in range(script.replicas):
+                value = position if changes_on_all or replica == 0 else 1
+                for kind in ("before", "after"):
+                    name = f"{position}/{kind}/{replica}/6"
+                    script.arrays[name] = np.full(5, value, np.float32)
+
+    return {"edit": edited, "more_variables": [Variable("average", WEIGHT)]}
+
+
+def without_state(script):
+    """Optimizer state is created in each step, and lost before the next one."""
+    for name in [name for name in script.arrays if "/before/" in name]:
+        if name.endswith(("/4", "/5")):
+            del script.arrays[name]
+
+
 def seeds(state_of):
     """A variable with the state of a layer's generator."""
 
@@ -630,6 +651,13 @@ ALONE = {
     "same shard": ({"shard": same_rows}, "examples: same_examples"),
     "again": ({"batch": lambda step: batch_of(step % 3)}, "examples: not_reshuffled*"),
     "summed": ({"reduce": summed}, "all-reduce: sum_instead_of_mean"),
+    "average of weights": (with_average(True), ""),
+    "average on the first": (with_average(False), "start: diverged_replicas"),
+    "lost state": ({**settings(momentum=0.0), "edit": without_state}, "start: reset_state"),
+    "state of 0": (
+        edit(lambda array: array * np.float32(0), "before", index=4, position=2),
+        "start: reset_state; update: unexplained",
+    ),
     "overflow in the sum": (
         edit(lambda array: np.float32(np.nan) * array, "sums", position=2),
         "all-reduce: not_finite",
