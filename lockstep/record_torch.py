@@ -71,7 +71,8 @@ class record:
         self.num_replicas = dist.get_world_size(group) if is_distributed else 1
         self.is_sharded = _is_sharded(self.module, self.num_replicas)
         self.variables: dict[str, dict[str, str]] = {}  # In the order of their arrays.
-        self.per_step: dict[str, list[Any]] = {"steps": [], "settings": [], "micro_batches": []}
+        kept = ("steps", "settings", "micro_batches", "in_evaluation")
+        self.per_step: dict[str, list[Any]] = {key: [] for key in kept}
         self.arrays: dict[str, Any] = {}
         self.computed_in = ""  # Of all steps.
         self.step, self.hooks = 0, contextlib.ExitStack()
@@ -122,6 +123,7 @@ class record:
         self.hooks.close()
         self.now: dict[str, np.ndarray] = {}
         self.losses: list[Tensor] = []
+        self.in_evaluation: dict[str, None] = {}  # Names of layers.
         self.num_forward, self.inverse, self.is_reduced = 0, None, self.is_sharded
         self.is_on = self.step in self.wanted
         if not self.is_on:
@@ -154,8 +156,13 @@ class record:
             args, options, batch = _take((args, options, batch), order)
         self._add("random", _random_states())
         self._add("data", batch)
+        self._note_modes()
         self.num_forward += 1
         return args, options
+
+    def _note_modes(self) -> None:
+        modes = {name: module.training for name, module in self.module.named_modules()}
+        self.in_evaluation |= {name: None for name, is_training in modes.items() if not is_training}
 
     def _add(self, kind: str, values: Sequence[Tensor]) -> None:
         self._save(kind, values, sum(key.startswith(f"{kind}/") for key in self.now))
@@ -185,6 +192,8 @@ class record:
         has_closure = any(callable(x) for x in [*args[1:], *options.values()])
         _require(not has_closure, "optimizer.step: a closure cannot be recorded; call it without")
         self._begin()
+        if not self.num_forward:  # The whole model is in evaluation mode.
+            self._note_modes()
         self._save("loss", [sum(self.losses)] if self.losses else [])
         self._save("clipped", [p.grad for p in self.weights.values()])
         names = {p: name for name, p in self.weights.items()}
@@ -196,7 +205,8 @@ class record:
             self._save_variables("after")
             self.per_step["steps"].append(self.step)
             self.per_step["settings"].append(self.groups)
-            self.per_step["micro_batches"].append(self.num_forward)
+            self.per_step["micro_batches"].append(max(self.num_forward, 1))
+            self.per_step["in_evaluation"].append([*self.in_evaluation])
             position = len(self.per_step["steps"])
             self.arrays |= {f"{position}/{key}": value for key, value in self.now.items()}
         self.step += 1

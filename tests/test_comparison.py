@@ -1,5 +1,6 @@
 """Recordings of a small training against each other: right ones are clean, faults are named."""
 
+import dataclasses
 import json
 import types
 
@@ -34,6 +35,17 @@ def tolerance(one):
     """That of permuted examples."""
     permuted = Script(permute=1, replay=one, steps=(0, 1))
     return computed_tolerance(one.trace(), permuted.trace("permuted.npz"), {})
+
+
+def of_replicas(trace, **per_replica):
+    """Returns a trace each of whose files has its own value of some keys."""
+    trace.of_replica = {
+        replica: dataclasses.replace(
+            trace.about, **{key: values[replica] for key, values in per_replica.items()}
+        )
+        for replica in range(trace.about.num_replicas)
+    }
+    return trace
 
 
 def compared(first, second, tolerance=None):
@@ -675,6 +687,35 @@ def test_a_recording_is_checked_alone(name):
     unknown = Script(about={"optimizer": {"class": "Lion", "framework": "torch"}}, **changes)
     verdict = verify_alone(unknown.trace())
     assert "update" not in verdict.checked and "loss" in verdict.checked
+
+
+def test_evaluation_mode_of_some_replicas_is_named(tolerance):
+    """Only of layers for which it matters, or if gradients differ."""
+    on, off = ([],) * 4, (["drop"],) * 4
+    for rate, expected in ((0.5, ["forward: inference_mode"]), (0.0, [])):
+        own = {**layers({"name": "drop", "class": "Dropout", "rate": rate}), **TWO}
+        own["about"]["in_evaluation"] = on
+        verdict = verify_alone(of_replicas(Script(**own).trace(), in_evaluation=(on, off)))
+        assert shown(verdict) == expected
+        items = [finding.items for finding in verdict.findings]
+        assert items == [("replica 1",)] * len(expected)
+        assert not shown(verify_alone(of_replicas(Script(**own).trace(), in_evaluation=(off, off))))
+    about = {"layers": DROPOUT["about"]["layers"], "in_evaluation": on}
+    first = Script(about=about)
+    for modes, cause in ((on, "random_layers*"), (off, "inference_mode")):
+        own = {**TWO, **NOISY, "about": {**about, "in_evaluation": modes}}
+        second = Script(**own, replay=first)
+        assert f"gradients: {cause}" in shown(compared(first, second, tolerance))
+
+
+def test_statistics_of_synchronised_layers_are_equal_on_all_replicas():
+    """At least on those of a group: SyncBatchNorm may have process groups."""
+    norm = {"name": "norm", "class": "SyncBatchNorm", "weights": ["norm/moving_mean"]}
+    for replicas, changed, mark in ((2, [1], ""), (3, [1], ""), (4, [1, 2], "*")):
+        script = Script(replicas=replicas, about={"layers": [norm]}, steps=(0,))
+        for replica in changed:
+            script.arrays[f"1/after/{replica}/2"] = script.arrays["1/after/0/2"] + 1
+        assert shown(verify_alone(script.trace())) == [f"statistics: local_statistics{mark}"]
 
 
 # --- Tolerance and causes of all steps ----------------------------------------------------------
