@@ -157,6 +157,8 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
         yield "layers", all(isinstance(text, str) for text in texts), "names, classes and weights"
     counts = about.micro_batches
     yield "micro_batches", len(counts) in (0, len(steps)), "one number for each step"
+    modes = about.in_evaluation
+    yield "in_evaluation", len(modes) in (0, len(steps)), "one list of layers for each step"
     yield "micro_batches", all(0 < count < 2**31 for count in counts), "whole numbers from 1"
 
 

@@ -7,7 +7,7 @@ import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from lockstep.arithmetic import EPS, MARGIN
+from lockstep.arithmetic import EPS, MARGIN, UNITS
 from lockstep.checks.other_examples import (
     compare_examples,
     compare_losses,
@@ -61,8 +61,10 @@ def compare_traces(
         )
     first, *others = to_verify
     allowed = given_tolerance(tolerance)
-    if permuted and tolerance is None:
-        allowed = computed_tolerance(first, permuted[0], names)
+    if tolerance is None:
+        allowed = in_dtype_of(first, allowed)
+        if permuted:
+            allowed = computed_tolerance(first, permuted[0], names)
     numbers = itertools.count(1)
 
     def count(step: int) -> None:
@@ -187,9 +189,24 @@ def between_frameworks(tolerance: Tolerance, first: Trace, second: Trace) -> Tol
     """
     if first.about.framework == second.about.framework or not tolerance.of_weight:
         return tolerance
-    least = KERNELS
+    return _at_least(tolerance, KERNELS, "between two frameworks")
+
+
+def in_dtype_of(trace: Trace, tolerance: Tolerance) -> Tolerance:
+    """Returns a tolerance of at least the rounding of the dtype in which a training computes.
+
+    Each matrix product rounds its sum over examples to this dtype, so that another batch size
+    changes a gradient by some units, even where permuting the examples changes no bit.
+    """
+    dtype = trace.about.computed_in
+    if dtype not in UNITS:
+        return tolerance
+    return _at_least(tolerance, min(MARGIN * UNITS[dtype], _MOST_BY_ROUNDING), f"in {dtype}")
+
+
+def _at_least(tolerance: Tolerance, least: float, where: str) -> Tolerance:
     of_weight = {name: max(value, least) for name, value in tolerance.of_weight.items()}
-    text = f"{tolerance.text}, and at least {least:.2g} between two frameworks"
+    text = f"{tolerance.text}, and at least {least:.2g} {where}"
     return Tolerance(max(tolerance.usual, least), text, of_weight)
 
 
@@ -227,4 +244,5 @@ def computed_tolerance(first: Trace, permuted: Trace, names: Mapping[str, str]) 
     )
     if high == _MOST_BY_ROUNDING:
         text += ", limited to 0.01: a larger effect is not rounding"
-    return Tolerance(min(MARGIN * max(usual, EPS), _MOST_BY_ROUNDING), text, of_weight)
+    usual = min(MARGIN * max(usual, EPS), _MOST_BY_ROUNDING)
+    return in_dtype_of(first, Tolerance(usual, text, of_weight))

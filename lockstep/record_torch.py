@@ -74,8 +74,10 @@ class record:
         self.num_replicas = dist.get_world_size(group) if is_distributed else 1
         self.is_sharded = _is_sharded(self.module, self.num_replicas)
         self.variables: dict[str, dict[str, str]] = {}  # In the order of their arrays.
-        self.per_step: dict[str, list[Any]] = {"steps": [], "settings": [], "micro_batches": []}
+        kept = ("steps", "settings", "micro_batches", "in_evaluation")
+        self.per_step: dict[str, list[Any]] = {key: [] for key in kept}
         self.arrays: dict[str, Any] = {}
+        self.computed_in = ""  # Of all steps.
         self.step, self.hooks = 0, contextlib.ExitStack()
         is_file = path.endswith(".npz") and os.path.isdir(os.path.dirname(path) or ".")
         _require(is_file, f"{path}: must be an .npz file in a folder that exists")
@@ -124,6 +126,7 @@ class record:
         self.hooks.close()
         self.now: dict[str, np.ndarray] = {}
         self.losses: list[Tensor] = []
+        self.in_evaluation: dict[str, None] = {}  # Names of layers.
         self.num_forward, self.inverse, self.is_reduced = 0, None, self.is_sharded
         self.outside: Any = None  # During a forward pass, the arrays from before it.
         self.is_on = self.step in self.wanted
@@ -162,8 +165,13 @@ class record:
             args, options, batch = _take((args, options, batch), order)
         self._add("random", _random_states())
         self._add("data", batch)
+        self._note_modes()
         self.num_forward += 1
         return args, options
+
+    def _note_modes(self) -> None:
+        modes = {name: module.training for name, module in self.module.named_modules()}
+        self.in_evaluation |= {name: None for name, is_training in modes.items() if not is_training}
 
     def _add(self, kind: str, values: Sequence[Tensor]) -> None:
         self._save(kind, values, sum(key.startswith(f"{kind}/") for key in self.now))
@@ -174,6 +182,7 @@ class record:
             return None
         self.outside = None
         self._add("random_after", _random_states())
+        self.computed_in = _computed_in(output, self.weights) or self.computed_in
         inverse, self.inverse = self.inverse, None
         return output if inverse is None else _take(output, inverse)
 
@@ -210,6 +219,8 @@ class record:
 
     def _save_gradients(self) -> None:
         self._begin()
+        if not self.num_forward:  # The whole model is in evaluation mode.
+            self._note_modes()
         self._save("loss", [sum(self.losses)] if self.losses else [])
         self._save("clipped", [p.grad for p in self.weights.values()])
         names = {p: name for name, p in self.weights.items()}
@@ -221,7 +232,8 @@ class record:
             self._save_variables("after")
             self.per_step["steps"].append(self.step)
             self.per_step["settings"].append(self.groups)
-            self.per_step["micro_batches"].append(self.num_forward)
+            self.per_step["micro_batches"].append(max(self.num_forward, 1))
+            self.per_step["in_evaluation"].append([*self.in_evaluation])
             position = len(self.per_step["steps"])
             self.arrays |= {f"{position}/{key}": value for key, value in self.now.items()}
         self.step += 1
@@ -332,6 +344,7 @@ class record:
             "variables": list(self.variables.values()),
             "gradients": list(self.weights),
             "reduction": "mean" if self.ddp else "",
+            "computed_in": self.computed_in,
             "optimizer": {**_settings(self.optimizer.defaults), **rule},
             "layers": _layers(self.module),
             "data_layout": "NCHW" if "OIHW" in str(self.variables) else "",
@@ -352,6 +365,16 @@ def _random_states() -> list[Tensor]:
     """Returns the state of the generator of the CPU, and of the GPU if it is used."""
     on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *on_gpu]
+
+
+def _computed_in(output: Any, weights: Mapping[str, Tensor]) -> str:
+    """Returns the 16-bit dtype of a forward pass: that of autocast, or of its outputs; else ""."""
+    dtypes = [x.dtype for x in tree_leaves(output) if isinstance(x, Tensor)]
+    for device in {p.device.type for p in weights.values()}:
+        if torch.is_autocast_enabled(device):
+            dtypes.append(torch.get_autocast_dtype(device))
+    names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return next((name for name in names if name in ("bfloat16", "float16")), "")
 
 
 def _require(condition: Any, message: str) -> None:

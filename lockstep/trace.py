@@ -85,11 +85,13 @@ class About:
         reduction: result of the all-reduce, "sum" or "mean"; "" if unknown.
         order: `REDUCE_FIRST` or `CLIP_FIRST`.
         reduced_in: dtype in which gradients are all-reduced, "" for their own.
+        computed_in: dtype in which layers compute, "" for that of the weights.
         optimizer: class and constant settings.
         settings: for each recorded step, the optimizer's parameter groups.
         layers: name, class, weights and settings of each layer, if the framework has layers.
         data_layout: "NHWC", "NCHW" or "".
         micro_batches: for each step, the forward passes whose gradients a replica accumulates.
+        in_evaluation: for each step, the layers in evaluation mode; empty if unknown.
         permuted: seed of the permutation of the examples; None without one.
         replayed: name of the trace whose state was loaded before each step, or None.
         structure: structure of "data", as Keras' recorder describes it.
@@ -110,11 +112,13 @@ class About:
     reduction: str = ""
     order: str = REDUCE_FIRST
     reduced_in: str = ""
+    computed_in: str = ""
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     settings: tuple[Sequence[Mapping[str, Any]], ...] = ()
     layers: tuple[Mapping[str, Any], ...] = ()
     data_layout: str = ""
     micro_batches: tuple[int, ...] = ()
+    in_evaluation: tuple[Sequence[str], ...] = ()
     permuted: int | None = None
     replayed: str | None = None
     structure: Any = None
@@ -194,6 +198,11 @@ class Trace:
         """Returns the number of forward passes whose gradients a shard accumulates in a step."""
         about = self.of_replica.get(self.replica_of(shard), self.about)
         return about.micro_batches[position] if about.micro_batches else 1
+
+    def in_evaluation(self, position: int, shard: int) -> set[str]:
+        """Returns the layers that a shard computes in evaluation mode, as far as it is known."""
+        about = self.of_replica.get(self.replica_of(shard), self.about)
+        return set(about.in_evaluation[position]) if about.in_evaluation else set()
 
     def name_of(self, kind: str, item: int) -> str:
         """Returns "replica 1", "micro-batch 1" or "micro-batch 1 of replica 0"."""

@@ -33,7 +33,10 @@ _NAME = re.compile(
     rf"{_NUMBER}/[a-z_]{{1,40}}/{_NUMBER}/{_NUMBER}(/values|/indices|/rows)?", re.ASCII
 )
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
-_OWN_KEYS = ("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "permuted")
+_OWN_KEYS = (  # Keys in which the files of the ranks may differ.
+    *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
+    *("in_evaluation", "permuted"),
+)
 _ADVICE = "pass a file that a recorder of Lockstep wrote"
 
 

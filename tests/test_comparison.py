@@ -1,5 +1,6 @@
 """Recordings of a small training against each other: right ones are clean, faults are named."""
 
+import dataclasses
 import json
 import types
 
@@ -13,6 +14,7 @@ from lockstep.comparison import (
     compare_traces,
     computed_tolerance,
     given_tolerance,
+    in_dtype_of,
     verify_against,
     verify_alone,
 )
@@ -34,6 +36,17 @@ def tolerance(one):
     """That of permuted examples."""
     permuted = Script(permute=1, replay=one, steps=(0, 1))
     return computed_tolerance(one.trace(), permuted.trace("permuted.npz"), {})
+
+
+def of_replicas(trace, **per_replica):
+    """Returns a trace each of whose files has its own value of some keys."""
+    trace.of_replica = {
+        replica: dataclasses.replace(
+            trace.about, **{key: values[replica] for key, values in per_replica.items()}
+        )
+        for replica in range(trace.about.num_replicas)
+    }
+    return trace
 
 
 def compared(first, second, tolerance=None):
@@ -241,6 +254,27 @@ def random_states(state_of, change=None):
                     script.arrays[f"{position}/random_after/{replica}/0"] = state + np.uint8(change)
 
     return {"edit": edited}
+
+
+def with_average(changes_on_all):
+    """A weight that the optimizer does not have, which the script changes between the steps."""
+
+    def edited(script):
+        for position in range(1, len(script.steps) + 1):
+            for replica in range(script.replicas):
+                value = position if changes_on_all or replica == 0 else 1
+                for kind in ("before", "after"):
+                    name = f"{position}/{kind}/{replica}/6"
+                    script.arrays[name] = np.full(5, value, np.float32)
+
+    return {"edit": edited, "more_variables": [Variable("average", WEIGHT)]}
+
+
+def without_state(script):
+    """Optimizer state is created in each step, and lost before the next one."""
+    for name in [name for name in script.arrays if "/before/" in name]:
+        if name.endswith(("/4", "/5")):
+            del script.arrays[name]
 
 
 def seeds(state_of):
@@ -707,6 +741,13 @@ ALONE = {
     "same shard": ({"shard": same_rows}, "examples: same_examples"),
     "again": ({"batch": lambda step: batch_of(step % 3)}, "examples: not_reshuffled*"),
     "summed": ({"reduce": summed}, "all-reduce: sum_instead_of_mean"),
+    "average of weights": (with_average(True), ""),
+    "average on the first": (with_average(False), "start: diverged_replicas"),
+    "lost state": ({**settings(momentum=0.0), "edit": without_state}, "start: reset_state"),
+    "state of 0": (
+        edit(lambda array: array * np.float32(0), "before", index=4, position=2),
+        "start: reset_state; update: unexplained",
+    ),
     "overflow in the sum": (
         edit(lambda array: np.float32(np.nan) * array, "sums", position=2),
         "all-reduce: not_finite",
@@ -726,6 +767,35 @@ def test_a_recording_is_checked_alone(name):
     assert "update" not in verdict.checked and "loss" in verdict.checked
 
 
+def test_evaluation_mode_of_some_replicas_is_named(tolerance):
+    """Only of layers for which it matters, or if gradients differ."""
+    on, off = ([],) * 4, (["drop"],) * 4
+    for rate, expected in ((0.5, ["forward: inference_mode"]), (0.0, [])):
+        own = {**layers({"name": "drop", "class": "Dropout", "rate": rate}), **TWO}
+        own["about"]["in_evaluation"] = on
+        verdict = verify_alone(of_replicas(Script(**own).trace(), in_evaluation=(on, off)))
+        assert shown(verdict) == expected
+        items = [finding.items for finding in verdict.findings]
+        assert items == [("replica 1",)] * len(expected)
+        assert not shown(verify_alone(of_replicas(Script(**own).trace(), in_evaluation=(off, off))))
+    about = {"layers": DROPOUT["about"]["layers"], "in_evaluation": on}
+    first = Script(about=about)
+    for modes, cause in ((on, "random_layers*"), (off, "inference_mode")):
+        own = {**TWO, **NOISY, "about": {**about, "in_evaluation": modes}}
+        second = Script(**own, replay=first)
+        assert f"gradients: {cause}" in shown(compared(first, second, tolerance))
+
+
+def test_statistics_of_synchronised_layers_are_equal_on_all_replicas():
+    """At least on those of a group: SyncBatchNorm may have process groups."""
+    norm = {"name": "norm", "class": "SyncBatchNorm", "weights": ["norm/moving_mean"]}
+    for replicas, changed, mark in ((2, [1], ""), (3, [1], ""), (4, [1, 2], "*")):
+        script = Script(replicas=replicas, about={"layers": [norm]}, steps=(0,))
+        for replica in changed:
+            script.arrays[f"1/after/{replica}/2"] = script.arrays["1/after/0/2"] + 1
+        assert shown(verify_alone(script.trace())) == [f"statistics: local_statistics{mark}"]
+
+
 # --- Tolerance and causes of all steps ----------------------------------------------------------
 
 
@@ -741,6 +811,26 @@ def test_the_tolerance_is_computed_from_permuted_examples(one, tolerance):
     assert min(wider.of_weight.values()) >= 64 * 2**-23 and "two frameworks" in wider.text
     with pytest.raises(ValueError, match="no step starts from the state of"):
         computed_tolerance(first, Script(seed=1, permute=1).trace(), {})
+
+
+def test_the_tolerance_is_at_least_the_rounding_of_autocast(one):
+    """Without an effect of permuting, too: a sum over fewer examples is rounded otherwise."""
+
+    def in_float16(script, replica, gradients):
+        return [g.astype(np.float16).astype(np.float32) for g in gradients]
+
+    half = Script(about={"computed_in": "float16"}, gradient=in_float16)
+    again = Script(permute=1, replay=half, steps=(0, 1), gradient=in_float16).trace("again.npz")
+    two = Script(replicas=2, replay=half, gradient=in_float16).trace("two.npz")
+    for permuted in ([], [again]):
+        verdicts = compare_traces([half.trace("one.npz"), two, *permuted], {})
+        assert [shown(v) for v in verdicts.values()] == [[], []]
+        assert "in float16" in verdicts["two.npz"].tolerance
+    wrong = Script(replicas=2, replay=half, **times(1.05)).trace("two.npz")
+    assert shown(compare_traces([half.trace("one.npz"), wrong], {})["two.npz"])
+    bfloat16 = in_dtype_of(Script(about={"computed_in": "bfloat16"}).trace(), given_tolerance(None))
+    assert bfloat16.usual == 0.01
+    assert in_dtype_of(one.trace(), bfloat16) is bfloat16
 
 
 def test_a_fault_that_the_permuted_recording_shares_is_found(one):

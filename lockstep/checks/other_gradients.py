@@ -236,6 +236,8 @@ def _by_tensor(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
 def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
     """Returns all settings of layers that differ, as none of them can be computed."""
     causes: list[tuple[str, str, bool]] = []  # Cause, text, whether it is by design.
+    if text := _other_modes(pair):
+        return [pair.second.found("inference_mode", text, tensors=wrong)]
     # If neither script synchronizes BatchNorm, it is by design.
     is_choice = all(num_local_norms(step) for step, _ in pair.both)
     for step, which in pair.both:
@@ -260,6 +262,25 @@ def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
         pair.second.found(cause, text, tensors=wrong, design=design)
         for cause, text, design in causes
     ]
+
+
+def _other_modes(pair: StepPair) -> str:
+    """Explains gradients by layers in evaluation mode in one recording; "" if there are none."""
+    first, second = (
+        [step.trace.in_evaluation(step.position, shard) for shard in step.shards]
+        for step in (pair.first, pair.second)
+    )
+    layers = [[layer.get("name") for layer in step.trace.about.layers] for step, _ in pair.both]
+    about = pair.first.trace.about, pair.second.trace.about
+    if layers[0] != layers[1] or not all(each.in_evaluation for each in about):
+        return ""
+    names = sorted(set.union(*first) ^ set.union(*second))
+    if not names:
+        return ""
+    return (
+        f"{len(names)} layers ({', '.join(names[:3])}{', …' * (len(names) > 3)}) are in evaluation"
+        " mode in one recording only"
+    )
 
 
 def compare_clipping(pair: StepPair) -> Iterator[Finding]:

@@ -1,8 +1,8 @@
 """Checks the state before a step, and that copies agree after it."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
-from lockstep.arithmetic import all_same_bits, farthest, same_bits
+from lockstep.arithmetic import all_same_bits, farthest, norm, same_bits
 from lockstep.context import Context
 from lockstep.trace import STATE, STATISTIC, WEIGHT, Named
 from lockstep.verdict import Finding
@@ -18,8 +18,10 @@ def check_start(context: Context) -> Iterator[Finding]:
     if not (previous and previous.has("after")) or context.trace.about.replayed is not None:
         yield from _differing_copies(context, "before", "before the step")
     else:
-        after = previous.named("after")
-        for name in context.trace.keys:
+        after, fixed = previous.named("after"), _kept_between_steps(previous, context)
+        yield from _differing_copies(context, "before", "before the step", but=fixed)
+        yield from _lost_state(context, after, before)
+        for name in fixed:
             changed = [
                 copy
                 for copy in context.copies
@@ -28,13 +30,46 @@ def check_start(context: Context) -> Iterator[Finding]:
                 and not same_bits(before[copy][name], after[copy][name])
                 and not _is_broadcast(context, name, before[copy], before[0])
             ]
-            if changed:
+            is_state = context.trace.kinds[name] == STATE
+            if changed and is_state and not any(norm(before[copy][name]) for copy in changed):
+                text = f"{name} is 0 again between two steps"
+                yield context.found(
+                    "reset_state", text, kind="before", items=changed, tensors=(name,)
+                )
+            elif changed:
                 text = f"{name} changed between two steps"
                 yield context.found(
                     "changed_on_its_own", text, kind="before", items=changed, tensors=(name,)
                 )
     if context.computes and context.number == 0:
         yield from _initial_state(context)
+
+
+def _kept_between_steps(previous: Context, context: Context) -> list[str]:
+    """Returns the variables that a step leaves to the next one: all but weights of the script.
+
+    A script may assign to the weights that the optimizer does not update, such as a moving average
+    of the others; then all copies have to do it.
+    """
+    about, own = context.trace.about, set[str]()
+    for position in (previous.position, context.position) if about.settings else ():
+        groups = about.settings[position]
+        if all("weights" in group for group in groups):
+            updated = {name for group in groups for name in group["weights"]}
+            own.update(name for name in context.of_kind(WEIGHT) if name not in updated)
+    return [name for name in context.trace.keys if name not in own]
+
+
+def _lost_state(
+    context: Context, after: Sequence[Named], before: Sequence[Named]
+) -> Iterator[Finding]:
+    """Finds optimizer state that a step leaves, and the next one does not have."""
+    names = context.of_kind(STATE)
+    lost = {c: [n for n in names if n in after[c] and n not in before[c]] for c in context.copies}
+    if copies := [copy for copy, missing in lost.items() if missing]:
+        tensors = [name for name in names if any(name in lost[copy] for copy in copies)]
+        text = f"{len(tensors)} arrays of optimizer state are lost between two steps"
+        yield context.found("reset_state", text, kind="before", items=copies, tensors=tensors)
 
 
 def _is_broadcast(context: Context, name: str, own: Named, first: Named) -> bool:

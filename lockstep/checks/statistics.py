@@ -17,14 +17,16 @@ from lockstep.arithmetic import (
     same_bits,
     sum_bound,
 )
+from lockstep.checks.random_numbers import is_random
 from lockstep.context import Context
 from lockstep.hypotheses import explain
-from lockstep.trace import SEED, STATISTIC, Named
+from lockstep.trace import SEED, STATISTIC, Array, Named
 from lockstep.verdict import Finding
 
 
 def check_statistics(context: Context) -> Iterator[Finding]:
     """Checks moving statistics and seeds of each shard, and their averages."""
+    yield from _other_modes(context)
     names = context.of_kind(STATISTIC, SEED)
     if not names or not context.has("after"):
         return
@@ -41,18 +43,51 @@ def check_statistics(context: Context) -> Iterator[Finding]:
         yield from _averages(context)
 
 
+def _other_modes(context: Context) -> Iterator[Finding]:
+    """Finds layers that only some shards compute in evaluation mode."""
+    trace, kinds = context.trace, context.trace.kinds
+    modal = [
+        str(layer.get("name"))
+        for layer in trace.about.layers
+        if is_random(layer) or any(kinds.get(n) == STATISTIC for n in layer.get("weights", ()))
+    ]
+    modes = {shard: trace.in_evaluation(context.position, shard) for shard in context.shards}
+    names = [n for n in modal if 0 < sum(n in off for off in modes.values()) < len(modes)]
+    if names:
+        shards = [shard for shard, off in modes.items() if not off.isdisjoint(names)]
+        text = (
+            f"{len(names)} layers ({', '.join(names[:3])}{', …' * (len(names) > 3)}) are in"
+            " evaluation mode on these replicas, and in training mode on others"
+        )
+        yield context.found("inference_mode", text, stage="forward", items=shards)
+
+
 def _local(context: Context) -> Iterator[Finding]:
     """Finds moving statistics that differ between copies, where no oracle computes them."""
-    text = (
-        "each replica normalises its own examples and has moving statistics that differ from those"
-        " of replica 0"
-    )
+    layers = {name: x for x in context.trace.about.layers for name in x.get("weights", ())}
     for name, copies, apart in context.unlike_first("after"):
-        if context.trace.kinds[name] == STATISTIC:
-            yield context.found(
-                "local_statistics", text, design=True, kind="after", items=copies, tensors=(name,),
-                distance=apart,
-            )  # fmt: skip
+        if context.trace.kinds[name] != STATISTIC:
+            continue
+        text = (
+            "each replica normalises its own examples and has moving statistics that differ from"
+            " those of replica 0"
+        )
+        layer, design = layers.get(name, {}), True
+        if "Sync" in str(layer.get("class")) or layer.get("synchronized"):
+            design = _are_of_groups([each[name] for each in context.named("after")])
+            text = (
+                f"{layer.get('name')} is synchronised, but its moving statistics differ from those"
+                " of replica 0"
+            )
+        yield context.found(
+            "local_statistics", text, design=design, kind="after", items=copies, tensors=(name,),
+            distance=apart,
+        )  # fmt: skip
+
+
+def _are_of_groups(values: Sequence[Array]) -> bool:
+    """Returns whether each copy shares its value with another one."""
+    return all(sum(same_bits(value, other) for other in values) > 1 for value in values)
 
 
 def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Finding]:

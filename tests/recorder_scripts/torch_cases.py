@@ -311,6 +311,46 @@ def case_gradients():
     assert first.kind("after")["weight"].dtype == np.float32
 
 
+def case_autocast():
+    """The dtype in which layers compute is that of the training, not of an evaluation."""
+    for dtype in ("float16", ""):
+        model = network()
+        optimizer = adamw(model)
+        with record_torch.record("autocast.npz", model, optimizer, steps=1):
+            x, y = batch(0)
+            mixed = torch.autocast("cpu", dtype=torch.float16)
+            with mixed if dtype else contextlib.nullcontext():
+                loss = F.mse_loss(model(x), y)
+            loss.backward()
+            with torch.autocast("cpu", dtype=torch.float16), torch.no_grad():
+                model(x)
+            optimizer.step()
+        assert Trace("autocast").about["computed_in"] == dtype
+
+
+def case_modes():
+    """Layers in evaluation mode are those of the training step, also if all are."""
+    model = network(0.3)
+    optimizer = adamw(model)
+    with record_torch.record("modes.npz", model, optimizer, steps=3):
+        for step, off in enumerate(([], [model[3]], [model])):
+            for layer in off:
+                layer.eval()
+            x, y = batch(step)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+            for layer in off:
+                layer.eval()
+            optimizer.step()
+    about = trace_file.load("modes.npz").about
+    assert about.in_evaluation == ((), ("3",), ("", "0", "1", "2", "3", "4"))
+    assert about.micro_batches == (1, 1, 1)
+
+
 def case_skipped():
     """The update of the second batch is skipped, as a GradScaler does: the step begins again."""
     model = network()
@@ -658,8 +698,9 @@ def case_other_meshes():
 CASES = {
     "one": [
         *(case_format, case_bits, case_replay, case_other_optimizer, case_port, case_gradients),
-        *(case_skipped, case_accumulation, case_two_models, case_exception, case_nested),
-        *(case_accelerate, case_lightning, case_errors, case_compiled),
+        *(case_autocast, case_modes, case_skipped, case_accumulation, case_two_models),
+        *(case_exception, case_nested, case_accelerate, case_lightning, case_errors),
+        case_compiled,
     ],
     "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_other_meshes],
 }

@@ -13,9 +13,11 @@ import numpy as np
 
 __version__ = "2.0+stand.in"
 strided, bfloat16, equal, argsort = "strided", np.float16, np.array_equal, np.argsort
+float16 = "torch.float16"  # Only of autocast, which changes nothing here.
 set_num_threads = abs  # There is one thread.
 cuda = types.SimpleNamespace(is_initialized=lambda: False, set_rng_state=None)
 _random, _world, _pipe = [0, 0], [0, 1], []  # Seed and draws; rank and size; the other process.
+_autocast = []  # Dtypes of the contexts that are entered.
 _is_grad_enabled, _waiting = [True], []  # Weights whose gradients the next backward pass reduces.
 
 
@@ -23,6 +25,7 @@ class Tensor(np.ndarray):
     """An array that knows the weights that it is computed from."""
 
     grad, requires_grad, is_sparse, layout, rows = None, False, False, strided, None
+    device = types.SimpleNamespace(type="cpu")
     __hash__ = object.__hash__
 
     def __array_finalize__(self, source):
@@ -175,6 +178,21 @@ def randn(*shape, generator):
 
 def is_grad_enabled():
     return _is_grad_enabled[0]
+
+
+@contextlib.contextmanager
+def autocast(device, dtype):
+    _autocast.append(dtype)
+    yield
+    _autocast.pop()
+
+
+def is_autocast_enabled(device):
+    return bool(_autocast)
+
+
+def get_autocast_dtype(device):
+    return _autocast[-1]
 
 
 class no_grad(contextlib.ContextDecorator):
