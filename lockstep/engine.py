@@ -22,7 +22,7 @@ from lockstep.trace import STATISTIC, Trace
 from lockstep.verdict import STAGES, Finding, Measurement, Verdict, merged
 
 Check = Callable[[Context], Iterator[Finding | Actual]]
-CHECKS: dict[str, Check] = {  # Stage → its check, in the order of the data.
+CHECKS: dict[str, Check] = {  # Stage → its check.
     "start": check_start,
     "random numbers": check_random_numbers,
     "examples": check_examples,
@@ -30,8 +30,8 @@ CHECKS: dict[str, Check] = {  # Stage → its check, in the order of the data.
     "loss": check_loss,
     "regularisation": check_regularisation,
     "gradients": check_gradients,
+    "all-reduce": check_all_reduce,  # Before clipping, which compares factors of equal sums only.
     "clipping": check_clipping,
-    "all-reduce": check_all_reduce,
     "update": check_update,
     "statistics": check_statistics,
     "agreement": check_agreement,

@@ -105,6 +105,22 @@ def clip(replica, gradients):
     return [g * np.float32(min(1, 0.1 / norm)) for g in gradients]
 
 
+def without_bias(*replicas):
+    def clip(replica, gradients):
+        return [gradients[0], (replica not in replicas) * gradients[1]]
+
+    return clip
+
+
+def reduced_in_part(sent):
+    """Of two micro-batches, the first is averaged over the replicas."""
+    first = [[np.float32(0.3) * np.abs(array) for array in arrays] for arrays in sent]
+    return [
+        [common + own - part for common, own, part in zip(*arrays, strict=True)]
+        for arrays in zip(mean_of(first), sent, first, strict=True)
+    ]
+
+
 def clip_on_first(replica, gradients):
     return [g * np.float32(0.5) for g in gradients] if replica == 0 else gradients
 
@@ -341,6 +357,25 @@ def not_cleared(script, replica, gradients):
     return [old + gradient for old, gradient in zip(kept, gradients, strict=True)]
 
 
+def sums_of_a_part(script):
+    """The recorded sums are those of the first micro-batch, which was all that was reduced."""
+    for name in [name for name in script.arrays if "/sums/" in name]:
+        position, _, _, index = name.split("/")
+        sent = [script.arrays[f"{position}/raw/{r}/{index}"] for r in range(script.replicas)]
+        script.arrays[name] = np.float32(0.1) * (sent[0] + sent[1]) ** 2
+
+
+def without(kind, *places):
+    """Returns what removes the arrays of a kind: all, or those of `REPLICA/INDEX`."""
+
+    def edited(script):
+        for name in [name for name in script.arrays if f"/{kind}/" in name]:
+            if not places or name.split(f"/{kind}/")[1] in places:
+                del script.arrays[name]
+
+    return edited
+
+
 def without_first_state(script):
     """As PyTorch records it: the optimizer's state does not exist before the first update."""
     for name in [n for n in script.arrays if n.startswith("1/before/")]:
@@ -426,6 +461,7 @@ RIGHT = {
         {"settings": {"momentum": 0.0}}, {**TWO, "of_replica": {1: {"beta_1": 0.5}}}),
     "clipping after the sum": ({"clip": clip}, TWO),
     "no clipping before the sum": ({}, {**TWO, **clipped_first(1, 1)}),
+    "zeros after the sum": ({"clip": without_bias(0, 1)}, TWO),
     "equal random states": ({}, {**TWO, **random_states(lambda step, replica: [0] * 4)}),
     "rows": ({}, {**TWO, "edit": as_rows}),
     "examples of a replica do not use a weight": ({}, {**TWO, **without_gradient(True, 1)}),
@@ -513,6 +549,12 @@ FAULTS = {
         "all-reduce: not_all_reduced"),
     "sums are raw": ({}, {**TWO, "reduce": lambda sent: sent},
         "all-reduce: not_all_reduced"),
+    "sums are raw, and clipped": ({}, {**TWO, "reduce": lambda sent: sent, "clip": clip},
+        "all-reduce: not_all_reduced"),
+    "added after the sum": ({}, {**TWO, "reduce": lambda sent: sent, "edit": sums_of_a_part},
+        "all-reduce: not_all_reduced"),
+    "only a part is reduced": ({}, {**TWO, "reduce": reduced_in_part},
+        "all-reduce: not_all_reduced"),
     "first only": ({}, {**TWO, "reduce": first_only}, "all-reduce: lost_replica"),
     "without the last": ({}, {"replicas": 3, "reduce": without_last}, "all-reduce: lost_replica"),
     "sum": ({}, {**TWO, "reduce": summed}, "all-reduce: sum_instead_of_mean"),
@@ -527,6 +569,7 @@ FAULTS = {
     "clipped": ({}, {**TWO, "clip": lambda r, g: [a / 2 for a in g]}, "clipping: other_clipping"),
     "clipped first": ({}, {**TWO, **clipped_first(0.5, 0.25)},
         "clipping: clipped_before_the_sum; update: unexplained"),
+    "zeros on one": ({}, {**TWO, "clip": without_bias(1)}, "clipping: frozen"),
     # Gradients and loss.
     "uneven": ({}, {**TWO, "shard": three_quarters, "weighted": False}, "gradients: mean_of_means"),
     "uneven sum": ({}, {
@@ -673,7 +716,7 @@ FAULTS = {
     "flipped raw": ({}, {**TWO, **flip("raw")},
         "gradients: unexplained; all-reduce: unexplained"),
     "flipped sums": ({}, {**TWO, **flip("sums")},
-        "clipping: clipped_on_one_replica; all-reduce: unexplained"),
+        "all-reduce: unexplained"),
     "flipped after": ({}, {**TWO, **flip("after")}, "update: changed_on_its_own"),
     "flipped before": ({}, {**TWO, **flip("before")},
         "start: diverged_replicas; update: changed_on_its_own"),
@@ -794,6 +837,32 @@ def test_statistics_of_synchronised_layers_are_equal_on_all_replicas():
         for replica in changed:
             script.arrays[f"1/after/{replica}/2"] = script.arrays["1/after/0/2"] + 1
         assert shown(verify_alone(script.trace())) == [f"statistics: local_statistics{mark}"]
+
+
+def test_a_replica_that_does_not_use_a_weight_sends_nothing():
+    """Its part of the sum is 0; where the sum is wrong, that is found."""
+    unused = {
+        "replicas": 2, "edit": without("raw", "1/1"),
+        "gradient": lambda s, replica, g: [g[0], (replica == 0) * g[1]],
+    }  # fmt: skip
+    assert not verify_alone(Script(**unused).trace()).findings
+    verdict = verify_alone(Script(**unused, reduce=summed).trace())
+    assert shown(verdict) == ["all-reduce: sum_instead_of_mean"]
+    assert set(verdict.findings[0].tensors) == {*KERNEL, *BIAS}
+
+
+def test_a_sum_that_one_replica_does_not_receive():
+    script = Script(replicas=2, edit=without("sums", "1/1"))
+    found = verify_alone(script.trace()).findings[0]
+    assert (found.cause, found.items, found.tensors) == ("frozen", SECOND, BIAS)
+
+
+def test_sums_are_compared_where_it_is_unknown_what_was_sent():
+    """As of PyTorch's `fully_shard`."""
+    sharded = {"replicas": 2, "about": {"reduction": ""}, "edit": without("raw"), "clip": clip}
+    assert not verify_alone(Script(**sharded).trace()).findings
+    verdict = verify_alone(Script(**sharded, reduce=lambda sent: sent).trace())
+    assert shown(verdict) == ["all-reduce: not_all_reduced"]
 
 
 # --- Tolerance and causes of all steps ----------------------------------------------------------

@@ -33,7 +33,10 @@ _SCALED = 1e-5  # Relative deviation of factors that are equal.
 
 def check_all_reduce(context: Context) -> Iterator[Finding]:
     """Checks the sums that each copy receives against those of the gradients sent."""
-    if not context.has(context.kind_sent) or not (context.has_several or context.has("sums")):
+    if not context.has(context.kind_sent):
+        yield from _unlike_sums(context)
+        return
+    if not (context.has_several or context.has("sums")):
         return
     if context.overflows and not context.oracle.records_overflow:
         return
@@ -41,27 +44,60 @@ def check_all_reduce(context: Context) -> Iterator[Finding]:
     if not context.has("sums"):
         yield from (_with_own if context.computes else _without_sums)(context, sent)
         return
-    if not context.computes and not (context.trace.about.reduction and all(map(are_finite, sent))):
+    if not context.computes and not all(map(are_finite, sent)):
+        return
+    if not context.computes and not context.trace.about.reduction:
+        yield from _unlike_sums(context)
         return
     context.mark_checked()
-    is_right = True
+    own = _applied_without_sum(context, sent)
+    if own:
+        text = (
+            f"each replica applies its own gradient, not the one it received, for {len(own)} of"
+            f" {len(sent[0])} gradients: they changed after the all-reduce"
+        )
+        yield context.found("not_all_reduced", text, items=context.copies, tensors=own)
+    is_right = not own
     for copy in context.copies:
-        for finding in _sums_of(context, copy, sent):
+        for finding in _sums_of(context, copy, own):
             is_right = False
             yield finding
     if is_right:
         yield from _unequal_sums(context)
 
 
-def _sums_of(context: Context, copy: int, sent: Sequence[Named]) -> Iterator[Finding]:
-    """Checks the sums that a copy receives, and groups those with the same explanation."""
-    received, known = context.named("sums")[copy], list[np.ndarray]()
+def _applied_without_sum(context: Context, sent: Sequence[Named]) -> list[str]:
+    """Returns the names of gradients that each replica applies as it has sent them."""
+    applied = [context.applied(copy) for copy in context.copies]
+    if context.computes or not context.clips_sum or len(applied) != len(sent):
+        return []
+    received = context.named("sums")
+    return [
+        name
+        for name in _of_own_examples(sent, applied)
+        if not any(
+            name in sums and _is_multiple(got[name], sums[name])
+            for got, sums in zip(applied, received, strict=True)
+        )
+    ]
+
+
+def _sums_of(context: Context, copy: int, known_names: Sequence[str]) -> Iterator[Finding]:
+    """Checks the sums that a copy receives, and groups those with the same explanation.
+
+    A replica without a gradient, of whose examples none uses the weight, sends 0.
+    """
+    received, known = context.named("sums"), list[np.ndarray]()
     wrong: dict[str, SumOf] = {}
-    for name in received:
-        if all(name in gradients for gradients in sent):
+    for name in received[copy]:
+        if name not in known_names:
             asked = SumOf(context, copy, name)
             if not asked.is_right():
                 wrong[name] = asked
+    of_others = dict.fromkeys(name for sums in received for name in sums)
+    if missing := [name for name in of_others if name not in received[copy]]:
+        text = f"this replica receives no gradient of {len(missing)} weights, and other replicas do"
+        yield context.found("frozen", text, kind="sums", items=(copy,), tensors=missing)
     # A few elements do not determine the factors of the sum; large tensors do.
     names = sorted(wrong, key=lambda name: -wrong[name].bound.size)
     for (cause, text, lost), some in explain(names, lambda n: why_sum(wrong[n], known)).items():
@@ -84,13 +120,43 @@ def _unequal_sums(context: Context) -> Iterator[Finding]:
         )
 
 
+def _unlike_sums(context: Context) -> Iterator[Finding]:
+    """Compares the sums of the replicas, where it is unknown what was sent or how it is summed."""
+    if context.computes or not context.has("sums") or len(context.copies) < 2:
+        return
+    if not all(map(are_finite, context.named("sums"))):
+        return
+    unlike = list(context.unlike_first("sums"))
+    if unlike:
+        context.mark_checked()
+    far = {name: apart for name, _, apart in unlike if apart > _SCALED}
+    if far:
+        text = f"the replicas receive different gradients of {len(far)} weights: no common sum"
+        yield context.found(
+            "not_all_reduced", text, kind="sums", items=context.copies, tensors=far,
+            distance=max(far.values()),
+        )  # fmt: skip
+    elif unlike:
+        yield from _unequal_sums(context)
+
+
 def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
     """Finds replicas that apply what they sent, if no all-reduce was recorded."""
     applied = [context.applied(copy) for copy in context.copies]
     if len(applied) != len(sent) or not all(applied):
         return
     context.mark_checked()
-    own = [
+    if own := _of_own_examples(sent, applied):
+        text = (
+            "each replica applies the gradient of its own examples: no all-reduce of"
+            f" {len(own)} of {len(sent[0])} gradients was seen"
+        )
+        yield context.found("not_all_reduced", text, tensors=own)
+
+
+def _of_own_examples(sent: Sequence[Named], applied: Sequence[Named]) -> list[str]:
+    """Returns the names of gradients that differ, and that each replica applies as it sent them."""
+    return [
         name
         for name in sent[0]
         if not all(name in other and same_bits(sent[0][name], other[name]) for other in sent[1:])
@@ -99,12 +165,6 @@ def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
             for item, got in enumerate(applied)
         )
     ]
-    if own:
-        text = (
-            "each replica applies the gradient of its own examples: no all-reduce of"
-            f" {len(own)} of {len(sent[0])} gradients was seen"
-        )
-        yield context.found("not_all_reduced", text, tensors=own)
 
 
 def _is_multiple(applied: Array, sent: Array) -> bool:
@@ -178,9 +238,16 @@ def _factors_of_clipping(
     """Compares the factors of clipping, where the limits of the optimizer are unknown."""
     if len(clipped) < 2 or not all(map(are_finite, (*given, *clipped))):
         return
+    if context.clips_sum and _is_without_common_sum(context, given):
+        return  # Each replica clips another gradient, to another factor.
+    used = [{name for name in after if np.any(dense(after[name]))} for after in clipped]
+    for item, own in enumerate(used) if context.clips_sum else ():
+        if lost := [name for name in set.union(*used) - own if name in given[item]]:
+            text = f"after the sum, {len(lost)} gradients are 0 on this replica only"
+            yield context.found("frozen", text, kind="clipped", items=(item,), tensors=sorted(lost))
     factors = []
     for before, after in zip(given, clipped, strict=True):
-        names = [name for name in after if name in before]
+        names = [name for name in set.intersection(*used) if name in before]
         scale = factor_of([after[n] for n in names], [before[n] for n in names])
         factors.append(1.0 if all(same_bits(after[n], before[n]) for n in names) else scale)
     odd = [item for item, factor in enumerate(factors) if factor != 1]
@@ -192,6 +259,15 @@ def _factors_of_clipping(
         norms = ", ".join(f"{total_norm(gradients):.4g}" for gradients in given)
         text = f"each replica clips its own gradient, of norm {norms}, before the sum"
         yield context.found("clipped_before_the_sum", text, kind="raw", items=odd)
+
+
+def _is_without_common_sum(context: Context, sums: Sequence[Named]) -> bool:
+    """Returns whether the replicas do not clip the same gradient."""
+    first, *others = sums
+    return any(found.cause == "not_all_reduced" for found in context.findings) or any(
+        first.keys() != other.keys() or any(is_far(other[n], first[n]) for n in first)
+        for other in others
+    )
 
 
 def _why(

@@ -15,6 +15,7 @@ from lockstep.arithmetic import (
     distance,
     is_within,
     length,
+    plain,
     same_bits,
     scaled,
     sum_bound,
@@ -38,7 +39,7 @@ class SumOf:
     Attributes:
         copy: the copy.
         got: what was received.
-        sent: the gradients that each shard sent.
+        sent: the gradients that each shard sent; 0 of a shard that has none.
         share: factor of the sum: 1, or one over the number of shards for a mean.
         right: the sum, or the mean, of what was sent.
     """
@@ -46,7 +47,8 @@ class SumOf:
     def __init__(self, context: Context, copy: int, name: str):
         self.context, self.copy, self.name = context, copy, name
         self.got = context.named("sums")[copy][name]
-        self.sent = [gradients[name] for gradients in context.named(context.kind_sent)]
+        zero = np.zeros_like(plain(self.got))
+        self.sent = [gradients.get(name, zero) for gradients in context.named(context.kind_sent)]
         self.share = context.share(0)
         self.right = add(self.sent) if self.share == 1 else scaled(add(self.sent), self.share)
 
@@ -116,6 +118,16 @@ def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
         if is_within(got, np.sum(predicted, axis=0), limit):
             known.append(factors)
             return _why_factors(asked, np.where(np.abs(factors) < 1e-3, 0, factors))
+    if asked.share != 1 and asked.item is not None:
+        received = [sums.get(asked.name) for sums in asked.context.named("sums")]
+        if all(np.shape(dense(each)) == sums.shape for each in received if each is not None):
+            every = [asked.share * dense(each) for each in received if each is not None]
+            if is_within(np.sum(every, axis=0), asked.right, sum_bound(every) + bound):
+                text = (
+                    "the replicas receive different gradients, and their mean is the right one:"
+                    " each keeps a part of its own, as of micro-batches that are not all-reduced"
+                )
+                return "not_all_reduced", text, ()
     for cause, text, candidate in reduced_sums(asked.sent):
         # The error of a quantised element is that of the largest one.
         if is_within(got, asked.share * candidate, bound.max() if cause == "quantised" else bound):
@@ -134,7 +146,8 @@ def _of_other_parts(
     """Yields cause, text, shards and parts of sums of clipped or of previous gradients."""
     context, name, parts, kind = asked.context, asked.name, asked.parts, asked.context.kind_sent
     oracle = context.oracle if context.computes else None
-    if oracle and context.clips_sum and (limits := oracle.limits()):
+    is_sent = all(name in own for own in context.named(kind))
+    if oracle and is_sent and context.clips_sum and (limits := oracle.limits()):
         text = f"{limits} is applied on each replica, not to the sum"
         clipped = [oracle.clip(sent)[name] for sent in context.named(kind)]
         yield "clipped_before_the_sum", text, (), [asked.share * dense(g) for g in clipped]
