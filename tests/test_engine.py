@@ -661,6 +661,10 @@ FAULTS = [
         (name, (1,), updated(rate=lambda *_: 2.0), "update", "other_learning_rate", ONE, "2 times")
         for name in ("plain", "momentum", "adamw")
     ),
+    ("momentum", (1,), updated(momentum=lambda *_: 0.45),
+     "update", "other_momentum", ONE, "momentum of 0.45"),
+    ("momentum", (1,), updated(nesterov=lambda *_: True),
+     "update", "other_nesterov", ONE, "with the look-ahead"),
     ("momentum", (1,), updated(before=zeros), "update", "zeroed_state", ONE, ""),
     ("adamw", (1,), updated(before=at_start), "update", "reset_state", ONE, "first step"),
     ("two heads", (1,), updated(before=exchanged), "update", "shifted_state", ONE, "other weights"),

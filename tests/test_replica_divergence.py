@@ -72,6 +72,8 @@ def test_the_self_test_distinguishes_every_case(counts):
 
 
 def test_a_mean_is_distinguished_from_a_sum():
+    partly = "replica i sent 1 in element i, and replica 0 got 1 0 there: replica 1 was lost"
+    assert explain(np.array([1.0, 0.0, 3.0]), 0, 2) == partly
     assert "a mean in place of the sum" in explain(np.array([0.5, 0.5, 1.5]), 0, 2)
 
 

@@ -99,6 +99,9 @@ def explain(got: Sequence[float], replica_id: int, num_replicas: int) -> str:
     shown = " ".join(f"{digit:g}" for digit in digits)
     shown_expected = " ".join(f"{digit:g}" for digit in expected[num_replicas:])
     text = f"replica i sent 2^i, and replica {replica_id} got {shown} instead of {shown_expected}"
+    if shown == shown_expected:  # A part of the message is right.
+        got_counts = " ".join(f"{count:g}" for count in counts)
+        text = f"replica i sent 1 in element i, and replica {replica_id} got {got_counts} there"
     lost = [r for r, count in enumerate(counts) if count == 0]
     repeated = [r for r, count in enumerate(counts) if count > 1]
     if counts[0] not in (0, 1) and all(count == counts[0] for count in counts):

@@ -1,7 +1,7 @@
 """Computes the steps of our own trainings on one device, without a strategy.
 
-Shares no code with the strategies, not even the scaling of the loss, so that it is an independent
-reference.
+Shares no code with the strategies, not even the scaling of the loss or the update, so that it is an
+independent reference.
 """
 
 import concurrent.futures
@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from app.training.optimizers import FusedSGD
 from app.training.training_spec import TrainingSpec
 from lockstep.arithmetic import EPS, are_finite, rows_of
 from lockstep.oracles import Ask, Computed
@@ -51,6 +52,8 @@ class StrategyOracle(KerasOracle):
             if self._synchronizes and isinstance(layer, keras.layers.BatchNormalization):
                 layer.synchronized = True  # Its variance is then rounded as over devices.
         optimizer = self._spec.create_optimizer()
+        if type(optimizer) is FusedSGD:  # The reference makes its updates with Keras' own code.
+            optimizer = keras.optimizers.SGD.from_config(optimizer.get_config())
         model.compile(optimizer=optimizer, loss=self._mean_loss, auto_scale_loss=False)
         return model
 

@@ -52,9 +52,10 @@ def update_hypotheses(
     if not is_counted_once:
         yield twice
     yield from _of_exchanged_parts(context, before, applied, expected)
-    if isinstance(rule := context.updater, RuleOracle):
-        for cause, text, settings in rule.hypotheses():
-            yield cause, text, partial(rule.update, before, applied, **settings)
+    assert context.updater is not None
+    for cause, text, settings in context.updater.settings():
+        yield cause, text, partial(update, applied, **settings)
+    yield from _with_fitted_momentum(context, copy, expected, wrong, context.updater.momentum)
     for name, rounded in SHORT.items():
         text = f"the weights are rounded to {name} after the update"
         short = {n: rounded(expected[n]) for n in applied}
@@ -235,6 +236,30 @@ def _of_exchanged_parts(
             return exchange(context.updated(held, applied), weights, first, second)
 
         yield "swapped_parts", text, again
+
+
+def _with_fitted_momentum(
+    context: Context, copy: int, expected: Named, wrong: Sequence[str], momentum: float
+) -> Iterator[Hypothesis]:
+    """Yields the update with the momentum that fits best, for SGD with momentum.
+
+    A velocity is linear in the momentum. So is a weight with the look-ahead of Nesterov in a step
+    that starts from a velocity of 0, in which the velocity itself is right.
+    """
+    if not momentum:
+        return
+    before, after = context.named("before")[copy], context.named("after")[copy]
+    twice = context.updated(before, context.applied(copy), momentum=2 * momentum)
+    names = [name for name in wrong if context.trace.kinds[name] == STATE] or list(wrong)
+    more = factor_of(
+        [dense(after[name]) - dense(expected[name]) for name in names],
+        [dense(twice[name]) - dense(expected[name]) for name in names],
+    )
+    if np.isfinite(more):
+        fitted = (1 + more) * momentum
+        text = f"the change is that of a momentum of {fitted:.4g}"
+        predict = partial(context.updated, before, context.applied(copy), momentum=fitted)
+        yield "other_momentum", text, predict
 
 
 def _with_fitted_numbers(

@@ -1,13 +1,14 @@
 """Oracles: who can say what is right."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from lockstep.trace import Named
 
 Batch = list[np.ndarray]  # Leaves of the examples: inputs, targets and sample weights.
+OtherSetting = tuple[str, str, dict[str, Any]]  # Cause, text, other settings of the optimizer.
 
 
 class Ask(NamedTuple):
@@ -63,6 +64,7 @@ class Oracle(Protocol):
         records_overflow: whether a trace has the gradients of such steps.
         why_not_exact: why `compute` cannot compute in float64; "" if it can.
         tracks: names of the optimizer's own variables that an update changes.
+        momentum: the momentum of SGD; 0 for another optimizer.
     """
 
     unit: float
@@ -76,6 +78,7 @@ class Oracle(Protocol):
     records_overflow: bool
     why_not_exact: str
     tracks: set[str]
+    momentum: float
 
     def start(self) -> Named | None:
         """Returns the state before the first step; None if unknown."""
@@ -132,9 +135,13 @@ class Oracle(Protocol):
     def limits(self) -> str:
         """Returns the thresholds of the optimizer's clipping in words; "" without clipping."""
 
+    def settings(self) -> Iterator[OtherSetting]:
+        """Yields other settings with which an optimizer may have made a wrong update."""
+        yield from ()
+
     def update(
         self, before: Named, sums: Named, *, clips: bool = False, rate: float = 1.0,
-        decays: bool = True,
+        decays: bool = True, **settings: Any,
     ) -> Named:  # fmt: skip
         """Returns all variables after the optimizer's update with these gradients.
 
@@ -144,4 +151,5 @@ class Oracle(Protocol):
             clips: whether to clip first.
             rate: factor of the learning rate.
             decays: whether it also applies to weight decay.
+            **settings: other settings of the optimizer.
         """

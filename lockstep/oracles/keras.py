@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.src.backend import set_keras_mask  # Masks have no public access.
 
 from lockstep.arithmetic import EPS, UNITS, same_bits
-from lockstep.oracles import Ask, Batch, Computed, Oracle
+from lockstep.oracles import Ask, Batch, Computed, Oracle, OtherSetting
 from lockstep.record_keras import (
     Hooks,
     inner_optimizer,
@@ -191,6 +191,8 @@ class KerasOracle(Oracle):
         )
         self.scales_loss = one.optimizer is not one.model.optimizer
         own = {id(variable) for variable in one.optimizer.variables}
+        is_sgd = isinstance(one.optimizer, keras.optimizers.SGD)
+        self.momentum = one.optimizer.momentum if is_sgd else 0.0
         self.tracks = {name for name, variable in one.variables.items() if id(variable) in own}
         self.why_not_exact = "the model is built already"
         if not is_built:
@@ -308,14 +310,25 @@ class KerasOracle(Oracle):
         values = {name: getattr(self._one.optimizer, name, None) for name in _LIMITS}
         return ", ".join(f"{name}={value:g}" for name, value in values.items() if value)
 
+    def settings(self) -> Iterator[OtherSetting]:
+        """Yields the other form of momentum; see `Oracle`."""
+        if self.momentum:
+            is_ahead = self._one.optimizer.nesterov
+            form = "without" if is_ahead else "with"
+            text = f"the change is that of momentum {form} the look-ahead of Nesterov"
+            yield "other_nesterov", text, {"nesterov": not is_ahead}
+
     def update(
         self, before: Named, sums: Named, *, clips: bool = False, rate: float = 1.0,
-        decays: bool = True,
+        decays: bool = True, **settings: Any,
     ) -> Named:  # fmt: skip
         """Returns all variables after the optimizer's update; see `Oracle`."""
         one, optimizer = self._one, self._one.optimizer
         one.load(before)
         with Hooks() as hooks:
+            for name, value in settings.items():
+                hooks.callback(setattr, optimizer, name, getattr(optimizer, name))
+                setattr(optimizer, name, value)
             if not clips:
                 hooks.hook(optimizer, "_clip_gradients", lambda inner, grads: grads)
             if rate != 1.0 and decays:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.arithmetic import EPS, dense, unit_of
+from lockstep.oracles import OtherSetting
 from lockstep.trace import STATE, Array, Named, Trace
 
 IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
@@ -164,7 +165,6 @@ _CAUSES = {
     "epsilon_placement": "epsilon_placement",
     "corrects_bias": "bias_not_corrected",
 }
-Change = tuple[str, str, dict[str, Any]]  # Cause, text, other settings of the rules.
 
 
 def cause_of(setting: str) -> str:
@@ -278,8 +278,14 @@ class RuleOracle:
         other._correction = tuple(1 + EPS * generator.choice([-1, 1], 2))
         return other
 
-    def hypotheses(self) -> Iterator[Change]:
-        """Yields updates with one other setting."""
+    @property
+    def momentum(self) -> float:
+        """The momentum of SGD, if all weights have the same; else 0."""
+        found = {rule.momentum for rule in self.rules.values()}
+        return found.pop() if len(found) == 1 else 0.0
+
+    def settings(self) -> Iterator[OtherSetting]:
+        """Yields other settings with which the optimizer may have made a wrong update."""
         rules = self.rules.values()
         for decay in dict.fromkeys([0.0, *(2 * rule.weight_decay for rule in rules)]):
             text = f"the change is that of a weight decay of {decay:g}"
