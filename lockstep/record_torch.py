@@ -136,6 +136,8 @@ class record:
         add(self.called.register_forward_pre_hook(self._before_forward, **first))
         add(self.called.register_forward_hook(self._after_forward))
         add(self.optimizer.register_step_pre_hook(self._before_update))
+        for _, layer in self.module.named_modules():
+            add(layer.register_forward_hook(self._note_dtype))
         if self.ddp:
             add(self.ddp.register_forward_pre_hook(self._before_ddp))
         for index, p in enumerate(self.weights.values()):
@@ -173,6 +175,11 @@ class record:
         modes = {name: module.training for name, module in self.module.named_modules()}
         self.in_evaluation |= {name: None for name, is_training in modes.items() if not is_training}
 
+    def _note_dtype(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """Keeps the dtype in which layers compute; a model may convert its own outputs."""
+        if torch.is_grad_enabled() and self.module.training:
+            self.computed_in = _computed_in(output, self.weights) or self.computed_in
+
     def _add(self, kind: str, values: Sequence[Tensor]) -> None:
         self._save(kind, values, sum(key.startswith(f"{kind}/") for key in self.now))
 
@@ -182,7 +189,6 @@ class record:
             return None
         self.outside = None
         self._add("random_after", _random_states())
-        self.computed_in = _computed_in(output, self.weights) or self.computed_in
         inverse, self.inverse = self.inverse, None
         return output if inverse is None else _take(output, inverse)
 

@@ -328,6 +328,27 @@ def case_autocast():
         assert Trace("autocast").about["computed_in"] == dtype
 
 
+def case_autocast_inside():
+    """A model may convert its outputs, as those of Accelerate do."""
+
+    class Converted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.float16):
+                return self.layers(x).float()
+
+    model = Converted()
+    optimizer = adamw(model)
+    with record_torch.record("inside.npz", model, optimizer, steps=1):
+        x, y = batch(0)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert Trace("inside").about["computed_in"] == "float16"
+
+
 def case_modes():
     """Layers in evaluation mode are those of the training step, also if all are."""
     model = network(0.3)
@@ -698,7 +719,14 @@ def case_other_meshes():
 CASES = {
     "one": [
         *(case_format, case_bits, case_replay, case_other_optimizer, case_port, case_gradients),
-        *(case_autocast, case_modes, case_skipped, case_accumulation, case_two_models),
+        *(
+            case_autocast,
+            case_autocast_inside,
+            case_modes,
+            case_skipped,
+            case_accumulation,
+            case_two_models,
+        ),
         *(case_exception, case_nested, case_accelerate, case_lightning, case_errors),
         case_compiled,
     ],
