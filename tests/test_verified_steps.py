@@ -244,7 +244,7 @@ def test_a_skipped_step_is_verified(tmp_path, monkeypatch, strategy):
     scales = find_newest_checkpoint(tmp_path / "right").checkpoint.state["optimizer/loss_scale"]
     assert 1024 <= scales < 2**24  # Some steps were skipped, and not all.
     # The second device skips no step.
-    shared = "strategies.loss.share_overflow"
+    shared = "strategies.parts.share_overflow"
     monkeypatch.setattr(shared, lambda sums, devices: [sums[0], _without_overflow(sums[1])])
     monkeypatch.setattr(ManualStrategy, "apply_gradients", _apply_without_overflow)
     assert "overflow not skipped" in finding_of(tmp_path / "wrong", **options)
