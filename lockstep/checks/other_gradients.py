@@ -277,10 +277,10 @@ def _other_modes(pair: StepPair) -> str:
     names = sorted(set.union(*first) ^ set.union(*second))
     if not names:
         return ""
-    return (
-        f"{len(names)} layers ({', '.join(names[:3])}{', …' * (len(names) > 3)}) are in evaluation"
-        " mode in one recording only"
-    )
+    shown = ", ".join(names[:3])
+    if len(names) > 3:
+        shown += ", …"
+    return f"{len(names)} layers ({shown}) are in evaluation mode in one recording only"
 
 
 def compare_clipping(pair: StepPair) -> Iterator[Finding]:
