@@ -7,11 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.testing import assert_same_training
     from lockstep.trace import Trace
     from lockstep.trace_file import TraceError
     from lockstep.verdict import Finding, Measurement, Verdict
 
-__all__ = ["Finding", "Measurement", "Trace", "TraceError", "Verdict", "compare"]
+__all__ = [
+    "Finding",
+    "Measurement",
+    "Trace",
+    "TraceError",
+    "Verdict",
+    "assert_same_training",
+    "compare",
+]
 __version__ = "0.1.0"
 
 
@@ -97,6 +106,7 @@ _MODULES = {  # Name → its module, which imports NumPy and is imported when it
     **dict.fromkeys(("Finding", "Measurement", "Verdict"), "lockstep.verdict"),
     "Trace": "lockstep.trace",
     "TraceError": "lockstep.trace_file",
+    "assert_same_training": "lockstep.testing",
 }
 
 

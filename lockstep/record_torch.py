@@ -48,6 +48,8 @@ class record:
         permute: Seed. Permutes the examples (first axis of inputs and outputs) of each recorded
             batch, so that only the order of summation is different.
         names: Names in `replay` by names here. Others are matched by name, else by shape and order.
+
+    `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
     """
 
     def __init__(
@@ -62,6 +64,9 @@ class record:
     ) -> None:
         while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = wrapped  # The wrapper does not have the hooks of an optimizer.
+        if given := json.loads(os.environ.get("LOCKSTEP_RECORD", "null")):
+            path, steps = given["path"], given["steps"]
+            replay, permute = given["replay"], given["permute"]
         self.path, self.optimizer, self.seed, self.names = path, optimizer, permute, names or {}
         self.wanted = set(range(steps) if isinstance(steps, int) else steps)
         self.ddp: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None

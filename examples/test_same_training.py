@@ -1,0 +1,15 @@
+"""Asserts with pytest that DDP and FSDP2 are the training of one process.
+
+    pytest examples/test_same_training.py
+"""
+
+import lockstep
+
+SCRIPT = "examples/small_gpt.py"
+TWO = "torchrun --standalone --nproc_per_node=2"
+
+
+def test_two_processes_train_like_one() -> None:
+    """Fails with the first mismatch, its cause and its remedy."""
+    variants = {layout: f"{TWO} {SCRIPT} {layout}" for layout in ("ddp", "fsdp")}
+    lockstep.assert_same_training(f"python {SCRIPT} one", variants)
