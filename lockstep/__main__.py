@@ -18,7 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Verifies each recording on its own, and all further ones against the first.
 
     Returns:
-        The exit code: 0 if no recording has a fault, 9 if one has, 3 if one cannot be read.
+        The exit code: 0 if no recording has a fault, 9 if one has, 3 if one cannot be read, or
+        has nothing to verify.
     """
     options = _parser().parse_args(arguments)
     from lockstep.comparison import compare_traces
@@ -39,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(record_of_all(verdicts), indent=1))
     else:
         print("\n\n".join(str(verdict) for verdict in verdicts.values()))
-    return OK if all(verdict.ok for verdict in verdicts.values()) else MISMATCH
+    if any(verdict.faults for verdict in verdicts.values()):
+        return MISMATCH
+    return OK if all(verdict.ok for verdict in verdicts.values()) else UNREADABLE
 
 
 def record_of_all(verdicts: dict[str, Verdict]) -> dict[str, Any]:
@@ -57,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="lockstep",
         description="Verifies recordings of training scripts: each on its own, and all further"
         " ones against the first. A recording with permute= gives the tolerance.",
-        epilog="exit codes: 0 no fault, 9 a fault, 3 a recording cannot be read, 2 wrong arguments",
+        epilog="exit codes: 0 no fault, 9 a fault, 3 a recording cannot be read or has nothing to"
+        " verify, 2 wrong arguments",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="a recording, a .npz file")
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")

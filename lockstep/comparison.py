@@ -21,7 +21,7 @@ from lockstep.context import Context
 from lockstep.engine import Result, check_step, require_steps, verdict_of
 from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
 from lockstep.trace import Trace
-from lockstep.verdict import Finding, Verdict
+from lockstep.verdict import NOTHING, Finding, Verdict
 
 DEFAULT_TOLERANCE = 1e-4
 # A larger effect is a fault that the permuted recording also has, not float32 rounding.
@@ -102,7 +102,18 @@ def verify_alone(trace: Trace, on_step: Callable[[int], None] = lambda step: Non
             context.stage = "examples"
             context.mark_checked()
             result.findings.append(context.found("not_reshuffled", text, design=True))
-    return verdict_of(trace, result, None, name="", reference="")
+    verdict = verdict_of(trace, result, None, name="", reference="")
+    return dataclasses.replace(verdict, notes=tuple(_untrained(result)))
+
+
+def _untrained(result: Result) -> list[str]:
+    """Returns a note on the weights whose gradients are 0 in every step; none if all are."""
+    names = [name for name, is_trained in result.trained.items() if not is_trained]
+    if not names or len(names) == len(result.trained):
+        return []
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    num = f"{len(names)} of {len(result.trained)}"
+    return [f"{NOTHING} in the gradients of {num} weights, which are 0 in every step: {shown}"]
 
 
 def verify_against(
@@ -135,7 +146,7 @@ def verify_against(
         "update": compare_rules,
     }
     result = Result()
-    skipped: list[str] = []
+    skipped, is_compared = list[str](), False
     for step in _checked_steps(second, result, on_step):
         if step.number not in first.steps:
             continue
@@ -145,6 +156,7 @@ def verify_against(
             step.stage = stage
             pair.findings += compare(pair)
         result.findings += pair.findings
+        is_compared = is_compared or bool(pair.gradients[0] and pair.computes_the_same)
         if not pair.starts_equally:
             skipped.append(str(step.number))
     notes = []
@@ -157,7 +169,15 @@ def verify_against(
     if unmatched:
         notes.append(f"not matched: {', '.join(unmatched)}")
     verdict = verdict_of(second, result, None, name="", reference=first.name)
-    return dataclasses.replace(verdict, tolerance=tolerance.text, notes=tuple(notes))
+    notes += _untrained(result)
+    idle = verdict.idle
+    if not (is_compared or verdict.faults):
+        text = (
+            "gradients of no step could be compared: record them in both scripts, and the second"
+            " one with replay="
+        )
+        idle = {**dict.fromkeys(verdict.steps, text), **idle}
+    return dataclasses.replace(verdict, tolerance=tolerance.text, notes=tuple(notes), idle=idle)
 
 
 def _checked_steps(

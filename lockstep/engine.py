@@ -1,6 +1,7 @@
 """Runs the checks: every stage of every step of a trace."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from lockstep.checks.statistics import check_statistics
 from lockstep.checks.update import check_update
 from lockstep.context import Actual, Context
 from lockstep.oracles import Batch, Computed, Oracle
-from lockstep.trace import STATISTIC, Trace
+from lockstep.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Rows, Trace
 from lockstep.verdict import STAGES, Finding, Measurement, Verdict, merged
 
 Check = Callable[[Context], Iterator[Finding | Actual]]
@@ -44,12 +45,19 @@ FLOAT64 = f"float64 on one device and the difference of float32 from it; {SPREAD
 
 @dataclasses.dataclass
 class Result:
-    """What the checks of some steps have found; see `Verdict`."""
+    """What the checks of some steps have found; see `Verdict`.
+
+    Attributes:
+        trained: name of a weight → whether one of its gradients is not 0.
+        idle: number of a step of which nothing can be verified → why.
+    """
 
     findings: list[Finding] = dataclasses.field(default_factory=list)
     measurements: list[Measurement] = dataclasses.field(default_factory=list)
     checked: dict[str, None] = dataclasses.field(default_factory=dict)
     tolerances: set[str] = dataclasses.field(default_factory=set)
+    trained: dict[str, bool] = dataclasses.field(default_factory=dict)
+    idle: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
 def check(
@@ -110,6 +118,7 @@ def verdict_of(
         name or trace.name, reference, trace.steps, trace.about.num_replicas,
         merged(result.findings), checked, _tolerance(result, oracle),
         measurements=tuple(result.measurements), framework=trace.about.framework,
+        idle=dict(result.idle),
     )  # fmt: skip
 
 
@@ -136,7 +145,10 @@ def check_step(
     if context.has("before") and not all(map(are_finite, context.named("before"))):
         text = "the step starts from weights that are NaN or infinite, so it cannot be compared"
         result.findings.append(context.found("not_finite", text, design=True))
+        result.idle[context.number] = text
         return context
+    if why := why_idle(context, result.trained):
+        result.idle[context.number] = why
     with np.errstate(invalid="ignore", over="ignore"):  # Of trainings that overflow.
         context.exact = exact_shards(context)
         for stage, check_stage in CHECKS.items():
@@ -153,6 +165,35 @@ def check_step(
     if context.uses_float64:
         result.tolerances.add(FLOAT64)
     return context
+
+
+def why_idle(context: Context, trained: dict[str, bool]) -> str:
+    """Returns why nothing of a step can be verified; "" if a weight is trained.
+
+    Args:
+        context: the step.
+        trained: name of a weight → whether one of its gradients is not 0; updated.
+    """
+    found: dict[str, bool] = {}
+    for gradients in itertools.chain.from_iterable(map(context.named, OF_GRADIENTS)):
+        for name, gradient in gradients.items():
+            values = gradient.values if isinstance(gradient, Rows) else gradient
+            found[name] = found.get(name, False) or bool(np.any(values))
+    for name, is_trained in found.items():
+        trained[name] = trained.get(name, False) or is_trained
+    if found:
+        return "" if any(found.values()) else "every gradient is 0"
+    if not context.has("before", "after"):
+        return ""
+    weights = context.of_kind(WEIGHT)
+    states = zip(context.named("before"), context.named("after"), strict=True)
+    is_changed = any(
+        not same_bits(before[name], after[name])
+        for before, after in states
+        for name in weights
+        if name in before and name in after
+    )
+    return "" if is_changed else "no gradient is recorded, and no weight changes"
 
 
 def exact_shards(context: Context) -> frozenset[int]:

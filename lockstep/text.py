@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.causes import remedy_of, title_of
-from lockstep.verdict import BY_DESIGN, FAULT, STAGES, Finding, Verdict
+from lockstep.verdict import BY_DESIGN, FAULT, NOTHING, STAGES, Finding, Verdict
 
 _MOST_TENSORS = 3  # Names of variables that a finding shows.
 _OF_ZERO = 1e6  # A larger relative difference is one from 0.
@@ -20,6 +20,8 @@ def sentence_of(verdict: Verdict) -> str:
         what = f"is not the {training}" if training else "has faults"
         more = f"; also different by design: {by_design}" if by_design else ""
         return f"{name} {what}: {', '.join(faults)}{more}"
+    if verdict.status == NOTHING:
+        return f"{name}: {NOTHING}: {'; '.join(dict.fromkeys(verdict.idle.values()))}"
     if not training:
         more = f"; by design: {by_design}" if by_design else ""
         return f"{name} has no fault in itself: every check is clean{more}"
@@ -35,7 +37,7 @@ def describe(verdict: Verdict) -> str:
     lines = [f"{sentence_of(verdict)} ({steps} on {replicas})"]
     if verdict.tolerance:
         lines.append(f"tolerances: {verdict.tolerance}")
-    lines += verdict.notes
+    lines += notes_of(verdict)
     for stage, what in STAGES.items():
         if (status := verdict.status_of(stage)) == "not checked":
             continue
@@ -46,6 +48,15 @@ def describe(verdict: Verdict) -> str:
                 facts = facts_of(finding, verdict)
                 lines += [f"      {name:<11} {text}" for name, text in facts.items()]
     return "\n".join(map(one_line, lines))
+
+
+def notes_of(verdict: Verdict) -> list[str]:
+    """Returns what could not be compared or verified, and why."""
+    notes, reasons = list(verdict.notes), dict.fromkeys(verdict.idle.values())
+    for reason in reasons if verdict.status != NOTHING else ():
+        steps = [verdict.name_of(step) for step, why in verdict.idle.items() if why == reason]
+        notes.append(f"{NOTHING} in {', '.join(named_steps(steps))}: {reason}")
+    return notes
 
 
 def facts_of(finding: Finding, verdict: Verdict) -> dict[str, str]:
@@ -90,7 +101,7 @@ def record_of(verdict: Verdict) -> dict[str, Any]:
             for finding in verdict.findings
         ],
         "tolerance": verdict.tolerance,
-        "notes": list(verdict.notes),
+        "notes": notes_of(verdict),
     }
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
+NOTHING = "nothing to verify"
 
 STAGES = {
     "start": "weights and optimizer state before the step: equal on all replicas, and as expected",
@@ -100,6 +101,7 @@ class Verdict:
         notes: what could not be compared, and why.
         measurements: every array that was compared with a computed one.
         framework: `About.framework` of the trace; selects the remedies.
+        idle: number of a step of which nothing can be verified → why, as in "every gradient is 0".
         step_names: names of steps that are not called "step N" after their number.
     """
 
@@ -113,12 +115,13 @@ class Verdict:
     notes: tuple[str, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     framework: str = ""
+    idle: Mapping[int, str] = dataclasses.field(default_factory=dict)
     step_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Whether there is no fault."""
-        return not self.faults
+        """Whether something was verified, and has no fault."""
+        return self.status in (CLEAN, BY_DESIGN)
 
     @property
     def faults(self) -> list[Finding]:
@@ -127,8 +130,9 @@ class Verdict:
 
     @property
     def status(self) -> str:
-        """`CLEAN`, `BY_DESIGN` or `FAULT`."""
-        return _worst(finding.status for finding in self.findings)
+        """`CLEAN`, `BY_DESIGN`, `FAULT` or, without a fault, `NOTHING`."""
+        worst = _worst(finding.status for finding in self.findings)
+        return NOTHING if worst != FAULT and {*self.idle} >= {*self.steps} else worst
 
     @property
     def is_bitwise(self) -> bool:
@@ -197,7 +201,8 @@ def in_sequence(parts: Sequence[Verdict]) -> Verdict:
     Args:
         parts: verdicts of the same name and reference.
     """
-    first, found, measured, names = parts[0], list[Finding](), list[Measurement](), dict[int, str]()
+    first, found, measured = parts[0], list[Finding](), list[Measurement]()
+    names, idle = dict[int, str](), dict[int, str]()
     for part in parts:
         number = {step: len(names) + position for position, step in enumerate(part.steps)}
         names |= {number[step]: part.name_of(step) for step in part.steps}
@@ -205,6 +210,7 @@ def in_sequence(parts: Sequence[Verdict]) -> Verdict:
             dataclasses.replace(each, steps=tuple(number[step] for step in each.steps))
             for each in part.findings
         ]
+        idle |= {number[step]: why for step, why in part.idle.items()}
         measured += [dataclasses.replace(m, step=number[m.step]) for m in part.measurements]
     checked = {stage for part in parts for stage in part.checked}
     return dataclasses.replace(
@@ -215,4 +221,5 @@ def in_sequence(parts: Sequence[Verdict]) -> Verdict:
         measurements=tuple(measured),
         checked=tuple(stage for stage in STAGES if stage in checked),
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        idle=idle,
     )

@@ -19,6 +19,7 @@ from lockstep.comparison import (
     verify_alone,
 )
 from lockstep.hypotheses.of_layers import reordered_rows
+from lockstep.text import notes_of, sentence_of
 from lockstep.trace import SEED, WEIGHT, About, Trace, Variable
 from script_samples import Script, adam, batch_of, examples, mean_of, sgd
 
@@ -774,6 +775,62 @@ def test_a_training_from_its_own_states_is_compared_in_its_first_step(one):
     assert not verdict.findings and "gradients" in verdict.checked
     (note,) = verdict.notes
     assert note.startswith("gradients of steps ") and "steps 0" not in note
+
+
+def zero_in(*steps):
+    """Gradients of 0 in some steps."""
+
+    def gradient(script, replica, gradients):
+        return [g * (len(script.states) - 1 not in steps) for g in gradients]
+
+    return {"gradient": gradient}
+
+
+def without_gradients(script):
+    for name in [n for n in script.arrays if n.split("/")[1] in ("raw", "sums", "clipped")]:
+        del script.arrays[name]
+
+
+ZERO = "every gradient is 0"
+VACUOUS = {  # What both trainings have → why nothing of them is verified, or a note.
+    "every gradient is 0": (zero_in(*range(4)), ZERO, ()),
+    "and weights decay": (zero_in(*range(4)) | settings(weight_decay=0.1), ZERO, ()),
+    "in some steps": (zero_in(1, 3), "", (f"nothing to verify in step 1, step 3: {ZERO}",)),
+    "of some weights": (
+        {"clip": without_bias(0, 1), "gradient": lambda s, r, g: [g[0], g[1] * 0]}, "",
+        ("nothing to verify in the gradients of 1 of 2 weights, which are 0 in every step:"
+         " dense/bias",),
+    ),
+    "nothing is trained": (
+        {"edit": without_gradients} | settings(learning_rate=0.0),
+        "no gradient is recorded, and no weight changes", (),
+    ),
+    "no gradient is recorded": (
+        {"edit": without_gradients},
+        "gradients of no step could be compared: record them in both scripts, and the second one"
+        " with replay=", (),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VACUOUS)
+def test_a_training_of_which_nothing_can_be_verified_is_not_clean(name):
+    changes, why, notes = VACUOUS[name]
+    first = Script(**changes)
+    verdict = compared(first, Script(**changes, **TWO, replay=first))
+    assert (verdict.status, verdict.ok) == ("nothing to verify" if why else "clean", not why)
+    if why:
+        assert sentence_of(verdict).endswith(f": nothing to verify: {why}")
+    assert tuple(notes_of(verdict)) == notes
+    alone = verify_alone(first.trace())
+    assert alone.ok == (not why or name == "no gradient is recorded")
+    assert tuple(notes_of(alone)) == notes
+
+
+def test_a_gradient_of_0_in_one_recording_is_a_fault():
+    zero = zero_in(*range(4))
+    for changes, others in (({}, zero), (zero, {"gradient": lambda script, r, g: g})):
+        assert compared(*pair(changes, {**TWO, **others})).status == "fault"
 
 
 ALONE = {

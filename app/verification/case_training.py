@@ -32,7 +32,7 @@ from lockstep.engine import check
 from lockstep.oracles.keras import KerasOracle
 from lockstep.record_keras import Recorder, is_float, leaves
 from lockstep.trace import Trace
-from lockstep.verdict import FAULT, Finding, Verdict, in_sequence
+from lockstep.verdict import FAULT, NOTHING, Finding, Verdict, in_sequence
 from strategies.tf_private import reset_layer_numbers
 
 State = Sequence[np.ndarray]  # All variables of a replica.
@@ -86,6 +86,7 @@ def verify_with(
             findings=tuple(evaluation),
             checked=("evaluation",),
             measurements=(),
+            idle=verdicts[0].idle if all(v.status == NOTHING for v in verdicts) else {},
         )
     )
     verdict = dataclasses.replace(

@@ -15,7 +15,7 @@ from app.report import result
 from app.report.page import REPORT_FILE, write_report
 from app.report.result import Block, Facts, Result, Table
 from app.runtime import console
-from app.runtime.errors import MismatchError
+from app.runtime.errors import DataError, MismatchError
 from lockstep import __version__
 from lockstep.causes import title_of
 from lockstep.text import (
@@ -23,16 +23,22 @@ from lockstep.text import (
     facts_of,
     finite,
     named_steps,
+    notes_of,
     one_line,
     record_of,
     sentence_of,
 )
-from lockstep.verdict import BY_DESIGN, CLEAN, FAULT, STAGES, Measurement, Verdict
+from lockstep.verdict import BY_DESIGN, CLEAN, FAULT, NOTHING, STAGES, Measurement, Verdict
 
 IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
 OTHER_TRAINING = "another training by design"
 VERIFY_FILE = "verify.json"
-_STATUSES = {CLEAN: result.GOOD, BY_DESIGN: result.BY_DESIGN, FAULT: result.BAD}
+_STATUSES = {
+    CLEAN: result.GOOD,
+    BY_DESIGN: result.BY_DESIGN,
+    FAULT: result.BAD,
+    NOTHING: result.BAD,
+}
 _MOST_LINES = 3  # Pairs with a line each; more pairs are grouped.
 
 
@@ -101,6 +107,7 @@ def report(
 
     Raises:
         MismatchError: a training has a fault.
+        DataError: no training has a fault, and one has nothing to verify.
     """
     shown = describe(runs, setup, pairs, caveats)
     versions: dict[str, str] = {}
@@ -129,8 +136,10 @@ def report(
     console.say()
     console.say(f"saved in {path}: {', '.join(files)}")
     console.say(f"open {path / REPORT_FILE} for the stages, causes and remedies on one page")
-    if faults := [sentence_of(run.verdict) for run in runs.values() if not run.verdict.ok]:
-        raise MismatchError(f"{'; '.join(faults)}; see {path / REPORT_FILE}")
+    verdicts = [run.verdict for run in runs.values()]
+    for error, status in ((MismatchError, FAULT), (DataError, NOTHING)):
+        if found := [sentence_of(verdict) for verdict in verdicts if verdict.status == status]:
+            raise error(f"{'; '.join(found)}; see {path / REPORT_FILE}")
 
 
 def record_of_pair(pair: Pair) -> dict[str, Any]:
@@ -167,7 +176,7 @@ def describe(
     verdicts = [(_STATUSES[run.verdict.status], sentence_of(run.verdict)) for run in runs.values()]
     blocks: list[Block] = [*outcome_sentences(pairs), _setup(runs, setup)]
     blocks += [
-        one_line(f"{name}: {note}") for name, run in runs.items() for note in run.verdict.notes
+        one_line(f"{name}: {note}") for name, run in runs.items() for note in notes_of(run.verdict)
     ]
     blocks += [_stages(runs), *_explanations(runs), *_side_by_side(pairs, runs)]
     if rows := _measured(runs):

@@ -226,7 +226,7 @@ class StepVerifier:
             steps=(number,),
             step_names={number: f"step {number + 1}"},
         )
-        if verdict.ok:
+        if not verdict.faults:
             return ""
         text = f"{name} has a mismatch: {line_of(verdict.faults[0], verdict)}"
         if self._last_right:

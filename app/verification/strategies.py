@@ -183,7 +183,7 @@ def _report(
     caveats = []
     if fault:
         caveats.append(injected_fault_caveat(str(fault)))
-        if all(run.verdict.ok for run in runs.values()):
+        if not any(run.verdict.faults for run in runs.values()):
             text = f"the injected fault was not found: {fault} makes too little difference here"
             caveats.append(text)
     if dataset in DATASET_CAVEATS:

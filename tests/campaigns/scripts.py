@@ -21,8 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lockstep.comparison import compare_traces
+from lockstep.text import notes_of
 from lockstep.trace_file import load
-from lockstep.verdict import Finding
+from lockstep.verdict import NOTHING, Finding
 
 from . import check
 
@@ -47,7 +48,8 @@ class Entry(NamedTuple):
         script: name of the file without suffix.
         name: the change in words.
         changes: pairs of a text that occurs once in the file, and the text that replaces it.
-        causes: names of the bug that are right; empty if the program is right.
+        causes: names of the bug that are right, or the verdict "nothing to verify"; empty if the
+            program is right.
         replay: whether the states of the reference are loaded before each step.
         permuted: whether the tolerance is computed from a recording with permuted examples.
         both: whether the reference has the change, too.
@@ -211,9 +213,11 @@ def _outcome(
     faults = verdict.faults if entry.causes else [*alone.faults, *verdict.faults]
     told = [f"the reference: {_line(finding)}" for finding in alone.findings]
     told += [_line(finding) for finding in verdict.findings]
-    told += [f"note: {note}" for note in verdict.notes]
-    is_named = bool(faults) and faults[0].cause in entry.causes
-    return Outcome(bool(faults), is_named, "\n    ".join(told))
+    told += [f"note: {note}" for note in notes_of(verdict)]
+    is_idle = verdict.status == NOTHING
+    told += [NOTHING] if is_idle else []
+    named = faults[0].cause if faults else verdict.status
+    return Outcome(bool(faults) or is_idle, named in entry.causes, "\n    ".join(told))
 
 
 def _line(finding: Finding) -> str:
