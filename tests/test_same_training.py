@@ -1,0 +1,119 @@
+"""`lockstep.assert_same_training`: records each variant in processes of its own."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import lockstep
+from conftest import ROOT
+from recorder_scripts import interpreter
+from script_samples import Script
+
+
+def record(**options):
+    """Writes the recording that `assert_same_training` asks for, of a training with NumPy."""
+    given = json.loads(os.environ["LOCKSTEP_RECORD"])
+    replay = Script(steps=given["steps"]) if given["replay"] else None
+    script = Script(steps=given["steps"], permute=given["permute"], replay=replay, **options)
+    script.write(given["path"])
+
+
+def one():
+    record()
+
+
+def two():
+    record(replicas=2)
+
+
+def not_all_reduced():
+    record(replicas=2, reduce=None)
+
+
+def wrong_at_times():
+    """Has no all-reduce in its first run; the reference's folder is one for each test."""
+    folder = pathlib.Path(json.loads(os.environ["LOCKSTEP_RECORD"])["path"]).parent
+    is_first = not (folder / "seen").exists()
+    (folder / "seen").touch()
+    record(replicas=2, **({"reduce": None} if is_first else {}))
+
+
+def on_rank_0_of_two():
+    if os.environ["RANK"] == "0":
+        record(replicas=int(os.environ["WORLD_SIZE"]))
+
+
+def fails():
+    raise RuntimeError("no such device")
+
+
+def records_nothing():
+    pass
+
+
+def test_the_same_training_passes():
+    code = "import test_same_training as t; t.two()"
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.append({str(ROOT / 'tests')!r}); {code}",
+    ]
+    verdicts = lockstep.assert_same_training(
+        one, {"function": two, "command": command, "processes": (on_rank_0_of_two, 2)}
+    )
+    assert [*verdicts] == ["function", "command", "processes"]
+    assert all(verdict.ok and verdict.steps == (0, 1) for verdict in verdicts.values())
+
+
+def test_another_training_fails_with_its_cause_and_remedy():
+    with pytest.raises(AssertionError) as failed:
+        lockstep.assert_same_training(one, {"right": two, "wrong": not_all_reduced}, tolerance=1e-4)
+    text = str(failed.value)
+    assert text.startswith("wrong is not the training of reference.npz: not all reduced")
+    assert "remedy      call the wrapped model, ddp(x) and not ddp.module(x)" in text
+    assert "reproducible: a second run from the same states has the same faults" in text
+
+
+def test_a_fault_that_a_second_run_does_not_have_is_told():
+    with pytest.raises(AssertionError, match="not reproducible: a second run"):
+        lockstep.assert_same_training(one, {"wrong": wrong_at_times}, tolerance=1e-4)
+
+
+@pytest.mark.parametrize(
+    "training, told",
+    [
+        (fails, "a: the training ended with exit code 1 in process 0"),
+        (records_nothing, "a: the training recorded nothing that can be read"),
+        (f"{sys.executable} -c 'print(5); raise SystemExit(3)'", "ended with exit code 3"),
+        ("no-such-command --x", "could not be started: no-such-command --x"),
+    ],
+)
+def test_a_training_that_cannot_be_recorded_is_told(training, told):
+    with pytest.raises(AssertionError, match=told):
+        lockstep.assert_same_training(one, {"a": training}, tolerance=1e-4, timeout_sec=20)
+
+
+def test_a_training_that_does_not_end_is_ended():
+    endless = [sys.executable, "-c", "import time; time.sleep(300)"]
+    with pytest.raises(AssertionError, match="reference: the training did not end within 1 s"):
+        lockstep.assert_same_training(endless, {"a": two}, timeout_sec=1)
+
+
+@pytest.mark.slow
+def test_a_small_gpt_under_ddp_and_fsdp_is_the_training_of_one_process():
+    python = interpreter("torch")
+    if not python:
+        pytest.skip("needs torch")
+    code = (
+        "import runpy; test = runpy.run_path('examples/test_same_training.py');"
+        "test['test_two_processes_train_like_one']()"
+    )
+    done = subprocess.run(
+        [python, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
