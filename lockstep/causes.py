@@ -26,6 +26,9 @@ CAUSES = {  # Cause → remedy, in any framework.
     "lost_examples": "split each batch so that every example reaches exactly one replica",
     "other_examples": "use the same data, seed and order of examples in all trainings",
     "other_order": "use the same data, seed and order of examples in all trainings",
+    "other_batch_size": "give each replica the global batch size divided by the number of replicas,"
+    " or record the first script with the larger batch",
+    "sampler_padding": "accept the difference, or drop the last batch in both scripts",
     "labels_shifted": "shuffle and batch inputs and targets together, in one data set",
     "row_of_two_parts": "let each part of a batch begin where the part before it ends",
     "other_normalisation": "scale the inputs in both scripts in the same way",

@@ -130,6 +130,21 @@ def times(factor):
     return {"gradient": lambda s, r, g: [np.float32(factor) * a for a in g]}
 
 
+def padded(number, start=0, step=2):
+    """Batches, the last of which has further examples of an earlier step of the epoch."""
+
+    def batch(current):
+        rows = batch_of(current)
+        more = batch_of(current - current % 3 + start)[:number]
+        return np.append(rows, more) if current % 3 == step else rows
+
+    return {"batch": batch}
+
+
+def twice_as_large(step):
+    return np.append(batch_of(2 * step), batch_of(2 * step + 1))
+
+
 def of_kernel(factor):
     return {"gradient": lambda s, r, g: [np.float32(factor) * g[0], g[1]]}
 
@@ -498,6 +513,20 @@ PLACED = {
 }
 FAULTS = {
     # Examples.
+    "padded to equal shards": ({}, {"replicas": 3, **padded(1)}, "examples: sampler_padding*"),
+    "padded in the second epoch": (
+        {"steps": (4, 5)}, {"replicas": 3, **padded(1)}, "examples: sampler_padding*"),
+    "filled": ({}, {**TWO, **padded(8)}, "examples: sampler_padding*"),
+    "filled in part": ({}, {**TWO, **padded(6)}, "examples: other_order"),
+    "filled with other examples": (
+        {}, {**TWO, **padded(8, start=1)}, "examples: last_batch_dropped"),
+    "padded unequally": ({}, {**TWO, **padded(1)}, "examples: other_order"),
+    "padded in a full batch": ({}, {**TWO, **padded(2, step=1)}, "examples: other_order"),
+    "twice as large": ({}, {**TWO, "batch": twice_as_large}, "examples: other_batch_size"),
+    "again on one": (
+        {}, {**TWO, "shard": lambda rows, r, count: (
+            batch_of(0) if r and set(rows) == {*batch_of(3)} else rows)[r::count]},
+        "examples: not_reshuffled"),
     "same shard": ({}, {**TWO, "shard": same_rows},
         "examples: same_examples; examples: repeated_examples"),
     "padded": ({}, {**TWO, "batch": lambda s: np.append(batch_of(s), batch_of(s)[:2])},

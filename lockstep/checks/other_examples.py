@@ -1,7 +1,9 @@
 """Compares start, examples and loss of a step with those of another trace."""
 
+import collections
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,6 +11,7 @@ from lockstep.arithmetic import norm, rows_of, same_bits
 from lockstep.checks.examples import why_rows
 from lockstep.context import Context
 from lockstep.reference import StepPair, Tolerance, common_steps
+from lockstep.text import count
 from lockstep.trace import Named, Trace
 from lockstep.verdict import Finding
 
@@ -18,6 +21,8 @@ _CLOSE = 1e-4  # For inputs that were scaled in float32.
 _NEAR = 0.1  # Gradients from inputs of another scale differ by more than this.
 
 Why = tuple[str, str]  # Cause and text.
+_Rows = collections.Counter  # Row → how often it occurs.
+_Inputs = Sequence[np.ndarray]  # Rows of each forward pass.
 
 
 def compare_starts(pair: StepPair) -> Iterator[Finding]:
@@ -51,17 +56,41 @@ def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:
     return "other_initial_weights", text
 
 
-def repeated_batch(context: Context) -> str:
-    """Returns a sentence if an earlier step has the same examples in order on every shard."""
+def repeated_batch(context: Context, every: bool = True) -> str:
+    """Returns a sentence if an earlier step has the same examples in order.
+
+    Args:
+        context: the step.
+        every: whether every shard has to have the same examples again, or only some.
+    """
     for position in range(context.position if context.has("data") else 0):
         earlier = [context.trace.arrays(position, "data", s) or [] for s in context.shards]
         data = list(zip(earlier, context.data, strict=True))
-        if all(a and len(a) == len(b) and all(map(same_bits, a, b)) for a, b in data):
-            number = context.trace.steps[position]
-            return (
-                f"step {context.number} has the examples of step {number} again, in the same order"
-            )
+        same = [s for s, (a, b) in enumerate(data) if a and a[0].size and _are_same(a, b)]
+        if same and (len(same) == len(data) or not every):
+            whose = "step" if len(same) == len(data) else "replica"
+            who = context.number if whose == "step" else ", ".join(map(str, same))
+            step = f"step {context.trace.steps[position]}"
+            return f"{whose} {who} has the examples of {step} again, in the same order"
     return ""
+
+
+def _are_same(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    return len(a) == len(b) and all(map(same_bits, a, b))
+
+
+class _Step(NamedTuple):
+    """The inputs of a step in both recordings: row → how often; where they are."""
+
+    given: _Rows
+    used: _Rows
+    first: Context
+    second: Context
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of examples."""
+        return self.given.total(), self.used.total()
 
 
 def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
@@ -70,30 +99,112 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
     Returns:
         Number of a step → why its inputs differ; None if a trace has no inputs.
     """
-    rows = [
-        (rows_of([_inputs_of(own)]), rows_of([_inputs_of(other)]))
-        for own, other in common_steps(first, second)
-    ]
-    if not all(map(all, rows)):
+    both = list(common_steps(first, second))
+    counted = _counted([(_inputs_of(own), _inputs_of(other)) for own, other in both])
+    if not all(map(all, counted)):
         return None
-    of_first = set().union(*(given for given, _ in rows))
-    usual = rows[0][0].total(), rows[0][1].total()
+    steps = [
+        _Step(given, used, own, other)
+        for (given, used), (own, other) in zip(counted, both, strict=True)
+    ]
+    of_first = set().union(*(step.given for step in steps))
+    other_size = _why_other_size(steps)
     found: dict[int, Why] = {}
     dropped: Why | None = None  # After a batch that was dropped, all batches are shifted.
-    for (own, other), (given, used) in zip(common_steps(first, second), rows, strict=True):
-        if given == used:
+    for step in steps:
+        if step.given == step.used:
             continue
-        dropped = dropped or _why_size((given.total(), used.total()), usual)
+        if why := other_size or _why_padded(step, steps):
+            found[step.first.number] = why
+            continue
+        dropped = dropped or _why_size(step.sizes, steps[0].sizes)
         if dropped:
             why = dropped
-        elif repeated := repeated_batch(other):
+        elif repeated := repeated_batch(step.second, every=False):
             why = "not_reshuffled", repeated
         else:
-            why = why_rows(given, used, other.sizes, of_first)
+            why = why_rows(step.given, step.used, step.second.sizes, of_first)
         if why[0] == "other_examples":
-            why = _why_scaled(_inputs_of(own), _inputs_of(other)) or why
-        found[own.number] = why
+            why = _why_scaled(*map(_inputs_of, (step.first, step.second))) or why
+        found[step.first.number] = why
     return found
+
+
+def _counted(steps: Sequence[tuple[_Inputs, _Inputs]]) -> list[tuple[_Rows, _Rows]]:
+    """Counts the rows of both recordings in each step, without padding if they differ in length.
+
+    Batches that are padded to their longest example have other shapes on each replica.
+    """
+    parts = [part for pair in steps for inputs in pair for part in inputs]
+    if len({part.shape[1] for part in parts}) <= 1:
+        return [(_rows(own), _rows(other)) for own, other in steps]
+    # Tokens that are more frequent at the end of rows than padding are removed from all rows, too.
+    ends = collections.Counter(value for part in parts for value in part[:, -1:].ravel())
+    starts = collections.Counter(value for part in parts for value in part[:, :1].ravel())
+    found = []
+    for end, start in itertools.product(*(each.most_common(2) for each in (ends, starts))):
+        found.append([(_rows(a, start[0], end[0]), _rows(b, start[0], end[0])) for a, b in steps])
+        if all(given == used for given, used in found[-1]):
+            return found[-1]
+    return found[0]
+
+
+def _rows(inputs: _Inputs, start: float | None = None, end: float | None = None) -> _Rows:
+    """Counts rows without a value at their start and one at their end; None for whole rows."""
+    if start is None or end is None:
+        return sum((rows_of([part]) for part in inputs), collections.Counter())
+    found: _Rows = collections.Counter()
+    for row in itertools.chain.from_iterable(inputs):
+        first, last = np.flatnonzero(row != start), np.flatnonzero(row != end)
+        kept = row[first[0] : last[-1] + 1] if len(first) and len(last) else row[:0]
+        found[hash(kept.tobytes())] += 1
+    return found
+
+
+def _why_other_size(steps: Sequence[_Step]) -> Why | None:
+    """Explains different examples by batches of another size in all steps but the last ones."""
+    full, used = (max(step.sizes[i] for step in steps) for i in (0, 1))
+    is_usual = sum(step.sizes == (full, used) for step in steps) > 1
+    has_others = any(step.used.keys() - step.given.keys() for step in steps)
+    if full == used or not has_others or not (is_usual or max(full, used) % min(full, used) == 0):
+        return None
+    largest = max(steps, key=lambda step: step.sizes[1]).second
+    sizes = dict.fromkeys(map(str, largest.sizes))
+    micro = largest.trace.micro_batches(largest.position, 0)
+    more = f" in {micro} micro-batches" if micro > 1 else ""
+    return "other_batch_size", (
+        f"a batch has {used} examples, {' or '.join(sizes)} on each replica{more}; in the first"
+        f" recording, it has {full}"
+    )
+
+
+def _why_padded(step: _Step, steps: Sequence[_Step]) -> Why | None:
+    """Explains more examples in the last batch by a sampler that gives all replicas equally many.
+
+    It repeats as few examples as possible, or fills the batch (accelerate), from the start of the
+    epoch.
+    """
+    extra, sizes = step.used - step.given, step.second.sizes
+    is_short = step.sizes[0] < max(each.sizes[0] for each in steps)
+    is_full = step.sizes[1] == max(each.sizes[1] for each in steps)
+    are_few = extra.total() < len(sizes)
+    if step.given - step.used or len({*sizes}) > 1 or not (is_short and (is_full or are_few)):
+        return None
+    earlier = [each for each in steps if each.first.number < step.first.number]
+    is_epoch_known = len(earlier) == step.first.number
+    ends = [i for i, each in enumerate(earlier) if each.sizes[0] < max(s.sizes[0] for s in steps)]
+    epoch = [*earlier, step][ends[-1] + 1 if ends else 0 :]
+    start = sum((each.given for each in epoch), collections.Counter())
+    if is_epoch_known:
+        start = epoch[0].given
+    elif are_few:
+        start = extra
+    if extra - start:
+        return None
+    return "sampler_padding", (
+        f"the sampler repeats {count('example', extra.total())} in the last batch, so that each"
+        f" replica has {sizes[0]}"
+    )
 
 
 def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterator[Finding]:
@@ -108,7 +219,7 @@ def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterat
     pair.second.mark_checked()
     why = others.get(pair.first.number)
     if why and not (pair.starts_equally and _is_converted_inside(pair, why[0])):
-        yield pair.second.found(*why)
+        yield pair.second.found(*why, design=why[0] == "sampler_padding")
 
 
 def _is_converted_inside(pair: StepPair, cause: str) -> bool:
@@ -123,8 +234,8 @@ def _is_converted_inside(pair: StepPair, cause: str) -> bool:
     return is_form and bool(first) and not near.wrong(second, first)
 
 
-def _inputs_of(context: Context) -> np.ndarray:
-    """Returns all inputs as rows, channels last; empty if they are not recorded."""
+def _inputs_of(context: Context) -> _Inputs:
+    """Returns the inputs of each forward pass as rows, channels last; empty if not recorded."""
     inputs = [context.inputs(shard) for shard in context.shards]
     rows = []
     for array in itertools.chain.from_iterable(inputs):
@@ -132,9 +243,7 @@ def _inputs_of(context: Context) -> np.ndarray:
             array = array.transpose(0, 2, 3, 1)
         if len(array):
             rows.append(array.reshape(len(array), -1).astype(np.float32))
-    if not all(inputs) or len({part.shape[1] for part in rows}) != 1:
-        return np.zeros((0, 0))
-    return np.concatenate(rows)
+    return rows if all(inputs) else []
 
 
 def _why_size(sizes: tuple[int, int], usual: tuple[int, int]) -> Why | None:
@@ -154,8 +263,11 @@ def _why_size(sizes: tuple[int, int], usual: tuple[int, int]) -> Why | None:
     )
 
 
-def _why_scaled(first: np.ndarray, second: np.ndarray) -> Why | None:
+def _why_scaled(*inputs: _Inputs) -> Why | None:
     """Explains second inputs that are a · first + b in any order."""
+    if len({part.shape[1] for parts in inputs for part in parts}) != 1:
+        return None
+    first, second = map(np.concatenate, inputs)
     if first.shape != second.shape or not first.std() or not second.std():
         return None
     first, second = first.astype(np.float64), second.astype(np.float64)
