@@ -108,14 +108,16 @@ class record:
         placed = _place(self.step, args, kwargs)
         replicas = _Replicas(placed, inputs, self.pmap)
         variables = self._describe(leaves, inputs)
+        found = dict[str, Any]()
         if self._trace:
+            found["replaced"] = replicas.columns(placed, inputs, KINDS)
             self._trace.load(number, leaves, variables, keys=not replicas.split_keys)
         if self.permute is not None:
             for index, _ in inputs["batch"]:
                 leaves[index] = replicas.permuted(leaves[index], (self.permute, number))
         args, kwargs = jax.tree.unflatten(tree, leaves)
         placed = _place(self.step, args, kwargs)
-        found = {"data": replicas.columns(placed, inputs, ["batch"])}
+        found["data"] = replicas.columns(placed, inputs, ["batch"])
         found["before"] = replicas.columns(placed, inputs, KINDS)
         found["random"] = replicas.columns(placed, inputs, ["key"])
         kept = self._run_with_callbacks(args, kwargs, replicas)

@@ -13,13 +13,14 @@ end of `backward` if DDP or FSDP2 has reduced it (`sums`), and in `optimizer.ste
 does not exist has no array: optimizer state before the first update, `sums` if DDP is bypassed.
 """
 
+import collections
 import contextlib
 import functools
 import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +49,8 @@ class record:
         permute: Seed. Permutes the examples (first axis of inputs and outputs) of each recorded
             batch, so that only the order of summation is different.
         names: Names in `replay` by names here. Others are matched by name, else by shape and order.
+        shards: "each" runs the model, in one process, once for each replica's part of the batch in
+            `replay`, with its random state: layers such as BatchNorm then see the same examples.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class record:
         replay: str | None = None,
         permute: int | None = None,
         names: Mapping[str, str] | None = None,
+        shards: str | None = None,
     ) -> None:
         while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = wrapped  # The wrapper does not have the hooks of an optimizer.
@@ -89,26 +93,29 @@ class record:
         is_own = updated <= set(self.weights.values())
         _require(is_own, "optimizer: updates weights that model does not have; pass their model")
         self.replay = replay and os.path.basename(replay)
-        self.other, self.other_about = self._open(replay) if replay else ({}, {})
+        is_alone = shards is None or (shards == "each" and replay and self.num_replicas == 1)
+        _require(is_alone, f"shards={shards!r}: must be 'each', with replay= and in one process")
+        self.is_by_shard, self.parts = shards is not None, list[_Part]()
         if replay:
-            self._match(self._read(min(self.wanted))[1])  # Raises an error before the training.
+            self.files = self._open(replay)
+            self._match(self._read(min(self.wanted)))  # Raises an error before the training.
+            names_of = [str(x.get("class")) for x in self.files[0].about.get("layers", ())]
+            is_local = not (shards and any("SyncBatchNorm" in name for name in names_of))
+            _require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
 
-    def _open(self, path: str) -> tuple[Mapping[str, np.ndarray], dict[str, Any]]:
-        """Returns the arrays and the description of the trace to replay."""
+    def _open(self, path: str) -> list["_Trace"]:
+        """Returns the files of the trace to replay, first the one with the states to load."""
         own = [_rank_path(path, self.rank)] if self.num_replicas > 1 else []
         found = next(filter(os.path.exists, [*own, path, _rank_path(path, 0)]), path)
         try:
-            arrays = np.load(found, allow_pickle=False)
-            about = json.loads(str(arrays["about"]))
-            _require(
-                about["version"] == 2, f"version {about['version']}, this file reads version 2"
-            )
-            self.members = {name: name for name in arrays} | about.get("aliases", {})
-            missing = self.wanted - set(about["steps"])
+            files, of_rank = [_Trace(found)], functools.partial(_rank_path, path)
+            if self.is_by_shard and found == of_rank(0):
+                files += map(_Trace, map(of_rank, range(1, files[0].about["num_replicas"])))
+            missing = self.wanted - set.intersection(*(set(x.about["steps"]) for x in files))
         except Exception as error:
             raise ValueError(f"replay={path}: cannot be read as a trace: {error}") from None
         _require(not missing, f"replay={path}: does not have steps {missing}; record them there")
-        return arrays, about
+        return files
 
     def __enter__(self) -> None:
         self.original, torch.autograd.backward = torch.autograd.backward, self._backward
@@ -140,6 +147,12 @@ class record:
             add(layer.register_forward_hook(self._note_dtype))
         if self.ddp:
             add(self.ddp.register_forward_pre_hook(self._before_ddp))
+        if self.is_by_shard:
+            own = {key: x for key, x in vars(self.called).items() if key == "forward"}
+            new = functools.partial(self._forward_by_shard, self.called.forward)
+            vars(self.called)["forward"] = new
+            self.hooks.callback(vars(self.called).update, own)
+            self.hooks.callback(vars(self.called).pop, "forward", None)
         for index, p in enumerate(self.weights.values()):
             if p.requires_grad and not self.is_sharded:
                 hook = functools.partial(self._after_gradient, index)
@@ -164,7 +177,7 @@ class record:
             generator = torch.Generator().manual_seed(self.seed + self.step)
             order = torch.randperm(sizes[0], generator=generator)
             self.inverse = torch.argsort(order)
-            args, options, batch = _take((args, options, batch), order)
+            args, options, batch = _take((args, options, batch), order, len(order))
         self._add("random", _random_states())
         self._add("data", batch)
         self._note_modes()
@@ -190,7 +203,7 @@ class record:
         self.outside = None
         self._add("random_after", _random_states())
         inverse, self.inverse = self.inverse, None
-        return output if inverse is None else _take(output, inverse)
+        return output if inverse is None else _take(output, inverse, len(inverse))
 
     def _after_gradient(self, index: int, p: Tensor) -> None:
         self._begin()
@@ -240,41 +253,99 @@ class record:
             self.per_step["settings"].append(self.groups)
             self.per_step["micro_batches"].append(max(self.num_forward, 1))
             self.per_step["in_evaluation"].append([*self.in_evaluation])
-            position = len(self.per_step["steps"])
-            self.arrays |= {f"{position}/{key}": value for key, value in self.now.items()}
+            if self.parts:
+                text = f"step {self.step} has other examples than {self.replay}"
+                warnings.warn(f"{self.path}: {text}; not computed for each shard", stacklevel=2)
+                self.now = {x: value for x, value in self.now.items() if x[:7] != "shards/"}
+            self._keep_arrays(len(self.per_step["steps"]))
         self.step += 1
         if self.is_on or self.step in self.wanted:
             self._install_hooks()
+
+    def _forward_by_shard(self, forward: Any, *args: Any, **options: Any) -> Any:
+        """Takes the place of the model's `forward`: runs it for each part of the batch apart.
+
+        Replica 0 comes last: the model keeps its statistics, and the random state after it.
+        """
+        batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
+        found = self._find_parts(batch[0]) if self.outside is not None and batch else []
+        if not found:
+            return forward(*args, **options)
+        size, states, outputs = len(batch[0]), _random_states(), []
+        numbers = torch.zeros(size, dtype=torch.int64)
+        is_drawn = False
+        for part, rows in found:
+            numbers[rows] = part.number
+            before = part.random or states
+            _set_random_states(before)
+            with contextlib.nullcontext() if part.replica == 0 else _copied_buffers(self.module):
+                given = _take((args, options), rows, size)
+                outputs.append(forward(*given[0], **given[1]))
+            is_drawn |= not all(map(torch.equal, before, _random_states()))
+            _check_rows(outputs[-1], len(rows))
+        if not is_drawn:
+            _set_random_states(states)
+        self._add("shards", [numbers])
+        return _joined(outputs, torch.argsort(torch.cat([rows for _, rows in found])))
+
+    def _find_parts(self, batch: Tensor) -> list[tuple["_Part", Tensor]]:
+        """Returns the parts that are this batch, and the places of their examples in it.
+
+        It is empty if the batch does not have the examples of whole parts.
+        """
+        places = collections.defaultdict(list)
+        for place, row in enumerate(_rows(_to_array(batch))):
+            places[row].append(place)
+        found = []
+        for part in self.parts:
+            counts = collections.Counter(part.rows)
+            if all(len(places[row]) >= count for row, count in counts.items()):
+                rows = [places[row].pop(0) for row in part.rows]
+                rows = rows if self.seed is None else sorted(rows)
+                found.append((part, torch.tensor(rows, device=batch.device)))
+        if any(places.values()):
+            return []
+        self.parts = [part for part in self.parts if all(part is not taken for taken, _ in found)]
+        return sorted(found, key=lambda pair: -pair[0].replica)
+
+    def _keep_arrays(self, position: int) -> None:
+        """Keeps the arrays of a step; the own state is mostly that after the step before it."""
+        for key, value in self.now.items():
+            if key.startswith("replaced/"):
+                after = self.arrays.get(f"{position - 1}/after{key.removeprefix('replaced')}")
+                if after is not None and after.tobytes() == value.tobytes():
+                    value = after
+            self.arrays[f"{position}/{key}"] = value
 
     def _begin(self, is_forward: bool = False) -> None:
         """Loads the state to replay and copies all variables, once in a step."""
         if not self.now:
             if self.replay:
                 _require(is_forward, "replay: no forward pass was seen; call model, in train mode")
+                self._save_variables("replaced")
                 self._load()
+            if self.is_by_shard:
+                parts = [part for file in self.files for part in file.parts(self.step)]
+                self.parts = [x._replace(number=i) for i, x in enumerate(parts) if x.rows]
             self._save_variables("before")
 
-    def _read(self, step: int) -> tuple[str, list[dict[str, Any]]]:
-        """Returns the form of keys and the variables before a step in the trace to replay."""
-        about = self.other_about
-        copies = range(about.get("num_copies") or about["num_replicas"])
-        copies = about.get("replicas") or copies  # Those in this file.
-        key = f"{about['steps'].index(step) + 1}/%s/{copies[self.rank % len(copies)]}/%s"
-        keys = {key % ("before", i): v for i, v in enumerate(about["variables"])}
-        found = [(self.members[x], v) for x, v in keys.items() if x in self.members]
-        return key, [{**v, "array": self.other[name]} for name, v in found]
+    def _read(self, step: int) -> list[dict[str, Any]]:
+        """Returns the variables before a step in the trace to replay, with their arrays."""
+        arrays = self.files[0].arrays("before", step, self.rank)
+        variables = self.files[0].about["variables"]
+        return [{**variables[index], "array": array} for index, array in arrays.items()]
 
     @torch.no_grad()
     def _load(self) -> None:
         """Assigns the recorded state before this step to the variables."""
-        key, others = self._read(self.step)
+        file, others = self.files[0], self._read(self.step)
         sources = self._match(others)
         for variable, value in self._variables():
             if variable["name"] in sources:
                 _assign(value, sources[variable["name"]]["array"])
-        if self.other_about["framework"] != "torch":
+        if file.about["framework"] != "torch":
             return
-        is_same = self.other_about["optimizer"]["class"] == type(self.optimizer).__name__
+        is_same = file.about["optimizer"]["class"] == type(self.optimizer).__name__
         for name, p in self.weights.items():
             state = self.optimizer.state
             old = state.pop(p, {}) if is_same else state[p]
@@ -283,11 +354,9 @@ class record:
                 if is_same or slot in old:
                     new = torch.zeros_like(p) if x.shape == p.shape else torch.tensor(x)
                     state[p][slot] = _assign(new if old.get(slot) is None else old[slot], x)
-        if self.other_about["num_replicas"] == self.num_replicas:
-            restore = [torch.set_rng_state, torch.cuda.set_rng_state]
-            for index in range(1 + torch.cuda.is_initialized()):
-                if random := self.members.get(key % ("random", index)):
-                    restore[index](torch.tensor(self.other[random]))
+        if file.about["num_replicas"] == self.num_replicas:
+            states = file.arrays("random", self.step, self.rank).values()
+            _set_random_states([*map(torch.tensor, states)])
 
     def _match(self, others: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Returns the variable of the other trace for the name of each weight and statistic."""
@@ -358,19 +427,108 @@ class record:
             "replayed": self.replay,
             **(FORMAT | self.per_step),
         }
+        firsts: dict[int, str] = {}  # Of arrays that are kept by several names.
+        names = {name: firsts.setdefault(id(x), name) for name, x in self.arrays.items()}
+        about["aliases"] = {name: first for name, first in names.items() if name != first}
+        arrays = {name: self.arrays[name] for name in firsts.values()}
         path = _rank_path(self.path, self.rank) if self.num_replicas > 1 else self.path
         temporary = f"{path}.{os.getpid()}.tmp"
         with open(temporary, "wb") as file:
-            np.savez(file, about=np.array(json.dumps(about)), **self.arrays)
+            np.savez(file, about=np.array(json.dumps(about)), **arrays)
             file.flush()
             os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(temporary, path)
+
+
+class _Part(NamedTuple):
+    """A forward pass of a replica in another recording: the bytes of its examples."""
+
+    replica: int
+    rows: list[bytes]
+    random: list[Tensor]
+    number: int = 0
+
+
+class _Trace:
+    """A file of another recording."""
+
+    def __init__(self, path: str) -> None:
+        self.file = np.load(path, allow_pickle=False)
+        self.about = about = json.loads(str(self.file["about"]))
+        version = about["version"]
+        _require(version == 2, f"version {version}, this file reads version 2")
+        self.members = {name: name for name in self.file} | about.get("aliases", {})
+        all_replicas = range(about.get("num_copies") or about["num_replicas"])
+        self.replicas = about.get("replicas") or all_replicas
+
+    def arrays(self, kind: str, step: int, rank: int) -> dict[int, np.ndarray]:
+        """Returns the arrays of a kind by their index; of another replica if `rank` is not here."""
+        start = f"{self.about['steps'].index(step) + 1}/{kind}/"
+        start += f"{self.replicas[rank % len(self.replicas)]}/"
+        indices = (name.removeprefix(start) for name in self.members if name.startswith(start))
+        return {i: self.file[self.members[f"{start}{i}"]] for i in sorted(map(int, indices))}
+
+    def parts(self, step: int) -> Iterator[_Part]:
+        """Yields the forward passes of a step."""
+        position = self.about["steps"].index(step)
+        number = (self.about.get("micro_batches") or [1] * (position + 1))[position]
+        for rank, replica in enumerate(self.replicas):
+            data = [*self.arrays("data", step, rank).values()]
+            states = [*map(torch.tensor, self.arrays("random", step, rank).values())]
+            states = states if self.about["framework"] == "torch" else []
+            for start in range(number):
+                own, of_each = data[start * len(data) // number :], len(states) // number
+                random = states[start * of_each :][:of_each]
+                yield _Part(replica, _rows(own[0]) if own else [], random)
+
+
+def _rows(batch: np.ndarray) -> list[bytes]:
+    return [row.tobytes() for row in batch] if batch.ndim else []
+
+
+@contextlib.contextmanager
+def _copied_buffers(module: nn.Module) -> Iterator[None]:
+    """Lets the statistics of a model as they are: a forward pass changes copies of them."""
+    owners = [owner._buffers for _, owner in module.named_modules()]
+    own = [(owner, name, x) for owner in owners for name, x in owner.items() if x is not None]
+    for owner, name, x in own:
+        owner[name] = x.clone()
+    try:
+        yield
+    finally:
+        for owner, name, x in own:
+            owner[name] = x
+
+
+def _check_rows(output: Any, number: int) -> None:
+    """Raises an error if outputs of parts of a batch cannot be put together."""
+    for x in tree_leaves(output):
+        has_rows = isinstance(x, Tensor) and x.dim() and len(x) == number
+        what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+        _require(
+            has_rows or isinstance(x, bool | int | float | str | None),
+            f"shards='each': the model has an output of {what}, without a row for each example;"
+            " compute the loss outside of the model, or record without shards=",
+        )
+
+
+def _joined(outputs: Sequence[Any], order: Tensor) -> Any:
+    """Returns the outputs of all parts of a batch as one, in another order of examples."""
+    tensors = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in outputs)
+    columns = zip(*tensors, strict=True)
+    return tree_map_only(Tensor, lambda _: torch.cat(next(columns))[order], outputs[0])
 
 
 def _random_states() -> list[Tensor]:
     """Returns the state of the generator of the CPU, and of the GPU if it is used."""
     on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *on_gpu]
+
+
+def _set_random_states(states: Sequence[Tensor]) -> None:
+    restore = (torch.set_rng_state, torch.cuda.set_rng_state)[: 1 + torch.cuda.is_initialized()]
+    for set_state, state in zip(restore, states, strict=False):
+        set_state(state)
 
 
 def _computed_in(output: Any, weights: Mapping[str, Tensor]) -> str:
@@ -433,9 +591,9 @@ def _transposed(variable: dict[str, Any], layout: str) -> dict[str, Any]:
     return {**variable, "array": array.transpose(axes)}
 
 
-def _take(nest: Any, order: Tensor) -> Any:
-    """Returns a nest of tensors, with the examples of batches in another order."""
-    return tree_map_only(Tensor, lambda x: x[order] if x.shape[:1] == order.shape else x, nest)
+def _take(nest: Any, rows: Tensor, size: int) -> Any:
+    """Returns a nest of tensors, with these rows of the batches, which have `size` examples."""
+    return tree_map_only(Tensor, lambda x: x[rows] if x.shape[:1] == (size,) else x, nest)
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed"
-OF_VARIABLES = ("before", "after", "own_before", "own_after")
+OF_VARIABLES = ("before", "after", "replaced", "own_before", "own_after")
 OF_GRADIENTS = ("raw", "sums", "clipped")
-OF_COPIES = ("before", "after", "sums")
+OF_COPIES = ("before", "after", "replaced", "sums")
 CLIP_FIRST, REDUCE_FIRST = "clip, reduce", "reduce, clip"
 
 

@@ -20,8 +20,8 @@ from lockstep.comparison import (
 )
 from lockstep.hypotheses.of_layers import reordered_rows
 from lockstep.text import notes_of, sentence_of
-from lockstep.trace import SEED, WEIGHT, About, Trace, Variable
-from script_samples import Script, adam, batch_of, examples, mean_of, sgd
+from lockstep.trace import SEED, STATE, WEIGHT, About, Trace, Variable
+from script_samples import Script, adam, batch_of, examples, mean_of, sgd, split_evenly
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
@@ -924,6 +924,68 @@ def test_statistics_of_synchronised_layers_are_equal_on_all_replicas():
         for replica in changed:
             script.arrays[f"1/after/{replica}/2"] = script.arrays["1/after/0/2"] + 1
         assert shown(verify_alone(script.trace())) == [f"statistics: local_statistics{mark}"]
+
+
+def own_states(*changed):
+    """Returns a function that adds the state which each replica had before one was loaded."""
+
+    def edit(script):
+        for key, array in list(script.arrays.items()):
+            position, kind, replica, index = key.split("/")
+            if kind == "after" and position in "12":
+                own = array + 1 if (position, int(replica), index) in changed else array
+                script.arrays[f"{int(position) + 1}/replaced/{replica}/{index}"] = own.copy()
+
+    return edit
+
+
+def test_the_own_states_of_a_replayed_training_are_compared(one):
+    given = {"replicas": 2, "replay": one, "about": {"replayed": "one.npz"}}
+    assert not compared(one, Script(**given, edit=own_states())).findings
+    second = compared(one, Script(**given, edit=own_states(("1", 1, "0"))))
+    both = compared(one, Script(**given, edit=own_states(("1", 0, "0"), ("1", 1, "0"))))
+    for verdict, items in ((second, SECOND), (both, ("replica 0", "replica 1"))):
+        assert shown(verdict) == ["start: changed_on_its_own"]
+        assert (verdict.findings[0].items, verdict.findings[0].steps) == (items, (1,))
+    first_step = own_states(("1", 1, "0"))
+
+    def without_the_step_before(script):
+        first_step(script)
+        for key in [key for key in script.arrays if key.startswith("1/after")]:
+            del script.arrays[key]
+
+    verdict = compared(one, Script(**given, edit=without_the_step_before))
+    assert shown(verdict) == ["start: diverged_replicas"]
+
+
+def test_optimizer_state_that_is_lost_at_a_resume_is_named():
+    one = Script(steps=(1, 2), settings={"momentum": 0.9})
+    momenta = [i for i, v in enumerate(one.trace().about.variables) if v.kind == STATE]
+
+    def without_state(script):
+        for replica in range(2):
+            for index in range(len(one.trace().about.variables)):
+                before = script.arrays[f"1/before/{replica}/{index}"]
+                script.arrays[f"1/replaced/{replica}/{index}"] = before * (index not in momenta)
+
+    given = {"replicas": 2, "replay": one, "steps": (1, 2), "settings": {"momentum": 0.9}}
+    given["about"] = {"replayed": "one.npz"}
+    assert momenta and not compared(one, Script(**given)).findings
+    lost = Script(**given, edit=without_state)
+    assert shown(compared(one, lost)) == ["start: not_restored"]
+
+
+def test_a_reference_that_computes_each_shard_hides_nothing(tolerance):
+    """Not even with BatchNorm that normalises each replica's own examples."""
+    one = Script(**layers(NORM))
+    for key in [key for key in one.arrays if "/data/" in key and key.endswith("/0")]:
+        count = len(one.arrays[key])
+        numbers = [split_evenly(np.arange(count), replica, 2) for replica in (0, 1)]
+        one.arrays[key.replace("data", "shards")] = np.isin(np.arange(count), numbers[1]) * 1
+    for shard, mark in ((split_evenly, ""), (three_quarters, "*")):
+        second = Script(**TWO, **NOISY, **layers(NORM), shard=shard)
+        cause = "local_statistics*" if mark else "unexplained"
+        assert f"gradients: {cause}" in shown(compared(one, second, tolerance))
 
 
 def test_a_replica_that_does_not_use_a_weight_sends_nothing():

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.arithmetic import norm, rows_of, same_bits
+from lockstep.arithmetic import distance, norm, rows_of, same_bits
 from lockstep.checks.examples import why_rows
 from lockstep.context import Context
-from lockstep.reference import StepPair, Tolerance, common_steps
+from lockstep.reference import SAME_START, StepPair, Tolerance, common_steps
 from lockstep.text import count
-from lockstep.trace import Named, Trace
+from lockstep.trace import STATE, Named, Trace
 from lockstep.verdict import Finding
 
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
@@ -29,15 +29,46 @@ def compare_starts(pair: StepPair) -> Iterator[Finding]:
     """Compares weights and statistics before a step; later states may differ by rounding."""
     second = pair.second
     second.mark_checked()
+    is_first = pair.first.number == min({*pair.first.trace.steps} & {*second.trace.steps})
+    if is_first:
+        yield from _not_restored(pair)
     if not (apart := pair.start_distances):
         return
     far = max(apart.values())
     if second.trace.about.replayed is not None:
         text = "the step was to start from the state of the first recording, and does not"
         yield second.found("not_replayed", text, distance=far)
-    elif pair.first.number == min({*pair.first.trace.steps} & {*second.trace.steps}):
+    elif is_first:
         why = _why_start(*pair.states("before"), list(apart))
         yield second.found(*why, tensors=apart, distance=far)
+
+
+def _not_restored(pair: StepPair) -> Iterator[Finding]:
+    """Finds optimizer state that a training lacks that starts from the weights of the first."""
+    first, second = pair.first, pair.second
+    kind = "replaced" if second.has("replaced") else "before"
+    rules = [step.trace.about.optimizer.get("class") for step in (first, second)]
+    weights = pair.states("before", kind)
+    if rules[0] != rules[1] or not weights[0]:
+        return
+    if any(distance(weights[1][n], a) > SAME_START * norm(a) for n, a in weights[0].items()):
+        return
+    given, own = (
+        {
+            (variable.of, variable.slot): state[key]
+            for key, variable in zip(step.trace.keys, step.trace.about.variables, strict=True)
+            if variable.kind == STATE and variable.of and key in state
+        }
+        for step, state in ((first, first.named("before")[0]), (second, second.named(kind)[0]))
+    )
+    places = {place: (pair.in_second(place[0]), place[1]) for place in given}
+    lost = [p for p, its in places.items() if norm(given[p]) and not norm(own.get(its, 0.0))]
+    if lost:
+        text = (
+            f"{len(lost)} of {len(given)} arrays of optimizer state are 0 or missing before the"
+            " first step, which starts from the weights of the first recording"
+        )
+        yield second.found("not_restored", text, tensors=dict.fromkeys(of for of, _ in lost))
 
 
 def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:

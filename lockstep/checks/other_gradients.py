@@ -154,7 +154,9 @@ def _mean_of_means(pair: StepPair, wrong: Sequence[str]) -> str:
         return ""
     # Synchronized layers send gradients to other replicas; only the weights after them are
     # conclusive.
-    is_coupled = any(kind_of(layer) == "batchnorm" for layer in step.trace.about.layers)
+    is_coupled = not pair.has_same_shards and any(
+        kind_of(layer) == "batchnorm" for layer in step.trace.about.layers
+    )
     sizes, num = step.sizes, len(sent)
     candidates = []  # Shares of the sent gradients, reason, fewest gradients that they give.
     if all(sizes) and len(set(sizes)) > 1:
@@ -240,7 +242,7 @@ def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
         return [pair.second.found("inference_mode", text, tensors=wrong)]
     # If neither script synchronizes BatchNorm, it is by design.
     is_choice = all(num_local_norms(step) for step, _ in pair.both)
-    for step, which in pair.both:
+    for step, which in pair.both if not pair.has_same_shards else ():
         count = num_local_norms(step)
         if count and step.trace.about.num_replicas > 1:
             text = (
@@ -249,8 +251,10 @@ def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
             )
             causes.append(("local_statistics", text, is_choice))
     causes += [(cause, text, False) for cause, text in other_settings(pair)]
-    if not causes and any(
-        is_random(layer) for step, _ in pair.both for layer in step.trace.about.layers
+    if (
+        not causes
+        and not pair.has_same_shards
+        and any(is_random(layer) for step, _ in pair.both for layer in step.trace.about.layers)
     ):
         text = "random layers draw other numbers in the two recordings"
         causes.append(("random_layers", text, True))

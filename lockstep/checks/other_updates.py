@@ -216,7 +216,7 @@ def _why_statistics(
         text = f"each statistic changes {scale:.4g} times as much as in the first recording"
         yield found("other_batch_norm_momentum", text, tensors=left)
         return
-    for step, which in pair.both:
+    for step, which in pair.both if not pair.has_same_shards else ():
         names, after = step.of_kind(STATISTIC), step.named("after")
         if any(not same_bits(after[0][n], other[n]) for other in after[1:] for n in names):
             text = f"each replica of the {which} recording has the statistics of its own examples"

@@ -13,13 +13,15 @@ def check_start(context: Context) -> Iterator[Finding]:
     if not context.has("before"):
         return
     context.mark_checked()
-    before = context.named("before")
-    previous = context.previous
-    if not (previous and previous.has("after")) or context.trace.about.replayed is not None:
-        yield from _differing_copies(context, "before", "before the step")
+    # The copies' own state, also where that of another recording was loaded in its place.
+    kind = "replaced" if context.has("replaced") else "before"
+    before = context.named(kind)
+    previous, is_own = context.previous, kind == "replaced" or context.trace.about.replayed is None
+    if not (is_own and previous and previous.has("after")):
+        yield from _differing_copies(context, kind, "before the step")
     else:
         after, fixed = previous.named("after"), _kept_between_steps(previous, context)
-        yield from _differing_copies(context, "before", "before the step", but=fixed)
+        yield from _differing_copies(context, kind, "before the step", but=fixed)
         yield from _lost_state(context, after, before)
         for name in fixed:
             changed = [

@@ -4,10 +4,12 @@
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import shutil
 import sys
+import warnings
 
 import numpy as np
 import torch
@@ -45,8 +47,9 @@ def batch(step, shard=0, num_shards=1):
     return x[shard::num_shards], y[shard::num_shards]
 
 
-def train(model, optimizer, path=None, num_steps=4, shards=(0, 1), **options):
+def train(model, optimizer, path=None, num_steps=4, shards=(0, 1), by_shard=None, **options):
     """Trains, with a recording if there is a path, and returns the final bits."""
+    options |= {"shards": by_shard} if by_shard else {}
     record = record_torch.record(path, model, optimizer, **options) if path else None
     with record or contextlib.nullcontext():
         for step in range(num_steps):
@@ -209,6 +212,8 @@ def case_replay():
         assert again.about["replayed"] == replay
         if not permute:
             assert_equal(first.arrays, again.arrays)
+            assert again.replaced["1/replaced/0/0"].min() == 1  # What the script starts from.
+            assert {*again.about["aliases"]} >= {n for n in again.replaced if n[:2] == "2/"}
     verdict = compare("first.npz", "again.npz")
     assert not verdict.findings and {"update", "gradients"} <= {*verdict.checked}
     assert again.about["permuted"] == 1
@@ -224,6 +229,46 @@ def case_replay():
     model = network(0.3)
     torch.manual_seed(1)
     assert_equal(random.arrays, trained("again", model, steps=3, replay="random.npz").arrays)
+
+
+def of_two(name, dropout):
+    """Records two trainings as the ranks of one."""
+    for rank in range(2):
+        model = network(dropout)
+        torch.manual_seed(rank)
+        train(model, momentum(model), "part.npz", shards=(rank, 2), steps=1)
+        trace = Trace("part")
+        arrays = {key.replace("/0/", f"/{rank}/"): x for key, x in trace.arrays.items()}
+        about = trace.about | {"num_replicas": 2, "replicas": [rank], "reduction": "mean"}
+        np.savez(f"{name}.rank{rank}.npz", about=np.array(json.dumps(about)), **arrays)
+    return Trace(name)
+
+
+def case_shards():
+    """One process computes each replica's part of the batch, with its random numbers."""
+    others = {"steps": 1, "replay": "shards.npz"}
+    options = others | {"by_shard": "each"}
+    for dropout in (0.0, 0.3):
+        two, model = of_two("shards", dropout), network(dropout)
+        one = trained("by_shard", model, momentum, **options)
+        assert "forward" not in vars(model)
+        np.testing.assert_array_equal(one.arrays["1/shards/0/0"], np.arange(12) % 2)
+        assert_close(one.kind("raw"), mean_of_raw(two, 0))
+        for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+            np.testing.assert_array_equal(one.kind("after")[name], two.kind("after")[name])
+    permuted = trained("by_shard_permuted", None, momentum, permute=1, **options)
+    assert sorted(permuted.arrays["1/shards/0/0"]) == [0] * 6 + [1] * 6
+    model = network()
+    compiled = torch.compile(model, backend="eager") if HAS_TORCH else model
+    assert "1/shards/0/0" in trained("compiled", compiled, momentum, **options).arrays
+    model = network()
+    optimizer = momentum(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(model, optimizer, "half.npz", shards=(0, 2), by_shard="each", **others)
+    assert "1/shards/0/0" not in Trace("half").arrays
+    text = "half.npz: step 0 has other examples than shards.npz; not computed for each shard"
+    assert text in [str(warning.message) for warning in told]
 
 
 def case_other_optimizer():
@@ -549,6 +594,11 @@ def case_errors():
         model.eval()
         train(model, optimizer, "evaluation.npz", steps=1, replay="first.npz")
 
+    def with_one_output():
+        whole = network()
+        whole.forward = lambda x, inner=whole.forward: inner(x).sum()
+        train(whole, momentum(whole), "output.npz", steps=1, replay="shards.npz", by_shard="each")
+
     with open("damaged.npz", "wb") as file:
         file.write(b"PK\x03\x04 damaged")
     with np.load("first.npz") as file:
@@ -573,6 +623,12 @@ def case_errors():
         ("replay: 1.bias (4,) is not matched by 4.weight (5, 64); pass names", model, optimizer,
          {"steps": [0], "replay": "first.npz", "names": {"1.bias": "4.weight"}}),
     ]  # fmt: skip
+    cases += [
+        ("shards='each': must be 'each', with replay= and in one process", model, optimizer,
+         {"shards": "each"}),
+        ("shards='all': must be 'each', with replay= and in one process", model, optimizer,
+         {"shards": "all", "replay": "first.npz"}),
+    ]  # fmt: skip
     for expected, *arguments, options in cases:
         refused(expected, record, "x.npz", *arguments, **options)
     for path in ("x.npy", "nowhere/x.npz"):
@@ -580,6 +636,7 @@ def case_errors():
         refused(expected, record, path, model, optimizer)
     refused("optimizer.step: calls its closure twice, which cannot be recorded", with_closure)
     refused("replay: no forward pass was seen", in_evaluation)
+    refused("shards='each': the model has an output of shape (), without a row", with_one_output)
 
 
 def case_compiled():
@@ -718,8 +775,9 @@ def case_other_meshes():
 
 CASES = {
     "one": [
-        *(case_format, case_bits, case_replay, case_other_optimizer, case_port, case_gradients),
+        *(case_format, case_bits, case_replay, case_shards, case_port, case_gradients),
         *(
+            case_other_optimizer,
             case_autocast,
             case_autocast_inside,
             case_modes,

@@ -13,6 +13,7 @@ import numpy as np
 
 __version__ = "2.0+stand.in"
 strided, bfloat16, equal, argsort = "strided", np.float16, np.array_equal, np.argsort
+int64 = np.int64
 float16 = "torch.float16"  # Only of autocast, which changes nothing here.
 set_num_threads = abs  # There is one thread.
 cuda = types.SimpleNamespace(is_initialized=lambda: False, set_rng_state=None)
@@ -129,8 +130,18 @@ def _exchanged(value):
     return both if _world[0] == 0 else both[::-1]
 
 
-def tensor(data):
+def tensor(data, device=None):
     return np.array(data).view(Tensor)
+
+
+def cat(tensors):
+    whole = tensor(np.concatenate(tensors))
+    whole.weights = [weight for each in tensors for weight in each.weights]
+    return whole
+
+
+def zeros(size, dtype):
+    return tensor(np.zeros(size, dtype))
 
 
 def as_tensor(data):
@@ -210,7 +221,7 @@ class Module:
     """The output for an example is its mean times the sum of all weights."""
 
     def __init__(self):
-        self.training, self.buffers = True, {}
+        self.training, self._buffers = True, {}
         self._forward_pre_hooks, self._forward_hooks = {}, {}
 
     def __call__(self, *args):
@@ -259,7 +270,7 @@ class Module:
         return self._named(vars, recurse)
 
     def named_buffers(self, recurse=True):
-        return self._named(lambda module: module.buffers, recurse)
+        return self._named(lambda module: module._buffers, recurse)
 
     def parameters(self):
         return [p for _, p in self.named_parameters()]
@@ -308,13 +319,13 @@ class BatchNorm2d(Module):
         super().__init__()
         self.eps, self.momentum = 1e-5, 0.1
         self._add(weight=(width,), bias=(width,))
-        self.buffers = {"running_mean": _draw(width), "running_var": _draw(width)}
-        self.buffers["num_batches_tracked"] = tensor(0)
+        self._buffers = {"running_mean": _draw(width), "running_var": _draw(width)}
+        self._buffers["num_batches_tracked"] = tensor(0)
 
     def used(self, x):
         if self.training:
-            self.buffers["running_mean"][...] += np.float32(x.mean())
-            self.buffers["num_batches_tracked"][...] += 1
+            self._buffers["running_mean"][...] += np.float32(x.mean())
+            self._buffers["num_batches_tracked"][...] += 1
         return 1
 
 
