@@ -59,7 +59,11 @@ CAUSES = {  # Cause → remedy, in any framework.
     " or the optimizer",
     # Gradients of a replica.
     "scaled_gradient": "divide the loss by the global batch size exactly once",
-    "loss_scale_left": "divide the gradients by the loss scale before they are summed",
+    "loss_scale_left": "divide the gradients by the loss scale before they are applied: in PyTorch,"
+    " call scaler.step(optimizer)",
+    "other_loss_scale": "use the same loss scale on all replicas while gradients are summed",
+    "micro_batches_not_averaged": "divide the loss of each micro-batch once, by the number of"
+    " micro-batches that a replica accumulates in a step",
     "stale_gradient": "send the gradients of the current step: clear buffers with those of the"
     " previous step",
     "stale_weights": "compute each step with the weights that the last update gave",
@@ -84,7 +88,8 @@ CAUSES = {  # Cause → remedy, in any framework.
     "not_all_reduced": "sum the gradients over the replicas before the update",
     "lost_replica": "include every replica in the all-reduce of every variable",
     "repeated_gradient": "add the gradient of each replica once",
-    "lost_micro_batch": "accumulate the gradients of all micro-batches before the update",
+    "lost_micro_batch": "accumulate the gradients of all micro-batches before the update, and clear"
+    " them only after it",
     "sum_instead_of_mean": "divide the sum of the gradients by the number of replicas once",
     "mean_instead_of_sum": "do not average gradients of losses that are divided by the global batch"
     " size",
@@ -93,6 +98,9 @@ CAUSES = {  # Cause → remedy, in any framework.
     "clipped_before_the_sum": "clip after the all-reduce",
     "clipped_on_one_replica": "clip on all replicas, after the all-reduce",
     "other_clipping": "clip to the same norm in both trainings, after the all-reduce",
+    "clipped_before_unscale": "call scaler.unscale_(optimizer) before the gradients are clipped",
+    "clipped_in_each_micro_batch": "clip once per step, after the last micro-batch: with"
+    " Accelerate, if accelerator.sync_gradients",
     "overflow_not_skipped": "skip the step on all replicas if the gradient of any overflows",
     # Update.
     "not_updated": "apply the summed gradients on every replica",

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lockstep.arithmetic import EPS, MARGIN, UNITS
+from lockstep.checks.other_clipping import compare_clipping
 from lockstep.checks.other_examples import (
     compare_examples,
     compare_losses,
@@ -15,7 +16,7 @@ from lockstep.checks.other_examples import (
     other_examples,
     repeated_batch,
 )
-from lockstep.checks.other_gradients import compare_clipping, compare_gradients
+from lockstep.checks.other_gradients import compare_gradients
 from lockstep.checks.other_updates import compare_rules, compare_statistics
 from lockstep.context import Context
 from lockstep.engine import Result, check_step, require_steps, verdict_of

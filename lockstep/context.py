@@ -203,6 +203,31 @@ class Context:
             return sent[copy]
         return scaled_all(add_named(sent), self.share(0)) if len(sent) > 1 else sent[0]
 
+    def entering(self, copy: int) -> Named:
+        """Returns a copy's gradients before clipping, as the script has left them; {} if unknown.
+
+        A script may divide or sum them itself after the backward pass.
+        """
+        if own := self.trace.named(self.position, "unclipped", copy):
+            return own
+        is_known = self.trace.calls(self.position, copy) and self.has("clipped") and self.clips_sum
+        return self.named("clipped")[copy] if is_known else {}
+
+    @functools.cached_property
+    def changed_by_hand(self) -> Named:
+        """The whole gradient before clipping, if the script has changed what the sum gave."""
+        entering = self.entering(0)
+        if self.has("sums"):
+            received = self.named("sums")[0]
+        elif self.has("raw") and len(self.shards) == 1:
+            received = self.named("raw")[0]
+        else:
+            return entering
+        is_same = all(
+            name in received and same_bits(g, received[name]) for name, g in entering.items()
+        )
+        return {} if is_same else entering
+
     def share(self, shard: int) -> float:
         """Returns a shard's share of the sum: 1, or one over the number of shards for a mean."""
         return 1 / len(self.shards) if self.trace.about.reduction == "mean" else 1.0

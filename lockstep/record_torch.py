@@ -9,7 +9,8 @@ needs PyTorch and NumPy.
 Of several processes, each writes one file: `two.rank0.npz`, `two.rank1.npz`. Recording does not
 change the bits of the training; between recorded steps, the model has no hooks. A gradient is
 copied when autograd has computed it (`raw`: before DDP reduces it; not visible with FSDP2), at the
-end of `backward` if DDP or FSDP2 has reduced it (`sums`), and in `optimizer.step` (`clipped`). What
+end of `backward` if DDP or FSDP2 has reduced it (`sums`), when it is clipped (`unclipped`), and in
+`optimizer.step` (`clipped`). All but the last are divided by the loss scale of a `GradScaler`. What
 does not exist has no array: optimizer state before the first update, `sums` if DDP is bypassed.
 """
 
@@ -32,6 +33,7 @@ NAMES = {"lr": "learning_rate", "eps": "epsilon", "alpha": "rho", "stride": "str
 OF_LAYERS = ("eps", "momentum", "stride", "padding", "dilation", "groups", "p")
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 FORMAT = {"format": "lockstep trace", "version": 2, "framework": "torch", "order": "reduce, clip"}
+CLIPPING = ("clip_grad_norm_", "clip_grads_with_norm_", "_clip_grads_with_norm_")
 AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
 
 
@@ -78,7 +80,7 @@ class record:
         self.num_replicas = dist.get_world_size(group) if is_distributed else 1
         self.is_sharded = _is_sharded(self.module, self.num_replicas)
         self.variables: dict[str, dict[str, str]] = {}  # In the order of their arrays.
-        kept = ("steps", "settings", "micro_batches", "in_evaluation")
+        kept = ("steps", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale")
         self.per_step: dict[str, list[Any]] = {key: [] for key in kept}
         self.arrays: dict[str, Any] = {}
         self.computed_in = ""  # Of all steps.
@@ -126,16 +128,16 @@ class record:
         torch.autograd.backward = self.original
         self.counter.remove()
         self.hooks.close()
+        self.is_on = False
         self._write()
 
     def _install_hooks(self) -> None:
         """Removes the hooks of the last step, and installs those of a step that is recorded."""
         self.hooks.close()
-        self.now: dict[str, np.ndarray] = {}
-        self.losses: list[Tensor] = []
         self.in_evaluation: dict[str, None] = {}  # Names of layers.
-        self.num_forward, self.inverse, self.is_reduced = 0, None, self.is_sharded
+        self.inverse, self.is_reduced = None, self.is_sharded
         self.outside: Any = None  # During a forward pass, the arrays from before it.
+        self._forget()
         self.is_on = self.step in self.wanted
         if not self.is_on:
             return
@@ -145,6 +147,7 @@ class record:
         add(self.optimizer.register_step_pre_hook(self._before_update))
         for _, layer in self.module.named_modules():
             add(layer.register_forward_hook(self._note_dtype))
+        self._replace_functions()
         if self.ddp:
             add(self.ddp.register_forward_pre_hook(self._before_ddp))
         if self.is_by_shard:
@@ -158,14 +161,80 @@ class record:
                 hook = functools.partial(self._after_gradient, index)
                 add(p.register_post_accumulate_grad_hook(hook))
 
+    def _forget(self) -> None:
+        """Forgets what was seen of a step: it begins, or GradScaler skipped its update."""
+        self.now: dict[str, np.ndarray] = {}
+        self.losses: list[Tensor] = []
+        self.calls: list[str] = []
+        self.removed: dict[int, np.ndarray] = {}  # Between backward passes, by number of weight.
+        self.unclipped: tuple[list[Tensor | None], float] | None = None  # With their scale.
+        self.num_forward, self.loss_scale = 0, 1.0
+        self.scale = 1.0  # Of the gradients now: 1 after `unscale_`.
+
+    def _replace_functions(self) -> None:
+        """Replaces the functions that clip gradients and scale losses, until the step ends."""
+        utils = nn.utils
+        for owner in (utils, getattr(utils, "clip_grad", None)):
+            for name in CLIPPING:  # The last is called by the first, however that was imported.
+                self._replace(owner, name, functools.partial(self._clip, "norm"))
+            self._replace(owner, "clip_grad_value_", functools.partial(self._clip, "value"))
+        scaler = getattr(getattr(torch, "amp", None), "GradScaler", None)
+        self._replace(scaler, "scale", self._scale_loss)
+        self._replace(scaler, "unscale_", self._unscale)
+        self._replace(scaler, "update", self._update_scale)
+
+    def _replace(self, owner: Any, name: str, function: Any) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **options: Any) -> Any:
+            return function(original, *args, **options)
+
+        setattr(owner, name, replaced)
+        self.hooks.callback(setattr, owner, name, original)
+
+    def _clip(self, kind: str, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
+        """Keeps the gradients before the first of several functions clips them."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        own = {*self.weights.values()}.intersection(parameters)
+        limit = [*args, *(options[x] for x in ("max_norm", "clip_value") if x in options)][0]
+        call = f"clip {kind} {float(limit):g}"
+        if self.is_on and own and self.calls[-1:] != [call]:
+            if not self.unclipped:
+                gradients = [p.grad for p in self.weights.values()]
+                copies = [None if g is None else g.detach().clone() for g in gradients]
+                self.unclipped = copies, self.scale
+            self.calls.append(call)
+        return original(parameters, *args, **options)
+
+    def _scale_loss(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
+        scaled = original(scaler, *args, **options)
+        if scaler.is_enabled():
+            self.loss_scale = self.scale = float(scaler.get_scale())
+        return scaled
+
+    def _unscale(self, original: Any, scaler: Any, optimizer: Any) -> Any:
+        result = original(scaler, optimizer)
+        if optimizer is self.optimizer and scaler.is_enabled():
+            self.scale = 1.0
+            self.calls.append("unscale")
+        return result
+
+    def _update_scale(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
+        if self.losses and "unscale" in self.calls:
+            self._forget()
+        return original(scaler, *args, **options)
+
     def _before_ddp(self, *_: Any) -> None:
         self.is_reduced = self.ddp.require_backward_grad_sync
 
     def _before_forward(self, module: nn.Module, args: Any, options: Any) -> Any:
         if not torch.is_grad_enabled() or not module.training:
             return None
-        if self.losses and all(p.grad is None for p in self.weights.values()):
-            self.now, self.losses, self.num_forward = {}, [], 0  # GradScaler skipped the update.
+        if self.losses and self._is_skipped():
+            self._forget()
         self._begin(is_forward=True)
         is_inner = self.outside is not None
         if is_inner:  # In Lightning, DDP calls the model, which calls itself: the last call counts.
@@ -182,7 +251,15 @@ class record:
         self._add("data", batch)
         self._note_modes()
         self.num_forward += 1
+        self.calls += [] if is_inner else ["forward"]
         return args, options
+
+    def _is_skipped(self) -> bool:
+        """Returns whether the script has discarded gradients that overflow, without an update."""
+        if any(p.grad is not None for p in self.weights.values()):
+            return False
+        arrays = [*map(_to_array, self.losses), *self.now.values()]
+        return not all(np.isfinite(x).all() for x in arrays)
 
     def _note_modes(self) -> None:
         modes = {name: module.training for name, module in self.module.named_modules()}
@@ -208,16 +285,39 @@ class record:
     def _after_gradient(self, index: int, p: Tensor) -> None:
         self._begin()
         self.has_gradients = True
-        self._save("raw", [p.grad], index)
+        self._save("raw", [p.grad], index, self.scale)
 
     def _backward(self, tensors: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `torch.autograd.backward`."""
         self.has_gradients = self.is_sharded
+        if self.is_on:
+            self._note_removed()
         self.original(tensors, *args, **options)
         if self.now and self.has_gradients:  # Otherwise, it is the loss of another model.
-            self.losses += [x.detach().clone() for x in tree_leaves(tensors) if x.numel() == 1]
+            scalars = [x.detach().clone() for x in tree_leaves(tensors) if x.numel() == 1]
+            self.losses += [x / self.scale for x in scalars]
+            self.unclipped = None
             if self.is_reduced:
-                self._save("sums", [p.grad for p in self.weights.values()])
+                self._save("sums", [p.grad for p in self.weights.values()], 0, self.scale)
+            self.calls.append("backward, all-reduced" if self.is_reduced else "backward")
+
+    def _note_removed(self) -> None:
+        """Adds what the script took from the gradients since the last backward pass."""
+        passes = [call for call in self.calls if call.startswith("backward")]
+        if not passes:
+            return
+        kind = "sums" if passes[-1] != "backward" else "raw"
+        is_left = is_removed = False
+        for index, p in enumerate(self.weights.values()):
+            left = self.now.get(f"{kind}/{self.rank}/{index}")
+            if left is None:
+                continue
+            array = np.zeros_like(left) if p.grad is None else _to_array(p.grad) / self.scale
+            is_left |= bool(array.any())
+            if (array != left).any():
+                self.removed[index] = self.removed.get(index, 0) + left - array
+                is_removed = True
+        self.calls += ["clear"] if is_removed and not is_left else []
 
     def _before_update(self, optimizer: Any, args: Any, options: Any) -> Any:
         if not any(callable(x) for x in [*args[1:], *options.values()]):
@@ -241,18 +341,33 @@ class record:
         if not self.num_forward:  # The whole model is in evaluation mode.
             self._note_modes()
         self._save("loss", [sum(self.losses)] if self.losses else [])
-        self._save("clipped", [p.grad for p in self.weights.values()])
+        if len(self.losses) > 1:
+            self.now[f"losses/{self.rank}/0"] = np.stack([_to_array(x) for x in self.losses])
+        for index, array in self.removed.items():
+            self.now[f"removed/{self.rank}/{index}"] = array
+        gradients = [p.grad for p in self.weights.values()]
+        if self.unclipped:
+            self._save("unclipped", self.unclipped[0], 0, self.unclipped[1])
+        elif self.is_sharded:  # Each rank takes part in gathering the shards.
+            self._save("unclipped", gradients, 0, self.scale)
+        scale = getattr(self.optimizer, "grad_scale", None)  # The optimizer divides by it itself.
+        self._save("clipped", gradients, 0, scale)
         names = {p: name for name, p in self.weights.items()}
         groups = [(x, [names[p] for p in x["params"]]) for x in self.optimizer.param_groups]
         self.groups = [{**_settings(group), "weights": weights} for group, weights in groups]
 
     def _after_update(self, *_: Any) -> None:
+        if self.is_on and getattr(self.optimizer, "found_inf", None):
+            self._forget()  # The optimizer skipped the update itself.
+            return
         if self.is_on:
             self._save_variables("after")
             self.per_step["steps"].append(self.step)
             self.per_step["settings"].append(self.groups)
             self.per_step["micro_batches"].append(max(self.num_forward, 1))
             self.per_step["in_evaluation"].append([*self.in_evaluation])
+            self.per_step["calls"].append(self.calls)
+            self.per_step["loss_scale"].append(self.loss_scale)
             if self.parts:
                 text = f"step {self.step} has other examples than {self.replay}"
                 warnings.warn(f"{self.path}: {text}; not computed for each shard", stacklevel=2)
@@ -395,9 +510,11 @@ class record:
             self.variables.setdefault(variable["name"], variable)
             self._save(kind, [value], list(self.variables).index(variable["name"]))
 
-    def _save(self, kind: str, values: Sequence[Any], start: int = 0) -> None:
+    def _save(self, kind: str, values: Sequence[Any], start: int = 0, scale: Any = None) -> None:
         for index, value in enumerate(values, start):
             key = f"{kind}/{self.rank}/{index}"
+            if scale not in (None, 1) and value is not None:
+                value = value / float(scale)
             if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
                 self.now[f"{key}/values"] = _to_array(value._values())
                 self.now[f"{key}/indices"] = _to_array(value._indices()[0])

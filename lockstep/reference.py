@@ -169,8 +169,17 @@ class StepPair:
 
     @functools.cached_property
     def gradients(self) -> tuple[Named, Named]:
-        """The gradients of the whole batch before clipping in both; empty if not recorded."""
-        return self._common_gradients(*map(_whole_gradient, (self.first, self.second)))
+        """The gradients of the whole batch before clipping in both; empty if not recorded.
+
+        They are those that a script has divided or summed itself, if the received ones differ.
+        """
+        both = self.first, self.second
+        received = [_whole_gradient(step) for step in both]
+        found = self._common_gradients(*received)
+        changed = [{} if step.is_wrong("all-reduce") else step.changed_by_hand for step in both]
+        if not any(changed) or (found[0] and not self.tolerance.wrong(found[1], found[0])):
+            return found
+        return self._common_gradients(*(c or r for c, r in zip(changed, received, strict=True)))
 
     @functools.cached_property
     def different_gradients(self) -> dict[str, float]:

@@ -35,7 +35,7 @@ _NAME = re.compile(
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
 _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
-    *("in_evaluation", "permuted"),
+    *("in_evaluation", "calls", "loss_scale", "permuted"),
 )
 _ADVICE = "pass a file that a recorder of Lockstep wrote"
 

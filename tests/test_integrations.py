@@ -22,7 +22,7 @@ EXAMPLES = {
             "": set(),
             "unwrapped": {("all-reduce", "not_all_reduced")},
             "scheduler": {("update", "other_learning_rate")},
-            "clip": {("gradients", "unexplained")},
+            "clip": {("gradients", "clipped_in_each_micro_batch")},
         },
     ),
     "record_hf_trainer": (

@@ -7,7 +7,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.arithmetic import distance, norm, rows_of, same_bits
+from lockstep.arithmetic import (
+    add_named,
+    dense,
+    distance,
+    factor_of,
+    is_far,
+    norm,
+    rows_of,
+    same_bits,
+)
 from lockstep.checks.examples import why_rows
 from lockstep.context import Context
 from lockstep.reference import SAME_START, StepPair, Tolerance, common_steps
@@ -344,6 +353,7 @@ def _losses(context: Context) -> list[float]:
     if not context.has("loss") or not all(context.arrays("loss")):
         return []
     losses = [[float(np.sum(np.float64(a))) for a in arrays] for arrays in context.arrays("loss")]
+    times = {1.0, _factor_by_hand(context)}
     forms = [[each[0] for each in losses]]
     # Keras' second array is the regularisation, a part of the first.
     if all(len(each) > 1 for each in losses):
@@ -353,4 +363,16 @@ def _losses(context: Context) -> list[float]:
         found += [float(np.mean(per_shard)), float(np.sum(per_shard))]
         if all(context.sizes):
             found.append(float(np.average(per_shard, weights=context.sizes)))
-    return found
+    return [factor * loss for factor in times for loss in found]
+
+
+def _factor_by_hand(context: Context) -> float:
+    """Returns the factor by which a script multiplies its gradients, in place of its loss; or 1."""
+    changed, name = context.changed_by_hand, "sums" if context.has("sums") else "raw"
+    if not changed or not context.has(name):
+        return 1.0
+    own = add_named(context.named(name))
+    names = [n for n in changed if n in own]
+    factor = factor_of([changed[n] for n in names], [own[n] for n in names])
+    is_factor = factor > 0 and not any(is_far(changed[n], factor * dense(own[n])) for n in names)
+    return factor * len(context.named(name)) if is_factor else 1.0

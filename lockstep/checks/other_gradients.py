@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.arithmetic import dense, factor_of, norm, scaled_all, total_norm
+from lockstep.arithmetic import EPS, MARGIN, UNITS, dense, factor_of, norm, scaled_all
 from lockstep.checks.random_numbers import is_random
 from lockstep.context import Context
 from lockstep.hypotheses.of_layers import (
@@ -13,6 +13,11 @@ from lockstep.hypotheses.of_layers import (
     num_local_norms,
     other_settings,
     reordered_rows,
+)
+from lockstep.hypotheses.of_micro_batches import (
+    factors_of_micro_batches,
+    odd_losses,
+    removed_gradients,
 )
 from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.oracles.rules import IN_GRADIENT
@@ -74,10 +79,15 @@ def _explanations(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
     (first, second), found = pair.gradients, pair.second.found
     scale = factor_of([second[name] for name in wrong], [first[name] for name in wrong])
     if np.isfinite(scale) and scale and _explains(pair, wrong, scaled_all(first, scale)):
-        yield found(*_name_of_factor(pair, scale), tensors=wrong)
+        text = f"each gradient is {scale:.6g} times that of the first recording"
+        for cause, reason in names_of_factor(pair, scale) or [("scaled_gradient", "")]:
+            yield found(cause, f"{text}: {reason}" if reason else text, tensors=wrong)
     if text := _mean_of_means(pair, wrong):
         yield found("mean_of_means", text, tensors=wrong)
     yield from _regularised(pair, wrong)
+    for why, terms in removed_gradients(pair):
+        if _explains(pair, wrong, *terms):
+            yield found(*why, tensors=wrong)
     if (kept := pair.kept_gradients) and _explains(pair, wrong, first, kept):
         text = "the gradients of the previous step are not cleared, and those of this one are added"
         yield found("stale_gradient", text, tensors=wrong)
@@ -105,13 +115,12 @@ def _explains(pair: StepPair, wrong: Sequence[str], *terms: Named) -> bool:
     return set(pair.tolerance.wrong(total, first)) == set(wrong)
 
 
-def _name_of_factor(pair: StepPair, scale: float) -> tuple[str, str]:
-    """Returns the cause of a common factor of all gradients, and a sentence."""
-    text = f"each gradient is {scale:.6g} times that of the first recording"
+def names_of_factor(pair: StepPair, scale: float) -> list[tuple[str, str]]:
+    """Returns the causes of a common factor of all gradients, and what the factor is, in words."""
+    known = factors_of_micro_batches(pair)  # Factor, cause, reason.
     second, first = (step.trace.about.num_replicas for step, _ in pair.both)
-    known = []  # Factor, cause, reason.
     if second != first:
-        known = [
+        known += [
             (second / first, "sum_instead_of_mean", "the number of replicas"),
             (first / second, "mean_instead_of_sum", "one over the number of replicas"),
         ]
@@ -126,10 +135,11 @@ def _name_of_factor(pair: StepPair, scale: float) -> tuple[str, str]:
                 " one script divides by their sum, the other by their number"
             )
             known += [(factor, "other_loss_reduction", why) for factor in (mean, 1 / mean)]
+    found: dict[str, str] = {}  # One reason for each cause, the most likely first.
     for factor, cause, why in known:
         if abs(scale - factor) < 1e-3 * factor:
-            return cause, f"{text}: {why}"
-    return "scaled_gradient", text
+            found.setdefault(cause, why)
+    return [*found.items()]
 
 
 def _mean_weights(context: Context) -> list[float]:
@@ -240,6 +250,10 @@ def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
     causes: list[tuple[str, str, bool]] = []  # Cause, text, whether it is by design.
     if text := _other_modes(pair):
         return [pair.second.found("inference_mode", text, tensors=wrong)]
+    if why := odd_losses(pair):
+        return [pair.second.found(*why, tensors=wrong)]
+    if text := _other_dtypes(pair):
+        return [pair.second.found("reduced_precision", text, tensors=wrong)]
     # If neither script synchronizes BatchNorm, it is by design.
     is_choice = all(num_local_norms(step) for step, _ in pair.both)
     for step, which in pair.both if not pair.has_same_shards else ():
@@ -268,6 +282,22 @@ def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
     ]
 
 
+def _other_dtypes(pair: StepPair) -> str:
+    """Explains gradients by layers that compute in another dtype; "" if they do not, or if
+    rounding to it does not have such an effect."""
+    used = [
+        {about.computed_in for about in (step.trace.of_replica or {0: step.trace.about}).values()}
+        for step in (pair.first, pair.second)
+    ]
+    if used[0] == used[1]:
+        return ""
+    unit = max(UNITS.get(dtype, EPS) for dtype in used[0] | used[1])
+    if np.median([*pair.different_gradients.values()]) > MARGIN * unit:
+        return ""
+    first, second = (" and ".join(sorted(each or "the weights' dtype" for each in u)) for u in used)
+    return f"layers compute in {first} in the first recording, and in {second} in the second"
+
+
 def _other_modes(pair: StepPair) -> str:
     """Explains gradients by layers in evaluation mode in one recording; "" if there are none."""
     first, second = (
@@ -285,22 +315,3 @@ def _other_modes(pair: StepPair) -> str:
     if len(names) > 3:
         shown += ", …"
     return f"{len(names)} layers ({shown}) are in evaluation mode in one recording only"
-
-
-def compare_clipping(pair: StepPair) -> Iterator[Finding]:
-    """Compares the clipping factors of gradients that agree."""
-    is_wrong = pair.found_in("gradients") or pair.second.is_wrong("all-reduce", "clipping")
-    if is_wrong or not (pair.computes_the_same and pair.gradients[0] and pair.applied[0]):
-        return
-    pair.second.mark_checked()
-    if far := pair.tolerance.wrong(pair.applied[1], pair.applied[0]):
-        texts = []
-        for sent, applied in zip(pair.gradients, pair.applied, strict=True):
-            names = [name for name in applied if name in sent]
-            factor = factor_of([applied[n] for n in names], [sent[n] for n in names])
-            texts.append(f"{factor:.6g} (to norm {total_norm(applied):.4g})")
-        text = (
-            f"gradients are multiplied by {texts[0]} in the first recording and by {texts[1]} in"
-            " the second"
-        )
-        yield pair.second.found("other_clipping", text, distance=max(far.values()))

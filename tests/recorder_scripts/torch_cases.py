@@ -424,13 +424,42 @@ def case_skipped():
     with record_torch.record("skipped.npz", model, optimizer, steps=2):
         for step in range(3):
             x, y = batch(step)
-            F.mse_loss(model(x), y).backward()
+            (F.mse_loss(model(x), y) * (float("inf") if step == 1 else 1)).backward()
             if step != 1:
                 optimizer.step()
             optimizer.zero_grad()
     skipped = Trace("skipped")
     assert skipped.about["micro_batches"] == [1, 1] and skipped.about["steps"] == [0, 1]
     assert skipped.kind("data", 1).keys() == {"0"}
+
+
+def case_scaled():
+    """Gradients, losses and clipped norms of a GradScaler are recorded without its scale."""
+    clip, found = nn.utils.clip_grad_norm_, {}
+    for name, init_scale in (("plain", 1.0), ("scaled", 1024.0)):
+        model = network()
+        optimizer = adamw(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        with record_torch.record(f"{name}.npz", model, optimizer, steps=2):
+            for number in range(5):
+                x, y = batch(number)
+                times = 0.5 if number else float("inf")  # The first update is skipped.
+                scaler.scale(F.mse_loss(model(x), y) * times).backward()
+                if number % 2 == 0:
+                    scaler.unscale_(optimizer)
+                    clip(model.parameters(), 0.5)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    for p in model.parameters():  # Not None, as zero_grad leaves them.
+                        p.grad = torch.zeros_like(p)
+        found[name] = Trace(name)
+    plain, scaled = found.values()
+    calls = ["forward", "backward", "forward", "backward", "unscale", "clip norm 0.5"]
+    assert plain.about["calls"] == scaled.about["calls"] == [calls, calls]
+    assert plain.about["loss_scale"] == [0.5, 0.5] and scaled.about["loss_scale"] == [512, 512]
+    for kind in ("raw", "unclipped", "clipped", "loss"):
+        for step in (0, 1):
+            assert_close(plain.kind(kind, step), scaled.kind(kind, step))
 
 
 def case_accumulation():
@@ -782,6 +811,7 @@ CASES = {
             case_autocast_inside,
             case_modes,
             case_skipped,
+            case_scaled,
             case_accumulation,
             case_two_models,
         ),

@@ -408,8 +408,46 @@ def fully_shard(module, mesh=None):
 def _clip(parameters, limit):
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = np.sqrt(sum(float((g.astype(float) ** 2).sum()) for g in gradients))
-    for gradient in gradients:
-        gradient *= np.float32(min(1, limit / (norm + 1e-6)))
+    _clipping._clip_grads_with_norm_(parameters, limit, norm)
+
+
+def _clip_to(parameters, limit, norm):
+    for p in parameters:
+        if p.grad is not None:
+            p.grad *= np.float32(min(1, limit / (norm + 1e-6)))
+
+
+_clipping = types.SimpleNamespace(clip_grad_norm_=_clip, _clip_grads_with_norm_=_clip_to)
+
+
+class GradScaler:
+    def __init__(self, device, init_scale):
+        self.factor = init_scale
+
+    def is_enabled(self):
+        return True
+
+    def get_scale(self):
+        return self.factor
+
+    def scale(self, loss):
+        return loss * np.float32(self.factor)
+
+    def unscale_(self, optimizer):
+        found = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        for gradient in found:
+            gradient /= np.float32(self.factor)
+        self.is_finite = all(np.isfinite(gradient).all() for gradient in found)
+
+    def step(self, optimizer):
+        if self.is_finite:
+            optimizer.step()
+
+    def update(self):
+        self.factor *= 1 if self.is_finite else 0.5
+
+
+amp = types.SimpleNamespace(GradScaler=GradScaler)
 
 
 def _mse(x, y):
@@ -539,7 +577,7 @@ _parallel = _module("nn.parallel", DistributedDataParallel=DistributedDataParall
 nn = _module(
     "nn", **{layer.__name__: layer for layer in _layers}, DataParallel=DataParallel,
     ConvTranspose2d=type("ConvTranspose2d", (Module,), {}), parallel=_parallel,
-    utils=types.SimpleNamespace(clip_grad_norm_=_clip),
+    utils=types.SimpleNamespace(clip_grad_norm_=_clip, clip_grad=_clipping),
     init=types.SimpleNamespace(ones_=lambda p: p.copy_(ones(1))),
 )  # fmt: skip
 _module("nn.functional", mse_loss=_mse)

@@ -1,0 +1,113 @@
+"""Explains gradients by how a script accumulates those of micro-batches, and by its loss scale."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lockstep.arithmetic import dense, same_bits, scaled_all
+from lockstep.context import Context
+from lockstep.reference import StepPair
+from lockstep.trace import Named
+
+_CLOSE = 1e-3  # Relative deviation of losses that are equal.
+
+
+def factors_of_micro_batches(pair: StepPair) -> list[tuple[float, str, str]]:
+    """Returns the factors of gradients that a wrong number of micro-batches or a scale gives.
+
+    Returns:
+        Factor, cause, and the reason in words.
+    """
+    first, second = (
+        step.trace.micro_batches(step.position, 0) for step in (pair.first, pair.second)
+    )
+    ratios = {
+        float(second): f"the loss is not divided by the {second} micro-batches of a step",
+        1 / second: f"the loss is divided by the {second} micro-batches of a step twice",
+        second / first: f"the loss is divided by {first}, the micro-batches of the first recording,"
+        f" and a replica accumulates {second}",
+        first / second: f"gradients are those of {first} micro-batches, as in the first recording,"
+        f" and a replica accumulates {second}",
+    }
+    cause = "micro_batches_not_averaged"
+    found = [(f, cause, why) for f, why in ratios.items() if f != 1]
+    scale = pair.second.trace.loss_scale(pair.second.position, 0)
+    if scale != 1:
+        why = f"the loss scale, {scale:g}, by which they are not divided before the update"
+        found.append((scale, "loss_scale_left", why))
+    return found
+
+
+def removed_gradients(pair: StepPair) -> Iterator[tuple[tuple[str, str], list[Named]]]:
+    """Yields cause, text and terms of gradients that a script changes between micro-batches."""
+    step = pair.second
+    removed = pair.matching.to_first(_removed(step))
+    if not removed:
+        return
+    calls = step.trace.calls(step.position, 0)
+    ends = [i for i, call in enumerate(calls) if call.startswith("backward")]
+    between = set(calls[ends[0] : ends[-1]]) if ends else set()
+    if clips := sorted(call for call in between if call.startswith("clip")):
+        text = f"gradients are clipped ({clips[0].removeprefix('clip ')}) after each micro-batch"
+        why = "clipped_in_each_micro_batch", f"{text}, not only their sum"
+    elif "clear" in between:
+        text = f"gradients are cleared between the {len(ends)} micro-batches of a step"
+        why = "lost_micro_batch", f"{text}: only those after it count"
+    else:
+        text = f"the script changes gradients between the {len(ends)} micro-batches of a step"
+        why = "scaled_gradient", text
+    terms = [pair.gradients[0], _removed(pair.first), scaled_all(removed, -1.0)]
+    yield why, [term for term in terms if term]
+
+
+def _removed(step: Context) -> Named:
+    """Returns what a script took from the gradient of the whole batch between micro-batches."""
+    found = [step.trace.named(step.position, "removed", s) or {} for s in step.shards]
+    if not step.has("raw"):
+        return found[0]  # Of sharded gradients, which have been summed.
+    names = dict.fromkeys(name for own in found for name in own)
+    return {
+        name: step.share(0) * np.sum([dense(own[name]) for own in found if name in own], axis=0)
+        for name in names
+    }
+
+
+def odd_losses(pair: StepPair) -> tuple[str, str] | None:
+    """Explains gradients by a replica, or a micro-batch, whose loss is 0 or has another factor."""
+    losses = [_losses_of(step) for step in (pair.first, pair.second)]
+    if not all(losses):
+        return None
+    found = []  # Replica, micro-batch, factor over the first recording.
+    for (shard, number), (data, loss) in losses[1].items():
+        same = [other for given, other in losses[0].values() if _are_same(given, data)]
+        if same and same[0]:
+            found.append((shard, number, loss / same[0]))
+    usual = float(np.median([factor for *_, factor in found])) if len(found) > 2 else 0.0
+    odd = [each for each in found if abs(each[2] - usual) > _CLOSE * abs(usual)]
+    if not usual or not odd or 2 * len(odd) >= len(found):
+        return None
+    where = ", ".join(f"{number + 1} of replica {shard}" for shard, number, _ in odd)
+    factors = {round(factor / usual, 6) for *_, factor in odd}
+    if factors == {0.0}:
+        return "lost_micro_batch", f"the loss of micro-batch {where} is 0: it does not count"
+    return None
+
+
+def _losses_of(step: Context) -> dict[tuple[int, int], tuple[list[np.ndarray], float]]:
+    """Returns shard and number of each micro-batch → its examples and loss; empty if unknown."""
+    found = {}
+    for shard in step.shards:
+        losses = step.trace.arrays(step.position, "losses", shard)
+        count = step.trace.micro_batches(step.position, shard)
+        data = step.data[shard]
+        if not losses or len(losses[0]) != count or len(data) % count:
+            return {}
+        leaves = len(data) // count
+        for number, loss in enumerate(losses[0]):
+            own = data[number * leaves : (number + 1) * leaves]
+            found[shard, number] = own, float(np.sum(loss))
+    return found
+
+
+def _are_same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
+    return len(first) == len(second) and all(map(same_bits, first, second))
