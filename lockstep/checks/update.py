@@ -26,6 +26,11 @@ from lockstep.verdict import Finding
 
 def check_update(context: Context) -> Iterator[Finding]:
     """Checks the update of each copy, with the gradients that it applies."""
+    updates = [bool(own) for own in context.named("after")]
+    if any(updates) and not all(updates):
+        text = "the recording of these replicas ends before this step: they update no weights in it"
+        items = [copy for copy, has_update in enumerate(updates) if not has_update]
+        yield context.found("not_updated", text, kind="after", items=items)
     oracle = context.updater
     if oracle is None or not context.has("after"):
         return
