@@ -37,7 +37,9 @@ _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
     *("in_evaluation", "calls", "loss_scale", "permuted"),
 )
-_GROWING = ("steps", "variables", "settings", "micro_batches", "in_evaluation")  # Step by step.
+_GROWING = (  # Keys that are longer with each step.
+    *("steps", "variables", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale"),
+)
 _ADVICE = "pass a file that a recorder of Lockstep wrote"
 
 
