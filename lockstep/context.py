@@ -10,6 +10,7 @@ from lockstep.arithmetic import (
     MARGIN,
     TINY,
     add_named,
+    all_same_bits,
     are_finite,
     dense,
     distance,
@@ -259,17 +260,34 @@ class Context:
 
     def expected(self, shard: int) -> Expected:
         """Returns the step that a shard should compute, on one device."""
-        if shard not in self._expected and not self.oracle.synchronizes:
+        if shard not in self._expected and not self.oracle.synchronized_layers:
             self._expected[shard] = expected = self.expected_of(self.right[shard])
             self.in_float64 = expected.in_float64
         elif shard not in self._expected:
-            of_all = self.expected_of(self.right[0]._replace(data=self.whole, scales=(1.0, 1.0)))
+            of_all = self.expected_of(self.together(self.right))
             ends = np.cumsum(self.sizes)[:-1]
-            of_shards = zip(*(np.split(p, ends) for p in of_all.step.y_pred), strict=True)
-            for s, y_pred in enumerate(of_shards):
-                step = of_all.step._replace(y_pred=list(y_pred))
+            for s, after in enumerate(of_all.step.of_parts):
+                y_pred = [np.split(array, ends)[s] for array in of_all.step.y_pred]
+                step = of_all.step._replace(y_pred=y_pred, after=after)
                 self._expected[s] = of_all._replace(step=step)
         return self._expected[shard]
+
+    def together(self, parts: Sequence[Ask]) -> Ask:
+        """Returns the step of the whole batch, whose synchronised layers see all shards."""
+        return parts[0]._replace(data=self.whole, scales=(1.0, 1.0), parts=tuple(parts))
+
+    @functools.cached_property
+    def draws_outside(self) -> bool:
+        """Whether code between synchronised layers draws random numbers of its replica.
+
+        The step of the whole batch then is another one than that of the shards together.
+        """
+        if self.oracle.draws_outside:
+            return True
+        asks = [self.together(self.right)]
+        asks.append(asks[0]._replace(replica=self.right[-1].replica))
+        first, last = (self.compute(ask).raw for ask in asks)
+        return not all_same_bits(first, last)
 
     @property
     def uses_float64(self) -> bool:

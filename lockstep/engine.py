@@ -199,7 +199,7 @@ def why_idle(context: Context, trained: dict[str, bool]) -> str:
 def exact_shards(context: Context) -> frozenset[int]:
     """Returns the shards whose results are bitwise those of one device."""
     is_recorded = context.has("loss", "raw", "after")
-    if not context.computes or context.oracle.synchronizes or not is_recorded:
+    if not context.computes or context.oracle.synchronized_layers or not is_recorded:
         return frozenset()
     asks = [context.ask(shard, scales=(1.0, 1.0)) for shard in context.shards]
     computed = context.oracle.bitwise(asks, sum(context.sizes)) or ()

@@ -21,6 +21,7 @@ from lockstep.arithmetic import (
     same_bits,
     scaled_all,
 )
+from lockstep.checks.forward import DRAWS_OUTSIDE
 from lockstep.context import Actual, Context
 from lockstep.hypotheses import Hypothesis, explain, predicted_by
 from lockstep.hypotheses.of_gradients import gradient_hypotheses, synchronized_hypotheses
@@ -60,7 +61,7 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
     if not context.has("loss"):
         for shard, scales in enumerate(_scales_that_fit(context)):
             yield Actual(shard, {"scales": scales})
-    if context.oracle.synchronizes:
+    if context.oracle.synchronized_layers:
         yield from _check_together(context)
         return
     for shard in context.shards:
@@ -84,7 +85,10 @@ def _check_shard(context: Context, shard: int) -> Iterator[Finding]:
 
 def _check_together(context: Context) -> Iterator[Finding]:
     """Checks the sum of the gradients of layers that normalise over all shards."""
-    if context.is_wrong("loss"):
+    if context.is_wrong("loss") or any(f.cause == "random_layers" for f in context.findings):
+        return
+    if not context.has("y_pred") and context.draws_outside:
+        yield context.found("random_layers", DRAWS_OUTSIDE, design=True)
         return
     total, expected = add_named(context.named("raw")), context.expected(0).step.raw
     hypotheses = synchronized_hypotheses(context)
@@ -209,7 +213,9 @@ def _are_sums(context: Context) -> bool:
     They are equal although the examples differ, and no shard's own gradients.
     """
     raw, used = context.named("raw"), [ask.data for ask in context.actual]
-    if len(raw) == 1 or context.oracle.synchronizes or any(ask.off for ask in context.actual):
+    if len(raw) == 1 or context.oracle.synchronized_layers:
+        return False
+    if any(ask.off for ask in context.actual):
         return False
     if not any(map(norm, raw[0].values())):
         return False
