@@ -16,6 +16,7 @@ from lockstep.checks.other_examples import (
     other_examples,
     repeated_batch,
 )
+from lockstep.checks.other_forward import compare_each_example
 from lockstep.checks.other_gradients import compare_gradients
 from lockstep.checks.other_updates import compare_rules, compare_statistics
 from lockstep.context import Context
@@ -140,6 +141,7 @@ def verify_against(
     comparisons: dict[str, Callable[[StepPair], Iterator[Finding]]] = {
         "start": compare_starts,
         "examples": functools.partial(compare_examples, other_examples(first, second)),
+        "forward": compare_each_example,
         "gradients": compare_gradients,  # Their cause is that of other losses and statistics, too.
         "loss": compare_losses,
         "statistics": compare_statistics,

@@ -12,10 +12,14 @@ copied when autograd has computed it (`raw`: before DDP reduces it; not visible 
 end of `backward` if DDP or FSDP2 has reduced it (`sums`), when it is clipped (`unclipped`), and in
 `optimizer.step` (`clipped`). All but the last are divided by the loss scale of a `GradScaler`. What
 does not exist has no array: optimizer state before the first update, `sums` if DDP is bypassed.
+Outputs with one row for each example (`y_pred`) and the gradients of the loss with respect to them
+(`y_grad`) are copied, too, up to 64 MiB of outputs in a step. If the model returns the loss only,
+they are those of the layer that was called last.
 """
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -34,6 +38,7 @@ OF_LAYERS = ("eps", "momentum", "stride", "padding", "dilation", "groups", "p")
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 FORMAT = {"format": "lockstep trace", "version": 2, "framework": "torch", "order": "reduce, clip"}
 CLIPPING = ("clip_grad_norm_", "clip_grads_with_norm_", "_clip_grads_with_norm_")
+MOST_BYTES = 2**26  # Of the outputs in a step.
 AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
 
 
@@ -137,6 +142,7 @@ class record:
         self.in_evaluation: dict[str, None] = {}  # Names of layers.
         self.inverse, self.is_reduced = None, self.is_sharded
         self.outside: Any = None  # During a forward pass, the arrays from before it.
+        self.of_last_layer: list[Tensor] = []
         self._forget()
         self.is_on = self.step in self.wanted
         if not self.is_on:
@@ -168,7 +174,7 @@ class record:
         self.calls: list[str] = []
         self.removed: dict[int, np.ndarray] = {}  # Between backward passes, by number of weight.
         self.unclipped: tuple[list[Tensor | None], float] | None = None  # With their scale.
-        self.num_forward, self.loss_scale = 0, 1.0
+        self.num_forward, self.loss_scale, self.num_bytes = 0, 1.0, 0  # The last: of outputs.
         self.scale = 1.0  # Of the gradients now: 1 after `unscale_`.
 
     def _replace_functions(self) -> None:
@@ -239,7 +245,7 @@ class record:
         is_inner = self.outside is not None
         if is_inner:  # In Lightning, DDP calls the model, which calls itself: the last call counts.
             self.now, self.num_forward, self.inverse = self.outside, self.num_forward - 1, None
-        self.outside = dict(self.now)
+        self.outside, self.of_last_layer = dict(self.now), []
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
         sizes = [len(x) for x in batch if x.dim()]
         if self.seed is not None and sizes and not is_inner:
@@ -249,6 +255,7 @@ class record:
             args, options, batch = _take((args, options, batch), order, len(order))
         self._add("random", _random_states())
         self._add("data", batch)
+        self.num_rows = sizes[0] if sizes else 0
         self._note_modes()
         self.num_forward += 1
         self.calls += [] if is_inner else ["forward"]
@@ -269,6 +276,8 @@ class record:
         """Keeps the dtype in which layers compute; a model may convert its own outputs."""
         if torch.is_grad_enabled() and self.module.training:
             self.computed_in = _computed_in(output, self.weights) or self.computed_in
+            if self.outside is not None and not torch.compiler.is_compiling():
+                self.of_last_layer = _with_rows(output, self.num_rows) or self.of_last_layer
 
     def _add(self, kind: str, values: Sequence[Tensor]) -> None:
         self._save(kind, values, sum(key.startswith(f"{kind}/") for key in self.now))
@@ -279,8 +288,25 @@ class record:
             return None
         self.outside = None
         self._add("random_after", _random_states())
+        self._save_outputs(_with_rows(output, self.num_rows) or self.of_last_layer)
         inverse, self.inverse = self.inverse, None
         return output if inverse is None else _take(output, inverse, len(inverse))
+
+    def _save_outputs(self, outputs: Sequence[Tensor]) -> None:
+        self.num_bytes += sum(x.numel() * x.element_size() for x in outputs)
+        if self.num_bytes > MOST_BYTES:
+            self.now = {k: v for k, v in self.now.items() if not k.startswith(("y_pred", "y_grad"))}
+            return
+        for x in outputs:
+            self._add("y_pred", [x])
+            self._add("y_grad", [torch.zeros_like(x)])  # If the loss does not depend on it.
+            if x.requires_grad:
+                key = [key for key in self.now if key.startswith("y_grad/")][-1]
+                x.register_hook(functools.partial(self._after_loss, self.step, key))
+
+    def _after_loss(self, step: int, key: str, gradient: Tensor) -> None:
+        if step == self.step and key in self.now:
+            self.now[key] = self.now[key] + _to_array(gradient)
 
     def _after_gradient(self, index: int, p: Tensor) -> None:
         self._begin()
@@ -656,6 +682,13 @@ def _computed_in(output: Any, weights: Mapping[str, Tensor]) -> str:
             dtypes.append(torch.get_autocast_dtype(device))
     names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     return next((name for name in names if name in ("bfloat16", "float16")), "")
+
+
+def _with_rows(output: Any, count: int) -> list[Tensor]:
+    """Returns the floating-point tensors of an output that have a row for each example."""
+    nests = [vars(x) if dataclasses.is_dataclass(x) else x for x in tree_leaves(output)]
+    tensors = [x for x in tree_leaves(nests) if isinstance(x, Tensor)]
+    return [x for x in tensors if x.is_floating_point() and x.dim() and len(x) == count]
 
 
 def _require(condition: Any, message: str) -> None:

@@ -6,14 +6,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lockstep.arithmetic import EPS, MARGIN, UNITS, dense, factor_of, norm, scaled_all
-from lockstep.checks.random_numbers import is_random
+from lockstep.checks.other_forward import is_compared, other_layers
 from lockstep.context import Context
-from lockstep.hypotheses.of_layers import (
-    kind_of,
-    num_local_norms,
-    other_settings,
-    reordered_rows,
-)
+from lockstep.hypotheses.of_layers import kind_of, reordered_rows
 from lockstep.hypotheses.of_micro_batches import (
     factors_of_micro_batches,
     odd_losses,
@@ -23,7 +18,7 @@ from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.oracles.rules import IN_GRADIENT
 from lockstep.reference import StepPair
 from lockstep.trace import Named
-from lockstep.verdict import Finding
+from lockstep.verdict import BY_DESIGN, FAULT, Finding
 
 
 def compare_gradients(pair: StepPair) -> Iterator[Finding]:
@@ -36,6 +31,8 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
     frozen = [name for name in far if not norm(second[name]) or not norm(first[name])]
     wrong = [name for name in far if name not in frozen]
     causes = []
+    if any(f.status == FAULT and f.cause != "other_loss" for f in pair.found_in("loss")):
+        causes, frozen, wrong = _settings(pair, list(far)), [], []
     if frozen:
         text = f"the gradient of {len(frozen)} weights is 0 in one recording"
         causes.append(pair.second.found("frozen", text, tensors=frozen))
@@ -246,35 +243,20 @@ def _by_tensor(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
 
 
 def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
-    """Returns all settings of layers that differ, as none of them can be computed."""
-    causes: list[tuple[str, str, bool]] = []  # Cause, text, whether it is by design.
-    if text := _other_modes(pair):
-        return [pair.second.found("inference_mode", text, tensors=wrong)]
-    if why := odd_losses(pair):
-        return [pair.second.found(*why, tensors=wrong)]
-    if text := _other_dtypes(pair):
-        return [pair.second.found("reduced_precision", text, tensors=wrong)]
-    # If neither script synchronizes BatchNorm, it is by design.
-    is_choice = all(num_local_norms(step) for step, _ in pair.both)
-    for step, which in pair.both if not pair.has_same_shards else ():
-        count = num_local_norms(step)
-        if count and step.trace.about.num_replicas > 1:
-            text = (
-                f"{count} BatchNorm layers of the {which} recording normalise the examples of each"
-                " replica apart"
-            )
-            causes.append(("local_statistics", text, is_choice))
-    causes += [(cause, text, False) for cause, text in other_settings(pair)]
-    if (
-        not causes
-        and not pair.has_same_shards
-        and any(is_random(layer) for step, _ in pair.both for layer in step.trace.about.layers)
-    ):
-        text = "random layers draw other numbers in the two recordings"
-        causes.append(("random_layers", text, True))
+    """Returns what differs before the backward pass: in the loss, or in the layers."""
+    earlier = [each for each in pair.findings if each.stage in ("forward", "loss")]
+    known = [each for each in earlier if each.cause != "unexplained"]
+    causes = [(each.cause, each.text, each.status == BY_DESIGN) for each in known]
+    if not causes and (why := odd_losses(pair)):
+        causes = [(*why, False)]
+    if not causes and (text := _other_dtypes(pair)):
+        causes = [("reduced_precision", text, False)]
+    causes = causes or other_layers(pair)
     if not causes:
         num = len(pair.gradients[0])
         text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
+        if is_compared(pair) and not earlier:
+            text += "; outputs and losses agree, so that it is in the backward pass or after it"
         causes.append(("unexplained", text, False))
     return [
         pair.second.found(cause, text, tensors=wrong, design=design)
@@ -296,22 +278,3 @@ def _other_dtypes(pair: StepPair) -> str:
         return ""
     first, second = (" and ".join(sorted(each or "the weights' dtype" for each in u)) for u in used)
     return f"layers compute in {first} in the first recording, and in {second} in the second"
-
-
-def _other_modes(pair: StepPair) -> str:
-    """Explains gradients by layers in evaluation mode in one recording; "" if there are none."""
-    first, second = (
-        [step.trace.in_evaluation(step.position, shard) for shard in step.shards]
-        for step in (pair.first, pair.second)
-    )
-    layers = [[layer.get("name") for layer in step.trace.about.layers] for step, _ in pair.both]
-    about = pair.first.trace.about, pair.second.trace.about
-    if layers[0] != layers[1] or not all(each.in_evaluation for each in about):
-        return ""
-    names = sorted(set.union(*first) ^ set.union(*second))
-    if not names:
-        return ""
-    shown = ", ".join(names[:3])
-    if len(names) > 3:
-        shown += ", …"
-    return f"{len(names)} layers ({shown}) are in evaluation mode in one recording only"

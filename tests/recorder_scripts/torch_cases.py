@@ -132,7 +132,8 @@ def case_format():
     trace = Trace("format")
     check_about(trace.about)
     kinds = {key.split("/")[1] for key in trace.arrays}
-    assert kinds == {"data", "random", "random_after", "loss", "raw", "clipped", "before", "after"}
+    expected = {"data", "random", "random_after", "loss", "raw", "clipped", "before", "after"}
+    assert kinds == {*expected, "y_pred", "y_grad"}
     assert {key.split("/")[0] for key in trace.arrays} == {"1", "2"}
     check_arrays(trace)
 
@@ -175,6 +176,11 @@ def check_arrays(trace):
     assert not np.array_equal(trace.kind("random")["0"], trace.kind("random_after")["0"])
     assert trace.kind("loss")["0"].shape == () and trace.kind("loss")["0"] > 0
     assert_equal(trace.kind("raw"), trace.kind("clipped"))  # Nothing is clipped in this training.
+    y_pred, y_grad = trace.kind("y_pred")["0"], trace.kind("y_grad")["0"]
+    assert y_pred.shape == y_grad.shape and len(y_pred) == 12
+    if HAS_TORCH:
+        y = batch(0)[1].numpy()
+        np.testing.assert_allclose(y_grad, 2 * (y_pred - y) / y.size, rtol=1e-4, atol=1e-6)
     before, after = trace.kind("before"), trace.kind("after")
     assert "0.weight/step" not in before and after["0.weight/step"] == 1
     assert trace.kind("before", 2)["0.weight/step"] == 2

@@ -16,6 +16,7 @@ strided, bfloat16, equal, argsort = "strided", np.float16, np.array_equal, np.ar
 int64 = np.int64
 float16 = "torch.float16"  # Only of autocast, which changes nothing here.
 set_num_threads = abs  # There is one thread.
+compiler = types.SimpleNamespace(is_compiling=lambda: False)
 cuda = types.SimpleNamespace(is_initialized=lambda: False, set_rng_state=None)
 _random, _world, _pipe = [0, 0], [0, 1], []  # Seed and draws; rank and size; the other process.
 _autocast = []  # Dtypes of the contexts that are entered.
@@ -40,6 +41,15 @@ class Tensor(np.ndarray):
 
     def numel(self):
         return self.size
+
+    def element_size(self):
+        return self.itemsize
+
+    def is_floating_point(self):
+        return self.dtype.kind == "f"
+
+    def register_hook(self, hook):
+        """Without automatic differentiation, there is no gradient of an output."""
 
     def detach(self):
         found = self.view()
