@@ -19,6 +19,7 @@ for BatchNorm statistics. Within the step, `keep` records gradients and returns 
     grads = record_jax.keep("sums", grads)     # After psum or pmean.
     grads = record_jax.keep("clipped", grads)  # After clipping, if the step clips.
     key = record_jax.keep("random", key)       # The key that this device draws numbers with.
+    logits = record_jax.keep("y_pred", logits) # In the loss function: also keeps its gradient.
 
 Under `jax.jit` with shardings the step is one program for all devices, and the gradient of a single
 device does not exist: keep "sums" and "clipped" only. Keys and losses are those of the whole batch.
@@ -43,7 +44,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 KINDS = {"params": "weight", "state": "statistic", "opt_state": "optimizer state", "key": "seed"}
-KEPT = ("raw", "sums", "clipped", "loss", "random", "data")
+KEPT = ("raw", "sums", "clipped", "loss", "random", "data", "y_pred")
 
 # The recorder of the step that is traced. `jax.jit` compiles a function once for each value.
 _RECORDER = jax.make_user_context(None)
@@ -54,11 +55,32 @@ def keep(kind: str, tree: Any) -> Any:
     if kind not in KEPT:
         raise ValueError(f"keep: unknown kind {kind!r}; use one of {', '.join(KEPT)}")
     if (recorder := _RECORDER.value) is not None:
-        axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-        device = jax.lax.axis_index(axes) if axes else -1  # -1: one program for all devices.
-        names, leaves, _ = _flatten(tree)
-        jax.debug.callback(partial(recorder._receive, kind, names), device, *map(_plain, leaves))
+        _report(recorder, kind, tree)
+        if kind == "y_pred":
+            tree = _with_gradient(recorder, tree)
     return tree
+
+
+def _report(recorder: "record", kind: str, tree: Any) -> None:
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    device = jax.lax.axis_index(axes) if axes else -1  # -1: one program for all devices.
+    names, leaves, _ = _flatten(tree)
+    jax.debug.callback(partial(recorder._receive, kind, names), device, *map(_plain, leaves))
+
+
+def _with_gradient(recorder: "record", tree: Any) -> Any:
+    """Returns `tree`; when the loss is differentiated, records its gradient as "y_grad"."""
+
+    @jax.custom_vjp
+    def same(outputs: Any) -> Any:
+        return outputs
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        _report(recorder, "y_grad", gradient)
+        return (gradient,)
+
+    same.defvjp(lambda outputs: (outputs, None), backward)
+    return same(tree)
 
 
 @dataclass(eq=False)
@@ -145,7 +167,11 @@ class record:
                 parts = f"device {device} runs it, the batch is split over {replicas.number}"
                 raise ValueError(f"keep({kind!r}): {parts}; record data parallelism only")
             rows = [self._received.get((kind, r)) or calls for r, _ in replicas.local]
-            kept[kind] = [*zip(*([*map(_host, leaves)] for (leaves,) in rows), strict=True)]
+            columns = [*zip(*([*map(_host, leaves)] for (leaves,) in rows), strict=True)]
+            if device < 0 and kind in ("y_pred", "y_grad"):  # Each replica's rows of the batch.
+                own = [replicas.rows[r] for r, _ in replicas.local]
+                columns = [[x[part] for x, part in zip(c, own, strict=True)] for c in columns]
+            kept[kind] = columns
         return kept
 
     def _receive(self, kind: str, names: list[str], device: Any, *leaves: Any) -> None:

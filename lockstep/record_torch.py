@@ -265,7 +265,8 @@ class record:
         """Returns whether the script has discarded gradients that overflow, without an update."""
         if any(p.grad is not None for p in self.weights.values()):
             return False
-        arrays = [*map(_to_array, self.losses), *self.now.values()]
+        arrays = [x for key, x in self.now.items() if not key.startswith("y_")]  # Masks are -inf.
+        arrays += map(_to_array, self.losses)
         return not all(np.isfinite(x).all() for x in arrays)
 
     def _note_modes(self) -> None:
@@ -306,7 +307,7 @@ class record:
 
     def _after_loss(self, step: int, key: str, gradient: Tensor) -> None:
         if step == self.step and key in self.now:
-            self.now[key] = self.now[key] + _to_array(gradient)
+            self.now[key] = self.now[key] + _to_array(gradient) / self.scale
 
     def _after_gradient(self, index: int, p: Tensor) -> None:
         self._begin()
