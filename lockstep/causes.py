@@ -95,11 +95,14 @@ CAUSES = {  # Cause → remedy, in any framework.
     "mean_instead_of_sum": "do not average gradients of losses that are divided by the global batch"
     " size",
     "unequal_sums": "add the gradients in the same order on all replicas, or broadcast",
-    "reduced_precision": "all-reduce the gradients in float32",
+    "reduced_precision": "compute in the same dtype on all replicas and in both trainings, and"
+    " all-reduce the gradients in float32",
     "clipped_before_the_sum": "clip after the all-reduce",
     "clipped_on_one_replica": "clip on all replicas, after the all-reduce",
     "other_clipping": "clip to the same norm in both trainings, after the all-reduce",
     "clipped_before_unscale": "call scaler.unscale_(optimizer) before the gradients are clipped",
+    "unscaled_between_micro_batches": "call scaler.unscale_(optimizer) once per step, after the"
+    " last micro-batch",
     "clipped_in_each_micro_batch": "clip once per step, after the last micro-batch: with"
     " Accelerate, if accelerator.sync_gradients",
     "overflow_not_skipped": "skip the step on all replicas if the gradient of any overflows",

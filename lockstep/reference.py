@@ -176,7 +176,9 @@ class StepPair:
         both = self.first, self.second
         received = [_whole_gradient(step) for step in both]
         found = self._common_gradients(*received)
-        changed = [{} if step.is_wrong("all-reduce") else step.changed_by_hand for step in both]
+        changed = [
+            {} if step.is_wrong("all-reduce", "clipping") else step.changed_by_hand for step in both
+        ]
         if not any(changed) or (found[0] and not self.tolerance.wrong(found[1], found[0])):
             return found
         return self._common_gradients(*(c or r for c, r in zip(changed, received, strict=True)))
@@ -238,7 +240,9 @@ def _whole_gradient(context: Context) -> Named:
         for name, gradient in itertools.chain(*(own.items() for own in context.named("raw"))):
             total[name] = total.get(name, 0.0) + dense(gradient)
         return {name: context.share(0) * gradient for name, gradient in total.items()}
-    if context.is_wrong("all-reduce"):  # Each copy has the gradient of its own examples.
+    if context.is_wrong(
+        "all-reduce", "clipping"
+    ):  # Each copy has the gradient of its own examples.
         return {}
     for kind in ("sums", "clipped"):
         if context.has(kind):

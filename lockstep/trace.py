@@ -213,6 +213,11 @@ class Trace:
         about = self.of_replica.get(self.replica_of(shard), self.about)
         return about.calls[position] if about.calls else ()
 
+    def computed_in(self, shard: int) -> str:
+        """Returns the dtype in which a shard's layers compute, in words."""
+        about = self.of_replica.get(self.replica_of(shard), self.about)
+        return about.computed_in or "the dtype of the weights"
+
     def loss_scale(self, position: int, shard: int) -> float:
         """Returns the factor by which a shard multiplies its loss against underflow."""
         about = self.of_replica.get(self.replica_of(shard), self.about)

@@ -32,41 +32,56 @@ def compare_clipping(pair: StepPair) -> Iterator[Finding]:
 
 
 def _why(pair: StepPair, entering: Named, applied: Named) -> tuple[str, str]:
-    """Explains applied gradients that differ although they are equal before clipping."""
+    """Explains applied gradients that differ although the received ones are equal."""
     step, scale = pair.second, pair.second.trace.loss_scale(pair.second.position, 0)
+    calls = step.trace.calls(step.position, 0)
     factors = _factor(applied, entering), _factor(pair.applied[0], pair.gradients[0])
     limits = [limits_of(each) for each in (step, pair.first)]
-    if scale != 1 and limits[0] and factors[0]:
-        calls = step.trace.calls(step.position, 0)
-        clip = next(i for i, call in enumerate(calls) if call.startswith("clip"))
-        is_scaled = "unscale" not in calls[:clip]
-        if is_scaled and _is_clipped_to(limits[0], applied, scaled_all(entering, scale), scale):
-            return "clipped_before_unscale", (
-                f"gradients are clipped ({', '.join(limits[0])}) while they are multiplied by the"
-                f" loss scale {scale:g}: they are multiplied by {factors[0]:.6g}, and by"
-                f" {factors[1]:.6g} in the first recording"
-            )
-    is_left = scale != 1 and abs(factors[0] - scale) <= _CLOSE * scale
-    if is_left and "unscale" not in step.trace.calls(step.position, 0):
+    if scale != 1 and limits[0] and "unscale" not in calls[: calls.index(f"clip {limits[0][0]}")]:
+        scaled = _clipped(limits[0], scaled_all(entering, scale))
+        if any(_are_near(applied, scaled_all(scaled, 1 / by)) for by in (scale, 1)):
+            text = f"gradients are clipped ({', '.join(limits[0])}) before unscale_: they are then"
+            return "clipped_before_unscale", f"{text} multiplied by the loss scale, {scale:g}"
+    if scale != 1 and abs(factors[0] - scale) <= _CLOSE * scale and "unscale" not in calls:
         return "loss_scale_left", f"the update has gradients times the loss scale, {scale:g}"
-    if text := _by_parts(step, entering, applied):
-        return "clipped_before_the_sum", text
+    if why := _by_parts(step, entering, applied, factors[1]):
+        return why
+    before = _factor(pair.matching.to_first(step.entering(0)), entering) if calls else 1.0
     if limits[0] == limits[1] and all(factors):
-        times = factors[0] / factors[1]
-        is_known = bool(step.trace.calls(step.position, 0))  # And nothing else clips.
-        known = names_of_factor(pair, times) if is_known else []
+        # Whether the script multiplies them before or after it clips them.
+        times, when = factors[0] / factors[1], f"after clipping to {', '.join(limits[0])}"
+        if limits[0] and abs(before - 1) > _CLOSE and before:
+            times, when = before, "before clipping"
+        if not limits[0]:
+            when = "after the backward pass"
+        known = names_of_factor(pair, times) if calls else []
         known.sort(key=lambda each: each[0] == "micro_batches_not_averaged")  # The loss is right.
         if limits[0] or known:
-            after = f"clipping to {', '.join(limits[0])}" if limits[0] else "the backward pass"
-            text = f"after {after}, which is the same, gradients are multiplied by {times:.6g}"
-            cause, why = next(iter(known), ("scaled_gradient", ""))
-            return cause, f"{text}: {why}" if why else text
+            text = f"{when}, gradients are multiplied by {times:.6g}"
+            cause, reason = next(iter(known), ("scaled_gradient", ""))
+            return cause, f"{text}: {reason}" if reason else text
     texts = [
         f"multiplied by {_shown(own, sent)} (to norm {total_norm(own):.4g})"
         for sent, own in zip(pair.gradients, pair.applied, strict=True)
     ]
     text = f"gradients are {texts[0]} in the first recording and {texts[1]} in the second"
     return "other_clipping", text
+
+
+def _clipped(limits: list[str], gradients: Named) -> Named:
+    """Returns gradients after clipping; see `limits_of`."""
+    for limit in limits:
+        kind, number = limit.split()[0], float(limit.split()[-1])
+        if kind == "value":
+            gradients = {n: np.clip(dense(g), -number, number) for n, g in gradients.items()}
+        else:
+            size = total_norm(gradients)
+            gradients = scaled_all(gradients, min(1.0, number / size) if size else 1.0)
+    return gradients
+
+
+def _are_near(actual: Named, expected: Named) -> bool:
+    return not any(is_far(actual[name], expected[name], _CLOSE) for name in actual)
 
 
 def limits_of(step: Context) -> list[str]:
@@ -90,31 +105,26 @@ def _factor(applied: Named, sent: Named) -> float:
     return factor if names and is_common else 0.0
 
 
-def _is_clipped_to(limits: list[str], applied: Named, sent: Named, scale: float) -> bool:
-    """Returns whether gradients have the norm of a limit, divided by the loss scale or not."""
-    wanted = [float(x.split()[-1]) for x in limits if x.startswith("norm")]
-    size = total_norm(applied)
-    expected = [min(limit, total_norm(sent)) / by for limit in wanted for by in (1, scale)]
-    return any(abs(size - each) <= _CLOSE * each for each in expected)
-
-
-def _by_parts(step: Context, sent: Named, applied: Named) -> str:
-    """Explains sharded gradients of which each replica clips its own rows; "" if none does."""
+def _by_parts(step: Context, sent: Named, applied: Named, usual: float) -> tuple[str, str] | None:
+    """Explains sharded gradients of which the replicas multiply their own rows differently."""
     num = step.trace.about.num_replicas
     if num < 2 or step.has("raw"):
-        return ""
+        return None
     factors: list[float] = []
     for rank in range(num):
-        parts = [(_rows(applied[n], rank, num), _rows(sent[n], rank, num)) for n in applied]
-        parts = [(a, s) for a, s in parts if norm(s)]
-        factor = factor_of(*map(list, zip(*parts, strict=True))) if parts else np.nan
-        if not factor > 0 or any(is_far(a, factor * s, _CLOSE) for a, s in parts):
-            return ""
+        rows = [(_rows(applied[n], rank, num), _rows(sent[n], rank, num)) for n in applied]
+        pairs = [(a, s) for a, s in rows if norm(s)]
+        factor = factor_of([a for a, _ in pairs], [s for _, s in pairs])
+        if not factor > 0 or any(is_far(a, factor * s, _CLOSE) for a, s in pairs):
+            return None
         factors.append(factor)
-    if max(factors) - min(factors) <= _CLOSE * max(factors):
-        return ""
+    if np.ptp(factors) <= _CLOSE * max(factors):
+        return None
     listed = ", ".join(f"{factor:.4g}" for factor in factors)
-    return f"each replica clips its own rows of the weights: the parts are multiplied by {listed}"
+    text = f"the replicas multiply their own rows of the weights by {listed}"
+    if any(abs(factor - usual) <= _CLOSE * usual for factor in factors):
+        return "clipped_on_one_replica", f"{text}, and the first recording by {usual:.4g}"
+    return "clipped_before_the_sum", f"{text}: each clips its part on its own"
 
 
 def _rows(value: Named, rank: int, num: int) -> np.ndarray:

@@ -268,7 +268,7 @@ def _other_dtypes(pair: StepPair) -> str:
     """Explains gradients by layers that compute in another dtype; "" if they do not, or if
     rounding to it does not have such an effect."""
     used = [
-        {about.computed_in for about in (step.trace.of_replica or {0: step.trace.about}).values()}
+        {step.trace.computed_in(shard) for shard in step.shards}
         for step in (pair.first, pair.second)
     ]
     if used[0] == used[1]:
@@ -276,5 +276,5 @@ def _other_dtypes(pair: StepPair) -> str:
     unit = max(UNITS.get(dtype, EPS) for dtype in used[0] | used[1])
     if np.median([*pair.different_gradients.values()]) > MARGIN * unit:
         return ""
-    first, second = (" and ".join(sorted(each or "the weights' dtype" for each in u)) for u in used)
+    first, second = (" and ".join(sorted(each)) for each in used)
     return f"layers compute in {first} in the first recording, and in {second} in the second"

@@ -28,6 +28,7 @@ from lockstep.verdict import Finding
 def check_statistics(context: Context) -> Iterator[Finding]:
     """Checks moving statistics and seeds of each shard, and their averages."""
     yield from _other_modes(context)
+    yield from _other_dtypes(context)
     names = context.of_kind(STATISTIC, SEED)
     if not names or not context.has("after"):
         return
@@ -61,6 +62,15 @@ def _other_modes(context: Context) -> Iterator[Finding]:
             " evaluation mode on these replicas, and in training mode on others"
         )
         yield context.found("inference_mode", text, stage="forward", items=shards)
+
+
+def _other_dtypes(context: Context) -> Iterator[Finding]:
+    """Finds shards whose layers compute in another dtype than those of the first."""
+    first, *others = [context.trace.computed_in(shard) for shard in context.shards]
+    odd = [shard for shard, dtype in enumerate(others, start=1) if dtype != first]
+    if odd:
+        text = f"layers compute in {others[odd[0] - 1]} on these replicas, and in {first} on others"
+        yield context.found("reduced_precision", text, stage="forward", items=odd)
 
 
 def _local(context: Context) -> Iterator[Finding]:

@@ -35,6 +35,8 @@ def factors_of_micro_batches(pair: StepPair) -> list[tuple[float, str, str]]:
     if scale != 1:
         why = f"the loss scale, {scale:g}, by which they are not divided before the update"
         found.append((scale, "loss_scale_left", why))
+        why = f"one over the loss scale, {scale:g}: they are divided by it without having it"
+        found.append((1 / scale, "scaled_gradient", why))
     return found
 
 
@@ -50,6 +52,9 @@ def removed_gradients(pair: StepPair) -> Iterator[tuple[tuple[str, str], list[Na
     if clips := sorted(call for call in between if call.startswith("clip")):
         text = f"gradients are clipped ({clips[0].removeprefix('clip ')}) after each micro-batch"
         why = "clipped_in_each_micro_batch", f"{text}, not only their sum"
+    elif "unscale" in between:
+        text = "gradients are divided by the loss scale (unscale_) between the micro-batches of a"
+        why = "unscaled_between_micro_batches", f"{text} step, and those after it are not"
     elif "clear" in between:
         text = f"gradients are cleared between the {len(ends)} micro-batches of a step"
         why = "lost_micro_batch", f"{text}: only those after it count"
@@ -90,6 +95,9 @@ def odd_losses(pair: StepPair) -> tuple[str, str] | None:
     factors = {round(factor / usual, 6) for *_, factor in odd}
     if factors == {0.0}:
         return "lost_micro_batch", f"the loss of micro-batch {where} is 0: it does not count"
+    if len(factors) == 1:
+        text = f"the loss of micro-batch {where} is {factors.pop():g} times what it should be"
+        return "scaled_gradient", text
     return None
 
 

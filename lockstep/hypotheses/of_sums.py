@@ -20,6 +20,7 @@ from lockstep.arithmetic import (
     scaled,
     sum_bound,
     total_norm,
+    unit_of,
 )
 from lockstep.context import Context
 from lockstep.hypotheses.of_tensors import SHORT, moved_parts, why_tensor
@@ -61,6 +62,8 @@ class SumOf:
     def bound(self) -> np.ndarray:
         """The bound of each element's error."""
         unit = UNITS.get(self.context.trace.about.reduced_in, EPS)
+        own = [unit_of(plain(gradient)) for gradient in self.sent if np.any(dense(gradient))]
+        unit = max(unit, min(own, default=EPS))  # Of 16-bit weights.
         if self.context.computes:
             unit = max(unit, self.context.oracle.units.get(self.name, EPS))
         return sum_bound(self.parts, unit)
