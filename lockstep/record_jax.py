@@ -93,7 +93,9 @@ class record:
     outputs: Mapping[str, Any]  # Of the same without "batch", and of "loss".
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # Values, or functions of the step.
     steps: Sequence[int] | int = (0, 1, 2, 234, 235)  # Numbers from 0; or how many first steps.
-    pmap: bool = False  # True if all arrays have a first axis of devices, as in `jax.pmap`.
+    # True if all arrays have a first axis of devices, as in `jax.pmap`; if `in_axes` is None for
+    # some, the names of the `arguments` that have one, as in ("batch", "key").
+    pmap: bool | Sequence[str] = False
     reduction: str = "mean"  # What the all-reduce computes of "raw": "mean" or "sum".
     layouts: Mapping[int, str] = field(default_factory=lambda: {2: "IO", 4: "HWIO"})
     data_layout: str = "NHWC"
@@ -147,8 +149,8 @@ class record:
         names, leaves, _ = _flatten(result)
         outputs = {role: _find(names, where, role) for role, where in self.outputs.items()}
         found["loss"] = replicas.columns(leaves, outputs, ["loss"])
-        found["after"] = replicas.columns(leaves, outputs, KINDS)
-        found["after"] += found["before"][len(found["after"]) :]  # Keys that are not returned.
+        # Without keys that are not returned: the script makes those of the next step.
+        found["after"] = replicas.columns(leaves, outputs, KINDS, found["before"])
         self._store(number, found | kept, replicas)
         return result
 
@@ -184,7 +186,7 @@ class record:
         """Returns index, shape on a replica and description of each variable."""
         variables, shapes = list[Any](), dict[str, tuple[int, ...]]()
         for role, index, name in [(r, *pair) for r in KINDS for pair in inputs.get(r, [])]:
-            shape = np.shape(_plain(leaves[index]))[int(self.pmap) :]
+            shape = np.shape(_plain(leaves[index]))[_has_axis(self.pmap, role) :]
             shapes |= {name: shape} if role == "params" else {}
             fitting = [w for w in shapes if f"/{name}".endswith(f"/{w}") and shapes[w] == shape]
             weight = max(fitting, key=len, default="") if role in ("params", "opt_state") else ""
@@ -240,7 +242,7 @@ class record:
 class _Replicas:
     """The devices of a step that have different examples; all devices if they have the same."""
 
-    def __init__(self, placed: Sequence[Any], inputs: Mapping[str, Any], pmap: bool) -> None:
+    def __init__(self, placed: Sequence[Any], inputs: Mapping[str, Any], pmap: Any) -> None:
         batch = next(placed[i] for i, _ in inputs["batch"] if np.ndim(placed[i]))
         places = {jax.local_devices()[0]: (slice(None),)}
         if _split(batch):
@@ -251,28 +253,42 @@ class _Replicas:
         own = jax.process_index()
         self.local = [(r, d) for r, d in enumerate(devices) if d.process_index == own]
         keys = [placed[index] for index, _ in inputs.get("key", [])]
-        self.split_keys = pmap or any(_split(k) and not k.is_fully_replicated for k in keys)
+        self.split_keys = _has_axis(pmap, "key") == 1
+        self.split_keys |= any(_split(k) and not k.is_fully_replicated for k in keys)
 
-    def columns(self, leaves: Sequence[Any], found: Any, roles: Iterable[str]) -> list[Any]:
-        """Returns for each array of `roles` the host arrays of this process's replicas."""
-        pairs = [(leaves[index], role) for role in roles for index, _ in found.get(role, [])]
-        return [self._column(_plain(leaf), role) for leaf, role in pairs]
+    def columns(
+        self, leaves: Sequence[Any], found: Any, roles: Iterable[str], inputs: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Returns for each array of `roles` the host arrays of this process's replicas.
 
-    def _column(self, leaf: Any, role: str) -> list[np.ndarray]:
-        if self.pmap and np.shape(leaf)[:1] != (self.number,):
-            raise ValueError(f"pmap: {role} of shape {np.shape(leaf)} has no axis of devices")
+        An output has an axis of devices if it has one more than the same column of `inputs`.
+        """
+        pairs = [(_plain(leaves[i]), role) for role in roles for i, _ in found.get(role, [])]
+        axes = [_has_axis(self.pmap, role) for _, role in pairs]
+        if self.pmap and roles == ["loss"]:
+            axes = [min(np.ndim(leaf), 1) for leaf, _ in pairs]
+        elif self.pmap and inputs:
+            axes = [np.ndim(p[0]) - c[0].ndim for p, c in zip(pairs, inputs, strict=False)]
+        return [self._column(*pair, axis) for pair, axis in zip(pairs, axes, strict=True)]
+
+    def _column(self, leaf: Any, role: str, has_axis: int) -> list[np.ndarray]:
+        if has_axis and np.shape(leaf)[:1] != (self.number,):
+            raise ValueError(
+                f"pmap: {role} of shape {np.shape(leaf)} has no axis of devices; if in_axes is"
+                ' None for it, use pmap=("batch",), with the names that have one'
+            )
         values = [leaf] * len(self.local)
-        part = self.pmap or role in ("batch", "key", "loss")  # Of the others, the whole array.
+        part = has_axis or role in ("batch", "key", "loss")  # Of the others, the whole array.
         if _split(leaf) and (part or leaf.is_fully_replicated):
             shards = {shard.device: shard.data for shard in leaf.addressable_shards}
             values = [shards[device] for _, device in self.local]
-        return [_host(value)[0] if self.pmap else _host(value) for value in values]
+        return [_host(value)[0] if has_axis else _host(value) for value in values]
 
     def permuted(self, leaf: Any, seed: Sequence[int]) -> Any:
         """Returns `leaf` with its examples in another order, each on the same replica."""
         generator, values = np.random.default_rng(seed), _host(_plain(leaf))
         for rows in self.rows if values.ndim else ():
-            values[rows] = generator.permutation(values[rows], axis=int(self.pmap))
+            values[rows] = generator.permutation(values[rows], axis=_has_axis(self.pmap, "batch"))
         return _like(leaf, values)
 
 
@@ -362,6 +378,11 @@ def _place(step: Any, args: Any, kwargs: Any) -> list[Any]:
         if sharding and len(sharding.device_set) > 1 and not _split(leaves[index]):
             leaves[index] = jax.device_put(leaves[index], sharding)
     return leaves
+
+
+def _has_axis(pmap: bool | Sequence[str], role: str) -> int:
+    """Returns 1 if the arrays of a name of `arguments` have a first axis of devices, else 0."""
+    return int(pmap if isinstance(pmap, bool) else role in pmap)
 
 
 def _split(leaf: Any) -> bool:
