@@ -305,8 +305,9 @@ class record:
                 key = [key for key in self.now if key.startswith("y_grad/")][-1]
                 x.register_hook(functools.partial(self._after_loss, self.step, key))
 
-    def _after_loss(self, step: int, key: str, gradient: Tensor) -> None:
-        if step == self.step and key in self.now:
+    def _after_loss(self, step: int, key: str, gradient: Tensor | None) -> None:
+        # DDP gives None for an output that the loss does not use.
+        if gradient is not None and step == self.step and key in self.now:
             self.now[key] = self.now[key] + _to_array(gradient) / self.scale
 
     def _after_gradient(self, index: int, p: Tensor) -> None:

@@ -117,7 +117,7 @@ WRONG = {
     "a lost loss": (HIDDEN, {**HIDDEN, "of_loss": lambda g: 0 * g}, ("loss", "lost_replica")),
     "a scaled loss": (HIDDEN, {**HIDDEN, "of_loss": lambda g: 3 * g}, ("loss", "scaled_gradient")),
     "masked examples": (HIDDEN, {**HIDDEN, "of_loss": mask}, ("loss", "other_targets")),
-    "other outputs": (HIDDEN, {**HIDDEN, "output": lambda y: 2 * y}, ("forward", "unexplained")),
+    "other outputs": (HIDDEN, {**HIDDEN, "output": lambda y: 2 * y}, ("forward", "other_outputs")),
 }  # fmt: skip
 
 

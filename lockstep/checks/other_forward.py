@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lockstep.arithmetic import MARGIN, UNITS, dense
-from lockstep.checks.random_numbers import is_random
+from lockstep.checks.random_numbers import draws, is_random
+from lockstep.context import Context
 from lockstep.hypotheses.of_layers import num_local_norms, other_settings
 from lockstep.hypotheses.of_targets import why_targets
 from lockstep.matched_examples import Matched, Pairs, matched_examples
 from lockstep.reference import StepPair
+from lockstep.trace import Trace
 from lockstep.verdict import Finding
 
 _OF_OUTPUTS = 1e-4  # Relative to the usual size of an example's outputs.
@@ -72,7 +74,8 @@ def _other_outputs(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Findi
         causes = [("reduced_precision", "layers compute in a dtype of 16 bits", False)]
     if not causes and all(map(_is_loss, wrong)):
         causes = [("other_loss", "they are the losses of the examples", False)]
-    for cause, why, design in causes or [("unexplained", "no known cause explains it", False)]:
+    unknown = "equal weights, examples, modes and settings of layers do not give equal outputs"
+    for cause, why, design in causes or [("other_outputs", unknown, False)]:
         yield _found(pair, wrong, cause, f"{text}: {why}", design=design, distance=far.max())
 
 
@@ -84,6 +87,8 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, bool]]:
     """
     if text := _other_modes(pair):
         return [("inference_mode", text, False)]
+    if text := _other_replicas(pair.second.trace):
+        return [("other_layer_settings", text, False)]
     causes = []
     # If neither script synchronizes BatchNorm, it is by design.
     is_choice = all(num_local_norms(step) for step, _ in pair.both)
@@ -96,11 +101,29 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, bool]]:
             )
             causes.append(("local_statistics", text, is_choice))
     causes += [(cause, text, False) for cause, text in other_settings(pair)]
-    layers = [layer for step, _ in pair.both for layer in step.trace.about.layers]
-    if not causes and not pair.has_same_shards and any(map(is_random, layers)):
+    if not causes and not pair.has_same_shards and any(_is_random(step) for step, _ in pair.both):
         text = "random layers draw other numbers in the two recordings"
         causes.append(("random_layers", text, True))
     return causes
+
+
+def _other_replicas(trace: Trace) -> str:
+    """Returns a sentence if layers of a replica have other settings than those of replica 0."""
+    for replica, about in trace.of_replica.items():
+        for own, usual in zip(about.layers, trace.about.layers, strict=False):
+            for setting in own.keys() & usual.keys() - {"weights"}:
+                if own[setting] != usual[setting]:
+                    return (
+                        f"{own.get('name')} has {setting} {own[setting]} on replica {replica}, and"
+                        f" {usual[setting]} on replica 0"
+                    )
+    return ""
+
+
+def _is_random(step: Context) -> bool:
+    """Returns whether layers, or functions between them, draw random numbers."""
+    is_used = step.has("random_after") and any(draws(step, shard) for shard in step.shards)
+    return is_used or any(map(is_random, step.trace.about.layers))
 
 
 def _other_modes(pair: StepPair) -> str:

@@ -500,6 +500,32 @@ def case_two_models():
     np.testing.assert_allclose(loss, made.square().sum().item(), rtol=1e-6)
 
 
+class TwoHeads(nn.Module):
+    """Returns two outputs, the second in a nest, and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return [self.first(x), [self.second(x)]]
+
+
+def case_outputs():
+    """The loss uses the first output only; two forward passes."""
+    model = TwoHeads()
+    optimizer = adamw(model)
+    with record_torch.record("outputs.npz", model, optimizer, steps=1):
+        for _ in range(2):
+            model(torch.ones(4, 5))[0].sum().backward()
+        optimizer.step()
+    y_pred, y_grad = (Trace("outputs").kind(kind) for kind in ("y_pred", "y_grad"))
+    assert [len(x) for x in y_pred.values()] == [4] * 4
+    assert not y_grad["1"].any() and not y_grad["3"].any()
+    if HAS_TORCH:
+        assert (y_grad["0"] == 1).all() and (y_grad["2"] == 1).all()
+
+
 def case_exception():
     """What was recorded before is written."""
     model = network()
@@ -820,6 +846,7 @@ CASES = {
             case_scaled,
             case_accumulation,
             case_two_models,
+            case_outputs,
         ),
         *(case_exception, case_nested, case_accelerate, case_lightning, case_errors),
         case_compiled,
