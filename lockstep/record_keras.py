@@ -100,14 +100,14 @@ class Recorder:
             **FORMAT, "framework": "keras", "reduction": "sum", "order": "clip, reduce",
             "num_replicas": model.distribute_strategy.num_replicas_in_sync, "steps": [],
             "variables": [], "gradients": [],
-            "permuted": permute, "replayed": None if replay is None else os.fspath(replay),
+            "permuted": permute, "replayed": os.fspath(replay) if replay else None,
             "versions": {package.__name__: package.__version__ for package in (keras, tf, np)},
         }  # fmt: skip
         self.arrays: dict[str, np.ndarray] = {}
         self._model, self._outer, self._hooks = model, optimizer, Hooks()
         self._optimizer = inner_optimizer(optimizer)
         self._wanted = range(steps) if isinstance(steps, int) else steps
-        self._replay = None if replay is None else Replay(replay, self._wanted, names or {})
+        self._replay = Replay(replay, self._wanted, names or {}) if replay else None
         # Step number, kind and replica → "INDEX" or "INDEX/values", … → array.
         self._kept: dict[tuple[int, str, int], dict[str, np.ndarray]] = {}
         self._num_seen: collections.Counter[int] = collections.Counter()

@@ -99,7 +99,7 @@ class record:
         updated = {p for options in optimizer.param_groups for p in options["params"]}
         is_own = updated <= set(self.weights.values())
         _require(is_own, "optimizer: updates weights that model does not have; pass their model")
-        self.replay = replay and os.path.basename(replay)
+        self.replay = os.path.basename(replay) if replay else None
         is_alone = shards is None or (shards == "each" and replay and self.num_replicas == 1)
         _require(is_alone, f"shards={shards!r}: must be 'each', with replay= and in one process")
         self.is_by_shard, self.parts = shards is not None, list[_Part]()

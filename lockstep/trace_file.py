@@ -369,9 +369,16 @@ def _common_description(files: Sequence[_File]) -> About:
     if not first.about.steps:
         raise Fault("has no steps; record it again")
     for file in files[1:]:
+        replayed = [each.about.replayed for each in (first, file)]
+        if not all(replayed) and any(replayed):
+            without = first if replayed[1] else file
+            raise Fault(
+                f"{without.name} is recorded without replay=, and other ranks with it; record it"
+                " again, with replay= on every rank"
+            )
         for field in dataclasses.fields(About):
             values = getattr(file.about, field.name), getattr(first.about, field.name)
-            if field.name not in _OWN_KEYS and values[0] != values[1]:
+            if field.name not in _OWN_KEYS and any(values) and values[0] != values[1]:
                 raise Fault(
                     f"{field.name!r} of {file.name} differs from that of {first.name}; remove"
                     " files of other recordings, or record it again"

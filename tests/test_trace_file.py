@@ -436,3 +436,17 @@ def test_the_page_has_every_key_and_bound_and_its_example_writes_a_trace(tmp_pat
     rate = trace.about.settings[0][0]["learning_rate"]
     np.testing.assert_array_equal(after, before - rate * applied)
     assert np.abs(applied).max() > 1
+
+
+def test_all_ranks_replay_or_none_does(tmp_path):
+    path = write_ranks(tmp_path, replayed="")
+    assert load(path).about.num_replicas == 2
+    for own, told in ((None, ""), ("one.npz", "two.rank0.npz is recorded without replay=")):
+        write_trace(
+            tmp_path / "two.rank1.npz", about(replicas=[1], replayed=own), arrays(replicas=(1,))
+        )
+        if told:
+            with pytest.raises(TraceError, match=told):
+                load(path)
+        else:
+            assert load(path).about.num_replicas == 2
