@@ -988,6 +988,38 @@ def test_a_reference_that_computes_each_shard_hides_nothing(tolerance):
         assert f"gradients: {cause}" in shown(compared(one, second, tolerance))
 
 
+LOCAL = layers(NORM)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({}, "local_statistics*"),
+        ({"factor": 2}, "sum_instead_of_mean"),
+        ({"factor": 0.5}, "mean_instead_of_sum"),
+        ({"factor": 1.3}, "local_statistics*"),
+        ({"shard": three_quarters, "weighted": False}, "mean_of_means"),
+        ({"shard": three_quarters}, "local_statistics*"),
+    ],
+)
+def test_other_scales_and_shares_are_seen_despite_local_statistics(tolerance, changes, cause):
+    factor = np.float32(changes.pop("factor", 1))
+    one = Script(**LOCAL)
+    second = Script(
+        gradient=lambda *given: [factor * g for g in little_noise(*given)],
+        **TWO,
+        **LOCAL,
+        **changes,
+    )
+    verdict = compared(one, second, tolerance)
+    assert f"gradients: {cause}" in shown(verdict)
+    is_hidden = cause.endswith("*")
+    told = [note for note in verdict.notes if "changes them less is not seen" in note]
+    assert [note.endswith('with replay="two.npz", shards="each"') for note in told] == (
+        [True] * is_hidden
+    )
+
+
 def test_a_replica_that_does_not_use_a_weight_sends_nothing():
     """Its part of the sum is 0; where the sum is wrong, that is found."""
     unused = {

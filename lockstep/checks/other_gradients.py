@@ -5,7 +5,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.arithmetic import EPS, MARGIN, UNITS, dense, factor_of, norm, scaled_all
+from lockstep.arithmetic import (
+    EPS,
+    MARGIN,
+    UNITS,
+    dense,
+    factor_of,
+    norm,
+    ratio,
+    scaled_all,
+    total_norm,
+)
 from lockstep.checks.other_forward import is_compared, other_layers
 from lockstep.context import Context
 from lockstep.hypotheses.of_layers import kind_of, reordered_rows
@@ -19,6 +29,10 @@ from lockstep.oracles.rules import IN_GRADIENT
 from lockstep.reference import StepPair
 from lockstep.trace import Named
 from lockstep.verdict import BY_DESIGN, FAULT, Finding
+
+# Of gradients and losses that differ by design.
+_OTHER_SCALE, _ROUGHLY, _MUCH_LESS = 1.5, 0.2, 3
+_ALIKE, _SIMILAR = 0.9, 0.5  # Cosines of gradients; the latter if losses differ by the same factor.
 
 
 def compare_gradients(pair: StepPair) -> Iterator[Finding]:
@@ -112,7 +126,7 @@ def _explains(pair: StepPair, wrong: Sequence[str], *terms: Named) -> bool:
     return set(pair.tolerance.wrong(total, first)) == set(wrong)
 
 
-def names_of_factor(pair: StepPair, scale: float) -> list[tuple[str, str]]:
+def names_of_factor(pair: StepPair, scale: float, within: float = 1e-3) -> list[tuple[str, str]]:
     """Returns the causes of a common factor of all gradients, and what the factor is, in words."""
     known = factors_of_micro_batches(pair)  # Factor, cause, reason.
     second, first = (step.trace.about.num_replicas for step, _ in pair.both)
@@ -134,7 +148,7 @@ def names_of_factor(pair: StepPair, scale: float) -> list[tuple[str, str]]:
             known += [(factor, "other_loss_reduction", why) for factor in (mean, 1 / mean)]
     found: dict[str, str] = {}  # One reason for each cause, the most likely first.
     for factor, cause, why in known:
-        if abs(scale - factor) < 1e-3 * factor:
+        if abs(scale - factor) < within * factor:
             found.setdefault(cause, why)
     return [*found.items()]
 
@@ -252,6 +266,9 @@ def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
     if not causes and (text := _other_dtypes(pair)):
         causes = [("reduced_precision", text, False)]
     causes = causes or other_layers(pair)
+    is_design = bool(causes) and all(design for *_, design in causes)
+    if is_design and (why := _despite_design(pair, wrong)):
+        causes = [(*why, False)]
     if not causes:
         num = len(pair.gradients[0])
         text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
@@ -262,6 +279,38 @@ def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
         pair.second.found(cause, text, tensors=wrong, design=design)
         for cause, text, design in causes
     ]
+
+
+def _despite_design(pair: StepPair, wrong: Sequence[str]) -> tuple[str, str] | None:
+    """Explains gradients that differ by design, where more than that is seen.
+
+    Normalising fewer examples, or other random numbers, change gradients and losses, but hardly
+    their scale.
+    """
+    first, second = ({name: gradients[name] for name in wrong} for gradients in pair.gradients)
+    times = ratio(total_norm(second), total_norm(first))
+    losses = [
+        [float(np.sum(np.float64(arrays[0]))) for arrays in step.arrays("loss") if arrays]
+        for step in (pair.first, pair.second)
+    ]
+    of_first, of_second = (float(np.mean(each)) if each else 0.0 for each in losses)
+    if times and max(times, 1 / times) > _OTHER_SCALE:
+        direction = factor_of([*second.values()], [*first.values()]) / times
+        is_of_loss = of_first and abs(of_second / of_first - times) < _ROUGHLY * times
+        if direction > (_SIMILAR if is_of_loss else _ALIKE):
+            known = names_of_factor(pair, times, _ROUGHLY) or [("scaled_gradient", "")]
+            text = f"gradients are about {times:.2g} times as large as in the first recording"
+            return known[0][0], text + (f": {known[0][1]}" if known[0][1] else "")
+    sizes, is_mean = pair.second.sizes, pair.second.trace.about.reduction == "mean"
+    if not (is_mean and all(sizes) and of_first and len(losses[1]) == len(sizes)):
+        return None
+    shares = [len(sizes) * size / sum(sizes) for size in sizes]
+    of_each = [abs(loss / of_first - 1) for loss in losses[1]]
+    weighted = [abs(x / of_first - by) for x, by in zip(losses[1], shares, strict=True)]
+    if len(set(sizes)) > 1 and _MUCH_LESS * sum(of_each) < sum(weighted):
+        text = f"the replicas have {', '.join(map(str, sizes))} examples, and count equally"
+        return "mean_of_means", f"{text}: each loss is a mean over the replica's own examples"
+    return None
 
 
 def _other_dtypes(pair: StepPair) -> str:
