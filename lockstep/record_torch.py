@@ -369,8 +369,6 @@ class record:
         if not self.num_forward:  # The whole model is in evaluation mode.
             self._note_modes()
         self._save("loss", [sum(self.losses)] if self.losses else [])
-        if len(self.losses) > 1:
-            self.now[f"losses/{self.rank}/0"] = np.stack([_to_array(x) for x in self.losses])
         for index, array in self.removed.items():
             self.now[f"removed/{self.rank}/{index}"] = array
         gradients = [p.grad for p in self.weights.values()]

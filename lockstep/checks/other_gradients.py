@@ -11,6 +11,7 @@ from lockstep.arithmetic import (
     UNITS,
     dense,
     factor_of,
+    is_far,
     norm,
     ratio,
     scaled_all,
@@ -19,11 +20,7 @@ from lockstep.arithmetic import (
 from lockstep.checks.other_forward import is_compared, other_layers
 from lockstep.context import Context
 from lockstep.hypotheses.of_layers import kind_of, reordered_rows
-from lockstep.hypotheses.of_micro_batches import (
-    factors_of_micro_batches,
-    odd_losses,
-    removed_gradients,
-)
+from lockstep.hypotheses.of_micro_batches import factors_of_micro_batches, removed_gradients
 from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.oracles.rules import IN_GRADIENT
 from lockstep.reference import StepPair
@@ -33,6 +30,8 @@ from lockstep.verdict import BY_DESIGN, FAULT, Finding
 # Of gradients and losses that differ by design.
 _OTHER_SCALE, _ROUGHLY, _MUCH_LESS = 1.5, 0.2, 3
 _ALIKE, _SIMILAR = 0.9, 0.5  # Cosines of gradients; the latter if losses differ by the same factor.
+_CLOSE = 1e-4  # Relative; of gradients that have a common factor.
+_MOST = 0.8  # The 6 last bits of one in 64 float32 numbers are 0.
 
 
 def compare_gradients(pair: StepPair) -> Iterator[Finding]:
@@ -139,6 +138,10 @@ def names_of_factor(pair: StepPair, scale: float, within: float = 1e-3) -> list[
     for size in sizes - {0, 1}:
         why = f"a replica has {size} examples: sum, not mean"
         known += [(factor, "other_loss_reduction", why) for factor in (size, 1 / size)]
+    size, full = sum(pair.second.sizes), sum(Context(pair.second.trace, 0).sizes)
+    if 0 < size < full:
+        why = f"the loss is divided by {full} examples, as in full batches, and this one has {size}"
+        known.append((size / full, "wrong_count", why))
     for step, which in pair.both:
         for mean in _mean_weights(step):
             why = (
@@ -208,6 +211,7 @@ def _regularised(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
     (first, second), (weights, _) = pair.gradients, pair.states("before")
     if not all(name in weights for name in wrong):
         return
+    yield from _scaled_without_decay(pair, wrong, weights)
     differences = [dense(second[n]) - dense(first[n]) for n in wrong]
     decay = factor_of(differences, [weights[name] for name in wrong])
     more = {name: decay * dense(weights[name]) for name in wrong}
@@ -220,6 +224,29 @@ def _regularised(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
         if design:
             text += ", and the optimizer of the other one decays the weights by as much"
         yield pair.second.found("regularisation_in_the_loss", text, tensors=wrong, design=design)
+
+
+def _scaled_without_decay(
+    pair: StepPair, wrong: Sequence[str], weights: Named
+) -> Iterator[Finding]:
+    """Explains gradients that are multiplied by a factor, but not their regularisation."""
+    first, second = pair.gradients
+    scales = {n: factor_of([second[n]], [first[n]]) for n in wrong}
+    exact = [n for n in wrong if not is_far(second[n], scales[n] * dense(first[n]), _CLOSE)]
+    rest = [name for name in wrong if name not in exact]
+    scale = float(np.median([scales[name] for name in exact])) if exact and rest else 0.0
+    if not scale > 0:
+        return
+    differences = [dense(second[n]) - scale * dense(first[n]) for n in rest]
+    decay = factor_of(differences, [weights[name] for name in rest])
+    more = {name: decay * dense(weights[name]) for name in rest}
+    if np.isfinite(decay) and decay and _explains(pair, wrong, scaled_all(first, scale), more):
+        text = (
+            f"each gradient is {scale:.6g} times that of the first recording, without its part"
+            f" {abs(decay / (1 - scale)):.4g} · weight, the regularisation"
+        )
+        for cause, reason in names_of_factor(pair, scale) or [("scaled_gradient", "")]:
+            yield pair.second.found(cause, f"{text}: {reason}" if reason else text, tensors=wrong)
 
 
 def _decays_equally(pair: StepPair, weights: Named) -> bool:
@@ -261,8 +288,6 @@ def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
     earlier = [each for each in pair.findings if each.stage in ("forward", "loss")]
     known = [each for each in earlier if each.cause != "unexplained"]
     causes = [(each.cause, each.text, each.status == BY_DESIGN) for each in known]
-    if not causes and (why := odd_losses(pair)):
-        causes = [(*why, False)]
     if not causes and (text := _other_dtypes(pair)):
         causes = [("reduced_precision", text, False)]
     causes = causes or other_layers(pair)
@@ -313,6 +338,13 @@ def _despite_design(pair: StepPair, wrong: Sequence[str]) -> tuple[str, str] | N
     return None
 
 
+def _share_of_short(gradients: Named) -> float:
+    """Returns the fraction of elements whose last bits are 0, as in sums of some 16-bit numbers."""
+    elements = np.concatenate([dense(g).ravel() for g in gradients.values()]).astype(np.float32)
+    bits = elements[elements != 0].view(np.uint32)
+    return float(np.mean(bits & 0x3F == 0)) if len(bits) else 0.0
+
+
 def _other_dtypes(pair: StepPair) -> str:
     """Explains gradients by layers that compute in another dtype; "" if they do not, or if
     rounding to it does not have such an effect."""
@@ -321,7 +353,10 @@ def _other_dtypes(pair: StepPair) -> str:
         for step in (pair.first, pair.second)
     ]
     if used[0] == used[1]:
-        return ""
+        short = [_share_of_short(gradients) for gradients in pair.gradients]
+        if abs(short[0] - short[1]) < _MOST:
+            return ""
+        used = [{"bfloat16" if share > _MOST else "float32"} for share in short]
     unit = max(UNITS.get(dtype, EPS) for dtype in used[0] | used[1])
     if np.median([*pair.different_gradients.values()]) > MARGIN * unit:
         return ""

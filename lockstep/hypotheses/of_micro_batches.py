@@ -4,12 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.arithmetic import dense, same_bits, scaled_all
+from lockstep.arithmetic import dense, scaled_all
 from lockstep.context import Context
 from lockstep.reference import StepPair
 from lockstep.trace import Named
-
-_CLOSE = 1e-3  # Relative deviation of losses that are equal.
 
 
 def factors_of_micro_batches(pair: StepPair) -> list[tuple[float, str, str]]:
@@ -75,47 +73,3 @@ def _removed(step: Context) -> Named:
         name: step.share(0) * np.sum([dense(own[name]) for own in found if name in own], axis=0)
         for name in names
     }
-
-
-def odd_losses(pair: StepPair) -> tuple[str, str] | None:
-    """Explains gradients by a replica, or a micro-batch, whose loss is 0 or has another factor."""
-    losses = [_losses_of(step) for step in (pair.first, pair.second)]
-    if not all(losses):
-        return None
-    found = []  # Replica, micro-batch, factor over the first recording.
-    for (shard, number), (data, loss) in losses[1].items():
-        same = [other for given, other in losses[0].values() if _are_same(given, data)]
-        if same and same[0]:
-            found.append((shard, number, loss / same[0]))
-    usual = float(np.median([factor for *_, factor in found])) if len(found) > 2 else 0.0
-    odd = [each for each in found if abs(each[2] - usual) > _CLOSE * abs(usual)]
-    if not usual or not odd or 2 * len(odd) >= len(found):
-        return None
-    where = ", ".join(f"{number + 1} of replica {shard}" for shard, number, _ in odd)
-    factors = {round(factor / usual, 6) for *_, factor in odd}
-    if factors == {0.0}:
-        return "lost_micro_batch", f"the loss of micro-batch {where} is 0: it does not count"
-    if len(factors) == 1:
-        text = f"the loss of micro-batch {where} is {factors.pop():g} times what it should be"
-        return "scaled_gradient", text
-    return None
-
-
-def _losses_of(step: Context) -> dict[tuple[int, int], tuple[list[np.ndarray], float]]:
-    """Returns shard and number of each micro-batch → its examples and loss; empty if unknown."""
-    found = {}
-    for shard in step.shards:
-        losses = step.trace.arrays(step.position, "losses", shard)
-        count = step.trace.micro_batches(step.position, shard)
-        data = step.data[shard]
-        if not losses or len(losses[0]) != count or len(data) % count:
-            return {}
-        leaves = len(data) // count
-        for number, loss in enumerate(losses[0]):
-            own = data[number * leaves : (number + 1) * leaves]
-            found[shard, number] = own, float(np.sum(loss))
-    return found
-
-
-def _are_same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
-    return len(first) == len(second) and all(map(same_bits, first, second))
