@@ -25,8 +25,10 @@ def squares(outputs, targets, smoothing):
     return outputs - np.sin(targets[..., None] + np.arange(CLASSES))
 
 
-def trained(*, replicas=1, parts=1, loss=softmax, sequences=False, smoothing=(0.0, 0.0), seed=0,
-            given=True, layers=(), **changes):  # fmt: skip
+def trained(
+    *, replicas=1, framework="torch", parts=1, loss=softmax, sequences=False, smoothing=(0.0, 0.0),
+    seed=0, given=True, layers=(), **changes,
+):  # fmt: skip
     """Returns a recording of one step of a linear model, some of whose arrays replica 1 changes.
 
     Args:
@@ -42,7 +44,7 @@ def trained(*, replicas=1, parts=1, loss=softmax, sequences=False, smoothing=(0.
     y = random.integers(CLASSES, size=shape[:-1])
     w = random.normal(size=(FEATURES, CLASSES)).astype(np.float32)
     about = About(
-        "torch", replicas, steps=(0,), variables=(Variable("w", "weight"),), gradients=("w",),
+        framework, replicas, steps=(0,), variables=(Variable("w", "weight"),), gradients=("w",),
         reduction="mean", micro_batches=(parts,), layers=tuple(layers), replayed="one.npz",
     )  # fmt: skip
     trace = Trace(about, name=f"{'one' if replicas == 1 else 'two'}.npz")
@@ -157,6 +159,13 @@ def test_recordings_without_outputs():
         verdict = compare_traces([one, two], {})["two.npz"]
         assert [(f.stage, f.cause) for f in verdict.faults] == [("gradients", "unexplained")]
         assert "backward" not in verdict.faults[0].text
+
+
+def test_outputs_of_a_port():
+    """A model of another framework may return logits, and this one probabilities."""
+    keras = {"framework": "keras", "output": lambda y: 2 * y}
+    faults, _ = found(HIDDEN, {**HIDDEN, **keras})
+    assert {stage for stage, *_ in faults} == {"gradients"}
 
 
 def test_backward_pass():
