@@ -115,10 +115,26 @@ class Recorder:
 
     def wrap(self, step: Callable) -> Callable:
         """Returns a custom loop's replica step with hooks; its arguments are the batch."""
-        if not self._optimizer.built:
+        if self._model.built and not self._optimizer.built:
             with self._model.distribute_strategy.scope():
                 self._optimizer.build(self._model.trainable_variables)
         return partial(self._step, step)
+
+    def _build(self, data: Sequence[Any]) -> None:
+        """Creates the variables of a custom loop whose model is called for the first time."""
+        batch = data[0] if len(data) == 1 else data
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+
+        def zeros(leaf: tf.Tensor) -> tf.Tensor:
+            return tf.zeros((1, *leaf.shape[1:]), leaf.dtype)
+
+        def build(strategy: tf.distribute.Strategy) -> None:
+            with tf.init_scope():
+                if not self._model.built:
+                    self._model(tree.map_structure(zeros, x))
+                self._optimizer.build(self._model.trainable_variables)
+
+        tf.distribute.get_replica_context().merge_call(build)
 
     def save(self, path: Path) -> None:
         """Writes a file when it is complete; process 0 of several processes `….rank0.npz`."""
@@ -199,6 +215,8 @@ class Recorder:
         tf.cond(number >= 0, copy, lambda: number)
 
     def _step(self, inner: Callable, *data: Any) -> Any:
+        if not self._optimizer.built:
+            self._build(data)
         state, replica = [*self._model.variables, *self._outer.variables], replica_id()
         self.about |= description(self._model, self._outer)
         self._number[replica] = number = self._begin(replica, leaves(data))

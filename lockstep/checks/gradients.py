@@ -1,5 +1,6 @@
 """Checks each shard's gradients, before clipping, and their sum against the whole batch."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -27,7 +28,7 @@ from lockstep.hypotheses import Hypothesis, explain, predicted_by
 from lockstep.hypotheses.of_gradients import gradient_hypotheses, synchronized_hypotheses
 from lockstep.hypotheses.of_tensors import factor_of_part, why_tensor
 from lockstep.trace import Array, Named
-from lockstep.verdict import Finding
+from lockstep.verdict import NOTHING, Finding
 
 
 def check_gradients(context: Context) -> Iterator[Finding | Actual]:
@@ -52,7 +53,7 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
         return
     if odd := [shard for shard in odd if not are_finite(context.expected(shard).step.raw)]:
         text = "gradients are NaN or infinite, on one device too: nothing to compare with"
-        yield context.found("not_finite", text, items=odd, design=True)
+        yield dataclasses.replace(context.found("not_finite", text, items=odd), status=NOTHING)
         return
     if _are_sums(context) and (found := _check_sums(context)) is not None:
         yield from found

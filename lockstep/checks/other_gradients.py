@@ -134,9 +134,12 @@ def names_of_factor(pair: StepPair, scale: float, within: float = 1e-3) -> list[
             (second / first, "sum_instead_of_mean", "the number of replicas"),
             (first / second, "mean_instead_of_sum", "one over the number of replicas"),
         ]
-    sizes = {size for step, _ in pair.both for size in step.sizes[:1]} | {sum(pair.second.sizes)}
-    for size in sizes - {0, 1}:
-        why = f"a replica has {size} examples: sum, not mean"
+    sizes = {sum(step.sizes): "the batch" for step, _ in pair.both}
+    sizes |= {step.sizes[0]: "a replica" for step, _ in pair.both if len(step.sizes) > 1}
+    for size, whose in sizes.items():
+        if size < 2:
+            continue
+        why = f"{whose} has {size} examples: sum, not mean"
         known += [(factor, "other_loss_reduction", why) for factor in (size, 1 / size)]
     size, full = sum(pair.second.sizes), sum(Context(pair.second.trace, 0).sizes)
     if 0 < size < full:
