@@ -48,12 +48,13 @@ def check_start(context: Context) -> Iterator[Finding]:
 
 
 def _kept_between_steps(previous: Context, context: Context) -> list[str]:
-    """Returns the variables that a step leaves to the next one: all but weights of the script.
+    """Returns the variables that a step leaves to the next one: all but those of the script.
 
     A script may assign to the weights that the optimizer does not update, such as a moving average
-    of the others; then all copies have to do it.
+    of the others, and a callback to the learning rate; then all copies have to do it.
     """
-    about, own = context.trace.about, set[str]()
+    about = context.trace.about
+    own = {variable.name for variable in about.variables if variable.slot == "learning_rate"}
     for position in (previous.position, context.position) if about.settings else ():
         groups = about.settings[position]
         if all("weights" in group for group in groups):
