@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lockstep.arithmetic import EPS, MARGIN, UNITS
 from lockstep.causes import title_of
+from lockstep.checks.other_changes import compare_updates
 from lockstep.checks.other_clipping import compare_clipping
 from lockstep.checks.other_examples import (
     compare_examples,
@@ -19,7 +20,7 @@ from lockstep.checks.other_examples import (
 )
 from lockstep.checks.other_forward import compare_each_example
 from lockstep.checks.other_gradients import compare_gradients
-from lockstep.checks.other_updates import compare_rules, compare_statistics
+from lockstep.checks.other_updates import compare_statistics
 from lockstep.context import Context
 from lockstep.engine import Result, check_step, require_steps, verdict_of
 from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
@@ -147,7 +148,7 @@ def verify_against(
         "loss": compare_losses,
         "statistics": compare_statistics,
         "clipping": compare_clipping,
-        "update": compare_rules,
+        "update": compare_updates,
     }
     result = Result()
     skipped, is_compared = list[str](), False

@@ -325,11 +325,14 @@ class _Trace:
                 and (theirs["name"] == name or not {mine["name"], theirs["name"]} & self._fixed)
             }
             fits = [i for i, value in same.items() if value.shape == shape]
+            if not shape:  # A counter is no learning rate.
+                kind = np.result_type(_plain(leaves[index])).kind
+                fits = [i for i in fits if same[i].dtype.kind == kind]
             fits.sort(key=lambda i: left[i]["name"] != name)  # By name, else the first.
             if fits:
                 leaves[index] = _like(leaves[index], same[fits[0]])
                 del left[fits[0]]
-            elif mine["kind"] in kinds[:3]:
+            elif mine["kind"] in kinds[: 3 if shape else 2]:  # Scalars of the optimizer are kept.
                 options = [(left[i]["name"], value.shape) for i, value in same.items()]
                 raise ValueError(
                     f"replay={self.path}: no {mine['kind']} for {mine['name']} {shape} among "

@@ -90,6 +90,8 @@ class record:
         self.arrays: dict[str, Any] = {}
         self.computed_in = ""  # Of all steps.
         self.step, self.hooks = 0, contextlib.ExitStack()
+        self.num_backward: int | None = None  # Since the last update; None before the first pass.
+        self.twins: dict[str, str] = {}  # Copies of a weight that `replay` has once.
         is_file = path.endswith(".npz") and os.path.isdir(os.path.dirname(path) or ".")
         _require(is_file, f"{path}: must be an .npz file in a folder that exists")
         _require(self.wanted and min(self.wanted) >= 0, f"steps={steps}: must be numbers from 0")
@@ -143,6 +145,7 @@ class record:
         self.inverse, self.is_reduced = None, self.is_sharded
         self.outside: Any = None  # During a forward pass, the arrays from before it.
         self.of_last_layer: list[Tensor] = []
+        self.is_evaluated = False  # Whether the model was called in evaluation mode.
         self._forget()
         self.is_on = self.step in self.wanted
         if not self.is_on:
@@ -238,6 +241,7 @@ class record:
 
     def _before_forward(self, module: nn.Module, args: Any, options: Any) -> Any:
         if not torch.is_grad_enabled() or not module.training:
+            self.is_evaluated |= torch.is_grad_enabled()
             return None
         if self.losses and self._is_skipped():
             self._forget()
@@ -318,6 +322,7 @@ class record:
     def _backward(self, tensors: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `torch.autograd.backward`."""
         self.has_gradients = self.is_sharded
+        self.num_backward = (self.num_backward or 0) + 1
         if self.is_on:
             self._note_removed()
         self.original(tensors, *args, **options)
@@ -349,7 +354,8 @@ class record:
 
     def _before_update(self, optimizer: Any, args: Any, options: Any) -> Any:
         if not any(callable(x) for x in [*args[1:], *options.values()]):
-            self._save_gradients()
+            if not self._is_repeated():
+                self._save_gradients()
             return None
 
         def recorded(x: Any) -> Any:
@@ -382,7 +388,17 @@ class record:
         groups = [(x, [names[p] for p in x["params"]]) for x in self.optimizer.param_groups]
         self.groups = [{**_settings(group), "weights": weights} for group, weights in groups]
 
+    def _is_repeated(self) -> bool:
+        """Returns whether an update has the gradients of the last one: it is of the same step."""
+        return self.num_backward == 0 and not self.now
+
     def _after_update(self, *_: Any) -> None:
+        if self._is_repeated():
+            if self.per_step["steps"][-1:] == [self.step - 1]:
+                self._save_variables("after")
+                self._keep_arrays(len(self.per_step["steps"]))
+                self._forget()
+            return
         if self.is_on and getattr(self.optimizer, "found_inf", None):
             self._forget()  # The optimizer skipped the update itself.
             return
@@ -400,6 +416,7 @@ class record:
                 self.now = {x: value for x, value in self.now.items() if x[:7] != "shards/"}
             self._keep_arrays(len(self.per_step["steps"]))
         self.step += 1
+        self.num_backward = self.num_backward and 0
         if self.is_on or self.step in self.wanted:
             self._install_hooks()
 
@@ -462,7 +479,10 @@ class record:
         """Loads the state to replay and copies all variables, once in a step."""
         if not self.now:
             if self.replay:
-                _require(is_forward, "replay: no forward pass was seen; call model, in train mode")
+                seen = "no forward pass was seen; call model, in train mode"
+                if self.is_evaluated:
+                    seen = "the model is called in evaluation mode; call model.train() before it"
+                _require(is_forward, f"replay: step {self.step}: {seen}")
                 self._save_variables("replaced")
                 self._load()
             if self.is_by_shard:
@@ -490,7 +510,10 @@ class record:
         for name, p in self.weights.items():
             state = self.optimizer.state
             old = state.pop(p, {}) if is_same else state[p]
-            for other in (v for v in others if v.get("of") == sources[name]["name"]):
+            slots = [v for v in others if v.get("of") == sources[name]["name"]]
+            if is_same and slots:
+                state[p] = dict(old)  # Keeps slots that the file lacks, as of another setting.
+            for other in slots:
                 x, slot = other["array"], other["slot"]
                 if is_same or slot in old:
                     new = torch.zeros_like(p) if x.shape == p.shape else torch.tensor(x)
@@ -513,10 +536,24 @@ class record:
             if fits:
                 sources[name] = fits[0]
                 free = [v for v in free if v["name"] != fits[0]["name"]]
+            elif twin := self._twin_of(name, value, {v["name"]: x for v, x in own}):
+                sources[name] = sources[twin]
             elif this["kind"] == "weight" or name in self.names:
                 found = ", ".join(f"{v['name']} {v['array'].shape}" for v in options) or "nothing"
                 raise ValueError(f"replay: {name} {shape} is not matched by {found}; pass names")
         return sources
+
+    def _twin_of(self, name: str, value: Tensor, own: Mapping[str, Tensor]) -> str:
+        """Returns the weight before it that had the values of this one when recording began."""
+        for other, x in own.items():
+            if name in {other, *self.twins, *self.names} or name not in self.weights:
+                break
+            is_same = other in self.weights and x.shape == value.shape and torch.equal(x, value)
+            if is_same and _to_array(x).std() > 0:  # Not initial values such as 0.
+                text = f"{self.replay} has one weight for {other} and its copy {name}: they are"
+                warnings.warn(f"{self.path}: {text} tied there, and not here", stacklevel=2)
+                self.twins[name] = other
+        return self.twins.get(name, "")
 
     def _variables(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields the description and the value of each weight, statistic and optimizer state."""

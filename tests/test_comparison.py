@@ -21,7 +21,7 @@ from lockstep.comparison import (
 from lockstep.hypotheses.of_layers import reordered_rows
 from lockstep.text import notes_of, sentence_of
 from lockstep.trace import SEED, STATE, WEIGHT, About, Trace, Variable
-from script_samples import Script, adam, batch_of, examples, mean_of, sgd, split_evenly
+from script_samples import WEIGHTS, Script, adam, batch_of, examples, mean_of, sgd, split_evenly
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
@@ -91,10 +91,7 @@ def half(sent):
 
 
 def in_bfloat16(sent):
-    def cut(array):
-        return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
-
-    return [[cut(array) for array in arrays] for arrays in mean_of(sent)]
+    return [[in_16_bits(array) for array in arrays] for arrays in mean_of(sent)]
 
 
 def summed(sent):
@@ -193,6 +190,19 @@ def not_corrected(script, weights, gradients, state):
         weight[:] = old - np.float32(script.settings["learning_rate"]) * state[3 * i] / root
 
 
+def of_kernel_only(script, weights, gradients, state):
+    sgd(script, weights[:1], gradients[:1], state)
+
+
+def in_16_bits(array):
+    return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+def twice(script, weights, gradients, state):
+    for _ in range(2):
+        adam(script, weights, gradients, state)
+
+
 def stale(script, weights, gradients, state):
     kept = state[1].copy()
     adam(script, weights, gradients, state)
@@ -209,6 +219,7 @@ def corrected_in_float32(script, weights, gradients, state):
 
 
 RATES = [0.1, 0.1, 0.05, 0.05]
+KERNEL_ONLY = {"settings": [[{"learning_rate": 0.1, "momentum": 0.9, "weights": WEIGHTS[:1]}]] * 4}
 SCHEDULE = {"settings": [[{"learning_rate": r, "momentum": 0.9}] for r in RATES]}
 
 
@@ -263,6 +274,11 @@ def edit(of_array, kind, replica=None, index=None, position=None):
                 script.arrays[name] = of_array(array)
 
     return {"edit": edited}
+
+
+def moments_in_16_bits(script):
+    for index in (4, 7):
+        edit(in_16_bits, "after", None, index)["edit"](script)
 
 
 def flip(kind):
@@ -464,6 +480,10 @@ RIGHT = {
     ),
     "AMSGrad": ({**ADAM, "settings": {"amsgrad": True}}, TWO),
     "wrapped": ({"about": LION}, {**TWO, "about": {"optimizer": {"class": "ZeRO"}}}),
+    "an optimizer without a rule": ({"about": LION}, {**TWO, "settings": {"foreach": True}}),
+    "weights that no optimizer has": ({"about": KERNEL_ONLY, "update": of_kernel_only}, TWO),
+    "state in 16 bits": ({**ADAM, "edit": moments_in_16_bits}, {
+        **TWO, "edit": moments_in_16_bits}),
     "Nesterov": ({"settings": {"nesterov": True}}, TWO),
     "plain SGD": ({"settings": {"momentum": 0.0, "weight_decay": 0.01}}, TWO),
     "decay": ({"settings": {"weight_decay": 0.1}}, TWO),
@@ -734,14 +754,31 @@ FAULTS = {
     "AMSGrad": (ADAM, {**TWO, **settings(amsgrad=True)}, "update: other_optimizer"),
     "rate of an unknown optimizer": ({"about": LION}, {**TWO, **settings(learning_rate=0.2)},
         "update: other_learning_rate"),
+    "hidden rate of an unknown optimizer": ({"about": LION}, {
+        **TWO, **with_settings(learning_rate=0.2)}, "update: other_learning_rate"),
+    "hidden momentum of an unknown optimizer": ({"about": LION}, {
+        **TWO, **with_settings(momentum=0.5)}, "update: unexplained"),
+    "rho": ({"about": LION, **settings(rho=0.99)}, {
+        **TWO, "settings": {"rho": 0.9}, "update": with_settings(momentum=0.5)["update"]},
+        "update: other_optimizer"),
+    "no update by an unknown optimizer": ({"about": LION}, {**TWO, "update": no_update},
+        "update: not_updated"),
+    "twice": ({**ADAM, "about": {"optimizer": {"class": "Lamb", "framework": "torch"}}}, {
+        **TWO, "update": twice}, "update: updated_twice"),
+    "a weight that the optimizer does not have": ({}, {
+        **TWO, "about": KERNEL_ONLY, "update": of_kernel_only}, "update: not_updated"),
+    "moments in 16 bits": (ADAM, {**TWO, "edit": moments_in_16_bits},
+        "update: reduced_precision"),
     "unknown": ({"about": LION}, {
         **TWO, **edit(lambda array: 1.01 * array, "after", 1, 0)}, "agreement: diverged_replicas"),
     # Statistics.
     "norm momentum": ({}, {**TWO, "norm_momentum": 0.01}, "statistics: other_batch_norm_momentum"),
-    "unbiased": ({}, {**TWO, "unbiased": True}, "statistics: unbiased_variance*"),
+    "unbiased": ({}, {**TWO, "unbiased": True}, "statistics: unbiased_variance"),
     "local norm": ({}, {**TWO, "local_norm": True}, "statistics: local_statistics*"),
+    "unbiased of frameworks": ({"framework": "keras", **settings(momentum=0.0)}, {
+        **TWO, "framework": "torch", "unbiased": True}, "statistics: unbiased_variance*"),
     "momentum and bias": (with_norm(0.1, unbiased=True), with_norm(0.01, unbiased=False),
-        "statistics: other_batch_norm_momentum; statistics: unbiased_variance*"),
+        "statistics: other_batch_norm_momentum; statistics: unbiased_variance"),
     "other variance": (with_norm(0.1), {"edit": other_variance}, "statistics: other_statistics"),
     # Changes that no check was made for.
     "flipped raw": ({}, {**TWO, **flip("raw")},

@@ -18,6 +18,7 @@ from lockstep.arithmetic import (
     total_norm,
 )
 from lockstep.checks.other_forward import is_compared, other_layers
+from lockstep.checks.other_updates import is_left_out
 from lockstep.context import Context
 from lockstep.hypotheses.of_layers import kind_of, reordered_rows
 from lockstep.hypotheses.of_micro_batches import factors_of_micro_batches, removed_gradients
@@ -42,17 +43,23 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
     pair.second.mark_checked()
     far = pair.different_gradients
     frozen = [name for name in far if not norm(second[name]) or not norm(first[name])]
-    wrong = [name for name in far if name not in frozen]
+    left_out = [n for n in far if n not in frozen and is_left_out(pair, n)]
+    wrong = [name for name in far if name not in (*frozen, *left_out)]
     causes = []
     if any(f.status == FAULT and f.cause != "other_loss" for f in pair.found_in("loss")):
         causes, frozen, wrong = _settings(pair, list(far)), [], []
+    elif left_out:
+        text = (
+            f"the optimizer does not have {len(left_out)} weights, and clears no gradient of them"
+        )
+        causes.append(pair.second.found("not_updated", text, tensors=left_out))
     if frozen:
         text = f"the gradient of {len(frozen)} weights is 0 in one recording"
         causes.append(pair.second.found("frozen", text, tensors=frozen))
     if wrong and (fitting := list(_explanations(pair, wrong))):
         may_be = (*fitting[0].may_be, *(other.cause for other in fitting[1:]))
         causes.append(dataclasses.replace(fitting[0], may_be=may_be))
-    else:
+    elif wrong:
         causes += _frozen_on_some(pair, wrong)
         rest = [n for n in wrong if not any(n in each.tensors for each in causes)]
         if rest:

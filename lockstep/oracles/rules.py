@@ -25,13 +25,13 @@ AFTER_CORRECTION, BEFORE_CORRECTION = "after bias correction", "before bias corr
 UNDER_ROOT = "under the root"
 
 # Role of optimizer state → its names in PyTorch, Keras and Optax.
-_COUNTER = {"number": ("step", "iterations", "iteration", "count")}
+COUNTERS = ("step", "iterations", "iteration", "count")
 _ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     "SGD": {"velocity": ("momentum_buffer", "momentum", "trace")},
     "Adam": {
         "first_moment": ("exp_avg", "m", "mu", "momentum"),
         "second_moment": ("exp_avg_sq", "v", "nu", "velocity"),
-        **_COUNTER,
+        "number": COUNTERS,
     },
 }
 
@@ -202,6 +202,8 @@ class RuleOracle:
         ]
         for weight in weights:
             groups = [group for group in settings if weight in group.get("weights", (weight,))]
+            if settings and not groups:
+                continue  # The optimizer does not have it.
             rule = rule_of(about.optimizer, groups[0] if groups else {})
             if rule is None:
                 self.rules = {}
@@ -210,7 +212,7 @@ class RuleOracle:
             found = self._state[weight] = {}
             for key, variable in states:
                 of_all = not variable.of and np.size(after[key]) == 1  # A common counter.
-                for role, names in {**_COUNTER, **needed}.items():
+                for role, names in {"number": COUNTERS, **needed}.items():
                     is_own = variable.of == weight or (of_all and role == "number")
                     if variable.slot in names and is_own:
                         found[role] = key

@@ -423,6 +423,60 @@ def case_modes():
     assert about.micro_batches == (1, 1, 1)
 
 
+def case_repeated_update():
+    """A second update with the same gradients belongs to the same step."""
+    for steps in ([0, 1, 2], [0, 2]):
+        model = network()
+        optimizer = adamw(model)
+        with record_torch.record("twice.npz", model, optimizer, steps=steps):
+            for step in range(3):
+                x, y = batch(step)
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.step()
+        twice = Trace("twice")
+        assert twice.about["steps"] == steps and twice.kind("after", 2)["0.weight/step"] == 6
+        assert twice.kind("before", 2)["0.weight/step"] == 4
+
+
+class Tied(nn.Module):
+    """Has two parts that may share their weights."""
+
+    def __init__(self, is_tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        if not is_tied:
+            self.second.weight = nn.Parameter(self.first.weight.detach().clone())
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def case_tied():
+    """A copy of a weight that the other model ties has the recorded values of that weight."""
+    if not HAS_TORCH:
+        return
+    one_step("tied", Tied(True), torch.ones(4, 5), 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = one_step("untied", Tied(False), torch.ones(4, 5), 2, "tied.npz")
+    before = found.kind("before", 1)
+    np.testing.assert_array_equal(before["second.weight"], before["first.weight"])
+    text = "tied.npz has one weight for first.weight and its copy second.weight"
+    assert sum(text in str(warning.message) for warning in told) == 1
+
+
+def case_slots():
+    """Optimizer state that the replayed file lacks is kept, as of other settings."""
+    trained("plain", steps=3)
+    amsgrad = {"optimizer": lambda model: adamw(model, amsgrad=True)} if HAS_TORCH else {}
+    found = trained("amsgrad", steps=3, replay="plain.npz", **amsgrad).kind("before", 2)
+    assert ("0.weight/max_exp_avg_sq" in found) == HAS_TORCH
+
+
 def case_skipped():
     """The update of the second batch is skipped, as a GradScaler does: the step begins again."""
     model = network()
@@ -696,7 +750,7 @@ def case_errors():
         expected = f"{path}: must be an .npz file in a folder that exists"
         refused(expected, record, path, model, optimizer)
     refused("optimizer.step: calls its closure twice, which cannot be recorded", with_closure)
-    refused("replay: no forward pass was seen", in_evaluation)
+    refused("replay: step 0: the model is called in evaluation mode", in_evaluation)
     refused("shards='each': the model has an output of shape (), without a row", with_one_output)
 
 
@@ -841,7 +895,7 @@ CASES = {
             case_other_optimizer,
             case_autocast,
             case_autocast_inside,
-            case_modes,
+            *(case_modes, case_repeated_update, case_slots, case_tied),
             case_skipped,
             case_scaled,
             case_accumulation,
