@@ -198,6 +198,19 @@ def in_16_bits(array):
     return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
 
 
+def clipped_inside(script, weights, gradients, state):
+    sgd(script, weights, clip(0, gradients), state)
+
+
+def first_moment_corrected(script, weights, gradients, state):
+    before = [weight.copy() for weight in weights]
+    adam(script, weights, gradients, state)
+    for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
+        left = 1 - script.settings["beta_1"] ** float(state[3 * i + 2])
+        root = np.sqrt(state[3 * i + 1]) + np.float32(script.settings["epsilon"])
+        weight[:] = old - np.float32(script.settings["learning_rate"] / left) * state[3 * i] / root
+
+
 def twice(script, weights, gradients, state):
     for _ in range(2):
         adam(script, weights, gradients, state)
@@ -721,6 +734,11 @@ FAULTS = {
         "update: other_weight_decay"),
     "hidden placement": (settings(weight_decay=0.1), {**TWO, "decays_gradient": False},
         "update: weight_decay_placement"),
+    "hidden decay without one": ({}, {**TWO, **with_settings(weight_decay=0.05)},
+        "update: other_weight_decay"),
+    "hidden clipping": ({}, {**TWO, "update": clipped_inside}, "update: other_clipping"),
+    "no correction of one moment": (ADAM, {"update": first_moment_corrected},
+        "update: bias_not_corrected"),
     "hidden nesterov": ({}, {**TWO, **with_settings(nesterov=True)}, "update: other_nesterov"),
     "no update": ({}, {**TWO, "update": no_update}, "update: not_updated"),
     "not corrected": (ADAM, {"update": not_corrected}, "update: bias_not_corrected"),

@@ -55,6 +55,7 @@ class Rule:
         epsilon_placement: where epsilon is added: to the root `AFTER_CORRECTION` of the bias
             (PyTorch, Optax) or `BEFORE_CORRECTION` (Keras), or `UNDER_ROOT`.
         corrects_bias: whether Adam corrects the bias of its moments.
+        corrects_second_bias: whether it corrects that of the second one, too.
     """
 
     family: str
@@ -70,6 +71,7 @@ class Rule:
     epsilon: float = 1e-8
     epsilon_placement: str = AFTER_CORRECTION
     corrects_bias: bool = True
+    corrects_second_bias: bool = True
 
 
 def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule | None:
@@ -147,7 +149,9 @@ def _adam(
     first = rule.beta_1 * old_first + (1 - rule.beta_1) * gradient
     second = rule.beta_2 * old_second + (1 - rule.beta_2) * gradient**2
     first_left = 1 - (correction[0] * rule.beta_1) ** number if rule.corrects_bias else 1.0
-    second_left = 1 - (correction[1] * rule.beta_2) ** number if rule.corrects_bias else 1.0
+    second_left = 1.0
+    if rule.corrects_bias and rule.corrects_second_bias:
+        second_left = 1 - (correction[1] * rule.beta_2) ** number
     if rule.epsilon_placement == UNDER_ROOT:
         root = np.sqrt(second / second_left + rule.epsilon)
     elif rule.epsilon_placement == BEFORE_CORRECTION:
@@ -164,6 +168,7 @@ _CAUSES = {
     "decay_placement": "weight_decay_placement",
     "epsilon_placement": "epsilon_placement",
     "corrects_bias": "bias_not_corrected",
+    "corrects_second_bias": "bias_not_corrected",
 }
 
 
@@ -234,6 +239,19 @@ class RuleOracle:
             if getattr(own, field.name) != getattr(theirs, field.name)
         }
 
+    @property
+    def sums(self) -> set[str]:
+        """Keys of the optimizer state that is linear in the gradients."""
+        roles = ("velocity", "first_moment")
+        return {own[role] for own in self._state.values() for role in roles if role in own}
+
+    def with_more_decay(self, more: float) -> "RuleOracle":
+        """Returns the same oracle with a larger weight decay of all weights."""
+        rules = self.rules.items()
+        return self.with_rules(
+            {n: dataclasses.replace(r, weight_decay=r.weight_decay + more) for n, r in rules}
+        )
+
     def with_rules(self, rules: Mapping[str, Rule]) -> "RuleOracle":
         """Returns the same oracle with other rules."""
         other = copy.copy(self)
@@ -299,6 +317,8 @@ class RuleOracle:
             text = f"the change is that of momentum {form} the look-ahead of Nesterov"
             yield "other_nesterov", text, {"nesterov": nesterov}
         yield "bias_not_corrected", "the bias is not corrected", {"corrects_bias": False}
+        text = "the bias of the second moment is not corrected"
+        yield "bias_not_corrected", text, {"corrects_second_bias": False}
         for place in (AFTER_CORRECTION, BEFORE_CORRECTION, UNDER_ROOT):
             text = f"epsilon is added {place}"
             yield "epsilon_placement", text, {"epsilon_placement": place}
