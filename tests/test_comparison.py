@@ -588,6 +588,9 @@ FAULTS = {
         "start: not_replayed"),
     "broadcast": ({}, {**TWO, **edit(lambda a: a + np.float32(1e-3), "before", 1, 0, 1)},
         "start: diverged_replicas; update: unexplained"),
+    "state of one replica": ({}, {
+        **TWO, "edit": lambda s: [s.arrays.pop(f"1/before/1/{index}") for index in (4, 5)]},
+        "start: diverged_replicas"),
     "random numbers": (DROPOUT, {**TWO, **random_states(lambda step, r: [step] * 4)},
         "random numbers: same_random_numbers"),
     "without layers": ({}, {**TWO, "about": {"layers": []}, **random_states(lambda s, r: [s])},

@@ -16,6 +16,7 @@ def check_start(context: Context) -> Iterator[Finding]:
     # The copies' own state, also where that of another recording was loaded in its place.
     kind = "replaced" if context.has("replaced") else "before"
     before = context.named(kind)
+    yield from _without_state(context, before)
     previous, is_own = context.previous, kind == "replaced" or context.trace.about.replayed is None
     if not (is_own and previous and previous.has("after")):
         yield from _differing_copies(context, kind, "before the step")
@@ -61,6 +62,17 @@ def _kept_between_steps(previous: Context, context: Context) -> list[str]:
             updated = {name for group in groups for name in group["weights"]}
             own.update(name for name in context.of_kind(WEIGHT) if name not in updated)
     return [name for name in context.trace.keys if name not in own]
+
+
+def _without_state(context: Context, before: Sequence[Named]) -> Iterator[Finding]:
+    """Finds replicas without any optimizer state, where another one has that of all weights."""
+    variables = zip(context.trace.keys, context.trace.about.variables, strict=True)
+    of = {key: variable.of for key, variable in variables if variable.kind == STATE}
+    counts = [len({of[name] for name in own if name in of}) for own in before]
+    empty = [copy for copy, count in enumerate(counts) if not count]
+    if empty and max(counts) == len({*of.values()}) > 0:
+        text = "before the step, these replicas have no optimizer state, and others have it"
+        yield context.found("diverged_replicas", text, kind="before", items=empty)
 
 
 def _lost_state(
