@@ -177,6 +177,11 @@ class Context:
         leaves = len(data) // self.trace.micro_batches(self.position, shard)
         return [array for array in data[:: max(1, leaves)] if array.ndim]
 
+    @property
+    def kind_of_loss(self) -> str:
+        """The kind of the losses: what the shards' steps compute, or only differentiate."""
+        return "loss" if self.has("loss") else "objective"
+
     def of_kind(self, *kinds: str) -> list[str]:
         """Returns the names of the variables of some kinds."""
         return [name for name, kind in self.trace.kinds.items() if kind in kinds]

@@ -252,8 +252,10 @@ def in_order(size):
     return {"batch": lambda step: np.arange(40)[step % size * 16 :][:16]}
 
 
-def layers(*settings):
-    return {"about": {"layers": [{"weights": [], **each} for each in settings]}}
+def layers(*settings, off=()):
+    """Layers of a script; those in evaluation mode in each of its steps."""
+    listed = [{"weights": [], **each} for each in settings]
+    return {"about": {"layers": listed, **({"in_evaluation": [list(off)] * 4} if off else {})}}
 
 
 def with_norm(momentum, **changes):
@@ -269,6 +271,7 @@ SAME_CONV = {**KERAS_CONV, "padding": "same"}
 PADDED = {"name": "pad", "class": "ZeroPadding2D", "padding": [[1, 1], [1, 1]]}
 TORCH_PADDED = {"name": "pad", "class": "ZeroPad2d", "padding": [0, 1, 0, 1]}
 NORM = {"name": "bn", "class": "BatchNorm2d", "epsilon": 1e-5}
+SYNCED = {**NORM, "synchronized": True}
 KERAS_NORM = {"name": "bn", "class": "BatchNormalization", "epsilon": 1e-3}
 OWN_NORM = {**NORM, "momentum": 0.1, "weights": ["norm/moving_mean"]}
 DROPOUT = layers({"name": "drop", "class": "Dropout", "rate": 0.5})
@@ -544,6 +547,13 @@ PLACED = {
     "decays_gradient": False,
     **settings(weight_decay=0.1, decay_placement="taken from the weights"),
 }
+
+
+def length_of(gradients):
+    """Returns the norm of all gradients."""
+    return np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
+
+
 FAULTS = {
     # Examples.
     "padded to equal shards": ({}, {"replicas": 3, **padded(1)}, "examples: sampler_padding*"),
@@ -643,8 +653,14 @@ FAULTS = {
         **times(0.5), "reduce": summed,
     }, "gradients: mean_of_means"),
     "other weights": ({}, {
-        **TWO, "gradient": lambda s, r, g: [np.float32((0.7, 1.3)[r]) * a for a in g]
+        **TWO, "gradient": lambda s, r, g: [np.float32((0.7, 1.75)[r]) * a for a in g]
     }, "gradients: mean_of_means"),
+    "no weights": ({}, {
+        **TWO, "gradient": lambda s, r, g: [np.float32((0.7, 1.3)[r]) * a for a in g]
+    }, "gradients: unexplained"),
+    "clipped by hand": ({}, {
+        **TWO, "gradient": lambda s, r, g: [a * np.float32(0.01 / length_of(g)) for a in g]
+    }, "gradients: clipped_before_the_sum"),
     "one is larger": ({}, {**TWO, **of_kernel(1.01)}, "gradients: scaled_gradient"),
     "doubled": ({}, {**TWO, **times(2)}, "gradients: sum_instead_of_mean"),
     "halved": ({}, {**TWO, **times(0.5)}, "gradients: mean_instead_of_sum"),
@@ -709,6 +725,10 @@ FAULTS = {
     "local norms": (layers(NORM), {**TWO, **NOISY}, "gradients: local_statistics*"),
     "other norms": (layers({**NORM, "class": "SyncBatchNorm"}), {
         **TWO, **NOISY, **layers(NORM)}, "gradients: local_statistics"),
+    "synchronized norms": (layers(NORM), {**TWO, **NOISY, **layers(SYNCED)},
+        "gradients: unexplained"),
+    "norms in evaluation": (layers(NORM, off=["bn"]), {
+        **TWO, **NOISY, **layers(NORM, off=["bn"])}, "gradients: unexplained"),
     # Update.
     "rate": ({}, {**TWO, **settings(learning_rate=0.2)}, "update: other_learning_rate"),
     "momentum": ({}, {**TWO, **settings(momentum=0.8)}, "update: other_momentum"),

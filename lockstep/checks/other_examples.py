@@ -167,7 +167,9 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
         if why[0] == "other_examples":
             why = _why_scaled(*map(_inputs_of, (step.first, step.second))) or why
         found[step.first.number] = why
-    return found
+    # Another order in each epoch does not begin with that of a script that shuffles once.
+    once = [why for why in found.values() if why[0] == "not_reshuffled"]
+    return {n: once[0] if once and why[0] == "other_order" else why for n, why in found.items()}
 
 
 def _counted(steps: Sequence[tuple[_Inputs, _Inputs]]) -> list[tuple[_Rows, _Rows]]:
@@ -340,7 +342,8 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
     sizes = {size for step, _ in pair.both for size in step.sizes[:1]} - {0, 1}
     is_sum = any(min(abs(times - size) / size, abs(times * size - 1)) < 1e-3 for size in sizes)
     cause = "other_loss"
-    text = f"the loss is {second[0]:.6g}, and {first[0]:.6g} in the first recording"
+    nearest = min(second, key=lambda loss: abs(loss - first[0]))
+    text = f"the loss is {nearest:.6g}, and {first[0]:.6g} in the first recording"
     if is_sum:
         cause = "other_loss_reduction"
         text += f": {times:.6g} times, a sum over examples in place of a mean"
@@ -350,9 +353,10 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
 
 def _losses(context: Context) -> list[float]:
     """Returns the loss of the whole batch in each form that a script may report."""
-    if not context.has("loss") or not all(context.arrays("loss")):
+    kind = context.kind_of_loss
+    if not context.has(kind) or not all(context.arrays(kind)):
         return []
-    losses = [[float(np.sum(np.float64(a))) for a in arrays] for arrays in context.arrays("loss")]
+    losses = [[float(np.sum(np.float64(a))) for a in arrays] for arrays in context.arrays(kind)]
     times = {1.0, _factor_by_hand(context)}
     forms = [[each[0] for each in losses]]
     # Keras' second array is the regularisation, a part of the first.

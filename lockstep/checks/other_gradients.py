@@ -31,6 +31,7 @@ from lockstep.verdict import BY_DESIGN, FAULT, Finding
 # Of gradients and losses that differ by design.
 _OTHER_SCALE, _ROUGHLY, _MUCH_LESS = 1.5, 0.2, 3
 _ALIKE, _SIMILAR = 0.9, 0.5  # Cosines of gradients; the latter if losses differ by the same factor.
+_SHARE = 1e-3  # Relative; of factors that arrays give.
 _CLOSE = 1e-4  # Relative; of gradients that have a common factor.
 _MOST = 0.8  # The 6 last bits of one in 64 float32 numbers are 0.
 
@@ -99,8 +100,8 @@ def _explanations(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
         text = f"each gradient is {scale:.6g} times that of the first recording"
         for cause, reason in names_of_factor(pair, scale) or [("scaled_gradient", "")]:
             yield found(cause, f"{text}: {reason}" if reason else text, tensors=wrong)
-    if text := _mean_of_means(pair, wrong):
-        yield found("mean_of_means", text, tensors=wrong)
+    if why := _mean_of_means(pair, wrong):
+        yield found(*why, tensors=wrong)
     yield from _regularised(pair, wrong)
     for why, terms in removed_gradients(pair):
         if _explains(pair, wrong, *terms):
@@ -150,8 +151,12 @@ def names_of_factor(pair: StepPair, scale: float, within: float = 1e-3) -> list[
         known += [(factor, "other_loss_reduction", why) for factor in (size, 1 / size)]
     size, full = sum(pair.second.sizes), sum(Context(pair.second.trace, 0).sizes)
     if 0 < size < full:
-        why = f"the loss is divided by {full} examples, as in full batches, and this one has {size}"
-        known.append((size / full, "wrong_count", why))
+        why = f"divided by {full} examples, as in full batches, and this one has {size}"
+        of_short = [
+            (size / full, "wrong_count", f"the loss is {why}"),
+            (full / size, "other_loss_reduction", f"the loss of the first recording is {why}"),
+        ]
+        known = [*of_short, *known] if _agree_at_first(pair) else [*known, *of_short]
     for step, which in pair.both:
         for mean in _mean_weights(step):
             why = (
@@ -166,6 +171,14 @@ def names_of_factor(pair: StepPair, scale: float, within: float = 1e-3) -> list[
     return [*found.items()]
 
 
+def _agree_at_first(pair: StepPair) -> bool:
+    """Returns whether the gradients of the first recorded step agree."""
+    first, second = Context(pair.first.trace, 0), Context(pair.second.trace, 0)
+    start = StepPair(first, second, pair.matching, pair.tolerance)
+    is_same = first.number == second.number and start.starts_equally
+    return is_same and bool(start.gradients[0]) and not start.different_gradients
+
+
 def _mean_weights(context: Context) -> list[float]:
     """Returns the means of the arrays of a step that may be weights of its examples."""
     count = context.sizes[0]
@@ -173,25 +186,27 @@ def _mean_weights(context: Context) -> list[float]:
     return [float(a.mean()) for a in arrays if a.min() >= 0 < a.mean()]
 
 
-def _mean_of_means(pair: StepPair, wrong: Sequence[str]) -> str:
-    """Explains gradients by replicas that are averaged with equal weight; "" if they are not.
+def _mean_of_means(pair: StepPair, wrong: Sequence[str]) -> tuple[str, str] | None:
+    """Explains gradients by replicas that are averaged with equal weight, or clip their own ones.
 
     Replicas may have different numbers of examples, or different sums of sample weights or masks;
-    the gradient of the whole batch is then another weighted sum of the sent gradients.
+    the gradient of the whole batch is then another weighted sum of the sent gradients. Those that
+    are clipped have the same norm.
     """
     step, expected = pair.second, {name: pair.gradients[0][name] for name in wrong}
     if len(step.shards) < 2 or not step.has("raw"):
-        return ""
+        return None
     to_first = pair.matching.to_first
     sent = [{n: dense(g) for n, g in to_first(own).items()} for own in step.named("raw")]
     if not all(name in own for own in sent for name in wrong):
-        return ""
+        return None
     # Synchronized layers send gradients to other replicas; only the weights after them are
     # conclusive.
     is_coupled = not pair.has_same_shards and any(
         kind_of(layer) == "batchnorm" for layer in step.trace.about.layers
     )
     sizes, num = step.sizes, len(sent)
+    norms = [total_norm(own) for own in sent]
     candidates = []  # Shares of the sent gradients, reason, fewest gradients that they give.
     if all(sizes) and len(set(sizes)) > 1:
         shares = [step.share(0) * num * size / sum(sizes) for size in sizes]
@@ -201,19 +216,25 @@ def _mean_of_means(pair: StepPair, wrong: Sequence[str]) -> str:
     target = np.concatenate([dense(expected[name]).ravel() for name in wrong])
     if len(target) > num:  # Fewer elements do not determine the factors.
         shares = np.linalg.lstsq(np.stack(columns, axis=1), target, rcond=None)[0].tolist()
-        if max(shares) - min(shares) > 1e-3 * max(map(abs, shares)):
+        is_whole = abs(sum(shares) - num * step.share(0)) < _SHARE
+        if is_whole and np.ptp(shares) > _SHARE * max(shares):
             reason = "as with other sums of sample weights or masks"
             candidates.append((shares, reason, len(wrong)))
+        elif np.ptp(norms) < _SHARE * max(norms) and min(shares) > step.share(0):
+            candidates.append((shares, "", len(wrong)))
     for shares, reason, fewest in candidates:
         # The expected gradient is computed as a whole, the sent ones one by one.
         terms = [scaled_all(own, share) for share, own in zip(shares, sent, strict=True)]
         if len(wrong) - len(pair.tolerance.wrong(expected, *terms)) >= fewest:
             listed = ", ".join(f"{share / step.share(0):.4g}" for share in shares)
-            return (
+            if not reason:
+                text = f"each replica clips its own gradient to norm {norms[0]:.4g} before the sum"
+                return "clipped_before_the_sum", f"{text}: they are {listed} times as large"
+            return "mean_of_means", (
                 f"the replicas count equally; counted {listed} times, {reason}, their gradients"
                 " give that of the whole batch"
             )
-    return ""
+    return None
 
 
 def _regularised(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
@@ -226,6 +247,14 @@ def _regularised(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
     decay = factor_of(differences, [weights[name] for name in wrong])
     more = {name: decay * dense(weights[name]) for name in wrong}
     if np.isfinite(decay) and decay and _explains(pair, wrong, first, more):
+        if times := _times_regularised(pair, wrong, weights, decay):
+            cause = "regulariser_repeated" if times > 0 else "regulariser_missing"
+            text = (
+                f"the loss contains {1 + times} times the regularisation of the first recording,"
+                f" whose gradient is {decay / times:.4g} · weight"
+            )
+            yield pair.second.found(cause, text, tensors=wrong)
+            return
         text = (
             f"the gradients of the {'second' if decay > 0 else 'first'} recording contain"
             f" {abs(decay):.4g} · weight: a regularisation in its loss"
@@ -234,6 +263,19 @@ def _regularised(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
         if design:
             text += ", and the optimizer of the other one decays the weights by as much"
         yield pair.second.found("regularisation_in_the_loss", text, tensors=wrong, design=design)
+
+
+def _times_regularised(pair: StepPair, wrong: Sequence[str], weights: Named, decay: float) -> int:
+    """Returns how many times more often the second loss has the L2 regularisation of the first.
+
+    The sum of the model's regularisation losses, λ · |weights|², is recorded; its gradient is
+    2 · λ · weight. Returns 0 if it is unknown, or not a multiple of it.
+    """
+    arrays = pair.first.arrays(pair.first.kind_of_loss)
+    regular = sum(float(np.sum(each[1])) for each in arrays if len(each) > 1)
+    usual = 2 * regular / max(total_norm({name: weights[name] for name in wrong}) ** 2, EPS)
+    times = decay / usual if usual else 0.0
+    return round(times) if abs(times - round(times)) < 1e-3 and times > -1.5 else 0
 
 
 def _scaled_without_decay(
@@ -325,7 +367,7 @@ def _despite_design(pair: StepPair, wrong: Sequence[str]) -> tuple[str, str] | N
     first, second = ({name: gradients[name] for name in wrong} for gradients in pair.gradients)
     times = ratio(total_norm(second), total_norm(first))
     losses = [
-        [float(np.sum(np.float64(arrays[0]))) for arrays in step.arrays("loss") if arrays]
+        [float(np.sum(np.float64(a[0]))) for a in step.arrays(step.kind_of_loss) if a]
         for step in (pair.first, pair.second)
     ]
     of_first, of_second = (float(np.mean(each)) if each else 0.0 for each in losses)
