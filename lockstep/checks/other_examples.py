@@ -332,7 +332,7 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
     Scripts report losses in different forms, which do not affect the training: any form of one
     recording may agree with any form of the other.
     """
-    first, second, allowed = _losses(pair.first), _losses(pair.second), pair.tolerance.of_batch
+    first, second, allowed = losses_of(pair.first), losses_of(pair.second), pair.tolerance.of_batch
     if not (pair.computes_the_same and first and second):
         return
     pair.second.mark_checked()
@@ -351,7 +351,7 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
     yield finding if is_sum else pair.explained(finding)
 
 
-def _losses(context: Context) -> list[float]:
+def losses_of(context: Context) -> list[float]:
     """Returns the loss of the whole batch in each form that a script may report."""
     kind = context.kind_of_loss
     if not context.has(kind) or not all(context.arrays(kind)):

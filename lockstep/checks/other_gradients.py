@@ -17,12 +17,14 @@ from lockstep.arithmetic import (
     scaled_all,
     total_norm,
 )
+from lockstep.checks.other_examples import losses_of
 from lockstep.checks.other_forward import is_compared, other_layers
 from lockstep.checks.other_updates import is_left_out
 from lockstep.context import Context
 from lockstep.hypotheses.of_layers import kind_of, reordered_rows
 from lockstep.hypotheses.of_micro_batches import factors_of_micro_batches, removed_gradients
 from lockstep.hypotheses.of_tensors import why_tensor
+from lockstep.matched_examples import matched_examples
 from lockstep.oracles.rules import IN_GRADIENT
 from lockstep.reference import StepPair
 from lockstep.trace import Named
@@ -33,6 +35,7 @@ _OTHER_SCALE, _ROUGHLY, _MUCH_LESS = 1.5, 0.2, 3
 _ALIKE, _SIMILAR = 0.9, 0.5  # Cosines of gradients; the latter if losses differ by the same factor.
 _SHARE = 1e-3  # Relative; of factors that arrays give.
 _CLOSE = 1e-4  # Relative; of gradients that have a common factor.
+_STEEP = 8  # Losses move by less than so many times the change of outputs.
 _MOST = 0.8  # The 6 last bits of one in 64 float32 numbers are 0.
 
 
@@ -378,6 +381,8 @@ def _despite_design(pair: StepPair, wrong: Sequence[str]) -> tuple[str, str] | N
             known = names_of_factor(pair, times, _ROUGHLY) or [("scaled_gradient", "")]
             text = f"gradients are about {times:.2g} times as large as in the first recording"
             return known[0][0], text + (f": {known[0][1]}" if known[0][1] else "")
+    if text := _moved_loss(pair):
+        return "other_loss", text
     sizes, is_mean = pair.second.sizes, pair.second.trace.about.reduction == "mean"
     if not (is_mean and all(sizes) and of_first and len(losses[1]) == len(sizes)):
         return None
@@ -388,6 +393,21 @@ def _despite_design(pair: StepPair, wrong: Sequence[str]) -> tuple[str, str] | N
         text = f"the replicas have {', '.join(map(str, sizes))} examples, and count equally"
         return "mean_of_means", f"{text}: each loss is a mean over the replica's own examples"
     return None
+
+
+def _moved_loss(pair: StepPair) -> str:
+    """Explains losses that are further apart than other outputs can move them; "" if they are not.
+
+    The cross-entropy of logits, or the root of a squared error, moves as far as the outputs.
+    """
+    outputs = [each for m in matched_examples(pair) for each in m.pairs["y_pred"]]
+    moved = max((float(np.max(np.abs(dense(b) - dense(a)))) for a, b in outputs), default=np.inf)
+    losses = [loss for loss in losses_of(pair.first) if loss > 0]
+    others = [loss for loss in losses_of(pair.second) if loss > 0]
+    apart = [min(abs(a - b), abs(a**0.5 - b**0.5)) for a in losses for b in others]
+    if not apart or not min(apart) > _STEEP * moved:
+        return ""
+    return f"outputs differ by {moved:.2g} at most, and the losses by {min(apart):.2g} or more"
 
 
 def _share_of_short(gradients: Named) -> float:
