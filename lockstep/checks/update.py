@@ -29,8 +29,13 @@ def check_update(context: Context) -> Iterator[Finding]:
     updates = [bool(own) for own in context.named("after")]
     if any(updates) and not all(updates):
         text = "the recording of these replicas ends before this step: they update no weights in it"
-        items = [copy for copy, has_update in enumerate(updates) if not has_update]
-        yield context.found("not_updated", text, kind="after", items=items)
+        states = zip(updates, context.named("before"), strict=True)
+        # Arrays of other kinds show that the recording goes on, without this one.
+        items = [
+            copy for copy, (has_update, before) in enumerate(states) if not (has_update or before)
+        ]
+        if items:
+            yield context.found("not_updated", text, kind="after", items=items)
     oracle = context.updater
     if oracle is None or not context.has("after"):
         return
