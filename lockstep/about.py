@@ -6,6 +6,7 @@ The annotations of `About` say which types its keys have.
 import dataclasses
 import itertools
 import json
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -159,6 +160,10 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     yield "micro_batches", len(counts) in (0, len(steps)), "one number for each step"
     modes = about.in_evaluation
     yield "in_evaluation", len(modes) in (0, len(steps)), "one list of layers for each step"
+    yield "calls", len(about.calls) in (0, len(steps)), "one list of texts for each step"
+    scales = about.loss_scale
+    yield "loss_scale", len(scales) in (0, len(steps)), "one number for each step"
+    yield "loss_scale", all(0 < scale < math.inf for scale in scales), "positive numbers"
     yield "micro_batches", all(0 < count < 2**31 for count in counts), "whole numbers from 1"
 
 

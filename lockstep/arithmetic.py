@@ -185,10 +185,15 @@ def sum_bound(parts: Sequence[Array], unit: float = EPS) -> np.ndarray:
     return (len(parts) + 1) * unit / 2 * size + TINY
 
 
+def hashes_of(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Returns a number for each row of corresponding arrays, equal for equal rows."""
+    rows = zip(*([np.asarray(row).tobytes() for row in array] for array in arrays), strict=True)
+    return [*map(hash, rows)]
+
+
 def rows_of(arrays: Sequence[np.ndarray]) -> collections.Counter:
     """Counts the rows of corresponding arrays: the examples of a shard."""
-    rows = zip(*([np.asarray(row).tobytes() for row in array] for array in arrays), strict=True)
-    return collections.Counter(map(hash, rows))
+    return collections.Counter(hashes_of(arrays))
 
 
 def joined(batches: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:

@@ -26,6 +26,9 @@ CAUSES = {  # Cause → remedy, in any framework.
     "lost_examples": "split each batch so that every example reaches exactly one replica",
     "other_examples": "use the same data, seed and order of examples in all trainings",
     "other_order": "use the same data, seed and order of examples in all trainings",
+    "other_batch_size": "give each replica the global batch size divided by the number of replicas,"
+    " or record the first script with the larger batch",
+    "sampler_padding": "accept the difference, or drop the last batch in both scripts",
     "labels_shifted": "shuffle and batch inputs and targets together, in one data set",
     "row_of_two_parts": "let each part of a batch begin where the part before it ends",
     "other_normalisation": "scale the inputs in both scripts in the same way",
@@ -41,6 +44,8 @@ CAUSES = {  # Cause → remedy, in any framework.
     "not_a_sum_over_examples": "gather the model's outputs from all replicas before the loss is"
     " computed, or accept that this is a different training",
     "other_loss": "compute the same loss in all trainings",
+    "other_outputs": "compare the forward pass in both scripts: functions, masks and dtypes",
+    "other_targets": "use the same target for each example in all trainings",
     "label_smoothing": "use the same label smoothing on all replicas",
     "other_loss_reduction": "average the loss over the same axes in both scripts, and divide"
     " weighted losses by the same: the sum of the weights (PyTorch) or the number (Keras)",
@@ -56,7 +61,11 @@ CAUSES = {  # Cause → remedy, in any framework.
     " or the optimizer",
     # Gradients of a replica.
     "scaled_gradient": "divide the loss by the global batch size exactly once",
-    "loss_scale_left": "divide the gradients by the loss scale before they are summed",
+    "loss_scale_left": "divide the gradients by the loss scale before they are applied: in PyTorch,"
+    " call scaler.step(optimizer)",
+    "other_loss_scale": "use the same loss scale on all replicas while gradients are summed",
+    "micro_batches_not_averaged": "divide the loss of each micro-batch once, by the number of"
+    " micro-batches that a replica accumulates in a step",
     "stale_gradient": "send the gradients of the current step: clear buffers with those of the"
     " previous step",
     "stale_weights": "compute each step with the weights that the last update gave",
@@ -81,15 +90,22 @@ CAUSES = {  # Cause → remedy, in any framework.
     "not_all_reduced": "sum the gradients over the replicas before the update",
     "lost_replica": "include every replica in the all-reduce of every variable",
     "repeated_gradient": "add the gradient of each replica once",
-    "lost_micro_batch": "accumulate the gradients of all micro-batches before the update",
+    "lost_micro_batch": "accumulate the gradients of all micro-batches before the update, and clear"
+    " them only after it",
     "sum_instead_of_mean": "divide the sum of the gradients by the number of replicas once",
     "mean_instead_of_sum": "do not average gradients of losses that are divided by the global batch"
     " size",
     "unequal_sums": "add the gradients in the same order on all replicas, or broadcast",
-    "reduced_precision": "all-reduce the gradients in float32",
+    "reduced_precision": "compute in the same dtype on all replicas and in both trainings, and"
+    " all-reduce the gradients in float32",
     "clipped_before_the_sum": "clip after the all-reduce",
     "clipped_on_one_replica": "clip on all replicas, after the all-reduce",
     "other_clipping": "clip to the same norm in both trainings, after the all-reduce",
+    "clipped_before_unscale": "call scaler.unscale_(optimizer) before the gradients are clipped",
+    "unscaled_between_micro_batches": "call scaler.unscale_(optimizer) once per step, after the"
+    " last micro-batch",
+    "clipped_in_each_micro_batch": "clip once per step, after the last micro-batch: with"
+    " Accelerate, if accelerator.sync_gradients",
     "overflow_not_skipped": "skip the step on all replicas if the gradient of any overflows",
     # Update.
     "not_updated": "apply the summed gradients on every replica",

@@ -8,6 +8,9 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lockstep.arithmetic import EPS, MARGIN, UNITS
+from lockstep.causes import title_of
+from lockstep.checks.other_changes import compare_updates
+from lockstep.checks.other_clipping import compare_clipping
 from lockstep.checks.other_examples import (
     compare_examples,
     compare_losses,
@@ -15,13 +18,14 @@ from lockstep.checks.other_examples import (
     other_examples,
     repeated_batch,
 )
-from lockstep.checks.other_gradients import compare_clipping, compare_gradients
-from lockstep.checks.other_updates import compare_rules, compare_statistics
+from lockstep.checks.other_forward import compare_each_example
+from lockstep.checks.other_gradients import compare_gradients
+from lockstep.checks.other_updates import compare_statistics
 from lockstep.context import Context
 from lockstep.engine import Result, check_step, require_steps, verdict_of
 from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
 from lockstep.trace import Trace
-from lockstep.verdict import NOTHING, Finding, Verdict
+from lockstep.verdict import BY_DESIGN, NOTHING, Finding, Verdict
 
 DEFAULT_TOLERANCE = 1e-4
 # A larger effect is a fault that the permuted recording also has, not float32 rounding.
@@ -139,11 +143,12 @@ def verify_against(
     comparisons: dict[str, Callable[[StepPair], Iterator[Finding]]] = {
         "start": compare_starts,
         "examples": functools.partial(compare_examples, other_examples(first, second)),
+        "forward": compare_each_example,
         "gradients": compare_gradients,  # Their cause is that of other losses and statistics, too.
         "loss": compare_losses,
         "statistics": compare_statistics,
         "clipping": compare_clipping,
-        "update": compare_rules,
+        "update": compare_updates,
     }
     result = Result()
     skipped, is_compared = list[str](), False
@@ -165,6 +170,7 @@ def verify_against(
             f"gradients of steps {', '.join(skipped)} not compared, which start from other states:"
             " record them with replay="
         )
+    notes += _hidden(first, second, result)
     unmatched = (*matching.unmatched_first, *matching.unmatched_second)
     if unmatched:
         notes.append(f"not matched: {', '.join(unmatched)}")
@@ -178,6 +184,20 @@ def verify_against(
         )
         idle = {**dict.fromkeys(verdict.steps, text), **idle}
     return dataclasses.replace(verdict, tolerance=tolerance.text, notes=tuple(notes), idle=idle)
+
+
+def _hidden(first: Trace, second: Trace, result: Result) -> Iterator[str]:
+    """Yields what is not checked, as gradients differ by design, and how to check it."""
+    causes = {f.cause for f in result.findings if f.stage == "gradients" and f.status == BY_DESIGN}
+    if causes := causes & {"local_statistics", "random_layers"}:
+        why = " and ".join(map(title_of, sorted(causes)))
+        text = f"gradients differ by {why}, by design: a fault that changes them less is not seen"
+        if {first.about.framework, second.about.framework} == {"torch"}:
+            text += (
+                "; record the first script again, in one process, with"
+                f' replay="{pathlib.Path(second.name).name}", shards="each"'
+            )
+        yield text
 
 
 def _checked_steps(

@@ -10,6 +10,7 @@ from lockstep.arithmetic import (
     MARGIN,
     TINY,
     add_named,
+    all_same_bits,
     are_finite,
     dense,
     distance,
@@ -176,6 +177,11 @@ class Context:
         leaves = len(data) // self.trace.micro_batches(self.position, shard)
         return [array for array in data[:: max(1, leaves)] if array.ndim]
 
+    @property
+    def kind_of_loss(self) -> str:
+        """The kind of the losses: what the shards' steps compute, or only differentiate."""
+        return "loss" if self.has("loss") else "objective"
+
     def of_kind(self, *kinds: str) -> list[str]:
         """Returns the names of the variables of some kinds."""
         return [name for name, kind in self.trace.kinds.items() if kind in kinds]
@@ -202,6 +208,31 @@ class Context:
         if self.is_wrong("all-reduce"):  # Nothing is summed.
             return sent[copy]
         return scaled_all(add_named(sent), self.share(0)) if len(sent) > 1 else sent[0]
+
+    def entering(self, copy: int) -> Named:
+        """Returns a copy's gradients before clipping, as the script has left them; {} if unknown.
+
+        A script may divide or sum them itself after the backward pass.
+        """
+        if own := self.trace.named(self.position, "unclipped", copy):
+            return own
+        is_known = self.trace.calls(self.position, copy) and self.has("clipped") and self.clips_sum
+        return self.named("clipped")[copy] if is_known else {}
+
+    @functools.cached_property
+    def changed_by_hand(self) -> Named:
+        """The whole gradient before clipping, if the script has changed what the sum gave."""
+        entering = self.entering(0)
+        if self.has("sums"):
+            received = self.named("sums")[0]
+        elif self.has("raw") and len(self.shards) == 1:
+            received = self.named("raw")[0]
+        else:
+            return entering
+        is_same = all(
+            name in received and same_bits(g, received[name]) for name, g in entering.items()
+        )
+        return {} if is_same else entering
 
     def share(self, shard: int) -> float:
         """Returns a shard's share of the sum: 1, or one over the number of shards for a mean."""
@@ -234,17 +265,34 @@ class Context:
 
     def expected(self, shard: int) -> Expected:
         """Returns the step that a shard should compute, on one device."""
-        if shard not in self._expected and not self.oracle.synchronizes:
+        if shard not in self._expected and not self.oracle.synchronized_layers:
             self._expected[shard] = expected = self.expected_of(self.right[shard])
             self.in_float64 = expected.in_float64
         elif shard not in self._expected:
-            of_all = self.expected_of(self.right[0]._replace(data=self.whole, scales=(1.0, 1.0)))
+            of_all = self.expected_of(self.together(self.right))
             ends = np.cumsum(self.sizes)[:-1]
-            of_shards = zip(*(np.split(p, ends) for p in of_all.step.y_pred), strict=True)
-            for s, y_pred in enumerate(of_shards):
-                step = of_all.step._replace(y_pred=list(y_pred))
+            for s, after in enumerate(of_all.step.of_parts):
+                y_pred = [np.split(array, ends)[s] for array in of_all.step.y_pred]
+                step = of_all.step._replace(y_pred=y_pred, after=after)
                 self._expected[s] = of_all._replace(step=step)
         return self._expected[shard]
+
+    def together(self, parts: Sequence[Ask]) -> Ask:
+        """Returns the step of the whole batch, whose synchronised layers see all shards."""
+        return parts[0]._replace(data=self.whole, scales=(1.0, 1.0), parts=tuple(parts))
+
+    @functools.cached_property
+    def draws_outside(self) -> bool:
+        """Whether code between synchronised layers draws random numbers of its replica.
+
+        The step of the whole batch then is another one than that of the shards together.
+        """
+        if self.oracle.draws_outside:
+            return True
+        asks = [self.together(self.right)]
+        asks.append(asks[0]._replace(replica=self.right[-1].replica))
+        first, last = (self.compute(ask).raw for ask in asks)
+        return not all_same_bits(first, last)
 
     @property
     def uses_float64(self) -> bool:

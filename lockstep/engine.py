@@ -20,7 +20,7 @@ from lockstep.checks.update import check_update
 from lockstep.context import Actual, Context
 from lockstep.oracles import Batch, Computed, Oracle
 from lockstep.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Rows, Trace
-from lockstep.verdict import STAGES, Finding, Measurement, Verdict, merged
+from lockstep.verdict import NOTHING, STAGES, Finding, Measurement, Verdict, merged
 
 Check = Callable[[Context], Iterator[Finding | Actual]]
 CHECKS: dict[str, Check] = {  # Stage → its check.
@@ -144,7 +144,9 @@ def check_step(
     context = Context(trace, position, oracle, batch, result.checked)
     if context.has("before") and not all(map(are_finite, context.named("before"))):
         text = "the step starts from weights that are NaN or infinite, so it cannot be compared"
-        result.findings.append(context.found("not_finite", text, design=True))
+        result.findings.append(
+            dataclasses.replace(context.found("not_finite", text), status=NOTHING)
+        )
         result.idle[context.number] = text
         return context
     if why := why_idle(context, result.trained):
@@ -158,6 +160,9 @@ def check_step(
                     context.findings.append(found)
                 else:
                     context.actual[found.shard] = context.ask(found.shard, **found.changes)
+    idle = {found.text: None for found in context.findings if found.status == NOTHING}
+    if idle:
+        result.idle[context.number] = "; ".join(idle)
     result.findings += context.findings
     result.measurements += context.measurements
     if context.exact:
@@ -199,7 +204,7 @@ def why_idle(context: Context, trained: dict[str, bool]) -> str:
 def exact_shards(context: Context) -> frozenset[int]:
     """Returns the shards whose results are bitwise those of one device."""
     is_recorded = context.has("loss", "raw", "after")
-    if not context.computes or context.oracle.synchronizes or not is_recorded:
+    if not context.computes or context.oracle.synchronized_layers or not is_recorded:
         return frozenset()
     asks = [context.ask(shard, scales=(1.0, 1.0)) for shard in context.shards]
     computed = context.oracle.bitwise(asks, sum(context.sizes)) or ()

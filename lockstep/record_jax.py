@@ -19,6 +19,7 @@ for BatchNorm statistics. Within the step, `keep` records gradients and returns 
     grads = record_jax.keep("sums", grads)     # After psum or pmean.
     grads = record_jax.keep("clipped", grads)  # After clipping, if the step clips.
     key = record_jax.keep("random", key)       # The key that this device draws numbers with.
+    logits = record_jax.keep("y_pred", logits) # In the loss function: also keeps its gradient.
 
 Under `jax.jit` with shardings the step is one program for all devices, and the gradient of a single
 device does not exist: keep "sums" and "clipped" only. Keys and losses are those of the whole batch.
@@ -43,7 +44,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 KINDS = {"params": "weight", "state": "statistic", "opt_state": "optimizer state", "key": "seed"}
-KEPT = ("raw", "sums", "clipped", "loss", "random", "data")
+KEPT = ("raw", "sums", "clipped", "loss", "random", "data", "y_pred")
 
 # The recorder of the step that is traced. `jax.jit` compiles a function once for each value.
 _RECORDER = jax.make_user_context(None)
@@ -54,11 +55,32 @@ def keep(kind: str, tree: Any) -> Any:
     if kind not in KEPT:
         raise ValueError(f"keep: unknown kind {kind!r}; use one of {', '.join(KEPT)}")
     if (recorder := _RECORDER.value) is not None:
-        axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-        device = jax.lax.axis_index(axes) if axes else -1  # -1: one program for all devices.
-        names, leaves, _ = _flatten(tree)
-        jax.debug.callback(partial(recorder._receive, kind, names), device, *map(_plain, leaves))
+        _report(recorder, kind, tree)
+        if kind == "y_pred":
+            tree = _with_gradient(recorder, tree)
     return tree
+
+
+def _report(recorder: "record", kind: str, tree: Any) -> None:
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    device = jax.lax.axis_index(axes) if axes else -1  # -1: one program for all devices.
+    names, leaves, _ = _flatten(tree)
+    jax.debug.callback(partial(recorder._receive, kind, names), device, *map(_plain, leaves))
+
+
+def _with_gradient(recorder: "record", tree: Any) -> Any:
+    """Returns `tree`; when the loss is differentiated, records its gradient as "y_grad"."""
+
+    @jax.custom_vjp
+    def same(outputs: Any) -> Any:
+        return outputs
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        _report(recorder, "y_grad", gradient)
+        return (gradient,)
+
+    same.defvjp(lambda outputs: (outputs, None), backward)
+    return same(tree)
 
 
 @dataclass(eq=False)
@@ -71,7 +93,9 @@ class record:
     outputs: Mapping[str, Any]  # Of the same without "batch", and of "loss".
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # Values, or functions of the step.
     steps: Sequence[int] | int = (0, 1, 2, 234, 235)  # Numbers from 0; or how many first steps.
-    pmap: bool = False  # True if all arrays have a first axis of devices, as in `jax.pmap`.
+    # True if all arrays have a first axis of devices, as in `jax.pmap`; if `in_axes` is None for
+    # some, the names of the `arguments` that have one, as in ("batch", "key").
+    pmap: bool | Sequence[str] = False
     reduction: str = "mean"  # What the all-reduce computes of "raw": "mean" or "sum".
     layouts: Mapping[int, str] = field(default_factory=lambda: {2: "IO", 4: "HWIO"})
     data_layout: str = "NHWC"
@@ -80,6 +104,9 @@ class record:
     names: Mapping[str, str] = field(default_factory=dict)  # For `replay`: own name to its name.
 
     def __post_init__(self) -> None:
+        # `lockstep.assert_same_training` gives some arguments in place of those of the script.
+        for name, value in json.loads(os.environ.get("LOCKSTEP_RECORD", "{}")).items():
+            setattr(self, name, value)
         self._wanted = set(range(self.steps) if isinstance(self.steps, int) else self.steps)
         self._number, self._arrays, self._received = 0, dict[str, Any](), dict[Any, list[Any]]()
         self._about: dict[str, Any] = {"steps": [], "settings": [], "gradients": []}
@@ -108,14 +135,16 @@ class record:
         placed = _place(self.step, args, kwargs)
         replicas = _Replicas(placed, inputs, self.pmap)
         variables = self._describe(leaves, inputs)
+        found = dict[str, Any]()
         if self._trace:
+            found["replaced"] = replicas.columns(placed, inputs, KINDS)
             self._trace.load(number, leaves, variables, keys=not replicas.split_keys)
         if self.permute is not None:
             for index, _ in inputs["batch"]:
                 leaves[index] = replicas.permuted(leaves[index], (self.permute, number))
         args, kwargs = jax.tree.unflatten(tree, leaves)
         placed = _place(self.step, args, kwargs)
-        found = {"data": replicas.columns(placed, inputs, ["batch"])}
+        found["data"] = replicas.columns(placed, inputs, ["batch"])
         found["before"] = replicas.columns(placed, inputs, KINDS)
         found["random"] = replicas.columns(placed, inputs, ["key"])
         kept = self._run_with_callbacks(args, kwargs, replicas)
@@ -123,8 +152,8 @@ class record:
         names, leaves, _ = _flatten(result)
         outputs = {role: _find(names, where, role) for role, where in self.outputs.items()}
         found["loss"] = replicas.columns(leaves, outputs, ["loss"])
-        found["after"] = replicas.columns(leaves, outputs, KINDS)
-        found["after"] += found["before"][len(found["after"]) :]  # Keys that are not returned.
+        # Without keys that are not returned: the script makes those of the next step.
+        found["after"] = replicas.columns(leaves, outputs, KINDS, found["before"])
         self._store(number, found | kept, replicas)
         return result
 
@@ -143,7 +172,11 @@ class record:
                 parts = f"device {device} runs it, the batch is split over {replicas.number}"
                 raise ValueError(f"keep({kind!r}): {parts}; record data parallelism only")
             rows = [self._received.get((kind, r)) or calls for r, _ in replicas.local]
-            kept[kind] = [*zip(*([*map(_host, leaves)] for (leaves,) in rows), strict=True)]
+            columns = [*zip(*([*map(_host, leaves)] for (leaves,) in rows), strict=True)]
+            if device < 0 and kind in ("y_pred", "y_grad"):  # Each replica's rows of the batch.
+                own = [replicas.rows[r] for r, _ in replicas.local]
+                columns = [[x[part] for x, part in zip(c, own, strict=True)] for c in columns]
+            kept[kind] = columns
         return kept
 
     def _receive(self, kind: str, names: list[str], device: Any, *leaves: Any) -> None:
@@ -156,7 +189,7 @@ class record:
         """Returns index, shape on a replica and description of each variable."""
         variables, shapes = list[Any](), dict[str, tuple[int, ...]]()
         for role, index, name in [(r, *pair) for r in KINDS for pair in inputs.get(r, [])]:
-            shape = np.shape(_plain(leaves[index]))[int(self.pmap) :]
+            shape = np.shape(_plain(leaves[index]))[_has_axis(self.pmap, role) :]
             shapes |= {name: shape} if role == "params" else {}
             fitting = [w for w in shapes if f"/{name}".endswith(f"/{w}") and shapes[w] == shape]
             weight = max(fitting, key=len, default="") if role in ("params", "opt_state") else ""
@@ -212,7 +245,7 @@ class record:
 class _Replicas:
     """The devices of a step that have different examples; all devices if they have the same."""
 
-    def __init__(self, placed: Sequence[Any], inputs: Mapping[str, Any], pmap: bool) -> None:
+    def __init__(self, placed: Sequence[Any], inputs: Mapping[str, Any], pmap: Any) -> None:
         batch = next(placed[i] for i, _ in inputs["batch"] if np.ndim(placed[i]))
         places = {jax.local_devices()[0]: (slice(None),)}
         if _split(batch):
@@ -223,28 +256,42 @@ class _Replicas:
         own = jax.process_index()
         self.local = [(r, d) for r, d in enumerate(devices) if d.process_index == own]
         keys = [placed[index] for index, _ in inputs.get("key", [])]
-        self.split_keys = pmap or any(_split(k) and not k.is_fully_replicated for k in keys)
+        self.split_keys = _has_axis(pmap, "key") == 1
+        self.split_keys |= any(_split(k) and not k.is_fully_replicated for k in keys)
 
-    def columns(self, leaves: Sequence[Any], found: Any, roles: Iterable[str]) -> list[Any]:
-        """Returns for each array of `roles` the host arrays of this process's replicas."""
-        pairs = [(leaves[index], role) for role in roles for index, _ in found.get(role, [])]
-        return [self._column(_plain(leaf), role) for leaf, role in pairs]
+    def columns(
+        self, leaves: Sequence[Any], found: Any, roles: Iterable[str], inputs: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Returns for each array of `roles` the host arrays of this process's replicas.
 
-    def _column(self, leaf: Any, role: str) -> list[np.ndarray]:
-        if self.pmap and np.shape(leaf)[:1] != (self.number,):
-            raise ValueError(f"pmap: {role} of shape {np.shape(leaf)} has no axis of devices")
+        An output has an axis of devices if it has one more than the same column of `inputs`.
+        """
+        pairs = [(_plain(leaves[i]), role) for role in roles for i, _ in found.get(role, [])]
+        axes = [_has_axis(self.pmap, role) for _, role in pairs]
+        if self.pmap and roles == ["loss"]:
+            axes = [min(np.ndim(leaf), 1) for leaf, _ in pairs]
+        elif self.pmap and inputs:
+            axes = [np.ndim(p[0]) - c[0].ndim for p, c in zip(pairs, inputs, strict=False)]
+        return [self._column(*pair, axis) for pair, axis in zip(pairs, axes, strict=True)]
+
+    def _column(self, leaf: Any, role: str, has_axis: int) -> list[np.ndarray]:
+        if has_axis and np.shape(leaf)[:1] != (self.number,):
+            raise ValueError(
+                f"pmap: {role} of shape {np.shape(leaf)} has no axis of devices; if in_axes is"
+                ' None for it, use pmap=("batch",), with the names that have one'
+            )
         values = [leaf] * len(self.local)
-        part = self.pmap or role in ("batch", "key", "loss")  # Of the others, the whole array.
+        part = has_axis or role in ("batch", "key", "loss")  # Of the others, the whole array.
         if _split(leaf) and (part or leaf.is_fully_replicated):
             shards = {shard.device: shard.data for shard in leaf.addressable_shards}
             values = [shards[device] for _, device in self.local]
-        return [_host(value)[0] if self.pmap else _host(value) for value in values]
+        return [_host(value)[0] if has_axis else _host(value) for value in values]
 
     def permuted(self, leaf: Any, seed: Sequence[int]) -> Any:
         """Returns `leaf` with its examples in another order, each on the same replica."""
         generator, values = np.random.default_rng(seed), _host(_plain(leaf))
         for rows in self.rows if values.ndim else ():
-            values[rows] = generator.permutation(values[rows], axis=int(self.pmap))
+            values[rows] = generator.permutation(values[rows], axis=_has_axis(self.pmap, "batch"))
         return _like(leaf, values)
 
 
@@ -281,11 +328,14 @@ class _Trace:
                 and (theirs["name"] == name or not {mine["name"], theirs["name"]} & self._fixed)
             }
             fits = [i for i, value in same.items() if value.shape == shape]
+            if not shape:  # A counter is no learning rate.
+                kind = np.result_type(_plain(leaves[index])).kind
+                fits = [i for i in fits if same[i].dtype.kind == kind]
             fits.sort(key=lambda i: left[i]["name"] != name)  # By name, else the first.
             if fits:
                 leaves[index] = _like(leaves[index], same[fits[0]])
                 del left[fits[0]]
-            elif mine["kind"] in kinds[:3]:
+            elif mine["kind"] in kinds[: 3 if shape else 2]:  # Scalars of the optimizer are kept.
                 options = [(left[i]["name"], value.shape) for i, value in same.items()]
                 raise ValueError(
                     f"replay={self.path}: no {mine['kind']} for {mine['name']} {shape} among "
@@ -334,6 +384,11 @@ def _place(step: Any, args: Any, kwargs: Any) -> list[Any]:
         if sharding and len(sharding.device_set) > 1 and not _split(leaves[index]):
             leaves[index] = jax.device_put(leaves[index], sharding)
     return leaves
+
+
+def _has_axis(pmap: bool | Sequence[str], role: str) -> int:
+    """Returns 1 if the arrays of a name of `arguments` have a first axis of devices, else 0."""
+    return int(pmap if isinstance(pmap, bool) else role in pmap)
 
 
 def _split(leaf: Any) -> bool:

@@ -15,7 +15,8 @@ compare its steps with one device:
 
 A custom loop passes `optimizer`, and runs `strategy.run(recorder.wrap(replica_step), args=...)`.
 
-The hooks replace methods of the model and the optimizer instances until the end of the block.
+The hooks replace methods of the model and the optimizer instances, and `GradientTape.gradient`,
+until the end of the block.
 Recording does not change the training bitwise; other steps are not copied.
 """
 
@@ -37,23 +38,24 @@ from keras.src.backend import get_keras_mask  # Masks have no public access.
 FORMAT: dict[str, Any] = {"format": "lockstep trace", "version": 2}
 LAYER_SETTINGS = {  # Attribute → key.
     "epsilon": "epsilon", "momentum": "momentum", "strides": "strides", "padding": "padding",
-    "dilation_rate": "dilation",
+    "dilation_rate": "dilation", "rate": "rate", "synchronized": "synchronized",
 }  # fmt: skip
 TRANSPOSES = {("OIHW", "HWIO"): (2, 3, 1, 0), ("OI", "IO"): (1, 0)}  # (from, to) → axes.
 Path = str | os.PathLike
 
 
 class Hooks(contextlib.ExitStack):
-    """Replaces methods of instances in a `with` block, without changing their classes."""
+    """Replaces methods of instances, or of a class, in a `with` block."""
 
     def hook(self, owner: Any, name: str, wrapper: Callable) -> None:
         """Makes `owner.name(...)` call `wrapper(inner, ...)`, where `inner` is the method."""
         inner, hidden = getattr(owner, name), vars(owner).get(name)
-        object.__setattr__(owner, name, lambda *args, **kwargs: wrapper(inner, *args, **kwargs))
+        assign = type.__setattr__ if isinstance(owner, type) else object.__setattr__
+        assign(owner, name, lambda *args, **kwargs: wrapper(inner, *args, **kwargs))
         if hidden is None:
             self.callback(vars(owner).pop, name, None)
-        else:  # Another hook, which was there before.
-            self.callback(object.__setattr__, owner, name, hidden)
+        else:  # Another hook, which was there before, or the method of a class.
+            self.callback(assign, owner, name, hidden)
 
 
 class Recorder:
@@ -100,25 +102,44 @@ class Recorder:
             **FORMAT, "framework": "keras", "reduction": "sum", "order": "clip, reduce",
             "num_replicas": model.distribute_strategy.num_replicas_in_sync, "steps": [],
             "variables": [], "gradients": [],
-            "permuted": permute, "replayed": None if replay is None else os.fspath(replay),
+            "permuted": permute, "replayed": os.fspath(replay) if replay else None,
             "versions": {package.__name__: package.__version__ for package in (keras, tf, np)},
         }  # fmt: skip
         self.arrays: dict[str, np.ndarray] = {}
         self._model, self._outer, self._hooks = model, optimizer, Hooks()
         self._optimizer = inner_optimizer(optimizer)
         self._wanted = range(steps) if isinstance(steps, int) else steps
-        self._replay = None if replay is None else Replay(replay, self._wanted, names or {})
+        self._replay = Replay(replay, self._wanted, names or {}) if replay else None
         # Step number, kind and replica → "INDEX" or "INDEX/values", … → array.
         self._kept: dict[tuple[int, str, int], dict[str, np.ndarray]] = {}
         self._num_seen: collections.Counter[int] = collections.Counter()
         self._number: dict[int, tf.Tensor] = {}  # Step number of a replica, or -1.
+        self._num_losses: dict[int, int] = {}  # Of the replicas that are in a step.
+        self._has_parts = False  # Whether a step takes the gradients of several losses.
+        self._frozen: list[str] = []
 
     def wrap(self, step: Callable) -> Callable:
         """Returns a custom loop's replica step with hooks; its arguments are the batch."""
-        if not self._optimizer.built:
+        if self._model.built and not self._optimizer.built:
             with self._model.distribute_strategy.scope():
                 self._optimizer.build(self._model.trainable_variables)
         return partial(self._step, step)
+
+    def _build(self, data: Sequence[Any]) -> None:
+        """Creates the variables of a custom loop whose model is called for the first time."""
+        batch = data[0] if len(data) == 1 else data
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+
+        def zeros(leaf: tf.Tensor) -> tf.Tensor:
+            return tf.zeros((1, *leaf.shape[1:]), leaf.dtype)
+
+        def build(strategy: tf.distribute.Strategy) -> None:
+            with tf.init_scope():
+                if not self._model.built:
+                    self._model(tree.map_structure(zeros, x))
+                self._optimizer.build(self._model.trainable_variables)
+
+        tf.distribute.get_replica_context().merge_call(build)
 
     def save(self, path: Path) -> None:
         """Writes a file when it is complete; process 0 of several processes `….rank0.npz`."""
@@ -140,6 +161,7 @@ class Recorder:
         hook(optimizer, "_backend_apply_gradients", self._apply_gradients)
         hook(optimizer, "_clip_gradients", self._clip_gradients)
         hook(optimizer, "_all_reduce_sum_gradients", self._all_reduce)
+        hook(tf.GradientTape, "gradient", self._gradient)
         model.train_function = None  # One that is traced already has no hooks.
         return self
 
@@ -152,13 +174,14 @@ class Recorder:
         for (number, kind, replica), arrays in sorted(self._kept.items()):
             if kind == "learning_rate":
                 rates.setdefault(number, float(arrays["0"]))
-            elif number in steps:
+            elif number in steps and not (kind == "objective" and self._has_parts):
                 place = f"{steps.index(number) + 1}/{kind}/{replica}"
                 self.arrays |= {f"{place}/{index}": array for index, array in arrays.items()}
         optimizer = {"class": type(self._optimizer).__name__, "framework": "keras"}
         self.about |= {
             "steps": steps,
             "replicas": sorted({replica for _, _, replica in self._kept}),
+            "in_evaluation": [self._frozen] * len(steps),
             "settings": [settings_of(self._model, self._optimizer, rates[n]) for n in steps],
             "optimizer": optimizer | constants_of(self._optimizer),
         }
@@ -199,6 +222,8 @@ class Recorder:
         tf.cond(number >= 0, copy, lambda: number)
 
     def _step(self, inner: Callable, *data: Any) -> Any:
+        if not self._optimizer.built:
+            self._build(data)
         state, replica = [*self._model.variables, *self._outer.variables], replica_id()
         self.about |= description(self._model, self._outer)
         self._number[replica] = number = self._begin(replica, leaves(data))
@@ -210,7 +235,12 @@ class Recorder:
         self._keep("data", leaves(data))
         self._keep("before", state)
         self._keep("learning_rate", [self._optimizer.learning_rate])
-        result = inner(*data)
+        self._frozen = [layer.name for layer in self._model._flatten_layers() if is_frozen(layer)]
+        self._num_losses[replica] = 0
+        try:
+            result = inner(*data)
+        finally:
+            del self._num_losses[replica]
         self._keep("after", state)
         return result
 
@@ -226,6 +256,18 @@ class Recorder:
             self._keep("mask", [tf.zeros(()) if mask is None else mask for mask in masks])
             self._keep("loss", [loss, regularisation(self._model)])
         return loss
+
+    def _gradient(self, inner: Callable, tape: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Records the scalar whose gradient a step takes, which a loss scale would multiply."""
+        weights = {id(variable.value) for variable in self._model.trainable_variables}
+        sources = {id(getattr(x, "value", x)) for x in tree.flatten((args, kwargs))}
+        replica = replica_id() if self._num_losses and weights & sources else -1
+        is_plain = self._optimizer is self._outer and tf.is_tensor(target)
+        if replica in self._num_losses and is_plain and target.shape.rank == 0:
+            self._has_parts |= self._num_losses[replica] > 0
+            self._num_losses[replica] += 1
+            self._keep("objective", [target, regularisation(self._model)])
+        return inner(tape, target, *args, **kwargs)
 
     def _apply_gradients(self, inner: Callable, gradients: Sequence, variables: Sequence) -> Any:
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
@@ -354,8 +396,12 @@ def record(
 ) -> Iterator[Recorder]:
     """Records steps in a `with` block and saves them at its end, even if an error ends it.
 
-    See `Recorder` for the arguments.
+    See `Recorder` for the arguments; `lockstep.assert_same_training` gives path, steps, replay and
+    permute in place of those of the script.
     """
+    if given := json.loads(os.environ.get("LOCKSTEP_RECORD", "null")):
+        path, steps = given.pop("path"), given.pop("steps")
+        options |= given
     recorder = Recorder(model, steps, **options)
     try:
         with recorder:
@@ -465,6 +511,11 @@ def regularisation(model: keras.Model) -> tf.Tensor:
     """Returns the sum of `model.losses` for this replica."""
     losses = [model._aggregate_additional_loss(loss) for loss in model.losses]
     return tf.add_n(losses) if losses else tf.zeros(())
+
+
+def is_frozen(layer: keras.Layer) -> bool:
+    """Returns whether a BatchNorm layer normalises with its moving statistics in training, too."""
+    return isinstance(layer, keras.layers.BatchNormalization) and not layer.trainable
 
 
 def is_float(variable: keras.Variable) -> bool:

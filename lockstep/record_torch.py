@@ -9,17 +9,23 @@ needs PyTorch and NumPy.
 Of several processes, each writes one file: `two.rank0.npz`, `two.rank1.npz`. Recording does not
 change the bits of the training; between recorded steps, the model has no hooks. A gradient is
 copied when autograd has computed it (`raw`: before DDP reduces it; not visible with FSDP2), at the
-end of `backward` if DDP or FSDP2 has reduced it (`sums`), and in `optimizer.step` (`clipped`). What
+end of `backward` if DDP or FSDP2 has reduced it (`sums`), when it is clipped (`unclipped`), and in
+`optimizer.step` (`clipped`). All but the last are divided by the loss scale of a `GradScaler`. What
 does not exist has no array: optimizer state before the first update, `sums` if DDP is bypassed.
+Outputs with one row for each example (`y_pred`) and the gradients of the loss with respect to them
+(`y_grad`) are copied, too, up to 64 MiB of outputs in a step. If the model returns the loss only,
+they are those of the layer that was called last.
 """
 
+import collections
 import contextlib
+import dataclasses
 import functools
 import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +37,8 @@ NAMES = {"lr": "learning_rate", "eps": "epsilon", "alpha": "rho", "stride": "str
 OF_LAYERS = ("eps", "momentum", "stride", "padding", "dilation", "groups", "p")
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 FORMAT = {"format": "lockstep trace", "version": 2, "framework": "torch", "order": "reduce, clip"}
+CLIPPING = ("clip_grad_norm_", "clip_grads_with_norm_", "_clip_grads_with_norm_")
+MOST_BYTES = 2**26  # Of the outputs in a step.
 AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
 
 
@@ -48,6 +56,8 @@ class record:
         permute: Seed. Permutes the examples (first axis of inputs and outputs) of each recorded
             batch, so that only the order of summation is different.
         names: Names in `replay` by names here. Others are matched by name, else by shape and order.
+        shards: "each" runs the model, in one process, once for each replica's part of the batch in
+            `replay`, with its random state: layers such as BatchNorm then see the same examples.
 
     `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
     """
@@ -61,6 +71,7 @@ class record:
         replay: str | None = None,
         permute: int | None = None,
         names: Mapping[str, str] | None = None,
+        shards: str | None = None,
     ) -> None:
         while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = wrapped  # The wrapper does not have the hooks of an optimizer.
@@ -79,11 +90,13 @@ class record:
         self.num_replicas = dist.get_world_size(group) if is_distributed else 1
         self.is_sharded = _is_sharded(self.module, self.num_replicas)
         self.variables: dict[str, dict[str, str]] = {}  # In the order of their arrays.
-        kept = ("steps", "settings", "micro_batches", "in_evaluation")
+        kept = ("steps", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale")
         self.per_step: dict[str, list[Any]] = {key: [] for key in kept}
         self.arrays: dict[str, Any] = {}
         self.computed_in = ""  # Of all steps.
         self.step, self.hooks = 0, contextlib.ExitStack()
+        self.num_backward: int | None = None  # Since the last update; None before the first pass.
+        self.twins: dict[str, str] = {}  # Copies of a weight that `replay` has once.
         is_file = path.endswith(".npz") and os.path.isdir(os.path.dirname(path) or ".")
         _require(is_file, f"{path}: must be an .npz file in a folder that exists")
         _require(self.wanted and min(self.wanted) >= 0, f"steps={steps}: must be numbers from 0")
@@ -93,27 +106,30 @@ class record:
         updated = {p for options in optimizer.param_groups for p in options["params"]}
         is_own = updated <= set(self.weights.values())
         _require(is_own, "optimizer: updates weights that model does not have; pass their model")
-        self.replay = replay and os.path.basename(replay)
-        self.other, self.other_about = self._open(replay) if replay else ({}, {})
+        self.replay = os.path.basename(replay) if replay else None
+        is_alone = shards is None or (shards == "each" and replay and self.num_replicas == 1)
+        _require(is_alone, f"shards={shards!r}: must be 'each', with replay= and in one process")
+        self.is_by_shard, self.parts = shards is not None, list[_Part]()
         if replay:
-            self._match(self._read(min(self.wanted))[1])  # Raises an error before the training.
+            self.files = self._open(replay)
+            self._match(self._read(min(self.wanted)))  # Raises an error before the training.
+            names_of = [str(x.get("class")) for x in self.files[0].about.get("layers", ())]
+            is_local = not (shards and any("SyncBatchNorm" in name for name in names_of))
+            _require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
 
-    def _open(self, path: str) -> tuple[Mapping[str, np.ndarray], dict[str, Any]]:
-        """Returns the arrays and the description of the trace to replay."""
+    def _open(self, path: str) -> list["_Trace"]:
+        """Returns the files of the trace to replay, first the one with the states to load."""
         own = [_rank_path(path, self.rank)] if self.num_replicas > 1 else []
         found = next(filter(os.path.exists, [*own, path, _rank_path(path, 0)]), path)
         try:
-            arrays = np.load(found, allow_pickle=False)
-            about = json.loads(str(arrays["about"]))
-            _require(
-                about["version"] == 2, f"version {about['version']}, this file reads version 2"
-            )
-            self.members = {name: name for name in arrays} | about.get("aliases", {})
-            missing = self.wanted - set(about["steps"])
+            files, of_rank = [_Trace(found)], functools.partial(_rank_path, path)
+            if self.is_by_shard and found == of_rank(0):
+                files += map(_Trace, map(of_rank, range(1, files[0].about["num_replicas"])))
+            missing = self.wanted - set.intersection(*(set(x.about["steps"]) for x in files))
         except Exception as error:
             raise ValueError(f"replay={path}: cannot be read as a trace: {error}") from None
         _require(not missing, f"replay={path}: does not have steps {missing}; record them there")
-        return arrays, about
+        return files
 
     def __enter__(self) -> None:
         self.original, torch.autograd.backward = torch.autograd.backward, self._backward
@@ -124,16 +140,18 @@ class record:
         torch.autograd.backward = self.original
         self.counter.remove()
         self.hooks.close()
+        self.is_on = False
         self._write()
 
     def _install_hooks(self) -> None:
         """Removes the hooks of the last step, and installs those of a step that is recorded."""
         self.hooks.close()
-        self.now: dict[str, np.ndarray] = {}
-        self.losses: list[Tensor] = []
         self.in_evaluation: dict[str, None] = {}  # Names of layers.
-        self.num_forward, self.inverse, self.is_reduced = 0, None, self.is_sharded
+        self.inverse, self.is_reduced = None, self.is_sharded
         self.outside: Any = None  # During a forward pass, the arrays from before it.
+        self.of_last_layer: list[Tensor] = []
+        self.is_evaluated = False  # Whether the model was called in evaluation mode.
+        self._forget()
         self.is_on = self.step in self.wanted
         if not self.is_on:
             return
@@ -143,38 +161,122 @@ class record:
         add(self.optimizer.register_step_pre_hook(self._before_update))
         for _, layer in self.module.named_modules():
             add(layer.register_forward_hook(self._note_dtype))
+        self._replace_functions()
         if self.ddp:
             add(self.ddp.register_forward_pre_hook(self._before_ddp))
+        if self.is_by_shard:
+            own = {key: x for key, x in vars(self.called).items() if key == "forward"}
+            new = functools.partial(self._forward_by_shard, self.called.forward)
+            vars(self.called)["forward"] = new
+            self.hooks.callback(vars(self.called).update, own)
+            self.hooks.callback(vars(self.called).pop, "forward", None)
         for index, p in enumerate(self.weights.values()):
             if p.requires_grad and not self.is_sharded:
                 hook = functools.partial(self._after_gradient, index)
                 add(p.register_post_accumulate_grad_hook(hook))
+
+    def _forget(self) -> None:
+        """Forgets what was seen of a step: it begins, or GradScaler skipped its update."""
+        self.now: dict[str, np.ndarray] = {}
+        self.losses: list[Tensor] = []
+        self.calls: list[str] = []
+        self.removed: dict[int, np.ndarray] = {}  # Between backward passes, by number of weight.
+        self.unclipped: tuple[list[Tensor | None], float] | None = None  # With their scale.
+        self.num_forward, self.loss_scale, self.num_bytes = 0, 1.0, 0  # The last: of outputs.
+        self.scale = 1.0  # Of the gradients now: 1 after `unscale_`.
+
+    def _replace_functions(self) -> None:
+        """Replaces the functions that clip gradients and scale losses, until the step ends."""
+        utils = nn.utils
+        for owner in (utils, getattr(utils, "clip_grad", None)):
+            for name in CLIPPING:  # The last is called by the first, however that was imported.
+                self._replace(owner, name, functools.partial(self._clip, "norm"))
+            self._replace(owner, "clip_grad_value_", functools.partial(self._clip, "value"))
+        scaler = getattr(getattr(torch, "amp", None), "GradScaler", None)
+        self._replace(scaler, "scale", self._scale_loss)
+        self._replace(scaler, "unscale_", self._unscale)
+        self._replace(scaler, "update", self._update_scale)
+
+    def _replace(self, owner: Any, name: str, function: Any) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **options: Any) -> Any:
+            return function(original, *args, **options)
+
+        setattr(owner, name, replaced)
+        self.hooks.callback(setattr, owner, name, original)
+
+    def _clip(self, kind: str, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
+        """Keeps the gradients before the first of several functions clips them."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        own = {*self.weights.values()}.intersection(parameters)
+        limit = [*args, *(options[x] for x in ("max_norm", "clip_value") if x in options)][0]
+        call = f"clip {kind} {float(limit):g}"
+        if self.is_on and own and self.calls[-1:] != [call]:
+            if not self.unclipped:
+                gradients = [p.grad for p in self.weights.values()]
+                copies = [None if g is None else g.detach().clone() for g in gradients]
+                self.unclipped = copies, self.scale
+            self.calls.append(call)
+        return original(parameters, *args, **options)
+
+    def _scale_loss(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
+        scaled = original(scaler, *args, **options)
+        if scaler.is_enabled():
+            self.loss_scale = self.scale = float(scaler.get_scale())
+        return scaled
+
+    def _unscale(self, original: Any, scaler: Any, optimizer: Any) -> Any:
+        result = original(scaler, optimizer)
+        if optimizer is self.optimizer and scaler.is_enabled():
+            self.scale = 1.0
+            self.calls.append("unscale")
+        return result
+
+    def _update_scale(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
+        if self.losses and "unscale" in self.calls:
+            self._forget()
+        return original(scaler, *args, **options)
 
     def _before_ddp(self, *_: Any) -> None:
         self.is_reduced = self.ddp.require_backward_grad_sync
 
     def _before_forward(self, module: nn.Module, args: Any, options: Any) -> Any:
         if not torch.is_grad_enabled() or not module.training:
+            self.is_evaluated |= torch.is_grad_enabled()
             return None
-        if self.losses and all(p.grad is None for p in self.weights.values()):
-            self.now, self.losses, self.num_forward = {}, [], 0  # GradScaler skipped the update.
+        if self.losses and self._is_skipped():
+            self._forget()
         self._begin(is_forward=True)
         is_inner = self.outside is not None
         if is_inner:  # In Lightning, DDP calls the model, which calls itself: the last call counts.
             self.now, self.num_forward, self.inverse = self.outside, self.num_forward - 1, None
-        self.outside = dict(self.now)
+        self.outside, self.of_last_layer = dict(self.now), []
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
         sizes = [len(x) for x in batch if x.dim()]
         if self.seed is not None and sizes and not is_inner:
             generator = torch.Generator().manual_seed(self.seed + self.step)
             order = torch.randperm(sizes[0], generator=generator)
             self.inverse = torch.argsort(order)
-            args, options, batch = _take((args, options, batch), order)
+            args, options, batch = _take((args, options, batch), order, len(order))
         self._add("random", _random_states())
         self._add("data", batch)
+        self.num_rows = sizes[0] if sizes else 0
         self._note_modes()
         self.num_forward += 1
+        self.calls += [] if is_inner else ["forward"]
         return args, options
+
+    def _is_skipped(self) -> bool:
+        """Returns whether the script has discarded gradients that overflow, without an update."""
+        if any(p.grad is not None for p in self.weights.values()):
+            return False
+        arrays = [x for key, x in self.now.items() if not key.startswith("y_")]  # Masks are -inf.
+        arrays += map(_to_array, self.losses)
+        return not all(np.isfinite(x).all() for x in arrays)
 
     def _note_modes(self) -> None:
         modes = {name: module.training for name, module in self.module.named_modules()}
@@ -184,6 +286,8 @@ class record:
         """Keeps the dtype in which layers compute; a model may convert its own outputs."""
         if torch.is_grad_enabled() and self.module.training:
             self.computed_in = _computed_in(output, self.weights) or self.computed_in
+            if self.outside is not None and not torch.compiler.is_compiling():
+                self.of_last_layer = _with_rows(output, self.num_rows) or self.of_last_layer
 
     def _add(self, kind: str, values: Sequence[Tensor]) -> None:
         self._save(kind, values, sum(key.startswith(f"{kind}/") for key in self.now))
@@ -194,26 +298,69 @@ class record:
             return None
         self.outside = None
         self._add("random_after", _random_states())
+        self._save_outputs(_with_rows(output, self.num_rows) or self.of_last_layer)
         inverse, self.inverse = self.inverse, None
-        return output if inverse is None else _take(output, inverse)
+        return output if inverse is None else _take(output, inverse, len(inverse))
+
+    def _save_outputs(self, outputs: Sequence[Tensor]) -> None:
+        self.num_bytes += sum(x.numel() * x.element_size() for x in outputs)
+        if self.num_bytes > MOST_BYTES:
+            self.now = {k: v for k, v in self.now.items() if not k.startswith(("y_pred", "y_grad"))}
+            return
+        for x in outputs:
+            self._add("y_pred", [x])
+            self._add("y_grad", [torch.zeros_like(x)])  # If the loss does not depend on it.
+            if x.requires_grad:
+                key = [key for key in self.now if key.startswith("y_grad/")][-1]
+                x.register_hook(functools.partial(self._after_loss, self.step, key))
+
+    def _after_loss(self, step: int, key: str, gradient: Tensor | None) -> None:
+        # DDP gives None for an output that the loss does not use.
+        if gradient is not None and step == self.step and key in self.now:
+            self.now[key] = self.now[key] + _to_array(gradient) / self.scale
 
     def _after_gradient(self, index: int, p: Tensor) -> None:
         self._begin()
         self.has_gradients = True
-        self._save("raw", [p.grad], index)
+        self._save("raw", [p.grad], index, self.scale)
 
     def _backward(self, tensors: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `torch.autograd.backward`."""
         self.has_gradients = self.is_sharded
+        self.num_backward = (self.num_backward or 0) + 1
+        if self.is_on:
+            self._note_removed()
         self.original(tensors, *args, **options)
         if self.now and self.has_gradients:  # Otherwise, it is the loss of another model.
-            self.losses += [x.detach().clone() for x in tree_leaves(tensors) if x.numel() == 1]
+            scalars = [x.detach().clone() for x in tree_leaves(tensors) if x.numel() == 1]
+            self.losses += [x / self.scale for x in scalars]
+            self.unclipped = None
             if self.is_reduced:
-                self._save("sums", [p.grad for p in self.weights.values()])
+                self._save("sums", [p.grad for p in self.weights.values()], 0, self.scale)
+            self.calls.append("backward, all-reduced" if self.is_reduced else "backward")
+
+    def _note_removed(self) -> None:
+        """Adds what the script took from the gradients since the last backward pass."""
+        passes = [call for call in self.calls if call.startswith("backward")]
+        if not passes:
+            return
+        kind = "sums" if passes[-1] != "backward" else "raw"
+        is_left = is_removed = False
+        for index, p in enumerate(self.weights.values()):
+            left = self.now.get(f"{kind}/{self.rank}/{index}")
+            if left is None:
+                continue
+            array = np.zeros_like(left) if p.grad is None else _to_array(p.grad) / self.scale
+            is_left |= bool(array.any())
+            if (array != left).any():
+                self.removed[index] = self.removed.get(index, 0) + left - array
+                is_removed = True
+        self.calls += ["clear"] if is_removed and not is_left else []
 
     def _before_update(self, optimizer: Any, args: Any, options: Any) -> Any:
         if not any(callable(x) for x in [*args[1:], *options.values()]):
-            self._save_gradients()
+            if not self._is_repeated():
+                self._save_gradients()
             return None
 
         def recorded(x: Any) -> Any:
@@ -233,66 +380,152 @@ class record:
         if not self.num_forward:  # The whole model is in evaluation mode.
             self._note_modes()
         self._save("loss", [sum(self.losses)] if self.losses else [])
-        self._save("clipped", [p.grad for p in self.weights.values()])
+        for index, array in self.removed.items():
+            self.now[f"removed/{self.rank}/{index}"] = array
+        gradients = [p.grad for p in self.weights.values()]
+        if self.unclipped:
+            self._save("unclipped", self.unclipped[0], 0, self.unclipped[1])
+        elif self.is_sharded:  # Each rank takes part in gathering the shards.
+            self._save("unclipped", gradients, 0, self.scale)
+        scale = getattr(self.optimizer, "grad_scale", None)  # The optimizer divides by it itself.
+        self._save("clipped", gradients, 0, scale)
         names = {p: name for name, p in self.weights.items()}
         groups = [(x, [names[p] for p in x["params"]]) for x in self.optimizer.param_groups]
         self.groups = [{**_settings(group), "weights": weights} for group, weights in groups]
 
+    def _is_repeated(self) -> bool:
+        """Returns whether an update has the gradients of the last one: it is of the same step."""
+        return self.num_backward == 0 and not self.now
+
     def _after_update(self, *_: Any) -> None:
+        if self._is_repeated():
+            if self.per_step["steps"][-1:] == [self.step - 1]:
+                self._save_variables("after")
+                self._keep_arrays(len(self.per_step["steps"]))
+                self._forget()
+            return
+        if self.is_on and getattr(self.optimizer, "found_inf", None):
+            self._forget()  # The optimizer skipped the update itself.
+            return
         if self.is_on:
             self._save_variables("after")
             self.per_step["steps"].append(self.step)
             self.per_step["settings"].append(self.groups)
             self.per_step["micro_batches"].append(max(self.num_forward, 1))
             self.per_step["in_evaluation"].append([*self.in_evaluation])
-            position = len(self.per_step["steps"])
-            self.arrays |= {f"{position}/{key}": value for key, value in self.now.items()}
+            self.per_step["calls"].append(self.calls)
+            self.per_step["loss_scale"].append(self.loss_scale)
+            if self.parts:
+                text = f"step {self.step} has other examples than {self.replay}"
+                warnings.warn(f"{self.path}: {text}; not computed for each shard", stacklevel=2)
+                self.now = {x: value for x, value in self.now.items() if x[:7] != "shards/"}
+            self._keep_arrays(len(self.per_step["steps"]))
         self.step += 1
+        self.num_backward = self.num_backward and 0
         if self.is_on or self.step in self.wanted:
             self._install_hooks()
+
+    def _forward_by_shard(self, forward: Any, *args: Any, **options: Any) -> Any:
+        """Takes the place of the model's `forward`: runs it for each part of the batch apart.
+
+        Replica 0 comes last: the model keeps its statistics, and the random state after it.
+        """
+        batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
+        found = self._find_parts(batch[0]) if self.outside is not None and batch else []
+        if not found:
+            return forward(*args, **options)
+        size, states, outputs = len(batch[0]), _random_states(), []
+        numbers = torch.zeros(size, dtype=torch.int64)
+        is_drawn = False
+        for part, rows in found:
+            numbers[rows] = part.number
+            before = part.random or states
+            _set_random_states(before)
+            with contextlib.nullcontext() if part.replica == 0 else _copied_buffers(self.module):
+                given = _take((args, options), rows, size)
+                outputs.append(forward(*given[0], **given[1]))
+            is_drawn |= not all(map(torch.equal, before, _random_states()))
+            _check_rows(outputs[-1], len(rows))
+        if not is_drawn:
+            _set_random_states(states)
+        self._add("shards", [numbers])
+        return _joined(outputs, torch.argsort(torch.cat([rows for _, rows in found])))
+
+    def _find_parts(self, batch: Tensor) -> list[tuple["_Part", Tensor]]:
+        """Returns the parts that are this batch, and the places of their examples in it.
+
+        It is empty if the batch does not have the examples of whole parts.
+        """
+        places = collections.defaultdict(list)
+        for place, row in enumerate(_rows(_to_array(batch))):
+            places[row].append(place)
+        found = []
+        for part in self.parts:
+            counts = collections.Counter(part.rows)
+            if all(len(places[row]) >= count for row, count in counts.items()):
+                rows = [places[row].pop(0) for row in part.rows]
+                rows = rows if self.seed is None else sorted(rows)
+                found.append((part, torch.tensor(rows, device=batch.device)))
+        if any(places.values()):
+            return []
+        self.parts = [part for part in self.parts if all(part is not taken for taken, _ in found)]
+        return sorted(found, key=lambda pair: -pair[0].replica)
+
+    def _keep_arrays(self, position: int) -> None:
+        """Keeps the arrays of a step; the own state is mostly that after the step before it."""
+        for key, value in self.now.items():
+            if key.startswith("replaced/"):
+                after = self.arrays.get(f"{position - 1}/after{key.removeprefix('replaced')}")
+                if after is not None and after.tobytes() == value.tobytes():
+                    value = after
+            self.arrays[f"{position}/{key}"] = value
 
     def _begin(self, is_forward: bool = False) -> None:
         """Loads the state to replay and copies all variables, once in a step."""
         if not self.now:
             if self.replay:
-                _require(is_forward, "replay: no forward pass was seen; call model, in train mode")
+                seen = "no forward pass was seen; call model, in train mode"
+                if self.is_evaluated:
+                    seen = "the model is called in evaluation mode; call model.train() before it"
+                _require(is_forward, f"replay: step {self.step}: {seen}")
+                self._save_variables("replaced")
                 self._load()
+            if self.is_by_shard:
+                parts = [part for file in self.files for part in file.parts(self.step)]
+                self.parts = [x._replace(number=i) for i, x in enumerate(parts) if x.rows]
             self._save_variables("before")
 
-    def _read(self, step: int) -> tuple[str, list[dict[str, Any]]]:
-        """Returns the form of keys and the variables before a step in the trace to replay."""
-        about = self.other_about
-        copies = range(about.get("num_copies") or about["num_replicas"])
-        copies = about.get("replicas") or copies  # Those in this file.
-        key = f"{about['steps'].index(step) + 1}/%s/{copies[self.rank % len(copies)]}/%s"
-        keys = {key % ("before", i): v for i, v in enumerate(about["variables"])}
-        found = [(self.members[x], v) for x, v in keys.items() if x in self.members]
-        return key, [{**v, "array": self.other[name]} for name, v in found]
+    def _read(self, step: int) -> list[dict[str, Any]]:
+        """Returns the variables before a step in the trace to replay, with their arrays."""
+        arrays = self.files[0].arrays("before", step, self.rank)
+        variables = self.files[0].about["variables"]
+        return [{**variables[index], "array": array} for index, array in arrays.items()]
 
     @torch.no_grad()
     def _load(self) -> None:
         """Assigns the recorded state before this step to the variables."""
-        key, others = self._read(self.step)
+        file, others = self.files[0], self._read(self.step)
         sources = self._match(others)
         for variable, value in self._variables():
             if variable["name"] in sources:
                 _assign(value, sources[variable["name"]]["array"])
-        if self.other_about["framework"] != "torch":
+        if file.about["framework"] != "torch":
             return
-        is_same = self.other_about["optimizer"]["class"] == type(self.optimizer).__name__
+        is_same = file.about["optimizer"]["class"] == type(self.optimizer).__name__
         for name, p in self.weights.items():
             state = self.optimizer.state
             old = state.pop(p, {}) if is_same else state[p]
-            for other in (v for v in others if v.get("of") == sources[name]["name"]):
+            slots = [v for v in others if v.get("of") == sources[name]["name"]]
+            if is_same and slots:
+                state[p] = dict(old)  # Keeps slots that the file lacks, as of another setting.
+            for other in slots:
                 x, slot = other["array"], other["slot"]
                 if is_same or slot in old:
                     new = torch.zeros_like(p) if x.shape == p.shape else torch.tensor(x)
                     state[p][slot] = _assign(new if old.get(slot) is None else old[slot], x)
-        if self.other_about["num_replicas"] == self.num_replicas:
-            restore = [torch.set_rng_state, torch.cuda.set_rng_state]
-            for index in range(1 + torch.cuda.is_initialized()):
-                if random := self.members.get(key % ("random", index)):
-                    restore[index](torch.tensor(self.other[random]))
+        if file.about["num_replicas"] == self.num_replicas:
+            states = file.arrays("random", self.step, self.rank).values()
+            _set_random_states([*map(torch.tensor, states)])
 
     def _match(self, others: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Returns the variable of the other trace for the name of each weight and statistic."""
@@ -308,10 +541,24 @@ class record:
             if fits:
                 sources[name] = fits[0]
                 free = [v for v in free if v["name"] != fits[0]["name"]]
+            elif twin := self._twin_of(name, value, {v["name"]: x for v, x in own}):
+                sources[name] = sources[twin]
             elif this["kind"] == "weight" or name in self.names:
                 found = ", ".join(f"{v['name']} {v['array'].shape}" for v in options) or "nothing"
                 raise ValueError(f"replay: {name} {shape} is not matched by {found}; pass names")
         return sources
+
+    def _twin_of(self, name: str, value: Tensor, own: Mapping[str, Tensor]) -> str:
+        """Returns the weight before it that had the values of this one when recording began."""
+        for other, x in own.items():
+            if name in {other, *self.twins, *self.names} or name not in self.weights:
+                break
+            is_same = other in self.weights and x.shape == value.shape and torch.equal(x, value)
+            if is_same and _to_array(x).std() > 0:  # Not initial values such as 0.
+                text = f"{self.replay} has one weight for {other} and its copy {name}: they are"
+                warnings.warn(f"{self.path}: {text} tied there, and not here", stacklevel=2)
+                self.twins[name] = other
+        return self.twins.get(name, "")
 
     def _variables(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields the description and the value of each weight, statistic and optimizer state."""
@@ -331,9 +578,11 @@ class record:
             self.variables.setdefault(variable["name"], variable)
             self._save(kind, [value], list(self.variables).index(variable["name"]))
 
-    def _save(self, kind: str, values: Sequence[Any], start: int = 0) -> None:
+    def _save(self, kind: str, values: Sequence[Any], start: int = 0, scale: Any = None) -> None:
         for index, value in enumerate(values, start):
             key = f"{kind}/{self.rank}/{index}"
+            if scale not in (None, 1) and value is not None:
+                value = value / float(scale)
             if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
                 self.now[f"{key}/values"] = _to_array(value._values())
                 self.now[f"{key}/indices"] = _to_array(value._indices()[0])
@@ -363,19 +612,108 @@ class record:
             "replayed": self.replay,
             **(FORMAT | self.per_step),
         }
+        firsts: dict[int, str] = {}  # Of arrays that are kept by several names.
+        names = {name: firsts.setdefault(id(x), name) for name, x in self.arrays.items()}
+        about["aliases"] = {name: first for name, first in names.items() if name != first}
+        arrays = {name: self.arrays[name] for name in firsts.values()}
         path = _rank_path(self.path, self.rank) if self.num_replicas > 1 else self.path
         temporary = f"{path}.{os.getpid()}.tmp"
         with open(temporary, "wb") as file:
-            np.savez(file, about=np.array(json.dumps(about)), **self.arrays)
+            np.savez(file, about=np.array(json.dumps(about)), **arrays)
             file.flush()
             os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(temporary, path)
+
+
+class _Part(NamedTuple):
+    """A forward pass of a replica in another recording: the bytes of its examples."""
+
+    replica: int
+    rows: list[bytes]
+    random: list[Tensor]
+    number: int = 0
+
+
+class _Trace:
+    """A file of another recording."""
+
+    def __init__(self, path: str) -> None:
+        self.file = np.load(path, allow_pickle=False)
+        self.about = about = json.loads(str(self.file["about"]))
+        version = about["version"]
+        _require(version == 2, f"version {version}, this file reads version 2")
+        self.members = {name: name for name in self.file} | about.get("aliases", {})
+        all_replicas = range(about.get("num_copies") or about["num_replicas"])
+        self.replicas = about.get("replicas") or all_replicas
+
+    def arrays(self, kind: str, step: int, rank: int) -> dict[int, np.ndarray]:
+        """Returns the arrays of a kind by their index; of another replica if `rank` is not here."""
+        start = f"{self.about['steps'].index(step) + 1}/{kind}/"
+        start += f"{self.replicas[rank % len(self.replicas)]}/"
+        indices = (name.removeprefix(start) for name in self.members if name.startswith(start))
+        return {i: self.file[self.members[f"{start}{i}"]] for i in sorted(map(int, indices))}
+
+    def parts(self, step: int) -> Iterator[_Part]:
+        """Yields the forward passes of a step."""
+        position = self.about["steps"].index(step)
+        number = (self.about.get("micro_batches") or [1] * (position + 1))[position]
+        for rank, replica in enumerate(self.replicas):
+            data = [*self.arrays("data", step, rank).values()]
+            states = [*map(torch.tensor, self.arrays("random", step, rank).values())]
+            states = states if self.about["framework"] == "torch" else []
+            for start in range(number):
+                own, of_each = data[start * len(data) // number :], len(states) // number
+                random = states[start * of_each :][:of_each]
+                yield _Part(replica, _rows(own[0]) if own else [], random)
+
+
+def _rows(batch: np.ndarray) -> list[bytes]:
+    return [row.tobytes() for row in batch] if batch.ndim else []
+
+
+@contextlib.contextmanager
+def _copied_buffers(module: nn.Module) -> Iterator[None]:
+    """Lets the statistics of a model as they are: a forward pass changes copies of them."""
+    owners = [owner._buffers for _, owner in module.named_modules()]
+    own = [(owner, name, x) for owner in owners for name, x in owner.items() if x is not None]
+    for owner, name, x in own:
+        owner[name] = x.clone()
+    try:
+        yield
+    finally:
+        for owner, name, x in own:
+            owner[name] = x
+
+
+def _check_rows(output: Any, number: int) -> None:
+    """Raises an error if outputs of parts of a batch cannot be put together."""
+    for x in tree_leaves(output):
+        has_rows = isinstance(x, Tensor) and x.dim() and len(x) == number
+        what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+        _require(
+            has_rows or isinstance(x, bool | int | float | str | None),
+            f"shards='each': the model has an output of {what}, without a row for each example;"
+            " compute the loss outside of the model, or record without shards=",
+        )
+
+
+def _joined(outputs: Sequence[Any], order: Tensor) -> Any:
+    """Returns the outputs of all parts of a batch as one, in another order of examples."""
+    tensors = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in outputs)
+    columns = zip(*tensors, strict=True)
+    return tree_map_only(Tensor, lambda _: torch.cat(next(columns))[order], outputs[0])
 
 
 def _random_states() -> list[Tensor]:
     """Returns the state of the generator of the CPU, and of the GPU if it is used."""
     on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *on_gpu]
+
+
+def _set_random_states(states: Sequence[Tensor]) -> None:
+    restore = (torch.set_rng_state, torch.cuda.set_rng_state)[: 1 + torch.cuda.is_initialized()]
+    for set_state, state in zip(restore, states, strict=False):
+        set_state(state)
 
 
 def _computed_in(output: Any, weights: Mapping[str, Tensor]) -> str:
@@ -386,6 +724,13 @@ def _computed_in(output: Any, weights: Mapping[str, Tensor]) -> str:
             dtypes.append(torch.get_autocast_dtype(device))
     names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     return next((name for name in names if name in ("bfloat16", "float16")), "")
+
+
+def _with_rows(output: Any, count: int) -> list[Tensor]:
+    """Returns the floating-point tensors of an output that have a row for each example."""
+    nests = [vars(x) if dataclasses.is_dataclass(x) else x for x in tree_leaves(output)]
+    tensors = [x for x in tree_leaves(nests) if isinstance(x, Tensor)]
+    return [x for x in tensors if x.is_floating_point() and x.dim() and len(x) == count]
 
 
 def _require(condition: Any, message: str) -> None:
@@ -438,9 +783,9 @@ def _transposed(variable: dict[str, Any], layout: str) -> dict[str, Any]:
     return {**variable, "array": array.transpose(axes)}
 
 
-def _take(nest: Any, order: Tensor) -> Any:
-    """Returns a nest of tensors, with the examples of batches in another order."""
-    return tree_map_only(Tensor, lambda x: x[order] if x.shape[:1] == order.shape else x, nest)
+def _take(nest: Any, rows: Tensor, size: int) -> Any:
+    """Returns a nest of tensors, with these rows of the batches, which have `size` examples."""
+    return tree_map_only(Tensor, lambda x: x[rows] if x.shape[:1] == (size,) else x, nest)
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from lockstep.arithmetic import (
     are_finite,
     dense,
     distance,
+    hashes_of,
     norm,
     ratio,
 )
@@ -24,7 +25,7 @@ from lockstep.trace import STATISTIC, WEIGHT, Named, Trace
 from lockstep.verdict import Finding
 
 KERNELS = 64 * EPS  # Relative difference of correct kernels of two frameworks.
-_SAME_START = 1e-7  # Relative; states that are only transposed have a distance of 0.
+SAME_START = 1e-7  # Relative; states that are only transposed have a distance of 0.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,25 +117,34 @@ class StepPair:
                     gradients[pair.first] = own.get(pair.first, np.zeros(shape))
         return both
 
-    def states(self, kind: str) -> tuple[Named, Named]:
-        """Returns weights and statistics, "before" or "after" the step, of copy 0 in both."""
-        if not (self.first.has(kind) and self.second.has(kind)):
+    def states(self, kind: str, of_second: str = "") -> tuple[Named, Named]:
+        """Returns weights and statistics of a kind, such as "before" the step, of copy 0 in both.
+
+        Args:
+            kind: the kind.
+            of_second: the kind in the checked trace; "" for the same.
+        """
+        if not (self.first.has(kind) and self.second.has(of_second or kind)):
             return {}, {}
         names = set(self.first.of_kind(WEIGHT, STATISTIC))
         first = {n: a for n, a in self.first.named(kind)[0].items() if n in names}
-        return self._common(first, self.second.named(kind)[0])
+        return self._common(first, self.second.named(of_second or kind)[0])
 
     @functools.cached_property
     def start_distances(self) -> dict[str, float]:
         """Name → relative distance of the variables that differ before the step."""
         first, second = self.states("before")
         apart = {n: ratio(distance(second[n], first[n]), norm(first[n])) for n in first}
-        return {name: far for name, far in apart.items() if far > _SAME_START}
+        return {name: far for name, far in apart.items() if far > SAME_START}
 
-    @property
+    @functools.cached_property
     def starts_equally(self) -> bool:
-        """Whether both traces start the step from the same weights and statistics."""
-        return bool(self.states("before")[0]) and not self.start_distances
+        """Whether all replicas of both start the step from the same weights and statistics."""
+        is_known = bool(self.states("before")[0]) and not self.start_distances
+        second = self.second
+        return is_known and not any(
+            second.trace.kinds[name] == WEIGHT for name, *_ in second.unlike_first("before")
+        )
 
     @property
     def computes_the_same(self) -> bool:
@@ -142,9 +152,36 @@ class StepPair:
         return self.starts_equally and not self.found_in("examples")
 
     @functools.cached_property
+    def has_same_shards(self) -> bool:
+        """Whether the reference ran the model for each part of the batch of the checked trace.
+
+        Layers such as BatchNorm have then seen the same examples in both.
+        """
+        first, second = self.first, self.second
+        if not (first.has("shards", "data") and second.has("data") and len(first.shards) == 1):
+            return False
+        computed: dict[int, list[int]] = {}
+        for inputs, numbers in zip(first.inputs(0), first.arrays("shards")[0], strict=False):
+            for row, number in zip(hashes_of([inputs]), numbers.tolist(), strict=False):
+                computed.setdefault(number, []).append(row)
+        given = [hashes_of([x]) for shard in second.shards for x in second.inputs(shard) if len(x)]
+        return sorted(map(sorted, computed.values())) == sorted(map(sorted, given))
+
+    @functools.cached_property
     def gradients(self) -> tuple[Named, Named]:
-        """The gradients of the whole batch before clipping in both; empty if not recorded."""
-        return self._common_gradients(*map(_whole_gradient, (self.first, self.second)))
+        """The gradients of the whole batch before clipping in both; empty if not recorded.
+
+        They are those that a script has divided or summed itself, if the received ones differ.
+        """
+        both = self.first, self.second
+        received = [_whole_gradient(step) for step in both]
+        found = self._common_gradients(*received)
+        changed = [
+            {} if step.is_wrong("all-reduce", "clipping") else step.changed_by_hand for step in both
+        ]
+        if not any(changed) or (found[0] and not self.tolerance.wrong(found[1], found[0])):
+            return found
+        return self._common_gradients(*(c or r for c, r in zip(changed, received, strict=True)))
 
     @functools.cached_property
     def different_gradients(self) -> dict[str, float]:
@@ -203,7 +240,9 @@ def _whole_gradient(context: Context) -> Named:
         for name, gradient in itertools.chain(*(own.items() for own in context.named("raw"))):
             total[name] = total.get(name, 0.0) + dense(gradient)
         return {name: context.share(0) * gradient for name, gradient in total.items()}
-    if context.is_wrong("all-reduce"):  # Each copy has the gradient of its own examples.
+    if context.is_wrong(
+        "all-reduce", "clipping"
+    ):  # Each copy has the gradient of its own examples.
         return {}
     for kind in ("sums", "clipped"):
         if context.has(kind):

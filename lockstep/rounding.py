@@ -14,6 +14,7 @@ from lockstep.arithmetic import (
     ratio,
     relative_distance,
     relative_norm,
+    same_bits,
     total_norm,
 )
 from lockstep.oracles import Ask, Computed, Oracle
@@ -27,6 +28,7 @@ class Expected(NamedTuple):
         forward: relative distance of predictions and loss that rounding can cause.
         backward: relative distance of all gradients.
         gradients: absolute distance of each gradient.
+        statistics: absolute distance of each statistic that the step changes.
         in_float64: whether the step was computed in float64.
     """
 
@@ -34,6 +36,7 @@ class Expected(NamedTuple):
     forward: float
     backward: float
     gradients: dict[str, float]
+    statistics: dict[str, float]
     in_float64: bool = False
 
 
@@ -62,8 +65,8 @@ def measure(
         for name, apart in near.gradients.items()
     }
     return Expected(
-        exact._replace(after=own.after), max(forward, near.forward), max(backward, near.backward),
-        gradients, True,
+        exact._replace(after=own.after, of_parts=own.of_parts), max(forward, near.forward),
+        max(backward, near.backward), gradients, near.statistics, True,
     )  # fmt: skip
 
 
@@ -95,6 +98,10 @@ def _repeated(oracle: Oracle, ask: Ask, rounded: Sequence[str], seed: int) -> Ex
         others.append(fine)
     forward = backward = unit
     gradients = dict.fromkeys(own.raw, 0.0)
+    after, state = own.after, ask.state
+    changed = [n for n in rounded if n in state and not same_bits(after[n], state[n])]
+    # A mean of nearly 0, as behind another normalisation, has rounding errors of larger numbers.
+    statistics = {n: max(distance(each.after[n], after[n]) for each in others) for n in changed}
     size = total_norm(own.raw)
     for result in others:
         forward = max(forward, relative_distance(result.y_pred, own.y_pred))
@@ -106,7 +113,7 @@ def _repeated(oracle: Oracle, ask: Ask, rounded: Sequence[str], seed: int) -> Ex
     for name, far in gradients.items():
         if (relative := ratio(far, norm(own.raw[name]))) < NOTHING_BUT_ROUNDING:
             backward = max(backward, relative)
-    return Expected(own, forward, backward, gradients)
+    return Expected(own, forward, backward, gradients, statistics)
 
 
 def _is_another_step(

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed"
-OF_VARIABLES = ("before", "after", "own_before", "own_after")
-OF_GRADIENTS = ("raw", "sums", "clipped")
-OF_COPIES = ("before", "after", "sums")
+OF_VARIABLES = ("before", "after", "replaced", "own_before", "own_after")
+OF_GRADIENTS = ("raw", "removed", "sums", "unclipped", "clipped")
+OF_COPIES = ("before", "after", "replaced", "sums", "unclipped")
 CLIP_FIRST, REDUCE_FIRST = "clip, reduce", "reduce, clip"
 
 
@@ -77,7 +77,7 @@ class About:
         num_replicas: number of replicas of the training.
         steps: numbers of the recorded steps, ascending, from 0.
         variables: the variables of the arrays in "before" and "after".
-        gradients: the weights of the arrays in "raw", "sums" and "clipped".
+        gradients: the weights of the arrays of gradients, such as "raw" and "sums".
         replicas: numbers of the replicas in this file; empty for all of them.
         shards: the shards of a batch; empty for one per replica.
         num_copies: number of copies of the weights; 0 for one per replica.
@@ -92,6 +92,8 @@ class About:
         data_layout: "NHWC", "NCHW" or "".
         micro_batches: for each step, the forward passes whose gradients a replica accumulates.
         in_evaluation: for each step, the layers in evaluation mode; empty if unknown.
+        calls: for each step, the calls that make its gradients, in order; empty if unknown.
+        loss_scale: for each step, the factor of the loss that avoids underflow; empty for 1.
         permuted: seed of the permutation of the examples; None without one.
         replayed: name of the trace whose state was loaded before each step, or None.
         structure: structure of "data", as Keras' recorder describes it.
@@ -119,6 +121,8 @@ class About:
     data_layout: str = ""
     micro_batches: tuple[int, ...] = ()
     in_evaluation: tuple[Sequence[str], ...] = ()
+    calls: tuple[tuple[str, ...], ...] = ()
+    loss_scale: tuple[float, ...] = ()
     permuted: int | None = None
     replayed: str | None = None
     structure: Any = None
@@ -203,6 +207,21 @@ class Trace:
         """Returns the layers that a shard computes in evaluation mode, as far as it is known."""
         about = self.of_replica.get(self.replica_of(shard), self.about)
         return set(about.in_evaluation[position]) if about.in_evaluation else set()
+
+    def calls(self, position: int, shard: int) -> tuple[str, ...]:
+        """Returns the calls that make the gradients of a shard in a step; () if unknown."""
+        about = self.of_replica.get(self.replica_of(shard), self.about)
+        return about.calls[position] if about.calls else ()
+
+    def computed_in(self, shard: int) -> str:
+        """Returns the dtype in which a shard's layers compute, in words."""
+        about = self.of_replica.get(self.replica_of(shard), self.about)
+        return about.computed_in or "the dtype of the weights"
+
+    def loss_scale(self, position: int, shard: int) -> float:
+        """Returns the factor by which a shard multiplies its loss against underflow."""
+        about = self.of_replica.get(self.replica_of(shard), self.about)
+        return about.loss_scale[position] if about.loss_scale else 1.0
 
     def name_of(self, kind: str, item: int) -> str:
         """Returns "replica 1", "micro-batch 1" or "micro-batch 1 of replica 0"."""

@@ -35,7 +35,10 @@ _NAME = re.compile(
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
 _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
-    *("in_evaluation", "permuted"),
+    *("in_evaluation", "calls", "loss_scale", "permuted"),
+)
+_GROWING = (  # Keys that are longer with each step.
+    *("steps", "variables", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale"),
 )
 _ADVICE = "pass a file that a recorder of Lockstep wrote"
 
@@ -154,6 +157,7 @@ def load(source: Path | BinaryIO | Sequence[BinaryIO]) -> Trace:
         opened: Sequence[Any] = source if isinstance(source, Sequence) else [source]
         name = "the trace"
         files = [_read_file(f"part {i} of the trace", file) for i, file in enumerate(opened)]
+    files = _with_equal_steps(files)
     arrays = _Arrays({key: array for file in files for key, array in file.arrays.data.items()})
     with _errors_of(name):
         about = _common_description(files)
@@ -196,7 +200,7 @@ def _read_file(name: str, file: BinaryIO) -> _File:
         if text.dtype.kind != "U" or text.shape or text.dtype.itemsize > _MAX_ABOUT_BYTES:
             raise Fault("has an 'about' that is not one text of at most 64 MiB; record it again")
         about, aliases = about_from(str(text.read()))
-        if not about.steps:
+        if members and not about.steps:
             raise Fault("has no steps; record it again")
         for alias, of in aliases.items():
             if alias in members or of not in members or not _NAME.fullmatch(alias):
@@ -342,13 +346,39 @@ def _shape_of(place: str, parts: set[str], arrays: _Arrays) -> tuple[int, ...]:
     raise Fault(f"has wrong rows in {place}; record it again")
 
 
+def _with_equal_steps(files: Sequence[_File]) -> list[_File]:
+    """Gives files that end early the keys of later steps, in which they have no arrays.
+
+    A rank that calls its optimizer less often than the others has fewer steps.
+    """
+    longest = max((file.about for file in files), key=lambda about: len(about.steps))
+    found = []
+    for file in files:
+        own, changes = file.about, dict[str, Any]()
+        for key in _GROWING if own.steps != longest.steps else ():
+            values, further = getattr(own, key), getattr(longest, key)
+            is_part = key not in ("steps", "variables") or values == further[: len(values)]
+            changes |= {key: (*values, *further[len(values) :])} if is_part else {}
+        found.append(file._replace(about=dataclasses.replace(own, **changes)))
+    return found
+
+
 def _common_description(files: Sequence[_File]) -> About:
     """Returns the description of a training whose files hold each replica once."""
     first = files[0]
+    if not first.about.steps:
+        raise Fault("has no steps; record it again")
     for file in files[1:]:
+        replayed = [each.about.replayed for each in (first, file)]
+        if not all(replayed) and any(replayed):
+            without = first if replayed[1] else file
+            raise Fault(
+                f"{without.name} is recorded without replay=, and other ranks with it; record it"
+                " again, with replay= on every rank"
+            )
         for field in dataclasses.fields(About):
             values = getattr(file.about, field.name), getattr(first.about, field.name)
-            if field.name not in _OWN_KEYS and values[0] != values[1]:
+            if field.name not in _OWN_KEYS and any(values) and values[0] != values[1]:
                 raise Fault(
                     f"{field.name!r} of {file.name} differs from that of {first.name}; remove"
                     " files of other recordings, or record it again"

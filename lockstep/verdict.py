@@ -33,7 +33,7 @@ class Finding:
 
     Attributes:
         stage: a key of `STAGES`.
-        status: `BY_DESIGN` or `FAULT`.
+        status: `BY_DESIGN`, `FAULT`, or `NOTHING` for values that are not finite on one device.
         cause: a key of `causes.CAUSES`.
         text: one sentence with the numbers.
         steps: numbers of the steps with this difference, from 0.
@@ -130,7 +130,10 @@ class Verdict:
 
     @property
     def status(self) -> str:
-        """`CLEAN`, `BY_DESIGN`, `FAULT` or, without a fault, `NOTHING`."""
+        """`CLEAN`, `BY_DESIGN`, `FAULT` or, without a fault, `NOTHING`.
+
+        A training that is not finite on one device either has nothing to verify from there on.
+        """
         worst = _worst(finding.status for finding in self.findings)
         return NOTHING if worst != FAULT and {*self.idle} >= {*self.steps} else worst
 
@@ -165,7 +168,7 @@ class Verdict:
 
 
 def _worst(statuses: Any) -> str:
-    return max([CLEAN, *statuses], key=[CLEAN, BY_DESIGN, FAULT].index)
+    return max([CLEAN, *statuses], key=[CLEAN, BY_DESIGN, NOTHING, FAULT].index)
 
 
 def _fitting_all_steps(findings: Sequence[Finding], finding: Finding) -> Finding:

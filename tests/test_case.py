@@ -61,7 +61,8 @@ def write(tmp_path):
 def test_options_of_a_case(write):
     path = write(MODEL + DATA)
     config = Config.of("verify", case=f"{path}:other")
-    assert config.distribution.strategies == ("single", "keras_fit")
+    assert config.distribution.strategies == ("keras_fit",) and config.verification.steps == 3
+    assert Config.of("verify", case=str(path), thorough=True).verification.steps == 20
     assert config.verification.case_path == path and config.verification.case_function == "other"
 
 
@@ -82,6 +83,8 @@ def test_options_that_a_case_refuses(options, message):
 def test_fit_needs_a_case():
     with pytest.raises(ConfigError, match="needs --case=FILE"):
         Config.of("verify", strategies=("keras_fit",))
+    with pytest.raises(ConfigError, match="--thorough needs --case=FILE"):
+        Config.of("verify", thorough=True)
 
 
 # The file
@@ -304,7 +307,7 @@ def verify(monkeypatch, tmp_path):
 
     def verify(case, *arguments):
         options = f"--case={case}", f"--out={tmp_path / 'run'}", "--device=cpu", "--steps=2"
-        result = run_here("verify", *options, "--num_devices=2", *arguments)
+        result = run_here("verify", *options, "--num_devices=2", "--thorough", *arguments)
         record = tmp_path / "run/verify.json"
         return result, json.loads(record.read_text()) if record.exists() else None
 
@@ -321,8 +324,8 @@ def test_faults_are_named_with_remedy_and_exit_code(write, verify, tmp_path):
         "keras_fit is not the training that my_case.py defines on one device: clipped before the"
         " sum"
     )
-    lines = [line for line in result.stdout.splitlines() if not line.startswith("verifying")]
-    assert lines[0] == verdict and lines[-1].startswith(f"open {out}/report.html ")
+    lines = result.stdout.splitlines()
+    assert verdict in lines and lines[-1].startswith(f"open {out}/report.html ")
     assert verdict in (out / "report.html").read_text(encoding="utf-8")
     (finding,) = record["trainings"]["keras_fit"]["findings"]
     assert (finding["stage"], finding["cause"]) == ("clipping", "clipped_before_the_sum")
@@ -358,15 +361,57 @@ def test_bad_input_is_one_line(write, verify, text, arguments, code, line):
 
 
 @pytest.mark.slow
+def test_the_default_says_what_is_not_checked_and_replaces_a_verification(write, verify, tmp_path):
+    case = write(MODEL + DATA)
+    for kept in (0, 1):
+        arguments = "--nothorough", "--global_batch_size=2", f"--seed={kept}"
+        result, record = verify(case, *arguments)
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert record["seed"] == 1
+    steps = ["step 1", "step 2", "the last batch of an epoch (2 examples)"]
+    assert record["trainings"]["keras_fit"]["steps"] == steps
+    note = (
+        "keras_fit: not checked: 2 more steps, the second epoch, a save and resume and an"
+        " evaluation; --thorough takes about "
+    )
+    assert note in result.stdout
+
+
+@pytest.mark.slow
 def test_kept_recordings_are_those_of_the_last_run(write, verify, tmp_path):
     case, out = write(MODEL + DATA), tmp_path / "run"
     for kept in (2, 0):  # Before and after a resume.
         keeps = ["--keep_traces"] if kept else []
-        one = "--strategies=single", "--num_devices=1", "--overwrite"
+        one = "--strategies=single", "--num_devices=1"
         result, _ = verify(case, *one, *keeps)
         assert result.returncode == 0, result.stdout + result.stderr
         assert len(list(out.glob("traces/single/*.npz"))) == kept
         assert not [path for path in out.iterdir() if "traces" in path.name] or kept
+
+
+@pytest.mark.slow
+def test_class_weights_and_callbacks_are_arguments_of_fit(write, verify):
+    model = MODEL.replace("Dense(1)", "Dense(2)").replace(
+        'loss="mse"', "loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
+    )
+    arguments = """
+    def fit_arguments():
+        scheduler = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 / (epoch + 1))
+        return {"class_weight": {0: 1.0, 1: 3.0}, "callbacks": [scheduler]}
+    """
+    case = write(model + DATA.replace("x[:, :1]", "np.arange(10) % 2") + textwrap.dedent(arguments))
+    result, record = verify(case, "--global_batch_size=4")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not record["trainings"]["keras_fit"]["findings"]
+
+
+def test_other_arguments_of_fit_are_refused(write):
+    case = CaseFile(write(MODEL + DATA + "\ndef fit_arguments():\n    return {'epochs': 3}\n"))
+    message = (
+        r"my_case.py:\d+: fit_arguments\(\) returns epochs, which the verification sets itself"
+    )
+    with pytest.raises(ConfigError, match=message):
+        case.fit_arguments()
 
 
 @pytest.mark.slow

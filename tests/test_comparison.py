@@ -20,8 +20,8 @@ from lockstep.comparison import (
 )
 from lockstep.hypotheses.of_layers import reordered_rows
 from lockstep.text import notes_of, sentence_of
-from lockstep.trace import SEED, WEIGHT, About, Trace, Variable
-from script_samples import Script, adam, batch_of, examples, mean_of, sgd
+from lockstep.trace import SEED, STATE, WEIGHT, About, Trace, Variable
+from script_samples import WEIGHTS, Script, adam, batch_of, examples, mean_of, sgd, split_evenly
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
@@ -91,10 +91,7 @@ def half(sent):
 
 
 def in_bfloat16(sent):
-    def cut(array):
-        return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
-
-    return [[cut(array) for array in arrays] for arrays in mean_of(sent)]
+    return [[in_16_bits(array) for array in arrays] for arrays in mean_of(sent)]
 
 
 def summed(sent):
@@ -128,6 +125,21 @@ def clip_on_first(replica, gradients):
 
 def times(factor):
     return {"gradient": lambda s, r, g: [np.float32(factor) * a for a in g]}
+
+
+def padded(number, start=0, step=2):
+    """Batches, the last of which has further examples of an earlier step of the epoch."""
+
+    def batch(current):
+        rows = batch_of(current)
+        more = batch_of(current - current % 3 + start)[:number]
+        return np.append(rows, more) if current % 3 == step else rows
+
+    return {"batch": batch}
+
+
+def twice_as_large(step):
+    return np.append(batch_of(2 * step), batch_of(2 * step + 1))
 
 
 def of_kernel(factor):
@@ -178,6 +190,32 @@ def not_corrected(script, weights, gradients, state):
         weight[:] = old - np.float32(script.settings["learning_rate"]) * state[3 * i] / root
 
 
+def of_kernel_only(script, weights, gradients, state):
+    sgd(script, weights[:1], gradients[:1], state)
+
+
+def in_16_bits(array):
+    return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+def clipped_inside(script, weights, gradients, state):
+    sgd(script, weights, clip(0, gradients), state)
+
+
+def first_moment_corrected(script, weights, gradients, state):
+    before = [weight.copy() for weight in weights]
+    adam(script, weights, gradients, state)
+    for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
+        left = 1 - script.settings["beta_1"] ** float(state[3 * i + 2])
+        root = np.sqrt(state[3 * i + 1]) + np.float32(script.settings["epsilon"])
+        weight[:] = old - np.float32(script.settings["learning_rate"] / left) * state[3 * i] / root
+
+
+def twice(script, weights, gradients, state):
+    for _ in range(2):
+        adam(script, weights, gradients, state)
+
+
 def stale(script, weights, gradients, state):
     kept = state[1].copy()
     adam(script, weights, gradients, state)
@@ -194,6 +232,7 @@ def corrected_in_float32(script, weights, gradients, state):
 
 
 RATES = [0.1, 0.1, 0.05, 0.05]
+KERNEL_ONLY = {"settings": [[{"learning_rate": 0.1, "momentum": 0.9, "weights": WEIGHTS[:1]}]] * 4}
 SCHEDULE = {"settings": [[{"learning_rate": r, "momentum": 0.9}] for r in RATES]}
 
 
@@ -213,8 +252,10 @@ def in_order(size):
     return {"batch": lambda step: np.arange(40)[step % size * 16 :][:16]}
 
 
-def layers(*settings):
-    return {"about": {"layers": [{"weights": [], **each} for each in settings]}}
+def layers(*settings, off=()):
+    """Layers of a script; those in evaluation mode in each of its steps."""
+    listed = [{"weights": [], **each} for each in settings]
+    return {"about": {"layers": listed, **({"in_evaluation": [list(off)] * 4} if off else {})}}
 
 
 def with_norm(momentum, **changes):
@@ -230,6 +271,7 @@ SAME_CONV = {**KERAS_CONV, "padding": "same"}
 PADDED = {"name": "pad", "class": "ZeroPadding2D", "padding": [[1, 1], [1, 1]]}
 TORCH_PADDED = {"name": "pad", "class": "ZeroPad2d", "padding": [0, 1, 0, 1]}
 NORM = {"name": "bn", "class": "BatchNorm2d", "epsilon": 1e-5}
+SYNCED = {**NORM, "synchronized": True}
 KERAS_NORM = {"name": "bn", "class": "BatchNormalization", "epsilon": 1e-3}
 OWN_NORM = {**NORM, "momentum": 0.1, "weights": ["norm/moving_mean"]}
 DROPOUT = layers({"name": "drop", "class": "Dropout", "rate": 0.5})
@@ -248,6 +290,11 @@ def edit(of_array, kind, replica=None, index=None, position=None):
                 script.arrays[name] = of_array(array)
 
     return {"edit": edited}
+
+
+def moments_in_16_bits(script):
+    for index in (4, 7):
+        edit(in_16_bits, "after", None, index)["edit"](script)
 
 
 def flip(kind):
@@ -449,6 +496,10 @@ RIGHT = {
     ),
     "AMSGrad": ({**ADAM, "settings": {"amsgrad": True}}, TWO),
     "wrapped": ({"about": LION}, {**TWO, "about": {"optimizer": {"class": "ZeRO"}}}),
+    "an optimizer without a rule": ({"about": LION}, {**TWO, "settings": {"foreach": True}}),
+    "weights that no optimizer has": ({"about": KERNEL_ONLY, "update": of_kernel_only}, TWO),
+    "state in 16 bits": ({**ADAM, "edit": moments_in_16_bits}, {
+        **TWO, "edit": moments_in_16_bits}),
     "Nesterov": ({"settings": {"nesterov": True}}, TWO),
     "plain SGD": ({"settings": {"momentum": 0.0, "weight_decay": 0.01}}, TWO),
     "decay": ({"settings": {"weight_decay": 0.1}}, TWO),
@@ -496,8 +547,29 @@ PLACED = {
     "decays_gradient": False,
     **settings(weight_decay=0.1, decay_placement="taken from the weights"),
 }
+
+
+def length_of(gradients):
+    """Returns the norm of all gradients."""
+    return np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
+
+
 FAULTS = {
     # Examples.
+    "padded to equal shards": ({}, {"replicas": 3, **padded(1)}, "examples: sampler_padding*"),
+    "padded in the second epoch": (
+        {"steps": (4, 5)}, {"replicas": 3, **padded(1)}, "examples: sampler_padding*"),
+    "filled": ({}, {**TWO, **padded(8)}, "examples: sampler_padding*"),
+    "filled in part": ({}, {**TWO, **padded(6)}, "examples: other_order"),
+    "filled with other examples": (
+        {}, {**TWO, **padded(8, start=1)}, "examples: last_batch_dropped"),
+    "padded unequally": ({}, {**TWO, **padded(1)}, "examples: other_order"),
+    "padded in a full batch": ({}, {**TWO, **padded(2, step=1)}, "examples: other_order"),
+    "twice as large": ({}, {**TWO, "batch": twice_as_large}, "examples: other_batch_size"),
+    "again on one": (
+        {}, {**TWO, "shard": lambda rows, r, count: (
+            batch_of(0) if r and set(rows) == {*batch_of(3)} else rows)[r::count]},
+        "examples: not_reshuffled"),
     "same shard": ({}, {**TWO, "shard": same_rows},
         "examples: same_examples; examples: repeated_examples"),
     "padded": ({}, {**TWO, "batch": lambda s: np.append(batch_of(s), batch_of(s)[:2])},
@@ -526,6 +598,9 @@ FAULTS = {
         "start: not_replayed"),
     "broadcast": ({}, {**TWO, **edit(lambda a: a + np.float32(1e-3), "before", 1, 0, 1)},
         "start: diverged_replicas; update: unexplained"),
+    "state of one replica": ({}, {
+        **TWO, "edit": lambda s: [s.arrays.pop(f"1/before/1/{index}") for index in (4, 5)]},
+        "start: diverged_replicas"),
     "random numbers": (DROPOUT, {**TWO, **random_states(lambda step, r: [step] * 4)},
         "random numbers: same_random_numbers"),
     "without layers": ({}, {**TWO, "about": {"layers": []}, **random_states(lambda s, r: [s])},
@@ -578,8 +653,14 @@ FAULTS = {
         **times(0.5), "reduce": summed,
     }, "gradients: mean_of_means"),
     "other weights": ({}, {
-        **TWO, "gradient": lambda s, r, g: [np.float32((0.7, 1.3)[r]) * a for a in g]
+        **TWO, "gradient": lambda s, r, g: [np.float32((0.7, 1.75)[r]) * a for a in g]
     }, "gradients: mean_of_means"),
+    "no weights": ({}, {
+        **TWO, "gradient": lambda s, r, g: [np.float32((0.7, 1.3)[r]) * a for a in g]
+    }, "gradients: unexplained"),
+    "clipped by hand": ({}, {
+        **TWO, "gradient": lambda s, r, g: [a * np.float32(0.01 / length_of(g)) for a in g]
+    }, "gradients: clipped_before_the_sum"),
     "one is larger": ({}, {**TWO, **of_kernel(1.01)}, "gradients: scaled_gradient"),
     "doubled": ({}, {**TWO, **times(2)}, "gradients: sum_instead_of_mean"),
     "halved": ({}, {**TWO, **times(0.5)}, "gradients: mean_instead_of_sum"),
@@ -644,6 +725,10 @@ FAULTS = {
     "local norms": (layers(NORM), {**TWO, **NOISY}, "gradients: local_statistics*"),
     "other norms": (layers({**NORM, "class": "SyncBatchNorm"}), {
         **TWO, **NOISY, **layers(NORM)}, "gradients: local_statistics"),
+    "synchronized norms": (layers(NORM), {**TWO, **NOISY, **layers(SYNCED)},
+        "gradients: unexplained"),
+    "norms in evaluation": (layers(NORM, off=["bn"]), {
+        **TWO, **NOISY, **layers(NORM, off=["bn"])}, "gradients: unexplained"),
     # Update.
     "rate": ({}, {**TWO, **settings(learning_rate=0.2)}, "update: other_learning_rate"),
     "momentum": ({}, {**TWO, **settings(momentum=0.8)}, "update: other_momentum"),
@@ -672,6 +757,11 @@ FAULTS = {
         "update: other_weight_decay"),
     "hidden placement": (settings(weight_decay=0.1), {**TWO, "decays_gradient": False},
         "update: weight_decay_placement"),
+    "hidden decay without one": ({}, {**TWO, **with_settings(weight_decay=0.05)},
+        "update: other_weight_decay"),
+    "hidden clipping": ({}, {**TWO, "update": clipped_inside}, "update: other_clipping"),
+    "no correction of one moment": (ADAM, {"update": first_moment_corrected},
+        "update: bias_not_corrected"),
     "hidden nesterov": ({}, {**TWO, **with_settings(nesterov=True)}, "update: other_nesterov"),
     "no update": ({}, {**TWO, "update": no_update}, "update: not_updated"),
     "not corrected": (ADAM, {"update": not_corrected}, "update: bias_not_corrected"),
@@ -705,14 +795,31 @@ FAULTS = {
     "AMSGrad": (ADAM, {**TWO, **settings(amsgrad=True)}, "update: other_optimizer"),
     "rate of an unknown optimizer": ({"about": LION}, {**TWO, **settings(learning_rate=0.2)},
         "update: other_learning_rate"),
+    "hidden rate of an unknown optimizer": ({"about": LION}, {
+        **TWO, **with_settings(learning_rate=0.2)}, "update: other_learning_rate"),
+    "hidden momentum of an unknown optimizer": ({"about": LION}, {
+        **TWO, **with_settings(momentum=0.5)}, "update: unexplained"),
+    "rho": ({"about": LION, **settings(rho=0.99)}, {
+        **TWO, "settings": {"rho": 0.9}, "update": with_settings(momentum=0.5)["update"]},
+        "update: other_optimizer"),
+    "no update by an unknown optimizer": ({"about": LION}, {**TWO, "update": no_update},
+        "update: not_updated"),
+    "twice": ({**ADAM, "about": {"optimizer": {"class": "Lamb", "framework": "torch"}}}, {
+        **TWO, "update": twice}, "update: updated_twice"),
+    "a weight that the optimizer does not have": ({}, {
+        **TWO, "about": KERNEL_ONLY, "update": of_kernel_only}, "update: not_updated"),
+    "moments in 16 bits": (ADAM, {**TWO, "edit": moments_in_16_bits},
+        "update: reduced_precision"),
     "unknown": ({"about": LION}, {
         **TWO, **edit(lambda array: 1.01 * array, "after", 1, 0)}, "agreement: diverged_replicas"),
     # Statistics.
     "norm momentum": ({}, {**TWO, "norm_momentum": 0.01}, "statistics: other_batch_norm_momentum"),
-    "unbiased": ({}, {**TWO, "unbiased": True}, "statistics: unbiased_variance*"),
+    "unbiased": ({}, {**TWO, "unbiased": True}, "statistics: unbiased_variance"),
     "local norm": ({}, {**TWO, "local_norm": True}, "statistics: local_statistics*"),
+    "unbiased of frameworks": ({"framework": "keras", **settings(momentum=0.0)}, {
+        **TWO, "framework": "torch", "unbiased": True}, "statistics: unbiased_variance*"),
     "momentum and bias": (with_norm(0.1, unbiased=True), with_norm(0.01, unbiased=False),
-        "statistics: other_batch_norm_momentum; statistics: unbiased_variance*"),
+        "statistics: other_batch_norm_momentum; statistics: unbiased_variance"),
     "other variance": (with_norm(0.1), {"edit": other_variance}, "statistics: other_statistics"),
     # Changes that no check was made for.
     "flipped raw": ({}, {**TWO, **flip("raw")},
@@ -895,6 +1002,100 @@ def test_statistics_of_synchronised_layers_are_equal_on_all_replicas():
         for replica in changed:
             script.arrays[f"1/after/{replica}/2"] = script.arrays["1/after/0/2"] + 1
         assert shown(verify_alone(script.trace())) == [f"statistics: local_statistics{mark}"]
+
+
+def own_states(*changed):
+    """Returns a function that adds the state which each replica had before one was loaded."""
+
+    def edit(script):
+        for key, array in list(script.arrays.items()):
+            position, kind, replica, index = key.split("/")
+            if kind == "after" and position in "12":
+                own = array + 1 if (position, int(replica), index) in changed else array
+                script.arrays[f"{int(position) + 1}/replaced/{replica}/{index}"] = own.copy()
+
+    return edit
+
+
+def test_the_own_states_of_a_replayed_training_are_compared(one):
+    given = {"replicas": 2, "replay": one, "about": {"replayed": "one.npz"}}
+    assert not compared(one, Script(**given, edit=own_states())).findings
+    second = compared(one, Script(**given, edit=own_states(("1", 1, "0"))))
+    both = compared(one, Script(**given, edit=own_states(("1", 0, "0"), ("1", 1, "0"))))
+    for verdict, items in ((second, SECOND), (both, ("replica 0", "replica 1"))):
+        assert shown(verdict) == ["start: changed_on_its_own"]
+        assert (verdict.findings[0].items, verdict.findings[0].steps) == (items, (1,))
+    first_step = own_states(("1", 1, "0"))
+
+    def without_the_step_before(script):
+        first_step(script)
+        for key in [key for key in script.arrays if key.startswith("1/after")]:
+            del script.arrays[key]
+
+    verdict = compared(one, Script(**given, edit=without_the_step_before))
+    assert shown(verdict) == ["start: diverged_replicas"]
+
+
+def test_optimizer_state_that_is_lost_at_a_resume_is_named():
+    one = Script(steps=(1, 2), settings={"momentum": 0.9})
+    momenta = [i for i, v in enumerate(one.trace().about.variables) if v.kind == STATE]
+
+    def without_state(script):
+        for replica in range(2):
+            for index in range(len(one.trace().about.variables)):
+                before = script.arrays[f"1/before/{replica}/{index}"]
+                script.arrays[f"1/replaced/{replica}/{index}"] = before * (index not in momenta)
+
+    given = {"replicas": 2, "replay": one, "steps": (1, 2), "settings": {"momentum": 0.9}}
+    given["about"] = {"replayed": "one.npz"}
+    assert momenta and not compared(one, Script(**given)).findings
+    lost = Script(**given, edit=without_state)
+    assert shown(compared(one, lost)) == ["start: not_restored"]
+
+
+def test_a_reference_that_computes_each_shard_hides_nothing(tolerance):
+    """Not even with BatchNorm that normalises each replica's own examples."""
+    one = Script(**layers(NORM))
+    for key in [key for key in one.arrays if "/data/" in key and key.endswith("/0")]:
+        count = len(one.arrays[key])
+        numbers = [split_evenly(np.arange(count), replica, 2) for replica in (0, 1)]
+        one.arrays[key.replace("data", "shards")] = np.isin(np.arange(count), numbers[1]) * 1
+    for shard, mark in ((split_evenly, ""), (three_quarters, "*")):
+        second = Script(**TWO, **NOISY, **layers(NORM), shard=shard)
+        cause = "local_statistics*" if mark else "unexplained"
+        assert f"gradients: {cause}" in shown(compared(one, second, tolerance))
+
+
+LOCAL = layers(NORM)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({}, "local_statistics*"),
+        ({"factor": 2}, "sum_instead_of_mean"),
+        ({"factor": 0.5}, "mean_instead_of_sum"),
+        ({"factor": 1.3}, "local_statistics*"),
+        ({"shard": three_quarters, "weighted": False}, "mean_of_means"),
+        ({"shard": three_quarters}, "local_statistics*"),
+    ],
+)
+def test_other_scales_and_shares_are_seen_despite_local_statistics(tolerance, changes, cause):
+    factor = np.float32(changes.pop("factor", 1))
+    one = Script(**LOCAL)
+    second = Script(
+        gradient=lambda *given: [factor * g for g in little_noise(*given)],
+        **TWO,
+        **LOCAL,
+        **changes,
+    )
+    verdict = compared(one, second, tolerance)
+    assert f"gradients: {cause}" in shown(verdict)
+    is_hidden = cause.endswith("*")
+    told = [note for note in verdict.notes if "changes them less is not seen" in note]
+    assert [note.endswith('with replay="two.npz", shards="each"') for note in told] == (
+        [True] * is_hidden
+    )
 
 
 def test_a_replica_that_does_not_use_a_weight_sends_nothing():

@@ -354,9 +354,9 @@ def printed(program):
 @pytest.mark.slow
 def test_keras_still_does_what_the_page_of_findings_says():
     assert (
-        len(FINDINGS) == 6 and (DOCS / "keras_findings.md").read_text("utf-8").count("\n## ") == 5
+        len(FINDINGS) == 7 and (DOCS / "keras_findings.md").read_text("utf-8").count("\n## ") == 6
     )
-    clipped, scalar, weighted, dropout, overflow = map(printed, FINDINGS[1:])
+    clipped, scalar, weighted, dropout, overflow, rows = map(printed, FINDINGS[1:])
     assert clipped[0] == pytest.approx([1, 0.1], abs=1e-6)
     assert clipped[1] == pytest.approx([2, 0.189], abs=1e-3)
     assert scalar[1][1] / scalar[0][1] == pytest.approx(2, rel=1e-6)
@@ -364,5 +364,6 @@ def test_keras_still_does_what_the_page_of_findings_says():
     assert weighted[1][1:] == pytest.approx([0.410, 0.124, 0.116], abs=1e-3)
     assert len(dropout[0]) == 12 and {*dropout[0]} == {0, 2} and dropout[0] == dropout[1]
     assert overflow == [[1, 0, 16384], [2, np.inf, 32768]]
+    assert np.allclose(rows, [[2, 0.1414], [1, 0.1]], atol=1e-3)
     turned = FINDINGS[5].replace("from_tensor_slices((x, y))", "from_tensor_slices((x, y[::-1]))")
     assert printed(turned) == [[1, 0, 16384], [2, 0, 16384]]

@@ -21,7 +21,7 @@ from lockstep.oracles.keras import KerasOracle
 from lockstep.record_keras import Recorder
 from lockstep.trace import OF_GRADIENTS, OF_VARIABLES, SEED, STATE, STATISTIC, WEIGHT, Shard, Trace
 from lockstep.trace_file import from_parts
-from lockstep.verdict import BY_DESIGN, FAULT, STAGES
+from lockstep.verdict import BY_DESIGN, FAULT, NOTHING, STAGES
 from small_models import mirrored
 from zoo.small import OwnStep, dense, num_replicas, regression_arrays, replica_id
 
@@ -889,17 +889,20 @@ def test_replicas_that_move_apart_without_recorded_sums():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_step_that_is_not_finite_on_one_device_either_has_no_fault(bad):
+def test_a_step_that_is_not_finite_on_one_device_either_has_nothing_to_verify(bad):
     faulty = Copy("adamw", (0, 1))
     x, y = faulty.steps[0]["data", 1]
     faulty.steps[0]["data", 1] = [x, y + np.float32(bad)]
     faulty.compute((1,), faulty.steps[:1])
     for r in REPLICAS:
         faulty.steps[1]["before", r] = faulty.steps[0]["after", r]
-    one, other = faulty.verdict().findings
+    verdict = faulty.verdict()
+    assert verdict.status == NOTHING and not verdict.ok
+    assert "gradients are NaN or infinite, on one device too" in str(verdict).splitlines()[0]
+    one, other = verdict.findings
     assert (one.stage, one.steps) == ("start", (1,))
     assert (other.stage, other.steps, other.items) == ("gradients", (0,), replicas(1))
-    assert {(f.status, f.cause) for f in (one, other)} == {(BY_DESIGN, "not_finite")}
+    assert {(f.status, f.cause) for f in (one, other)} == {(NOTHING, "not_finite")}
 
 
 def float16():

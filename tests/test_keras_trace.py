@@ -390,12 +390,14 @@ def test_examples_are_permuted_together(without_dropout, tmp_path):
 
 
 @pytest.mark.parity
-def test_a_custom_loop(tmp_path):
+@pytest.mark.parametrize("is_built", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_custom_loop(tmp_path, is_built):
     def run(recorded_steps):
         keras.utils.set_random_seed(1)
         strategy = mirrored(2)
         with strategy.scope():
-            model = keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(3)])
+            first = [keras.Input((8, 8, 1))] if is_built else []
+            model = keras.Sequential([*first, layers.Flatten(), layers.Dense(3)])
             optimizer = optimizers.SGD(0.1, momentum=0.9)
         loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
 

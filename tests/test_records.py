@@ -134,6 +134,17 @@ def test_a_run_directory_is_made_and_found_again(tmp_path):
     assert "names" not in str(refusal.value)
 
 
+def test_a_verification_replaces_another_one_and_no_training(tmp_path):
+    for seed in (1, 2):
+        with open_run_directory(tmp_path / "one", {"command": "verify", "seed": seed}) as one:
+            assert one.replaces_verification
+            one.start(overwrite=False)
+    assert load_run_config(tmp_path / "one")["seed"] == 2
+    start(tmp_path / "run", {"command": "train"})
+    with open_run_directory(tmp_path / "run", {"command": "verify"}) as run:
+        assert not run.replaces_verification
+
+
 def test_overwrite_removes_the_records_and_nothing_else_even_if_it_is_cut_off(
     tmp_path, monkeypatch
 ):

@@ -17,6 +17,7 @@ import trace_samples
 from conftest import ROOT
 from lockstep import about as about_module
 from lockstep import trace_file
+from lockstep.comparison import verify_alone
 from lockstep.trace import About, Rows, Shard, Trace
 from lockstep.trace_file import TraceError, Writer, load, save
 from trace_samples import about, arrays, write_ranks, write_trace
@@ -134,6 +135,31 @@ def test_files_of_ranks_are_merged(tmp_path):
             assert trace.micro_batches(0, replica) == replica + 1
             expected = 101.5 + 10 * replica
             np.testing.assert_array_equal(trace.arrays(0, "after", replica)[1], [expected] * 2)
+
+
+def test_a_rank_that_ends_early_has_no_arrays_in_later_steps(tmp_path):
+    """As a rank that does not call its optimizer; its state has not been seen, then."""
+    path = write_ranks(tmp_path)
+    for number in (1, 0):
+        description = about(replicas=[1], steps=[0][:number], variables=trace_samples.VARIABLES[:3])
+        for key in ("settings", "micro_batches"):
+            description[key] = description[key][:number]
+        members = {k: x for k, x in arrays(number, (1,)).items() if not re.match(r"1/\w+/1/3", k)}
+        write_trace(tmp_path / "two.rank1.npz", description, members)
+        trace = load(path)
+        assert trace.steps == (0, 234) and len(trace.about.variables) == 4
+        assert [trace.has(position, "after") for position in (0, 1)] == [number == 1, False]
+        assert trace.arrays(1, "after", 0) and trace.micro_batches(1, 1) == 1
+        found = [each for each in verify_alone(trace).findings if each.cause == "not_updated"]
+        assert [(each.items, each.steps) for each in found] == [
+            (("replica 1",), (234,) if number else (0, 234))
+        ]
+    write_trace(tmp_path / "two.rank0.npz", description | {"replicas": [0]}, {})
+    assert "two.npz: has no steps; record it again" in refusal(path)
+    description |= {"steps": [1], "settings": [], "micro_batches": [], "replicas": [0]}
+    write_trace(tmp_path / "two.rank0.npz", description, {})
+    write_trace(tmp_path / "two.rank1.npz", about(replicas=[1]), arrays(replicas=(1,)))
+    assert "'steps' of" in refusal(path)
 
 
 def test_arrays_are_read_when_asked_for(tmp_path):
@@ -410,3 +436,17 @@ def test_the_page_has_every_key_and_bound_and_its_example_writes_a_trace(tmp_pat
     rate = trace.about.settings[0][0]["learning_rate"]
     np.testing.assert_array_equal(after, before - rate * applied)
     assert np.abs(applied).max() > 1
+
+
+def test_all_ranks_replay_or_none_does(tmp_path):
+    path = write_ranks(tmp_path, replayed="")
+    assert load(path).about.num_replicas == 2
+    for own, told in ((None, ""), ("one.npz", "two.rank0.npz is recorded without replay=")):
+        write_trace(
+            tmp_path / "two.rank1.npz", about(replicas=[1], replayed=own), arrays(replicas=(1,))
+        )
+        if told:
+            with pytest.raises(TraceError, match=told):
+                load(path)
+        else:
+            assert load(path).about.num_replicas == 2

@@ -50,8 +50,10 @@ class Config:
         for row in rows.values():
             if row.required and row.name not in values:
                 raise ConfigError(f"{row.flag} is required; write {row.flag}={row.placeholder}")
-        if values.get("case") and "strategies" not in values:
-            values["strategies"] = names.CASE_STRATEGIES
+        if values.get("case"):
+            values.setdefault("strategies", (names.KERAS_FIT,))
+            if not values.get("thorough"):
+                values.setdefault("steps", names.CASE_STEPS)
         return _create(command, rows, values)
 
     def for_training(self, strategy: str, **options: Any) -> "Config":

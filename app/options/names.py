@@ -6,6 +6,8 @@ from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
 SINGLE, MULTI_WORKER = "single", "multi_worker"
 KERAS_FIT = "keras_fit"  # Keras' own `fit` of a case with MirroredStrategy.
 CASE_STRATEGIES = (SINGLE, KERAS_FIT)
+VERIFIED_STEPS = 20
+CASE_STEPS = 3  # Of a case, whose verification is to take about a minute.
 MODEL_NAMES, STRATEGY_NAMES = tuple(MODELS), tuple(STRATEGIES)
 ONE_MACHINE_STRATEGIES = tuple(name for name in STRATEGIES if name != MULTI_WORKER)
 COMPARED_BY_DEFAULT = (SINGLE, "manual", "mirrored")

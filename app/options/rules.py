@@ -19,7 +19,7 @@ _WRITTEN = {"out", "overwrite", "verbosity"}
 _TRACE_OPTIONS = {"traces", "name_map", "tolerance"}
 _CASE_OPTIONS = {
     *("case", "strategies", "num_gpus", "device", "num_devices", "global_batch_size", "seed"),
-    *("deterministic", "steps", "keep_traces", *_WRITTEN),
+    *("deterministic", "steps", "thorough", "keep_traces", *_WRITTEN),
 }
 _WORKER_OPTIONS = ("num_workers", "max_restarts", "start_timeout_sec")
 _FRAMEWORK_MODELS = ("lenet", "resnet18")
@@ -48,6 +48,8 @@ def check(config: "Config") -> None:
     if config.verification.case:
         _check_case(config)
         return
+    if "thorough" in changed:
+        raise ConfigError(f"--thorough needs --case=FILE; {_SEE}")
     if names.KERAS_FIT in config.strategies:
         raise ConfigError(f"--strategies={names.KERAS_FIT} needs --case=FILE; {_SEE}")
     _check_frameworks(config)

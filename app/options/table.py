@@ -95,9 +95,10 @@ class Distribution:
         " one or more machines.", ("train", "evaluate"), choices=names.STRATEGY_NAMES, **_RESULT,
         differs={"evaluate": {"choices": names.ONE_MACHINE_STRATEGIES}})
     strategies: tuple[str, ...] = option(names.COMPARED_BY_DEFAULT,
-        "The strategies, separated by commas. verify --case takes single and keras_fit, Keras' own"
-        " fit under MirroredStrategy; compare and verify take torch_ddp, jax_jit and jax_pmap,"
-        " which train in PyTorch and JAX: see make frameworks.",
+        "The strategies, separated by commas. verify --case takes keras_fit, Keras' own fit under"
+        " MirroredStrategy (the default), and single, its fit on one device; compare and verify"
+        " take torch_ddp, jax_jit and jax_pmap, which train in PyTorch and JAX: see make"
+        " frameworks.",
         ("compare", "verify", "benchmark", "doctor"), **_MANY, choices=names.STRATEGY_NAMES,
         differs={
             "compare": {"choices": (*names.STRATEGY_NAMES, *names.FRAMEWORKS)},
@@ -195,8 +196,12 @@ class Output:
 class Verification:
     """What is verified."""
 
-    steps: int = option(20,
-        "Number of steps to verify.", ("verify",), **_N, high=100_000)
+    steps: int = option(names.VERIFIED_STEPS,
+        f"Number of steps to verify. With --case: {names.CASE_STEPS}, unless --thorough.",
+        ("verify",), **_N, high=100_000)
+    thorough: bool = option(False,
+        f"With --case: verify {names.VERIFIED_STEPS} steps, and also the second epoch, a step after"
+        " a save and resume, and an evaluation.", ("verify",))
     case: str | None = option(None,
         "Your own training: a Python file with model(), which returns a compiled Keras model, and"
         " data(global_batch_size), which returns a tf.data.Dataset. FILE:NAME takes the model of"

@@ -85,6 +85,14 @@ class RunDirectory:
         """Whether any run was started in this directory."""
         return (self.path / CONFIG_FILE).exists()
 
+    @property
+    def replaces_verification(self) -> bool:
+        """Whether this is a verification in the place of another, which is a result, not a run."""
+        commands = {self.config.get("command")}
+        if self.is_started:
+            commands.add(load_run_config(self.path).get("command"))
+        return commands == {"verify"}
+
     def check_same_run(self) -> None:
         """Checks that a run that was started here has this configuration.
 
@@ -103,7 +111,7 @@ class RunDirectory:
         Args:
             overwrite: remove the files of another run, and nothing else.
         """
-        if overwrite:
+        if overwrite or self.replaces_verification:
             for name in _RECORDS:
                 self.remove(name)
                 if name == SUMMARY_FILE:
@@ -213,11 +221,17 @@ def open_command_directory(
 
     Raises:
         CheckpointError: it has a run of another configuration, unless `overwrite` is set.
-        OutputError: see `open_run_directory` and `open_log`.
+        OutputError: a verification would replace a run; or see `open_run_directory`, `open_log`.
     """
     with open_run_directory(path, config) as run_directory:
         open_log(path)
-        if not overwrite:
+        if config.get("command") == "verify" and not overwrite:
+            if not run_directory.replaces_verification:
+                raise OutputError(
+                    f"--out={path} contains another run than a verification; choose another"
+                    " directory, or --overwrite to remove the run"
+                )
+        elif not overwrite:
             run_directory.check_same_run()
         yield run_directory
 

@@ -122,6 +122,7 @@ class StepProgress:
         self._num_steps, self._bar = num_steps, create_bar()
         self._task = self._bar.add_task("", total=num_steps, status="")
         self._warned: set[str] = set()
+        self._last_line = time.monotonic()
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -137,10 +138,24 @@ class StepProgress:
         show(what)
 
     def message(self, message: tuple[str, Any]) -> None:
-        """Handles `("step", n)`, or `("warning", text)`, which is shown once."""
+        """Handles a message of the process.
+
+        Args:
+            message: `("step", n)`; `("phase", (what, done, total))`, where `done` and `total` count
+                any unit of work; or `("warning", text)`, which is shown once.
+        """
         kind, value = message
         if kind == "step":
             self._bar.update(self._task, completed=value)
+        elif kind == "phase":
+            self._show_phase(*value)
         elif kind == "warning" and value not in self._warned:
             self._warned.add(value)
             console.warn(value)
+
+    def _show_phase(self, what: str, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total, status=what)
+        if self._bar.disable and time.monotonic() > self._last_line + _SEC_BETWEEN_LINES:
+            left_sec = self._bar.tasks[0].time_remaining
+            console.say(f"{what}{f', {duration_text(left_sec)} left' if left_sec else ''}")
+            self._last_line = time.monotonic()

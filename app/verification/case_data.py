@@ -85,6 +85,7 @@ class CaseData:
         case: the case, which defines the dataset.
         global_batch_size: size of its batches.
         num_steps: number of first steps to check, if the dataset has that many.
+        has_second_epoch: whether to check the first step of the second epoch, too.
 
     Attributes:
         first_size: number of examples in the first batch.
@@ -95,8 +96,16 @@ class CaseData:
         DataError: the dataset is empty, or two calls of `data` return different batches.
     """
 
-    def __init__(self, case: CaseFile, global_batch_size: int, num_steps: int):
+    def __init__(
+        self,
+        case: CaseFile,
+        global_batch_size: int,
+        num_steps: int,
+        *,
+        has_second_epoch: bool = True,
+    ):
         self._case, self._size = case, global_batch_size
+        self._class_weight = case.fit_arguments().get("class_weight")
         self._batches, again = (self._read(self.dataset().take(num_steps)) for _ in range(2))
         if not self._batches:
             raise DataError("data() has no batch; return a data set with at least one batch")
@@ -109,11 +118,30 @@ class CaseData:
                 self._batches += self._read(self._only([last]))
                 name = f"the last batch of an epoch ({len(self._batches[-1][0])} examples)"
                 self.steps.append(Step(0, last, name))
-            self.steps.append(Step(1, 0, "the first step of the second epoch"))
+            if has_second_epoch:
+                self.steps.append(Step(1, 0, "the first step of the second epoch"))
 
     def dataset(self) -> tf.data.Dataset:
         """Returns a newly created dataset."""
         return self._case.create_data(self._size)
+
+    def _weighted(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Adds the sample weights that `fit` derives from class weights, if the case has any."""
+        if not self._class_weight:
+            return dataset
+        size = max(self._class_weight) + 1
+        weights = tf.constant([float(self._class_weight.get(i, 1)) for i in range(size)])
+
+        def add(x: Any, y: Any, *others: tf.Tensor) -> tuple:
+            if others or not tf.is_tensor(y):
+                return x, y, *others  # `fit` refuses them.
+            is_one_hot = y.shape.rank > 1 and y.shape[-1] != 1
+            classes = tf.argmax(y, -1) if is_one_hot else tf.cast(tf.round(y), tf.int64)
+            if not is_one_hot and y.shape.rank > 1:
+                classes = tf.squeeze(classes, -1)
+            return x, y, tf.gather(weights, classes)
+
+        return self._case.run(lambda: dataset.map(add), "while class weights were applied")
 
     def parts(self, bytes_of_a_step: int) -> Iterator[Part]:
         """Yields the parts before a resume.
@@ -136,8 +164,9 @@ class CaseData:
         if batches[0] + 1 == self.num_batches:  # `fit` fails if the first batch is a short one.
             batches = sorted({0, *batches})
         dataset = self._only(batches)
+        weighted = self._weighted(dataset)
         passes = [
-            dict(zip(batches, self._read(dataset), strict=True))
+            dict(zip(batches, self._read(weighted), strict=True))
             for _ in range((steps[-1].epoch + 1) * _NUM_PASSES)
         ]
         trained = range(self.num_batches or len(steps)) if is_distributed else batches

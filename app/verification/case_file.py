@@ -26,6 +26,7 @@ _SOURCE_INDENT = " " * 8  # Indentation of the quoted source lines.
 _OF_TENSORFLOW = re.compile(
     r"^\{\{function_node \S+\}\} |^assertion failed: \[|\] \[Condition .*$|\s*\[Op:\S+\].*$"
 )
+_FIT_ARGUMENTS = ("class_weight", "callbacks", "validation_data")
 
 
 class CaseFile:
@@ -35,8 +36,9 @@ class CaseFile:
     of a file or folder beside the case are removed from `sys.modules` while its code runs.
 
     Args:
-        path: the file. `data(global_batch_size)` in it returns the dataset, and the optional
-            `distribute(strategy, global_batch_size)` the argument of `fit` under a strategy.
+        path: the file. `data(global_batch_size)` in it returns the dataset, the optional
+            `distribute(strategy, global_batch_size)` the argument of `fit` under a strategy, and
+            the optional `fit_arguments()` a dict of other arguments of `fit`.
         model_fn: name of the function that returns the compiled model.
 
     Raises:
@@ -57,6 +59,7 @@ class CaseFile:
         self._model_fn = self._function(model_fn)
         self._data_fn = self._function("data")
         self._distribute_fn = getattr(self._module, "distribute", None)
+        self._fit_arguments_fn = getattr(self._module, "fit_arguments", dict)
 
     def build_model(self) -> keras.Model:
         """Builds the model.
@@ -94,6 +97,23 @@ class CaseFile:
         if self._distribute_fn is None:
             return None
         return self._call(self._distribute_fn, strategy, global_batch_size)
+
+    def fit_arguments(self) -> dict[str, Any]:
+        """Returns newly created arguments of `fit`, such as class weights and callbacks.
+
+        Raises:
+            ConfigError: the function fails, or returns other arguments.
+        """
+        arguments = self._call(self._fit_arguments_fn)
+        where, allowed = self._where(self._fit_arguments_fn), ", ".join(_FIT_ARGUMENTS)
+        if not isinstance(arguments, dict):
+            raise ConfigError(f"{where} must return a dict, got {type(arguments).__name__}")
+        if others := arguments.keys() - set(_FIT_ARGUMENTS):
+            raise ConfigError(
+                f"{where} returns {', '.join(sorted(others))}, which the verification sets itself;"
+                f" return only {allowed}"
+            )
+        return arguments
 
     def run(self, function: Callable[[], Any], what: str) -> Any:
         """Calls a function that runs code of the case, such as layers and losses."""

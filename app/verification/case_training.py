@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,9 +18,11 @@ import tensorflow as tf
 
 from app.devices.device_setup import Devices
 from app.options import Config
-from app.options.names import KERAS_FIT
+from app.options.names import KERAS_FIT, SINGLE, VERIFIED_STEPS
 from app.records.files import io_errors_as
+from app.runtime.console import count
 from app.runtime.errors import ConfigError
+from app.runtime.progress_bar import duration_text
 from app.runtime.versions import versions
 from app.verification.case_data import AFTER_RESUME, CaseData, Part
 from app.verification.case_file import CaseFile
@@ -36,6 +39,9 @@ from lockstep.verdict import FAULT, NOTHING, Finding, Verdict, in_sequence
 from strategies.tf_private import reset_layer_numbers
 
 State = Sequence[np.ndarray]  # All variables of a replica.
+NAMES = {KERAS_FIT: KERAS_FIT, SINGLE: "fit on one device"}  # Strategy → name of its training.
+
+_UNITS_OF_TRAINING = 3  # A traced training takes about the time of as many checked steps.
 
 
 def verify_with(
@@ -51,25 +57,35 @@ def verify_with(
         traces: directory for the traces, if they are kept.
     """
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    case = CaseFile(config.verification.case_path, config.verification.case_function)
-    data = CaseData(case, config.training.global_batch_size, config.verification.steps)
+    options = config.verification
+    case = CaseFile(options.case_path, options.case_function)
+    work = Work(send)
+    work.begin("building the model")
+    data = CaseData(
+        case, config.training.global_batch_size, options.steps, has_second_epoch=options.thorough
+    )
     training = CaseTraining(case, data, config, devices, strategy)
     training.check_possible()
+    work.done += _UNITS_OF_TRAINING
+    resumes = options.thorough and not training.splits_itself
+    work.total += len(data.steps) + (resumes + options.thorough) * _UNITS_OF_TRAINING
     verdicts: list[Verdict] = []
 
     def verify(part: Part) -> None:
+        work.begin(f"training {count(len(part.steps), 'step')} on {training.devices_text}")
         trace = training.record(part)
+        work.done += _UNITS_OF_TRAINING
         if config.verification.keep_traces:
             path = traces / strategy / f"{len(verdicts) + 1}.npz"
             with io_errors_as(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 trace_file.save(trace, path)
-        verdicts.append(training.check(part, trace))
-        send(("step", sum(len(each.steps) for each in verdicts)))
+        with work.timed():
+            verdicts.append(training.check(part, trace, work))
 
     for part in training.parts():
         verify(part)
-    if not training.splits_itself:
+    if resumes:
         changed = training.resume()
         verify(data.part([AFTER_RESUME]))
         if changed:
@@ -77,21 +93,27 @@ def verify_with(
             first = Finding("start", FAULT, "not_restored", text, (0,), tensors=tuple(changed))
             findings = first, *verdicts[-1].findings
             verdicts[-1] = dataclasses.replace(verdicts[-1], findings=findings)
-    evaluation = case.run(training.evaluate, "in model.evaluate() on one device")
-    verdicts.append(
-        dataclasses.replace(
-            verdicts[0],
-            steps=(0,),
-            step_names={0: "an evaluation"},
-            findings=tuple(evaluation),
-            checked=("evaluation",),
-            measurements=(),
-            idle=verdicts[0].idle if all(v.status == NOTHING for v in verdicts) else {},
+    if options.thorough:
+        work.begin("evaluating")
+        evaluation = case.run(training.evaluate, "in model.evaluate() on one device")
+        verdicts.append(
+            dataclasses.replace(
+                verdicts[0],
+                steps=(0,),
+                step_names={0: "an evaluation"},
+                findings=tuple(evaluation),
+                checked=("evaluation",),
+                measurements=(),
+                idle=verdicts[0].idle if all(v.status == NOTHING for v in verdicts) else {},
+            )
         )
-    )
+    verdict = in_sequence(verdicts)
+    if not options.thorough:
+        note = _not_checked(data, training, work)
+        verdict = dataclasses.replace(verdict, notes=(*verdict.notes, note))
     verdict = dataclasses.replace(
-        in_sequence(verdicts),
-        name=strategy,
+        verdict,
+        name=NAMES[strategy],
         reference=f"training that {config.verification.case_path.name} defines on one device",
     )
     return Run(
@@ -101,6 +123,53 @@ def verify_with(
         versions=versions(),
         facts={"model": training.model.name},
     )
+
+
+class Work:
+    """Tells the parent process what is done, and how much is left.
+
+    Args:
+        send: called with `("phase", (what, done, total))`.
+
+    Attributes:
+        done, total: work in units of the check of a step.
+        checked_sec: time of all checks.
+    """
+
+    def __init__(self, send: Send):
+        self._send, self._start = send, time.monotonic()
+        self.done, self.total, self.checked_sec = 0, 2 * _UNITS_OF_TRAINING, 0.0
+
+    def begin(self, what: str) -> None:
+        """Begins a phase; work that is done since the last one is to be added to `done` first."""
+        self._send(("phase", (what, self.done, self.total)))
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """Adds the time of a `with` block to that of checks."""
+        start = time.monotonic()
+        yield
+        self.checked_sec += time.monotonic() - start
+
+    @property
+    def total_sec(self) -> float:
+        """The time since the beginning."""
+        return time.monotonic() - self._start
+
+
+def _not_checked(data: CaseData, training: "CaseTraining", work: Work) -> str:
+    """Says what `--thorough` would check in addition, and about how long all of it would take."""
+    num_steps = VERIFIED_STEPS
+    if data.num_batches is not None:
+        num_steps = min(num_steps, data.num_batches)
+    more = [count(num_steps - len(data.steps), "more step")] if num_steps > len(data.steps) else []
+    more += ["the second epoch"] if data.num_batches is not None else []
+    more += [] if training.splits_itself else ["a save and resume"]
+    step_sec = work.checked_sec / len(data.steps)
+    # A resume and an evaluation build and trace the model again.
+    setup_sec = 3 * (work.total_sec - work.checked_sec)
+    left = duration_text(setup_sec + step_sec * (num_steps + 2))
+    return f"not checked: {', '.join(more)} and an evaluation; --thorough takes about {left}"
 
 
 class CaseTraining:
@@ -130,6 +199,11 @@ class CaseTraining:
         self.num_replicas = self._strategy.num_replicas_in_sync
         self.model = self.build(self._strategy.scope())
         self.splits_itself = self._distributed() is not None
+
+    @property
+    def devices_text(self) -> str:
+        """The number of devices, as in "2 devices"."""
+        return count(self.num_replicas, "device")
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -198,7 +272,8 @@ class CaseTraining:
             raise ConfigError(f"{self._flag}: {error}") from error
 
         def fit() -> None:
-            options: dict[str, Any] = {"epochs": part.num_epochs, "verbose": 0, "shuffle": False}
+            options = {"epochs": part.num_epochs, "verbose": 0, "shuffle": False}
+            options |= self._case.fit_arguments()
             if self._data.num_batches is None:
                 options["steps_per_epoch"] = len(part.steps)
             with recorder, _no_warning_of_the_end():
@@ -213,12 +288,21 @@ class CaseTraining:
             )
         return trace
 
-    def check(self, part: Part, trace: Trace) -> Verdict:
+    def check(self, part: Part, trace: Trace, work: Work) -> Verdict:
         """Compares each step of a part with one device."""
 
+        def begin(step: int) -> None:
+            work.begin(f"computing {part.steps[step].name} on one device")
+
+        def end(step: int) -> None:
+            work.done += 1
+            if step < len(trace.steps):
+                begin(step)
+
         def check_trace() -> Verdict:
+            begin(0)
             oracle = KerasOracle(self.build_unbuilt, trace)
-            return check(trace, oracle, batches=part.batches_of(trace))
+            return check(trace, oracle, batches=part.batches_of(trace), on_step=end)
 
         names = {number: step.name for number, step in zip(part.wanted, part.steps, strict=True)}
         verdict = self._case.run(check_trace, "on one device")

@@ -15,14 +15,12 @@ from app.verification.output import Run
 from app.verification.recording import Send
 from app.verification.strategies import traces_directory
 
-_PARTS_AFTER_THE_FIRST_STEPS = 3  # Last batch, second epoch, resume.
-
 
 def verify_case(config: Config) -> dict[str, Run]:
     """Verifies a case with each strategy in a separate process, and reports the findings.
 
     Returns:
-        Strategy → result.
+        Name of each training → result.
 
     Raises:
         ConfigError, DataError: the case cannot be verified.
@@ -39,6 +37,7 @@ def verify_case(config: Config) -> dict[str, Run]:
         "global_batch_size": config.training.global_batch_size,
         "seed": config.training.seed,
         "steps": case.steps,
+        "thorough": case.thorough,
     }
     with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
         with traces_directory(config, run_directory) as traces:
@@ -63,12 +62,13 @@ def verify_case(config: Config) -> dict[str, Run]:
 def _verify_each(config: Config, traces: pathlib.Path) -> dict[str, Run]:
     """Verifies a case with each strategy; writes recordings to `traces` if they are kept."""
     runs = {}
-    with StepProgress(config.verification.steps + _PARTS_AFTER_THE_FIRST_STEPS) as progress:
+    with StepProgress(config.verification.steps) as progress:
         for strategy in config.distribution.strategies:
-            progress.start(f"verifying {strategy}")
-            runs[strategy] = call_in_child_process(
+            progress.start(f"verifying {strategy}: starting TensorFlow")
+            run = call_in_child_process(
                 _verify_with, config, strategy, traces, on_message=progress.message
             )
+            runs[run.verdict.name] = run
     return runs
 
 

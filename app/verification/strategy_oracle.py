@@ -110,7 +110,7 @@ class StrategyOracle(KerasOracle):
 
     def compile(self) -> None:
         """Traces the computation of a step, before it is needed."""
-        if not self.synchronizes:
+        if not self.synchronized_layers:
             self._step.get_concrete_function()
 
     def _compute_bits(self, ask: Ask, total: int) -> Computed:

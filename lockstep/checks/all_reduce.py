@@ -199,6 +199,8 @@ def _with_own(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
 
 def check_clipping(context: Context) -> Iterator[Finding]:
     """Checks clipped gradients, and their sum against the clipped sum."""
+    if not context.computes and not context.has("sums"):
+        yield from _summed_by_hand(context)
     source = "sums" if context.clips_sum else "raw"
     if not context.has("clipped") or not context.has(source):
         return
@@ -230,6 +232,21 @@ def check_clipping(context: Context) -> Iterator[Finding]:
             f" {total_norm(sent):.4g}, the clipped sum has {total_norm(expected):.4g}",
             tensors=wrong, distance=relative_norm(sent, expected), allowed=_SCALED,
         )  # fmt: skip
+
+
+def _summed_by_hand(context: Context) -> Iterator[Finding]:
+    """Finds gradients that a script clips on each replica, and sums then."""
+    entering, clipped = (
+        [f(copy) for copy in context.copies] for f in (context.entering, context.applied)
+    )
+    if len(context.copies) < 2 or not all(map(are_finite, (*entering, *clipped))):
+        return
+    if all(entering) and all(clipped) and _is_without_common_sum(context, entering):
+        context.mark_checked()
+        if not _is_without_common_sum(context, clipped):
+            norms = ", ".join(f"{total_norm(gradients):.4g}" for gradients in entering)
+            text = f"each replica clips its own gradient, of norm {norms}, before the sum"
+            yield context.found("clipped_before_the_sum", text, items=context.copies)
 
 
 def _factors_of_clipping(

@@ -15,8 +15,12 @@ from lockstep.arithmetic import (
 )
 from lockstep.context import Actual, Context
 from lockstep.hypotheses.of_states import other_steps
-from lockstep.oracles import Batch
 from lockstep.verdict import Finding
+
+DRAWS_OUTSIDE = (
+    "the model or its train_step draws random numbers outside of layers, so that BatchNorm over the"
+    " whole batch cannot be computed on one device: predictions and gradients are not compared"
+)
 
 
 def check_forward(context: Context) -> Iterator[Finding | Actual]:
@@ -39,9 +43,10 @@ def check_forward(context: Context) -> Iterator[Finding | Actual]:
         cause, text, changes = _why(context, shard, allowed)
         yield Actual(shard, changes)
         yield context.found(
-            cause, text, kind="y_pred", items=(shard,), distance=apart, allowed=allowed
-        )
-    if len(context.shards) > 1 and not context.oracle.synchronizes:
+            cause, text, kind="y_pred", items=(shard,), distance=apart, allowed=allowed,
+            design=cause == "random_layers",
+        )  # fmt: skip
+    if len(context.shards) > 1:
         yield from _mixing(context)
 
 
@@ -53,7 +58,8 @@ def _mixing(context: Context) -> Iterator[Finding]:
     allowed = MARGIN * max(context.expected(shard).forward for shard in context.shards)
     if _apart(context, oracle.random_layers) <= allowed:
         return
-    statistics = [oracle.layer_names[index] for index in oracle.layers_with_statistics]
+    local = [i for i in oracle.layers_with_statistics if i not in oracle.synchronized_layers]
+    statistics = [oracle.layer_names[index] for index in local]
     gradient = _gradient_apart(context)
     if statistics and _apart(context, context.modal_layers) <= allowed:
         yield context.found(
@@ -75,18 +81,21 @@ def _mixing(context: Context) -> Iterator[Finding]:
 def _apart(context: Context, off: Sequence[int]) -> float:
     """Returns the distance of predictions by shard from those of the whole batch."""
 
-    def predict(data: Batch) -> Batch:
-        ask = context.right[0]._replace(data=data, off=tuple(off))
-        return context.oracle.compute(ask).y_pred
-
-    parts = joined([predict(data) for data in context.data])
-    return relative_distance(parts, predict(context.whole))
+    own = context.right[0]._replace(off=tuple(off))
+    shards = [own._replace(data=data) for data in context.data]
+    asks = [context.together(shards)] if context.oracle.synchronized_layers else shards
+    parts = joined([context.oracle.compute(ask).y_pred for ask in asks])
+    whole = context.oracle.compute(own._replace(data=context.whole)).y_pred
+    return relative_distance(parts, whole)
 
 
 def _gradient_apart(context: Context) -> float:
     """Returns the distance of the shards' summed gradients from that of the whole batch."""
     sizes = context.sizes
-    sums = context.weighted_sum([size / sum(sizes) for size in sizes])
+    if context.oracle.synchronized_layers:
+        sums = context.compute(context.together(context.right)).raw
+    else:
+        sums = context.weighted_sum([size / sum(sizes) for size in sizes])
     whole = context.oracle.compute(context.right[0]._replace(data=context.whole, scales=(1, 1))).raw
     if sums.keys() != whole.keys():  # A shard overflows.
         return np.nan
@@ -104,7 +113,7 @@ def _why(context: Context, shard: int, allowed: float) -> tuple[str, str, Mappin
 
     if not are_finite(y_pred) and are_finite(context.expected(shard).step.y_pred):
         return "not_finite", "predictions are NaN or infinite, and finite on one device", {}
-    if oracle.synchronizes and fits():
+    if oracle.synchronized_layers and fits():
         text = (
             f"BatchNorm normalises the {context.sizes[shard]} examples of each shard separately; it"
             f" is to normalise over all {sum(context.sizes)} of the batch"
@@ -113,4 +122,6 @@ def _why(context: Context, shard: int, allowed: float) -> tuple[str, str, Mappin
     for cause, text, changes in other_steps(context, shard):
         if fits(**changes):
             return cause, f"the predictions are {text}", changes
+    if oracle.synchronized_layers and context.draws_outside:
+        return "random_layers", DRAWS_OUTSIDE, {}
     return "unexplained", "one device makes other predictions for the same examples", {}

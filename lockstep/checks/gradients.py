@@ -1,5 +1,6 @@
 """Checks each shard's gradients, before clipping, and their sum against the whole batch."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -21,12 +22,13 @@ from lockstep.arithmetic import (
     same_bits,
     scaled_all,
 )
+from lockstep.checks.forward import DRAWS_OUTSIDE
 from lockstep.context import Actual, Context
 from lockstep.hypotheses import Hypothesis, explain, predicted_by
 from lockstep.hypotheses.of_gradients import gradient_hypotheses, synchronized_hypotheses
 from lockstep.hypotheses.of_tensors import factor_of_part, why_tensor
 from lockstep.trace import Array, Named
-from lockstep.verdict import Finding
+from lockstep.verdict import NOTHING, Finding
 
 
 def check_gradients(context: Context) -> Iterator[Finding | Actual]:
@@ -51,7 +53,7 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
         return
     if odd := [shard for shard in odd if not are_finite(context.expected(shard).step.raw)]:
         text = "gradients are NaN or infinite, on one device too: nothing to compare with"
-        yield context.found("not_finite", text, items=odd, design=True)
+        yield dataclasses.replace(context.found("not_finite", text, items=odd), status=NOTHING)
         return
     if _are_sums(context) and (found := _check_sums(context)) is not None:
         yield from found
@@ -60,7 +62,7 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
     if not context.has("loss"):
         for shard, scales in enumerate(_scales_that_fit(context)):
             yield Actual(shard, {"scales": scales})
-    if context.oracle.synchronizes:
+    if context.oracle.synchronized_layers:
         yield from _check_together(context)
         return
     for shard in context.shards:
@@ -84,7 +86,10 @@ def _check_shard(context: Context, shard: int) -> Iterator[Finding]:
 
 def _check_together(context: Context) -> Iterator[Finding]:
     """Checks the sum of the gradients of layers that normalise over all shards."""
-    if context.is_wrong("loss"):
+    if context.is_wrong("loss") or any(f.cause == "random_layers" for f in context.findings):
+        return
+    if not context.has("y_pred") and context.draws_outside:
+        yield context.found("random_layers", DRAWS_OUTSIDE, design=True)
         return
     total, expected = add_named(context.named("raw")), context.expected(0).step.raw
     hypotheses = synchronized_hypotheses(context)
@@ -209,7 +214,9 @@ def _are_sums(context: Context) -> bool:
     They are equal although the examples differ, and no shard's own gradients.
     """
     raw, used = context.named("raw"), [ask.data for ask in context.actual]
-    if len(raw) == 1 or context.oracle.synchronizes or any(ask.off for ask in context.actual):
+    if len(raw) == 1 or context.oracle.synchronized_layers:
+        return False
+    if any(ask.off for ask in context.actual):
         return False
     if not any(map(norm, raw[0].values())):
         return False

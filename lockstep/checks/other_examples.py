@@ -1,15 +1,27 @@
 """Compares start, examples and loss of a step with those of another trace."""
 
+import collections
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.arithmetic import norm, rows_of, same_bits
+from lockstep.arithmetic import (
+    add_named,
+    dense,
+    distance,
+    factor_of,
+    is_far,
+    norm,
+    rows_of,
+    same_bits,
+)
 from lockstep.checks.examples import why_rows
 from lockstep.context import Context
-from lockstep.reference import StepPair, Tolerance, common_steps
-from lockstep.trace import Named, Trace
+from lockstep.reference import SAME_START, StepPair, Tolerance, common_steps
+from lockstep.text import count
+from lockstep.trace import STATE, Named, Trace
 from lockstep.verdict import Finding
 
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
@@ -18,21 +30,54 @@ _CLOSE = 1e-4  # For inputs that were scaled in float32.
 _NEAR = 0.1  # Gradients from inputs of another scale differ by more than this.
 
 Why = tuple[str, str]  # Cause and text.
+_Rows = collections.Counter  # Row → how often it occurs.
+_Inputs = Sequence[np.ndarray]  # Rows of each forward pass.
 
 
 def compare_starts(pair: StepPair) -> Iterator[Finding]:
     """Compares weights and statistics before a step; later states may differ by rounding."""
     second = pair.second
     second.mark_checked()
+    is_first = pair.first.number == min({*pair.first.trace.steps} & {*second.trace.steps})
+    if is_first:
+        yield from _not_restored(pair)
     if not (apart := pair.start_distances):
         return
     far = max(apart.values())
-    if second.trace.about.replayed is not None:
+    if second.trace.about.replayed:
         text = "the step was to start from the state of the first recording, and does not"
         yield second.found("not_replayed", text, distance=far)
-    elif pair.first.number == min({*pair.first.trace.steps} & {*second.trace.steps}):
+    elif is_first:
         why = _why_start(*pair.states("before"), list(apart))
         yield second.found(*why, tensors=apart, distance=far)
+
+
+def _not_restored(pair: StepPair) -> Iterator[Finding]:
+    """Finds optimizer state that a training lacks that starts from the weights of the first."""
+    first, second = pair.first, pair.second
+    kind = "replaced" if second.has("replaced") else "before"
+    rules = [step.trace.about.optimizer.get("class") for step in (first, second)]
+    weights = pair.states("before", kind)
+    if rules[0] != rules[1] or not weights[0]:
+        return
+    if any(distance(weights[1][n], a) > SAME_START * norm(a) for n, a in weights[0].items()):
+        return
+    given, own = (
+        {
+            (variable.of, variable.slot): state[key]
+            for key, variable in zip(step.trace.keys, step.trace.about.variables, strict=True)
+            if variable.kind == STATE and variable.of and key in state
+        }
+        for step, state in ((first, first.named("before")[0]), (second, second.named(kind)[0]))
+    )
+    places = {place: (pair.in_second(place[0]), place[1]) for place in given}
+    lost = [p for p, its in places.items() if norm(given[p]) and not norm(own.get(its, 0.0))]
+    if lost:
+        text = (
+            f"{len(lost)} of {len(given)} arrays of optimizer state are 0 or missing before the"
+            " first step, which starts from the weights of the first recording"
+        )
+        yield second.found("not_restored", text, tensors=dict.fromkeys(of for of, _ in lost))
 
 
 def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:
@@ -51,17 +96,41 @@ def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:
     return "other_initial_weights", text
 
 
-def repeated_batch(context: Context) -> str:
-    """Returns a sentence if an earlier step has the same examples in order on every shard."""
+def repeated_batch(context: Context, every: bool = True) -> str:
+    """Returns a sentence if an earlier step has the same examples in order.
+
+    Args:
+        context: the step.
+        every: whether every shard has to have the same examples again, or only some.
+    """
     for position in range(context.position if context.has("data") else 0):
         earlier = [context.trace.arrays(position, "data", s) or [] for s in context.shards]
         data = list(zip(earlier, context.data, strict=True))
-        if all(a and len(a) == len(b) and all(map(same_bits, a, b)) for a, b in data):
-            number = context.trace.steps[position]
-            return (
-                f"step {context.number} has the examples of step {number} again, in the same order"
-            )
+        same = [s for s, (a, b) in enumerate(data) if a and a[0].size and _are_same(a, b)]
+        if same and (len(same) == len(data) or not every):
+            whose = "step" if len(same) == len(data) else "replica"
+            who = context.number if whose == "step" else ", ".join(map(str, same))
+            step = f"step {context.trace.steps[position]}"
+            return f"{whose} {who} has the examples of {step} again, in the same order"
     return ""
+
+
+def _are_same(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    return len(a) == len(b) and all(map(same_bits, a, b))
+
+
+class _Step(NamedTuple):
+    """The inputs of a step in both recordings: row → how often; where they are."""
+
+    given: _Rows
+    used: _Rows
+    first: Context
+    second: Context
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of examples."""
+        return self.given.total(), self.used.total()
 
 
 def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
@@ -70,30 +139,114 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
     Returns:
         Number of a step → why its inputs differ; None if a trace has no inputs.
     """
-    rows = [
-        (rows_of([_inputs_of(own)]), rows_of([_inputs_of(other)]))
-        for own, other in common_steps(first, second)
-    ]
-    if not all(map(all, rows)):
+    both = list(common_steps(first, second))
+    counted = _counted([(_inputs_of(own), _inputs_of(other)) for own, other in both])
+    if not all(map(all, counted)):
         return None
-    of_first = set().union(*(given for given, _ in rows))
-    usual = rows[0][0].total(), rows[0][1].total()
+    steps = [
+        _Step(given, used, own, other)
+        for (given, used), (own, other) in zip(counted, both, strict=True)
+    ]
+    of_first = set().union(*(step.given for step in steps))
+    other_size = _why_other_size(steps)
     found: dict[int, Why] = {}
     dropped: Why | None = None  # After a batch that was dropped, all batches are shifted.
-    for (own, other), (given, used) in zip(common_steps(first, second), rows, strict=True):
-        if given == used:
+    for step in steps:
+        if step.given == step.used:
             continue
-        dropped = dropped or _why_size((given.total(), used.total()), usual)
+        if why := other_size or _why_padded(step, steps):
+            found[step.first.number] = why
+            continue
+        dropped = dropped or _why_size(step.sizes, steps[0].sizes)
         if dropped:
             why = dropped
-        elif repeated := repeated_batch(other):
+        elif repeated := repeated_batch(step.second, every=False):
             why = "not_reshuffled", repeated
         else:
-            why = why_rows(given, used, other.sizes, of_first)
+            why = why_rows(step.given, step.used, step.second.sizes, of_first)
         if why[0] == "other_examples":
-            why = _why_scaled(_inputs_of(own), _inputs_of(other)) or why
-        found[own.number] = why
+            why = _why_scaled(*map(_inputs_of, (step.first, step.second))) or why
+        found[step.first.number] = why
+    # Another order in each epoch does not begin with that of a script that shuffles once.
+    once = [why for why in found.values() if why[0] == "not_reshuffled"]
+    return {n: once[0] if once and why[0] == "other_order" else why for n, why in found.items()}
+
+
+def _counted(steps: Sequence[tuple[_Inputs, _Inputs]]) -> list[tuple[_Rows, _Rows]]:
+    """Counts the rows of both recordings in each step, without padding if they differ in length.
+
+    Batches that are padded to their longest example have other shapes on each replica.
+    """
+    parts = [part for pair in steps for inputs in pair for part in inputs]
+    if len({part.shape[1] for part in parts}) <= 1:
+        return [(_rows(own), _rows(other)) for own, other in steps]
+    # Tokens that are more frequent at the end of rows than padding are removed from all rows, too.
+    ends = collections.Counter(value for part in parts for value in part[:, -1:].ravel())
+    starts = collections.Counter(value for part in parts for value in part[:, :1].ravel())
+    found = []
+    for end, start in itertools.product(*(each.most_common(2) for each in (ends, starts))):
+        found.append([(_rows(a, start[0], end[0]), _rows(b, start[0], end[0])) for a, b in steps])
+        if all(given == used for given, used in found[-1]):
+            return found[-1]
+    return found[0]
+
+
+def _rows(inputs: _Inputs, start: float | None = None, end: float | None = None) -> _Rows:
+    """Counts rows without a value at their start and one at their end; None for whole rows."""
+    if start is None or end is None:
+        return sum((rows_of([part]) for part in inputs), collections.Counter())
+    found: _Rows = collections.Counter()
+    for row in itertools.chain.from_iterable(inputs):
+        first, last = np.flatnonzero(row != start), np.flatnonzero(row != end)
+        kept = row[first[0] : last[-1] + 1] if len(first) and len(last) else row[:0]
+        found[hash(kept.tobytes())] += 1
     return found
+
+
+def _why_other_size(steps: Sequence[_Step]) -> Why | None:
+    """Explains different examples by batches of another size in all steps but the last ones."""
+    full, used = (max(step.sizes[i] for step in steps) for i in (0, 1))
+    is_usual = sum(step.sizes == (full, used) for step in steps) > 1
+    has_others = any(step.used.keys() - step.given.keys() for step in steps)
+    if full == used or not has_others or not (is_usual or max(full, used) % min(full, used) == 0):
+        return None
+    largest = max(steps, key=lambda step: step.sizes[1]).second
+    sizes = dict.fromkeys(map(str, largest.sizes))
+    micro = largest.trace.micro_batches(largest.position, 0)
+    more = f" in {micro} micro-batches" if micro > 1 else ""
+    return "other_batch_size", (
+        f"a batch has {used} examples, {' or '.join(sizes)} on each replica{more}; in the first"
+        f" recording, it has {full}"
+    )
+
+
+def _why_padded(step: _Step, steps: Sequence[_Step]) -> Why | None:
+    """Explains more examples in the last batch by a sampler that gives all replicas equally many.
+
+    It repeats as few examples as possible, or fills the batch (accelerate), from the start of the
+    epoch.
+    """
+    extra, sizes = step.used - step.given, step.second.sizes
+    is_short = step.sizes[0] < max(each.sizes[0] for each in steps)
+    is_full = step.sizes[1] == max(each.sizes[1] for each in steps)
+    are_few = extra.total() < len(sizes)
+    if step.given - step.used or len({*sizes}) > 1 or not (is_short and (is_full or are_few)):
+        return None
+    earlier = [each for each in steps if each.first.number < step.first.number]
+    is_epoch_known = len(earlier) == step.first.number
+    ends = [i for i, each in enumerate(earlier) if each.sizes[0] < max(s.sizes[0] for s in steps)]
+    epoch = [*earlier, step][ends[-1] + 1 if ends else 0 :]
+    start = sum((each.given for each in epoch), collections.Counter())
+    if is_epoch_known:
+        start = epoch[0].given
+    elif are_few:
+        start = extra
+    if extra - start:
+        return None
+    return "sampler_padding", (
+        f"the sampler repeats {count('example', extra.total())} in the last batch, so that each"
+        f" replica has {sizes[0]}"
+    )
 
 
 def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterator[Finding]:
@@ -108,7 +261,7 @@ def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterat
     pair.second.mark_checked()
     why = others.get(pair.first.number)
     if why and not (pair.starts_equally and _is_converted_inside(pair, why[0])):
-        yield pair.second.found(*why)
+        yield pair.second.found(*why, design=why[0] == "sampler_padding")
 
 
 def _is_converted_inside(pair: StepPair, cause: str) -> bool:
@@ -123,8 +276,8 @@ def _is_converted_inside(pair: StepPair, cause: str) -> bool:
     return is_form and bool(first) and not near.wrong(second, first)
 
 
-def _inputs_of(context: Context) -> np.ndarray:
-    """Returns all inputs as rows, channels last; empty if they are not recorded."""
+def _inputs_of(context: Context) -> _Inputs:
+    """Returns the inputs of each forward pass as rows, channels last; empty if not recorded."""
     inputs = [context.inputs(shard) for shard in context.shards]
     rows = []
     for array in itertools.chain.from_iterable(inputs):
@@ -132,9 +285,7 @@ def _inputs_of(context: Context) -> np.ndarray:
             array = array.transpose(0, 2, 3, 1)
         if len(array):
             rows.append(array.reshape(len(array), -1).astype(np.float32))
-    if not all(inputs) or len({part.shape[1] for part in rows}) != 1:
-        return np.zeros((0, 0))
-    return np.concatenate(rows)
+    return rows if all(inputs) else []
 
 
 def _why_size(sizes: tuple[int, int], usual: tuple[int, int]) -> Why | None:
@@ -154,8 +305,11 @@ def _why_size(sizes: tuple[int, int], usual: tuple[int, int]) -> Why | None:
     )
 
 
-def _why_scaled(first: np.ndarray, second: np.ndarray) -> Why | None:
+def _why_scaled(*inputs: _Inputs) -> Why | None:
     """Explains second inputs that are a · first + b in any order."""
+    if len({part.shape[1] for parts in inputs for part in parts}) != 1:
+        return None
+    first, second = map(np.concatenate, inputs)
     if first.shape != second.shape or not first.std() or not second.std():
         return None
     first, second = first.astype(np.float64), second.astype(np.float64)
@@ -178,7 +332,7 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
     Scripts report losses in different forms, which do not affect the training: any form of one
     recording may agree with any form of the other.
     """
-    first, second, allowed = _losses(pair.first), _losses(pair.second), pair.tolerance.of_batch
+    first, second, allowed = losses_of(pair.first), losses_of(pair.second), pair.tolerance.of_batch
     if not (pair.computes_the_same and first and second):
         return
     pair.second.mark_checked()
@@ -188,7 +342,8 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
     sizes = {size for step, _ in pair.both for size in step.sizes[:1]} - {0, 1}
     is_sum = any(min(abs(times - size) / size, abs(times * size - 1)) < 1e-3 for size in sizes)
     cause = "other_loss"
-    text = f"the loss is {second[0]:.6g}, and {first[0]:.6g} in the first recording"
+    nearest = min(second, key=lambda loss: abs(loss - first[0]))
+    text = f"the loss is {nearest:.6g}, and {first[0]:.6g} in the first recording"
     if is_sum:
         cause = "other_loss_reduction"
         text += f": {times:.6g} times, a sum over examples in place of a mean"
@@ -196,11 +351,13 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
     yield finding if is_sum else pair.explained(finding)
 
 
-def _losses(context: Context) -> list[float]:
+def losses_of(context: Context) -> list[float]:
     """Returns the loss of the whole batch in each form that a script may report."""
-    if not context.has("loss") or not all(context.arrays("loss")):
+    kind = context.kind_of_loss
+    if not context.has(kind) or not all(context.arrays(kind)):
         return []
-    losses = [[float(np.sum(np.float64(a))) for a in arrays] for arrays in context.arrays("loss")]
+    losses = [[float(np.sum(np.float64(a))) for a in arrays] for arrays in context.arrays(kind)]
+    times = {1.0, _factor_by_hand(context)}
     forms = [[each[0] for each in losses]]
     # Keras' second array is the regularisation, a part of the first.
     if all(len(each) > 1 for each in losses):
@@ -210,4 +367,16 @@ def _losses(context: Context) -> list[float]:
         found += [float(np.mean(per_shard)), float(np.sum(per_shard))]
         if all(context.sizes):
             found.append(float(np.average(per_shard, weights=context.sizes)))
-    return found
+    return [factor * loss for factor in times for loss in found]
+
+
+def _factor_by_hand(context: Context) -> float:
+    """Returns the factor by which a script multiplies its gradients, in place of its loss; or 1."""
+    changed, name = context.changed_by_hand, "sums" if context.has("sums") else "raw"
+    if not changed or not context.has(name):
+        return 1.0
+    own = add_named(context.named(name))
+    names = [n for n in changed if n in own]
+    factor = factor_of([changed[n] for n in names], [own[n] for n in names])
+    is_factor = factor > 0 and not any(is_far(changed[n], factor * dense(own[n])) for n in names)
+    return factor * len(context.named(name)) if is_factor else 1.0

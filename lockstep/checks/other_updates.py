@@ -65,7 +65,7 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
             yield from _velocity(pair, rules)
         elif different and (effect := _effect(pair, rules, setting)) > _NO_EFFECT:
             yield found(
-                cause_of(setting), _text_of(setting, *different[0]),
+                cause_of(setting), text_of(setting, *different[0]),
                 # Each framework has a fixed placement of epsilon, without a setting.
                 design=setting == "epsilon_placement", distance=effect,
             )  # fmt: skip
@@ -80,8 +80,8 @@ def _other_settings(pair: StepPair) -> Iterator[Finding]:
         return
     found: dict[str, str] = {}  # Cause → text.
     for names in pair.matching.pairs:
-        first = _settings_of(pair.first, names.first)
-        second = _settings_of(pair.second, names.second)
+        first = settings_of(pair.first, names.first)
+        second = settings_of(pair.second, names.second)
         if not (first and second):
             continue
         pair.second.mark_checked()
@@ -92,16 +92,23 @@ def _other_settings(pair: StepPair) -> Iterator[Finding]:
             if a is None or b is None or _are_equal(a, b):
                 continue
             cause = "other_optimizer" if setting in _FORMS else cause_of(setting)
-            found.setdefault(cause, _text_of(setting, a, b))
+            found.setdefault(cause, text_of(setting, a, b))
     for cause, text in found.items():
         yield pair.second.found(cause, text)
 
 
-def _settings_of(step: Context, weight: str) -> Mapping[str, Any]:
+def settings_of(step: Context, weight: str) -> Mapping[str, Any]:
     """Returns the recorded settings with which a weight is updated; empty if unknown."""
     settings = step.trace.about.settings
     groups = settings[step.position] if settings else ()
     return next((group for group in groups if weight in group.get("weights", (weight,))), {})
+
+
+def is_left_out(pair: StepPair, weight: str) -> bool:
+    """Returns whether the optimizer of the first trace has a weight, and that of the second not."""
+    has_settings = all(step.trace.about.settings for step, _ in pair.both)
+    second = settings_of(pair.second, pair.in_second(weight))
+    return has_settings and bool(settings_of(pair.first, weight)) and not second
 
 
 def _are_equal(first: Any, second: Any) -> bool:
@@ -110,7 +117,8 @@ def _are_equal(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def _text_of(setting: str, first: Any, second: Any) -> str:
+def text_of(setting: str, first: Any, second: Any) -> str:
+    """Returns the values of a setting in both recordings, in words."""
     shown = [f"{v:g}" if isinstance(v, float) else str(v) for v in (first, second)]
     noun = setting.replace("_", " ")
     text = f"{noun} {shown[0]} in the first recording, {shown[1]} in the second"
@@ -205,7 +213,9 @@ def _why_statistics(
     # If the mean of a layer differs, its batch differs.
     variances = [n for n in left if _is_variance(n) and _layer_of(n) not in means]
     if text := _unbiased(pair, [batches[name] for name in variances]):
-        yield found("unbiased_variance", text, tensors=variances, design=True)
+        frameworks = {step.trace.about.framework for step, _ in pair.both}
+        design = len(frameworks) > 1  # Each framework has its own form.
+        yield found("unbiased_variance", text, tensors=variances, design=design)
         left = [name for name in left if name not in variances]
     if not left:
         return
@@ -216,7 +226,7 @@ def _why_statistics(
         text = f"each statistic changes {scale:.4g} times as much as in the first recording"
         yield found("other_batch_norm_momentum", text, tensors=left)
         return
-    for step, which in pair.both:
+    for step, which in pair.both if not pair.has_same_shards else ():
         names, after = step.of_kind(STATISTIC), step.named("after")
         if any(not same_bits(after[0][n], other[n]) for other in after[1:] for n in names):
             text = f"each replica of the {which} recording has the statistics of its own examples"

@@ -13,13 +13,16 @@ def check_start(context: Context) -> Iterator[Finding]:
     if not context.has("before"):
         return
     context.mark_checked()
-    before = context.named("before")
-    previous = context.previous
-    if not (previous and previous.has("after")) or context.trace.about.replayed is not None:
-        yield from _differing_copies(context, "before", "before the step")
+    # The copies' own state, also where that of another recording was loaded in its place.
+    kind = "replaced" if context.has("replaced") else "before"
+    before = context.named(kind)
+    yield from _without_state(context, before)
+    previous, is_own = context.previous, kind == "replaced" or context.trace.about.replayed is None
+    if not (is_own and previous and previous.has("after")):
+        yield from _differing_copies(context, kind, "before the step")
     else:
         after, fixed = previous.named("after"), _kept_between_steps(previous, context)
-        yield from _differing_copies(context, "before", "before the step", but=fixed)
+        yield from _differing_copies(context, kind, "before the step", but=fixed)
         yield from _lost_state(context, after, before)
         for name in fixed:
             changed = [
@@ -46,18 +49,30 @@ def check_start(context: Context) -> Iterator[Finding]:
 
 
 def _kept_between_steps(previous: Context, context: Context) -> list[str]:
-    """Returns the variables that a step leaves to the next one: all but weights of the script.
+    """Returns the variables that a step leaves to the next one: all but those of the script.
 
     A script may assign to the weights that the optimizer does not update, such as a moving average
-    of the others; then all copies have to do it.
+    of the others, and a callback to the learning rate; then all copies have to do it.
     """
-    about, own = context.trace.about, set[str]()
+    about = context.trace.about
+    own = {variable.name for variable in about.variables if variable.slot == "learning_rate"}
     for position in (previous.position, context.position) if about.settings else ():
         groups = about.settings[position]
         if all("weights" in group for group in groups):
             updated = {name for group in groups for name in group["weights"]}
             own.update(name for name in context.of_kind(WEIGHT) if name not in updated)
     return [name for name in context.trace.keys if name not in own]
+
+
+def _without_state(context: Context, before: Sequence[Named]) -> Iterator[Finding]:
+    """Finds replicas without any optimizer state, where another one has that of all weights."""
+    variables = zip(context.trace.keys, context.trace.about.variables, strict=True)
+    of = {key: variable.of for key, variable in variables if variable.kind == STATE}
+    counts = [len({of[name] for name in own if name in of}) for own in before]
+    empty = [copy for copy, count in enumerate(counts) if not count]
+    if empty and max(counts) == len({*of.values()}) > 0:
+        text = "before the step, these replicas have no optimizer state, and others have it"
+        yield context.found("diverged_replicas", text, kind="before", items=empty)
 
 
 def _lost_state(

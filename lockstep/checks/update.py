@@ -26,6 +26,16 @@ from lockstep.verdict import Finding
 
 def check_update(context: Context) -> Iterator[Finding]:
     """Checks the update of each copy, with the gradients that it applies."""
+    updates = [bool(own) for own in context.named("after")]
+    if any(updates) and not all(updates):
+        text = "the recording of these replicas ends before this step: they update no weights in it"
+        states = zip(updates, context.named("before"), strict=True)
+        # Arrays of other kinds show that the recording goes on, without this one.
+        items = [
+            copy for copy, (has_update, before) in enumerate(states) if not (has_update or before)
+        ]
+        if items:
+            yield context.found("not_updated", text, kind="after", items=items)
     oracle = context.updater
     if oracle is None or not context.has("after"):
         return

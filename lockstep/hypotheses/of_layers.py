@@ -36,10 +36,14 @@ def kind_of(layer: Layer) -> str:
 
 
 def num_local_norms(step: Context) -> int:
-    """Returns how many BatchNorm layers of a trace are not synchronized."""
-    norms = [layer for layer in step.trace.about.layers if kind_of(layer) == "batchnorm"]
-    is_local = ["Sync" not in str(n.get("class")) and not n.get("synchronized") for n in norms]
-    return sum(is_local)
+    """Returns how many BatchNorm layers normalise the examples of a shard on their own."""
+    off = set.intersection(*(step.trace.in_evaluation(step.position, s) for s in step.shards))
+    is_local = [
+        "Sync" not in str(layer.get("class")) and not layer.get("synchronized")
+        for layer in step.trace.about.layers
+        if kind_of(layer) == "batchnorm" and layer.get("name") not in off
+    ]
+    return 0 if step.trace.about.syncs_batch_norm else sum(is_local)
 
 
 def other_settings(pair: StepPair) -> Iterator[tuple[str, str]]:

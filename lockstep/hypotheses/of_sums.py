@@ -20,6 +20,7 @@ from lockstep.arithmetic import (
     scaled,
     sum_bound,
     total_norm,
+    unit_of,
 )
 from lockstep.context import Context
 from lockstep.hypotheses.of_tensors import SHORT, moved_parts, why_tensor
@@ -61,6 +62,8 @@ class SumOf:
     def bound(self) -> np.ndarray:
         """The bound of each element's error."""
         unit = UNITS.get(self.context.trace.about.reduced_in, EPS)
+        own = [unit_of(plain(gradient)) for gradient in self.sent if np.any(dense(gradient))]
+        unit = max(unit, min(own, default=EPS))  # Of 16-bit weights.
         if self.context.computes:
             unit = max(unit, self.context.oracle.units.get(self.name, EPS))
         return sum_bound(self.parts, unit)
@@ -170,6 +173,9 @@ def _factors(asked: SumOf, rows: np.ndarray, known: Sequence[np.ndarray]) -> Ite
     if item is not None:
         yield np.array([context.trace.copy_of(s) == item for s in context.shards], float)
     yield from 1 - np.eye(num)
+    if asked.share != 1:
+        scales = _loss_scales(context)
+        yield scales / scales[asked.copy]
     yield from known
     sums = dense(asked.got).ravel()
     if sums.size > num and np.isfinite(rows).all() and np.isfinite(sums).all():
@@ -188,6 +194,10 @@ def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:
         return "mean_instead_of_sum", text, ()
     if asked.share != 1 and np.allclose(factors, num, rtol=1e-3):
         return "sum_instead_of_mean", f"it is the sum of what {senders} send, not the mean", ()
+    scales = _loss_scales(context)
+    if np.ptp(scales) and np.allclose(factors * scales[asked.copy], scales, rtol=1e-3):
+        listed = ", ".join(f"{scale:g}" for scale in scales)
+        return "other_loss_scale", f"the loss scales of the {senders} are {listed}", ()
     own = [shard for shard in context.shards if context.trace.copy_of(shard) == item]
     if item is not None and all(factors[own]) and not np.any(np.delete(factors, own)):
         times = "" if np.allclose(factors[own], 1, rtol=1e-3) else f", times {factors[own[0]]:.4g}"
@@ -224,6 +234,10 @@ def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:
     shown = ", ".join(f"{factor:.{4 if odd else 8}g}" for factor in factors)
     text = f"the sum contains the gradients of the {senders} multiplied by {shown}"
     return "scaled_gradient", text, odd if len(odd) < num else ()
+
+
+def _loss_scales(context: Context) -> np.ndarray:
+    return np.array([context.trace.loss_scale(context.position, s) for s in context.shards])
 
 
 def reduced_sums(parts: Sequence[Array]) -> Iterator[tuple[str, str, np.ndarray]]:

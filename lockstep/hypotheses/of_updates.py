@@ -19,7 +19,7 @@ from lockstep.context import Context
 from lockstep.hypotheses import Hypothesis
 from lockstep.hypotheses.of_states import with_exchanged_elements
 from lockstep.hypotheses.of_tensors import SHORT, mixed
-from lockstep.oracles.rules import RuleOracle, cause_of
+from lockstep.oracles.rules import COUNTERS, IN_GRADIENT, RuleOracle, cause_of
 from lockstep.trace import STATE, WEIGHT, Named
 
 
@@ -55,7 +55,9 @@ def update_hypotheses(
     assert context.updater is not None
     for cause, text, settings in context.updater.settings():
         yield cause, text, partial(update, applied, **settings)
+    yield from _with_fitted_decay(context, copy, expected, wrong)
     yield from _with_fitted_momentum(context, copy, expected, wrong, context.updater.momentum)
+    yield from _with_fitted_gradients(context, copy, expected)
     for name, rounded in SHORT.items():
         text = f"the weights are rounded to {name} after the update"
         short = {n: rounded(expected[n]) for n in applied}
@@ -169,11 +171,19 @@ def _with_other_states(
     if slots and any(np.any(before[name]) for name in slots):
         text = "the update starts from an optimizer state of zeros"
         yield "zeroed_state", text, partial(context.updated, before | zeros, applied)
-    counters = [n for n in context.of_kind(STATE) if n.endswith("iteration") and n in before]
-    if counters:
+    keys = zip(context.trace.keys, context.trace.about.variables, strict=True)
+    counters = [key for key, x in keys if x.slot in COUNTERS or key.endswith("iteration")]
+    if counters := [key for key in counters if key in before]:
         start = {name: np.zeros_like(before[name]) for name in counters} | zeros
         text = "the update starts from the optimizer state of a first step"
-        yield "reset_state", text, partial(context.updated, before | start, applied)
+        predict = partial(context.updated, before | start, applied)
+        yield "reset_state", text, predict
+        first, after = predict(), context.named("after")[copy]
+        changes = [[dense(each[n]) - dense(before[n]) for n in applied] for each in (after, first)]
+        is_kept = any(np.any(before[name]) for name in zeros)  # Else, only the rate is fitted.
+        if is_kept and np.isfinite(rate := factor_of(*changes)):
+            text += f", with {rate:.4g} times the learning rate of this step"
+            yield "reset_state", text, partial(predict, rate=rate)
     if context.previous:
         older = context.previous.named("before")[copy]
         old = {name: older[name] for name in slots if name in older}
@@ -238,6 +248,50 @@ def _of_exchanged_parts(
         yield "swapped_parts", text, again
 
 
+def _with_fitted_decay(
+    context: Context, copy: int, expected: Named, wrong: Sequence[str]
+) -> Iterator[Hypothesis]:
+    """Yields the update with the weight decay that fits best, if it is linear in it."""
+    oracle = context.updater
+    if not isinstance(oracle, RuleOracle):
+        return
+    rules = [oracle.rules[name] for name in wrong if name in oracle.rules]
+    if not rules or any(r.family == "Adam" and r.decay_placement == IN_GRADIENT for r in rules):
+        return
+    before, after = context.named("before")[copy], context.named("after")[copy]
+    applied = context.applied(copy)
+    decayed = oracle.with_more_decay(1.0).update(before, applied)
+    more = factor_of(
+        [dense(after[name]) - dense(expected[name]) for name in wrong],
+        [dense(decayed[name]) - dense(expected[name]) for name in wrong],
+    )
+    if np.isfinite(more) and (decay := rules[0].weight_decay + more) > 0:
+        text = f"the change is that of a weight decay of {decay:.4g}"
+        predict = partial(oracle.with_more_decay(more).update, before, applied)
+        yield "other_weight_decay", text, predict
+
+
+def _with_fitted_gradients(context: Context, copy: int, expected: Named) -> Iterator[Hypothesis]:
+    """Yields the update with the factor of all gradients that fits best, as of clipping."""
+    oracle = context.updater
+    if not isinstance(oracle, RuleOracle):
+        return
+    before, after = context.named("before")[copy], context.named("after")[copy]
+    applied = context.applied(copy)
+    twice = oracle.update(before, scaled_all(applied, 2.0))
+    names = [name for name in oracle.sums if name in after]
+    factor = 1 + factor_of(
+        [dense(after[name]) - dense(expected[name]) for name in names],
+        [dense(twice[name]) - dense(expected[name]) for name in names],
+    )
+    if np.isfinite(factor) and factor > 0:
+        size = factor * total_norm(applied)
+        is_clipped = factor < 1 and abs(float(f"{size:.2g}") - size) < 1e-4 * size
+        text = f"the optimizer multiplies the gradients by {factor:.4g}, to norm {size:.4g}"
+        cause = "other_clipping" if is_clipped else "scaled_gradient"
+        yield cause, text, partial(oracle.update, before, scaled_all(applied, factor))
+
+
 def _with_fitted_momentum(
     context: Context, copy: int, expected: Named, wrong: Sequence[str], momentum: float
 ) -> Iterator[Hypothesis]:
@@ -255,8 +309,7 @@ def _with_fitted_momentum(
         [dense(after[name]) - dense(expected[name]) for name in names],
         [dense(twice[name]) - dense(expected[name]) for name in names],
     )
-    if np.isfinite(more):
-        fitted = (1 + more) * momentum
+    if np.isfinite(more) and 0 <= (fitted := (1 + more) * momentum) < 1:
         text = f"the change is that of a momentum of {fitted:.4g}"
         predict = partial(context.updated, before, context.applied(copy), momentum=fitted)
         yield "other_momentum", text, predict

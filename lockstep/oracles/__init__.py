@@ -21,6 +21,8 @@ class Ask(NamedTuple):
         starts: start of the backward pass by each prediction, in place of the gradient of the loss.
         replica: number of the replica that the code sees.
         off: indices of the layers to compute in inference mode.
+        parts: the steps of the shards that make up `data`: layers that do not synchronise use
+            their seeds, statistics and replica numbers.
     """
 
     state: Named
@@ -29,6 +31,7 @@ class Ask(NamedTuple):
     starts: list[np.ndarray] | None = None
     replica: int = 0
     off: tuple[int, ...] = ()
+    parts: "tuple[Ask, ...]" = ()
 
 
 class Computed(NamedTuple):
@@ -39,12 +42,14 @@ class Computed(NamedTuple):
         loss: data loss and regularisation, without the scales; None if unknown.
         raw: gradients before clipping; empty if they overflow and the step is to be skipped.
         after: all variables after the step; only statistics and seeds have changed.
+        of_parts: the same for each part of an `Ask` with parts.
     """
 
     y_pred: list[np.ndarray]
     loss: tuple[float, float] | None
     raw: Named
     after: Named
+    of_parts: tuple[Named, ...] = ()
 
 
 class Oracle(Protocol):
@@ -55,11 +60,12 @@ class Oracle(Protocol):
     Attributes:
         unit: largest step between numbers near 1 in the layers' dtypes.
         units: the same for each variable.
-        layer_names: names of the layers that contain no other layers.
+        draws_outside: whether other code than that of layers without `synchronized_layers` draws.
+        layer_names: names of the layers that contain no other layers, or draw random numbers.
         random_layers: indices of those that draw random numbers.
         layers_with_statistics: indices of those with moving statistics.
         may_mix: whether a prediction may depend on other examples, which is worth a check.
-        synchronizes: whether BatchNorm uses the statistics of all shards.
+        synchronized_layers: indices of those that use the statistics of all shards.
         scales_loss: whether the optimizer skips steps whose gradients overflow.
         records_overflow: whether a trace has the gradients of such steps.
         why_not_exact: why `compute` cannot compute in float64; "" if it can.
@@ -73,7 +79,8 @@ class Oracle(Protocol):
     random_layers: tuple[int, ...]
     layers_with_statistics: tuple[int, ...]
     may_mix: bool
-    synchronizes: bool
+    synchronized_layers: tuple[int, ...]
+    draws_outside: bool
     scales_loss: bool
     records_overflow: bool
     why_not_exact: str

@@ -11,6 +11,7 @@ from keras.src.backend import set_keras_mask  # Masks have no public access.
 
 from lockstep.arithmetic import EPS, UNITS, same_bits
 from lockstep.oracles import Ask, Batch, Computed, Oracle, OtherSetting
+from lockstep.oracles.keras_shards import as_replica, by_shard, separate_layers
 from lockstep.record_keras import (
     Hooks,
     inner_optimizer,
@@ -58,7 +59,7 @@ class OneDevice:
         self._check_same_model([tuple(variable.shape) for variable in variables])
         self.variables = dict(zip(trace.keys, variables, strict=True))
         self.layers = [
-            layer for layer in model._flatten_layers(include_self=False) if not layer._layers
+            each for each in model._flatten_layers() if not each._layers or each._seed_generators
         ]
 
     def _check_same_model(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -111,11 +112,15 @@ class OneDevice:
         names = {id(variable): name for name, variable in self.variables.items()}
         self.load(ask.state)
         off = in_inference_mode([self.layers[index] for index in ask.off])
+        changed: list[Named] = []
         with off, Hooks() as hooks, self._precision(), as_replica(ask.replica):
+            if ask.parts:
+                changed = hooks.enter_context(by_shard(self.model, self.variables, ask.parts))
             hooks.hook(self.model, "compute_loss", compute_loss)
             hooks.hook(self.optimizer, "apply", apply)
             self.model.train_step(from_json(self.trace.about.structure, self._tensors(ask.data)))
-        return Computed(y_pred, (losses[0], losses[1]) if losses else None, raw, self.read())
+        after, loss = self.read(), (losses[0], losses[1]) if losses else None
+        return Computed(y_pred, loss, raw, after, tuple(after | each for each in changed))
 
     def loss(
         self, state: Named, data: Batch, predictions: list[tf.Tensor], masks: Batch, weighted: bool
@@ -186,9 +191,13 @@ class KerasOracle(Oracle):
         )
         self.unit = max([EPS, *(UNITS.get(layer.compute_dtype, EPS) for layer in one.layers)])
         self.units = {n: UNITS.get(v.dtype, EPS) for n, v in one.variables.items()}
-        self.synchronizes = len(trace.shards) > 1 and any(
-            getattr(one.layers[i], "synchronized", False) for i in self.layers_with_statistics
+        self.synchronized_layers = tuple(
+            index
+            for index in self.layers_with_statistics
+            if len(trace.shards) > 1 and getattr(one.layers[index], "synchronized", False)
         )
+        inner = {id(v) for part in separate_layers(one.model) for v in part.variables}
+        self.draws_outside = any(id(one.variables[name]) not in inner for name in drawn)
         self.scales_loss = one.optimizer is not one.model.optimizer
         own = {id(variable) for variable in one.optimizer.variables}
         is_sgd = isinstance(one.optimizer, keras.optimizers.SGD)
@@ -380,13 +389,6 @@ def in_inference_mode(layers: Sequence[keras.layers.Layer]) -> Iterator[None]:
         for layer in layers:
             if layer._call_has_training_arg:
                 hooks.hook(layer, "call", call)
-        yield
-
-
-@contextlib.contextmanager
-def as_replica(number: int) -> Iterator[None]:
-    """Runs a step on one device with the number of a replica, in a group of one."""
-    with tf.distribute.ReplicaContext(tf.distribute.get_strategy(), number):
         yield
 
 

@@ -25,13 +25,13 @@ AFTER_CORRECTION, BEFORE_CORRECTION = "after bias correction", "before bias corr
 UNDER_ROOT = "under the root"
 
 # Role of optimizer state → its names in PyTorch, Keras and Optax.
-_COUNTER = {"number": ("step", "iterations", "iteration", "count")}
+COUNTERS = ("step", "iterations", "iteration", "count")
 _ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     "SGD": {"velocity": ("momentum_buffer", "momentum", "trace")},
     "Adam": {
         "first_moment": ("exp_avg", "m", "mu", "momentum"),
         "second_moment": ("exp_avg_sq", "v", "nu", "velocity"),
-        **_COUNTER,
+        "number": COUNTERS,
     },
 }
 
@@ -55,6 +55,7 @@ class Rule:
         epsilon_placement: where epsilon is added: to the root `AFTER_CORRECTION` of the bias
             (PyTorch, Optax) or `BEFORE_CORRECTION` (Keras), or `UNDER_ROOT`.
         corrects_bias: whether Adam corrects the bias of its moments.
+        corrects_second_bias: whether it corrects that of the second one, too.
     """
 
     family: str
@@ -70,6 +71,7 @@ class Rule:
     epsilon: float = 1e-8
     epsilon_placement: str = AFTER_CORRECTION
     corrects_bias: bool = True
+    corrects_second_bias: bool = True
 
 
 def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule | None:
@@ -147,7 +149,9 @@ def _adam(
     first = rule.beta_1 * old_first + (1 - rule.beta_1) * gradient
     second = rule.beta_2 * old_second + (1 - rule.beta_2) * gradient**2
     first_left = 1 - (correction[0] * rule.beta_1) ** number if rule.corrects_bias else 1.0
-    second_left = 1 - (correction[1] * rule.beta_2) ** number if rule.corrects_bias else 1.0
+    second_left = 1.0
+    if rule.corrects_bias and rule.corrects_second_bias:
+        second_left = 1 - (correction[1] * rule.beta_2) ** number
     if rule.epsilon_placement == UNDER_ROOT:
         root = np.sqrt(second / second_left + rule.epsilon)
     elif rule.epsilon_placement == BEFORE_CORRECTION:
@@ -164,6 +168,7 @@ _CAUSES = {
     "decay_placement": "weight_decay_placement",
     "epsilon_placement": "epsilon_placement",
     "corrects_bias": "bias_not_corrected",
+    "corrects_second_bias": "bias_not_corrected",
 }
 
 
@@ -202,6 +207,8 @@ class RuleOracle:
         ]
         for weight in weights:
             groups = [group for group in settings if weight in group.get("weights", (weight,))]
+            if settings and not groups:
+                continue  # The optimizer does not have it.
             rule = rule_of(about.optimizer, groups[0] if groups else {})
             if rule is None:
                 self.rules = {}
@@ -210,7 +217,7 @@ class RuleOracle:
             found = self._state[weight] = {}
             for key, variable in states:
                 of_all = not variable.of and np.size(after[key]) == 1  # A common counter.
-                for role, names in {**_COUNTER, **needed}.items():
+                for role, names in {"number": COUNTERS, **needed}.items():
                     is_own = variable.of == weight or (of_all and role == "number")
                     if variable.slot in names and is_own:
                         found[role] = key
@@ -231,6 +238,19 @@ class RuleOracle:
             for own, theirs in pairs
             if getattr(own, field.name) != getattr(theirs, field.name)
         }
+
+    @property
+    def sums(self) -> set[str]:
+        """Keys of the optimizer state that is linear in the gradients."""
+        roles = ("velocity", "first_moment")
+        return {own[role] for own in self._state.values() for role in roles if role in own}
+
+    def with_more_decay(self, more: float) -> "RuleOracle":
+        """Returns the same oracle with a larger weight decay of all weights."""
+        rules = self.rules.items()
+        return self.with_rules(
+            {n: dataclasses.replace(r, weight_decay=r.weight_decay + more) for n, r in rules}
+        )
 
     def with_rules(self, rules: Mapping[str, Rule]) -> "RuleOracle":
         """Returns the same oracle with other rules."""
@@ -297,6 +317,8 @@ class RuleOracle:
             text = f"the change is that of momentum {form} the look-ahead of Nesterov"
             yield "other_nesterov", text, {"nesterov": nesterov}
         yield "bias_not_corrected", "the bias is not corrected", {"corrects_bias": False}
+        text = "the bias of the second moment is not corrected"
+        yield "bias_not_corrected", text, {"corrects_second_bias": False}
         for place in (AFTER_CORRECTION, BEFORE_CORRECTION, UNDER_ROOT):
             text = f"epsilon is added {place}"
             yield "epsilon_placement", text, {"epsilon_placement": place}

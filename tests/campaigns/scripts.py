@@ -53,6 +53,7 @@ class Entry(NamedTuple):
         replay: whether the states of the reference are loaded before each step.
         permuted: whether the tolerance is computed from a recording with permuted examples.
         both: whether the reference has the change, too.
+        by_shard: whether the reference is recorded last, for each shard of the other recording.
         part: what is added to the name of the file that is compared, if a script writes several.
     """
 
@@ -63,6 +64,7 @@ class Entry(NamedTuple):
     replay: bool = True
     permuted: bool = False
     both: bool = False
+    by_shard: bool = False
     part: str = ""
 
     @property
@@ -98,7 +100,7 @@ def listed() -> list[Entry]:
     entries = []
     for path in sorted(SCRIPTS.glob("*.toml")):
         table = tomllib.loads(path.read_text("utf-8"))
-        common = {key: table[key] for key in ("permuted", "part") if key in table}
+        common = {key: table[key] for key in ("permuted", "part", "by_shard") if key in table}
         entries.append(Entry(path.stem, "unchanged", **common))
         for found in (*table.get("right", ()), *table["bug"]):
             options = common | found
@@ -198,11 +200,16 @@ def _outcome(
     references: tuple[pathlib.Path, pathlib.Path | None],
 ) -> Outcome:
     """Records a program with two replicas and compares it with the reference."""
-    if entry.both:
+    if entry.both and not entry.by_shard:
         references = _references(servers, entry, folder, entry.source)
     one, permuted = references
-    start = [str(one.with_name("one.npz"))] if entry.replay else []
-    if failed := _record(servers, entry.source, entry.script, folder, 2, "two.npz", *start):
+    plain = entry._replace(changes=())
+    start = [str(one.with_name("one.npz"))] if entry.replay and not entry.by_shard else []
+    failed = _record(servers, entry.source, entry.script, folder, 2, "two.npz", *start)
+    if entry.by_shard and not failed:
+        one, source = folder / "one.npz", (entry if entry.both else plain).source
+        failed = _record(servers, source, entry.script, folder, 1, one.name, "two.npz", "", "each")
+    if failed:
         is_refusal = "/lockstep/record_" in failed
         return Outcome(False, False, f"no recording: {failed[-600:].strip()}", False, is_refusal)
     try:

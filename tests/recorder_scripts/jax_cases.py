@@ -4,6 +4,7 @@
 """
 
 import collections
+import itertools
 import json
 import os
 import pathlib
@@ -88,6 +89,14 @@ def pmap_step(params, velocity, x, y, key):
     return *update(params, velocity, grads), loss
 
 
+@partial(jax.pmap, axis_name="d", in_axes=(None, None, 0, 0, 0))
+def pmap_step_of_one_copy(*args):
+    loss, grads = value_and_grad(args[0], *args[2:])
+    grads = record_jax.keep("raw", grads)
+    grads = record_jax.keep("sums", jax.lax.pmean(grads, "d"))
+    return *update(*args[:2], grads), loss
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def jit_step(name, state, examples, *, key):
     """Trains with Adam; the state is one object, the batch a dictionary, the key a keyword."""
@@ -102,11 +111,11 @@ def jit_step(name, state, examples, *, key):
     return State(params, moments, stats), {"loss": loss}
 
 
-def loop(step, stack=0, end=6):
+def loop(step, stack=0, end=6, one_copy=False):
     """Trains for six steps, the last two with short batches; returns all arrays."""
     params = init()
     velocity = jax.tree.map(np.zeros_like, params)
-    if stack:
+    if stack and not one_copy:
         params, velocity = jax.tree.map(lambda a: np.stack([a] * stack), (params, velocity))
     for number in range(end):
         x, y = batch(number)
@@ -115,6 +124,8 @@ def loop(step, stack=0, end=6):
             x, y = (a.reshape(stack, -1, *a.shape[1:]) for a in (x, y))
             key = jax.random.split(key, stack)
         params, velocity, loss = step(params, velocity, x, y, key)
+        if one_copy:
+            params, velocity = jax.tree.map(lambda a: np.asarray(a[0]), (params, velocity))
     return [np.asarray(leaf) for leaf in jax.tree.leaves((params, velocity, loss))]
 
 
@@ -271,9 +282,12 @@ def case_pmap():
     assert is_equal(record("two", pmap_step, run, pmap=True), run(pmap_step))
     record("one", pmap_step, partial(loop, stack=1), pmap=True, replay="two.npz")
     record("permuted", pmap_step, run, pmap=True, replay="two.npz", permute=5)
-    no_axis = r"^pmap: batch of shape \(8, 5\) has no axis of devices$"
+    no_axis = r"^pmap: batch of shape \(8, 5\) has no axis of devices; "
     refused(no_axis, shard_map_step(2), pmap=True)
-    two, one, permuted = map(Trace, ("two", "one", "permuted"))
+    record("none", pmap_step_of_one_copy, partial(run, one_copy=True), pmap=("batch", "key"))
+    two, one, permuted, none = map(Trace, ("two", "one", "permuted", "none"))
+    for position, kind in itertools.product((1, 2, 3), ("before", "raw", "after", "data")):
+        assert is_close(none.get(position, kind, 1)[:6], two.get(position, kind, 1)[:6])
     assert two.about["num_replicas"] == 2 and one.about["num_replicas"] == 1
     moved = []
     for position in (1, 2, 3):

@@ -7,7 +7,10 @@ import numpy as np
 
 
 class Trace:
-    """The arrays of all ranks of a recording, by position, kind, replica and place."""
+    """The arrays of all ranks of a recording, by position, kind, replica and place.
+
+    `replaced` has the own states of a training that starts each step from those of another one.
+    """
 
     def __init__(self, name):
         path = pathlib.Path(f"{name}.npz")
@@ -16,8 +19,13 @@ class Trace:
         for each in paths:
             with np.load(each, allow_pickle=False) as file:
                 self.arrays |= dict(file)
-            self.abouts.append(json.loads(str(self.arrays.pop("about"))))
+            about = json.loads(str(self.arrays.pop("about")))
+            of_aliases = {name: self.arrays[of] for name, of in about.get("aliases", {}).items()}
+            self.arrays |= of_aliases
+            self.abouts.append(about)
         self.about = self.abouts[0]
+        own = [name for name in self.arrays if "/replaced/" in name]
+        self.replaced = {name: self.arrays.pop(name) for name in own}
 
     def get(self, position, kind, replica=0):
         """Returns the arrays of a kind in the order of their places."""

@@ -4,10 +4,12 @@
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import shutil
 import sys
+import warnings
 
 import numpy as np
 import torch
@@ -45,8 +47,9 @@ def batch(step, shard=0, num_shards=1):
     return x[shard::num_shards], y[shard::num_shards]
 
 
-def train(model, optimizer, path=None, num_steps=4, shards=(0, 1), **options):
+def train(model, optimizer, path=None, num_steps=4, shards=(0, 1), by_shard=None, **options):
     """Trains, with a recording if there is a path, and returns the final bits."""
+    options |= {"shards": by_shard} if by_shard else {}
     record = record_torch.record(path, model, optimizer, **options) if path else None
     with record or contextlib.nullcontext():
         for step in range(num_steps):
@@ -129,7 +132,8 @@ def case_format():
     trace = Trace("format")
     check_about(trace.about)
     kinds = {key.split("/")[1] for key in trace.arrays}
-    assert kinds == {"data", "random", "random_after", "loss", "raw", "clipped", "before", "after"}
+    expected = {"data", "random", "random_after", "loss", "raw", "clipped", "before", "after"}
+    assert kinds == {*expected, "y_pred", "y_grad"}
     assert {key.split("/")[0] for key in trace.arrays} == {"1", "2"}
     check_arrays(trace)
 
@@ -172,6 +176,11 @@ def check_arrays(trace):
     assert not np.array_equal(trace.kind("random")["0"], trace.kind("random_after")["0"])
     assert trace.kind("loss")["0"].shape == () and trace.kind("loss")["0"] > 0
     assert_equal(trace.kind("raw"), trace.kind("clipped"))  # Nothing is clipped in this training.
+    y_pred, y_grad = trace.kind("y_pred")["0"], trace.kind("y_grad")["0"]
+    assert y_pred.shape == y_grad.shape and len(y_pred) == 12
+    if HAS_TORCH:
+        y = batch(0)[1].numpy()
+        np.testing.assert_allclose(y_grad, 2 * (y_pred - y) / y.size, rtol=1e-4, atol=1e-6)
     before, after = trace.kind("before"), trace.kind("after")
     assert "0.weight/step" not in before and after["0.weight/step"] == 1
     assert trace.kind("before", 2)["0.weight/step"] == 2
@@ -209,6 +218,8 @@ def case_replay():
         assert again.about["replayed"] == replay
         if not permute:
             assert_equal(first.arrays, again.arrays)
+            assert again.replaced["1/replaced/0/0"].min() == 1  # What the script starts from.
+            assert {*again.about["aliases"]} >= {n for n in again.replaced if n[:2] == "2/"}
     verdict = compare("first.npz", "again.npz")
     assert not verdict.findings and {"update", "gradients"} <= {*verdict.checked}
     assert again.about["permuted"] == 1
@@ -224,6 +235,46 @@ def case_replay():
     model = network(0.3)
     torch.manual_seed(1)
     assert_equal(random.arrays, trained("again", model, steps=3, replay="random.npz").arrays)
+
+
+def of_two(name, dropout):
+    """Records two trainings as the ranks of one."""
+    for rank in range(2):
+        model = network(dropout)
+        torch.manual_seed(rank)
+        train(model, momentum(model), "part.npz", shards=(rank, 2), steps=1)
+        trace = Trace("part")
+        arrays = {key.replace("/0/", f"/{rank}/"): x for key, x in trace.arrays.items()}
+        about = trace.about | {"num_replicas": 2, "replicas": [rank], "reduction": "mean"}
+        np.savez(f"{name}.rank{rank}.npz", about=np.array(json.dumps(about)), **arrays)
+    return Trace(name)
+
+
+def case_shards():
+    """One process computes each replica's part of the batch, with its random numbers."""
+    others = {"steps": 1, "replay": "shards.npz"}
+    options = others | {"by_shard": "each"}
+    for dropout in (0.0, 0.3):
+        two, model = of_two("shards", dropout), network(dropout)
+        one = trained("by_shard", model, momentum, **options)
+        assert "forward" not in vars(model)
+        np.testing.assert_array_equal(one.arrays["1/shards/0/0"], np.arange(12) % 2)
+        assert_close(one.kind("raw"), mean_of_raw(two, 0))
+        for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+            np.testing.assert_array_equal(one.kind("after")[name], two.kind("after")[name])
+    permuted = trained("by_shard_permuted", None, momentum, permute=1, **options)
+    assert sorted(permuted.arrays["1/shards/0/0"]) == [0] * 6 + [1] * 6
+    model = network()
+    compiled = torch.compile(model, backend="eager") if HAS_TORCH else model
+    assert "1/shards/0/0" in trained("compiled", compiled, momentum, **options).arrays
+    model = network()
+    optimizer = momentum(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(model, optimizer, "half.npz", shards=(0, 2), by_shard="each", **others)
+    assert "1/shards/0/0" not in Trace("half").arrays
+    text = "half.npz: step 0 has other examples than shards.npz; not computed for each shard"
+    assert text in [str(warning.message) for warning in told]
 
 
 def case_other_optimizer():
@@ -372,6 +423,60 @@ def case_modes():
     assert about.micro_batches == (1, 1, 1)
 
 
+def case_repeated_update():
+    """A second update with the same gradients belongs to the same step."""
+    for steps in ([0, 1, 2], [0, 2]):
+        model = network()
+        optimizer = adamw(model)
+        with record_torch.record("twice.npz", model, optimizer, steps=steps):
+            for step in range(3):
+                x, y = batch(step)
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.step()
+        twice = Trace("twice")
+        assert twice.about["steps"] == steps and twice.kind("after", 2)["0.weight/step"] == 6
+        assert twice.kind("before", 2)["0.weight/step"] == 4
+
+
+class Tied(nn.Module):
+    """Has two parts that may share their weights."""
+
+    def __init__(self, is_tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        if not is_tied:
+            self.second.weight = nn.Parameter(self.first.weight.detach().clone())
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def case_tied():
+    """A copy of a weight that the other model ties has the recorded values of that weight."""
+    if not HAS_TORCH:
+        return
+    one_step("tied", Tied(True), torch.ones(4, 5), 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = one_step("untied", Tied(False), torch.ones(4, 5), 2, "tied.npz")
+    before = found.kind("before", 1)
+    np.testing.assert_array_equal(before["second.weight"], before["first.weight"])
+    text = "tied.npz has one weight for first.weight and its copy second.weight"
+    assert sum(text in str(warning.message) for warning in told) == 1
+
+
+def case_slots():
+    """Optimizer state that the replayed file lacks is kept, as of other settings."""
+    trained("plain", steps=3)
+    amsgrad = {"optimizer": lambda model: adamw(model, amsgrad=True)} if HAS_TORCH else {}
+    found = trained("amsgrad", steps=3, replay="plain.npz", **amsgrad).kind("before", 2)
+    assert ("0.weight/max_exp_avg_sq" in found) == HAS_TORCH
+
+
 def case_skipped():
     """The update of the second batch is skipped, as a GradScaler does: the step begins again."""
     model = network()
@@ -379,13 +484,42 @@ def case_skipped():
     with record_torch.record("skipped.npz", model, optimizer, steps=2):
         for step in range(3):
             x, y = batch(step)
-            F.mse_loss(model(x), y).backward()
+            (F.mse_loss(model(x), y) * (float("inf") if step == 1 else 1)).backward()
             if step != 1:
                 optimizer.step()
             optimizer.zero_grad()
     skipped = Trace("skipped")
     assert skipped.about["micro_batches"] == [1, 1] and skipped.about["steps"] == [0, 1]
     assert skipped.kind("data", 1).keys() == {"0"}
+
+
+def case_scaled():
+    """Gradients, losses and clipped norms of a GradScaler are recorded without its scale."""
+    clip, found = nn.utils.clip_grad_norm_, {}
+    for name, init_scale in (("plain", 1.0), ("scaled", 1024.0)):
+        model = network()
+        optimizer = adamw(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        with record_torch.record(f"{name}.npz", model, optimizer, steps=2):
+            for number in range(5):
+                x, y = batch(number)
+                times = 0.5 if number else float("inf")  # The first update is skipped.
+                scaler.scale(F.mse_loss(model(x), y) * times).backward()
+                if number % 2 == 0:
+                    scaler.unscale_(optimizer)
+                    clip(model.parameters(), 0.5)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    for p in model.parameters():  # Not None, as zero_grad leaves them.
+                        p.grad = torch.zeros_like(p)
+        found[name] = Trace(name)
+    plain, scaled = found.values()
+    calls = ["forward", "backward", "forward", "backward", "unscale", "clip norm 0.5"]
+    assert plain.about["calls"] == scaled.about["calls"] == [calls, calls]
+    assert plain.about["loss_scale"] == [0.5, 0.5] and scaled.about["loss_scale"] == [512, 512]
+    for kind in ("raw", "unclipped", "clipped", "loss"):
+        for step in (0, 1):
+            assert_close(plain.kind(kind, step), scaled.kind(kind, step))
 
 
 def case_accumulation():
@@ -418,6 +552,32 @@ def case_two_models():
         optimizer.step()
     loss = Trace("two_models").kind("loss")["0"]
     np.testing.assert_allclose(loss, made.square().sum().item(), rtol=1e-6)
+
+
+class TwoHeads(nn.Module):
+    """Returns two outputs, the second in a nest, and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return [self.first(x), [self.second(x)]]
+
+
+def case_outputs():
+    """The loss uses the first output only; two forward passes."""
+    model = TwoHeads()
+    optimizer = adamw(model)
+    with record_torch.record("outputs.npz", model, optimizer, steps=1):
+        for _ in range(2):
+            model(torch.ones(4, 5))[0].sum().backward()
+        optimizer.step()
+    y_pred, y_grad = (Trace("outputs").kind(kind) for kind in ("y_pred", "y_grad"))
+    assert [len(x) for x in y_pred.values()] == [4] * 4
+    assert not y_grad["1"].any() and not y_grad["3"].any()
+    if HAS_TORCH:
+        assert (y_grad["0"] == 1).all() and (y_grad["2"] == 1).all()
 
 
 def case_exception():
@@ -549,6 +709,11 @@ def case_errors():
         model.eval()
         train(model, optimizer, "evaluation.npz", steps=1, replay="first.npz")
 
+    def with_one_output():
+        whole = network()
+        whole.forward = lambda x, inner=whole.forward: inner(x).sum()
+        train(whole, momentum(whole), "output.npz", steps=1, replay="shards.npz", by_shard="each")
+
     with open("damaged.npz", "wb") as file:
         file.write(b"PK\x03\x04 damaged")
     with np.load("first.npz") as file:
@@ -573,13 +738,20 @@ def case_errors():
         ("replay: 1.bias (4,) is not matched by 4.weight (5, 64); pass names", model, optimizer,
          {"steps": [0], "replay": "first.npz", "names": {"1.bias": "4.weight"}}),
     ]  # fmt: skip
+    cases += [
+        ("shards='each': must be 'each', with replay= and in one process", model, optimizer,
+         {"shards": "each"}),
+        ("shards='all': must be 'each', with replay= and in one process", model, optimizer,
+         {"shards": "all", "replay": "first.npz"}),
+    ]  # fmt: skip
     for expected, *arguments, options in cases:
         refused(expected, record, "x.npz", *arguments, **options)
     for path in ("x.npy", "nowhere/x.npz"):
         expected = f"{path}: must be an .npz file in a folder that exists"
         refused(expected, record, path, model, optimizer)
     refused("optimizer.step: calls its closure twice, which cannot be recorded", with_closure)
-    refused("replay: no forward pass was seen", in_evaluation)
+    refused("replay: step 0: the model is called in evaluation mode", in_evaluation)
+    refused("shards='each': the model has an output of shape (), without a row", with_one_output)
 
 
 def case_compiled():
@@ -718,14 +890,17 @@ def case_other_meshes():
 
 CASES = {
     "one": [
-        *(case_format, case_bits, case_replay, case_other_optimizer, case_port, case_gradients),
+        *(case_format, case_bits, case_replay, case_shards, case_port, case_gradients),
         *(
+            case_other_optimizer,
             case_autocast,
             case_autocast_inside,
-            case_modes,
+            *(case_modes, case_repeated_update, case_slots, case_tied),
             case_skipped,
+            case_scaled,
             case_accumulation,
             case_two_models,
+            case_outputs,
         ),
         *(case_exception, case_nested, case_accelerate, case_lightning, case_errors),
         case_compiled,

@@ -226,18 +226,31 @@ def jit(function, donate_argnums=(), static_argnums=()):
     return _Compiled(function, donate_argnums, found)
 
 
-def pmap(function, axis_name, donate_argnums=()):
+def pmap(function, axis_name, donate_argnums=(), in_axes=0):
     def called(*args):
-        count = len(leaves_of(args)[0])
-        at = [[tree_map(lambda a, i=i: a[i], arg) for arg in args] for i in range(count)]
+        axes = in_axes or [0] * len(args)
+        mapped = [arg for arg, axis in zip(args, axes, strict=True) if axis == 0]
+        count = len(leaves_of(mapped)[0])
+        at = [
+            [
+                arg if axis is None else tree_map(lambda a, i=i: a[i], arg)
+                for arg, axis in zip(args, axes, strict=True)
+            ]
+            for i in range(count)
+        ]
         results = _on_devices(function, at)
         mesh = SimpleNamespace(devices=_DEVICES[:count])
         stacked = tree_map(lambda *parts: np.stack(parts), *results)
         return device_put(stacked, Sharding(mesh, "d"))
 
     def shardings(args, options):
-        leaves = leaves_of(args)
-        return [Sharding(SimpleNamespace(devices=_DEVICES[: len(a)]), "d") for a in leaves]
+        axes = in_axes or [0] * len(args)
+        found = []
+        for arg, axis in zip(args, axes, strict=True):
+            for leaf in leaves_of(arg):
+                devices = _DEVICES[: 1 if axis is None else len(leaf)]
+                found.append(Sharding(SimpleNamespace(devices=devices), "d"))
+        return found
 
     return _Compiled(called, donate_argnums, shardings)
 

@@ -13,8 +13,10 @@ import numpy as np
 
 __version__ = "2.0+stand.in"
 strided, bfloat16, equal, argsort = "strided", np.float16, np.array_equal, np.argsort
+int64 = np.int64
 float16 = "torch.float16"  # Only of autocast, which changes nothing here.
 set_num_threads = abs  # There is one thread.
+compiler = types.SimpleNamespace(is_compiling=lambda: False)
 cuda = types.SimpleNamespace(is_initialized=lambda: False, set_rng_state=None)
 _random, _world, _pipe = [0, 0], [0, 1], []  # Seed and draws; rank and size; the other process.
 _autocast = []  # Dtypes of the contexts that are entered.
@@ -39,6 +41,15 @@ class Tensor(np.ndarray):
 
     def numel(self):
         return self.size
+
+    def element_size(self):
+        return self.itemsize
+
+    def is_floating_point(self):
+        return self.dtype.kind == "f"
+
+    def register_hook(self, hook):
+        """Without automatic differentiation, there is no gradient of an output."""
 
     def detach(self):
         found = self.view()
@@ -129,8 +140,18 @@ def _exchanged(value):
     return both if _world[0] == 0 else both[::-1]
 
 
-def tensor(data):
+def tensor(data, device=None):
     return np.array(data).view(Tensor)
+
+
+def cat(tensors):
+    whole = tensor(np.concatenate(tensors))
+    whole.weights = [weight for each in tensors for weight in each.weights]
+    return whole
+
+
+def zeros(size, dtype):
+    return tensor(np.zeros(size, dtype))
 
 
 def as_tensor(data):
@@ -210,7 +231,7 @@ class Module:
     """The output for an example is its mean times the sum of all weights."""
 
     def __init__(self):
-        self.training, self.buffers = True, {}
+        self.training, self._buffers = True, {}
         self._forward_pre_hooks, self._forward_hooks = {}, {}
 
     def __call__(self, *args):
@@ -259,7 +280,7 @@ class Module:
         return self._named(vars, recurse)
 
     def named_buffers(self, recurse=True):
-        return self._named(lambda module: module.buffers, recurse)
+        return self._named(lambda module: module._buffers, recurse)
 
     def parameters(self):
         return [p for _, p in self.named_parameters()]
@@ -308,13 +329,13 @@ class BatchNorm2d(Module):
         super().__init__()
         self.eps, self.momentum = 1e-5, 0.1
         self._add(weight=(width,), bias=(width,))
-        self.buffers = {"running_mean": _draw(width), "running_var": _draw(width)}
-        self.buffers["num_batches_tracked"] = tensor(0)
+        self._buffers = {"running_mean": _draw(width), "running_var": _draw(width)}
+        self._buffers["num_batches_tracked"] = tensor(0)
 
     def used(self, x):
         if self.training:
-            self.buffers["running_mean"][...] += np.float32(x.mean())
-            self.buffers["num_batches_tracked"][...] += 1
+            self._buffers["running_mean"][...] += np.float32(x.mean())
+            self._buffers["num_batches_tracked"][...] += 1
         return 1
 
 
@@ -397,8 +418,46 @@ def fully_shard(module, mesh=None):
 def _clip(parameters, limit):
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = np.sqrt(sum(float((g.astype(float) ** 2).sum()) for g in gradients))
-    for gradient in gradients:
-        gradient *= np.float32(min(1, limit / (norm + 1e-6)))
+    _clipping._clip_grads_with_norm_(parameters, limit, norm)
+
+
+def _clip_to(parameters, limit, norm):
+    for p in parameters:
+        if p.grad is not None:
+            p.grad *= np.float32(min(1, limit / (norm + 1e-6)))
+
+
+_clipping = types.SimpleNamespace(clip_grad_norm_=_clip, _clip_grads_with_norm_=_clip_to)
+
+
+class GradScaler:
+    def __init__(self, device, init_scale):
+        self.factor = init_scale
+
+    def is_enabled(self):
+        return True
+
+    def get_scale(self):
+        return self.factor
+
+    def scale(self, loss):
+        return loss * np.float32(self.factor)
+
+    def unscale_(self, optimizer):
+        found = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        for gradient in found:
+            gradient /= np.float32(self.factor)
+        self.is_finite = all(np.isfinite(gradient).all() for gradient in found)
+
+    def step(self, optimizer):
+        if self.is_finite:
+            optimizer.step()
+
+    def update(self):
+        self.factor *= 1 if self.is_finite else 0.5
+
+
+amp = types.SimpleNamespace(GradScaler=GradScaler)
 
 
 def _mse(x, y):
@@ -528,7 +587,7 @@ _parallel = _module("nn.parallel", DistributedDataParallel=DistributedDataParall
 nn = _module(
     "nn", **{layer.__name__: layer for layer in _layers}, DataParallel=DataParallel,
     ConvTranspose2d=type("ConvTranspose2d", (Module,), {}), parallel=_parallel,
-    utils=types.SimpleNamespace(clip_grad_norm_=_clip),
+    utils=types.SimpleNamespace(clip_grad_norm_=_clip, clip_grad=_clipping),
     init=types.SimpleNamespace(ones_=lambda p: p.copy_(ones(1))),
 )  # fmt: skip
 _module("nn.functional", mse_loss=_mse)

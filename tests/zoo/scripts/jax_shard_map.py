@@ -32,7 +32,8 @@ def apply(params, x):
 
 
 def loss_fn(params, images, labels):
-    log_probs = jax.nn.log_softmax(apply(params, images))
+    logits = record_jax.keep("y_pred", apply(params, images))
+    log_probs = jax.nn.log_softmax(logits)
     return -jnp.take_along_axis(log_probs, labels[:, None], 1).mean()
 
 

@@ -1,4 +1,4 @@
-"""Starts a script of this folder: `python SCRIPT.py REPLICAS FILE.npz [REPLAY.npz [SEED]]`.
+"""Starts a script of this folder: `python SCRIPT.py REPLICAS FILE.npz [REPLAY.npz [SEED [each]]]`.
 
 The script's `main` gets its rank, the number of processes and the arguments of the recorder.
 """
@@ -15,8 +15,10 @@ def arguments() -> tuple[int, dict[str, Any]]:
     recording: dict[str, Any] = {"path": path}
     if others:
         recording["replay"] = others[0] or None
-    if len(others) > 1:
+    if others[1:] and others[1]:
         recording["permute"] = int(others[1])
+    if others[2:]:
+        recording["shards"] = others[2]
     return int(number), recording
 
 

@@ -1,0 +1,121 @@
+"""Finds the same examples in a step of two traces, and puts their arrays side by side."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.context import Context
+from lockstep.hypotheses.of_targets import targets_of
+from lockstep.reference import StepPair
+
+KINDS = ("data", "y_pred", "y_grad")
+Place = tuple[int, int]  # Number of a forward pass, and row.
+Pairs = list[tuple[np.ndarray, np.ndarray]]
+
+
+class Part(NamedTuple):
+    """Arrays of one forward pass; their first axis is the examples.
+
+    Attributes:
+        shard: the shard.
+        smoothings: label smoothing of each output; 0 if it is unknown.
+        arrays: kind, or "targets" → arrays. The latter have no columns if they are unknown.
+    """
+
+    shard: int
+    smoothings: list[float]
+    arrays: dict[str, list[np.ndarray]]
+
+
+class Matched(NamedTuple):
+    """The examples of one forward pass that both traces have.
+
+    Attributes:
+        shard: the shard of the second trace.
+        rows: positions in its forward pass.
+        smoothings: label smoothing of each output in both.
+        pairs: kind, or "targets" → arrays of both traces; empty if their shapes differ.
+    """
+
+    shard: int
+    rows: list[int]
+    smoothings: list[tuple[float, float]]
+    pairs: dict[str, Pairs]
+
+
+def matched_examples(pair: StepPair) -> list[Matched]:
+    """Returns the examples whose inputs are bitwise equal, for each forward pass of the second.
+
+    Inputs that occur twice in a trace are left out.
+    """
+    first, second = _parts(pair.first), _parts(pair.second)
+    places: list[dict[int, Place]] = []
+    for num_leaves in (1, None):  # All arrays, if few examples have another first one.
+        places = [_places(parts, num_leaves) for parts in (first, second)]
+        if len(places[1]) > sum(map(_num_rows, second)) / 2:
+            break
+    found = []
+    for number, part in enumerate(second):
+        common = [k for k, (own, _) in places[1].items() if own == number and k in places[0]]
+        if common:
+            rows = [places[1][key][1] for key in common]
+            sources = [(first[n], row) for n, row in (places[0][key] for key in common)]
+            pairs = {kind: _pairs(kind, sources, part, rows) for kind in part.arrays}
+            smoothings = list(zip(sources[0][0].smoothings, part.smoothings, strict=False))
+            found.append(Matched(part.shard, rows, smoothings, pairs))
+    return found
+
+
+def _parts(step: Context) -> list[Part]:
+    """Returns the forward passes of a step in order."""
+    parts = []
+    for shard in step.shards:
+        count = step.trace.micro_batches(step.position, shard)
+        for number in range(count):
+            arrays = {}
+            for kind in KINDS:
+                found = step.arrays(kind)[shard] if step.has(kind) else []
+                each = len(found) // count
+                arrays[kind] = found[number * each :][:each] if each * count == len(found) else []
+            size = next((len(a) for a in arrays["data"] if a.ndim), 0)
+            rows = {k: [a for a in own if a.ndim and len(a) == size] for k, own in arrays.items()}
+            outputs = zip(rows["y_pred"], rows["y_grad"], strict=False)
+            read = [targets_of(*each) for each in outputs if np.shape(each[0]) == each[1].shape]
+            rows["targets"] = [targets for targets, _ in read]
+            parts.append(Part(shard, [smoothing for _, smoothing in read], rows))
+    return parts
+
+
+def _num_rows(part: Part) -> int:
+    return len(part.arrays["data"][0]) if part.arrays["data"] else 0
+
+
+def _places(parts: Sequence[Part], num_leaves: int | None) -> dict[int, Place]:
+    """Returns hash of the inputs → place of each example whose inputs occur once."""
+    found: dict[int, list[Place]] = {}
+    for number, part in enumerate(parts):
+        leaves = [_comparable(array) for array in part.arrays["data"][:num_leaves]]
+        for row in range(_num_rows(part)):
+            key = hash(b"".join(leaf[row].tobytes() for leaf in leaves))
+            found.setdefault(key, []).append((number, row))
+    return {key: places[0] for key, places in found.items() if len(places) == 1}
+
+
+def _comparable(array: np.ndarray) -> np.ndarray:
+    """Returns an array in the dtype that any framework may use for it."""
+    kinds = {"f": np.float32, "i": np.int64, "u": np.int64, "b": np.int64}
+    return array.astype(kinds.get(array.dtype.kind, array.dtype))
+
+
+def _pairs(
+    kind: str, sources: Sequence[tuple[Part, int]], part: Part, rows: Sequence[int]
+) -> Pairs:
+    """Returns the arrays of a kind for the same examples in both traces."""
+    found = []
+    for index, own in enumerate(part.arrays[kind]):
+        others = [p.arrays[kind][index][row] for p, row in sources if index < len(p.arrays[kind])]
+        if len(others) < len(rows) or {other.shape for other in others} != {own.shape[1:]}:
+            return []
+        found.append((_comparable(np.stack(others)), _comparable(own[list(rows)])))
+    return found
