@@ -30,7 +30,7 @@ def check_update(context: Context) -> Iterator[Finding]:
     if any(updates) and not all(updates):
         text = "the recording of these replicas ends before this step: they update no weights in it"
         states = zip(updates, context.named("before"), strict=True)
-        # Arrays of other kinds show that the recording goes on, without this one.
+        # Arrays of other kinds show that the recording continues without this one.
         items = [
             copy for copy, (has_update, before) in enumerate(states) if not (has_update or before)
         ]
