@@ -260,7 +260,8 @@ class Recorder:
     def _gradient(self, inner: Callable, tape: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Records the scalar whose gradient a step takes, which a loss scale would multiply."""
         weights = {id(variable.value) for variable in self._model.trainable_variables}
-        sources = {id(getattr(x, "value", x)) for x in tree.flatten((args, kwargs))}
+        given = tree.flatten((args, kwargs))
+        sources = {id(x.value if isinstance(x, keras.Variable) else x) for x in given}
         replica = replica_id() if self._num_losses and weights & sources else -1
         is_plain = self._optimizer is self._outer and tf.is_tensor(target)
         if replica in self._num_losses and is_plain and target.shape.rank == 0:
