@@ -14,9 +14,11 @@ from lockstep.arithmetic import (
     are_finite,
     dense,
     distance,
+    factor_of,
     hashes_of,
     norm,
     ratio,
+    scaled_all,
 )
 from lockstep.context import Context
 from lockstep.match import Matching
@@ -25,6 +27,8 @@ from lockstep.trace import STATISTIC, WEIGHT, Named, Trace
 from lockstep.verdict import Finding
 
 KERNELS = 64 * EPS  # Relative difference of correct kernels of two frameworks.
+_CLOSE = 1e-3  # Relative; of factors.
+_FACTORS = ("scaled_gradient", "sum_instead_of_mean", "mean_instead_of_sum")
 SAME_START = 1e-7  # Relative; states that are only transposed have a distance of 0.
 
 
@@ -179,9 +183,62 @@ class StepPair:
         changed = [
             {} if step.is_wrong("all-reduce", "clipping") else step.changed_by_hand for step in both
         ]
-        if not any(changed) or (found[0] and not self.tolerance.wrong(found[1], found[0])):
+        if found[0] and not self.tolerance.wrong(found[1], found[0]):
             return found
-        return self._common_gradients(*(c or r for c, r in zip(changed, received, strict=True)))
+        if any(changed):
+            return self._common_gradients(*(c or r for c, r in zip(changed, received, strict=True)))
+        return self._kept_later(found) if any(map(_keeps_by_hand, both)) else found
+
+    def _kept_later(self, found: tuple[Named, Named]) -> tuple[Named, Named]:
+        """Returns gradients that a script keeps later, if these are equal, else those `found`.
+
+        Where scripts say themselves what they keep, as for JAX, one of them may divide before the
+        sum, and the other one after it, or keep clipped gradients only.
+        """
+        if not all(step.has("raw") or step.has("sums") for step, _ in self.both):
+            return self.applied
+        wrong, (first, second) = self.tolerance.wrong, found
+        if self.are_sums_equal:
+            return self.sums
+        scale = factor_of([*second.values()], [*first.values()])
+        is_scaled = np.isfinite(scale) and scale and not wrong(second, scaled_all(first, scale))
+        if not (is_scaled and self.applied[0]) or wrong(self.applied[1], self.applied[0]):
+            return found
+        if not wrong(self.applied[0], first):
+            return self.applied
+        # Clipping hides any factor, that of a sum over replicas, too. Others are in the loss, too.
+        num, of_first = (step.trace.about.num_replicas for step, _ in self.both)
+        is_of_replicas = max(scale * of_first / num, num / of_first / scale) < 1 + _CLOSE
+        is_of_replicas |= max(scale * num / of_first, of_first / num / scale) < 1 + _CLOSE
+        is_loss_known = all(step.has("loss") for step, _ in self.both)
+        return found if is_of_replicas or not is_loss_known else self.applied
+
+    @functools.cached_property
+    def sums(self) -> tuple[Named, Named]:
+        """The gradients that copy 0 has after the sum in both; the sent one of a single replica."""
+        received = [
+            step.named("sums")[0] if step.has("sums") else _whole_gradient(step)
+            for step, _ in reversed(self.both)
+        ]
+        return self._common_gradients(*received)
+
+    @functools.cached_property
+    def are_sums_equal(self) -> bool:
+        """Whether each copy receives the gradient of the whole batch, as in the reference."""
+        (first, _), second = self.sums, self.second
+        return bool(first and second.has("sums") and self.computes_the_same) and not any(
+            self.tolerance.wrong(self._common_gradients(first, own)[1], first)
+            for own in second.named("sums")
+        )
+
+    def take_back(self) -> list[Finding]:
+        """Removes what was found of factors in the sums that another factor makes right."""
+        found = self.second.findings
+        if not (_keeps_by_hand(self.second) and self.are_sums_equal):
+            return []
+        undone = [f for f in found if f.stage == "all-reduce" and f.cause in _FACTORS]
+        self.second.findings = [finding for finding in found if finding not in undone]
+        return undone
 
     @functools.cached_property
     def different_gradients(self) -> dict[str, float]:
@@ -227,6 +284,11 @@ class StepPair:
             return finding
         why = causes[0]
         return dataclasses.replace(finding, status=why.status, cause=why.cause, may_be=why.may_be)
+
+
+def _keeps_by_hand(context: Context) -> bool:
+    """Returns whether a script says itself which gradients are recorded."""
+    return context.trace.about.framework == "jax"
 
 
 def _whole_gradient(context: Context) -> Named:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lockstep.arithmetic import MARGIN, UNITS, dense
-from lockstep.checks.random_numbers import draws, is_random
+from lockstep.checks.random_numbers import draws, draws_other_numbers, is_random
 from lockstep.context import Context
 from lockstep.hypotheses.of_layers import num_local_norms, other_settings
 from lockstep.hypotheses.of_targets import why_targets
@@ -102,7 +102,8 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, bool]]:
             )
             causes.append(("local_statistics", text, is_choice))
     causes += [(cause, text, False) for cause, text in other_settings(pair)]
-    if not causes and not pair.has_same_shards and any(_is_random(step) for step, _ in pair.both):
+    is_random = draws_other_numbers(pair) or any(_is_random(step) for step, _ in pair.both)
+    if not causes and not pair.has_same_shards and is_random:
         text = "random layers draw other numbers in the two recordings"
         causes.append(("random_layers", text, True))
     return causes

@@ -8,6 +8,7 @@ import numpy as np
 
 from lockstep.arithmetic import MARGIN, relative_distance, relative_norm, same_bits
 from lockstep.context import Context
+from lockstep.reference import StepPair
 from lockstep.trace import SEED
 from lockstep.verdict import Finding
 
@@ -74,12 +75,69 @@ def _repeated(context: Context) -> Iterator[Finding]:
             if not (draws(earlier, shard) and draws(context, shard)):
                 continue
             context.mark_checked()
-            states = [each.arrays("random")[shard] for each in (earlier, context)]
+            states = [_own_states(each, shard) for each in (earlier, context)]
             if states[0] and _all_same(*states):
                 text = (
                     f"step {context.number} starts from the random state of step {earlier.number}"
                 )
                 yield context.found("random_numbers_repeated", text, items=(shard,))
+
+
+def compare_keys(pair: StepPair) -> Iterator[Finding]:
+    """Compares the keys that a script passes to its step with those of the reference.
+
+    A step may make other keys of a key that is always the same; then it is so in the reference,
+    too. Another stream of numbers is no less random.
+    """
+    own, right = _own_states(pair.second, 0), pair.first.arrays("random")[0]
+    if not (own and right and _has_keys(pair)):
+        return
+    pair.second.mark_checked()
+    for number in pair.first.trace.steps[: pair.first.position]:
+        if number not in pair.second.trace.steps:
+            continue
+        first, second = (
+            Context(step.trace, step.trace.steps.index(number))
+            for step in (pair.first, pair.second)
+        )
+        earlier = _own_states(second, 0)
+        if _all_same(own, earlier) and not _all_same(right, first.arrays("random")[0]):
+            text = f"the key of step {number} is passed to step {pair.second.number} again"
+            yield pair.second.found("random_numbers_repeated", text)
+            return
+    states = filter(None, pair.second.arrays("random"))  # Replicas may have keys of their own.
+    if not _all_same(own, right) and len({tuple(s.tobytes() for s in each) for each in states}) < 2:
+        text = "the keys that the script passes are not those of the first recording"
+        yield pair.second.found("random_layers", text, design=True)
+
+
+def draws_other_numbers(pair: StepPair) -> bool:
+    """Returns whether a step draws with other keys than the reference, where keys are recorded."""
+    right = pair.first.arrays("random")[0]
+    others = [states for states in pair.second.arrays("random") if states]
+    is_known = right and others and _has_keys(pair)
+    return bool(is_known) and not all(_all_same(states, right) for states in others)
+
+
+def _has_keys(pair: StepPair) -> bool:
+    """Returns whether random states are the keys that scripts pass: traces without layers."""
+    return not any(step.trace.about.layers for step, _ in pair.both)
+
+
+def _own_states(context: Context, shard: int) -> Sequence[np.ndarray]:
+    """Returns the random states of a shard, also where those of another recording replace them.
+
+    A key that the step itself makes of the key that it is given is known for the latter only.
+    """
+    drawn = context.arrays("random")[shard]
+    if not (drawn and context.has("replaced")):
+        return drawn
+    copy = context.trace.copy_of(shard)
+    given, own = (context.named(kind)[copy] for kind in ("before", "replaced"))
+    names = [name for name in context.of_kind(SEED) if name in given and name in own]
+    used = b"".join(given[name].tobytes() for name in names)
+    is_used = names and used == b"".join(state.tobytes() for state in drawn)
+    return [own[name].view(np.uint8) for name in names] if is_used else drawn
 
 
 def draws(context: Context, shard: int) -> bool:
