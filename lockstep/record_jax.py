@@ -21,6 +21,10 @@ for BatchNorm statistics. Within the step, `keep` records gradients and returns 
     key = record_jax.keep("random", key)       # The key that this device draws numbers with.
     logits = record_jax.keep("y_pred", logits) # In the loss function: also keeps its gradient.
 
+Keep "raw" and "sums" of gradients that are divided already: by the number of examples, or by the
+sum of their weights, as on one device. What is divided later is compared as it is "clipped", where
+clipping does not hide the factor. A step that clips keeps "clipped"; alone, it is enough.
+
 Under `jax.jit` with shardings the step is one program for all devices, and the gradient of a single
 device does not exist: keep "sums" and "clipped" only. Keys and losses are those of the whole batch.
 

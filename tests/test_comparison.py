@@ -481,9 +481,45 @@ def in_torch(script):
     script.renamed = {"dense/kernel": "fc.weight", "dense/bias": "fc.bias", "IO": "OI"}
 
 
+def scaled(by, *kinds):
+    """Gradients are recorded before a script divides them."""
+
+    def edited(script):
+        for name in script.arrays:
+            if name.split("/")[1] in kinds:
+                script.arrays[name] = np.float32(by) * script.arrays[name]
+
+    return {"edit": edited}
+
+
+def clipped_alone(script):
+    for kind in ("raw", "sums"):
+        without(kind)(script)
+
+
+def keys(of_step, own_of=None):
+    """The keys of one program for all devices; in a replay, its own keys were replaced."""
+
+    def edited(script):
+        for position, step in enumerate(script.steps, start=1):
+            key, own = (np.array([0, of(step)], np.uint32) for of in (of_step, own_of or of_step))
+            script.arrays[f"{position}/random/0/0"] = key.view(np.uint8)
+            for replica in range(script.replicas):
+                script.arrays[f"{position}/before/{replica}/6"] = key
+                where = f"{position}/before" if position == 1 else f"{position - 1}/after"
+                for i in range(6) if script.replay else ():
+                    array = script.arrays[f"{where}/{replica}/{i}"]
+                    script.arrays[f"{position}/replaced/{replica}/{i}"] = array
+                    script.arrays[f"{position}/replaced/{replica}/6"] = own
+
+    return {"edit": edited}
+
+
 # --- Pairs: what the reference has, what the other has, and what is found ------------------------
 
 TWO = {"replicas": 2}
+JAX = {"about": {"framework": "jax", "layers": ()}}
+CLIPPED, KEYS = {**JAX, "clip": clip}, {**JAX, "more_variables": [Variable("key", SEED)]}
 RIGHT = {
     **{f"{n} replicas": ({}, {"replicas": n}) for n in (1, 2, 3, 4)},
     "Adam": (ADAM, TWO),
@@ -521,6 +557,14 @@ RIGHT = {
     "layouts": (images("NHWC"), {**TWO, **images("NCHW")}),
     "scaled by the model": ({}, {**TWO, **edit(lambda array: 255 * array, "data")}),
     "other names": ({}, {**TWO, "edit": in_torch}),
+    # In JAX, scripts say themselves what they keep.
+    "divided after the sum": (JAX, {**TWO, **scaled(6, "raw")}),
+    "divided later": (JAX, {**TWO, **scaled(2, "raw", "sums")}),
+    "divided and clipped later": (CLIPPED, {**TWO, **scaled(6, "raw", "sums")}),
+    "only clipped": (CLIPPED, {**TWO, "edit": clipped_alone}),
+    "keys": ({**KEYS, **keys(int)}, {**TWO, **keys(int)}),
+    "one key that steps fold": (
+        {**KEYS, **keys(lambda step: 5)}, {**TWO, **keys(lambda step: 5)}),
 }  # fmt: skip
 
 
@@ -821,6 +865,17 @@ FAULTS = {
     "momentum and bias": (with_norm(0.1, unbiased=True), with_norm(0.01, unbiased=False),
         "statistics: other_batch_norm_momentum; statistics: unbiased_variance"),
     "other variance": (with_norm(0.1), {"edit": other_variance}, "statistics: other_statistics"),
+    # In JAX, scripts say themselves what they keep.
+    "sum hidden by clipping": (CLIPPED, {**TWO, "reduce": summed, **scaled(2, "raw")},
+        "gradients: sum_instead_of_mean"),
+    "sum in JAX": (JAX, {**TWO, "reduce": summed}, "all-reduce: sum_instead_of_mean"),
+    "scaled and kept": (JAX, {**TWO, **times(3)}, "gradients: scaled_gradient"),
+    "own statistics, gradients of all": (JAX, {**TWO, "local_norm": True},
+        "statistics: local_statistics*; statistics: local_statistics"),
+    "key not split": ({**KEYS, **keys(int)}, {**TWO, **keys(int, lambda step: 0)},
+        "random numbers: random_numbers_repeated"),
+    "another key": ({**KEYS, **keys(int)}, {**TWO, **keys(int, lambda step: step + 9)},
+        "random numbers: random_layers*"),
     # Changes that no check was made for.
     "flipped raw": ({}, {**TWO, **flip("raw")},
         "gradients: unexplained; all-reduce: unexplained"),
