@@ -179,6 +179,7 @@ class record:
         """Forgets what was seen of a step: it begins, or GradScaler skipped its update."""
         self.now: dict[str, np.ndarray] = {}
         self.losses: list[Tensor] = []
+        self.num_cleared = 0  # Of the losses: the script has cleared their gradients.
         self.calls: list[str] = []
         self.removed: dict[int, np.ndarray] = {}  # Between backward passes, by number of weight.
         self.unclipped: tuple[list[Tensor | None], float] | None = None  # With their scale.
@@ -355,7 +356,9 @@ class record:
             if (array != left).any():
                 self.removed[index] = self.removed.get(index, 0) + left - array
                 is_removed = True
-        self.calls += ["clear"] if is_removed and not is_left else []
+        if is_removed and not is_left:
+            self.calls.append("clear")
+            self.num_cleared = len(self.losses)
 
     def _before_update(self, optimizer: Any, args: Any, options: Any) -> Any:
         if not any(callable(x) for x in [*args[1:], *options.values()]):
@@ -379,7 +382,8 @@ class record:
         self._begin()
         if not self.num_forward:  # The whole model is in evaluation mode.
             self._note_modes()
-        self._save("loss", [sum(self.losses)] if self.losses else [])
+        cleared = self.losses[: self.num_cleared]
+        self._save("loss", [sum(x) for x in (self.losses, cleared) if x])
         for index, array in self.removed.items():
             self.now[f"removed/{self.rank}/{index}"] = array
         gradients = [p.grad for p in self.weights.values()]

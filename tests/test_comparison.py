@@ -405,6 +405,24 @@ def not_cleared(script, replica, gradients):
     return [old + gradient for old, gradient in zip(kept, gradients, strict=True)]
 
 
+def two_losses(script):
+    """A first loss whose gradients the script clears: only the second one counts."""
+    for name in [name for name in script.arrays if "/loss/" in name]:
+        own = script.arrays[name]
+        script.arrays[name], script.arrays[f"{name[:-1]}1"] = own + np.float32(7), np.float32(7)
+
+
+def sends_more(script, replica, gradients):
+    return [gradient + np.float32(0.3) for gradient in gradients]
+
+
+def clears_more(script):
+    """The script clears gradients before those of the step itself."""
+    for name in [name for name in script.arrays if "/raw/" in name]:
+        more = np.full_like(script.arrays[name], 0.3)
+        script.arrays[name.replace("/raw/", "/removed/")] = more
+
+
 def sums_of_a_part(script):
     """The recorded sums are those of the first micro-batch, which was all that was reduced."""
     for name in [name for name in script.arrays if "/sums/" in name]:
@@ -718,6 +736,10 @@ FAULTS = {
         "gradient": lambda s, replica, g: [g[0], (replica == 0) * g[1]]}, "gradients: frozen"),
     "no gradient": ({}, {**TWO, **without_gradient(False, 0, 1)}, "gradients: frozen"),
     "not cleared": ({}, {**TWO, "gradient": not_cleared}, "gradients: stale_gradient"),
+    "not cleared, as in the first": ({"edit": clears_more}, {**TWO, "gradient": sends_more},
+        "gradients: stale_gradient"),
+    "a cleared loss": ({"edit": two_losses}, TWO, ""),
+    "a cleared loss in both": ({"edit": two_losses}, {**TWO, "edit": two_losses}, ""),
     "noise": ({}, {**TWO, "gradient": apart}, "gradients: unexplained"),
     "noise of one": ({}, {**TWO, "shard": all_on_second, "gradient": apart},
         "gradients: unexplained"),

@@ -155,8 +155,11 @@ def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
 
 
 def _of_own_examples(sent: Sequence[Named], applied: Sequence[Named]) -> list[str]:
-    """Returns the names of gradients that differ, and that each replica applies as it sent them."""
-    return [
+    """Returns the names of gradients that differ, and that each replica applies as it sent them.
+
+    A single number is a multiple of any other one: gradients of one element prove nothing.
+    """
+    own = [
         name
         for name in sent[0]
         if not all(name in other and same_bits(sent[0][name], other[name]) for other in sent[1:])
@@ -165,6 +168,7 @@ def _of_own_examples(sent: Sequence[Named], applied: Sequence[Named]) -> list[st
             for item, got in enumerate(applied)
         )
     ]
+    return own if any(np.size(dense(sent[0][name])) > 1 for name in own) else []
 
 
 def _is_multiple(applied: Array, sent: Array) -> bool:

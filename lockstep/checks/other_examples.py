@@ -359,7 +359,8 @@ def losses_of(context: Context) -> list[float]:
     losses = [[float(np.sum(np.float64(a))) for a in arrays] for arrays in context.arrays(kind)]
     times = {1.0, _factor_by_hand(context)}
     forms = [[each[0] for each in losses]]
-    # Keras' second array is the regularisation, a part of the first.
+    # The second array is a part of the first: the regularisation of Keras, or losses whose
+    # gradients a script has cleared.
     if all(len(each) > 1 for each in losses):
         forms.append([each[0] - each[1] for each in losses])
     found = []

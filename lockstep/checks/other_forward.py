@@ -4,6 +4,7 @@ Where gradients differ, the first difference is in the arrays that a step receiv
 pass, or in the loss, whose gradient with respect to the outputs (`y_grad`) is recorded.
 """
 
+import collections
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -197,15 +198,18 @@ def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
         usual = usual if abs(usual - right) <= limit * right else max(factors, key=abs)
         factors = [factor / usual for factor in factors]
         unusual = [m for m, f in zip(matched, factors, strict=True) if abs(f - 1) > limit]
-        yield _found(pair, unusual, *_why_factors(matched, factors))
+        yield _found(pair, unusual, *_why_factors(matched, factors, limit))
 
 
-def _why_factors(matched: Sequence[Matched], factors: Sequence[float]) -> tuple[str, str]:
+def _why_factors(
+    matched: Sequence[Matched], factors: Sequence[float], limit: float
+) -> tuple[str, str]:
     """Returns cause and text for parts of a step whose losses count differently.
 
     Args:
         matched: the parts.
         factors: how often each one counts, relative to the usual ones.
+        limit: their relative error.
     """
     lost = {m.shard for m, factor in zip(matched, factors, strict=True) if factor == 0}
     if lost:
@@ -214,10 +218,15 @@ def _why_factors(matched: Sequence[Matched], factors: Sequence[float]) -> tuple[
         return "lost_micro_batch" if lost <= kept else "lost_replica", text
     listed = ", ".join(f"{factor:.4g}" for factor in factors)
     text = f"compared with the first recording, the losses of forward passes count {listed} times"
-    counts = [sum(np.count_nonzero(b) for _, b in m.pairs["y_grad"]) for m in matched]
-    shares = [factor * count for factor, count in zip(factors, counts, strict=True)]
-    if len(set(counts)) > 1 and np.ptp(shares) <= _OF_LOSS * max(map(abs, shares)):
-        return "mean_of_means", f"{text}: each is a mean over its own examples that are not masked"
+    counts = [int(sum(np.count_nonzero(b) for _, b in m.pairs["y_grad"])) for m in matched]
+    of_shard = collections.Counter[int]()
+    for m, count in zip(matched, counts, strict=True):
+        of_shard[m.shard] += count
+    of_shards = [of_shard[m.shard] for m in matched]
+    for which, whose in ((counts, "its own examples"), (of_shards, "its replica's examples")):
+        shares = [factor * count for factor, count in zip(factors, which, strict=True)]
+        if len(set(which)) > 1 and np.ptp(shares) <= limit * max(map(abs, shares)):
+            return "mean_of_means", f"{text}: each is a mean over {whose} that are not masked"
     return "scaled_gradient", text
 
 

@@ -141,10 +141,13 @@ def names_of_factor(pair: StepPair, scale: float, within: float = 1e-3) -> list[
     known = factors_of_micro_batches(pair)  # Factor, cause, reason.
     second, first = (step.trace.about.num_replicas for step, _ in pair.both)
     if second != first:
-        known += [
-            (second / first, "sum_instead_of_mean", "the number of replicas"),
-            (first / second, "mean_instead_of_sum", "one over the number of replicas"),
-        ]
+        counts = {step.trace.micro_batches(step.position, 0) for step, _ in pair.both}
+        # A mean is what wrappers compute; of as many micro-batches, it is more likely than a
+        # division by their number.
+        place = 0 if len(counts) == 1 else len(known)
+        of_mean = (first / second, "mean_instead_of_sum", "one over the number of replicas")
+        known.insert(place, of_mean)
+        known.append((second / first, "sum_instead_of_mean", "the number of replicas"))
     sizes = {sum(step.sizes): "the batch" for step, _ in pair.both}
     sizes |= {step.sizes[0]: "a replica" for step, _ in pair.both if len(step.sizes) > 1}
     for size, whose in sizes.items():

@@ -40,9 +40,16 @@ def factors_of_micro_batches(pair: StepPair) -> list[tuple[float, str, str]]:
 
 def removed_gradients(pair: StepPair) -> Iterator[tuple[tuple[str, str], list[Named]]]:
     """Yields cause, text and terms of gradients that a script changes between micro-batches."""
-    step = pair.second
+    step, of_first = pair.second, _removed(pair.first)
     removed = pair.matching.to_first(_removed(step))
     if not removed:
+        if of_first:
+            text = "gradients are added that the first recording clears before the step's own ones"
+            terms, before = [pair.gradients[0], of_first], pair.first.previous
+            yield ("stale_gradient", text), [*terms]
+            if before and pair.kept_gradients:  # The second recording adds up those of all steps.
+                terms += [pair.kept_gradients, scaled_all(before.applied(0), -1.0)]
+                yield ("stale_gradient", text), [*terms]
         return
     calls = step.trace.calls(step.position, 0)
     ends = [i for i, call in enumerate(calls) if call.startswith("backward")]
@@ -59,7 +66,7 @@ def removed_gradients(pair: StepPair) -> Iterator[tuple[tuple[str, str], list[Na
     else:
         text = f"the script changes gradients between the {len(ends)} micro-batches of a step"
         why = "scaled_gradient", text
-    terms = [pair.gradients[0], _removed(pair.first), scaled_all(removed, -1.0)]
+    terms = [pair.gradients[0], of_first, scaled_all(removed, -1.0)]
     yield why, [term for term in terms if term]
 
 
