@@ -22,30 +22,42 @@ def check_start(context: Context) -> Iterator[Finding]:
         yield from _differing_copies(context, kind, "before the step")
     else:
         after, fixed = previous.named("after"), _kept_between_steps(previous, context)
-        yield from _differing_copies(context, kind, "before the step", but=fixed)
         yield from _lost_state(context, after, before)
-        for name in fixed:
-            changed = [
-                copy
-                for copy in context.copies
-                if name in before[copy]
-                and name in after[copy]
-                and not same_bits(before[copy][name], after[copy][name])
-                and not _is_broadcast(context, name, before[copy], before[0])
-            ]
-            is_state = context.trace.kinds[name] == STATE
-            if changed and is_state and not any(norm(before[copy][name]) for copy in changed):
-                text = f"{name} is 0 again between two steps"
-                yield context.found(
-                    "reset_state", text, kind="before", items=changed, tensors=(name,)
-                )
-            elif changed:
-                text = f"{name} changed between two steps"
-                yield context.found(
-                    "changed_on_its_own", text, kind="before", items=changed, tensors=(name,)
-                )
+        yield from _changed(context, after, before, fixed)
+        yield from _differing_copies(context, kind, "before the step", but=fixed)
     if context.computes and context.number == 0:
         yield from _initial_state(context)
+
+
+def _changed(
+    context: Context, after: Sequence[Named], before: Sequence[Named], fixed: Sequence[str]
+) -> Iterator[Finding]:
+    """Finds variables that changed since the end of the previous step.
+
+    Args:
+        context: the step.
+        after: the variables of each copy at the end of the previous step.
+        before: the same at the start of this one.
+        fixed: names of those that may not change.
+    """
+    for name in fixed:
+        changed = [
+            copy
+            for copy in context.copies
+            if name in before[copy]
+            and name in after[copy]
+            and not same_bits(before[copy][name], after[copy][name])
+            and not _is_broadcast(context, name, before[copy], before[0])
+        ]
+        is_state = context.trace.kinds[name] == STATE
+        if changed and is_state and not any(norm(before[copy][name]) for copy in changed):
+            text = f"{name} is 0 again between two steps"
+            yield context.found("reset_state", text, kind="before", items=changed, tensors=(name,))
+        elif changed:
+            text = f"{name} changed between two steps"
+            yield context.found(
+                "changed_on_its_own", text, kind="before", items=changed, tensors=(name,)
+            )
 
 
 def _kept_between_steps(previous: Context, context: Context) -> list[str]:
