@@ -15,6 +15,7 @@ from lockstep.checks.other_examples import (
     compare_examples,
     compare_losses,
     compare_starts,
+    has_examples_second,
     other_examples,
     repeated_batch,
 )
@@ -181,6 +182,11 @@ def verify_against(
         notes.append(
             f"gradients of steps {', '.join(skipped)} not compared, which start from other states:"
             " record them with replay="
+        )
+    if has_examples_second(first, second):
+        notes.append(
+            "examples are not compared: they are the second axis of the inputs, not the first one;"
+            " do not use a recording with permute=, which permutes the first one"
         )
     notes += _hidden(first, second, result)
     unmatched = (*matching.unmatched_first, *matching.unmatched_second)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lockstep.checks.other_examples import has_examples_second
 from lockstep.match import Matching
 from lockstep.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
 
@@ -322,3 +323,16 @@ def test_a_wrong_map_is_refused(names, wrong):
     with pytest.raises(ValueError) as caught:
         Matching(first, second, names)
     assert wrong in str(caught.value)
+
+
+def test_inputs_of_the_layout_time_batch_are_recognised():
+    def trace(*shapes):
+        about = About("torch", len(shapes), steps=(0,))
+        arrays = {f"1/data/{r}/0": np.zeros(shape) for r, shape in enumerate(shapes)}
+        return Trace(about, arrays)
+
+    assert has_examples_second(trace((5, 8)), trace((5, 4), (5, 4)))
+    assert not has_examples_second(trace((8, 5)), trace((4, 5), (4, 5)))
+    assert not has_examples_second(trace((8,)), trace((4,), (4,)))
+    assert not has_examples_second(trace((5, 8)), trace((5, 8)))
+    assert not has_examples_second(trace((4, 8)), trace((4, 8), (4, 8)))  # The batch is larger.

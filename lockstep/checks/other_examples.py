@@ -133,12 +133,38 @@ class _Step(NamedTuple):
         return self.given.total(), self.used.total()
 
 
+def has_examples_second(first: Trace, second: Trace) -> bool:
+    """Returns whether the examples are the second axis of the inputs, as in (time, batch).
+
+    The first axis then has the same length everywhere, and the second axis of the reference that
+    of all replicas together.
+    """
+    if len(first.shards) > 1 or len(second.shards) < 2:
+        return False
+    shapes = [
+        [[a.shape for shard in step.shards for a in step.inputs(shard)] for step in pair]
+        for pair in common_steps(first, second)
+    ]
+    are_known = all(
+        own and other and all(len(s) > 1 for s in (*own, *other)) for own, other in shapes
+    )
+    return are_known and all(
+        {s[0] for s in own} == {s[0] for s in other}
+        and sum(s[1] for s in own) == sum(s[1] for s in other)
+        and len(own) < len(other)
+        for own, other in shapes
+    )
+
+
 def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
     """Compares the inputs of all steps, ignoring the order within a step and the replica.
 
     Returns:
-        Number of a step → why its inputs differ; None if a trace has no inputs.
+        Number of a step → why its inputs differ; None if a trace has no inputs, or if their first
+        axis is not the examples.
     """
+    if has_examples_second(first, second):
+        return None
     both = list(common_steps(first, second))
     counted = _counted([(_inputs_of(own), _inputs_of(other)) for own, other in both])
     if not all(map(all, counted)):
