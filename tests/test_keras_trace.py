@@ -124,7 +124,7 @@ def test_what_a_file_says(one):
     kinds = {name.split("/")[1] for name in arrays}
     assert positions == {"1", "2", "3"}
     assert kinds == {
-        "data", "before", "y_pred", "mask", "loss", "raw", "clipped", "sums", "after"
+        "data", "before", "y_pred", "mask", "loss", "objective", "raw", "clipped", "sums", "after"
     }  # fmt: skip
     assert np.array_equal(arrays["2/data/1/0"], IMAGES[30:36])
     assert np.array_equal(arrays["2/data/1/2"], WEIGHTS[30:36])
