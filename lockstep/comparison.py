@@ -25,6 +25,7 @@ from lockstep.checks.other_updates import compare_statistics
 from lockstep.checks.random_numbers import compare_keys
 from lockstep.context import Context
 from lockstep.engine import Result, check_step, require_steps, verdict_of
+from lockstep.match import Matching
 from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
 from lockstep.trace import Trace
 from lockstep.verdict import BY_DESIGN, NOTHING, Finding, Verdict
@@ -154,7 +155,7 @@ def verify_against(
         "update": compare_updates,
     }
     result = Result()
-    skipped, is_compared, undone = list[str](), False, list[Finding]()
+    skipped, is_compared, undone = list[int](), False, list[Finding]()
     for step in _checked_steps(second, result, on_step):
         if step.number not in first.steps:
             continue
@@ -168,32 +169,16 @@ def verify_against(
         result.findings += pair.findings
         is_compared = is_compared or bool(pair.gradients[0] and pair.computes_the_same)
         if not pair.starts_equally:
-            skipped.append(str(step.number))
+            skipped.append(step.number)
     # Also in steps that cannot be compared, where the same factor is undone in others.
     again = {finding.cause for finding in undone}
     result.findings = [
         f
         for f in result.findings
         if f not in undone
-        and not (f.stage == "all-reduce" and f.cause in again and str(f.steps[0]) in skipped)
+        and not (f.stage == "all-reduce" and f.cause in again and f.steps[0] in skipped)
     ]
-    notes = []
-    if skipped:
-        notes.append(
-            f"gradients of steps {', '.join(skipped)} not compared, which start from other states:"
-            " record them with replay="
-        )
-    if has_examples_second(first, second):
-        notes.append(
-            "examples are not compared: they are the second axis of the inputs, not the first one;"
-            " do not use a recording with permute=, which permutes the first one"
-        )
-    notes += _hidden(first, second, result)
-    unmatched = (*matching.unmatched_first, *matching.unmatched_second)
-    if unmatched:
-        notes.append(f"not matched: {', '.join(unmatched)}")
     verdict = verdict_of(second, result, None, name="", reference=first.name)
-    notes += _untrained(result)
     idle = verdict.idle
     if not (is_compared or verdict.faults):
         text = (
@@ -201,7 +186,24 @@ def verify_against(
             " one with replay="
         )
         idle = {**dict.fromkeys(verdict.steps, text), **idle}
-    return dataclasses.replace(verdict, tolerance=tolerance.text, notes=tuple(notes), idle=idle)
+    notes = *_not_compared(matching, skipped), *_hidden(first, second, result), *_untrained(result)
+    return dataclasses.replace(verdict, tolerance=tolerance.text, notes=notes, idle=idle)
+
+
+def _not_compared(matching: Matching, skipped: Sequence[int]) -> Iterator[str]:
+    """Yields which steps, examples and variables of two recordings are not compared, and why."""
+    if skipped:
+        yield (
+            f"gradients of steps {', '.join(map(str, skipped))} not compared, which start from"
+            " other states: record them with replay="
+        )
+    if has_examples_second(*matching.traces):
+        yield (
+            "examples are not compared: they are the second axis of the inputs, not the first one;"
+            " do not use a recording with permute=, which permutes the first one"
+        )
+    if unmatched := (*matching.unmatched_first, *matching.unmatched_second):
+        yield f"not matched: {', '.join(unmatched)}"
 
 
 def _hidden(first: Trace, second: Trace, result: Result) -> Iterator[str]:

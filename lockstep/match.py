@@ -107,6 +107,7 @@ class Matching:
         names: names in one trace → names in the other, where known.
 
     Attributes:
+        traces: both traces.
         pairs: the pairs, in the order of the first trace.
         unmatched_first: keys of unpaired variables of the first trace.
         unmatched_second: keys of unpaired variables of the second trace.
@@ -116,7 +117,7 @@ class Matching:
     """
 
     def __init__(self, first: Trace, second: Trace, names: Mapping[str, str]):
-        self._traces = first, second
+        self.traces = first, second
         self._items = _items_of(first), _items_of(second)
         self._first, self._second = map(list, self._items)  # Those without a partner.
         self.pairs: list[Pair] = []
@@ -155,7 +156,7 @@ class Matching:
             if not found or _axes_between(*found[0]) is None:
                 raise NamesError(
                     f"names: {pair[0]!r} and {pair[1]!r} are not one weight or statistic of"
-                    f" {self._traces[0].name} and one of {self._traces[1].name} of equal shapes;"
+                    f" {self.traces[0].name} and one of {self.traces[1].name} of equal shapes;"
                     " correct the names, and use each once"
                 )
             self._add(*found[0])
@@ -166,7 +167,7 @@ class Matching:
         for a in self._first:
             groups.setdefault(tuple(b for b in self._second if near(a, b)), []).append(a)
         counts = Counter(itertools.chain.from_iterable(groups))
-        have_order = all(trace.about.framework != "jax" for trace in self._traces)
+        have_order = all(trace.about.framework != "jax" for trace in self.traces)
         for seconds, firsts in groups.items():
             if len(seconds) != len(firsts) or any(counts[b] > 1 for b in seconds):
                 continue
@@ -210,10 +211,10 @@ class Matching:
 
     @functools.cached_property
     def _values(self) -> list[Named]:
-        common = min({*self._traces[0].steps} & {*self._traces[1].steps}, default=None)
+        common = min({*self.traces[0].steps} & {*self.traces[1].steps}, default=None)
         if common is None:
             return [{}, {}]
-        return [t.named(t.steps.index(common), "before", 0) or {} for t in self._traces]
+        return [t.named(t.steps.index(common), "before", 0) or {} for t in self.traces]
 
 
 def _items_of(trace: Trace) -> list[_Item]:
