@@ -58,6 +58,9 @@ class record:
         names: Names in `replay` by names here. Others are matched by name, else by shape and order.
         shards: "each" runs the model, in one process, once for each replica's part of the batch in
             `replay`, with its random state: layers such as BatchNorm then see the same examples.
+        feed_examples: Gives the model, in recorded steps, this process' part of the examples in
+            `replay`, recorded in one process. The model must return the loss, so that no target
+            of another example enters it.
 
     `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
     """
@@ -72,6 +75,7 @@ class record:
         permute: int | None = None,
         names: Mapping[str, str] | None = None,
         shards: str | None = None,
+        feed_examples: bool = False,
     ) -> None:
         while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = wrapped  # The wrapper does not have the hooks of an optimizer.
@@ -116,6 +120,12 @@ class record:
             names_of = [str(x.get("class")) for x in self.files[0].about.get("layers", ())]
             is_local = not (shards and any("SyncBatchNorm" in name for name in names_of))
             _require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
+        is_whole = replay and self.files[0].about["num_replicas"] == 1
+        _require(
+            is_whole or not feed_examples,
+            "feed_examples: needs replay= and a recording of one process, whose examples are given",
+        )
+        self.feeds = feed_examples
 
     def _open(self, path: str) -> list["_Trace"]:
         """Returns the files of the trace to replay, first the one with the states to load."""
@@ -184,6 +194,7 @@ class record:
         self.removed: dict[int, np.ndarray] = {}  # Between backward passes, by number of weight.
         self.unclipped: tuple[list[Tensor | None], float] | None = None  # With their scale.
         self.num_forward, self.loss_scale, self.num_bytes = 0, 1.0, 0  # The last: of outputs.
+        self.num_fed = 0  # Examples of `replay` that the model was given.
         self.scale = 1.0  # Of the gradients now: 1 after `unscale_`.
 
     def _replace_functions(self) -> None:
@@ -256,6 +267,8 @@ class record:
         if is_inner:  # In Lightning, DDP calls the model, which calls itself: the last call counts.
             self.now, self.num_forward, self.inverse = self.outside, self.num_forward - 1, None
         self.outside, self.of_last_layer = dict(self.now), []
+        if self.feeds and not is_inner:
+            args, options = self._fed((args, options))
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
         sizes = [len(x) for x in batch if x.dim()]
         if self.seed is not None and sizes and not is_inner:
@@ -270,6 +283,25 @@ class record:
         self.num_forward += 1
         self.calls += [] if is_inner else ["forward"]
         return args, options
+
+    def _fed(self, nest: Any) -> Any:
+        """Returns arguments of the model with the next examples of `replay` in place of its own."""
+        own = [x for x in tree_leaves(nest) if isinstance(x, Tensor)]
+        arrays = [*self.files[0].arrays("data", self.step, 0).values()]
+        # Those of all micro-batches.
+        columns = [np.concatenate(arrays[i :: len(own)]) for i in range(len(own))]
+        share = len(columns[0]) // self.num_replicas if columns else 0
+        start, size = self.rank * share + self.num_fed, len(own[0]) if own and own[0].dim() else 0
+        self.num_fed += size
+        is_enough = size and self.num_fed <= share and len(arrays) % len(own) == 0
+        shapes = [(c.shape[1:], tuple(x.shape[1:])) for c, x in zip(columns, own, strict=True)]
+        _require(
+            is_enough and all(given == wanted for given, wanted in shapes),
+            f"feed_examples: step {self.step} of {self.replay} does not have the examples for a"
+            f" batch of shapes {', '.join(str(tuple(x.shape)) for x in own)} on each process",
+        )
+        given = (torch.tensor(c[start : start + size]) for c in columns)
+        return tree_map_only(Tensor, lambda x: torch.zeros_like(x).copy_(next(given)), nest)
 
     def _is_skipped(self) -> bool:
         """Returns whether the script has discarded gradients that overflow, without an update."""
@@ -298,6 +330,12 @@ class record:
         if not is_recorded:
             return None
         self.outside = None
+        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        _require(
+            not self.feeds or any(not x.dim() for x in tensors),
+            "feed_examples: the model returns no loss; targets outside of it would be those of"
+            " other examples",
+        )
         self._add("random_after", _random_states())
         self._save_outputs(_with_rows(output, self.num_rows) or self.of_last_layer)
         inverse, self.inverse = self.inverse, None

@@ -277,6 +277,55 @@ def case_shards():
     assert text in [str(warning.message) for warning in told]
 
 
+class WithLoss(nn.Module):
+    """Returns the loss of its inputs and targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x, y):
+        return F.mse_loss(self.inner(x), y)
+
+
+def case_fed():
+    """Other examples, in other micro-batches, are replaced by those of the recording."""
+    for path, number, parts, options in (
+        ("given.npz", 0, 1, {}),
+        ("fed.npz", 50, 1, {"replay": "given.npz", "feed_examples": True}),
+        ("fed_in_parts.npz", 50, 3, {"replay": "given.npz", "feed_examples": True}),
+    ):
+        model = WithLoss()
+        optimizer = momentum(model)
+        with record_torch.record(path, model, optimizer, steps=2, **options):
+            for step in range(3):
+                for part in range(parts):
+                    (model(*batch(number + step, part, parts)) / parts).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    given, fed, in_parts = map(Trace, ("given", "fed", "fed_in_parts"))
+    for step in range(2):
+        for kind in ("data", "loss", "raw"):
+            assert_equal(given.kind(kind, step), fed.kind(kind, step))
+        for index in range(2):
+            parts = [in_parts.kind("data", step)[f"{2 * part + index}"] for part in range(3)]
+            np.testing.assert_array_equal(
+                np.concatenate(parts), given.kind("data", step)[f"{index}"]
+            )
+
+    def without_loss():
+        model = network()
+        with record_torch.record("x.npz", model, momentum(model), steps=1, **options):
+            model(batch(0)[0])
+
+    trained("plain", steps=1)
+    options["replay"] = "plain.npz"
+    refused("feed_examples: the model returns no loss; targets outside", without_loss)
+    model = network()
+    refused("feed_examples: needs replay= and a recording of one process", record_torch.record,
+            "x.npz", model, adamw(model), feed_examples=True)  # fmt: skip
+
+
 def case_other_optimizer():
     """State is replayed where the other optimizer has the same slots."""
     sgd = trained("sgd", optimizer=momentum, steps=3).kind("before", 2)
@@ -900,7 +949,7 @@ CASES = {
             case_scaled,
             case_accumulation,
             case_two_models,
-            case_outputs,
+            *(case_outputs, case_fed),
         ),
         *(case_exception, case_nested, case_accelerate, case_lightning, case_errors),
         case_compiled,
