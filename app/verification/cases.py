@@ -56,6 +56,7 @@ def verify_case(config: Config) -> dict[str, Run]:
         )
         also = ["traces"] if case.keep_traces else []
         output.report(path, runs, facts=facts, setup={"model": model}, also=also)
+        output.require_verified(path, runs)
     return runs
 
 

@@ -107,7 +107,6 @@ def report(
 
     Raises:
         MismatchError: a training has a fault.
-        DataError: no training has a fault, and one has nothing to verify.
     """
     shown = describe(runs, setup, pairs, caveats)
     versions: dict[str, str] = {}
@@ -136,10 +135,25 @@ def report(
     console.say()
     console.say(f"saved in {path}: {', '.join(files)}")
     console.say(f"open {path / REPORT_FILE} for the stages, causes and remedies on one page")
+    if faults := _with_status(FAULT, runs):
+        raise MismatchError(f"{faults}; see {path / REPORT_FILE}")
+
+
+def require_verified(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
+    """Raises a DataError if a training has nothing to verify.
+
+    Args:
+        path: the run directory.
+        runs: name of each training → its result.
+    """
+    if idle := _with_status(NOTHING, runs):
+        raise DataError(f"{idle}; see {path / REPORT_FILE}")
+
+
+def _with_status(status: str, runs: Mapping[str, Run]) -> str:
+    """Returns the verdicts with a status in sentences."""
     verdicts = [run.verdict for run in runs.values()]
-    for error, status in ((MismatchError, FAULT), (DataError, NOTHING)):
-        if found := [sentence_of(verdict) for verdict in verdicts if verdict.status == status]:
-            raise error(f"{'; '.join(found)}; see {path / REPORT_FILE}")
+    return "; ".join(sentence_of(verdict) for verdict in verdicts if verdict.status == status)
 
 
 def record_of_pair(pair: Pair) -> dict[str, Any]:

@@ -199,3 +199,4 @@ def _report(
                 f" {each.diverged_step}, and every step is right; use a smaller --learning_rate, or"
                 " fewer --steps"
             )
+    output.require_verified(path, runs)

@@ -41,6 +41,7 @@ def verify_traces(config: Config) -> dict[str, Run]:
         runs = _verify(config, traces)
         run_directory.start(overwrite=config.output.overwrite)
         output.report(path, runs, facts={"traces": fields["traces"]}, setup={})
+        output.require_verified(path, runs)
     return runs
 
 
