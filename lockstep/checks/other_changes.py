@@ -138,7 +138,7 @@ def _changes(pair: StepPair) -> Iterator[_Change]:
 def _slots(step: Context) -> dict[str, dict[str, str]]:
     """Returns name of a weight → name of a slot of its optimizer state → key."""
     found: dict[str, dict[str, str]] = {}
-    for key, variable in zip(step.trace.keys, step.trace.about.variables, strict=True):
+    for key, variable in step.trace.variables.items():
         if variable.kind == STATE:
             found.setdefault(variable.of, {})[variable.slot] = key
     return found

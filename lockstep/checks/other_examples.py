@@ -15,7 +15,7 @@ from lockstep.arithmetic import (
     is_far,
     norm,
     rows_of,
-    same_bits,
+    same_arrays,
 )
 from lockstep.checks.examples import why_rows
 from lockstep.context import Context
@@ -65,7 +65,7 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
     given, own = (
         {
             (variable.of, variable.slot): state[key]
-            for key, variable in zip(step.trace.keys, step.trace.about.variables, strict=True)
+            for key, variable in step.trace.variables.items()
             if variable.kind == STATE and variable.of and key in state
         }
         for step, state in ((first, first.named("before")[0]), (second, second.named(kind)[0]))
@@ -106,17 +106,13 @@ def repeated_batch(context: Context, every: bool = True) -> str:
     for position in range(context.position if context.has("data") else 0):
         earlier = [context.trace.arrays(position, "data", s) or [] for s in context.shards]
         data = list(zip(earlier, context.data, strict=True))
-        same = [s for s, (a, b) in enumerate(data) if a and a[0].size and _are_same(a, b)]
+        same = [s for s, (a, b) in enumerate(data) if a and a[0].size and same_arrays(a, b)]
         if same and (len(same) == len(data) or not every):
             whose = "step" if len(same) == len(data) else "replica"
             who = context.number if whose == "step" else ", ".join(map(str, same))
             step = f"step {context.trace.steps[position]}"
             return f"{whose} {who} has the examples of {step} again, in the same order"
     return ""
-
-
-def _are_same(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
-    return len(a) == len(b) and all(map(same_bits, a, b))
 
 
 class _Step(NamedTuple):

@@ -156,9 +156,8 @@ def _is_loss(matched: Matched) -> bool:
 
 def _computed_in(pair: StepPair, shard: int) -> str:
     """Returns the dtype in which a replica computes, if it is not that of the reference."""
-    trace = pair.second.trace
-    about = trace.of_replica.get(trace.replica_of(shard), trace.about)
-    return about.computed_in if about.computed_in != pair.first.trace.about.computed_in else ""
+    dtype = pair.second.trace.about_of(shard).computed_in
+    return dtype if dtype != pair.first.trace.about.computed_in else ""
 
 
 def _other_losses(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:

@@ -171,9 +171,12 @@ def _with_other_states(
     if slots and any(np.any(before[name]) for name in slots):
         text = "the update starts from an optimizer state of zeros"
         yield "zeroed_state", text, partial(context.updated, before | zeros, applied)
-    keys = zip(context.trace.keys, context.trace.about.variables, strict=True)
-    counters = [key for key, x in keys if x.slot in COUNTERS or key.endswith("iteration")]
-    if counters := [key for key in counters if key in before]:
+    counters = [
+        key
+        for key, variable in context.trace.variables.items()
+        if key in before and (variable.slot in COUNTERS or key.endswith("iteration"))
+    ]
+    if counters:
         start = {name: np.zeros_like(before[name]) for name in counters} | zeros
         text = "the update starts from the optimizer state of a first step"
         predict = partial(context.updated, before | start, applied)
