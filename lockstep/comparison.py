@@ -155,7 +155,7 @@ def verify_against(
         "update": compare_updates,
     }
     result = Result()
-    skipped, is_compared, undone = list[int](), False, list[Finding]()
+    skipped, is_compared, removed = list[int](), False, list[Finding]()
     for step in _checked_steps(second, result, on_step):
         if step.number not in first.steps:
             continue
@@ -165,18 +165,18 @@ def verify_against(
             step.stage = stage
             pair.findings += compare(pair)
             if stage == "examples":
-                undone += pair.take_back()
+                removed += pair.remove_false_factors()
         result.findings += pair.findings
         is_compared = is_compared or bool(pair.gradients[0] and pair.computes_the_same)
         if not pair.starts_equally:
             skipped.append(step.number)
-    # Also in steps that cannot be compared, where the same factor is undone in others.
-    again = {finding.cause for finding in undone}
+    # Steps that cannot be compared divide in the same place as the others.
+    causes = {finding.cause for finding in removed}
     result.findings = [
         f
         for f in result.findings
-        if f not in undone
-        and not (f.stage == "all-reduce" and f.cause in again and f.steps[0] in skipped)
+        if f not in removed
+        and not (f.stage == "all-reduce" and f.cause in causes and f.steps[0] in skipped)
     ]
     verdict = verdict_of(second, result, None, name="", reference=first.name)
     idle = verdict.idle

@@ -18,7 +18,7 @@ from lockstep.arithmetic import (
     total_norm,
 )
 from lockstep.checks.other_examples import losses_of
-from lockstep.checks.other_forward import is_compared, other_layers
+from lockstep.checks.other_forward import other_layers
 from lockstep.checks.other_updates import is_left_out
 from lockstep.context import Context
 from lockstep.hypotheses.of_layers import kind_of, reordered_rows
@@ -355,7 +355,7 @@ def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
     if not causes:
         num = len(pair.gradients[0])
         text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
-        if is_compared(pair) and not earlier:
+        if pair.has("data", "y_pred", "y_grad") and not earlier:
             text += "; outputs and losses agree, so that it is in the backward pass or after it"
         causes.append(("unexplained", text, False))
     return [
