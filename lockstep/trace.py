@@ -6,6 +6,7 @@ several shards (micro-batches) and one copy. `docs/trace_format.md` describes th
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -190,6 +191,15 @@ class Trace:
         """Returns the shards or the copies, whichever have arrays of a kind."""
         of_copies = kind in OF_COPIES or (kind == "clipped" and self.about.order == REDUCE_FIRST)
         return self.copies if of_copies else self.shards
+
+    @functools.cached_property
+    def slots(self) -> dict[str, dict[str, str]]:
+        """Name of a weight → name of a slot of its optimizer state → key of this state."""
+        found: dict[str, dict[str, str]] = {}
+        for key, variable in self.variables.items():
+            if variable.kind == STATE:
+                found.setdefault(variable.of, {})[variable.slot] = key
+        return found
 
     def copy_of(self, shard: int) -> int:
         """Returns the copy of the weights with which a shard is computed."""

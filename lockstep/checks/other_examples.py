@@ -21,7 +21,7 @@ from lockstep.checks.examples import why_rows
 from lockstep.context import Context
 from lockstep.reference import SAME_START, StepPair, Tolerance, common_steps
 from lockstep.text import count
-from lockstep.trace import STATE, Named, Trace
+from lockstep.trace import Named, Trace
 from lockstep.verdict import Finding
 
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
@@ -62,22 +62,20 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
         return
     if any(distance(weights[1][n], a) > SAME_START * norm(a) for n, a in weights[0].items()):
         return
-    given, own = (
-        {
-            (variable.of, variable.slot): state[key]
-            for key, variable in step.trace.variables.items()
-            if variable.kind == STATE and variable.of and key in state
-        }
-        for step, state in ((first, first.named("before")[0]), (second, second.named(kind)[0]))
-    )
-    places = {place: (pair.in_second(place[0]), place[1]) for place in given}
-    lost = [p for p, its in places.items() if norm(given[p]) and not norm(own.get(its, 0.0))]
+    given, own = first.named("before")[0], second.named(kind)[0]
+    num_arrays, lost = 0, list[str]()  # The latter: names of the weights.
+    for weight, slots in first.trace.slots.items():
+        keys = second.trace.slots.get(pair.in_second(weight), {})
+        for slot, key in slots.items() if weight else ():
+            num_arrays += key in given
+            if norm(given.get(key, 0.0)) and not norm(own.get(keys.get(slot, ""), 0.0)):
+                lost.append(weight)
     if lost:
         text = (
-            f"{len(lost)} of {len(given)} arrays of optimizer state are 0 or missing before the"
+            f"{len(lost)} of {num_arrays} arrays of optimizer state are 0 or missing before the"
             " first step, which starts from the weights of the first recording"
         )
-        yield second.found("not_restored", text, tensors=dict.fromkeys(of for of, _ in lost))
+        yield second.found("not_restored", text, tensors=dict.fromkeys(lost))
 
 
 def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:
