@@ -247,14 +247,15 @@ def _why_padded(step: _Step, steps: Sequence[_Step]) -> Why | None:
     epoch.
     """
     extra, sizes = step.used - step.given, step.second.sizes
-    is_short = step.sizes[0] < max(each.sizes[0] for each in steps)
+    full = max(each.sizes[0] for each in steps)
+    is_short = step.sizes[0] < full
     is_full = step.sizes[1] == max(each.sizes[1] for each in steps)
     are_few = extra.total() < len(sizes)
     if step.given - step.used or len({*sizes}) > 1 or not (is_short and (is_full or are_few)):
         return None
     earlier = [each for each in steps if each.first.number < step.first.number]
     is_epoch_known = len(earlier) == step.first.number
-    ends = [i for i, each in enumerate(earlier) if each.sizes[0] < max(s.sizes[0] for s in steps)]
+    ends = [i for i, each in enumerate(earlier) if each.sizes[0] < full]
     epoch = [*earlier, step][ends[-1] + 1 if ends else 0 :]
     start = sum((each.given for each in epoch), collections.Counter())
     if is_epoch_known:
