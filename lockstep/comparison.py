@@ -27,6 +27,7 @@ from lockstep.context import Context
 from lockstep.engine import Result, check_step, require_steps, verdict_of
 from lockstep.match import Matching
 from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
+from lockstep.text import first_names
 from lockstep.trace import Trace
 from lockstep.verdict import BY_DESIGN, NOTHING, Finding, Verdict
 
@@ -118,9 +119,8 @@ def _untrained(result: Result) -> list[str]:
     names = [name for name, is_trained in result.trained.items() if not is_trained]
     if not names or len(names) == len(result.trained):
         return []
-    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    num = f"{len(names)} of {len(result.trained)}"
-    return [f"{NOTHING} in the gradients of {num} weights, which are 0 in every step: {shown}"]
+    weights = f"{len(names)} of {len(result.trained)} weights, which are 0 in every step"
+    return [f"{NOTHING} in the gradients of {weights}: {first_names(names)}"]
 
 
 def verify_against(

@@ -16,6 +16,7 @@ from lockstep.hypotheses.of_layers import num_local_norms, other_settings
 from lockstep.hypotheses.of_targets import why_targets
 from lockstep.matched_examples import Matched, Pairs, matched_examples
 from lockstep.reference import StepPair
+from lockstep.text import first_names
 from lockstep.trace import Trace
 from lockstep.verdict import Finding
 
@@ -131,10 +132,8 @@ def _other_modes(pair: StepPair) -> str:
     names = sorted(used[0] ^ used[1])
     if layers[0] != layers[1] or not (are_known and names):
         return ""
-    shown = ", ".join(names[:3])
-    if len(names) > 3:
-        shown += ", …"
-    return f"{len(names)} layers ({shown}) are in evaluation mode in one recording only"
+    text = f"{len(names)} layers ({first_names(names)}) are in evaluation mode"
+    return f"{text} in one recording only"
 
 
 def _is_loss(matched: Matched) -> bool:
