@@ -79,18 +79,18 @@ def main(layout: str = "one") -> None:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     data = torch.randint(VOCABULARY, (2, BATCH, LENGTH + 1))
-    model = called = GPT()
+    model = parallel_model = GPT()
     if layout == "ddp":
-        called = DistributedDataParallel(model)
+        parallel_model = DistributedDataParallel(model)
     if layout == "fsdp":
         for block in model.layers:
             fully_shard(block)
         fully_shard(model)
-    optimizer = torch.optim.AdamW(called.parameters(), lr=1e-3, weight_decay=0.1)
-    with record_torch.record("gpt.npz", called, optimizer, steps=2):
+    optimizer = torch.optim.AdamW(parallel_model.parameters(), lr=1e-3, weight_decay=0.1)
+    with record_torch.record("gpt.npz", parallel_model, optimizer, steps=2):
         for batch in data:
             tokens = batch[rank::world_size]
-            logits = called(tokens[:, :-1])
+            logits = parallel_model(tokens[:, :-1])
             loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()

@@ -1,6 +1,6 @@
 """Asserts with pytest that DDP and FSDP2 are the training of one process.
 
-pytest examples/test_same_training.py
+python -m pytest examples/test_same_training.py
 """
 
 import lockstep

@@ -162,6 +162,11 @@ def same_bits(a: Array, b: Array) -> bool:
     return bool(np.array_equal(first, second))
 
 
+def same_arrays(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
+    """Returns whether two lists of arrays are bitwise identical."""
+    return len(first) == len(second) and all(map(same_bits, first, second))
+
+
 def all_same_bits(a: Named, b: Named) -> bool:
     """Returns whether two mappings have the same names and bits."""
     return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)

@@ -27,6 +27,7 @@ from lockstep.context import Context
 from lockstep.engine import Result, check_step, require_steps, verdict_of
 from lockstep.match import Matching
 from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
+from lockstep.text import first_names
 from lockstep.trace import Trace
 from lockstep.verdict import BY_DESIGN, NOTHING, Finding, Verdict
 
@@ -118,9 +119,8 @@ def _untrained(result: Result) -> list[str]:
     names = [name for name, is_trained in result.trained.items() if not is_trained]
     if not names or len(names) == len(result.trained):
         return []
-    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    num = f"{len(names)} of {len(result.trained)}"
-    return [f"{NOTHING} in the gradients of {num} weights, which are 0 in every step: {shown}"]
+    weights = f"{len(names)} of {len(result.trained)} weights, which are 0 in every step"
+    return [f"{NOTHING} in the gradients of {weights}: {first_names(names)}"]
 
 
 def verify_against(
@@ -155,7 +155,7 @@ def verify_against(
         "update": compare_updates,
     }
     result = Result()
-    skipped, is_compared, undone = list[int](), False, list[Finding]()
+    skipped, is_compared, removed = list[int](), False, list[Finding]()
     for step in _checked_steps(second, result, on_step):
         if step.number not in first.steps:
             continue
@@ -165,18 +165,18 @@ def verify_against(
             step.stage = stage
             pair.findings += compare(pair)
             if stage == "examples":
-                undone += pair.take_back()
+                removed += pair.remove_false_factors()
         result.findings += pair.findings
         is_compared = is_compared or bool(pair.gradients[0] and pair.computes_the_same)
         if not pair.starts_equally:
             skipped.append(step.number)
-    # Also in steps that cannot be compared, where the same factor is undone in others.
-    again = {finding.cause for finding in undone}
+    # Steps that cannot be compared divide in the same place as the others.
+    causes = {finding.cause for finding in removed}
     result.findings = [
         f
         for f in result.findings
-        if f not in undone
-        and not (f.stage == "all-reduce" and f.cause in again and f.steps[0] in skipped)
+        if f not in removed
+        and not (f.stage == "all-reduce" and f.cause in causes and f.steps[0] in skipped)
     ]
     verdict = verdict_of(second, result, None, name="", reference=first.name)
     idle = verdict.idle

@@ -141,11 +141,6 @@ class Context:
             return None
         return Context(self.trace, self.position - 1)
 
-    @property
-    def follows(self) -> bool:
-        """Whether the previous step was recorded, too."""
-        return self.previous is not None
-
     def state(self, shard: int) -> Named:
         """Returns the variables that a shard starts from: those of its copy, its own statistics."""
         copy = self.named("before")[self.trace.copy_of(shard)]

@@ -219,7 +219,7 @@ class Matching:
 
 def _items_of(trace: Trace) -> list[_Item]:
     """Returns the weights and statistics of a trace, without step counters."""
-    shapes, variables = _shapes(trace), dict(zip(trace.keys, trace.about.variables, strict=True))
+    shapes, variables = _shapes(trace), trace.variables
     items: list[_Item] = []
     for kind in (WEIGHT, STATISTIC):
         parts = {key: _parts_of(v.name) for key, v in variables.items() if v.kind == kind}

@@ -33,13 +33,11 @@ class Matched(NamedTuple):
 
     Attributes:
         shard: the shard of the second trace.
-        rows: positions in its forward pass.
         smoothings: label smoothing of each output in both.
         pairs: kind, or "targets" → arrays of both traces; empty if their shapes differ.
     """
 
     shard: int
-    rows: list[int]
     smoothings: list[tuple[float, float]]
     pairs: dict[str, Pairs]
 
@@ -63,7 +61,7 @@ def matched_examples(pair: StepPair) -> list[Matched]:
             sources = [(first[n], row) for n, row in (places[0][key] for key in common)]
             pairs = {kind: _pairs(kind, sources, part, rows) for kind in part.arrays}
             smoothings = list(zip(sources[0][0].smoothings, part.smoothings, strict=False))
-            found.append(Matched(part.shard, rows, smoothings, pairs))
+            found.append(Matched(part.shard, smoothings, pairs))
     return found
 
 

@@ -21,9 +21,9 @@ for BatchNorm statistics. Within the step, `keep` records gradients and returns 
     key = record_jax.keep("random", key)       # The key that this device draws numbers with.
     logits = record_jax.keep("y_pred", logits) # In the loss function: also keeps its gradient.
 
-Keep "raw" and "sums" of gradients that are divided already: by the number of examples, or by the
-sum of their weights, as on one device. What is divided later is compared as it is "clipped", where
-clipping does not hide the factor. A step that clips keeps "clipped"; alone, it is enough.
+Keep "raw" and "sums" after gradients are divided by the number of examples, or by the sum of their
+weights, as on one device. Gradients that are divided later are compared as "clipped", unless
+clipping hides the factor. A step that clips must keep "clipped"; "clipped" alone is enough.
 
 Under `jax.jit` with shardings the step is one program for all devices, and the gradient of a single
 device does not exist: keep "sums" and "clipped" only. Keys and losses are those of the whole batch.
@@ -66,6 +66,7 @@ def keep(kind: str, tree: Any) -> Any:
 
 
 def _report(recorder: "record", kind: str, tree: Any) -> None:
+    """Passes the arrays of a kind to the recorder when the compiled step computes them."""
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     device = jax.lax.axis_index(axes) if axes else -1  # -1: one program for all devices.
     names, leaves, _ = _flatten(tree)
@@ -156,7 +157,7 @@ class record:
         names, leaves, _ = _flatten(result)
         outputs = {role: _find(names, where, role) for role, where in self.outputs.items()}
         found["loss"] = replicas.columns(leaves, outputs, ["loss"])
-        # Without keys that are not returned: the script makes those of the next step.
+        # Keys that are not returned are left out: the script makes those of the next step.
         found["after"] = replicas.columns(leaves, outputs, KINDS, found["before"])
         self._store(number, found | kept, replicas)
         return result

@@ -38,7 +38,7 @@ OF_LAYERS = ("eps", "momentum", "stride", "padding", "dilation", "groups", "p")
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 FORMAT = {"format": "lockstep trace", "version": 2, "framework": "torch", "order": "reduce, clip"}
 CLIPPING = ("clip_grad_norm_", "clip_grads_with_norm_", "_clip_grads_with_norm_")
-MOST_BYTES = 2**26  # Of the outputs in a step.
+MOST_BYTES = 2**26  # The most bytes of outputs that are recorded in a step.
 AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
 
 
@@ -128,7 +128,7 @@ class record:
         self.feeds = feed_examples
 
     def _open(self, path: str) -> list["_Trace"]:
-        """Returns the files of the trace to replay, first the one with the states to load."""
+        """Returns the files of the trace to replay; the first one has the states to load."""
         own = [_rank_path(path, self.rank)] if self.num_replicas > 1 else []
         found = next(filter(os.path.exists, [*own, path, _rank_path(path, 0)]), path)
         try:
@@ -288,7 +288,7 @@ class record:
         """Returns arguments of the model with the next examples of `replay` in place of its own."""
         own = [x for x in tree_leaves(nest) if isinstance(x, Tensor)]
         arrays = [*self.files[0].arrays("data", self.step, 0).values()]
-        # Those of all micro-batches.
+        # The examples of all micro-batches of the step.
         columns = [np.concatenate(arrays[i :: len(own)]) for i in range(len(own))]
         share = len(columns[0]) // self.num_replicas if columns else 0
         start, size = self.rank * share + self.num_fed, len(own[0]) if own and own[0].dim() else 0
@@ -348,7 +348,7 @@ class record:
             return
         for x in outputs:
             self._add("y_pred", [x])
-            self._add("y_grad", [torch.zeros_like(x)])  # If the loss does not depend on it.
+            self._add("y_grad", [torch.zeros_like(x)])  # Stays 0 if the loss does not use it.
             if x.requires_grad:
                 key = [key for key in self.now if key.startswith("y_grad/")][-1]
                 x.register_hook(functools.partial(self._after_loss, self.step, key))
@@ -436,7 +436,7 @@ class record:
         self.groups = [{**_settings(group), "weights": weights} for group, weights in groups]
 
     def _is_repeated(self) -> bool:
-        """Returns whether an update has the gradients of the last one: it is of the same step."""
+        """Returns whether an update has the gradients of the last one, as in the same step."""
         return self.num_backward == 0 and not self.now
 
     def _after_update(self, *_: Any) -> None:
@@ -468,7 +468,7 @@ class record:
             self._install_hooks()
 
     def _forward_by_shard(self, forward: Any, *args: Any, **options: Any) -> Any:
-        """Takes the place of the model's `forward`: runs it for each part of the batch apart.
+        """Runs in place of the model's `forward`, and calls it for each part of the batch.
 
         Replica 0 comes last: the model keeps its statistics, and the random state after it.
         """
@@ -715,7 +715,7 @@ def _rows(batch: np.ndarray) -> list[bytes]:
 
 @contextlib.contextmanager
 def _copied_buffers(module: nn.Module) -> Iterator[None]:
-    """Lets the statistics of a model as they are: a forward pass changes copies of them."""
+    """Leaves the statistics of a model as they are: a forward pass changes copies of them."""
     owners = [owner._buffers for _, owner in module.named_modules()]
     own = [(owner, name, x) for owner in owners for name, x in owner.items() if x is not None]
     for owner, name, x in own:

@@ -85,15 +85,19 @@ class StepPair:
         tolerance: tolerance of the gradients.
 
     Attributes:
+        both: the step in the checked trace, then in the reference, each with its name in texts.
         findings: what was found in the comparison so far.
     """
 
     def __init__(self, first: Context, second: Context, matching: Matching, tolerance: Tolerance):
         self.first, self.second, self.matching = first, second, matching
         self.tolerance = tolerance
-        # With their names in sentences, the one that is checked first.
         self.both = (second, "second"), (first, "first")
         self.findings: list[Finding] = []
+
+    def has(self, *kinds: str) -> bool:
+        """Returns whether arrays of each kind were recorded in both."""
+        return self.first.has(*kinds) and self.second.has(*kinds)
 
     def in_second(self, name: str) -> str:
         """Returns the checked trace's name of a variable of the reference; "" without one."""
@@ -210,8 +214,7 @@ class StepPair:
         num, of_first = (step.trace.about.num_replicas for step, _ in self.both)
         is_of_replicas = max(scale * of_first / num, num / of_first / scale) < 1 + _CLOSE
         is_of_replicas |= max(scale * num / of_first, of_first / num / scale) < 1 + _CLOSE
-        is_loss_known = all(step.has("loss") for step, _ in self.both)
-        return found if is_of_replicas or not is_loss_known else self.applied
+        return found if is_of_replicas or not self.has("loss") else self.applied
 
     @functools.cached_property
     def sums(self) -> tuple[Named, Named]:
@@ -231,14 +234,17 @@ class StepPair:
             for own in second.named("sums")
         )
 
-    def take_back(self) -> list[Finding]:
-        """Removes what was found of factors in the sums that another factor makes right."""
+    def remove_false_factors(self) -> list[Finding]:
+        """Removes and returns the findings of a factor in the sums, if the sums are right.
+
+        The script then divides the gradients after it has kept those that it sends.
+        """
         found = self.second.findings
         if not (_keeps_by_hand(self.second) and self.are_sums_equal):
             return []
-        undone = [f for f in found if f.stage == "all-reduce" and f.cause in _FACTORS]
-        self.second.findings = [finding for finding in found if finding not in undone]
-        return undone
+        removed = [f for f in found if f.stage == "all-reduce" and f.cause in _FACTORS]
+        self.second.findings = [finding for finding in found if finding not in removed]
+        return removed
 
     @functools.cached_property
     def different_gradients(self) -> dict[str, float]:
@@ -248,8 +254,8 @@ class StepPair:
     @functools.cached_property
     def earlier_gradients(self) -> Named:
         """The gradients of the previous step in the reference; empty if it was not recorded."""
-        first = self.first
-        return _whole_gradient(Context(first.trace, first.position - 1)) if first.follows else {}
+        before = self.first.previous
+        return _whole_gradient(before) if before else {}
 
     @functools.cached_property
     def kept_gradients(self) -> Named:
@@ -302,10 +308,8 @@ def _whole_gradient(context: Context) -> Named:
         for name, gradient in itertools.chain(*(own.items() for own in context.named("raw"))):
             total[name] = total.get(name, 0.0) + dense(gradient)
         return {name: context.share(0) * gradient for name, gradient in total.items()}
-    if context.is_wrong(
-        "all-reduce", "clipping"
-    ):  # Each copy has the gradient of its own examples.
-        return {}
+    if context.is_wrong("all-reduce", "clipping"):
+        return {}  # Each copy has the gradient of its own examples.
     for kind in ("sums", "clipped"):
         if context.has(kind):
             return {name: dense(array) for name, array in context.named(kind)[0].items()}

@@ -69,12 +69,12 @@ def assert_same_training(
             failed, reached its time limit or recorded nothing.
         ValueError: the recordings have nothing in common.
     """
-    wanted = list(range(steps)) if isinstance(steps, int) else list(steps)
+    numbers = list(range(steps)) if isinstance(steps, int) else list(steps)
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
 
         def record(name: str, training: Training, **options: Any) -> str:
             path = str(pathlib.Path(folder, f"{name}.npz"))
-            _record(name, training, {"path": path, "steps": wanted, **options}, timeout_sec)
+            _record(name, training, {"path": path, "steps": numbers, **options}, timeout_sec)
             return path
 
         one = record("reference", reference, replay=None, permute=None)
@@ -99,7 +99,7 @@ def assert_same_training(
 
 
 def _repeated(verdict: Verdict, second: Verdict) -> Verdict:
-    """Returns a verdict with what a second run of the same training says of its faults."""
+    """Returns a verdict with a note on whether a second run of the training has the same faults."""
     faults = [
         {(fault.stage, fault.cause, fault.tensors) for fault in each.faults}
         for each in (verdict, second)
@@ -146,7 +146,7 @@ def _run(command: str | Sequence[str], variables: Mapping[str, str], timeout_sec
     paths = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
     environment = {**os.environ, **variables, "PATH": os.pathsep.join(paths)}
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             words, env=environment, timeout=timeout_sec, check=False, text=True, errors="replace",
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -154,10 +154,10 @@ def _run(command: str | Sequence[str], variables: Mapping[str, str], timeout_sec
         return f"did not end within {timeout_sec:g} s: {shlex.join(words)}"
     except OSError as error:
         return f"could not be started: {shlex.join(words)}: {error.strerror}"
-    if done.returncode == 0:
+    if process.returncode == 0:
         return ""
-    printed = "\n".join(done.stdout.splitlines()[-_MOST_LINES:])
-    return f"ended with exit code {done.returncode}: {shlex.join(words)}\n{printed}"
+    printed = "\n".join(process.stdout.splitlines()[-_MOST_LINES:])
+    return f"ended with exit code {process.returncode}: {shlex.join(words)}\n{printed}"
 
 
 def _call(
@@ -174,7 +174,7 @@ def _call(
     pickled, processes = pickle.dumps(function), []
     for rank in range(num_processes):
         own = {**group, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(context.Process(target=_called, args=(pickled, own)))
+        processes.append(context.Process(target=_call_with, args=(pickled, own)))
     for process in processes:
         process.start()
     try:
@@ -203,7 +203,7 @@ def _wait(processes: Sequence[Any], timeout_sec: float) -> str:
     return ""
 
 
-def _called(pickled: bytes, variables: Mapping[str, str]) -> None:
+def _call_with(pickled: bytes, variables: Mapping[str, str]) -> None:
     """Calls a function in a new process: its module is imported with the variables set."""
     os.environ.update(variables)
     pickle.loads(pickled)()

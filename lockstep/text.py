@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.causes import remedy_of, title_of
 from lockstep.verdict import BY_DESIGN, FAULT, NOTHING, STAGES, Finding, Verdict
 
-_MOST_TENSORS = 3  # Names of variables that a finding shows.
+_MOST_NAMES = 3  # Names of variables or layers that a text shows.
 _OF_ZERO = 1e6  # A larger relative difference is one from 0.
 
 
@@ -138,6 +138,12 @@ def one_line(text: object) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in str(text))
 
 
+def first_names(names: Sequence[str]) -> str:
+    """Returns the first names in words, and "…" for further ones."""
+    further = ["…"] if len(names) > _MOST_NAMES else []
+    return ", ".join([*names[:_MOST_NAMES], *further])
+
+
 def count(noun: str, number: int) -> str:
     """Returns a number with its noun."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
@@ -163,9 +169,9 @@ def _where(finding: Finding, verdict: Verdict) -> str:
     elif finding.items:
         parts.append(", ".join(finding.items))
     if tensors := finding.tensors:
-        rest = len(tensors) - _MOST_TENSORS
+        rest = len(tensors) - _MOST_NAMES
         more = f" and {rest} more" if rest > 0 else ""
-        parts.append(", ".join(tensors[:_MOST_TENSORS]) + more)
+        parts.append(", ".join(tensors[:_MOST_NAMES]) + more)
     return "; ".join(parts)
 
 

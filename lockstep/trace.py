@@ -6,6 +6,7 @@ several shards (micro-batches) and one copy. `docs/trace_format.md` describes th
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -157,6 +158,7 @@ class Trace:
         shards: numbers of the shards.
         copies: numbers of the copies of the weights.
         keys: a unique name for each variable.
+        variables: key → the variable.
         kinds: key → kind of the variable.
         of_replica: replica → description in its file, whose settings may be its own.
     """
@@ -168,7 +170,8 @@ class Trace:
         self.shards = range(len(about.shards) or about.num_replicas)
         self.copies = range(about.num_copies or about.num_replicas)
         self.keys = about.keys
-        self.kinds = dict(zip(self.keys, (v.kind for v in about.variables), strict=True))
+        self.variables = dict(zip(self.keys, about.variables, strict=True))
+        self.kinds = {key: variable.kind for key, variable in self.variables.items()}
         self.of_replica: Mapping[int, About] = {}
         self._stored = {} if stored is None else stored
         self._index: dict[tuple[int, str, int], set[str]] = {}  # → Names of its arrays.
@@ -189,6 +192,15 @@ class Trace:
         of_copies = kind in OF_COPIES or (kind == "clipped" and self.about.order == REDUCE_FIRST)
         return self.copies if of_copies else self.shards
 
+    @functools.cached_property
+    def slots(self) -> dict[str, dict[str, str]]:
+        """Name of a weight → name of a slot of its optimizer state → key of this state."""
+        found: dict[str, dict[str, str]] = {}
+        for key, variable in self.variables.items():
+            if variable.kind == STATE:
+                found.setdefault(variable.of, {})[variable.slot] = key
+        return found
+
     def copy_of(self, shard: int) -> int:
         """Returns the copy of the weights with which a shard is computed."""
         return shard * len(self.copies) // len(self.shards)
@@ -198,29 +210,32 @@ class Trace:
         shards = self.about.shards
         return shards[shard].replica if shards else shard
 
+    def about_of(self, shard: int) -> About:
+        """Returns the description in the file of the replica that computes a shard."""
+        return self.of_replica.get(self.replica_of(shard), self.about)
+
     def micro_batches(self, position: int, shard: int) -> int:
         """Returns the number of forward passes whose gradients a shard accumulates in a step."""
-        about = self.of_replica.get(self.replica_of(shard), self.about)
+        about = self.about_of(shard)
         return about.micro_batches[position] if about.micro_batches else 1
 
     def in_evaluation(self, position: int, shard: int) -> set[str]:
         """Returns the layers that a shard computes in evaluation mode, as far as it is known."""
-        about = self.of_replica.get(self.replica_of(shard), self.about)
+        about = self.about_of(shard)
         return set(about.in_evaluation[position]) if about.in_evaluation else set()
 
     def calls(self, position: int, shard: int) -> tuple[str, ...]:
         """Returns the calls that make the gradients of a shard in a step; () if unknown."""
-        about = self.of_replica.get(self.replica_of(shard), self.about)
+        about = self.about_of(shard)
         return about.calls[position] if about.calls else ()
 
     def computed_in(self, shard: int) -> str:
         """Returns the dtype in which a shard's layers compute, in words."""
-        about = self.of_replica.get(self.replica_of(shard), self.about)
-        return about.computed_in or "the dtype of the weights"
+        return self.about_of(shard).computed_in or "the dtype of the weights"
 
     def loss_scale(self, position: int, shard: int) -> float:
         """Returns the factor by which a shard multiplies its loss against underflow."""
-        about = self.of_replica.get(self.replica_of(shard), self.about)
+        about = self.about_of(shard)
         return about.loss_scale[position] if about.loss_scale else 1.0
 
     def name_of(self, kind: str, item: int) -> str:

@@ -347,7 +347,7 @@ def _shape_of(place: str, parts: set[str], arrays: _Arrays) -> tuple[int, ...]:
 
 
 def _with_equal_steps(files: Sequence[_File]) -> list[_File]:
-    """Gives files that end early the keys of later steps, in which they have no arrays.
+    """Returns the files with equal steps: those that end early lack the arrays of later steps.
 
     A rank that calls its optimizer less often than the others has fewer steps.
     """

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -167,7 +167,7 @@ class Verdict:
         return json.dumps(self.to_record(), indent=1)
 
 
-def _worst(statuses: Any) -> str:
+def _worst(statuses: Iterable[str]) -> str:
     return max([CLEAN, *statuses], key=[CLEAN, BY_DESIGN, NOTHING, FAULT].index)
 
 

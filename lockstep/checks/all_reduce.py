@@ -157,7 +157,7 @@ def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
 def _of_own_examples(sent: Sequence[Named], applied: Sequence[Named]) -> list[str]:
     """Returns the names of gradients that differ, and that each replica applies as it sent them.
 
-    A single number is a multiple of any other one: gradients of one element prove nothing.
+    Gradients of one element alone are not conclusive: any number is a multiple of any other one.
     """
     own = [
         name
@@ -239,7 +239,7 @@ def check_clipping(context: Context) -> Iterator[Finding]:
 
 
 def _summed_by_hand(context: Context) -> Iterator[Finding]:
-    """Finds gradients that a script clips on each replica, and sums then."""
+    """Finds gradients that a script clips on each replica, and then sums."""
     entering, clipped = (
         [f(copy) for copy in context.copies] for f in (context.entering, context.applied)
     )

@@ -22,10 +22,8 @@ from lockstep.arithmetic import (
 )
 from lockstep.causes import CAUSES
 from lockstep.checks.other_updates import compare_rules, settings_of, text_of
-from lockstep.context import Context
 from lockstep.oracles.rules import COUNTERS, cause_of
 from lockstep.reference import SAME_START, StepPair
-from lockstep.trace import STATE
 from lockstep.verdict import Finding
 
 _NEAR = 1e-4  # Least relative difference of the elements of gradients whose changes are compared.
@@ -87,15 +85,15 @@ def compare_updates(pair: StepPair) -> Iterator[Finding]:
     changes = list(_changes(pair))
     yield from _kept_in_short(pair, changes)
     # Each recording alone is checked where a rule computes the update.
-    told = {n for f in pair.second.findings if f.stage == "update" for n in f.tensors}
-    known = {*pair.rules(), *(p.first for p in pair.matching.pairs if p.second in told)}
+    wrong_alone = {n for f in pair.second.findings if f.stage == "update" for n in f.tensors}
+    known = {*pair.rules(), *(p.first for p in pair.matching.pairs if p.second in wrong_alone)}
     near = {name: each for name, each in _near(pair).items() if name not in known}
-    still = [x.weight for x in changes if not x.slot and x.weight not in known and _is_still(x)]
-    if still := [name for name in still if all(norm(g.get(name, 0)) for g in pair.applied)]:
-        text = f"{len(still)} weights have a gradient, and only the first recording updates them"
-        yield pair.second.found("not_updated", text, kind="after", tensors=still)
+    fixed = [x.weight for x in changes if not x.slot and x.weight not in known and _is_fixed(x)]
+    if fixed := [name for name in fixed if all(norm(g.get(name, 0)) for g in pair.applied)]:
+        text = f"{len(fixed)} weights have a gradient, and only the first recording updates them"
+        yield pair.second.found("not_updated", text, kind="after", tensors=fixed)
     allowed = _SENSITIVE * max(_NEAR, pair.tolerance.usual)
-    compared = [x for x in changes if x.weight in near and x.weight not in still]
+    compared = [x for x in changes if x.weight in near and x.weight not in fixed]
     if compared:
         pair.second.mark_checked()
     wrong = [x for x in compared if x.differs(near[x.weight], allowed)]
@@ -114,7 +112,7 @@ def _changes(pair: StepPair) -> Iterator[_Change]:
     before, after = (
         [step.named(kind)[0] for step in (pair.first, pair.second)] for kind in ("before", "after")
     )
-    slots = [_slots(step) for step in (pair.first, pair.second)]
+    slots = [step.trace.slots for step in (pair.first, pair.second)]
     for names in pair.matching.pairs:
         weights = names.first, names.second
         own = [{"": w, **found.get(w, {})} for found, w in zip(slots, weights, strict=True)]
@@ -133,15 +131,6 @@ def _changes(pair: StepPair) -> Iterator[_Change]:
             found.append(_Change(names.first, slot, old, new))
         if all(distance(*x.before) <= SAME_START * norm(x.before[0]) for x in found):
             yield from found
-
-
-def _slots(step: Context) -> dict[str, dict[str, str]]:
-    """Returns name of a weight → name of a slot of its optimizer state → key."""
-    found: dict[str, dict[str, str]] = {}
-    for key, variable in zip(step.trace.keys, step.trace.about.variables, strict=True):
-        if variable.kind == STATE:
-            found.setdefault(variable.of, {})[variable.slot] = key
-    return found
 
 
 def _kept_in_short(pair: StepPair, changes: Sequence[_Change]) -> Iterator[Finding]:
@@ -173,7 +162,7 @@ def _near(pair: StepPair) -> Mapping[str, np.ndarray]:
     return found
 
 
-def _is_still(change: _Change) -> bool:
+def _is_fixed(change: _Change) -> bool:
     """Returns whether the first trace changes a weight, and the second one changes no bit of it."""
     is_changed = norm(change.by[0]) > norm(change.rounding)
     return is_changed and same_bits(change.before[1], change.after[1])

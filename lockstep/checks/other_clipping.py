@@ -46,12 +46,12 @@ def _why(pair: StepPair, entering: Named, applied: Named) -> tuple[str, str]:
         return "loss_scale_left", f"the update has gradients times the loss scale, {scale:g}"
     if why := _by_parts(step, entering, applied, factors[1]):
         return why
-    before = _factor(pair.matching.to_first(step.entering(0)), entering) if calls else 1.0
+    factor_before = _factor(pair.matching.to_first(step.entering(0)), entering) if calls else 1.0
     if limits[0] == limits[1] and all(factors):
         # Whether the script multiplies them before or after it clips them.
         times, when = factors[0] / factors[1], f"after clipping to {', '.join(limits[0])}"
-        if limits[0] and abs(before - 1) > _CLOSE and before:
-            times, when = before, "before clipping"
+        if limits[0] and abs(factor_before - 1) > _CLOSE and factor_before:
+            times, when = factor_before, "before clipping"
         if not limits[0]:
             when = "after the backward pass"
         known = names_of_factor(pair, times) if calls else []

@@ -15,13 +15,13 @@ from lockstep.arithmetic import (
     is_far,
     norm,
     rows_of,
-    same_bits,
+    same_arrays,
 )
 from lockstep.checks.examples import why_rows
 from lockstep.context import Context
 from lockstep.reference import SAME_START, StepPair, Tolerance, common_steps
 from lockstep.text import count
-from lockstep.trace import STATE, Named, Trace
+from lockstep.trace import Named, Trace
 from lockstep.verdict import Finding
 
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
@@ -62,22 +62,20 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
         return
     if any(distance(weights[1][n], a) > SAME_START * norm(a) for n, a in weights[0].items()):
         return
-    given, own = (
-        {
-            (variable.of, variable.slot): state[key]
-            for key, variable in zip(step.trace.keys, step.trace.about.variables, strict=True)
-            if variable.kind == STATE and variable.of and key in state
-        }
-        for step, state in ((first, first.named("before")[0]), (second, second.named(kind)[0]))
-    )
-    places = {place: (pair.in_second(place[0]), place[1]) for place in given}
-    lost = [p for p, its in places.items() if norm(given[p]) and not norm(own.get(its, 0.0))]
+    given, own = first.named("before")[0], second.named(kind)[0]
+    num_arrays, lost = 0, list[str]()  # The latter: names of the weights.
+    for weight, slots in first.trace.slots.items():
+        keys = second.trace.slots.get(pair.in_second(weight), {})
+        for slot, key in slots.items() if weight else ():
+            num_arrays += key in given
+            if norm(given.get(key, 0.0)) and not norm(own.get(keys.get(slot, ""), 0.0)):
+                lost.append(weight)
     if lost:
         text = (
-            f"{len(lost)} of {len(given)} arrays of optimizer state are 0 or missing before the"
+            f"{len(lost)} of {num_arrays} arrays of optimizer state are 0 or missing before the"
             " first step, which starts from the weights of the first recording"
         )
-        yield second.found("not_restored", text, tensors=dict.fromkeys(of for of, _ in lost))
+        yield second.found("not_restored", text, tensors=dict.fromkeys(lost))
 
 
 def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:
@@ -106,17 +104,13 @@ def repeated_batch(context: Context, every: bool = True) -> str:
     for position in range(context.position if context.has("data") else 0):
         earlier = [context.trace.arrays(position, "data", s) or [] for s in context.shards]
         data = list(zip(earlier, context.data, strict=True))
-        same = [s for s, (a, b) in enumerate(data) if a and a[0].size and _are_same(a, b)]
+        same = [s for s, (a, b) in enumerate(data) if a and a[0].size and same_arrays(a, b)]
         if same and (len(same) == len(data) or not every):
             whose = "step" if len(same) == len(data) else "replica"
             who = context.number if whose == "step" else ", ".join(map(str, same))
             step = f"step {context.trace.steps[position]}"
             return f"{whose} {who} has the examples of {step} again, in the same order"
     return ""
-
-
-def _are_same(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
-    return len(a) == len(b) and all(map(same_bits, a, b))
 
 
 class _Step(NamedTuple):
@@ -253,14 +247,15 @@ def _why_padded(step: _Step, steps: Sequence[_Step]) -> Why | None:
     epoch.
     """
     extra, sizes = step.used - step.given, step.second.sizes
-    is_short = step.sizes[0] < max(each.sizes[0] for each in steps)
+    full = max(each.sizes[0] for each in steps)
+    is_short = step.sizes[0] < full
     is_full = step.sizes[1] == max(each.sizes[1] for each in steps)
     are_few = extra.total() < len(sizes)
     if step.given - step.used or len({*sizes}) > 1 or not (is_short and (is_full or are_few)):
         return None
     earlier = [each for each in steps if each.first.number < step.first.number]
     is_epoch_known = len(earlier) == step.first.number
-    ends = [i for i, each in enumerate(earlier) if each.sizes[0] < max(s.sizes[0] for s in steps)]
+    ends = [i for i, each in enumerate(earlier) if each.sizes[0] < full]
     epoch = [*earlier, step][ends[-1] + 1 if ends else 0 :]
     start = sum((each.given for each in epoch), collections.Counter())
     if is_epoch_known:

@@ -16,6 +16,7 @@ from lockstep.hypotheses.of_layers import num_local_norms, other_settings
 from lockstep.hypotheses.of_targets import why_targets
 from lockstep.matched_examples import Matched, Pairs, matched_examples
 from lockstep.reference import StepPair
+from lockstep.text import first_names
 from lockstep.trace import Trace
 from lockstep.verdict import Finding
 
@@ -26,9 +27,9 @@ _OF_LOSS = 1e-3  # The gradient of a loss is a difference that may cancel.
 def compare_each_example(pair: StepPair) -> Iterator[Finding]:
     """Compares examples that both traces have, if their gradients differ or are unknown."""
     step = pair.second
-    if not (pair.computes_the_same and _have(pair, "data")):
+    if not (pair.computes_the_same and pair.has("data")):
         return
-    stages = [s for s, kind in (("forward", "y_pred"), ("loss", "y_grad")) if _have(pair, kind)]
+    stages = [s for s, kind in (("forward", "y_pred"), ("loss", "y_grad")) if pair.has(kind)]
     is_equal = pair.gradients[0] and not pair.different_gradients
     matched = [] if is_equal else matched_examples(pair)
     step.stage = "examples"
@@ -38,15 +39,6 @@ def compare_each_example(pair: StepPair) -> Iterator[Finding]:
     for step.stage in stages:
         step.mark_checked()
         yield from (_other_outputs if step.stage == "forward" else _other_losses)(pair, matched)
-
-
-def _have(pair: StepPair, *kinds: str) -> bool:
-    return all(step.has(*kinds) for step, _ in pair.both)
-
-
-def is_compared(pair: StepPair) -> bool:
-    """Returns whether outputs, and the gradients of the loss at them, could be compared."""
-    return _have(pair, "data", "y_pred", "y_grad")
 
 
 def _other_arguments(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
@@ -103,7 +95,7 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, bool]]:
             )
             causes.append(("local_statistics", text, is_choice))
     causes += [(cause, text, False) for cause, text in other_settings(pair)]
-    is_random = draws_other_numbers(pair) or any(_is_random(step) for step, _ in pair.both)
+    is_random = draws_other_numbers(pair) or any(_has_random_layers(step) for step, _ in pair.both)
     if not causes and not pair.has_same_shards and is_random:
         text = "random layers draw other numbers in the two recordings"
         causes.append(("random_layers", text, True))
@@ -123,29 +115,25 @@ def _other_replicas(trace: Trace) -> str:
     return ""
 
 
-def _is_random(step: Context) -> bool:
+def _has_random_layers(step: Context) -> bool:
     """Returns whether layers, or functions between them, draw random numbers."""
     is_used = step.has("random_after") and any(draws(step, shard) for shard in step.shards)
     return is_used or any(map(is_random, step.trace.about.layers))
 
 
 def _other_modes(pair: StepPair) -> str:
-    """Explains gradients by layers in evaluation mode in one recording; "" if there are none."""
-    first, second = (
-        [step.trace.in_evaluation(step.position, shard) for shard in step.shards]
-        for step in (pair.first, pair.second)
-    )
+    """Returns a sentence if layers are in evaluation mode in one recording only; else ""."""
+    used = [
+        set().union(*(step.trace.in_evaluation(step.position, shard) for shard in step.shards))
+        for step, _ in pair.both
+    ]
     layers = [[layer.get("name") for layer in step.trace.about.layers] for step, _ in pair.both]
-    about = pair.first.trace.about, pair.second.trace.about
-    if layers[0] != layers[1] or not all(each.in_evaluation for each in about):
+    are_known = all(step.trace.about.in_evaluation for step, _ in pair.both)
+    names = sorted(used[0] ^ used[1])
+    if layers[0] != layers[1] or not (are_known and names):
         return ""
-    names = sorted(set.union(*first) ^ set.union(*second))
-    if not names:
-        return ""
-    shown = ", ".join(names[:3])
-    if len(names) > 3:
-        shown += ", …"
-    return f"{len(names)} layers ({shown}) are in evaluation mode in one recording only"
+    text = f"{len(names)} layers ({first_names(names)}) are in evaluation mode"
+    return f"{text} in one recording only"
 
 
 def _is_loss(matched: Matched) -> bool:
@@ -156,9 +144,8 @@ def _is_loss(matched: Matched) -> bool:
 
 def _computed_in(pair: StepPair, shard: int) -> str:
     """Returns the dtype in which a replica computes, if it is not that of the reference."""
-    trace = pair.second.trace
-    about = trace.of_replica.get(trace.replica_of(shard), trace.about)
-    return about.computed_in if about.computed_in != pair.first.trace.about.computed_in else ""
+    dtype = pair.second.trace.about_of(shard).computed_in
+    return dtype if dtype != pair.first.trace.about.computed_in else ""
 
 
 def _other_losses(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from lockstep.arithmetic import (
     total_norm,
 )
 from lockstep.checks.other_examples import losses_of
-from lockstep.checks.other_forward import is_compared, other_layers
+from lockstep.checks.other_forward import other_layers
 from lockstep.checks.other_updates import is_left_out
 from lockstep.context import Context
 from lockstep.hypotheses.of_layers import kind_of, reordered_rows
@@ -101,8 +101,8 @@ def _explanations(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
     scale = factor_of([second[name] for name in wrong], [first[name] for name in wrong])
     if np.isfinite(scale) and scale and _explains(pair, wrong, scaled_all(first, scale)):
         text = f"each gradient is {scale:.6g} times that of the first recording"
-        for cause, reason in names_of_factor(pair, scale) or [("scaled_gradient", "")]:
-            yield found(cause, f"{text}: {reason}" if reason else text, tensors=wrong)
+        for named in _of_factor(pair, scale, text):
+            yield found(*named, tensors=wrong)
     if why := _mean_of_means(pair, wrong):
         yield found(*why, tensors=wrong)
     yield from _regularised(pair, wrong)
@@ -136,14 +136,22 @@ def _explains(pair: StepPair, wrong: Sequence[str], *terms: Named) -> bool:
     return set(pair.tolerance.wrong(total, first)) == set(wrong)
 
 
-def names_of_factor(pair: StepPair, scale: float, within: float = 1e-3) -> list[tuple[str, str]]:
+def _of_factor(
+    pair: StepPair, scale: float, text: str, within: float = _SHARE
+) -> list[tuple[str, str]]:
+    """Returns causes and texts of a common factor of all gradients, the most likely first."""
+    found = [(cause, f"{text}: {why}") for cause, why in names_of_factor(pair, scale, within)]
+    return found or [("scaled_gradient", text)]
+
+
+def names_of_factor(pair: StepPair, scale: float, within: float = _SHARE) -> list[tuple[str, str]]:
     """Returns the causes of a common factor of all gradients, and what the factor is, in words."""
     known = factors_of_micro_batches(pair)  # Factor, cause, reason.
     second, first = (step.trace.about.num_replicas for step, _ in pair.both)
     if second != first:
         counts = {step.trace.micro_batches(step.position, 0) for step, _ in pair.both}
-        # A mean is what wrappers compute; of as many micro-batches, it is more likely than a
-        # division by their number.
+        # Wrappers compute means. Of as many micro-batches, a mean is more likely than a division
+        # by their number.
         place = 0 if len(counts) == 1 else len(known)
         of_mean = (first / second, "mean_instead_of_sum", "one over the number of replicas")
         known.insert(place, of_mean)
@@ -303,8 +311,8 @@ def _scaled_without_decay(
             f"each gradient is {scale:.6g} times that of the first recording, without its part"
             f" {abs(decay / (1 - scale)):.4g} · weight, the regularisation"
         )
-        for cause, reason in names_of_factor(pair, scale) or [("scaled_gradient", "")]:
-            yield pair.second.found(cause, f"{text}: {reason}" if reason else text, tensors=wrong)
+        for why in _of_factor(pair, scale, text):
+            yield pair.second.found(*why, tensors=wrong)
 
 
 def _decays_equally(pair: StepPair, weights: Named) -> bool:
@@ -355,7 +363,7 @@ def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
     if not causes:
         num = len(pair.gradients[0])
         text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
-        if is_compared(pair) and not earlier:
+        if pair.has("data", "y_pred", "y_grad") and not earlier:
             text += "; outputs and losses agree, so that it is in the backward pass or after it"
         causes.append(("unexplained", text, False))
     return [
@@ -381,9 +389,8 @@ def _despite_design(pair: StepPair, wrong: Sequence[str]) -> tuple[str, str] | N
         direction = factor_of([*second.values()], [*first.values()]) / times
         is_of_loss = of_first and abs(of_second / of_first - times) < _ROUGHLY * times
         if direction > (_SIMILAR if is_of_loss else _ALIKE):
-            known = names_of_factor(pair, times, _ROUGHLY) or [("scaled_gradient", "")]
             text = f"gradients are about {times:.2g} times as large as in the first recording"
-            return known[0][0], text + (f": {known[0][1]}" if known[0][1] else "")
+            return _of_factor(pair, times, text, _ROUGHLY)[0]
     if text := _moved_loss(pair):
         return "other_loss", text
     sizes, is_mean = pair.second.sizes, pair.second.trace.about.reduction == "mean"
@@ -421,8 +428,10 @@ def _share_of_short(gradients: Named) -> float:
 
 
 def _other_dtypes(pair: StepPair) -> str:
-    """Explains gradients by layers that compute in another dtype; "" if they do not, or if
-    rounding to it does not have such an effect."""
+    """Explains gradients by layers that compute in another dtype; "" if they do not.
+
+    It is also "" if rounding to this dtype does not have such an effect.
+    """
     used = [
         {step.trace.computed_in(shard) for shard in step.shards}
         for step in (pair.first, pair.second)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.arithmetic import MARGIN, relative_distance, relative_norm, same_bits
+from lockstep.arithmetic import MARGIN, relative_distance, relative_norm, same_arrays, same_bits
 from lockstep.context import Context
 from lockstep.reference import StepPair
 from lockstep.trace import SEED
@@ -39,7 +39,7 @@ def check_random_numbers(context: Context) -> Iterator[Finding]:
         equal = [name for name in seeds if same_bits(*(before[shard][name] for shard in pair))]
         if context.computes:  # Layers may also draw by the number of the replica.
             equal = [name for name in equal if not _looks_at_number(context, pair[1], name)]
-        if equal or (both_draw and _all_same(*(context.arrays("random")[s] for s in pair))):
+        if equal or (both_draw and same_arrays(*(context.arrays("random")[s] for s in pair))):
             text = f"replicas {pair[0]} and {pair[1]} draw from the same random state"
             yield context.found("same_random_numbers", text, items=pair, tensors=equal)
 
@@ -76,7 +76,7 @@ def _repeated(context: Context) -> Iterator[Finding]:
                 continue
             context.mark_checked()
             states = [_own_states(each, shard) for each in (earlier, context)]
-            if states[0] and _all_same(*states):
+            if states[0] and same_arrays(*states):
                 text = (
                     f"step {context.number} starts from the random state of step {earlier.number}"
                 )
@@ -101,12 +101,15 @@ def compare_keys(pair: StepPair) -> Iterator[Finding]:
             for step in (pair.first, pair.second)
         )
         earlier = _own_states(second, 0)
-        if _all_same(own, earlier) and not _all_same(right, first.arrays("random")[0]):
+        if same_arrays(own, earlier) and not same_arrays(right, first.arrays("random")[0]):
             text = f"the key of step {number} is passed to step {pair.second.number} again"
             yield pair.second.found("random_numbers_repeated", text)
             return
     states = filter(None, pair.second.arrays("random"))  # Replicas may have keys of their own.
-    if not _all_same(own, right) and len({tuple(s.tobytes() for s in each) for each in states}) < 2:
+    if (
+        not same_arrays(own, right)
+        and len({tuple(s.tobytes() for s in each) for each in states}) < 2
+    ):
         text = "the keys that the script passes are not those of the first recording"
         yield pair.second.found("random_layers", text, design=True)
 
@@ -116,7 +119,7 @@ def draws_other_numbers(pair: StepPair) -> bool:
     right = pair.first.arrays("random")[0]
     others = [states for states in pair.second.arrays("random") if states]
     is_known = right and others and _has_keys(pair)
-    return bool(is_known) and not all(_all_same(states, right) for states in others)
+    return bool(is_known) and not all(same_arrays(states, right) for states in others)
 
 
 def _has_keys(pair: StepPair) -> bool:
@@ -151,7 +154,7 @@ def draws(context: Context, shard: int) -> bool:
         return False
     before = context.arrays("random")[shard]
     if context.has("random_after"):
-        return not _all_same(before, context.arrays("random_after")[shard])
+        return not same_arrays(before, context.arrays("random_after")[shard])
     layers = context.trace.about.layers
     return not layers or any(is_random(layer) for layer in layers)
 
@@ -159,7 +162,3 @@ def draws(context: Context, shard: int) -> bool:
 def is_random(layer: Mapping[str, Any]) -> bool:
     """Returns whether a layer of a trace uses random numbers in training."""
     return "dropout" in str(layer.get("class", "")).lower() and layer.get("rate", 1) != 0
-
-
-def _all_same(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
-    return len(first) == len(second) and all(map(same_bits, first, second))

@@ -78,8 +78,7 @@ def _kept_between_steps(previous: Context, context: Context) -> list[str]:
 
 def _without_state(context: Context, before: Sequence[Named]) -> Iterator[Finding]:
     """Finds replicas without any optimizer state, where another one has that of all weights."""
-    variables = zip(context.trace.keys, context.trace.about.variables, strict=True)
-    of = {key: variable.of for key, variable in variables if variable.kind == STATE}
+    of = {key: v.of for key, v in context.trace.variables.items() if v.kind == STATE}
     counts = [len({of[name] for name in own if name in of}) for own in before]
     empty = [copy for copy, count in enumerate(counts) if not count]
     if empty and max(counts) == len({*of.values()}) > 0:

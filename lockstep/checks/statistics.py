@@ -21,6 +21,7 @@ from lockstep.arithmetic import (
 from lockstep.checks.random_numbers import is_random
 from lockstep.context import Context
 from lockstep.hypotheses import explain
+from lockstep.text import first_names
 from lockstep.trace import SEED, STATISTIC, Array, Named
 from lockstep.verdict import Finding
 
@@ -58,8 +59,8 @@ def _other_modes(context: Context) -> Iterator[Finding]:
     if names:
         shards = [shard for shard, off in modes.items() if not off.isdisjoint(names)]
         text = (
-            f"{len(names)} layers ({', '.join(names[:3])}{', …' * (len(names) > 3)}) are in"
-            " evaluation mode on these replicas, and in training mode on others"
+            f"{len(names)} layers ({first_names(names)}) are in evaluation mode on these replicas,"
+            " and in training mode on others"
         )
         yield context.found("inference_mode", text, stage="forward", items=shards)
 

@@ -179,7 +179,7 @@ def _fits(
     """
     before, after = context.named("before")[copy], context.named("after")[copy]
     groups: dict[str, list[str]] = {name: [name] for name in bounds if name in after}
-    for key, variable in zip(context.trace.keys, context.trace.about.variables, strict=True):
+    for key, variable in context.trace.variables.items():
         if key in groups and variable.of in groups:
             groups[variable.of].append(key)
             groups[key] = groups[variable.of]

@@ -74,7 +74,7 @@ def _removed(step: Context) -> Named:
     """Returns what a script took from the gradient of the whole batch between micro-batches."""
     found = [step.trace.named(step.position, "removed", s) or {} for s in step.shards]
     if not step.has("raw"):
-        return found[0]  # Of sharded gradients, which have been summed.
+        return found[0]  # Sharded gradients have been summed already.
     names = dict.fromkeys(name for own in found for name in own)
     return {
         name: step.share(0) * np.sum([dense(own[name]) for own in found if name in own], axis=0)

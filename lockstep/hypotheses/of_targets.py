@@ -9,7 +9,6 @@ from lockstep.arithmetic import length, unit_of
 
 NO_TARGET = -1  # Of outputs that do not count in the loss.
 _FITS = 1e-3  # Relative.
-_SHOWN = "example {row}: {first} in the first recording, {second} here"
 
 
 def targets_of(output: np.ndarray, gradient: np.ndarray) -> tuple[np.ndarray, float]:
@@ -91,7 +90,7 @@ def why_targets(pairs: Sequence[tuple[np.ndarray, np.ndarray]], other: str) -> t
     a, b, row = wrong[0]
     place = int(np.flatnonzero(a != b)[0])
     first, second = (f"{x[place]:.6g}" if x[place] != NO_TARGET else "none" for x in (a, b))
-    shown = _SHOWN.format(row=row, first=first, second=second)
+    shown = f"example {row}: {first} in the first recording, {second} here"
     if all(np.array_equal(np.float32(a.astype(np.float16)), np.float32(b)) for a, b in unequal):
         return other, f"they are rounded to float16; {shown}"
     return other, f"{len(wrong)} of {total} examples have other targets; {shown}"

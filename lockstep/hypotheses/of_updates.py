@@ -171,17 +171,19 @@ def _with_other_states(
     if slots and any(np.any(before[name]) for name in slots):
         text = "the update starts from an optimizer state of zeros"
         yield "zeroed_state", text, partial(context.updated, before | zeros, applied)
-    keys = zip(context.trace.keys, context.trace.about.variables, strict=True)
-    counters = [key for key, x in keys if x.slot in COUNTERS or key.endswith("iteration")]
-    if counters := [key for key in counters if key in before]:
+    counters = [
+        key
+        for key, variable in context.trace.variables.items()
+        if key in before and (variable.slot in COUNTERS or key.endswith("iteration"))
+    ]
+    if counters:
         start = {name: np.zeros_like(before[name]) for name in counters} | zeros
         text = "the update starts from the optimizer state of a first step"
         predict = partial(context.updated, before | start, applied)
         yield "reset_state", text, predict
-        first, after = predict(), context.named("after")[copy]
-        changes = [[dense(each[n]) - dense(before[n]) for n in applied] for each in (after, first)]
+        after = context.named("after")[copy]
         is_kept = any(np.any(before[name]) for name in zeros)  # Else, only the rate is fitted.
-        if is_kept and np.isfinite(rate := factor_of(*changes)):
+        if is_kept and np.isfinite(rate := _fitted([*applied], before, predict(), after)):
             text += f", with {rate:.4g} times the learning rate of this step"
             yield "reset_state", text, partial(predict, rate=rate)
     if context.previous:
@@ -248,6 +250,14 @@ def _of_exchanged_parts(
         yield "swapped_parts", text, again
 
 
+def _fitted(names: Sequence[str], expected: Named, moved: Named, actual: Named) -> float:
+    """Returns the factor x for which expected + x · (moved - expected) is nearest to the actual."""
+    return factor_of(
+        [dense(actual[name]) - dense(expected[name]) for name in names],
+        [dense(moved[name]) - dense(expected[name]) for name in names],
+    )
+
+
 def _with_fitted_decay(
     context: Context, copy: int, expected: Named, wrong: Sequence[str]
 ) -> Iterator[Hypothesis]:
@@ -261,10 +271,7 @@ def _with_fitted_decay(
     before, after = context.named("before")[copy], context.named("after")[copy]
     applied = context.applied(copy)
     decayed = oracle.with_more_decay(1.0).update(before, applied)
-    more = factor_of(
-        [dense(after[name]) - dense(expected[name]) for name in wrong],
-        [dense(decayed[name]) - dense(expected[name]) for name in wrong],
-    )
+    more = _fitted(wrong, expected, decayed, after)
     if np.isfinite(more) and (decay := rules[0].weight_decay + more) > 0:
         text = f"the change is that of a weight decay of {decay:.4g}"
         predict = partial(oracle.with_more_decay(more).update, before, applied)
@@ -280,10 +287,7 @@ def _with_fitted_gradients(context: Context, copy: int, expected: Named) -> Iter
     applied = context.applied(copy)
     twice = oracle.update(before, scaled_all(applied, 2.0))
     names = [name for name in oracle.sums if name in after]
-    factor = 1 + factor_of(
-        [dense(after[name]) - dense(expected[name]) for name in names],
-        [dense(twice[name]) - dense(expected[name]) for name in names],
-    )
+    factor = 1 + _fitted(names, expected, twice, after)
     if np.isfinite(factor) and factor > 0:
         size = factor * total_norm(applied)
         is_clipped = factor < 1 and abs(float(f"{size:.2g}") - size) < 1e-4 * size
@@ -305,10 +309,7 @@ def _with_fitted_momentum(
     before, after = context.named("before")[copy], context.named("after")[copy]
     twice = context.updated(before, context.applied(copy), momentum=2 * momentum)
     names = [name for name in wrong if context.trace.kinds[name] == STATE] or list(wrong)
-    more = factor_of(
-        [dense(after[name]) - dense(expected[name]) for name in names],
-        [dense(twice[name]) - dense(expected[name]) for name in names],
-    )
+    more = _fitted(names, expected, twice, after)
     if np.isfinite(more) and 0 <= (fitted := (1 + more) * momentum) < 1:
         text = f"the change is that of a momentum of {fitted:.4g}"
         predict = partial(context.updated, before, context.applied(copy), momentum=fitted)

@@ -202,7 +202,7 @@ class RuleOracle:
         settings = about.settings[position] if about.settings else ()
         states = [
             (key, variable)
-            for key, variable in zip(trace.keys, trace.about.variables, strict=True)
+            for key, variable in trace.variables.items()
             if variable.kind == STATE and key in after
         ]
         for weight in weights:
