@@ -570,6 +570,7 @@ RIGHT = {
     "zeros after the sum": ({"clip": without_bias(0, 1)}, TWO),
     "equal random states": ({}, {**TWO, **random_states(lambda step, replica: [0] * 4)}),
     "rows": ({}, {**TWO, "edit": as_rows}),
+    "rows in both": ({"edit": as_rows}, {**TWO, "edit": as_rows}),
     "examples of a replica do not use a weight": ({}, {**TWO, **without_gradient(True, 1)}),
     "micro-batches": ({}, {**TWO, "about": {"micro_batches": [2] * 4}, "edit": micro_batches}),
     "layouts": (images("NHWC"), {**TWO, **images("NCHW")}),
@@ -1302,6 +1303,43 @@ def test_several_recordings_have_verdicts_by_their_names(one):
         [one.trace(), Script(replay=one, renamed=other).trace("x")], {"other": "dense/bias"}
     )
     assert all(each.ok and not each.notes for each in verdict.values())
+    # The names are those of the second recording; the permuted one is of the first script.
+    traces = [one.trace(), permuted, Script(replay=one, renamed=other).trace("x")]
+    assert all(each.ok for each in compare_traces(traces, {"other": "dense/bias"}).values())
+
+
+def first_data(array_of):
+    """Changes the first array of examples."""
+
+    def edited(script):
+        for name in [name for name in script.arrays if "/data/" in name]:
+            script.arrays[name.replace("/0/0", "/0/1").replace("/1/0", "/1/1")] = script.arrays[
+                name
+            ]
+            script.arrays[name] = array_of(script.arrays[name])
+
+    return {"edit": edited}
+
+
+def as_texts(array):
+    return np.array([b"text %d" % number for number in (array[:, 0] * 1e6).astype(int)])
+
+
+@pytest.mark.parametrize("array_of", [lambda array: np.array(5), as_texts])
+def test_examples_may_begin_with_a_number_or_a_text(array_of):
+    first, second = first_data(array_of), {**TWO, **first_data(array_of)}
+    assert shown(compared(*pair(first, second))) == []
+    same = {**second, "shard": same_rows}
+    assert "examples: same_examples" in shown(verify_alone(Script(**same).trace()))
+
+
+@pytest.mark.parametrize("kind", ["data", "loss", "raw", "sums", "clipped", "before", "after"])
+@pytest.mark.parametrize("number", [np.nan, np.inf, 3e38])
+def test_numbers_that_overflow_cause_no_warning(kind, number, recwarn):
+    wrong = edit(lambda array: np.full_like(array, number), kind, 1, 0, 1)
+    traces = [script.trace() for script in pair({}, {**TWO, **wrong})]
+    compare_traces(traces, {})
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(
