@@ -26,6 +26,7 @@ from lockstep.trace import (
 FORMAT, VERSION = "lockstep trace", 2
 
 _MAX_DEPTH, _MAX_TEXT, _MAX_SHOWN, _MAX_REPLICAS = 50, 2_000, 60, 65_536
+_MAX_MICRO_BATCHES = 65_536
 _SETTINGS = {  # Setting of a parameter group → its types.
     **dict.fromkeys(("learning_rate", "momentum", "dampening", "weight_decay"), (int, float)),
     **dict.fromkeys(("beta_1", "beta_2", "rho", "epsilon"), (int, float)),
@@ -161,10 +162,25 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     modes = about.in_evaluation
     yield "in_evaluation", len(modes) in (0, len(steps)), "one list of layers for each step"
     yield "calls", len(about.calls) in (0, len(steps)), "one list of texts for each step"
+    yield "calls", all(map(_is_call, itertools.chain(*about.calls))), "'clip norm 1' and the like"
     scales = about.loss_scale
     yield "loss_scale", len(scales) in (0, len(steps)), "one number for each step"
     yield "loss_scale", all(0 < scale < math.inf for scale in scales), "positive numbers"
-    yield "micro_batches", all(0 < count < 2**31 for count in counts), "whole numbers from 1"
+    are_counts = all(0 < count <= _MAX_MICRO_BATCHES for count in counts)
+    yield "micro_batches", are_counts, f"whole numbers from 1 to {_MAX_MICRO_BATCHES}"
+
+
+def _is_call(text: str) -> bool:
+    """Returns whether a call is not clipping, or clipping with a number."""
+    name, *words = text.split(" ")
+    if name != "clip":
+        return True
+    try:
+        kind, limit = words
+        float(limit)
+    except ValueError:
+        return False
+    return kind in ("norm", "value")
 
 
 def shown(value: Any) -> str:

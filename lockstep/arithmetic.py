@@ -127,6 +127,13 @@ def factor_of(actual: Sequence[Array], expected: Sequence[Array]) -> float:
     return sum(float(np.sum(a * e)) for a, e in pairs) / squares if squares else np.nan
 
 
+def fitted(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Returns the factors with which columns come nearest to a target; NaN if one is not finite."""
+    if not (np.isfinite(columns).all() and np.isfinite(target).all()):
+        return np.full(columns.shape[1], np.nan)
+    return np.linalg.lstsq(columns, target, rcond=None)[0]
+
+
 def is_far(actual: Array, expected: Array, allowed: float = 1e-5) -> bool:
     """Returns whether the relative distance is larger than allowed."""
     return not distance(actual, expected) <= allowed * norm(expected) + TINY
@@ -158,8 +165,9 @@ def same_bits(a: Array, b: Array) -> bool:
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
     unsigned = np.uint64 if x.nbytes % 8 == 0 else np.uint8
-    first, second = (np.ascontiguousarray(array).reshape(-1).view(unsigned) for array in (x, y))
-    return bool(np.array_equal(first, second))
+    # By bytes, as texts may have any size.
+    first, second = (np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (x, y))
+    return bool(np.array_equal(first.view(unsigned), second.view(unsigned)))
 
 
 def same_arrays(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:

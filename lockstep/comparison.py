@@ -7,6 +7,8 @@ import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from lockstep.arithmetic import EPS, MARGIN, UNITS
 from lockstep.causes import title_of
 from lockstep.checks.other_changes import compare_updates
@@ -28,14 +30,15 @@ from lockstep.engine import Result, check_step, require_steps, verdict_of
 from lockstep.match import Matching
 from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
 from lockstep.text import first_names
-from lockstep.trace import Trace
-from lockstep.verdict import BY_DESIGN, NOTHING, Finding, Verdict
+from lockstep.trace import STATISTIC, WEIGHT, Trace
+from lockstep.verdict import BY_DESIGN, FAULT, NOTHING, Finding, Verdict
 
 DEFAULT_TOLERANCE = 1e-4
 # A larger effect is a fault that the permuted recording also has, not float32 rounding.
 _MOST_BY_ROUNDING = 1e-2
 
 
+@np.errstate(invalid="ignore", over="ignore", divide="ignore")  # Of trainings that overflow.
 def compare_traces(
     traces: Sequence[Trace],
     names: Mapping[str, str],
@@ -72,7 +75,8 @@ def compare_traces(
     if tolerance is None:
         allowed = in_dtype_of(first, allowed)
         if permuted:
-            allowed = computed_tolerance(first, permuted[0], names)
+            is_of_first = permuted[0].about.gradients == first.about.gradients
+            allowed = computed_tolerance(first, permuted[0], {} if is_of_first else names)
     numbers = itertools.count(1)
 
     def count(step: int) -> None:
@@ -178,6 +182,7 @@ def verify_against(
         if f not in removed
         and not (f.stage == "all-reduce" and f.cause in causes and f.steps[0] in skipped)
     ]
+    result.findings += not_trained(first, second)
     verdict = verdict_of(second, result, None, name="", reference=first.name)
     idle = verdict.idle
     if not (is_compared or verdict.faults):
@@ -204,6 +209,20 @@ def _not_compared(matching: Matching, skipped: Sequence[int]) -> Iterator[str]:
         )
     if unmatched := (*matching.unmatched_first, *matching.unmatched_second):
         yield f"not matched: {', '.join(unmatched)}"
+
+
+def not_trained(first: Trace, second: Trace) -> Iterator[Finding]:
+    """Finds weights of one recording that the other one has, but does not train, in all steps."""
+    kinds = {trace: set(trace.kinds.items()) for trace in (first, second)}
+    for trace, other, which in ((first, second, "second"), (second, first, "first")):
+        names = [
+            name
+            for name, kind in trace.kinds.items()
+            if kind == WEIGHT and (name, STATISTIC) in kinds[other]
+        ]
+        if names:
+            text = f"not trained in the {which} recording: {first_names(names)}"
+            yield Finding("gradients", FAULT, "frozen", text, second.steps, tensors=tuple(names))
 
 
 def _hidden(first: Trace, second: Trace, result: Result) -> Iterator[str]:

@@ -167,10 +167,11 @@ class Context:
         return [sum(map(len, self.inputs(shard))) for shard in self.shards]
 
     def inputs(self, shard: int) -> list[np.ndarray]:
-        """Returns the first leaf of the examples of each forward pass of a shard."""
+        """Returns the first leaf with rows of the examples of each forward pass of a shard."""
         data = self.data[shard]
-        leaves = len(data) // self.trace.micro_batches(self.position, shard)
-        return [array for array in data[:: max(1, leaves)] if array.ndim]
+        leaves = max(1, len(data) // self.trace.micro_batches(self.position, shard))
+        first = next((i for i, array in enumerate(data[:leaves]) if array.ndim), 0)
+        return [array for array in data[first::leaves] if array.ndim]
 
     @property
     def kind_of_loss(self) -> str:

@@ -151,7 +151,8 @@ def check_step(
         return context
     if why := why_idle(context, result.trained):
         result.idle[context.number] = why
-    with np.errstate(invalid="ignore", over="ignore"):  # Of trainings that overflow.
+    # Of trainings that overflow.
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         context.exact = exact_shards(context)
         for stage, check_stage in CHECKS.items():
             context.stage = stage

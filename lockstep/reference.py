@@ -17,6 +17,7 @@ from lockstep.arithmetic import (
     factor_of,
     hashes_of,
     norm,
+    plain,
     ratio,
     scaled_all,
 )
@@ -120,7 +121,7 @@ class StepPair:
             if not any(pair.first in own for own in found):
                 continue
             if all(pair.first in found[i] or keys[i] in listed[i] for i in (0, 1)):
-                shape = next(np.shape(own[pair.first]) for own in found if pair.first in own)
+                shape = next(plain(own[pair.first]).shape for own in found if pair.first in own)
                 for own, gradients in zip(found, both, strict=True):
                     gradients[pair.first] = own.get(pair.first, np.zeros(shape))
         return both
@@ -170,7 +171,7 @@ class StepPair:
             return False
         computed: dict[int, list[int]] = {}
         for inputs, numbers in zip(first.inputs(0), first.arrays("shards")[0], strict=False):
-            for row, number in zip(hashes_of([inputs]), numbers.tolist(), strict=False):
+            for row, number in zip(hashes_of([inputs]), numbers.ravel().tolist(), strict=False):
                 computed.setdefault(number, []).append(row)
         given = [hashes_of([x]) for shard in second.shards for x in second.inputs(shard) if len(x)]
         return sorted(map(sorted, computed.values())) == sorted(map(sorted, given))

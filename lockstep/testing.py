@@ -10,9 +10,11 @@ Each training records itself: it has a recorder's `with` block. While a test run
 """
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
+import operator
 import os
 import pathlib
 import pickle
@@ -67,23 +69,34 @@ def assert_same_training(
     Raises:
         AssertionError: a variant is not the same training; the text is its verdict. Or a training
             failed, reached its time limit or recorded nothing.
-        ValueError: the recordings have nothing in common.
+        ValueError: an argument is wrong, or the recordings have nothing in common.
     """
-    numbers = list(range(steps)) if isinstance(steps, int) else list(steps)
+    wanted = _steps(steps)
+    if not (isinstance(variants, Mapping) and variants):
+        raise ValueError(f"variants: {variants!r} is no object with a name for each training")
+    for name, training in {"reference": reference, **variants}.items():
+        _require_training(name, training)
+    if tolerance is not None and not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance: {tolerance!r} is not at least 0 and less than 1")
+    if not timeout_sec > 0:
+        raise ValueError(f"timeout_sec: {timeout_sec!r} is not a positive number")
+    numbers = itertools.count(1)  # Of recordings; a name may be no name of a file.
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
 
-        def record(name: str, training: Training, **options: Any) -> str:
-            path = str(pathlib.Path(folder, f"{name}.npz"))
-            _record(name, training, {"path": path, "steps": numbers, **options}, timeout_sec)
+        def record(file: str, name: str, training: Training, **options: Any) -> str:
+            path = str(pathlib.Path(folder, file))
+            _record(name, training, {"path": path, "steps": wanted, **options}, timeout_sec)
             return path
 
-        one = record("reference", reference, replay=None, permute=None)
+        one = record("reference.npz", "reference", reference, replay=None, permute=None)
         files = [one]
         if tolerance is None:
-            files.append(record("permuted", reference, replay=one, permute=1))
+            permuted = record("permuted.npz", "reference", reference, replay=one, permute=1)
+            files.append(permuted)
 
         def verdict_of(name: str, training: Training) -> Verdict:
-            path = record(name, training, replay=one, permute=None)
+            file = f"variant{next(numbers)}.npz"
+            path = record(file, name, training, replay=one, permute=None)
             traces = [load(file) for file in (*files, path)]
             *_, verdict = compare_traces(traces, names or {}, tolerance).values()
             return dataclasses.replace(verdict, name=name)
@@ -96,6 +109,53 @@ def assert_same_training(
     if wrong:
         raise AssertionError("\n\n".join(wrong))
     return verdicts
+
+
+def _steps(steps: int | Sequence[int]) -> list[int]:
+    """Returns the numbers of the steps to record.
+
+    Raises:
+        ValueError: they are not whole numbers from 0 in ascending order.
+    """
+    try:
+        given = range(operator.index(steps))  # type: ignore[arg-type]
+    except TypeError:
+        given = steps  # type: ignore[assignment]
+    try:
+        wanted = [operator.index(step) for step in given]
+    except TypeError:
+        wanted = []
+    if not wanted or wanted != sorted({*wanted}) or wanted[0] < 0:
+        raise ValueError(f"steps: {steps!r} are no whole numbers from 0 in ascending order")
+    return wanted
+
+
+def _require_training(name: str, training: Any) -> None:
+    """Raises ValueError unless a training is one that can be run in other processes."""
+    function = training
+    if isinstance(training, tuple) and training and callable(training[0]):
+        function, *numbers = training
+        if len(numbers) != 1 or type(numbers[0]) is not int or numbers[0] < 1:
+            raise ValueError(f"{name}: {training!r} is no function and a number of processes")
+    if callable(function):
+        try:
+            pickle.dumps(function)
+        except Exception as error:
+            raise ValueError(
+                f"{name}: {function!r} cannot be sent to another process ({error}); define it"
+                " at the top level of a module"
+            ) from None
+        return
+    try:
+        words = _words(training)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {training!r} is no command and no function ({error})") from None
+    if not words or any("\0" in word for word in words):
+        raise ValueError(f"{name}: {training!r} is no command")
+
+
+def _words(command: str | Sequence[str]) -> list[str]:
+    return shlex.split(command) if isinstance(command, str) else list(map(str, command))
 
 
 def _repeated(verdict: Verdict, second: Verdict) -> Verdict:
@@ -123,7 +183,7 @@ def _record(name: str, training: Training, options: Mapping[str, Any], timeout_s
     """
     variables = {VARIABLE: json.dumps(options)}
     if isinstance(training, tuple) and callable(training[0]):
-        error = _call(training[0], int(training[1]), variables, timeout_sec)
+        error = _call(training[0], training[1], variables, timeout_sec)
     elif callable(training):
         error = _call(training, 1, variables, timeout_sec)
     else:
@@ -141,7 +201,7 @@ def _record(name: str, training: Training, options: Mapping[str, Any], timeout_s
 
 def _run(command: str | Sequence[str], variables: Mapping[str, str], timeout_sec: float) -> str:
     """Runs a command; returns what went wrong, or ""."""
-    words = shlex.split(command) if isinstance(command, str) else list(map(str, command))
+    words = _words(command)
     # `python` and `torchrun` are those of the environment that runs the test.
     paths = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
     environment = {**os.environ, **variables, "PATH": os.pathsep.join(paths)}

@@ -15,12 +15,14 @@ from lockstep.comparison import (
     computed_tolerance,
     given_tolerance,
     in_dtype_of,
+    not_trained,
     verify_against,
     verify_alone,
 )
 from lockstep.hypotheses.of_layers import reordered_rows
 from lockstep.text import notes_of, sentence_of
-from lockstep.trace import SEED, STATE, WEIGHT, About, Trace, Variable
+from lockstep.trace import SEED, STATE, STATISTIC, WEIGHT, About, Trace, Variable
+from lockstep.verdict import FAULT
 from script_samples import WEIGHTS, Script, adam, batch_of, examples, mean_of, sgd, split_evenly
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
@@ -570,6 +572,7 @@ RIGHT = {
     "zeros after the sum": ({"clip": without_bias(0, 1)}, TWO),
     "equal random states": ({}, {**TWO, **random_states(lambda step, replica: [0] * 4)}),
     "rows": ({}, {**TWO, "edit": as_rows}),
+    "rows in both": ({"edit": as_rows}, {**TWO, "edit": as_rows}),
     "examples of a replica do not use a weight": ({}, {**TWO, **without_gradient(True, 1)}),
     "micro-batches": ({}, {**TWO, "about": {"micro_batches": [2] * 4}, "edit": micro_batches}),
     "layouts": (images("NHWC"), {**TWO, **images("NCHW")}),
@@ -1302,6 +1305,43 @@ def test_several_recordings_have_verdicts_by_their_names(one):
         [one.trace(), Script(replay=one, renamed=other).trace("x")], {"other": "dense/bias"}
     )
     assert all(each.ok and not each.notes for each in verdict.values())
+    # The names are those of the second recording; the permuted one is of the first script.
+    traces = [one.trace(), permuted, Script(replay=one, renamed=other).trace("x")]
+    assert all(each.ok for each in compare_traces(traces, {"other": "dense/bias"}).values())
+
+
+def first_data(array_of):
+    """Changes the first array of examples."""
+
+    def edited(script):
+        for name in [name for name in script.arrays if "/data/" in name]:
+            script.arrays[name.replace("/0/0", "/0/1").replace("/1/0", "/1/1")] = script.arrays[
+                name
+            ]
+            script.arrays[name] = array_of(script.arrays[name])
+
+    return {"edit": edited}
+
+
+def as_texts(array):
+    return np.array([b"text %d" % number for number in (array[:, 0] * 1e6).astype(int)])
+
+
+@pytest.mark.parametrize("array_of", [lambda array: np.array(5), as_texts])
+def test_examples_may_begin_with_a_number_or_a_text(array_of):
+    first, second = first_data(array_of), {**TWO, **first_data(array_of)}
+    assert shown(compared(*pair(first, second))) == []
+    same = {**second, "shard": same_rows}
+    assert "examples: same_examples" in shown(verify_alone(Script(**same).trace()))
+
+
+@pytest.mark.parametrize("kind", ["data", "loss", "raw", "sums", "clipped", "before", "after"])
+@pytest.mark.parametrize("number", [np.nan, np.inf, 3e38])
+def test_numbers_that_overflow_cause_no_warning(kind, number, recwarn):
+    wrong = edit(lambda array: np.full_like(array, number), kind, 1, 0, 1)
+    traces = [script.trace() for script in pair({}, {**TWO, **wrong})]
+    compare_traces(traces, {})
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(
@@ -1347,3 +1387,16 @@ def test_the_command_ends_with_0_if_all_is_clean(tmp_path, one):
     assert "two.npz is the training of one.npz: every stage is clean" in result.stdout
     notes = json.loads((out / "verify.json").read_text())["trainings"]["two.npz"]["notes"]
     assert len(notes) == 1 and notes[0].startswith("gradients of steps ")
+
+
+def test_a_weight_that_one_script_does_not_train_is_a_fault():
+    """Keras lists the weights of a frozen layer among the other variables of a model."""
+    both, frozen = (
+        Trace(About("keras", 1, (0,), (Variable("kernel", WEIGHT), Variable("bias", kind))))
+        for kind in (WEIGHT, STATISTIC)
+    )
+    assert not [*not_trained(both, both)]
+    for pair, which in (((both, frozen), "second"), ((frozen, both), "first")):
+        (finding,) = not_trained(*pair)
+        assert (finding.status, finding.cause, finding.tensors) == (FAULT, "frozen", ("bias",))
+        assert finding.text == f"not trained in the {which} recording: bias"

@@ -97,6 +97,51 @@ def test_a_training_that_cannot_be_recorded_is_told(training, told):
         lockstep.assert_same_training(one, {"a": training}, tolerance=1e-4, timeout_sec=20)
 
 
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"steps": 0}, "steps: 0 are no whole numbers from 0 in ascending order"),
+        ({"steps": []}, r"steps: \[\] are no whole numbers from 0"),
+        ({"steps": [1, 0]}, r"steps: \[1, 0\] are no whole numbers from 0"),
+        ({"steps": 1.5}, r"steps: 1\.5 are no whole numbers from 0"),
+        ({"steps": "2"}, "steps: '2' are no whole numbers from 0"),
+        ({"variants": {}}, "variants: {} is no object with a name for each training"),
+        ({"variants": {"a": lambda: None}}, "a: .* cannot be sent to another process"),
+        ({"variants": {"a": (two, 0)}}, "a: .* is no function and a number of processes"),
+        ({"variants": {"a": (two,)}}, "a: .* is no function and a number of processes"),
+        ({"variants": {"a": ""}}, "a: '' is no command"),
+        ({"variants": {"a": None}}, "a: None is no command and no function"),
+        ({"reference": "python 'x"}, "reference: .* is no command and no function"),
+        ({"tolerance": -1}, "tolerance: -1 is not at least 0 and less than 1"),
+        ({"timeout_sec": 0}, "timeout_sec: 0 is not a positive number"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_runs(changes, told):
+    given = {"reference": fails, "variants": {"a": fails}, **changes}
+    with pytest.raises(ValueError, match=told) as raised:
+        lockstep.assert_same_training(**given)
+    assert "\n" not in str(raised.value)
+
+
+def test_any_text_is_a_name():
+    names = ["../x", "reference", "permuted", "reference.rank0", "a" * 300]
+    verdicts = lockstep.assert_same_training(one, dict.fromkeys(names, two), steps=1)
+    assert [*verdicts] == names and all(verdict.ok for verdict in verdicts.values())
+
+
+def records_once():
+    """Records once; the folder is one for each test."""
+    folder = pathlib.Path(json.loads(os.environ["LOCKSTEP_RECORD"])["path"]).parent
+    if not (folder / "seen").exists():
+        (folder / "seen").touch()
+        not_all_reduced()
+
+
+def test_the_recording_of_the_first_run_is_not_that_of_the_second():
+    with pytest.raises(AssertionError, match="a: the training recorded nothing"):
+        lockstep.assert_same_training(one, {"a": records_once}, tolerance=1e-4)
+
+
 def test_a_training_that_does_not_end_is_ended():
     endless = [sys.executable, "-c", "import time; time.sleep(300)"]
     with pytest.raises(AssertionError, match="reference: the training did not end within 1 s"):

@@ -407,6 +407,9 @@ WRONG = [
     ({"layers": [{"class": "b"}]}, "layers of 'about' must be names, classes and weights"),
     ({"permuted": "7"}, "permuted of 'about' is '7', must be a whole number"),
     ({"micro_batches": [1, 0]}, "micro_batches of 'about' must be whole numbers from 1"),
+    ({"micro_batches": [1, 2**31 - 1]}, "micro_batches of 'about' must be whole numbers from 1"),
+    ({"calls": [["backward", "clip norm"], []]}, "calls of 'about' must be 'clip norm 1'"),
+    ({"calls": [["backward", "clip size 1"], []]}, "calls of 'about' must be 'clip norm 1'"),
 ]  # fmt: skip
 
 

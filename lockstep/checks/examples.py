@@ -97,7 +97,7 @@ def why_rows(
 
 def _different_examples(context: Context) -> Iterator[Finding]:
     """Finds shards that train on the same examples, without knowing the batch."""
-    rows = [rows_of(data[:1]) for data in context.data]
+    rows = [rows_of(context.inputs(shard)[:1]) for shard in context.shards]
     for first, second in itertools.combinations(context.shards, 2):
         shared = (rows[first] & rows[second]).total()
         size = min(rows[first].total(), rows[second].total())

@@ -17,6 +17,7 @@ from lockstep.arithmetic import (
     distance,
     factor_of,
     farthest,
+    fitted,
     norm,
     relative_norm,
     same_bits,
@@ -204,7 +205,7 @@ def _two_factors(
     if not all(sizes) or abs(np.vdot(first, second)) > 0.99 * sizes[0] * sizes[1]:
         return
     columns = np.stack([first / sizes[0], second / sizes[1]], axis=1)
-    (a, b), *_ = np.linalg.lstsq(columns, actual, rcond=None)
+    a, b = fitted(columns, actual)
     yield float(a / sizes[0]), float(b / sizes[1])
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -304,6 +305,9 @@ def _inputs_of(context: Context) -> _Inputs:
     for array in itertools.chain.from_iterable(inputs):
         if context.trace.about.data_layout == "NCHW" and array.ndim == 4:
             array = array.transpose(0, 2, 3, 1)
+        if array.dtype.kind in "SU":  # A number for each text.
+            numbers = [zlib.crc32(str(text).encode()) for text in array.ravel()]
+            array = np.reshape(numbers, array.shape)
         if len(array):
             rows.append(array.reshape(len(array), -1).astype(np.float32))
     return rows if all(inputs) else []

@@ -11,6 +11,7 @@ from lockstep.arithmetic import (
     UNITS,
     dense,
     factor_of,
+    fitted,
     is_far,
     norm,
     ratio,
@@ -229,7 +230,7 @@ def _mean_of_means(pair: StepPair, wrong: Sequence[str]) -> tuple[str, str] | No
     columns = [np.concatenate([own[name].ravel() for name in wrong]) for own in sent]
     target = np.concatenate([dense(expected[name]).ravel() for name in wrong])
     if len(target) > num:  # Fewer elements do not determine the factors.
-        shares = np.linalg.lstsq(np.stack(columns, axis=1), target, rcond=None)[0].tolist()
+        shares = fitted(np.stack(columns, axis=1), target).tolist()
         is_whole = abs(sum(shares) - num * step.share(0)) < _SHARE
         if is_whole and np.ptp(shares) > _SHARE * max(shares):
             reason = "as with other sums of sample weights or masks"

@@ -11,6 +11,7 @@ from lockstep.arithmetic import (
     TINY,
     dense,
     farthest,
+    fitted,
     is_far,
     is_within,
     length,
@@ -225,7 +226,7 @@ def _why_average(
     # Each equation in units of its rounding error: means are small beside variances.
     unit = np.concatenate([_average(own, n, [1 / num] * num)[1].ravel() for n in wrong])
     system = np.stack(columns, axis=1) / unit[:, None]
-    fitted = np.linalg.lstsq(system, target / unit, rcond=None)[0].tolist()
+    factors = fitted(system, target / unit).tolist()
     sizes = context.sizes if context.has("data") else [1] * num
     known = {
         "weighted_average": [size / sum(sizes) for size in sizes],
@@ -238,8 +239,8 @@ def _why_average(
                 how = "averaged with weights, by the size of the shards"
             return cause, f"moving statistics are {how}"
     # Statistics of shards are alike: their weights are known to a few digits.
-    mean, bound = _average(own, name, fitted)
+    mean, bound = _average(own, name, factors)
     if len(target) > 2 * num and is_within(saved[name], mean, MARGIN * bound):
-        shown = ", ".join(f"{weight:.3g}" for weight in fitted)
+        shown = ", ".join(f"{weight:.3g}" for weight in factors)
         return "weighted_average", f"moving statistics are averaged with the weights {shown}"
     return "unexplained", "moving statistics are not the mean over the replicas"

@@ -13,6 +13,7 @@ from lockstep.arithmetic import (
     are_finite,
     dense,
     distance,
+    fitted,
     is_within,
     length,
     plain,
@@ -178,8 +179,8 @@ def _factors(asked: SumOf, rows: np.ndarray, known: Sequence[np.ndarray]) -> Ite
         yield scales / scales[asked.copy]
     yield from known
     sums = dense(asked.got).ravel()
-    if sums.size > num and np.isfinite(rows).all() and np.isfinite(sums).all():
-        yield np.linalg.lstsq(rows.T, sums, rcond=None)[0]
+    if sums.size > num and np.isfinite(factors := fitted(rows.T, sums)).all():
+        yield factors
 
 
 def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:

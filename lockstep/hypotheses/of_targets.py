@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.arithmetic import length, unit_of
+from lockstep.arithmetic import fitted, length, unit_of
 
 NO_TARGET = -1  # Of outputs that do not count in the loss.
 _FITS = 1e-3  # Relative.
@@ -54,7 +54,7 @@ def _softmax(y: np.ndarray, g: np.ndarray, fits: float) -> tuple[np.ndarray, flo
     x, z = p[others], g[others]
     # Of other classes than the target, it is w · p - w · ε / K with label smoothing ε.
     columns = np.stack([x, -np.ones_like(x)], axis=1)
-    weight, shift = np.linalg.lstsq(columns, z, rcond=None)[0]
+    weight, shift = fitted(columns, z)
     if len(x) > 2 and weight > 0 and length(columns @ (weight, shift) - z) <= fits * length(z):
         smoothing = float(shift * y.shape[1] / weight)
         return classes, smoothing if smoothing > fits else 0.0

@@ -145,7 +145,8 @@ def _adam(
 ) -> tuple[np.ndarray, Named]:
     """Returns the change of the weight, and both moments after it."""
     old_first, old_second = state.get("first_moment", 0.0), state.get("second_moment", 0.0)
-    number = float(np.reshape(state.get("number", 0), ())) + 1
+    # In NumPy, as a wrong number may overflow.
+    number = np.sum(np.ravel(state.get("number", 0.0))[:1]) + 1
     first = rule.beta_1 * old_first + (1 - rule.beta_1) * gradient
     second = rule.beta_2 * old_second + (1 - rule.beta_2) * gradient**2
     first_left = 1 - (correction[0] * rule.beta_1) ** number if rule.corrects_bias else 1.0
