@@ -81,7 +81,7 @@ def line_of(finding: Finding, verdict: Verdict) -> str:
 def record_of(verdict: Verdict) -> dict[str, Any]:
     """Returns a verdict as plain data, without its measurements; see docs/verify_json.md."""
     stages = {stage: verdict.status_of(stage) for stage in STAGES}
-    shown = ("stage", "status", "cause", "text", "items", "tensors")
+    shown = ("stage", "status", "cause", "text", "module", "items", "tensors")
     return {
         "reference": verdict.reference,
         "framework": verdict.framework,
@@ -155,7 +155,7 @@ def _causes(verdict: Verdict, status: str) -> list[str]:
 
 
 def _where(finding: Finding, verdict: Verdict) -> str:
-    """Returns the stage, the steps, the items and the variables of a finding."""
+    """Returns the stage, the steps, the module, the items and the variables of a finding."""
     names = [verdict.name_of(step) for step in finding.steps]
     trained = [step for step in verdict.steps if verdict.name_of(step) != "an evaluation"]
     parts = [finding.stage]
@@ -163,6 +163,8 @@ def _where(finding: Finding, verdict: Verdict) -> str:
         parts[0] += ", every step"
     elif finding.stage != "evaluation" and names:
         parts[0] += f", {', '.join(named_steps(names))}"
+    if finding.module:
+        parts.append(finding.module)
     numbers = [item.rpartition(" ")[2] for item in finding.items]
     if len(numbers) > 1 and all(item.startswith("replica ") for item in finding.items):
         parts.append(f"replicas {', '.join(numbers)}")

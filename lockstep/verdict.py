@@ -43,6 +43,8 @@ class Finding:
         allowed: the largest relative difference that rounding can cause; 0 if unknown or none.
         may_be: causes that explain it in its step as well, such as a gradient of the previous step
             for a gradient of 0 in the first step.
+        module: the first module with this difference and its pass, as in "layers.3.attn.wo,
+            backward"; "" if it is unknown.
     """
 
     stage: str
@@ -55,6 +57,7 @@ class Finding:
     distance: float = 0.0
     allowed: float = 0.0
     may_be: tuple[str, ...] = ()
+    module: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

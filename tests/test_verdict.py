@@ -8,7 +8,7 @@ import pytest
 
 from conftest import ROOT
 from lockstep.causes import CAUSES, IN_FRAMEWORK, remedy_of
-from lockstep.text import describe, facts_of, line_of, named_steps, sentence_of
+from lockstep.text import describe, facts_of, line_of, named_steps, record_of, sentence_of
 from lockstep.verdict import Measurement, Verdict, in_sequence, merged
 from report_samples import CLIPPED, LOCAL
 
@@ -91,6 +91,11 @@ def test_findings_say_where_why_and_what_to_do():
         "remedy": IN_FRAMEWORK["keras"]["clipped_before_the_sum"],
         "difference": "up to 0.47, relative; rounding allows 1e-05",
     }
+    found = dataclasses.replace(CLIPPED, module="layers.3.attn.wo, backward")
+    where = facts_of(found, verdict)["where"].split("; ")
+    assert found.module in where
+    (record,) = record_of(verdict_on(found))["findings"]
+    assert record["module"] == found.module
     assert facts_of(LOCAL, verdict)["where"] == (
         "forward, step 1; replicas 0, 1; bn_0, bn_1, bn_2 and 12 more"
     )
