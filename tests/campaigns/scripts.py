@@ -1,9 +1,9 @@
 """Records every training script of `zoo/scripts` with its bugs, and says what the verifier finds.
 
-Each script runs with one replica, which is the reference. Then it runs with two replicas:
-unchanged, in other forms that are right, and with each bug of the table beside it. Bugs that are
-not caught, or not named, are listed and counted. Fails if a right program has a fault, or a script
-cannot run.
+Each script runs in one process, which is the reference. Then it runs in two, or as many as its
+table says: unchanged, in other forms that are right, and with each bug of the table beside it. Bugs
+that are not caught, or not named, are listed and counted. Fails if a right program has a fault, or
+a script cannot run.
 """
 
 import collections
@@ -34,6 +34,7 @@ AT_ONCE = 2
 PRELOADED = {  # Framework → modules that its scripts import.
     "torch": (
         *("numpy", "torch", "torch.distributed.fsdp", "torch._dynamo", "torch.optim.swa_utils"),
+        *("torch.distributed.pipelining", "torch.distributed.tensor.parallel"),
         "lockstep.record_torch",
     ),
     "jax": ("jax", "jax.numpy", "lockstep.record_jax"),
@@ -55,6 +56,7 @@ class Entry(NamedTuple):
         both: whether the reference has the change, too.
         by_shard: whether the reference is recorded last, for each shard of the other recording.
         part: what is added to the name of the file that is compared, if a script writes several.
+        processes: number of processes, or of devices in one process, of the other recording.
     """
 
     script: str
@@ -66,6 +68,7 @@ class Entry(NamedTuple):
     both: bool = False
     by_shard: bool = False
     part: str = ""
+    processes: int = 2
 
     @property
     def source(self) -> str:
@@ -96,8 +99,11 @@ class Outcome(NamedTuple):
 
 
 def listed() -> list[Entry]:
-    """Returns all entries: of each script the unchanged one, other right forms and bugs."""
-    entries = []
+    """Returns all entries: of each script the unchanged one, other right forms and bugs.
+
+    `constants` of an entry are statements that run before the program starts.
+    """
+    entries, begin = [], 'if __name__ == "__main__":'
     for path in sorted(SCRIPTS.glob("*.toml")):
         table = tomllib.loads(path.read_text("utf-8"))
         common = {key: table[key] for key in ("permuted", "part", "by_shard") if key in table}
@@ -105,6 +111,8 @@ def listed() -> list[Entry]:
         for found in (*table.get("right", ()), *table["bug"]):
             options = common | found
             changes = options.pop("changes", [])
+            if "constants" in options:
+                changes = [*changes, (begin, f"{options.pop('constants')}\n\n{begin}")]
             if "old" in options:
                 changes = [*changes, (options.pop("old"), options.pop("new"))]
             causes = tuple(options.pop("causes", ()))
@@ -199,13 +207,14 @@ def _outcome(
     folder: pathlib.Path,
     references: tuple[pathlib.Path, pathlib.Path | None],
 ) -> Outcome:
-    """Records a program with two replicas and compares it with the reference."""
+    """Records a program in several processes and compares it with the reference."""
     if entry.both and not entry.by_shard:
         references = _references(servers, entry, folder, entry.source)
     one, permuted = references
     plain = entry._replace(changes=())
     start = [str(one.with_name("one.npz"))] if entry.replay and not entry.by_shard else []
-    failed = _record(servers, entry.source, entry.script, folder, 2, "two.npz", *start)
+    num = entry.processes
+    failed = _record(servers, entry.source, entry.script, folder, num, "two.npz", *start)
     if entry.by_shard and not failed:
         one, source = folder / "one.npz", (entry if entry.both else plain).source
         failed = _record(servers, source, entry.script, folder, 1, one.name, "two.npz", "", "each")

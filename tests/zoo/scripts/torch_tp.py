@@ -1,0 +1,258 @@
+"""A small GPT with tensor parallelism written by hand, like Megatron-LM, and DDP over "dp"."""
+
+import torch
+import torch.distributed as dist
+from gpt_parts import BATCH, HEADS, LAYERS, LENGTH, VOCABULARY, WIDTH, cross_entropy, get_batch
+from launch import start
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep import record_torch
+
+SEED, BFLOAT16, DROPOUT = 0, False, 0.0
+SEQUENCE_PARALLEL, PARALLEL_LOSS = False, False
+LEARNING_RATE, MAX_NORM = 0.01, 0.5
+DIMS = {
+    "inputs": "b[dp] s",
+    "*.wqkv": "3*o[tp] i",
+    "*.wo": "o i[tp]",
+    "*.up": "o[tp] i",
+    "*.up_bias": "o[tp]",
+    "*.down": "o i[tp]",
+    "tokens": "v[tp] d",
+}
+
+
+class TensorParallel:
+    """The rank among the ranks of tensor parallelism, and their collectives."""
+
+    def __init__(self, mesh):
+        self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+
+    def reduce(self, x, op=dist.ReduceOp.SUM):
+        x = x.clone()
+        dist.all_reduce(x, op, self.group)
+        return x
+
+    def gather(self, x, dim):
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), self.group)
+        return torch.cat(parts, dim)
+
+    def split(self, x, dim):
+        return x.chunk(self.size, dim)[self.rank]
+
+
+class Copy(torch.autograd.Function):
+    """Before a column-parallel layer: the gradient is summed."""
+
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.tp = tp
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.tp.reduce(gradient), None
+
+
+class Reduce(torch.autograd.Function):
+    """After a row-parallel layer: the partial sums are added."""
+
+    @staticmethod
+    def forward(ctx, x, tp):
+        return tp.reduce(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Gather(torch.autograd.Function):
+    """Gathers the last dimension; each rank computes the same with it."""
+
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.tp = tp
+        return tp.gather(x, -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.tp.split(gradient, -1), None
+
+
+class GatherSequence(torch.autograd.Function):
+    """Before a column-parallel layer, of sequence parallelism."""
+
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.tp = tp
+        return tp.gather(x, 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.tp.split(ctx.tp.reduce(gradient), 1), None
+
+
+class ScatterSequence(torch.autograd.Function):
+    """After a row-parallel layer, of sequence parallelism: the partial sums are added."""
+
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.tp = tp
+        return tp.split(tp.reduce(x), 1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.tp.gather(gradient, 1), None
+
+
+def enter(x, tp):
+    return GatherSequence.apply(x, tp) if SEQUENCE_PARALLEL else Copy.apply(x, tp)
+
+
+def leave(x, tp):
+    return ScatterSequence.apply(x, tp) if SEQUENCE_PARALLEL else Reduce.apply(x, tp)
+
+
+def weight(*shape):
+    return nn.Parameter(torch.randn(shape) * 0.25)
+
+
+class Attention(nn.Module):
+    def __init__(self, tp):
+        super().__init__()
+        self.tp = tp
+        q, k, v = (tp.split(weight(WIDTH, WIDTH), 0) for _ in range(3))
+        self.wqkv = nn.Parameter(torch.cat([q, k, v]))
+        self.wo = nn.Parameter(tp.split(weight(WIDTH, WIDTH), 1).clone())
+        self.wo_bias = nn.Parameter(torch.randn(WIDTH) * 0.1)
+
+    def forward(self, x):
+        qkv = F.linear(enter(x, self.tp), self.wqkv)
+        heads = qkv.unflatten(2, (3, HEADS // self.tp.size, WIDTH // HEADS))
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.linear(y.transpose(1, 2).flatten(2), self.wo)
+        return leave(y, self.tp) + self.wo_bias
+
+
+class FeedForward(nn.Module):
+    def __init__(self, tp):
+        super().__init__()
+        self.tp = tp
+        self.up = nn.Parameter(tp.split(weight(2 * WIDTH, WIDTH), 0).clone())
+        self.up_bias = nn.Parameter(tp.split(torch.randn(2 * WIDTH) * 0.1, 0).clone())
+        self.down = nn.Parameter(tp.split(weight(WIDTH, 2 * WIDTH), 1).clone())
+        self.down_bias = nn.Parameter(torch.randn(WIDTH) * 0.1)
+
+    def forward(self, x):
+        hidden = F.gelu(F.linear(enter(x, self.tp), self.up, self.up_bias))
+        return leave(F.linear(hidden, self.down), self.tp) + self.down_bias
+
+
+class Block(nn.Module):
+    def __init__(self, tp):
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(WIDTH), Attention(tp)
+        self.feed_forward_norm, self.feed_forward = nn.LayerNorm(WIDTH), FeedForward(tp)
+        self.dropout = nn.Dropout(DROPOUT)
+
+    def forward(self, x):
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class GPT(nn.Module):
+    """The embedding is split over the vocabulary, and is the weight of the head."""
+
+    def __init__(self, tp):
+        super().__init__()
+        self.tp = tp
+        self.tokens = nn.Parameter(tp.split(weight(VOCABULARY, WIDTH), 0).clone())
+        self.positions = weight(LENGTH, WIDTH)
+        self.layers = nn.ModuleList(Block(tp) for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def embed(self, tokens):
+        own = tokens - self.tp.rank * len(self.tokens)
+        is_own = (own >= 0) & (own < len(self.tokens))
+        x = F.embedding(own.where(is_own, 0), self.tokens) * is_own.unsqueeze(2)
+        x = leave(x, self.tp)
+        positions = self.tp.split(self.positions, 0) if SEQUENCE_PARALLEL else self.positions
+        return x + positions
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(enter(self.norm(x), self.tp), self.tokens)
+        return logits if PARALLEL_LOSS else Gather.apply(logits, self.tp)
+
+
+def parallel_cross_entropy(logits, targets, tp):
+    """The cross-entropy of logits that are split over the vocabulary."""
+    logits = logits.float()
+    logits = logits - tp.reduce(logits.detach().amax(-1), dist.ReduceOp.MAX).unsqueeze(2)
+    total = Reduce.apply(logits.exp().sum(-1), tp)
+    own = targets - tp.rank * logits.shape[-1]
+    is_own = (own >= 0) & (own < logits.shape[-1])
+    picked = logits.gather(2, own.where(is_own, 0).unsqueeze(2)).squeeze(2) * is_own
+    return (total.log() - Reduce.apply(picked, tp)).mean()
+
+
+def is_split(name):
+    """Whether each rank has another part of a weight."""
+    return name.split(".")[-1] in ("wqkv", "wo", "up", "up_bias", "down", "tokens")
+
+
+def finish_gradients(model, tp):
+    """Sums the gradients of weights that saw a part of the sequence only."""
+    for name, p in model.named_parameters():
+        if SEQUENCE_PARALLEL and not is_split(name):
+            dist.all_reduce(p.grad, group=tp.group)
+
+
+def clip_gradients(model, tp):
+    squares = {name: p.grad.square().sum() for name, p in model.named_parameters()}
+    of_parts = sum(square for name, square in squares.items() if is_split(name))
+    of_copies = sum(square for name, square in squares.items() if not is_split(name))
+    norm = (tp.reduce(of_parts) + of_copies).sqrt()
+    for p in model.parameters():
+        p.grad.mul_((MAX_NORM / norm).clamp(max=1.0))
+
+
+def main(rank, world_size, recording):
+    torch.manual_seed(SEED)
+    tp_size = min(world_size, 2)
+    mesh = init_device_mesh("cpu", (world_size // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
+    tp, dp_rank, dp_size = TensorParallel(mesh["tp"]), rank // tp_size, world_size // tp_size
+    model = raw_model = GPT(tp)
+    if dp_size > 1:
+        model = DistributedDataParallel(raw_model, process_group=mesh["dp"].get_group())
+    parameters = [p for p in raw_model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=1e-5, weight_decay=0.1)
+    with record_torch.record(
+        model=model, optimizer=optimizer, steps=3, mesh=mesh, dims=DIMS, **recording
+    ):
+        for step in range(3):
+            batch = get_batch(step, SEED)
+            own = slice(dp_rank * BATCH // dp_size, (dp_rank + 1) * BATCH // dp_size)
+            tokens, targets = batch[0][own], batch[2][own]
+            with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
+                logits = model(tokens)
+            if PARALLEL_LOSS:
+                loss = parallel_cross_entropy(logits, targets, tp)
+            else:
+                loss = cross_entropy(logits, targets)
+            loss.backward()
+            finish_gradients(raw_model, tp)
+            clip_gradients(raw_model, tp)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    start(main)
