@@ -1,78 +1,100 @@
-"""`python -m lockstep one.npz [two.npz …]`: verifies recordings of training scripts."""
+"""`python -m lockstep`: verifies recordings of training scripts, and shows what they hold.
+
+python -m lockstep one.npz [two.npz …]
+python -m lockstep show one.npz [two.npz …]
+"""
 
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import NoReturn
 
 import lockstep
-from lockstep.text import one_line, record_of
-from lockstep.verdict import Verdict
-
-OK, FLAGS, UNREADABLE, MISMATCH = 0, 2, 3, 9  # Exit codes.
+from lockstep.text import describe, one_line
+from lockstep.verify_json import (
+    EXIT_CODES,
+    OK,
+    UNREADABLE,
+    WRONG_ARGUMENTS,
+    exit_code_of,
+    record_of_all,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Verifies each recording on its own, and all further ones against the first.
+    """Verifies each recording on its own, and all further ones against the first; or shows them.
 
     Returns:
         The exit code: 0 if no recording has a fault, 9 if one has, 3 if one cannot be read, or
         has nothing to verify.
     """
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    is_show = words[:1] == ["show"]
+    options = _parser(is_show).parse_args(words[is_show:])
     from lockstep.comparison import compare_traces
     from lockstep.match import NamesError
+    from lockstep.show import contents_of
     from lockstep.trace_file import load
 
     try:
-        names = dict(_pair(text) for text in options.name_map)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FLAGS
-    try:
-        verdicts = compare_traces([load(f) for f in options.files], names, options.tolerance)
+        traces = [load(file) for file in options.files]
+        if is_show:
+            _print("\n\n".join(contents_of(trace, options.details) for trace in traces))
+            return OK
+        verdicts = compare_traces(traces, dict(options.name_map), options.tolerance)
     except ValueError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        return FLAGS if isinstance(error, NamesError) else UNREADABLE
+        return WRONG_ARGUMENTS if isinstance(error, NamesError) else UNREADABLE
     if options.json:
-        print(json.dumps(record_of_all(verdicts), indent=1))
+        _print(json.dumps(record_of_all(verdicts), indent=1))
     else:
-        print("\n\n".join(str(verdict) for verdict in verdicts.values()))
-    if any(verdict.faults for verdict in verdicts.values()):
-        return MISMATCH
-    return OK if all(verdict.ok for verdict in verdicts.values()) else UNREADABLE
+        _print(describe([*verdicts.values()], details=options.details))
+    return exit_code_of(verdicts.values())
 
 
-def record_of_all(verdicts: dict[str, Verdict]) -> dict[str, Any]:
-    """Returns verdicts as plain data, as in `verify.json`; see docs/verify_json.md."""
-    return {
-        "format": "lockstep verify",
-        "version": 2,
-        "lockstep": lockstep.__version__,
-        "trainings": {name: record_of(verdict) for name, verdict in verdicts.items()},
-    }
+def _print(text: str) -> None:
+    """Prints; a closed pipe (`| head -1`) does not change the exit code."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lockstep",
-        description="Verifies recordings of training scripts: each on its own, and all further"
-        " ones against the first. A recording with permute= gives the tolerance.",
-        epilog="exit codes: 0 no fault, 9 a fault, 3 a recording cannot be read or has nothing to"
-        " verify, 2 wrong arguments",
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one line, as all other errors."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG_ARGUMENTS, f"error: {one_line(message)}; see {self.prog} --help\n")
+
+
+def _parser(is_show: bool) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="lockstep show" if is_show else "lockstep",
+        description="Lists what recordings of training scripts hold."
+        if is_show
+        else "Verifies recordings of training scripts: each on its own, and all further ones"
+        " against the first. A recording with permute= gives the tolerance. `lockstep show FILE`"
+        " lists what a recording holds.",
+        epilog="exit codes: " + ", ".join(f"{code} {text}" for code, text in EXIT_CODES.items()),
+        allow_abbrev=False,
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="a recording, a .npz file")
-    parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
-    parser.add_argument(
+    add, more = parser.add_argument, "all weights" if is_show else "stages, sizes and tolerances"
+    add("--details", action="store_true", help=f"also show {more}")
+    if is_show:
+        return parser
+    add("--json", action="store_true", help="print the verdicts as JSON; see docs/verify_json.md")
+    add(
         "--tolerance", type=_fraction, metavar="X", help="relative difference of gradients to allow"
     )
-    parser.add_argument(
-        "--name_map", action="append", default=[], metavar="A=B",
+    add(
+        "--name_map", type=_pair, action="append", default=[], metavar="A=B",
         help="name of a weight in further recordings = its name in the first; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--version", action="version", version=lockstep.__version__)
+    add("--version", action="version", version=lockstep.__version__)
     return parser
 
 
@@ -86,7 +108,7 @@ def _fraction(text: str) -> float:
 def _pair(text: str) -> tuple[str, str]:
     name, equals, other = text.partition("=")
     if not (name and equals and other):
-        raise ValueError(f"--name_map={text}: is not NAME=NAME")
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=NAME")
     return name, other
 
 

@@ -1,4 +1,4 @@
-"""Lists every cause of a difference, with what to do about it."""
+"""Lists every cause of a difference, with what to do about it, in words and in code."""
 
 CAUSES = {  # Cause → remedy, in any framework.
     # Before the step.
@@ -195,6 +195,45 @@ IN_FRAMEWORK = {  # Framework → remedies that can be said more precisely for i
     },
 }
 
+CODE = {  # Framework → cause → an example: a line to remove, and one to add; "" for none.
+    "keras": {
+        "diverged_replicas": ("", "with strategy.scope(): model = build_model()"),
+        "inference_mode": ("model(x)", "model(x, training=True)"),
+        "local_statistics": ("BatchNormalization()", "BatchNormalization(synchronized=True)"),
+        "mean_of_means": ("dataset.batch(size)", "dataset.batch(size, drop_remainder=True)"),
+        "scalar_loss_not_divided": ("return tf.reduce_mean(losses)", "return losses"),
+        "regulariser_missing": ("", "loss += tf.add_n(model.losses)"),
+        "regulariser_repeated": ("", "penalty = tf.nn.scale_regularization_loss(penalty)"),
+        "other_epsilon": ("Adam(rate)", "Adam(rate, epsilon=1e-8)"),
+        "other_batch_norm_epsilon": ("BatchNormalization()", "BatchNormalization(epsilon=1e-5)"),
+        "other_batch_norm_momentum": ("BatchNormalization()", "BatchNormalization(momentum=0.9)"),
+        "flatten_order": ("Flatten()", "Permute((3, 1, 2)), Flatten()"),
+        "other_padding": ("Conv2D(n, 3, 2, 'same')", "ZeroPadding2D(1), Conv2D(n, 3, 2)"),
+    },
+    "torch": {
+        "not_all_reduced": ("output = ddp.module(x)", "output = ddp(x)"),
+        "same_examples": ("shuffle=True", "sampler=DistributedSampler(dataset)"),
+        "not_reshuffled": ("", "sampler.set_epoch(epoch)  # At the start of each epoch."),
+        "same_random_numbers": ("torch.manual_seed(seed)", "torch.manual_seed(seed + rank)"),
+        "diverged_replicas": ("", "for p in model.parameters(): dist.broadcast(p.data, 0)"),
+        "inference_mode": ("model.eval()", "model.train()"),
+        "local_statistics": ("DDP(model)", "DDP(SyncBatchNorm.convert_sync_batchnorm(model))"),
+        "micro_batches_not_averaged": ("loss.backward()", "(loss / num_micro_batches).backward()"),
+        "stale_gradient": ("", "optimizer.zero_grad()  # Before the first backward of a step."),
+        "sum_instead_of_mean": ("", "gradient /= world_size  # After dist.all_reduce(gradient)."),
+        "loss_scale_left": ("optimizer.step()", "scaler.step(optimizer)"),
+        "clipped_before_unscale": ("", "scaler.unscale_(optimizer)  # Before clip_grad_norm_."),
+        "clipped_in_each_micro_batch": ("clip(model)", "if is_last_micro_batch: clip(model)"),
+    },
+    "jax": {
+        "not_all_reduced": ("grad(loss)(params, x)", "lax.pmean(grad(loss)(params, x), axis)"),
+        "sum_instead_of_mean": ("lax.psum(gradients, axis)", "lax.pmean(gradients, axis)"),
+        "mean_instead_of_sum": ("lax.pmean(gradients, axis)", "lax.psum(gradients, axis)"),
+        "random_numbers_repeated": ("", "key, step_key = jax.random.split(key)"),
+        "same_random_numbers": ("", "key = jax.random.fold_in(key, lax.axis_index(axis))"),
+    },
+}
+
 
 def remedy_of(cause: str, framework: str = "") -> str:
     """Returns what to do about a cause.
@@ -209,3 +248,9 @@ def remedy_of(cause: str, framework: str = "") -> str:
 def title_of(cause: str) -> str:
     """Returns a cause in words, as in "clipped before the sum"."""
     return cause.replace("_", " ")
+
+
+def code_of(cause: str, framework: str) -> dict[str, str]:
+    """Returns an example of the remedy: "-" → a line to remove, "+" → the one to write instead."""
+    lines = zip("-+", CODE.get(framework, {}).get(cause, ("", "")), strict=True)
+    return {sign: line for sign, line in lines if line}

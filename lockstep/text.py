@@ -1,12 +1,14 @@
-"""Describes verdicts: in sentences for people, as plain data for programs."""
+"""Describes verdicts in sentences for people; `verify_json` has them as plain data."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 
-from lockstep.causes import remedy_of, title_of
-from lockstep.verdict import BY_DESIGN, FAULT, NOTHING, STAGES, Finding, Verdict
+from lockstep.causes import code_of, remedy_of, title_of
+from lockstep.verdict import BY_DESIGN, FAULT, NOTHING, STAGES, Finding, Measurement, Verdict
 
+_WIDTH, _LONGEST = 100, 15  # Columns of a text, and of a name of a fact beside it.
 _MOST_NAMES = 3  # Names of variables or layers that a text shows.
 _OF_ZERO = 1e6  # A larger relative difference is one from 0.
 
@@ -31,23 +33,100 @@ def sentence_of(verdict: Verdict) -> str:
     return f"{name} is the {training}: every stage is clean{bits}"
 
 
-def describe(verdict: Verdict) -> str:
-    """Returns the verdict with its tolerances, notes, stages and findings, one line each."""
-    steps, replicas = count("step", len(verdict.steps)), count("replica", verdict.num_replicas)
-    lines = [f"{sentence_of(verdict)} ({steps} on {replicas})"]
-    if verdict.tolerance:
-        lines.append(f"tolerances: {verdict.tolerance}")
-    lines += notes_of(verdict)
-    for stage, what in STAGES.items():
-        if (status := verdict.status_of(stage)) == "not checked":
-            continue
-        lines.append(f"  {stage:<15} {status:<10} {what}")
+def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | None = None) -> str:
+    """Returns the verdicts in a sentence each, then the findings, then what was not verified.
+
+    Args:
+        verdicts: the verdicts, of different names.
+        details: whether to add the stages, with the largest differences, and the tolerances.
+        most: number of findings to explain; None for all.
+    """
+    lines = [one_line(sentence_of(verdict)) for verdict in verdicts]
+    for title, facts in explanations(verdicts)[:most]:
+        if not details:
+            facts.pop("difference", "")
+        lines += ["", *facts_lines(title, facts)]
+    if notes := [f"{verdict.name}: {note}" for verdict in verdicts for note in notes_of(verdict)]:
+        lines += ["", *map(one_line, notes)]
+    for verdict in verdicts if details else ():
+        steps, replicas = count("step", len(verdict.steps)), count("replica", verdict.num_replicas)
+        title = one_line(f"{verdict.name}: {steps} on {replicas}")
+        lines += ["", *facts_lines(title, _stages(verdict))]
+    return "\n".join(lines)
+
+
+def explanations(verdicts: Iterable[Verdict]) -> list[tuple[str, dict[str, str]]]:
+    """Returns a title and facts for each finding, faults first; for equal findings once."""
+    names: dict[tuple, list[str]] = {}
+    for verdict in verdicts:
         for finding in verdict.findings:
-            if finding.stage == stage:
-                lines.append(f"      {finding.status.upper()}: {title_of(finding.cause)}")
-                facts = facts_of(finding, verdict)
-                lines += [f"      {name:<11} {text}" for name, text in facts.items()]
-    return "\n".join(map(one_line, lines))
+            facts = tuple(facts_of(finding, verdict).items())
+            names.setdefault((finding.status, finding.cause, facts), []).append(verdict.name)
+    return [
+        (one_line(f"{', '.join(same)}, {status}: {title_of(cause)}"), dict(facts))
+        for (status, cause, facts), same in sorted(names.items(), key=lambda n: n[0][0] != FAULT)
+    ]
+
+
+def facts_lines(title: str, facts: Mapping[str, str], longest: int = _LONGEST) -> list[str]:
+    """Returns lines with each fact beside its name, wrapped to the terminal's width.
+
+    Longer names than `longest` have a line of their own.
+    """
+    width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH)
+    lines = [title] if title else []
+    indent = 4 + max((len(name) for name in facts if len(name) <= longest), default=0)
+    for name, text in facts.items():
+        label = f"  {name}"
+        if len(name) > longest:
+            lines.append(label)
+            label = ""
+        parts = textwrap.wrap(
+            text, max(width - indent, 20), break_long_words=False, break_on_hyphens=False
+        )
+        lines += [f"{label if i == 0 else '':<{indent}}{part}" for i, part in enumerate(parts)]
+    return lines
+
+
+def _stages(verdict: Verdict) -> dict[str, str]:
+    """Returns the status of each stage with its largest difference, and the tolerances."""
+    largest, facts = largest_of(verdict.measurements), dict[str, str]()
+    for stage, what in STAGES.items():
+        facts[stage] = f"{verdict.status_of(stage)}: {what}"
+        if stage in largest:
+            worst, num_equal, number = largest[stage]
+            allowed = f" of {worst.allowed:.2g} that rounding can cause" if worst.allowed else ""
+            facts[stage] += f"; {worst.distance:.2g}{allowed}"
+            facts[stage] += f"; {num_equal} of {number} bitwise equal" if num_equal else ""
+    return facts | ({"tolerances": one_line(verdict.tolerance)} if verdict.tolerance else {})
+
+
+def largest_of(measured: Iterable[Measurement]) -> dict[str, tuple[Measurement, int, int]]:
+    """Returns for each stage the array closest to its tolerance, or farthest beyond it.
+
+    Returns:
+        Stage → measurement, the number of arrays that are bitwise equal, and of all.
+    """
+    of_stages: dict[str, list[Measurement]] = {}
+    for each in measured:
+        of_stages.setdefault(each.stage, []).append(each)
+    return {
+        stage: (
+            max(of_stages[stage], key=lambda m: (not m.is_within, share_of(m), m.distance)),
+            sum(m.same_bits for m in of_stages[stage]),
+            len(of_stages[stage]),
+        )
+        for stage in STAGES
+        if stage in of_stages
+    }
+
+
+def share_of(measured: Measurement) -> float:
+    """Returns a difference over what is allowed; infinite if none is allowed."""
+    if measured.same_bits or measured.distance == 0:
+        return 0.0
+    share = measured.distance / measured.allowed if measured.allowed else math.inf
+    return math.inf if math.isnan(share) else share
 
 
 def notes_of(verdict: Verdict) -> list[str]:
@@ -65,6 +144,7 @@ def facts_of(finding: Finding, verdict: Verdict) -> dict[str, str]:
         "where": _where(finding, verdict),
         "why": finding.text,
         "remedy": remedy_of(finding.cause, verdict.framework),
+        **code_of(finding.cause, verdict.framework),
     }
     if difference := _difference(finding):
         facts["difference"] = difference
@@ -76,52 +156,6 @@ def line_of(finding: Finding, verdict: Verdict) -> str:
     size = f" ({difference})" if (difference := _difference(finding)) else ""
     where = _where(finding, verdict)
     return one_line(f"{title_of(finding.cause)} in {where}: {finding.text}{size}")
-
-
-def record_of(verdict: Verdict) -> dict[str, Any]:
-    """Returns a verdict as plain data, without its measurements; see docs/verify_json.md."""
-    stages = {stage: verdict.status_of(stage) for stage in STAGES}
-    shown = ("stage", "status", "cause", "text", "module", "items", "tensors")
-    return {
-        "reference": verdict.reference,
-        "framework": verdict.framework,
-        "status": verdict.status,
-        "sentence": sentence_of(verdict),
-        "num_replicas": verdict.num_replicas,
-        "steps": [verdict.name_of(step) for step in verdict.steps],
-        "stages": {stage: s for stage, s in stages.items() if s != "not checked"},
-        "findings": [
-            {name: getattr(finding, name) for name in shown}
-            | {
-                "steps": [verdict.name_of(step) for step in finding.steps],
-                "remedy": remedy_of(finding.cause, verdict.framework),
-                "distance": finite(finding.distance),
-                "allowed": finite(finding.allowed),
-            }
-            for finding in verdict.findings
-        ],
-        "tolerance": verdict.tolerance,
-        "notes": notes_of(verdict),
-    }
-
-
-def columns_of(verdict: Verdict) -> dict[str, list]:
-    """Returns the measurements of a verdict as columns, so that each name is written once.
-
-    Steps are positions in the list of the checked steps.
-    """
-    position = {step: index for index, step in enumerate(verdict.steps)}
-    names = ("stage", "tensor", "item", "distance", "allowed", "same_bits")
-    columns: dict[str, list] = {"step": [position[m.step] for m in verdict.measurements]}
-    columns |= {name: [getattr(m, name) for m in verdict.measurements] for name in names}
-    for name in ("distance", "allowed"):
-        columns[name] = [finite(value) for value in columns[name]]
-    return columns
-
-
-def finite(value: float) -> float | None:
-    """Returns a number that JSON has; None for NaN and infinity."""
-    return value if math.isfinite(value) else None
 
 
 def named_steps(names: Sequence[str]) -> list[str]:
@@ -150,8 +184,13 @@ def count(noun: str, number: int) -> str:
 
 
 def _causes(verdict: Verdict, status: str) -> list[str]:
-    found = (title_of(each.cause) for each in verdict.findings if each.status == status)
-    return list(dict.fromkeys(found))
+    """Returns the causes of a status in words, each with the first module that has it."""
+    found = dict[str, str]()
+    for each in verdict.findings:
+        if each.status == status:
+            where = f" in {each.module}" if each.module else ""
+            found.setdefault(each.cause, title_of(each.cause) + where)
+    return list(found.values())
 
 
 def _where(finding: Finding, verdict: Verdict) -> str:

@@ -137,8 +137,8 @@ class Verdict:
 
         A training that is not finite on one device either has nothing to verify from there on.
         """
-        worst = _worst(finding.status for finding in self.findings)
-        return NOTHING if worst != FAULT and {*self.idle} >= {*self.steps} else worst
+        found = worst(finding.status for finding in self.findings)
+        return NOTHING if found != FAULT and {*self.idle} >= {*self.steps} else found
 
     @property
     def is_bitwise(self) -> bool:
@@ -152,16 +152,16 @@ class Verdict:
     def status_of(self, stage: str) -> str:
         """Returns the status of a stage; "not checked" if it could not be checked."""
         found = [finding.status for finding in self.findings if finding.stage == stage]
-        return _worst(found) if found or stage in self.checked else "not checked"
+        return worst(found) if found or stage in self.checked else "not checked"
 
     def __str__(self) -> str:
         from lockstep.text import describe
 
-        return describe(self)
+        return describe([self], details=True)
 
     def to_record(self) -> dict[str, Any]:
         """Returns the verdict as plain data, without its measurements."""
-        from lockstep.text import record_of
+        from lockstep.verify_json import record_of
 
         return record_of(self)
 
@@ -170,7 +170,8 @@ class Verdict:
         return json.dumps(self.to_record(), indent=1)
 
 
-def _worst(statuses: Iterable[str]) -> str:
+def worst(statuses: Iterable[str]) -> str:
+    """Returns the worst of some statuses; `CLEAN` of none."""
     return max([CLEAN, *statuses], key=[CLEAN, BY_DESIGN, NOTHING, FAULT].index)
 
 

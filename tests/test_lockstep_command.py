@@ -1,13 +1,16 @@
 """The package's command and function: `python -m lockstep`, `lockstep.compare`."""
 
 import json
+import re
 
+import jsonschema
 import pytest
 
 import lockstep
-from conftest import assert_ok, run_python
+from conftest import ROOT, assert_ok, run_python
 from lockstep.__main__ import main
 from lockstep.trace_file import load
+from lockstep.verdict import BY_DESIGN, CLEAN, FAULT, NOTHING, STAGES
 from script_samples import Script
 
 
@@ -29,14 +32,14 @@ def files(tmp_path_factory):
     "names, flags, code, told",
     [
         (("one", "two"), (), 0, "two.npz is the training of one.npz: every stage is clean"),
-        (("one", "wrong"), (), 9, "FAULT: not all reduced"),
+        (("one", "wrong"), (), 9, "wrong.npz, fault: not all reduced"),
         (("one",), (), 0, "one.npz has no fault in itself"),
-        (("one", "two"), ("--tolerance=0.5",), 0, "tolerances: 0.5, given by --tolerance"),
+        (("one", "two"), ("--tolerance=0.5", "--details"), 0, "0.5, given by --tolerance"),
+        (("one", "wrong"), ("--details",), 9, "all-reduce      fault: the gradients that each"),
         (("still",), (), 3, "still.npz: nothing to verify: every gradient is 0"),
-        (("one", "still"), (), 9, "FAULT: frozen"),
+        (("one", "still"), (), 9, "still.npz, fault: frozen"),
         (("damaged",), (), 3, "damaged.npz"),
         (("none",), (), 3, "none.npz"),
-        (("one",), ("--name_map=a",), 2, "--name_map=a: is not NAME=NAME"),
         (("one", "two"), ("--name_map=a=b",), 2, "a"),
     ],
 )
@@ -47,22 +50,84 @@ def test_the_exit_code_and_the_verdict(files, capsys, names, flags, code, told):
     assert len(shown.err.splitlines()) == (code in (2, 3) and not shown.out)
 
 
-@pytest.mark.parametrize("flags", [("--tolerance=2", "a.npz"), ("--tolerance=x", "a.npz"), ()])
-def test_wrong_arguments_are_refused(flags):
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (("--tolerance=2", "a.npz"), "argument --tolerance: must be at least 0 and less than 1"),
+        (("--tolerance=x", "a.npz"), "less than 1, got x"),
+        (("--name_map=a", "a.npz"), "argument --name_map: a is not NAME=NAME"),
+        (("--detail", "a.npz"), "unrecognized arguments: --detail"),
+        (("--line\nbreak", "a.npz"), "unrecognized arguments: --line break"),
+        ((), "required: FILE; see lockstep --help"),
+        (("show",), "required: FILE; see lockstep show --help"),
+        (("show", "a.npz", "--json"), "unrecognized arguments: --json"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(capsys, flags, told):
     with pytest.raises(SystemExit) as refused:
         main(flags)
-    assert refused.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert refused.value.code == 2 and line.startswith("error: ") and told in line
+
+
+def strict(schema):
+    """Returns a JSON Schema that allows no other keys than its own."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: strict(value) for key, value in schema.items()}
+    if schema.get("type") == "object" and "properties" in schema:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def test_the_json_is_as_its_schema_and_its_page_say(files, capsys):
+    schema = json.loads((ROOT / "lockstep" / "verify.schema.json").read_text("utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    definitions = schema["$defs"]
+    assert definitions["stage"]["enum"] == [*STAGES]
+    assert definitions["status"]["enum"] == [CLEAN, BY_DESIGN, FAULT, NOTHING]
+    page = (ROOT / "docs" / "verify_json.md").read_text("utf-8")
+    for each in (schema, definitions["training"], definitions["finding"]):
+        assert each["required"] and {*each["required"]} == {*each["properties"]}
+        assert all(f"`{key}`" in page for key in each["properties"])
+    for names in (("one",), ("one", "two", "wrong"), ("still",), ("one", "still")):
+        code = main([*(str(files / f"{name}.npz") for name in names), "--json"])
+        record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+        jsonschema.validate(record, strict(schema))
+        assert record["exit_code"] == code and {*record["trainings"]} == {f"{n}.npz" for n in names}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**record, "status": "well"}, schema)
 
 
 def test_the_json_has_a_verdict_for_each_recording(files, capsys):
     assert main([str(files / "one.npz"), str(files / "wrong.npz"), "--json"]) == 9
     record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (record["format"], record["version"]) == ("lockstep verify", 2)
+    assert (record["status"], record["exit_code_means"]) == ("fault", "a fault")
     assert record["trainings"]["one.npz"]["status"] == "clean"
     wrong = record["trainings"]["wrong.npz"]
     assert wrong["reference"] == "training of one.npz" and wrong["stages"]["all-reduce"] == "fault"
     assert "not_all_reduced" in [finding["cause"] for finding in wrong["findings"]]
     assert wrong["findings"][0]["remedy"].startswith("call the wrapped model")
+    assert wrong["findings"][0]["code"] == "- output = ddp.module(x)\n+ output = ddp(x)"
+    assert "evaluation" in wrong["not_checked"]["stages"] and wrong["not_checked"]["steps"] == {}
+
+
+def test_show_lists_what_a_recording_holds(files, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["show", *(str(files / f"{name}.npz") for name in ("one", "two"))]) == 0
+    one, two = re.split(r"\n\n(?=\S*two\.npz)", capsys.readouterr().out)
+    assert re.search(r"num replicas +1\n", one) and re.search(r"num replicas +2\n", two)
+    assert "\n2 weights\n" in one and re.search(r"dense/kernel +12 × 3 float32\n", one)
+    assert re.search(r"raw +16 of 2 items in 4 steps; [\d,]+ bytes\n", two)
+    assert re.search(r"data +4 of 1 item in 4 steps; .* bytes; 16 × 12 float", one)
+    assert all(len(line) <= 80 for line in [*one.splitlines(), *two.splitlines()][1:])
+    assert main(["show", str(files / "one.npz"), "--details"]) == 0
+    assert "variables\n" in capsys.readouterr().out
+    assert main(["show", str(files / "damaged.npz")]) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_recordings_are_compared_from_python(files):

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from conftest import ROOT
-from lockstep.causes import CAUSES, IN_FRAMEWORK, remedy_of
-from lockstep.text import describe, facts_of, line_of, named_steps, record_of, sentence_of
+from lockstep.causes import CAUSES, CODE, IN_FRAMEWORK, code_of, remedy_of
+from lockstep.text import describe, facts_of, line_of, named_steps, sentence_of
 from lockstep.verdict import Measurement, Verdict, in_sequence, merged
+from lockstep.verify_json import record_of
 from report_samples import CLIPPED, LOCAL
 
 
@@ -48,6 +49,9 @@ def test_every_cause_has_a_remedy_and_is_used():
         assert remedies.keys() <= CAUSES.keys()
         for cause, remedy in CAUSES.items():
             assert remedy_of(cause, framework) and remedy_of(cause, "another") == remedy
+    for framework, changes in CODE.items():
+        assert changes.keys() <= CAUSES.keys() and all(new for _, new in changes.values())
+        assert "+" in code_of(next(iter(changes)), framework) and not code_of("x", framework)
     found = {each for each in causes_used() if "_" in each}
     assert found <= CAUSES.keys()
     places = [*(ROOT / "lockstep").rglob("*.py"), *(ROOT / "app" / "verification").glob("*.py")]
@@ -99,11 +103,13 @@ def test_findings_say_where_why_and_what_to_do():
     assert facts_of(LOCAL, verdict)["where"] == (
         "forward, step 1; replicas 0, 1; bn_0, bn_1, bn_2 and 12 more"
     )
-    lines = describe(verdict).splitlines()
-    assert lines[0] == f"{sentence_of(verdict)} (3 steps on 2 replicas)"
-    assert lines[1] == "tolerances: float64"
-    stages = [line.split()[0] for line in lines[2:] if line[:3] != "   "]
-    assert stages == ["start", "forward", "clipping"]
+    lines = describe([verdict], details=True).splitlines()
+    assert lines[0] == sentence_of(verdict)
+    assert "fit: 3 steps on 2 replicas" in lines and "  tolerances      float64" in lines
+    stages = [line.split(":")[0].rsplit("  ")[-1] for line in lines if line.startswith("  start")]
+    assert stages == ["clean"]
+    without = describe([verdict]).splitlines()
+    assert lines[:3] == without[:3] and "rounding allows" not in "".join(without)
     assert line_of(CLIPPED, verdict).startswith("clipped before the sum in clipping, every step")
 
 
@@ -157,4 +163,7 @@ def test_the_json_has_the_stages_and_findings_of_every_source():
 def test_names_of_users_cannot_change_the_terminal():
     hostile = "line\nbreak\x1b[31m"
     found = dataclasses.replace(CLIPPED, tensors=(hostile,), text=hostile)
-    assert all(line.isprintable() for line in describe(verdict_on(found, name=hostile)).split("\n"))
+    assert all(
+        line.isprintable()
+        for line in describe([verdict_on(found, name=hostile)], details=True).split("\n")
+    )

@@ -36,6 +36,7 @@ def test_an_empty_environment_verifies_two_files(tmp_path):
     assert len([name for name in names if name.endswith(".py")]) == len(
         [*(ROOT / "lockstep").rglob("*.py")]
     )
+    assert "lockstep/verify.schema.json" in names
     run(sys.executable, "-m", "venv", env)
     pinned = re.search(r"^numpy==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     run(env / "bin/python", *pip, "install", wheel, pinned[0])

@@ -1,14 +1,13 @@
 """Defines the result of a command in words and tables: the console prints it, the page shows it."""
 
 import dataclasses
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.runtime import console
+from lockstep.text import facts_lines
 
 GOOD, BAD, BY_DESIGN = "good", "bad", "by design"  # Statuses of verdicts.
-_WIDTH = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,8 @@ class Result:
                 console.print_table(block.title, list(block.header), [[*r] for r in block.rows])
             else:
                 console.say()
-                _print_facts(block)
+                for line in facts_lines(block.title, block.facts):
+                    console.say(line)
         for caveat in self.caveats:
             console.warn(caveat)
 
@@ -75,22 +75,6 @@ class Result:
         verdicts = [(str(status), str(sentence)) for status, sentence in record["verdicts"]]
         blocks = [_block(each) for each in record["blocks"]]
         return cls(verdicts, blocks, [str(each) for each in record["caveats"]])
-
-
-def _print_facts(block: Facts) -> None:
-    """Prints each fact beside its name, wrapped."""
-    if block.title:
-        console.say(block.title)
-    indent = 4 + max(len(name) for name in block.facts if len(name) <= 10)
-    for name, text in block.facts.items():
-        label = f"  {name}"
-        if len(name) > 10:
-            console.say(label)
-            label = ""
-        lines = textwrap.wrap(text, _WIDTH - indent, break_long_words=False, break_on_hyphens=False)
-        for line in lines:
-            console.say(f"{label:<{indent}}{line}")
-            label = ""
 
 
 def _block(record: Any) -> Block:

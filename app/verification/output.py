@@ -5,7 +5,7 @@ steps, every finding with its cause and remedy, and how far each stage is from w
 """
 
 import dataclasses
-import math
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,19 +16,17 @@ from app.report.page import REPORT_FILE, write_report
 from app.report.result import Block, Facts, Result, Table
 from app.runtime import console
 from app.runtime.errors import DataError, MismatchError
-from lockstep import __version__
-from lockstep.causes import title_of
 from lockstep.text import (
-    columns_of,
-    facts_of,
-    finite,
+    explanations,
+    largest_of,
     named_steps,
     notes_of,
     one_line,
-    record_of,
     sentence_of,
+    share_of,
 )
 from lockstep.verdict import BY_DESIGN, CLEAN, FAULT, NOTHING, STAGES, Measurement, Verdict
+from lockstep.verify_json import columns_of, finite, record_of, record_of_all
 
 IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
 OTHER_TRAINING = "another training by design"
@@ -113,9 +111,7 @@ def report(
     for run in runs.values():
         versions |= run.versions
     record = {
-        "format": "lockstep verify",
-        "version": 2,
-        "lockstep": __version__,
+        **record_of_all({name: run.verdict for name, run in runs.items()}),
         "command": "verify",
         **facts,
         "versions": versions,
@@ -192,7 +188,8 @@ def describe(
     blocks += [
         one_line(f"{name}: {note}") for name, run in runs.items() for note in notes_of(run.verdict)
     ]
-    blocks += [_stages(runs), *_explanations(runs), *_side_by_side(pairs, runs)]
+    explained = explanations(run.verdict for run in runs.values())
+    blocks += [_stages(runs), *itertools.starmap(Facts, explained), *_side_by_side(pairs, runs)]
     if rows := _measured(runs):
         header = ["training", "stage", "difference", "allowed", "of allowed", "bitwise equal"]
         blocks += [
@@ -233,19 +230,6 @@ def _cell(status: str) -> str:
     return {"not checked": "–", FAULT: f"✗ {FAULT}"}.get(status, status)
 
 
-def _explanations(runs: Mapping[str, Run]) -> list[Facts]:
-    """Explains every finding, faults first; equal findings of several trainings once."""
-    names: dict[tuple, list[str]] = {}
-    for name, run in runs.items():
-        for finding in run.verdict.findings:
-            facts = tuple(facts_of(finding, run.verdict).items())
-            names.setdefault((finding.status, finding.cause, facts), []).append(name)
-    return [
-        Facts(one_line(f"{', '.join(same)}, {status}: {title_of(cause)}"), dict(facts))
-        for (status, cause, facts), same in sorted(names.items(), key=lambda n: n[0][0] != FAULT)
-    ]
-
-
 def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
     """Returns a row for each stage of each training: the array closest to its tolerance, or beyond.
 
@@ -257,12 +241,8 @@ def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
     rows = list[list[str]]()
     for measured, same in names.items():
         label = one_line(" = ".join(same))
-        for stage in STAGES:
-            arrays = [m for m in measured if m.stage == stage]
-            if not arrays:
-                continue
-            worst = max(arrays, key=lambda m: (not m.is_within, share_of(m), m.distance))
-            share, num_equal = share_of(worst), sum(m.same_bits for m in arrays)
+        for stage, (worst, num_equal, number) in largest_of(measured).items():
+            share = share_of(worst)
             rows.append(
                 [
                     label,
@@ -270,19 +250,11 @@ def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
                     f"{worst.distance:.2g}",
                     f"{worst.allowed:.2g}" if worst.allowed else "–",
                     f"{share:.0%}" if share < 1000 else "–",
-                    f"{num_equal} of {len(arrays)}" if num_equal else "–",
+                    f"{num_equal} of {number}" if num_equal else "–",
                 ]
             )
             label = ""
     return rows
-
-
-def share_of(measured: Measurement) -> float:
-    """Returns a difference over what is allowed; infinite if none is allowed."""
-    if measured.same_bits or measured.distance == 0:
-        return 0.0
-    share = measured.distance / measured.allowed if measured.allowed else math.inf
-    return math.inf if math.isnan(share) else share
 
 
 def _side_by_side(pairs: Sequence[Pair], runs: Mapping[str, Run]) -> list[Block]:

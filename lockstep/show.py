@@ -1,0 +1,81 @@
+"""Lists what a recording holds, for `python -m lockstep show one.npz`; no array is read."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.text import count, facts_lines, first_names, named_steps, one_line
+from lockstep.trace import OF_GRADIENTS, OF_VARIABLES, WEIGHT, Trace
+
+_MOST_WEIGHTS, _LONGEST = 10, 48
+# Keys of the description that are shown otherwise, or that no reader needs.
+_NOT_SHOWN = ("framework", "steps", "variables", "gradients", "structure", "predicted")
+
+
+def contents_of(trace: Trace, details: bool = False) -> str:
+    """Returns the description, the weights and the arrays of a trace, in lines.
+
+    Args:
+        trace: the trace.
+        details: whether to list all variables instead of the first weights.
+    """
+    about = trace.about
+    facts = {"steps": ", ".join(named_steps([f"step {step}" for step in trace.steps]))}
+    for field in dataclasses.fields(about):
+        value = getattr(about, field.name)
+        if value and field.name not in _NOT_SHOWN:
+            facts[field.name.replace("_", " ")] = _in_words(field.name, value)
+    kinds: dict[str, dict[str, Any]] = {}
+    shapes: dict[str, str] = {}
+    for name, array in getattr(trace.stored(), "data", trace.stored()).items():
+        _, kind, _, index, *_ = name.split("/")
+        kinds.setdefault(kind, {})[name] = array
+        if kind in OF_VARIABLES:
+            shapes[trace.keys[int(index)]] = f"{_shape_of(array)} {array.dtype}"
+    listed = [key for key in trace.keys if details or trace.kinds[key] == WEIGHT]
+    shown = listed if details else listed[:_MOST_WEIGHTS]
+    variables = {key: shapes.get(key, "not recorded") for key in shown}
+    if len(listed) > len(shown):
+        variables["…"] = f"{len(listed) - len(shown)} more; all variables: --details"
+    rows = {kind: _arrays_in_words(kind, arrays) for kind, arrays in sorted(kinds.items())}
+    title = f"{trace.name or 'the recording'}: a recording of {about.framework}"
+    parts = [
+        facts_lines(title, facts),
+        facts_lines(count("variable" if details else "weight", len(listed)), variables, _LONGEST),
+        facts_lines("arrays", rows),
+    ]
+    return "\n\n".join("\n".join(map(one_line, lines)) for lines in parts)
+
+
+def _in_words(key: str, value: Any) -> str:
+    """Returns a value of the description: of each step's values only the different ones."""
+    if key == "layers":
+        classes = collections.Counter(layer.get("class") for layer in value)
+        return ", ".join(f"{number} {name}" for name, number in classes.most_common())
+    if key == "settings":
+        value = [[{k: v for k, v in g.items() if k != "weights"} for g in step] for step in value]
+    if key == "optimizer" and "class" in value:
+        return str(value["class"])
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_in_words('', each)}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        texts = list(dict.fromkeys(_in_words("", each) for each in value))
+        return first_names(texts)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _arrays_in_words(kind: str, arrays: Mapping[str, Any]) -> str:
+    """Returns how many arrays of a kind there are, where, how large, and of which shapes."""
+    steps, items = (len({name.split("/")[part] for name in arrays}) for part in (0, 2))
+    size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values())
+    text = f"{len(arrays)} of {count('item', items)} in {count('step', steps)}; {size:,} bytes"
+    if kind not in (*OF_VARIABLES, *OF_GRADIENTS):
+        shapes = dict.fromkeys(f"{_shape_of(array)} {array.dtype}" for array in arrays.values())
+        text += f"; {first_names(list(shapes))}"
+    return text
+
+
+def _shape_of(array: Any) -> str:
+    return " × ".join(map(str, array.shape)) or "scalar"

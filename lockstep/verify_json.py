@@ -1,0 +1,95 @@
+"""Returns verdicts as plain data for programs: the record that docs/verify_json.md describes.
+
+`verify.schema.json` is its JSON Schema.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import lockstep
+from lockstep.causes import code_of, remedy_of, title_of
+from lockstep.text import notes_of, sentence_of
+from lockstep.verdict import FAULT, NOTHING, STAGES, Finding, Verdict, worst
+
+FORMAT, VERSION = "lockstep verify", 2
+OK, WRONG_ARGUMENTS, UNREADABLE, MISMATCH = 0, 2, 3, 9  # Exit codes, also those of `verify`.
+EXIT_CODES = {
+    OK: "no fault",
+    MISMATCH: "a fault",
+    UNREADABLE: "a recording cannot be read or has nothing to verify",
+    WRONG_ARGUMENTS: "wrong arguments",
+}
+
+
+def exit_code_of(verdicts: Iterable[Verdict]) -> int:
+    """Returns 9 if a training has a fault, 3 if one has nothing to verify, otherwise 0."""
+    status = worst(verdict.status for verdict in verdicts)
+    return {FAULT: MISMATCH, NOTHING: UNREADABLE}.get(status, OK)
+
+
+def record_of_all(verdicts: dict[str, Verdict]) -> dict[str, Any]:
+    """Returns verdicts as plain data, as in `verify.json`."""
+    code = exit_code_of(verdicts.values())
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "lockstep": lockstep.__version__,
+        "status": worst(verdict.status for verdict in verdicts.values()),
+        "exit_code": code,
+        "exit_code_means": EXIT_CODES[code],
+        "trainings": {name: record_of(verdict) for name, verdict in verdicts.items()},
+    }
+
+
+def record_of(verdict: Verdict) -> dict[str, Any]:
+    """Returns a verdict as plain data, without its measurements."""
+    stages = {stage: verdict.status_of(stage) for stage in STAGES}
+    return {
+        "reference": verdict.reference,
+        "framework": verdict.framework,
+        "status": verdict.status,
+        "sentence": sentence_of(verdict),
+        "num_replicas": verdict.num_replicas,
+        "steps": [verdict.name_of(step) for step in verdict.steps],
+        "stages": {stage: s for stage, s in stages.items() if s != "not checked"},
+        "findings": [_record_of_finding(finding, verdict) for finding in verdict.findings],
+        "tolerance": verdict.tolerance,
+        "notes": notes_of(verdict),
+        "not_checked": {
+            "stages": [stage for stage, status in stages.items() if status == "not checked"],
+            "steps": {verdict.name_of(step): why for step, why in verdict.idle.items()},
+        },
+    }
+
+
+def _record_of_finding(finding: Finding, verdict: Verdict) -> dict[str, Any]:
+    code = code_of(finding.cause, verdict.framework)
+    shown = ("stage", "status", "cause", "text", "module", "items", "tensors")
+    return {name: getattr(finding, name) for name in shown} | {
+        "title": title_of(finding.cause),
+        "steps": [verdict.name_of(step) for step in finding.steps],
+        "remedy": remedy_of(finding.cause, verdict.framework),
+        "code": "\n".join(f"{sign} {line}" for sign, line in code.items()),
+        "distance": finite(finding.distance),
+        "allowed": finite(finding.allowed),
+    }
+
+
+def columns_of(verdict: Verdict) -> dict[str, list]:
+    """Returns the measurements of a verdict as columns, so that each name is written once.
+
+    Steps are positions in the list of the checked steps.
+    """
+    position = {step: index for index, step in enumerate(verdict.steps)}
+    names = ("stage", "tensor", "item", "distance", "allowed", "same_bits")
+    columns: dict[str, list] = {"step": [position[m.step] for m in verdict.measurements]}
+    columns |= {name: [getattr(m, name) for m in verdict.measurements] for name in names}
+    for name in ("distance", "allowed"):
+        columns[name] = [finite(value) for value in columns[name]]
+    return columns
+
+
+def finite(value: float) -> float | None:
+    """Returns a number that JSON has; None for NaN and infinity."""
+    return value if math.isfinite(value) else None
