@@ -127,6 +127,7 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     weights = {variable.name for variable in about.variables if variable.kind == WEIGHT}
     groups = [group for step in about.settings for group in step]
     replicas = [*about.replicas, *(shard.replica for shard in about.shards)]
+    yield from _requirements_of_mesh(about)
     yield "framework", about.framework, "a name"
     yield "num_replicas", 0 < num <= _MAX_REPLICAS, f"from 1 to {_MAX_REPLICAS}"
     yield "num_copies", 0 <= about.num_copies <= _MAX_REPLICAS, f"from 0 to {_MAX_REPLICAS}"
@@ -168,6 +169,26 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     yield "loss_scale", all(0 < scale < math.inf for scale in scales), "positive numbers"
     are_counts = all(0 < count <= _MAX_MICRO_BATCHES for count in counts)
     yield "micro_batches", are_counts, f"whole numbers from 1 to {_MAX_MICRO_BATCHES}"
+
+
+def _requirements_of_mesh(about: About) -> Iterator[tuple[str, Any, str]]:
+    """Yields the same for the keys of several parallel axes."""
+    mesh, unique = about.on_mesh, {*about.ranks}
+    if mesh is None:
+        others = about.data_axes, about.ranks, about.placements
+        yield "mesh", not any(others), "given, as other keys describe its ranks"
+        return
+    yield "mesh", all(mesh.axes) and all(n > 0 for n in mesh.axes.values()), "of positive sizes"
+    yield "mesh", 0 < mesh.size <= _MAX_REPLICAS, f"of at most {_MAX_REPLICAS} ranks"
+    are_axes = {*about.data_axes} <= {*mesh.axes}
+    yield "data_axes", are_axes and len({*about.data_axes}) == len(about.data_axes), "axes of mesh"
+    number = mesh.num_replicas
+    yield "num_replicas", about.num_replicas == number, f"{number}, as data_axes of mesh have"
+    is_local = not (about.shards or about.num_copies or about.replicas)
+    yield "mesh", is_local, "given without shards, num_copies and replicas"
+    yield "ranks", len(unique) == len(about.ranks) > 0, "different numbers"
+    yield "ranks", all(0 <= r < mesh.size for r in unique), f"from 0 to {mesh.size - 1}"
+    yield "modules", len({*about.modules}) == len(about.modules), "different names"
 
 
 def _is_call(text: str) -> bool:

@@ -25,6 +25,8 @@ CAUSES = {  # Cause → remedy, in any framework.
     "repeated_examples": "split each batch so that every example reaches exactly one replica",
     "lost_examples": "split each batch so that every example reaches exactly one replica",
     "other_examples": "use the same data, seed and order of examples in all trainings",
+    "other_examples_in_a_replica": "give the ranks that compute one replica together the same"
+    " examples: seed and shard the data by the position on the data axes alone",
     "other_order": "use the same data, seed and order of examples in all trainings",
     "other_batch_size": "give each replica the global batch size divided by the number of replicas,"
     " or record the first script with the larger batch",
@@ -87,6 +89,8 @@ CAUSES = {  # Cause → remedy, in any framework.
     " of Keras 1e-3",
     "other_layer_settings": "use the same settings of layers in both scripts",
     # Sums.
+    "partial_not_reduced": "reduce it over the axis on which each rank holds a part of the sum: in"
+    " the forward pass after a layer split by its inputs, in the backward pass before the update",
     "not_all_reduced": "sum the gradients over the replicas before the update",
     "lost_replica": "include every replica in the all-reduce of every variable",
     "repeated_gradient": "add the gradient of each replica once",

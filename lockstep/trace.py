@@ -7,6 +7,7 @@ several shards (micro-batches) and one copy. `docs/trace_format.md` describes th
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed
 OF_VARIABLES = ("before", "after", "replaced", "own_before", "own_after")
 OF_GRADIENTS = ("raw", "removed", "sums", "unclipped", "clipped")
 OF_COPIES = ("before", "after", "replaced", "sums", "unclipped")
+OF_MODULES = ("module_in", "module_out", "module_in_grad", "module_out_grad")
 CLIP_FIRST, REDUCE_FIRST = "clip, reduce", "reduce, clip"
 
 
@@ -69,6 +71,65 @@ class Shard(NamedTuple):
     weight: float = 1.0
 
 
+class Mesh(NamedTuple):
+    """The devices of a training, in several dimensions; a rank is a row-major position.
+
+    Attributes:
+        axes: name of an axis → number of devices along it.
+        data_axes: the axes that split the examples: positions on them are replicas.
+    """
+
+    axes: Mapping[str, int]
+    data_axes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.axes.values())
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of positions on the data axes."""
+        return math.prod(self.axes[axis] for axis in self.data_axes)
+
+    @property
+    def model_axes(self) -> list[str]:
+        """The axes that do not split the examples."""
+        return [axis for axis in self.axes if axis not in self.data_axes]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Returns axis → position of a rank."""
+        found = {}
+        for axis, size in reversed([*self.axes.items()]):
+            rank, found[axis] = divmod(rank, size)
+        return {axis: found[axis] for axis in self.axes}
+
+    def replica_of(self, rank: int) -> int:
+        """Returns the replica that a rank is part of."""
+        at, replica = self.coordinates(rank), 0
+        for axis in self.axes:
+            if axis in self.data_axes:
+                replica = replica * self.axes[axis] + at[axis]
+        return replica
+
+    def ranks_of(self, replica: int) -> list[int]:
+        """Returns the ranks of a replica."""
+        return [rank for rank in range(self.size) if self.replica_of(rank) == replica]
+
+    def along(self, axis: str, rank: int) -> list[int]:
+        """Returns the ranks that differ from a rank on one axis only, in order, with it."""
+        at = self.coordinates(rank)
+        others = [self.coordinates(each) | {axis: at[axis]} for each in range(self.size)]
+        return [each for each, other in enumerate(others) if other == at]
+
+    def name_of(self, rank: int) -> str:
+        """Returns "rank 3 (dp 1, tp 1)", or "replica 1" if all axes are data axes."""
+        if not self.model_axes:
+            return f"replica {self.replica_of(rank)}"
+        places = (f"{axis} {place}" for axis, place in self.coordinates(rank).items())
+        return f"rank {rank} ({', '.join(places)})"
+
+
 @dataclasses.dataclass(frozen=True)
 class About:
     """The description of a trace; its attributes are the keys of docs/trace_format.md.
@@ -100,6 +161,12 @@ class About:
         structure: structure of "data", as Keras' recorder describes it.
         predicted: structure of "y_pred".
         parts: for each device, weight → shape of the part that it holds; empty for whole copies.
+        mesh: axis of the devices → their number along it; empty without further axes than data.
+        data_axes: the axes of the mesh that split the examples.
+        ranks: the ranks in this file, whose arrays are local; empty once they are put together.
+        placements: "KIND/INDEX" → how local arrays are parts of global ones; see `mesh`.
+        names: name of a weight in this file → its name in the reference.
+        modules: the modules whose inputs and outputs are recorded, in the order of their calls.
         versions: package → version.
     """
 
@@ -129,7 +196,18 @@ class About:
     structure: Any = None
     predicted: Any = None
     parts: tuple[Mapping[str, tuple[int, ...]], ...] = ()
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    data_axes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    placements: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    modules: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def on_mesh(self) -> Mesh | None:
+        """The mesh of the devices; None without one."""
+        return Mesh(self.mesh, self.data_axes) if self.mesh else None
 
     @property
     def keys(self) -> list[str]:
@@ -141,6 +219,11 @@ class About:
                 name, number = f"{variable.name}#{number}", number + 1
             found.append(name)
         return found
+
+
+def is_of_copies(kind: str, about: About) -> bool:
+    """Returns whether the items of a kind are copies of the weights, not shards of a batch."""
+    return kind in OF_COPIES or (kind == "clipped" and about.order == REDUCE_FIRST)
 
 
 class Trace:
@@ -157,22 +240,27 @@ class Trace:
     Attributes:
         shards: numbers of the shards.
         copies: numbers of the copies of the weights.
+        mesh: the mesh of the devices; its ranks are the copies. None without one.
         keys: a unique name for each variable.
         variables: key → the variable.
         kinds: key → kind of the variable.
         of_replica: replica → description in its file, whose settings may be its own.
+        views_of: name of an array of a shard → rank → its copy, as an object with `read()`.
     """
 
     def __init__(
         self, about: About, stored: MutableMapping[str, np.ndarray] | None = None, name: str = ""
     ):
         self.about, self.name = about, name
+        self.mesh = about.on_mesh
         self.shards = range(len(about.shards) or about.num_replicas)
-        self.copies = range(about.num_copies or about.num_replicas)
+        num_copies = self.mesh.size if self.mesh else about.num_copies
+        self.copies = range(num_copies or about.num_replicas)
         self.keys = about.keys
         self.variables = dict(zip(self.keys, about.variables, strict=True))
         self.kinds = {key: variable.kind for key, variable in self.variables.items()}
         self.of_replica: Mapping[int, About] = {}
+        self.views_of: Mapping[str, Mapping[int, Any]] = {}
         self._stored = {} if stored is None else stored
         self._index: dict[tuple[int, str, int], set[str]] = {}  # → Names of its arrays.
         for key in self._stored:
@@ -189,8 +277,7 @@ class Trace:
 
     def items(self, kind: str) -> range:
         """Returns the shards or the copies, whichever have arrays of a kind."""
-        of_copies = kind in OF_COPIES or (kind == "clipped" and self.about.order == REDUCE_FIRST)
-        return self.copies if of_copies else self.shards
+        return self.copies if is_of_copies(kind, self.about) else self.shards
 
     @functools.cached_property
     def slots(self) -> dict[str, dict[str, str]]:
@@ -203,7 +290,14 @@ class Trace:
 
     def copy_of(self, shard: int) -> int:
         """Returns the copy of the weights with which a shard is computed."""
+        if self.mesh:
+            return self.mesh.ranks_of(shard)[0]
         return shard * len(self.copies) // len(self.shards)
+
+    def views(self, position: int, kind: str, item: int, index: int) -> dict[int, np.ndarray]:
+        """Returns rank → its copy of an array of a shard, if several ranks have one."""
+        members = self.views_of.get(f"{position + 1}/{kind}/{item}/{index}", {})
+        return {rank: member.read() for rank, member in members.items()}
 
     def replica_of(self, shard: int) -> int:
         """Returns the replica that computes a shard."""
@@ -239,7 +333,9 @@ class Trace:
         return about.loss_scale[position] if about.loss_scale else 1.0
 
     def name_of(self, kind: str, item: int) -> str:
-        """Returns "replica 1", "micro-batch 1" or "micro-batch 1 of replica 0"."""
+        """Returns "replica 1", "rank 3 (dp 1, tp 1)" or "micro-batch 1 of replica 0"."""
+        if self.mesh and self.items(kind) is self.copies:
+            return self.mesh.name_of(item)
         per_replica = len(self.shards) // self.about.num_replicas
         if self.items(kind) is self.copies or per_replica <= 1:
             return f"replica {item}"

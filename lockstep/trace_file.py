@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from lockstep.about import Fault, about_from, json_of, shown
+from lockstep.mesh import Whole, assemble
 from lockstep.trace import About, Rows, Trace
 
 MAX_MEMBERS, MAX_RATIO = 250_000, 1000  # Deflate reaches a ratio of 1032.
@@ -37,6 +38,7 @@ _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
     *("in_evaluation", "calls", "loss_scale", "permuted"),
 )
+_OF_STAGES = ("ranks", "placements", "names", "modules", "variables", "gradients")  # On a mesh.
 _GROWING = (  # Keys that are longer with each step.
     *("steps", "variables", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale"),
 )
@@ -66,7 +68,7 @@ class _Arrays(collections.UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         array = self.data[name]
-        return array.read() if isinstance(array, _Member) else array
+        return array.read() if isinstance(array, _Member | Whole) else array
 
 
 # --- Writing -------------------------------------------------------------------------------------
@@ -131,9 +133,12 @@ class Writer(_Arrays):
 
 def save(trace: Trace, target: Path | BinaryIO) -> None:
     """Writes a trace to a path, or to an open file such as `io.BytesIO`."""
+    about = trace.about
+    if trace.mesh:  # Its arrays are put together.
+        about = dataclasses.replace(about, mesh={}, data_axes=(), num_copies=trace.mesh.size)
     with Writer(target) as writer:
         writer.update(trace.stored())
-        writer.close(trace.about)
+        writer.close(about)
 
 
 # --- Reading -------------------------------------------------------------------------------------
@@ -163,8 +168,20 @@ def load(source: Path | BinaryIO | Sequence[BinaryIO]) -> Trace:
         about = _common_description(files)
         if len(arrays) < sum(len(file.arrays) for file in files):
             raise Fault("has an array in two of its files; record it again")
+        if about.mesh:
+            return _load_on_mesh(files, name)
     trace = Trace(about, arrays, name)
-    trace.of_replica = {replica: file.about for file in files for replica in file.replicas}
+    trace.of_replica = {item: file.about for file in files for item in file.items}
+    return trace
+
+
+def _load_on_mesh(files: Sequence["_File"], name: str) -> Trace:
+    """Returns the trace of ranks of several parallel axes, put together."""
+    whole = assemble([(file.about, file.arrays.data) for file in files])
+    arrays = _Arrays(whole.arrays)
+    _check_arrays(whole.about, arrays)
+    trace = Trace(whole.about, arrays, name)
+    trace.of_replica, trace.views_of = whole.of_replica, whole.views
     return trace
 
 
@@ -188,8 +205,9 @@ class _File(NamedTuple):
     arrays: _Arrays
 
     @property
-    def replicas(self) -> Sequence[int]:
-        return self.about.replicas or range(self.about.num_replicas)
+    def items(self) -> Sequence[int]:
+        """The replicas, or the ranks of a mesh, in this file."""
+        return self.about.ranks or self.about.replicas or range(self.about.num_replicas)
 
 
 def _read_file(name: str, file: BinaryIO) -> _File:
@@ -307,6 +325,7 @@ def _member_of(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _M
 def _check_arrays(about: About, arrays: _Arrays) -> None:
     """Checks that the description has the place of each array, and its variable that shape."""
     trace, shapes = Trace(about), dict[str, tuple[int, ...]]()
+    is_local = bool(about.ranks)  # Each rank has its own part of an array.
     parts = collections.defaultdict[str, set[str]](set)  # "1/raw/0/2" → "values", … or "".
     for name in arrays:
         place = "/".join(name.split("/")[:4])
@@ -315,13 +334,16 @@ def _check_arrays(about: About, arrays: _Arrays) -> None:
     for place in sorted(parts):
         position, kind, item, index = place.split("/")
         group, names = f"{position}/{kind}/{item}", trace.names_of(kind)
-        if not (0 < int(position) <= len(about.steps) and int(item) in trace.items(kind)):
+        items = trace.copies if is_local else trace.items(kind)
+        if not (0 < int(position) <= len(about.steps) and int(item) in items):
             raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
         count = counts[group] if names is None else len(names)
         if int(index) >= count:
             raise Fault(f"has an array {place} of {count} in {group}; record it again")
         shape = _shape_of(place, parts[place], arrays)
-        expected = shape if names is None else shapes.setdefault(names[int(index)], shape)
+        if is_local or names is None:
+            continue
+        expected = shapes.setdefault(names[int(index)], shape)
         if shape != expected:
             raise Fault(
                 f"has shape {shape} in {place}, and {expected} for its variable elsewhere; record"
@@ -378,18 +400,21 @@ def _common_description(files: Sequence[_File]) -> About:
             )
         for field in dataclasses.fields(About):
             values = getattr(file.about, field.name), getattr(first.about, field.name)
-            if field.name not in _OWN_KEYS and any(values) and values[0] != values[1]:
+            own_keys = (*_OWN_KEYS, *_OF_STAGES) if first.about.mesh else _OWN_KEYS
+            if field.name not in own_keys and any(values) and values[0] != values[1]:
                 raise Fault(
                     f"{field.name!r} of {file.name} differs from that of {first.name}; remove"
                     " files of other recordings, or record it again"
                 )
         if (file.about.permuted is None) != (first.about.permuted is None):
             raise Fault("only some of its files are permuted; record it again")
-    counts = collections.Counter(replica for file in files for replica in file.replicas)
-    for replica in range(first.about.num_replicas):
-        if counts[replica] != 1:
+    counts = collections.Counter(item for file in files for item in file.items)
+    mesh = first.about.on_mesh
+    number, what = (mesh.size, "rank") if mesh else (first.about.num_replicas, "replica")
+    for item in range(number):
+        if counts[item] != 1:
             raise Fault(
-                f"has replica {replica} {counts[replica]} times, of {first.about.num_replicas}"
-                " replicas; pass one file for each process of one training"
+                f"has {what} {item} {counts[item]} times, of {number} {what}s; pass one file for"
+                " each process of one training"
             )
     return dataclasses.replace(first.about, replicas=())

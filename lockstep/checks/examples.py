@@ -4,7 +4,7 @@ import collections
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from lockstep.arithmetic import rows_of
+from lockstep.arithmetic import rows_of, same_bits
 from lockstep.context import Context
 from lockstep.oracles import Batch
 from lockstep.verdict import Finding
@@ -17,12 +17,28 @@ def check_examples(context: Context) -> Iterator[Finding]:
     """Checks the examples of all shards against the batch of the data set, or each other."""
     if not context.has("data"):
         return
+    yield from _different_in_a_replica(context)
     if context.batch is not None:
         context.mark_checked()
         yield from _against_batch(context, context.batch)
     elif len(context.shards) > 1:
         context.mark_checked()
         yield from _different_examples(context)
+
+
+def _different_in_a_replica(context: Context) -> Iterator[Finding]:
+    """Finds ranks that compute a replica together, from different examples."""
+    trace = context.trace
+    for shard, data in enumerate(context.data):
+        for index in range(len(data)):
+            views = trace.views(context.position, "data", shard, index)
+            first, *others = views or [0]
+            odd = [rank for rank in others if not same_bits(views[rank], views[first])]
+            if odd:
+                names = ", ".join(trace.name_of("before", rank) for rank in [first, *odd])
+                text = f"{names} compute one replica together, from different examples"
+                yield context.found("other_examples_in_a_replica", text, kind="before", items=odd)
+                break
 
 
 def _against_batch(context: Context, batch: Batch) -> Iterator[Finding]:

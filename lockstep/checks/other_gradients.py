@@ -15,6 +15,7 @@ from lockstep.arithmetic import (
     is_far,
     norm,
     ratio,
+    scaled,
     scaled_all,
     total_norm,
 )
@@ -22,6 +23,7 @@ from lockstep.checks.other_examples import losses_of
 from lockstep.checks.other_forward import other_layers
 from lockstep.checks.other_updates import is_left_out
 from lockstep.context import Context
+from lockstep.hypotheses.of_axes import not_reduced, sizes_of_axes
 from lockstep.hypotheses.of_layers import kind_of, reordered_rows
 from lockstep.hypotheses.of_micro_batches import factors_of_micro_batches, removed_gradients
 from lockstep.hypotheses.of_tensors import why_tensor
@@ -51,8 +53,11 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
     left_out = [n for n in far if n not in frozen and is_left_out(pair, n)]
     wrong = [name for name in far if name not in (*frozen, *left_out)]
     causes = []
+    for text, names in [*not_reduced(pair, wrong)]:
+        causes.append(pair.second.found("partial_not_reduced", text, tensors=names))
+        wrong = [name for name in wrong if name not in names]
     if any(f.status == FAULT and f.cause != "other_loss" for f in pair.found_in("loss")):
-        causes, frozen, wrong = _settings(pair, list(far)), [], []
+        causes, frozen, wrong = causes + _settings(pair, list(far)), [], []
     elif left_out:
         text = (
             f"the optimizer does not have {len(left_out)} weights, and clears no gradient of them"
@@ -100,10 +105,14 @@ def _explanations(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
     """Yields the causes whose prediction fits, the most certain first."""
     (first, second), found = pair.gradients, pair.second.found
     scale = factor_of([second[name] for name in wrong], [first[name] for name in wrong])
-    if np.isfinite(scale) and scale and _explains(pair, wrong, scaled_all(first, scale)):
-        text = f"each gradient is {scale:.6g} times that of the first recording"
+    is_of_all = not any(norm(first[name]) for name in first if name not in wrong)
+    multiple = {n: scaled(g, scale) if n in wrong else g for n, g in first.items()}
+    if np.isfinite(scale) and scale and _explains(pair, wrong, multiple):
+        which = "each gradient is" if is_of_all else f"the gradients of {len(wrong)} weights are"
+        text = f"{which} {scale:.6g} times that of the first recording"
         for named in _of_factor(pair, scale, text):
-            yield found(*named, tensors=wrong)
+            if is_of_all or named[0] != "scaled_gradient":
+                yield found(*named, tensors=wrong)
     if why := _mean_of_means(pair, wrong):
         yield found(*why, tensors=wrong)
     yield from _regularised(pair, wrong)
@@ -147,7 +156,7 @@ def _of_factor(
 
 def names_of_factor(pair: StepPair, scale: float, within: float = _SHARE) -> list[tuple[str, str]]:
     """Returns the causes of a common factor of all gradients, and what the factor is, in words."""
-    known = factors_of_micro_batches(pair)  # Factor, cause, reason.
+    known = [*factors_of_micro_batches(pair), *sizes_of_axes(pair)]  # Factor, cause, reason.
     second, first = (step.trace.about.num_replicas for step, _ in pair.both)
     if second != first:
         counts = {step.trace.micro_batches(step.position, 0) for step, _ in pair.both}

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from lockstep.arithmetic import all_same_bits, farthest, norm, same_bits
+from lockstep.arithmetic import all_same_bits, farthest, is_far, norm, same_bits
 from lockstep.context import Context
 from lockstep.trace import STATE, STATISTIC, WEIGHT, Named
 from lockstep.verdict import Finding
@@ -132,10 +132,21 @@ def check_agreement(context: Context) -> Iterator[Finding]:
     # Earlier differences, and differences of the sums, are findings of earlier stages.
     applied = [context.applied(copy) for copy in context.copies]
     is_same = all(all_same_bits(other, applied[0]) for other in applied[1:])
+    if not is_same and not context.is_wrong("all-reduce", "clipping", "update"):
+        yield from _unlike_gradients(context, applied)
     if context.is_wrong("update") or not is_same:
         return
     known = {name for name, *_ in context.unlike_first("before")} if context.has("before") else {}
     yield from _differing_copies(context, "after", "after the step", but=known)
+
+
+def _unlike_gradients(context: Context, applied: Sequence[Named]) -> Iterator[Finding]:
+    """Finds copies that apply different gradients, where nothing before the update is recorded."""
+    first, *others = applied
+    names = [n for n in first if any(n in other and is_far(other[n], first[n]) for other in others)]
+    if names:
+        text = f"the copies apply different gradients of {len(names)} weights, and diverge"
+        yield context.found("not_all_reduced", text, items=(), tensors=names)
 
 
 def _differing_copies(

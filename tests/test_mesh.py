@@ -1,0 +1,266 @@
+"""Tests that local arrays of a mesh are put together, and what the verifier says of them."""
+
+import io
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from lockstep.comparison import compare_traces
+from lockstep.trace import Mesh
+from lockstep.trace_file import TraceError, load
+
+DP_TP = {"dp": 2, "tp": 2}
+
+
+def local_parts(whole, placement, mesh):
+    """Returns the local array of each rank, by slicing; the inverse of what is tested."""
+    found = []
+    for rank in range(mesh.size):
+        at, part = mesh.coordinates(rank), whole
+        for axis, word in enumerate(placement.split()):
+            name, _, rest = word.partition("[")
+            blocks = int(name.split("*")[0]) if "*" in name else 1
+            names, _, order = rest.rstrip("]").partition(":")
+            for mesh_axis in filter(None, names.split(",")):
+                n, r = mesh.axes[mesh_axis], at[mesh_axis]
+                if order == "zigzag":
+                    chunks = np.array_split(part, 2 * n, axis)
+                    part = np.concatenate([chunks[r], chunks[2 * n - 1 - r]], axis)
+                else:
+                    split = [np.array_split(b, n, axis)[r] for b in np.split(part, blocks, axis)]
+                    part = np.concatenate(split, axis)
+        found.append(part)
+    return found
+
+
+def write(on, arrays, placements=None, **about):
+    """Returns the files of all ranks as open files; `arrays`: KIND/INDEX → array of each rank."""
+    files = []
+    about = {
+        "format": "lockstep trace", "version": 2, "framework": "torch", "steps": [0],
+        "num_replicas": on.num_replicas, "mesh": on.axes, "data_axes": [*on.data_axes],
+        "variables": [{"name": "w", "kind": "weight"}], "gradients": ["w"],
+        "placements": placements or {}, **about,
+    }  # fmt: skip
+    for rank in range(on.size):
+        members = {"about": np.array(json.dumps(about | {"ranks": [rank]}))}
+        for name, of_ranks in arrays.items():
+            kind, index = name.split("/")
+            members[f"1/{kind}/{rank}/{index}"] = of_ranks[rank]
+        files.append(io.BytesIO())
+        np.savez(files[-1], **members)
+    return files
+
+
+@pytest.mark.parametrize(
+    ("axes", "data_axes", "placement", "shape"),
+    [
+        (DP_TP, ("dp",), "o[tp] i", (6, 3)),
+        (DP_TP, ("dp",), "o i[tp]", (3, 4)),
+        (DP_TP, ("dp",), "o[dp] i[tp]", (4, 4)),
+        (DP_TP, ("dp",), "o[tp,dp] i", (8, 2)),
+        (DP_TP, ("dp",), "o[dp,tp] i", (8, 2)),
+        (DP_TP, ("dp",), "3*o[tp] i", (12, 2)),
+        ({"cp": 3}, (), "b s[cp:zigzag] d", (2, 12, 2)),
+        ({"dp": 3}, ("dp",), "o[dp]", (7,)),  # Sizes 3, 2 and 2.
+        ({"dp": 3}, ("dp",), "o[dp]", (2,)),  # The last rank holds nothing.
+    ],
+)
+def test_weights_are_put_together(axes, data_axes, placement, shape):
+    mesh = Mesh(axes, data_axes)
+    whole = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    trace = load(write(mesh, {"before/0": local_parts(whole, placement, mesh)},
+                       {"before/0": placement}))  # fmt: skip
+    assert [*trace.copies] == [*range(mesh.size)]
+    for copy in trace.copies:
+        np.testing.assert_array_equal(trace.arrays(0, "before", copy)[0], whole)
+
+
+@pytest.mark.parametrize(("word", "right"), [("sum", 3.0), ("mean", 1.5)])
+def test_summands_are_added(word, right):
+    mesh = Mesh({"tp": 2}, ())
+    parts = [np.full(3, 1.0, np.float32), np.full(3, 2.0, np.float32)]
+    trace = load(write(mesh, {"sums/0": parts}, {"sums/0": f"d {word}(tp)"}))
+    np.testing.assert_array_equal(trace.arrays(0, "sums", 1)[0], np.full(3, right))
+
+
+def test_examples_of_a_replica_are_those_of_its_ranks():
+    mesh = Mesh({"dp": 2, "cp": 2}, ("dp",))
+    whole = np.arange(4 * 8).reshape(4, 8)
+    parts = local_parts(whole, "b[dp] s[cp:zigzag]", mesh)
+    trace = load(write(mesh, {"data/0": parts}, {"data/0": "b[dp] s[cp:zigzag]"}))
+    assert [*trace.shards] == [0, 1]
+    for shard in trace.shards:
+        rows = whole[2 * shard : 2 * shard + 2]
+        np.testing.assert_array_equal(trace.arrays(0, "data", shard)[0], rows)
+
+
+def test_stages_hold_other_weights_and_a_tied_one_has_two_copies():
+    mesh, ones = Mesh({"pp": 2}, ()), np.ones(2, np.float32)
+    first, last = write(mesh, {"before/0": [ones, 2 * ones], "before/1": [3 * ones, 4 * ones]})
+    first.seek(0), last.seek(0)
+    abouts = [json.loads(str(np.load(file)["about"])) for file in (first, last)]
+    names = [["embedding", "layer0"], ["layer1", "head"]]
+    files = []
+    for file, about, own in zip((first, last), abouts, names, strict=True):
+        about |= {"variables": [{"name": n, "kind": "weight"} for n in own], "gradients": own}
+        about |= {"names": {"head": "embedding"}}
+        members = {k: v for k, v in np.load(file).items() if k != "about"}
+        files.append(io.BytesIO())
+        np.savez(files[-1], about=np.array(json.dumps(about)), **members)
+    trace = load(files)
+    assert trace.keys == ["embedding", "layer0", "layer1"]
+    of_copies = [trace.named(0, "before", copy) for copy in trace.copies]
+    values = [{name: float(array[0]) for name, array in named.items()} for named in of_copies]
+    assert values[0] == {"embedding": 1, "layer0": 3, "layer1": 2}
+    assert values[1] == {"embedding": 4, "layer0": 3, "layer1": 2}
+
+
+def test_parts_of_a_sum_that_the_script_reduces_later_are_left_out():
+    mesh, ones = Mesh({"tp": 2}, ()), np.ones(2, np.float32)
+    trace = load(write(mesh, {"raw/0": [ones, 2 * ones], "clipped/0": [3 * ones, 3 * ones]}))
+    assert not trace.has(0, "raw")
+    assert trace.has(0, "clipped")
+
+
+def test_views_are_the_copies_that_ranks_have():
+    mesh = Mesh(DP_TP, ("dp",))
+    images = [np.full((1, 2), r) for r in range(4)]
+    trace = load(write(mesh, {"data/0": images}))
+    views = trace.views(0, "data", 1, 0)
+    assert {rank: int(view[0, 0]) for rank, view in views.items()} == {2: 2, 3: 3}
+    assert trace.mesh.name_of(3) == "rank 3 (dp 1, tp 1)"
+
+
+@pytest.mark.parametrize(
+    ("placement", "text"),
+    [
+        ("o[xp] i", "axis twice, or not on the mesh"),
+        ("o[tp] i[tp]", "axis twice"),
+        ("o[tp", "cannot be read"),
+        ("o[tp]", "2 dimensions in an array placed on 1"),
+        ("5*o[tp] i", "no 5 blocks"),
+    ],
+)
+def test_wrong_placements_are_refused(placement, text):
+    mesh = Mesh({"tp": 2}, ())
+    files = write(mesh, {"before/0": [np.ones((2, 2))] * 2}, {"before/0": placement})
+    with pytest.raises(TraceError, match=text):
+        load(files)
+
+
+@pytest.mark.parametrize(
+    ("about", "text"),
+    [
+        ({"mesh": {"tp": 0}}, "mesh of 'about' must be of positive sizes"),
+        ({"data_axes": ["xp"]}, "data_axes of 'about' must be axes of mesh"),
+        ({"num_replicas": 2}, "num_replicas of 'about' must be 1"),
+        ({"mesh": {"tp": 3}}, "rank 2 0 times"),
+    ],
+)
+def test_wrong_meshes_are_refused(about, text):
+    files = write(Mesh({"tp": 2}, ()), {"before/0": [np.ones(2)] * 2}, **about)
+    with pytest.raises(TraceError, match=text):
+        load(files)
+
+
+def test_mesh_and_rank():
+    mesh = Mesh({"pp": 2, "dp": 3, "tp": 2}, ("dp",))
+    places = [(p, d, t) for p, d, t in itertools.product(range(2), range(3), range(2))]
+    for rank, place in enumerate(places):
+        assert tuple(mesh.coordinates(rank).values()) == place
+        assert mesh.replica_of(rank) == place[1]
+    assert mesh.ranks_of(1) == [2, 3, 8, 9]
+    assert mesh.along("tp", 9) == [8, 9]
+    assert mesh.along("pp", 9) == [3, 9]
+    assert Mesh({"dp": 2}, ("dp",)).name_of(1) == "replica 1"
+
+
+RATE = np.float32(0.1)
+
+
+def one_device():
+    """Returns images, weights and gradients of `(x @ w) * n`, w and n trained by one device."""
+    generator = np.random.default_rng(1)
+    x, w = (generator.normal(size=shape).astype(np.float32) for shape in ((4, 3), (3, 6)))
+    n = np.ones(6, np.float32)
+    y = x @ w
+    error = y * n / 4  # Of the loss (y · n)² / 8, with respect to y · n.
+    return x, {"w": w, "n": n}, {"w": x.T @ (error * n), "n": (error * y).sum(0)}
+
+
+def recorded(on, x, weights, gradients, placements):
+    """Returns a trace of one step of gradient descent; arguments hold the array of each rank."""
+    arrays = {"data/0": x}
+    for index, name in enumerate("wn"):
+        after = [w - RATE * g for w, g in zip(weights[name], gradients[name], strict=True)]
+        arrays |= {f"before/{index}": weights[name], f"clipped/{index}": gradients[name]}
+        arrays |= {f"after/{index}": after}
+    group = {"weights": ["w", "n"], "learning_rate": float(RATE), "momentum": 0.0}
+    about = {"variables": [{"name": n, "kind": "weight"} for n in "wn"], "gradients": ["w", "n"]}
+    about |= {"optimizer": {"class": "SGD", "framework": "torch"}, "settings": [[group]]}
+    return load(write(on, arrays, placements, **about))
+
+
+def verdict(change=lambda x, gradients: None, axis="tp"):
+    """Verifies a training on two ranks that split w against one device.
+
+    Args:
+        change: changes the examples and the gradients of the ranks.
+        axis: name of the axis.
+    """
+    x, weights, gradients = one_device()
+    alone = Mesh({"dp": 1}, ("dp",))
+    one = recorded(alone, [x], *({k: [v] for k, v in d.items()} for d in (weights, gradients)), {})
+    mesh, w = Mesh({axis: 2}, ()), f"i o[{axis}]"
+    images = [x.copy(), x.copy()]
+    own = {"w": local_parts(gradients["w"], w, mesh), "n": [gradients["n"].copy()] * 2}
+    change(images, own)
+    held = {"w": local_parts(weights["w"], w, mesh), "n": [weights["n"]] * 2}
+    placements = {f"{kind}/0": w for kind in ("before", "clipped", "after")}
+    two = recorded(mesh, images, held, own, placements)
+    one.name, two.name = "one.npz", "two.npz"
+    return compare_traces([one, two], {})["two.npz"]
+
+
+def causes(found):
+    return [finding.cause for finding in found.faults]
+
+
+def test_a_split_weight_is_the_same_training():
+    found = verdict()
+    assert found.ok
+    assert {"gradients", "update", "agreement"} <= {*found.checked}
+
+
+def test_a_sum_that_is_not_reduced_is_named():
+    def keep_part(images, own):
+        total = own["n"][0]
+        own["n"] = [0.25 * total, 0.75 * total]
+
+    found = verdict(keep_part, axis="sp")
+    named = next(finding for finding in found.faults if finding.stage == "gradients")
+    assert (named.cause, named.tensors) == ("partial_not_reduced", ("n",))
+    assert "their sum over sp is right" in named.text
+    assert found.faults[-1].stage == "agreement"  # Also without a reference.
+
+
+def test_a_gradient_times_the_size_of_an_axis_is_named():
+    found = verdict(lambda images, own: own.update(n=[2 * g for g in own["n"]]))
+    assert causes(found) == ["sum_instead_of_mean"]
+    assert "the size of tp" in found.faults[0].text
+
+
+def test_ranks_of_a_replica_with_different_examples_are_named():
+    found = verdict(lambda images, own: images.__setitem__(1, images[1][::-1]))
+    assert causes(found)[0] == "other_examples_in_a_replica"
+    assert "rank 0 (tp 0), rank 1 (tp 1)" in found.faults[0].text
+
+
+def test_an_update_of_one_part_only_is_found():
+    def other_part(images, own):
+        own["w"] = [own["w"][0], 1.01 * own["w"][1]]
+
+    assert causes(verdict(other_part)) != []
