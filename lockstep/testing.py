@@ -28,8 +28,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.comparison import compare_traces
-from lockstep.trace_file import TraceError, load
+from lockstep.text import describe
+from lockstep.trace_file import Path, TraceError, load
 from lockstep.verdict import Verdict
+from lockstep.verify_json import record_of_all
 
 VARIABLE = "LOCKSTEP_RECORD"  # Read by the recorders.
 _MOST_LINES = 15  # Of what a failed command printed.
@@ -47,8 +49,11 @@ def assert_same_training(
     names: Mapping[str, str] | None = None,
     tolerance: float | None = None,
     timeout_sec: float = 300,
+    json_path: Path | None = None,
 ) -> dict[str, Verdict]:
     """Records trainings in processes of their own, and asserts that each is the reference.
+
+    Prints the verdicts with all details; pytest shows them for a test that fails, or with `-rA`.
 
     A command is run without a shell. A function must be importable; its processes have the
     variables that `torchrun` sets, so that `dist.init_process_group("gloo")` needs no argument. A
@@ -62,15 +67,18 @@ def assert_same_training(
         tolerance: relative difference of gradients to allow; None to compute it from a second run
             of the reference with permuted examples.
         timeout_sec: time limit of each run.
+        json_path: file for the verdicts, whether right or wrong, as docs/verify_json.md describes;
+            after a training that failed, there is none.
 
     Returns:
         Name of the variant → its verdict.
 
     Raises:
-        AssertionError: a variant is not the same training; the text is its verdict. Or a training
-            failed, reached its time limit or recorded nothing.
+        AssertionError: a variant is not the same training; the text is its verdict with the first
+            finding. Or a training failed, reached its time limit or recorded nothing.
         ValueError: an argument is wrong, or the recordings have nothing in common.
     """
+    __tracebackhide__ = True  # pytest shows the line of the test, and the verdict.
     wanted = _steps(steps)
     if not (isinstance(variants, Mapping) and variants):
         raise ValueError(f"variants: {variants!r} is no object with a name for each training")
@@ -80,6 +88,9 @@ def assert_same_training(
         raise ValueError(f"tolerance: {tolerance!r} is not at least 0 and less than 1")
     if not timeout_sec > 0:
         raise ValueError(f"timeout_sec: {timeout_sec!r} is not a positive number")
+    if json_path is not None:
+        pathlib.Path(json_path).parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(json_path).unlink(missing_ok=True)
     numbers = itertools.count(1)  # Of recordings; a name may be no name of a file.
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
 
@@ -99,16 +110,27 @@ def assert_same_training(
             path = record(file, name, training, replay=one, permute=None)
             traces = [load(file) for file in (*files, path)]
             *_, verdict = compare_traces(traces, names or {}, tolerance).values()
-            return dataclasses.replace(verdict, name=name)
+            return dataclasses.replace(verdict, name=name, reference="reference training")
 
         verdicts = {name: verdict_of(name, training) for name, training in variants.items()}
         for name, verdict in verdicts.items():
             if not verdict.ok:
                 verdicts[name] = _repeated(verdict, verdict_of(name, variants[name]))
-    wrong = [str(verdict) for verdict in verdicts.values() if not verdict.ok]
-    if wrong:
-        raise AssertionError("\n\n".join(wrong))
+    _require_same(verdicts, json_path)
     return verdicts
+
+
+def _require_same(verdicts: dict[str, Verdict], json_path: Path | None) -> None:
+    """Prints the verdicts, writes them, and raises AssertionError if a training is another one."""
+    __tracebackhide__ = True
+    print(describe([*verdicts.values()], details=True))
+    where = "on standard output"
+    if json_path is not None:
+        pathlib.Path(json_path).write_text(json.dumps(record_of_all(verdicts), indent=1) + "\n")
+        where += f" and in {json_path}"
+    texts = [describe([verdict], most=1) for verdict in verdicts.values() if not verdict.ok]
+    if texts:
+        raise AssertionError("\n\n".join([*texts, f"all findings, stages and sizes: {where}"]))
 
 
 def _steps(steps: int | Sequence[int]) -> list[int]:

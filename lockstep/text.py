@@ -42,10 +42,13 @@ def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | 
         most: number of findings to explain; None for all.
     """
     lines = [one_line(sentence_of(verdict)) for verdict in verdicts]
-    for title, facts in explanations(verdicts)[:most]:
+    explained = explanations(verdicts)
+    for title, facts in explained[:most]:
         if not details:
             facts.pop("difference", "")
         lines += ["", *facts_lines(title, facts)]
+    if most is not None and len(explained) > most:
+        lines += ["", f"{count('finding', len(explained) - most)} more"]
     if notes := [f"{verdict.name}: {note}" for verdict in verdicts for note in notes_of(verdict)]:
         lines += ["", *map(one_line, notes)]
     for verdict in verdicts if details else ():

@@ -69,13 +69,32 @@ def test_the_same_training_passes():
     assert all(verdict.ok and verdict.steps == (0, 1) for verdict in verdicts.values())
 
 
-def test_another_training_fails_with_its_cause_and_remedy():
+def test_another_training_fails_with_its_cause_and_remedy(tmp_path, capsys):
+    path = tmp_path / "new" / "verify.json"
     with pytest.raises(AssertionError) as failed:
-        lockstep.assert_same_training(one, {"right": two, "wrong": not_all_reduced}, tolerance=1e-4)
-    text = str(failed.value)
-    assert text.startswith("wrong is not the training of reference.npz: not all reduced")
-    assert "remedy      call the wrapped model, ddp(x) and not ddp.module(x)" in text
-    assert "reproducible: a second run from the same states has the same faults" in text
+        lockstep.assert_same_training(
+            one, {"right": two, "wrong": not_all_reduced}, tolerance=1e-4, json_path=path
+        )
+    text, shown = str(failed.value), capsys.readouterr().out
+    assert text.startswith("wrong is not the reference training: not all reduced\n\n")
+    assert "\n  remedy  call the wrapped model, ddp(x) and not ddp.module(x)" in text
+    assert "\n  +       output = ddp(x)\n" in text and "right" not in text
+    assert "wrong: reproducible: a second run from the same states has the same faults" in text
+    assert text.splitlines()[-1].endswith(f"sizes: on standard output and in {path}")
+    assert shown.startswith("right is the reference training: every stage is clean\nwrong is not")
+    assert "\n  all-reduce      fault: " in shown
+    record = json.loads(path.read_text())
+    assert record["status"] == "fault" and [*record["trainings"]] == ["right", "wrong"]
+    assert "wrong: " + record["trainings"]["wrong"]["notes"][-1] in text
+
+
+def test_the_json_of_an_earlier_test_is_removed_before_a_training_can_fail(tmp_path):
+    path = tmp_path / "verify.json"
+    lockstep.assert_same_training(one, {"a": two}, tolerance=1e-4, json_path=str(path))
+    assert json.loads(path.read_text())["trainings"]["a"]["status"] == "clean"
+    with pytest.raises(AssertionError, match="ended with exit code 1"):
+        lockstep.assert_same_training(one, {"a": fails}, tolerance=1e-4, json_path=path)
+    assert not path.exists()
 
 
 def test_a_fault_that_a_second_run_does_not_have_is_told():
