@@ -13,7 +13,10 @@ import sys
 from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-_DOCUMENTS = ("*.md", "docs/*.md", "docs/*.ipynb", "Makefile", "deploy/*")
+_DOCUMENTS = (
+    *("*.md", "docs/*.md", "docs/*.ipynb", "Makefile", "deploy/*"),
+    *("examples/skill/*.md", "examples/*.yml"),
+)
 _CODE = (
     "main.py",
     "app",

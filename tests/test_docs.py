@@ -10,24 +10,31 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+from unittest import mock
 
 import nbclient
 import nbformat
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
+import lockstep
 from app.options.fault import FAULTS
 from app.options.table import COMMANDS, options_of
 from app.report import plot_style
 from conftest import ROOT, assert_ok, copy_program, run_python
 from in_process import run_here
 from models import MODELS
+from script_samples import Script
 from tensorflow_graphs import release_graphs
 
 DOCS = ROOT / "docs"
 OF_ROOT = ("README", "BUILD", "CHANGELOG", "CONTRIBUTING", "SECURITY")
-PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / f"{n}.md" for n in OF_ROOT)]
+SKILL = ROOT / "examples" / "skill" / "SKILL.md"
+PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / f"{n}.md" for n in OF_ROOT), SKILL]
+FOR_AGENTS = (DOCS / "for_agents.md").read_text(encoding="utf-8")
 EXTEND = (DOCS / "extend.md").read_text(encoding="utf-8")
 OWN_CASE = (DOCS / "verify_your_own.md").read_text(encoding="utf-8")
 ODD_ONE = " + ([partial[-1]] if len(partial) % 2 else [])"
@@ -276,6 +283,49 @@ def test_quoted_code_is_in_its_file(page):
             at = source.find(squeeze(part), at)
             assert at >= 0, (name, part)
             at += len(squeeze(part))
+
+
+def test_commands_of_the_package_run_as_written(tmp_path):
+    one = Script()
+    one.write(tmp_path / "one.npz")
+    Script(replay=one, permute=1).write(tmp_path / "permuted.npz")
+    Script(replicas=2, replay=one, reduce=None).write(tmp_path / "two.npz")
+    lines = {line: page for page in PAGES for line in sh_lines(page.read_text("utf-8"))}
+    lines = [line for line in lines if line.startswith("python -m lockstep ")]
+    assert len(lines) >= 3
+    for line in lines:
+        done = subprocess.run(
+            line.replace("python", sys.executable, 1), shell=True, cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == (0 if " show " in line else 9), (line, done.stderr)
+    (path,) = {line.partition(" > ")[2] for line in lines if " > " in line}
+    assert json.loads((tmp_path / path).read_text())["status"] == "fault"
+
+
+def test_the_page_for_agents_is_the_skill_and_its_names_exist(monkeypatch):
+    _, head, body = SKILL.read_text(encoding="utf-8").split("---\n")
+    about = yaml.safe_load(head)
+    assert {*about} == {"name", "description"} and len(about["description"]) < 1024
+    assert FOR_AGENTS.startswith("# Verify a distributed training, for coding agents\n")
+    assert body.strip().partition("\n\n")[2] in FOR_AGENTS
+    schema = json.loads((ROOT / "lockstep" / "verify.schema.json").read_text(encoding="utf-8"))
+    keys = {*schema["properties"]}.union(
+        *(d.get("properties", ()) for d in schema["$defs"].values())
+    )
+    reading = FOR_AGENTS.partition("## Read the JSON\n")[2].partition("\n## ")[0]
+    assert {*re.findall(r"`(\w+)`", reading)} <= keys
+    (code,) = re.findall(r"```python\n(.*?)```", FOR_AGENTS, re.DOTALL)
+    called = mock.create_autospec(lockstep.assert_same_training)
+    monkeypatch.setattr(lockstep, "assert_same_training", called)
+    space = {}
+    exec(code, space)
+    space["test_two_processes_train_like_one"]()
+    written = called.call_args.kwargs["json_path"]
+    (job,) = yaml.safe_load((ROOT / "examples" / "ci.yml").read_text("utf-8"))["jobs"].values()
+    upload = job["steps"][-1]
+    assert upload["with"]["path"] == written and upload["if"] == "always()"
+    assert "python -m pytest test_same_training.py" in [step.get("run") for step in job["steps"]]
 
 
 def test_every_fault_has_its_pitfall():
