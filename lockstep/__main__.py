@@ -57,10 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print(text: str) -> None:
     """Prints; a closed pipe (`| head -1`) does not change the exit code."""
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print(text, flush=True)
-    except BrokenPipeError:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            sys.exit(f"error: standard output: {error.strerror}")
 
 
 class _Parser(argparse.ArgumentParser):

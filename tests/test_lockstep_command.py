@@ -1,7 +1,10 @@
 """The package's command and function: `python -m lockstep`, `lockstep.compare`."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import jsonschema
 import pytest
@@ -128,6 +131,20 @@ def test_show_lists_what_a_recording_holds(files, capsys, monkeypatch):
     assert "variables\n" in capsys.readouterr().out
     assert main(["show", str(files / "damaged.npz")]) == 3
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_any_terminal_shows_any_name_and_a_closed_pipe_keeps_the_exit_code(files, tmp_path):
+    path = tmp_path / "ünï \N{CJK UNIFIED IDEOGRAPH-6728}.npz"
+    path.write_bytes((files / "one.npz").read_bytes())
+    result = run_python("-m", "lockstep", path, env={"PYTHONIOENCODING": "ascii"})
+    assert result.returncode == 0 and result.stdout.startswith(r"\xfcn\xef \u6728.npz has no fault")
+    command = f"'{sys.executable}' -m lockstep one.npz wrong.npz --json"
+    for end, code, lines in (("| true; exit ${PIPESTATUS[0]}", 9, 0), ("> /dev/full", 1, 1)):
+        result = subprocess.run(
+            ["bash", "-c", f"{command} {end}"], cwd=files, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+        )  # fmt: skip
+        assert (result.returncode, len(result.stderr.splitlines())) == (code, lines), result.stderr
 
 
 def test_recordings_are_compared_from_python(files):
