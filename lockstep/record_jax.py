@@ -28,6 +28,11 @@ clipping hides the factor. A step that clips must keep "clipped"; "clipped" alon
 Under `jax.jit` with shardings the step is one program for all devices, and the gradient of a single
 device does not exist: keep "sums" and "clipped" only. Keys and losses are those of the whole batch.
 
+If weights are split over an axis of the mesh, or an axis does not split the batch, the file has the
+part of each device. In `shard_map`, what is kept is split as its weight is if its shape says so;
+`keep(kind, tree, specs)` takes `PartitionSpec`s as `out_specs` does for anything else, such as
+`P("data", "model")` for logits, or `P(unreduced={"model"})` for terms of a sum.
+
 All steps run the compiled function unchanged. Before a recorded step, a second compiled version
 with callbacks runs on copies of the arguments: recording does not change the training, and takes
 about twice the time and memory in these steps. `train_step` must be a pure function. With several
@@ -35,7 +40,9 @@ processes, each writes a file: "two.rank0.npz", "two.rank1.npz".
 """
 
 import json
+import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,34 +53,44 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 KINDS = {"params": "weight", "state": "statistic", "opt_state": "optimizer state", "key": "seed"}
 KEPT = ("raw", "sums", "clipped", "loss", "random", "data", "y_pred")
+
+_DATA_AXES = r"(dp|data|fsdp|ddp|replica|shard|batch)"  # Starts of names of axes of a mesh.
 
 # The recorder of the step that is traced. `jax.jit` compiles a function once for each value.
 _RECORDER = jax.make_user_context(None)
 
 
-def keep(kind: str, tree: Any) -> Any:
-    """Returns the pytree `tree`; in recorded steps, records its arrays on each device."""
+def keep(kind: str, tree: Any, specs: Any = None) -> Any:
+    """Returns the pytree `tree`; in recorded steps, records its arrays on each device.
+
+    In `shard_map`, `specs` says how they are split: a `PartitionSpec`, or a tree of them.
+    """
     if kind not in KEPT:
         raise ValueError(f"keep: unknown kind {kind!r}; use one of {', '.join(KEPT)}")
     if (recorder := _RECORDER.value) is not None:
-        _report(recorder, kind, tree)
+        _report(recorder, kind, tree, specs)
         if kind == "y_pred":
-            tree = _with_gradient(recorder, tree)
+            tree = _with_gradient(recorder, tree, specs)
     return tree
 
 
-def _report(recorder: "record", kind: str, tree: Any) -> None:
+def _report(recorder: "record", kind: str, tree: Any, specs: Any) -> None:
     """Passes the arrays of a kind to the recorder when the compiled step computes them."""
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     device = jax.lax.axis_index(axes) if axes else -1  # -1: one program for all devices.
     names, leaves, _ = _flatten(tree)
+    if axes and specs is not None:
+        whole = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree)
+        for index, spec in enumerate(jax.tree.leaves(whole)):
+            recorder._placements[f"{kind}/{index}"] = _placement(spec, np.ndim(leaves[index]))
     jax.debug.callback(partial(recorder._receive, kind, names), device, *map(_plain, leaves))
 
 
-def _with_gradient(recorder: "record", tree: Any) -> Any:
+def _with_gradient(recorder: "record", tree: Any, specs: Any) -> Any:
     """Returns `tree`; when the loss is differentiated, records its gradient as "y_grad"."""
 
     @jax.custom_vjp
@@ -81,7 +98,7 @@ def _with_gradient(recorder: "record", tree: Any) -> Any:
         return outputs
 
     def backward(_: None, gradient: Any) -> tuple[Any]:
-        _report(recorder, "y_grad", gradient)
+        _report(recorder, "y_grad", gradient, specs)
         return (gradient,)
 
     same.defvjp(lambda outputs: (outputs, None), backward)
@@ -115,6 +132,7 @@ class record:
         self._wanted = set(range(self.steps) if isinstance(self.steps, int) else self.steps)
         self._number, self._arrays, self._received = 0, dict[str, Any](), dict[Any, list[Any]]()
         self._about: dict[str, Any] = {"steps": [], "settings": [], "gradients": []}
+        self._shardings, self._placements = dict[str, Any](), dict[str, str]()  # Of "KIND/INDEX".
         states = {"params", "state", "opt_state"} & {*self.arguments}
         for role in sorted({"params", "batch"} - {*self.arguments} | states - {*self.outputs}):
             raise ValueError(f"{role} is missing; add it to arguments, and to outputs if returned")
@@ -138,27 +156,27 @@ class record:
         names, leaves, tree = _flatten((args, kwargs), skip=1)
         inputs = {role: _find(names, where, role) for role, where in self.arguments.items()}
         placed = _place(self.step, args, kwargs)
-        replicas = _Replicas(placed, inputs, self.pmap)
+        replicas = _Replicas(placed, inputs, self.pmap, self._shardings)
         variables = self._describe(leaves, inputs)
         found = dict[str, Any]()
         if self._trace:
-            found["replaced"] = replicas.columns(placed, inputs, KINDS)
+            found["replaced"] = replicas.columns("replaced", placed, inputs, KINDS)
             self._trace.load(number, leaves, variables, keys=not replicas.split_keys)
         if self.permute is not None:
             for index, _ in inputs["batch"]:
                 leaves[index] = replicas.permuted(leaves[index], (self.permute, number))
         args, kwargs = jax.tree.unflatten(tree, leaves)
         placed = _place(self.step, args, kwargs)
-        found["data"] = replicas.columns(placed, inputs, ["batch"])
-        found["before"] = replicas.columns(placed, inputs, KINDS)
-        found["random"] = replicas.columns(placed, inputs, ["key"])
+        found["data"] = replicas.columns("data", placed, inputs, ["batch"])
+        found["before"] = replicas.columns("before", placed, inputs, KINDS)
+        found["random"] = replicas.columns("random", placed, inputs, ["key"])
         kept = self._run_with_callbacks(args, kwargs, replicas)
         result = self.step(*args, **kwargs)
         names, leaves, _ = _flatten(result)
         outputs = {role: _find(names, where, role) for role, where in self.outputs.items()}
-        found["loss"] = replicas.columns(leaves, outputs, ["loss"])
+        found["loss"] = replicas.columns("loss", leaves, outputs, ["loss"])
         # Keys that are not returned are left out: the script makes those of the next step.
-        found["after"] = replicas.columns(leaves, outputs, KINDS, found["before"])
+        found["after"] = replicas.columns("after", leaves, outputs, KINDS, found["before"])
         self._store(number, found | kept, replicas)
         return result
 
@@ -175,7 +193,7 @@ class record:
                 raise ValueError(f"keep({kind!r}): {len(calls)} calls in a step; keep all at once")
             if device >= replicas.number:
                 parts = f"device {device} runs it, the batch is split over {replicas.number}"
-                raise ValueError(f"keep({kind!r}): {parts}; record data parallelism only")
+                raise ValueError(f"keep({kind!r}): {parts}; use the mesh of the arguments")
             rows = [self._received.get((kind, r)) or calls for r, _ in replicas.local]
             columns = [*zip(*([*map(_host, leaves)] for (leaves,) in rows), strict=True)]
             if device < 0 and kind in ("y_pred", "y_grad"):  # Each replica's rows of the batch.
@@ -215,10 +233,12 @@ class record:
         settings["weights"] = [v["name"] for v in about["variables"] if v["kind"] == "weight"]
         about["steps"].append(number)
         about["settings"].append([settings])
-        about |= {"num_replicas": replicas.number, "replicas": [r for r, _ in replicas.local]}
         about["reduction"] = self.reduction if "raw" in found else ""
         if "sums" in found:
             found.setdefault("clipped", found["sums"])
+        about |= {"num_replicas": replicas.number, "replicas": [r for r, _ in replicas.local]}
+        if replicas.mesh:
+            self._describe_mesh(replicas, found)
         one_key = not replicas.split_keys and all(device < 0 for _, device in self._received)
         for kind, columns in found.items():
             for index, column in enumerate(columns):
@@ -228,6 +248,33 @@ class record:
                     array = array.view(np.uint8) if kind == "random" else array
                     array = array.squeeze() if kind == "loss" else array
                     self._arrays[f"{len(about['steps'])}/{kind}/{replica}/{index}"] = array
+
+    def _describe_mesh(self, replicas: "_Replicas", found: Mapping[str, Any]) -> None:
+        """Describes the mesh, and how the arrays of each device are part of the whole ones."""
+        about, placements, sizes = self._about, self._placements, dict(replicas.mesh.shape)
+        for key, sharding in self._shardings.items():
+            kind, place = key.split("/")
+            if sharding:
+                ndim = found[kind][int(place)][0].ndim
+                placements[key] = _placement(sharding.spec, ndim, kind == "data")
+        weights = [v["name"] for v in about["variables"] if v["kind"] == "weight"]
+        for kind in [kind for kind in ("raw", "sums", "clipped") if kind in found]:
+            is_sum = found[kind] is found.get("sums")
+            for index, name in enumerate(about["gradients"]):
+                own = weights.index(name) if name in weights else -1
+                if own >= 0 and found[kind][index][0].shape == found["before"][own][0].shape:
+                    text = placements.get(f"before/{own}", "")
+                    text = placements.get(f"sums/{index}", text) if is_sum else text
+                    placements.setdefault(f"{kind}/{index}", text)
+        raw = " ".join(text for key, text in placements.items() if key.startswith("raw/"))
+        split = {*",".join(re.findall(r"\[(.*?)\]", raw)).split(",")} & {*replicas.batch_axes}
+        if wrong := [axis for axis in split if re.match(_DATA_AXES, axis)]:
+            axis = f"split over {wrong[0]!r}, an axis of the batch"
+            raise ValueError(f'keep("raw"): gradients {axis}, are sums; keep them as "sums" only')
+        data_axes = [axis for axis in replicas.batch_axes if axis not in split]
+        about |= {"mesh": sizes, "ranks": about.pop("replicas"), "data_axes": data_axes}
+        about["num_replicas"] = math.prod(sizes[axis] for axis in data_axes)
+        about["placements"] = {key: text for key, text in placements.items() if text}
 
     def _save(self) -> None:
         """Writes the file under another name first, then renames it."""
@@ -248,36 +295,74 @@ class record:
 
 
 class _Replicas:
-    """The devices of a step that have different examples; all devices if they have the same."""
+    """The devices of a step that have different examples; all devices if they have the same.
 
-    def __init__(self, placed: Sequence[Any], inputs: Mapping[str, Any], pmap: Any) -> None:
+    With a mesh, of which other axes split weights or nothing, all its devices.
+    """
+
+    def __init__(
+        self, placed: Sequence[Any], inputs: Mapping[str, Any], pmap: Any, shardings: dict[str, Any]
+    ) -> None:
         batch = next(placed[i] for i, _ in inputs["batch"] if np.ndim(placed[i]))
         places = {jax.local_devices()[0]: (slice(None),)}
         if _split(batch):
             places = batch.sharding.devices_indices_map(batch.shape)
         distinct = {str(index[0]): device for device, index in reversed(places.items())}
         devices = [*distinct.values()][::-1] if len(distinct) > 1 else [*places]
-        self.number, self.rows, self.pmap = len(devices), [places[d][0] for d in devices], pmap
+        self.batch_axes = [*(_axes(own.spec) if (own := _named(batch)) else ()), []][0]
+        states = [i for role in ("params", "opt_state") for i, _ in inputs.get(role, [])]
+        self.mesh: Any = None if pmap else self._mesh_of(batch, [placed[i] for i in states])
+        self.shardings = shardings  # KIND/INDEX → that of the first recorded step, or None.
+        devices = [*self.mesh.devices.flat] if self.mesh else devices
+        whole = (slice(None),)
+        self.number, self.rows = len(devices), [places.get(d, whole)[0] for d in devices]
+        self.pmap = pmap
         own = jax.process_index()
         self.local = [(r, d) for r, d in enumerate(devices) if d.process_index == own]
         keys = [placed[index] for index, _ in inputs.get("key", [])]
         self.split_keys = _has_axis(pmap, "key") == 1
         self.split_keys |= any(_split(k) and not k.is_fully_replicated for k in keys)
 
+    def _mesh_of(self, batch: Any, states: Sequence[Any]) -> Any:
+        """Returns a mesh that splits weights, or has more axes than split the batch, or None."""
+        named = [sharding for sharding in map(_named, [batch, *states]) if sharding]
+        sizes = named[0].mesh.shape if named else {}
+        others = {axis for axis, size in sizes.items() if size > 1 and axis not in self.batch_axes}
+        is_split = any(_split(state) and not state.is_fully_replicated for state in states)
+        return named[0].mesh if named and (is_split or (self.batch_axes and others)) else None
+
     def columns(
-        self, leaves: Sequence[Any], found: Any, roles: Iterable[str], inputs: Sequence[Any] = ()
+        self,
+        kind: str,
+        leaves: Sequence[Any],
+        found: Any,
+        roles: Iterable[str],
+        inputs: Sequence[Any] = (),
     ) -> list[Any]:
         """Returns for each array of `roles` the host arrays of this process's replicas.
 
-        An output has an axis of devices if it has one more than the same column of `inputs`.
+        An output has an axis of devices if it has one more than the same column of `inputs`. With a
+        mesh, notes the sharding of the arrays.
         """
         pairs = [(_plain(leaves[i]), role) for role in roles for i, _ in found.get(role, [])]
+        if self.mesh:
+            return [self._parts(leaf, f"{kind}/{i}") for i, (leaf, _) in enumerate(pairs)]
         axes = [_has_axis(self.pmap, role) for _, role in pairs]
         if self.pmap and roles == ["loss"]:
             axes = [min(np.ndim(leaf), 1) for leaf, _ in pairs]
         elif self.pmap and inputs:
             axes = [np.ndim(p[0]) - c[0].ndim for p, c in zip(pairs, inputs, strict=False)]
         return [self._column(*pair, axis) for pair, axis in zip(pairs, axes, strict=True)]
+
+    def _parts(self, leaf: Any, key: str) -> list[np.ndarray]:
+        """Returns the part of each device, in each recorded step of the same sharding."""
+        own = _named(leaf)
+        sharding = self.shardings.setdefault(key, own if own and own.mesh == self.mesh else None)
+        if sharding is None:
+            return [_host(leaf)] * len(self.local)
+        leaf = leaf if own == sharding else jax.device_put(leaf, sharding)
+        shards = {shard.device: shard.data for shard in leaf.addressable_shards}
+        return [_host(shards[device]) for _, device in self.local]
 
     def _column(self, leaf: Any, role: str, has_axis: int) -> list[np.ndarray]:
         if has_axis and np.shape(leaf)[:1] != (self.number,):
@@ -295,7 +380,8 @@ class _Replicas:
     def permuted(self, leaf: Any, seed: Sequence[int]) -> Any:
         """Returns `leaf` with its examples in another order, each on the same replica."""
         generator, values = np.random.default_rng(seed), _host(_plain(leaf))
-        for rows in self.rows if values.ndim else ():
+        distinct = {str(rows): rows for rows in self.rows}
+        for rows in distinct.values() if values.ndim else ():
             values[rows] = generator.permutation(values[rows], axis=_has_axis(self.pmap, "batch"))
         return _like(leaf, values)
 
@@ -312,6 +398,8 @@ class _Trace:
         self.about = json.loads(str(self.members["about"]))
         if self.about["version"] != 2:
             raise ValueError(f"replay={path}: is not of version 2; record it again")
+        if "mesh" in self.about:
+            raise ValueError(f"replay={path}: is of several devices; record one device")
         self.aliases = self.about.get("aliases", {})
         if missing := sorted(wanted - {*self.about["steps"]}):
             raise ValueError(f"replay={path}: no step {missing}; use steps={self.about['steps']}")
@@ -399,6 +487,30 @@ def _has_axis(pmap: bool | Sequence[str], role: str) -> int:
 def _split(leaf: Any) -> bool:
     """Returns whether `leaf` is an array on several devices."""
     return isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+
+
+def _named(leaf: Any) -> NamedSharding | None:
+    """Returns how `leaf` is split over a mesh of several devices; None for other arrays."""
+    is_named = _split(leaf) and isinstance(leaf.sharding, NamedSharding)
+    return leaf.sharding if is_named else None
+
+
+def _axes(spec: PartitionSpec) -> list[list[str]]:
+    """Returns the axes of a mesh that split each dimension."""
+    split = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
+    return [[str(axis) for axis in axes if axis is not None] for axes in split]
+
+
+def _placement(spec: PartitionSpec, ndim: int, is_data: bool = False) -> str:
+    """Returns how an array is split, as the trace format says it; "" for a whole copy.
+
+    Each replica has examples of its own, which are not put together.
+    """
+    dims = [*_axes(spec), *[[]] * ndim][:ndim]
+    dims[:1] = [[]] if is_data and ndim else dims[:1]
+    words = [f"d{i}[{','.join(axes)}]" if axes else f"d{i}" for i, axes in enumerate(dims)]
+    words += [f"sum({axis})" for axis in sorted(getattr(spec, "unreduced", ()))]
+    return " ".join(words) if any("[" in w or "(" in w for w in words) else ""
 
 
 def _plain(leaf: Any) -> Any:

@@ -106,7 +106,9 @@ def listed() -> list[Entry]:
     entries, begin = [], 'if __name__ == "__main__":'
     for path in sorted(SCRIPTS.glob("*.toml")):
         table = tomllib.loads(path.read_text("utf-8"))
-        common = {key: table[key] for key in ("permuted", "part", "by_shard") if key in table}
+        common = {
+            key: table[key] for key in ("permuted", "part", "by_shard", "processes") if key in table
+        }
         entries.append(Entry(path.stem, "unchanged", **common))
         for found in (*table.get("right", ()), *table["bug"]):
             options = common | found

@@ -12,7 +12,7 @@ import re
 import sys
 from functools import partial
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 import jax
 import numpy as np
@@ -111,6 +111,45 @@ def jit_step(name, state, examples, *, key):
     return State(params, moments, stats), {"loss": loss}
 
 
+SPECS = {"a": {"kernel": P(None, "model"), "bias": P("model")}, "b": {"kernel": P("model")}}
+
+
+def mesh_step(mesh):
+    """Returns a step whose hidden features are split over "model", and examples over "data"."""
+
+    @jax.jit
+    @partial(
+        jax.shard_map, mesh=mesh, in_specs=(SPECS, SPECS, P("data"), P("data")),
+        out_specs=(SPECS, SPECS, P()), check_vma=False,
+    )  # fmt: skip
+    def step(params, velocity, x, y):
+        a, b = params["a"], params["b"]["kernel"]
+        h = x @ a["kernel"] + a["bias"]
+        wrong = jax.lax.psum(h @ b, "model") - y
+        sent = wrong / len(x)
+        back = sent @ b.T
+        grads = {"a": {"kernel": x.T @ back, "bias": back.sum(0)}, "b": {"kernel": h.T @ sent}}
+        grads = record_jax.keep("raw", grads)
+        grads = record_jax.keep("sums", jax.lax.pmean(grads, "data"), SPECS)
+        loss = record_jax.keep("loss", (wrong * sent).sum() / 2)
+        return *update(params, velocity, grads), jax.lax.pmean(loss, "data")
+
+    return step
+
+
+def mesh_loop(step, mesh):
+    params = init()
+    params["a"] = {"kernel": params["a"]["kernel"][:, :6], "bias": params["a"]["bias"][:6]}
+    params["b"] = {"kernel": params["b"]["kernel"][:6]}
+    sharding = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
+    velocity = jax.tree.map(np.zeros_like, params)
+    params, velocity = (jax.tree.map(jax.device_put, tree, sharding) for tree in (params, velocity))
+    for number in range(4):
+        examples = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in batch(number)]
+        params, velocity, loss = step(params, velocity, *examples)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((params, velocity, loss))]
+
+
 def loop(step, stack=0, end=6, one_copy=False):
     """Trains for six steps, the last two with short batches; returns all arrays."""
     params = init()
@@ -134,7 +173,7 @@ def jit_loop(step, sharded):
     zeros = jax.tree.map(np.zeros_like, params)
     moments = {"count": np.int32(0), "mu": zeros, "nu": zeros}
     state = State(params, moments, {"mean": np.zeros(5, np.float32)})
-    mesh = Mesh(jax.devices(), ("d",))
+    mesh = Mesh(jax.devices()[:2], ("d",))
     if sharded:
         state = jax.device_put(state, NamedSharding(mesh, P()))
     for number in range(5):
@@ -336,6 +375,33 @@ def case_jit():
         assert two.get(position, "data", 1)[0].shape == (4, 5)
 
 
+def case_mesh():
+    """Each device's part is recorded if weights are split over an axis of the mesh."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
+    options = {"arguments": {"params": 0, "opt_state": 1, "batch": (2, 3)}, "steps": 3}
+    run = partial(mesh_loop, mesh=mesh)
+    assert is_equal(record("four", mesh_step(mesh), run, **options), run(mesh_step(mesh)))
+    trace = Trace("four")
+    about, placements = trace.about, trace.about["placements"]
+    assert (about["mesh"], about["data_axes"]) == ({"data": 2, "model": 2}, ["data"])
+    assert (about["ranks"], about["num_replicas"]) == ([0, 1, 2, 3], 2)
+    kinds = {key.split("/")[0] for key in placements}
+    assert kinds == {"before", "after", "raw", "sums", "clipped"} and "replicas" not in about
+    for kind in kinds:
+        texts = [placements[f"{kind}/{index}"] for index in range(3)]
+        assert texts == ["d0[model]", "d0 d1[model]", "d0[model] d1"]
+    for position in (1, 2, 3):
+        for kind in kinds:
+            assert [a.shape for a in trace.get(position, kind, 3)][:3] == [(3,), (5, 3), (3, 2)]
+        first, second, third, fourth = (trace.get(position, "raw", rank) for rank in range(4))
+        assert is_close(trace.get(position, "sums", 1), mean(second, fourth))
+        assert not is_close(first, third) and not is_close(first, second)
+        rows = [trace.get(position, "data", rank)[0] for rank in range(4)]
+        assert is_equal(rows[::2], rows[1::2]) and not np.array_equal(rows[0], rows[2])
+    refused("replay=four.npz: is of several devices; record one", mesh_step(mesh), run,
+            **options, replay="four.npz")  # fmt: skip
+
+
 def case_errors():
     """Recorded steps are kept; a file that cannot be written does not replace the one before."""
     step = shard_map_step(2)
@@ -370,4 +436,4 @@ def case_errors():
 
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
-    run_cases([case_shard_map, case_replay, case_pmap, case_jit, case_errors])
+    run_cases([case_shard_map, case_replay, case_pmap, case_jit, case_mesh, case_errors])

@@ -1,6 +1,6 @@
 """Stands in for JAX: as much as `lockstep_jax.py` and `jax_cases.py` use, with NumPy.
 
-There are two devices; what `shard_map` and `pmap` run on them runs in two threads.
+There are four devices; what `shard_map` and `pmap` run on them runs in a thread for each.
 """
 
 import contextlib
@@ -20,29 +20,50 @@ class Device:
     process_index = 0
 
 
-_DEVICES = [Device(), Device()]
+_DEVICES = [Device(), Device(), Device(), Device()]
 
 
-class PartitionSpec(tuple):
-    def __new__(cls, *axes):
-        return super().__new__(cls, axes)
+class PartitionSpec:
+    def __init__(self, *axes):
+        self.axes = axes
+
+    def __iter__(self):
+        return iter(self.axes)
+
+
+class Mesh:
+    def __init__(self, devices, axis_names):
+        self.devices, self.axis_names = np.array(devices), axis_names
+        self.shape = dict(zip(axis_names, self.devices.shape, strict=True))
+
+    def places(self):
+        """Returns device → axis → its position."""
+        positions = np.ndindex(self.devices.shape)
+        return {self.devices[at]: dict(zip(self.axis_names, at, strict=True)) for at in positions}
 
 
 class Sharding:
-    """Splits the first axis over the devices if the specification has an axis."""
+    """Splits each dimension over the axis of the mesh that the specification has for it."""
 
     def __init__(self, mesh, spec):
-        self.devices, self.is_split = list(mesh.devices), bool(spec)
+        self.mesh, self.spec = mesh, spec
+        self.devices, self.is_split = [*mesh.devices.flat], any(spec)
         self.device_set = set(self.devices)
+        self.is_fully_replicated = not self.is_split
 
     def devices_indices_map(self, shape):
-        if not self.is_split:
-            return {device: (slice(None),) * len(shape) for device in self.devices}
-        size = shape[0] // len(self.devices)
-        return {d: (slice(i * size, i * size + size),) for i, d in enumerate(self.devices)}
+        found = {}
+        for device, at in self.mesh.places().items():
+            index = [slice(None)] * len(shape)
+            for dimension, axis in enumerate(self.spec if shape else ()):
+                if axis:
+                    size = shape[dimension] // self.mesh.shape[axis]
+                    index[dimension] = slice(at[axis] * size, at[axis] * size + size)
+            found[device] = tuple(index)
+        return found
 
 
-ONE_DEVICE = Sharding(SimpleNamespace(devices=_DEVICES[:1]), ())
+ONE_DEVICE = Sharding(Mesh(_DEVICES[:1], ("x",)), PartitionSpec())
 
 
 class Array(np.ndarray):
@@ -125,8 +146,11 @@ def unflatten(structure, leaves):
 
 
 def tree_map(function, first, *others):
-    rows = zip(leaves_of(first), *map(leaves_of, others), strict=True)
-    return unflatten(first, [function(*row) for row in rows])
+    """The leaves of `first` may be trees in the others."""
+    if (node := _children(first)) is None:
+        return function(first, *others)
+    rows = zip(node[1], *(_children(other)[1] for other in others), strict=True)
+    return node[2]([tree_map(function, *row) for row in rows])
 
 
 def keystr(path, simple, separator):
@@ -136,8 +160,9 @@ def keystr(path, simple, separator):
 # --- Functions on devices ------------------------------------------------------------------------
 
 
-def _on_devices(function, arguments):
+def _on_devices(function, arguments, mesh):
     """Runs a function in one thread for each of its lists of arguments; returns the results."""
+    places = [*mesh.places().values()]
     count = len(arguments)
     barrier, sent, results = threading.Barrier(count, timeout=60), [None] * count, [None] * count
 
@@ -150,6 +175,7 @@ def _on_devices(function, arguments):
 
     def run(index):
         _place.index, _place.exchange = index, functools.partial(exchange, index)
+        _place.mesh, _place.places = mesh, places
         try:
             results[index] = function(*arguments[index])
         except BaseException as error:
@@ -167,20 +193,24 @@ def _on_devices(function, arguments):
     return results
 
 
-def shard_map(function, *, mesh, in_specs, out_specs):
+def shard_map(function, *, mesh, in_specs, out_specs, check_vma=True):
     def called(*args):
-        parts = [
-            [_part(arg, Sharding(mesh, spec), d) for arg, spec in zip(args, in_specs, strict=True)]
-            for d in mesh.devices
-        ]
-        results = _on_devices(function, parts)
-        return tuple(device_put(each, Sharding(mesh, ())) for each in results[0])
+        def of_device(device):
+            def part(spec, tree):
+                return _part(tree, Sharding(mesh, spec), device)
 
-    called.shardings = lambda args: [
-        Sharding(mesh, spec)
-        for arg, spec in zip(args, in_specs, strict=True)
-        for _ in leaves_of(arg)
-    ]
+            return tree_map(part, in_specs, args)
+
+        results = _on_devices(function, [of_device(d) for d in mesh.devices.flat], mesh)
+        return tree_map(functools.partial(_whole, mesh), out_specs, *results)
+
+    def shardings(args):
+        def of_tree(spec, tree):
+            return [Sharding(mesh, spec) for _ in leaves_of(tree)]
+
+        return leaves_of(tree_map(of_tree, in_specs, args))
+
+    called.shardings = shardings
     return called
 
 
@@ -190,6 +220,24 @@ def _part(tree, sharding, device):
         return np.asarray(leaf)[part].view(type(leaf) if isinstance(leaf, Key) else Array)
 
     return tree_map(of_leaf, tree) if sharding.is_split else tree
+
+
+def _whole(mesh, spec, *trees):
+    """Returns the arrays of which each device has a part."""
+    sharding = Sharding(mesh, spec)
+
+    def of_leaves(*parts):
+        sizes = [1] * np.ndim(parts[0])
+        for dimension, axis in enumerate(spec):
+            sizes[dimension] = mesh.shape[axis] if axis else 1
+        whole = np.empty(np.multiply(np.shape(parts[0]), sizes).astype(int), parts[0].dtype)
+        for part, index in zip(
+            parts, sharding.devices_indices_map(whole.shape).values(), strict=True
+        ):
+            whole[index] = part
+        return device_put(whole, sharding, Array)
+
+    return tree_map(of_leaves, *trees)
 
 
 class _Compiled:
@@ -238,10 +286,10 @@ def pmap(function, axis_name, donate_argnums=(), in_axes=0):
             ]
             for i in range(count)
         ]
-        results = _on_devices(function, at)
-        mesh = SimpleNamespace(devices=_DEVICES[:count])
+        mesh = Mesh(_DEVICES[:count], ("d",))
+        results = _on_devices(function, at, mesh)
         stacked = tree_map(lambda *parts: np.stack(parts), *results)
-        return device_put(stacked, Sharding(mesh, "d"))
+        return device_put(stacked, Sharding(mesh, PartitionSpec("d")))
 
     def shardings(args, options):
         axes = in_axes or [0] * len(args)
@@ -249,22 +297,33 @@ def pmap(function, axis_name, donate_argnums=(), in_axes=0):
         for arg, axis in zip(args, axes, strict=True):
             for leaf in leaves_of(arg):
                 devices = _DEVICES[: 1 if axis is None else len(leaf)]
-                found.append(Sharding(SimpleNamespace(devices=devices), "d"))
+                found.append(Sharding(Mesh(devices, ("d",)), PartitionSpec("d")))
         return found
 
     return _Compiled(called, donate_argnums, shardings)
 
 
-def _reduced(tree, function):
-    return tree_map(lambda *parts: function(np.stack(parts)).view(Array), *_place.exchange(tree))
+def _reduced(tree, axis, function):
+    own = _place.places[_place.index]
+    group = [
+        sent
+        for at, sent in zip(_place.places, _place.exchange(tree), strict=True)
+        if all(at[other] == own[other] for other in own if other != axis)
+    ]
+    return tree_map(lambda *parts: function(np.stack(parts)).view(Array), *group)
 
 
 def pmean(tree, axis):
-    return _reduced(tree, lambda parts: parts.mean(axis=0, dtype=parts.dtype))
+    return _reduced(tree, axis, lambda parts: parts.mean(axis=0, dtype=parts.dtype))
+
+
+def psum(tree, axis):
+    return _reduced(tree, axis, lambda parts: parts.sum(axis=0, dtype=parts.dtype))
 
 
 def _axes():
-    return SimpleNamespace(manual_axes=("d",) * hasattr(_place, "index"))
+    mesh = getattr(_place, "mesh", None)
+    return SimpleNamespace(manual_axes=mesh.axis_names if mesh else ())
 
 
 class make_user_context:
@@ -310,7 +369,7 @@ process_index, process_count = int, functools.partial(int, 1)
 block_until_ready, effects_barrier = leaves_of, int
 tree = SimpleNamespace(map=tree_map, leaves=leaves_of, unflatten=unflatten)
 tree_util = SimpleNamespace(tree_flatten_with_path=tree_flatten_with_path, keystr=keystr)
-lax = SimpleNamespace(axis_index=lambda axes: _place.index, pmean=pmean)
+lax = SimpleNamespace(axis_index=lambda axes: _place.index, pmean=pmean, psum=psum)
 debug = SimpleNamespace(callback=lambda function, *args: function(*args))
 dtypes = SimpleNamespace(issubdtype=lambda dtype, kind: dtype == kind, prng_key="key")
 random = SimpleNamespace(
@@ -321,6 +380,6 @@ random = SimpleNamespace(
 numpy = _module("numpy", asarray=lambda value: np.asarray(value).view(Array))
 sharding = _module(
     "sharding", PartitionSpec=PartitionSpec, NamedSharding=Sharding, get_abstract_mesh=_axes,
-    Mesh=lambda devices, axes: SimpleNamespace(devices=devices),
+    Mesh=Mesh,
 )  # fmt: skip
 _module("experimental", multihost_utils=None)
