@@ -294,6 +294,12 @@ class Trace:
             return self.mesh.ranks_of(shard)[0]
         return shard * len(self.copies) // len(self.shards)
 
+    def shards_of(self, copy: int) -> list[int]:
+        """Returns the shards that are computed with a copy of the weights."""
+        if self.mesh:
+            return [self.mesh.replica_of(copy)]
+        return [shard for shard in self.shards if self.copy_of(shard) == copy]
+
     def views(self, position: int, kind: str, item: int, index: int) -> dict[int, np.ndarray]:
         """Returns rank → its copy of an array of a shard, if several ranks have one."""
         members = self.views_of.get(f"{position + 1}/{kind}/{item}/{index}", {})

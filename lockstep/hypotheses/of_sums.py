@@ -172,11 +172,12 @@ def _factors(asked: SumOf, rows: np.ndarray, known: Sequence[np.ndarray]) -> Ite
     context, item, num = asked.context, asked.item, len(rows)
     yield np.full(num, 1 / num if asked.share == 1 else float(num))
     if item is not None:
-        yield np.array([context.trace.copy_of(s) == item for s in context.shards], float)
+        own = context.trace.shards_of(item)
+        yield np.array([shard in own for shard in context.shards], float)
     yield from 1 - np.eye(num)
     if asked.share != 1:
         scales = _loss_scales(context)
-        yield scales / scales[asked.copy]
+        yield from (scales / scales[shard] for shard in context.trace.shards_of(asked.copy)[:1])
     yield from known
     sums = dense(asked.got).ravel()
     if sums.size > num and np.isfinite(factors := fitted(rows.T, sums)).all():
@@ -195,12 +196,11 @@ def _why_factors(asked: SumOf, factors: np.ndarray) -> Why:
         return "mean_instead_of_sum", text, ()
     if asked.share != 1 and np.allclose(factors, num, rtol=1e-3):
         return "sum_instead_of_mean", f"it is the sum of what {senders} send, not the mean", ()
-    scales = _loss_scales(context)
-    if np.ptp(scales) and np.allclose(factors * scales[asked.copy], scales, rtol=1e-3):
+    scales, own = _loss_scales(context), context.trace.shards_of(asked.copy)
+    if own and np.ptp(scales) and np.allclose(factors * scales[own[0]], scales, rtol=1e-3):
         listed = ", ".join(f"{scale:g}" for scale in scales)
         return "other_loss_scale", f"the loss scales of the {senders} are {listed}", ()
-    own = [shard for shard in context.shards if context.trace.copy_of(shard) == item]
-    if item is not None and all(factors[own]) and not np.any(np.delete(factors, own)):
+    if item is not None and own and all(factors[own]) and not np.any(np.delete(factors, own)):
         times = "" if np.allclose(factors[own], 1, rtol=1e-3) else f", times {factors[own[0]]:.4g}"
         text = f"it is the gradient of this replica, not the sum over {senders}{times}"
         return "not_all_reduced", text, ()

@@ -134,8 +134,8 @@ def _with_other_gradients(
     num = len(context.shards)
     if num > 1 and context.has(context.kind_sent):
         sent, clips = context.named(context.kind_sent), context.clips_sum
-        own = [sent[s] for s in context.shards if context.trace.copy_of(s) == copy]
-        if len(own) < num:
+        own = [sent[shard] for shard in context.trace.shards_of(copy)]
+        if 0 < len(own) < num:
             text = "the update uses the gradients of this replica, not the sum"
             yield "not_all_reduced", text, lambda: update(add_named(own), clips=clips)
         for other in context.shards:
