@@ -14,22 +14,14 @@ from typing import NoReturn
 
 import lockstep
 from lockstep.text import describe, one_line
-from lockstep.verify_json import (
-    EXIT_CODES,
-    OK,
-    UNREADABLE,
-    WRONG_ARGUMENTS,
-    exit_code_of,
-    record_of_all,
-)
+from lockstep.verify_json import EXIT_CODES, record_of_all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Verifies each recording on its own, and all further ones against the first; or shows them.
 
     Returns:
-        The exit code: 0 if no recording has a fault, 9 if one has, 3 if one cannot be read, or
-        has nothing to verify.
+        The exit code, one of `EXIT_CODES`.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_show = words[:1] == ["show"]
@@ -43,16 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traces = [load(file) for file in options.files]
         if is_show:
             _print("\n\n".join(contents_of(trace, options.details) for trace in traces))
-            return OK
+            return 0
         verdicts = compare_traces(traces, dict(options.name_map), options.tolerance)
     except ValueError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        return WRONG_ARGUMENTS if isinstance(error, NamesError) else UNREADABLE
-    if options.json:
-        _print(json.dumps(record_of_all(verdicts), indent=1))
-    else:
-        _print(describe([*verdicts.values()], details=options.details))
-    return exit_code_of(verdicts.values())
+        return 2 if isinstance(error, NamesError) else 3
+    record = record_of_all(verdicts)
+    text = describe([*verdicts.values()], details=options.details)
+    _print(json.dumps(record, indent=1) if options.json else text)
+    return record["exit_code"]
 
 
 def _print(text: str) -> None:
@@ -70,29 +61,27 @@ class _Parser(argparse.ArgumentParser):
     """Reports a wrong argument in one line, as all other errors."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(WRONG_ARGUMENTS, f"error: {one_line(message)}; see {self.prog} --help\n")
+        self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
 
 
 def _parser(is_show: bool) -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="lockstep show" if is_show else "lockstep",
-        description="Lists what recordings of training scripts hold."
-        if is_show
-        else "Verifies recordings of training scripts: each on its own, and all further ones"
-        " against the first. A recording with permute= gives the tolerance. `lockstep show FILE`"
-        " lists what a recording holds.",
-        epilog="exit codes: " + ", ".join(f"{code} {text}" for code, text in EXIT_CODES.items()),
-        allow_abbrev=False,
-    )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a recording, a .npz file")
-    add, more = parser.add_argument, "all weights" if is_show else "stages, sizes and tolerances"
-    add("--details", action="store_true", help=f"also show {more}")
+    """Returns the parser of `lockstep show`, or of `lockstep`."""
+    codes = "exit codes: " + ", ".join(f"{code} {text}" for code, text in EXIT_CODES.items())
+    parser = _Parser("lockstep", epilog=codes, allow_abbrev=False)
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="a recording, a .npz file")
     if is_show:
+        parser.prog, parser.description = "lockstep show", "Lists what recordings hold."
+        add("--details", action="store_true", help="list all variables, not only the first weights")
         return parser
-    add("--json", action="store_true", help="print the verdicts as JSON; see docs/verify_json.md")
-    add(
-        "--tolerance", type=_fraction, metavar="X", help="relative difference of gradients to allow"
+    parser.description = (
+        "Verifies recordings of training scripts: each on its own, and all further ones against"
+        " the first. A recording with permute= gives the tolerance. `lockstep show FILE` lists"
+        " what a recording holds."
     )
+    add("--details", action="store_true", help="show stages, sizes and tolerances, too")
+    add("--json", action="store_true", help="print the verdicts as JSON; see docs/verify_json.md")
+    add("--tolerance", type=_fraction, metavar="X", help="relative difference to allow")
     add(
         "--name_map", type=_pair, action="append", default=[], metavar="A=B",
         help="name of a weight in further recordings = its name in the first; may be repeated",

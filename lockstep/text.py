@@ -79,15 +79,15 @@ def facts_lines(title: str, facts: Mapping[str, str], longest: int = _LONGEST) -
     width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH)
     lines = [title] if title else []
     indent = 4 + max((len(name) for name in facts if len(name) <= longest), default=0)
+    wrap = textwrap.TextWrapper(
+        max(width - indent, 20), break_long_words=False, break_on_hyphens=False
+    ).wrap
     for name, text in facts.items():
-        label = f"  {name}"
+        label, parts = f"  {name}", wrap(text)
         if len(name) > longest:
-            lines.append(label)
-            label = ""
-        parts = textwrap.wrap(
-            text, max(width - indent, 20), break_long_words=False, break_on_hyphens=False
-        )
-        lines += [f"{label if i == 0 else '':<{indent}}{part}" for i, part in enumerate(parts)]
+            parts.insert(0, "")
+        lines += [f"{label:<{indent}}{part}".rstrip() for part in parts[:1]]
+        lines += [" " * indent + part for part in parts[1:]]
     return lines
 
 
@@ -104,24 +104,14 @@ def _stages(verdict: Verdict) -> dict[str, str]:
     return facts | ({"tolerances": one_line(verdict.tolerance)} if verdict.tolerance else {})
 
 
-def largest_of(measured: Iterable[Measurement]) -> dict[str, tuple[Measurement, int, int]]:
-    """Returns for each stage the array closest to its tolerance, or farthest beyond it.
-
-    Returns:
-        Stage → measurement, the number of arrays that are bitwise equal, and of all.
-    """
-    of_stages: dict[str, list[Measurement]] = {}
-    for each in measured:
-        of_stages.setdefault(each.stage, []).append(each)
-    return {
-        stage: (
-            max(of_stages[stage], key=lambda m: (not m.is_within, share_of(m), m.distance)),
-            sum(m.same_bits for m in of_stages[stage]),
-            len(of_stages[stage]),
-        )
-        for stage in STAGES
-        if stage in of_stages
-    }
+def largest_of(measured: Sequence[Measurement]) -> dict[str, tuple[Measurement, int, int]]:
+    """Returns stage → the array closest to its tolerance, numbers of bitwise equal and all ones."""
+    found = {}
+    for stage in STAGES:
+        if arrays := [each for each in measured if each.stage == stage]:
+            worst = max(arrays, key=lambda m: (not m.is_within, share_of(m), m.distance))
+            found[stage] = worst, sum(each.same_bits for each in arrays), len(arrays)
+    return found
 
 
 def share_of(measured: Measurement) -> float:
@@ -176,9 +166,9 @@ def one_line(text: object) -> str:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Returns the first names in words, and "…" for further ones."""
-    further = ["…"] if len(names) > _MOST_NAMES else []
-    return ", ".join([*names[:_MOST_NAMES], *further])
+    """Returns the first names in words, and how many more there are."""
+    further = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {further} more" if further > 0 else "")
 
 
 def count(noun: str, number: int) -> str:
@@ -211,11 +201,9 @@ def _where(finding: Finding, verdict: Verdict) -> str:
     if len(numbers) > 1 and all(item.startswith("replica ") for item in finding.items):
         parts.append(f"replicas {', '.join(numbers)}")
     elif finding.items:
-        parts.append(", ".join(finding.items))
-    if tensors := finding.tensors:
-        rest = len(tensors) - _MOST_NAMES
-        more = f" and {rest} more" if rest > 0 else ""
-        parts.append(", ".join(tensors[:_MOST_NAMES]) + more)
+        parts.append(first_names(finding.items))
+    if finding.tensors:
+        parts.append(first_names(finding.tensors))
     return "; ".join(parts)
 
 

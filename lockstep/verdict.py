@@ -4,7 +4,6 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
 NOTHING = "nothing to verify"
@@ -159,15 +158,11 @@ class Verdict:
 
         return describe([self], details=True)
 
-    def to_record(self) -> dict[str, Any]:
-        """Returns the verdict as plain data, without its measurements."""
-        from lockstep.verify_json import record_of
-
-        return record_of(self)
-
     def to_json(self) -> str:
         """Returns the verdict as JSON text; see docs/verify_json.md."""
-        return json.dumps(self.to_record(), indent=1)
+        from lockstep.verify_json import record_of
+
+        return json.dumps(record_of(self), indent=1)
 
 
 def worst(statuses: Iterable[str]) -> str:

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import lockstep
@@ -12,30 +12,23 @@ from lockstep.causes import code_of, remedy_of, title_of
 from lockstep.text import notes_of, sentence_of
 from lockstep.verdict import FAULT, NOTHING, STAGES, Finding, Verdict, worst
 
-FORMAT, VERSION = "lockstep verify", 2
-OK, WRONG_ARGUMENTS, UNREADABLE, MISMATCH = 0, 2, 3, 9  # Exit codes, also those of `verify`.
-EXIT_CODES = {
-    OK: "no fault",
-    MISMATCH: "a fault",
-    UNREADABLE: "a recording cannot be read or has nothing to verify",
-    WRONG_ARGUMENTS: "wrong arguments",
+EXIT_CODES = {  # The same as of `verify`.
+    0: "no fault",
+    9: "a fault",
+    3: "a recording cannot be read or has nothing to verify",
+    2: "wrong arguments",
 }
 
 
-def exit_code_of(verdicts: Iterable[Verdict]) -> int:
-    """Returns 9 if a training has a fault, 3 if one has nothing to verify, otherwise 0."""
-    status = worst(verdict.status for verdict in verdicts)
-    return {FAULT: MISMATCH, NOTHING: UNREADABLE}.get(status, OK)
-
-
-def record_of_all(verdicts: dict[str, Verdict]) -> dict[str, Any]:
-    """Returns verdicts as plain data, as in `verify.json`."""
-    code = exit_code_of(verdicts.values())
+def record_of_all(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
+    """Returns verdicts as plain data, as in `verify.json`, with the exit code of the command."""
+    status = worst(verdict.status for verdict in verdicts.values())
+    code = {FAULT: 9, NOTHING: 3}.get(status, 0)
     return {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": "lockstep verify",
+        "version": 2,
         "lockstep": lockstep.__version__,
-        "status": worst(verdict.status for verdict in verdicts.values()),
+        "status": status,
         "exit_code": code,
         "exit_code_means": EXIT_CODES[code],
         "trainings": {name: record_of(verdict) for name, verdict in verdicts.items()},

@@ -135,7 +135,7 @@ def test_parts_of_a_training_are_joined_under_the_names_of_their_steps():
     assert whole.steps == (0, 1, 2, 3) and whole.checked[-1] == "evaluation"
     clipped, other = (facts_of(each, whole)["where"].split(";")[0] for each in whole.findings)
     assert (clipped, other) == ("clipping, every step", "evaluation")
-    assert whole.to_record()["steps"] == ["step 1", "step 2", "step 3", "an evaluation"]
+    assert record_of(whole)["steps"] == ["step 1", "step 2", "step 3", "an evaluation"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Finds out why TensorFlow uses no NVIDIA GPU, by `nvidia-smi` and TensorFlow's own log."""
 
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -14,11 +13,6 @@ import tensorflow as tf
 print("is_cuda_build", tf.sysconfig.get_build_info().get("is_cuda_build"))
 tf.config.list_physical_devices("GPU")
 """
-
-
-def has_device_file() -> bool:
-    """Returns whether the kernel makes an NVIDIA GPU available to this process."""
-    return any(pathlib.Path(name).exists() for name in ("/dev/nvidiactl", "/dev/dxg"))  # dxg: WSL.
 
 
 def query_driver() -> tuple[list[str], str]:
