@@ -51,6 +51,7 @@ def test_every_cause_has_a_remedy_and_is_used():
             assert remedy_of(cause, framework) and remedy_of(cause, "another") == remedy
     for framework, changes in CODE.items():
         assert changes.keys() <= CAUSES.keys() and all(new for _, new in changes.values())
+        assert all(ast.parse(line) for lines in changes.values() for line in filter(None, lines))
         assert "+" in code_of(next(iter(changes)), framework) and not code_of("x", framework)
     found = {each for each in causes_used() if "_" in each}
     assert found <= CAUSES.keys()

@@ -5,10 +5,12 @@ import json
 import os
 import re
 
+import jsonschema
 import pytest
 
 from app.runtime.errors import MismatchError
 from app.verification.output import IDENTICAL, Pair, describe, outcome_sentences, report
+from conftest import ROOT
 from report_samples import CLIPPED, LOCAL, make_run, write_verification
 
 NAMES = ("line\nbreak\x1b[31m", os.fsdecode(b"bytes \xff"), "$\\frac$", "W" * 300)
@@ -49,6 +51,9 @@ def test_every_file_of_a_verification(tmp_path, capsys):
     text = (tmp_path / "run" / "verify.json").read_text()
     record = json.loads(text, parse_constant=pytest.fail)
     assert (record["format"], record["version"], record["model"]) == ("lockstep verify", 2, "lenet")
+    schema = json.loads((ROOT / "lockstep" / "verify.schema.json").read_text("utf-8"))
+    jsonschema.validate(record, schema)
+    assert record["exit_code"] == MismatchError.exit_code
     manual = record["trainings"]["manual"]
     assert manual["findings"][0]["cause"] == "lost_replica" and manual["about"].startswith("2 sh")
     assert len({len(column) for column in manual["measurements"].values()}) == 1
