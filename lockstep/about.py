@@ -26,7 +26,7 @@ from lockstep.trace import (
 FORMAT, VERSION = "lockstep trace", 2
 
 _MAX_DEPTH, _MAX_TEXT, _MAX_SHOWN, _MAX_REPLICAS = 50, 2_000, 60, 65_536
-_MAX_MICRO_BATCHES = 65_536
+MAX_MICRO_BATCHES = 65_536
 _SETTINGS = {  # Setting of a parameter group → its types.
     **dict.fromkeys(("learning_rate", "momentum", "dampening", "weight_decay"), (int, float)),
     **dict.fromkeys(("beta_1", "beta_2", "rho", "epsilon"), (int, float)),
@@ -144,6 +144,7 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     yield "variables", weights.issuperset(v.of for v in about.variables if v.of), "of weights"
     yield "gradients", weights.issuperset(about.gradients), "names of weights"
     yield "gradients", len(set(about.gradients)) == len(about.gradients), "different names"
+    yield "modules", len(set(about.modules)) == len(about.modules), "different names"
     yield "reduction", about.reduction in ("", "sum", "mean"), "'', 'sum' or 'mean'"
     orders = REDUCE_FIRST, CLIP_FIRST
     yield "order", about.order in orders, " or ".join(map(repr, orders))
@@ -167,8 +168,8 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     scales = about.loss_scale
     yield "loss_scale", len(scales) in (0, len(steps)), "one number for each step"
     yield "loss_scale", all(0 < scale < math.inf for scale in scales), "positive numbers"
-    are_counts = all(0 < count <= _MAX_MICRO_BATCHES for count in counts)
-    yield "micro_batches", are_counts, f"whole numbers from 1 to {_MAX_MICRO_BATCHES}"
+    are_counts = all(0 < count <= MAX_MICRO_BATCHES for count in counts)
+    yield "micro_batches", are_counts, f"whole numbers from 1 to {MAX_MICRO_BATCHES}"
 
 
 def _requirements_of_mesh(about: About) -> Iterator[tuple[str, Any, str]]:
@@ -188,7 +189,6 @@ def _requirements_of_mesh(about: About) -> Iterator[tuple[str, Any, str]]:
     yield "mesh", is_local, "given without shards, num_copies and replicas"
     yield "ranks", len(unique) == len(about.ranks) > 0, "different numbers"
     yield "ranks", all(0 <= r < mesh.size for r in unique), f"from 0 to {mesh.size - 1}"
-    yield "modules", len({*about.modules}) == len(about.modules), "different names"
 
 
 def _is_call(text: str) -> bool:

@@ -47,6 +47,8 @@ CAUSES = {  # Cause → remedy, in any framework.
     " computed, or accept that this is a different training",
     "other_loss": "compute the same loss in all trainings",
     "other_outputs": "compare the forward pass in both scripts: functions, masks and dtypes",
+    "other_backward": "compare the backward pass of the module in both scripts: hooks, custom"
+    " gradients, detached tensors, and sums over devices",
     "other_targets": "use the same target for each example in all trainings",
     "label_smoothing": "use the same label smoothing on all replicas",
     "other_loss_reduction": "average the loss over the same axes in both scripts, and divide"

@@ -23,6 +23,7 @@ from lockstep.checks.other_examples import (
 )
 from lockstep.checks.other_forward import compare_each_example
 from lockstep.checks.other_gradients import compare_gradients
+from lockstep.checks.other_modules import with_modules
 from lockstep.checks.other_updates import compare_statistics
 from lockstep.checks.random_numbers import compare_keys
 from lockstep.context import Context
@@ -170,6 +171,7 @@ def verify_against(
             pair.findings += compare(pair)
             if stage == "examples":
                 removed += pair.remove_false_factors()
+        pair.findings = with_modules(pair)
         result.findings += pair.findings
         is_compared = is_compared or bool(pair.gradients[0] and pair.computes_the_same)
         if not pair.starts_equally:

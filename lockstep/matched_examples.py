@@ -19,11 +19,13 @@ class Part(NamedTuple):
 
     Attributes:
         shard: the shard.
+        number: number of the forward pass of the shard.
         smoothings: label smoothing of each output; 0 if it is unknown.
         arrays: kind, or "targets" → arrays. The latter have no columns if they are unknown.
     """
 
     shard: int
+    number: int
     smoothings: list[float]
     arrays: dict[str, list[np.ndarray]]
 
@@ -42,8 +44,33 @@ class Matched(NamedTuple):
     pairs: dict[str, Pairs]
 
 
+class Located(NamedTuple):
+    """The examples of one forward pass that both traces have, and where they are.
+
+    Attributes:
+        part: the forward pass of the second trace.
+        rows: rows in it.
+        sources: for each row, the forward pass of the first trace, and the row in it.
+    """
+
+    part: Part
+    rows: list[int]
+    sources: list[tuple[Part, int]]
+
+
 def matched_examples(pair: StepPair) -> list[Matched]:
-    """Returns the examples whose inputs are bitwise equal, for each forward pass of the second.
+    """Returns arrays of the examples that `located_examples` finds."""
+    found = []
+    for located in located_examples(pair):
+        part = located.part
+        pairs = {kind: pairs_of(kind, located) for kind in part.arrays}
+        smoothings = list(zip(located.sources[0][0].smoothings, part.smoothings, strict=False))
+        found.append(Matched(part.shard, smoothings, pairs))
+    return found
+
+
+def located_examples(pair: StepPair) -> list[Located]:
+    """Finds the examples whose inputs are bitwise equal, for each forward pass of the second.
 
     Inputs that occur twice in a trace are left out.
     """
@@ -59,9 +86,7 @@ def matched_examples(pair: StepPair) -> list[Matched]:
         if common:
             rows = [places[1][key][1] for key in common]
             sources = [(first[n], row) for n, row in (places[0][key] for key in common)]
-            pairs = {kind: _pairs(kind, sources, part, rows) for kind in part.arrays}
-            smoothings = list(zip(sources[0][0].smoothings, part.smoothings, strict=False))
-            found.append(Matched(part.shard, smoothings, pairs))
+            found.append(Located(part, rows, sources))
     return found
 
 
@@ -81,7 +106,8 @@ def _parts(step: Context) -> list[Part]:
             outputs = zip(rows["y_pred"], rows["y_grad"], strict=False)
             read = [targets_of(*each) for each in outputs if np.shape(each[0]) == each[1].shape]
             rows["targets"] = [targets for targets, _ in read]
-            parts.append(Part(shard, [smoothing for _, smoothing in read], rows))
+            smoothings = [smoothing for _, smoothing in read]
+            parts.append(Part(shard, number, smoothings, rows))
     return parts
 
 
@@ -106,14 +132,13 @@ def _comparable(array: np.ndarray) -> np.ndarray:
     return array.astype(kinds.get(array.dtype.kind, array.dtype))
 
 
-def _pairs(
-    kind: str, sources: Sequence[tuple[Part, int]], part: Part, rows: Sequence[int]
-) -> Pairs:
+def pairs_of(kind: str, located: Located) -> Pairs:
     """Returns the arrays of a kind for the same examples in both traces."""
+    part, rows, sources = located
     found = []
     for index, own in enumerate(part.arrays[kind]):
         others = [p.arrays[kind][index][row] for p, row in sources if index < len(p.arrays[kind])]
         if len(others) < len(rows) or {other.shape for other in others} != {own.shape[1:]}:
             return []
-        found.append((_comparable(np.stack(others)), _comparable(own[list(rows)])))
+        found.append((_comparable(np.stack(others)), _comparable(own[rows])))
     return found

@@ -20,6 +20,7 @@ they are those of the layer that was called last.
 import collections
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import json
 import os
@@ -61,6 +62,8 @@ class record:
         feed_examples: Gives the model, in recorded steps, this process' part of the examples in
             `replay`, recorded in one process. The model must return the loss, so that no target
             of another example enters it.
+        modules: True, or a pattern of names such as "layers.*.attention". In recorded steps, also
+            copies inputs and outputs of these modules, and the gradients of the loss by them.
 
     `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
     """
@@ -76,12 +79,14 @@ class record:
         names: Mapping[str, str] | None = None,
         shards: str | None = None,
         feed_examples: bool = False,
+        modules: bool | str = False,
     ) -> None:
         while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = wrapped  # The wrapper does not have the hooks of an optimizer.
         if given := json.loads(os.environ.get("LOCKSTEP_RECORD", "null")):
             path, steps = given["path"], given["steps"]
             replay, permute = given["replay"], given["permute"]
+            modules = given.get("modules") or modules
         self.path, self.optimizer, self.seed, self.names = path, optimizer, permute, names or {}
         self.wanted = set(range(steps) if isinstance(steps, int) else steps)
         self.ddp: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
@@ -126,6 +131,7 @@ class record:
             "feed_examples: needs replay= and a recording of one process, whose examples are given",
         )
         self.feeds = feed_examples
+        self.modules = _Modules(self, modules) if modules else None
 
     def _open(self, path: str) -> list["_Trace"]:
         """Returns the files of the trace to replay; the first one has the states to load."""
@@ -171,6 +177,8 @@ class record:
         add(self.optimizer.register_step_pre_hook(self._before_update))
         for _, layer in self.module.named_modules():
             add(layer.register_forward_hook(self._note_dtype))
+        if self.modules:
+            self.modules.install()
         self._replace_functions()
         if self.ddp:
             add(self.ddp.register_forward_pre_hook(self._before_ddp))
@@ -307,7 +315,9 @@ class record:
         """Returns whether the script has discarded gradients that overflow, without an update."""
         if any(p.grad is not None for p in self.weights.values()):
             return False
-        arrays = [x for key, x in self.now.items() if not key.startswith("y_")]  # Masks are -inf.
+        arrays = [
+            x for key, x in self.now.items() if key[:2] not in ("y_", "mo")
+        ]  # Masks are -inf.
         arrays += map(_to_array, self.losses)
         return not all(np.isfinite(x).all() for x in arrays)
 
@@ -485,9 +495,13 @@ class record:
             _set_random_states(before)
             with contextlib.nullcontext() if part.replica == 0 else _copied_buffers(self.module):
                 given = _take((args, options), rows, size)
+                if self.modules:
+                    self.modules.rows = rows, size
                 outputs.append(forward(*given[0], **given[1]))
             is_drawn |= not all(map(torch.equal, before, _random_states()))
             _check_rows(outputs[-1], len(rows))
+        if self.modules:
+            self.modules.rows = None
         if not is_drawn:
             _set_random_states(states)
         self._add("shards", [numbers])
@@ -654,6 +668,9 @@ class record:
             "replayed": self.replay,
             **(FORMAT | self.per_step),
         }
+        if self.modules:
+            about["modules"] = self.modules.names
+            self.arrays = {self.modules.indexed(name): x for name, x in self.arrays.items()}
         firsts: dict[int, str] = {}  # Of arrays that are kept by several names.
         names = {name: firsts.setdefault(id(x), name) for name, x in self.arrays.items()}
         about["aliases"] = {name: first for name, first in names.items() if name != first}
@@ -665,6 +682,133 @@ class record:
             file.flush()
             os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(temporary, path)
+
+
+class _Modules:
+    """Copies inputs and outputs of modules, and gradients of the loss with respect to them.
+
+    Of a module that a forward pass calls several times, the first call counts. The gradient of an
+    output is the whole one; that of an input is the part that flows through the module, as a block
+    adds its input to its output elsewhere. No view of a tensor is made, which would change the
+    order in which autograd adds.
+
+    Args:
+        recorder: What has the model and the arrays.
+        pattern: True for all modules, or a pattern of their names.
+
+    Attributes:
+        names: The modules in the order of their first call.
+        rows: The examples of the batch that the model computes now, and the size of the batch.
+    """
+
+    def __init__(self, recorder: record, pattern: bool | str) -> None:
+        self.recorder, self.names, self.now = recorder, list[str](), dict[str, Any]()
+        self.rows: tuple[Tensor, int] | None = None
+        self.seen, self.open = set[tuple[str, int]](), dict[str, tuple[Any, ...]]()
+        wanted = "*" if pattern is True else str(pattern)
+        named = recorder.module.named_modules()
+        self.modules = {n: m for n, m in named if n and fnmatch.fnmatchcase(n, wanted)}
+        _require(self.modules, f"modules={pattern!r}: no module of the model has such a name")
+
+    def install(self) -> None:
+        add = self.recorder.hooks.enter_context
+        for name, module in self.modules.items():
+            before, after = (functools.partial(f, name) for f in (self._before, self._after))
+            add(module.register_forward_pre_hook(before, with_kwargs=True))
+            add(module.register_forward_hook(after))
+
+    def _before(self, name: str, module: nn.Module, args: Any, options: Any) -> None:
+        own = self.recorder
+        if own.outside is None or torch.compiler.is_compiling():
+            return
+        if self.now is not own.now:  # Another step, or attempt at it.
+            self.now, self.seen = own.now, set()
+        place = f"{own.rank}/{own.num_forward - 1}:{name}"
+        rows = self.rows if own.is_by_shard else None
+        if (place, id(rows)) in self.seen:
+            return
+        self.seen.add((place, id(rows)))
+        self.names += [] if name in self.names else [name]
+        inputs = _floating((args, options))
+        edge: tuple[Any, int] = (None, 0)
+        if inputs:
+            self._keep(f"module_in/{place}", rows, own.step, inputs[0])
+            edge = inputs[0].grad_fn, inputs[0].output_nr
+        if edge[0] is not None:  # The gradient stays 0 if the module does not send one.
+            zeros = torch.zeros_like(inputs[0], requires_grad=False)
+            self._keep(f"module_in_grad/{place}", rows, own.step, zeros)
+        nodes = [x.grad_fn for x in inputs if x.grad_fn is not None]
+        self.open[name] = place, rows, edge, max((x._sequence_nr() for x in nodes), default=0)
+
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        place, rows, edge, number = self.open.pop(name, ("", None, (None, 0), 0))
+        outputs = _floating(output)
+        if not (place and outputs):
+            return
+        keep = functools.partial(self._keep, rows=rows, step=self.recorder.step)
+        keep(f"module_out/{place}", value=outputs[0])
+        if outputs[0].requires_grad:
+            key = f"module_out_grad/{place}"
+            keep(key, value=torch.zeros_like(outputs[0], requires_grad=False))
+            outputs[0].register_hook(lambda gradient: keep(key, value=gradient))
+        for node, index in _nodes_to(edge, outputs, number) if edge[0] else ():
+
+            def of_edge(gradients: Any, _: Any, index: int = index) -> None:
+                keep(f"module_in_grad/{place}", value=gradients[index])
+
+            node.register_hook(of_edge)
+
+    def _keep(self, key: str, rows: Any, step: int, value: Tensor | None) -> None:
+        """Adds an array of the whole batch, or of some rows of it, to what was kept before."""
+        own = self.recorder
+        if value is None or step != own.step or not own.is_on or not own.now:
+            return
+        array = _to_array(value) / own.scale if "_grad/" in key else _to_array(value)
+        if rows is not None:
+            numbers, size = rows[0].cpu().numpy(), rows[1]
+            if not array.ndim or len(array) % len(numbers):
+                return
+            each = len(array) // len(numbers)
+            whole = np.zeros((size, each, *array.shape[1:]), array.dtype)
+            whole[numbers] = array.reshape(len(numbers), each, *array.shape[1:])
+            array = whole.reshape(-1, *array.shape[1:])
+        own.now[key] = own.now[key] + array if key in own.now else array
+
+    def indexed(self, name: str) -> str:
+        """Returns the name of an array in the file for `POSITION/KIND/RANK/NUMBER:MODULE`."""
+        start, _, module = name.partition(":")
+        if not module:
+            return name
+        start, number = start.rsplit("/", 1)
+        return f"{start}/{int(number) * len(self.names) + self.names.index(module)}"
+
+
+def _floating(nest: Any) -> list[Tensor]:
+    """Returns the floating-point tensors of inputs or outputs of a module."""
+    nests = [vars(x) if dataclasses.is_dataclass(x) else x for x in tree_leaves(nest)]
+    tensors = [x for x in tree_leaves(nests) if isinstance(x, Tensor)]
+    return [x for x in tensors if x.is_floating_point()]
+
+
+def _nodes_to(edge: Any, outputs: Sequence[Tensor], number: int) -> Iterator[tuple[Any, int]]:
+    """Yields the nodes of a module that send a gradient to its input, and which of their gradients.
+
+    Args:
+        edge: The node that has computed the input, and which of its outputs the input is.
+        outputs: What the module has computed.
+        number: Nodes with a number above this one were created in the module.
+    """
+    left = [x.grad_fn for x in outputs if x.grad_fn is not None and x.grad_fn is not edge[0]]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        for index, following in enumerate(node.next_functions):
+            if following == edge:
+                yield node, index
+            elif following[0] not in seen and following[0] is not None:
+                seen.add(following[0])
+                if following[0]._sequence_nr() > number:
+                    left.append(following[0])
 
 
 class _Part(NamedTuple):

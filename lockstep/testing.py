@@ -48,6 +48,7 @@ def assert_same_training(
     steps: int | Sequence[int] = 2,
     names: Mapping[str, str] | None = None,
     tolerance: float | None = None,
+    modules: bool | str = False,
     timeout_sec: float = 300,
     json_path: Path | None = None,
 ) -> dict[str, Verdict]:
@@ -66,6 +67,8 @@ def assert_same_training(
         names: name of a weight in the variants → its name in the reference, if they do not match.
         tolerance: relative difference of gradients to allow; None to compute it from a second run
             of the reference with permuted examples.
+        modules: whether recorders of PyTorch record all modules, so that the first wrong one is
+            named; or a pattern of their names, such as "layers.*.attention".
         timeout_sec: time limit of each run.
         json_path: file for the verdicts, whether right or wrong, as docs/verify_json.md describes;
             after a training that failed, there is none.
@@ -96,7 +99,8 @@ def assert_same_training(
 
         def record(file: str, name: str, training: Training, **options: Any) -> str:
             path = str(pathlib.Path(folder, file))
-            _record(name, training, {"path": path, "steps": wanted, **options}, timeout_sec)
+            given = {"path": path, "steps": wanted, "modules": modules, **options}
+            _record(name, training, given, timeout_sec)
             return path
 
         one = record("reference.npz", "reference", reference, replay=None, permute=None)

@@ -372,6 +372,22 @@ class Trace:
         number = len(found) if names is None else len(names)
         return [self._read(f"{prefix}/{index}") for index in range(number)]
 
+    def modules_of(self, shard: int) -> tuple[str, ...]:
+        """Returns the modules of a shard's arrays, in their order."""
+        return self.about.modules if self.mesh else self.about_of(shard).modules
+
+    def index_of(self, module: str, shard: int, number: int) -> int | None:
+        """Returns the index of a module's arrays in a forward pass; None if it is not recorded."""
+        names = self.modules_of(shard)
+        return number * len(names) + names.index(module) if module in names else None
+
+    def of_module(
+        self, position: int, kind: str, shard: int, number: int, module: str
+    ) -> np.ndarray | None:
+        """Returns an array of a module in a forward pass of a shard; None if not recorded."""
+        index = self.index_of(module, shard, number)
+        return self._stored.get(f"{position + 1}/{kind}/{shard}/{index}")
+
     def _read(self, name: str) -> Array | None:
         if f"{name}/rows" not in self._stored:
             return self._stored.get(name)

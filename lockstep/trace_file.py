@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from lockstep.about import Fault, about_from, json_of, shown
+from lockstep.about import MAX_MICRO_BATCHES, Fault, about_from, json_of, shown
 from lockstep.mesh import Whole, assemble
-from lockstep.trace import About, Rows, Trace
+from lockstep.trace import OF_MODULES, About, Rows, Trace
 
 MAX_MEMBERS, MAX_RATIO = 250_000, 1000  # Deflate reaches a ratio of 1032.
 Path = str | os.PathLike[str]
@@ -36,7 +36,7 @@ _NAME = re.compile(
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
 _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
-    *("in_evaluation", "calls", "loss_scale", "permuted"),
+    *("in_evaluation", "calls", "loss_scale", "permuted", "modules"),
 )
 _OF_STAGES = ("ranks", "placements", "names", "modules", "variables", "gradients")  # On a mesh.
 _GROWING = (  # Keys that are longer with each step.
@@ -338,6 +338,8 @@ def _check_arrays(about: About, arrays: _Arrays) -> None:
         if not (0 < int(position) <= len(about.steps) and int(item) in items):
             raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
         count = counts[group] if names is None else len(names)
+        if kind in OF_MODULES:  # Some of each forward pass may have none.
+            count = len(about.modules) * MAX_MICRO_BATCHES
         if int(index) >= count:
             raise Fault(f"has an array {place} of {count} in {group}; record it again")
         shape = _shape_of(place, parts[place], arrays)

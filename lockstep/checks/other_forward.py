@@ -54,7 +54,7 @@ def _other_arguments(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Fin
 
 def _other_outputs(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
     """Compares outputs."""
-    limit, apart = _limit(pair, _OF_OUTPUTS), [_apart(m.pairs["y_pred"]) for m in matched]
+    limit, apart = _limit(pair, _OF_OUTPUTS), [rows_apart(m.pairs["y_pred"]) for m in matched]
     wrong = [m for m, far in zip(matched, apart, strict=True) if np.any(far > limit)]
     is_port = pair.first.trace.about.framework != pair.second.trace.about.framework
     if is_port or not wrong:  # Of a port, one model may return probabilities, the other one logits.
@@ -161,15 +161,17 @@ def _other_losses(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Findin
     else:
         limit = _limit(pair, _OF_OUTPUTS)
         equal = [m for m in matched if m.pairs["y_grad"] and m.pairs["y_pred"]]
-        yield from _scaled(pair, [m for m in equal if np.all(_apart(m.pairs["y_pred"]) <= limit)])
+        yield from _scaled(
+            pair, [m for m in equal if np.all(rows_apart(m.pairs["y_pred"]) <= limit)]
+        )
 
 
 def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
     """Compares gradients of the loss at equal outputs, up to a factor of the whole step."""
     limit, factors, wrong, far = _limit(pair, _OF_LOSS), [], [], 0.0
     for m in matched:
-        factors.append(_usual_factor(m.pairs["y_grad"]))
-        apart = _apart(m.pairs["y_grad"], factors[-1])
+        factors.append(usual_factor(m.pairs["y_grad"]))
+        apart = rows_apart(m.pairs["y_grad"], factors[-1])
         wrong += [m] * int(np.sum(apart > limit))
         far = max(far, *apart)
     if wrong:
@@ -241,7 +243,7 @@ def _flat(matched: Sequence[Matched], kind: str, which: Sequence[int] | None = N
     return [(a.reshape(len(a), -1), b.reshape(len(b), -1)) for a, b in pairs]
 
 
-def _apart(pairs: Pairs, factor: float = 1.0) -> np.ndarray:
+def rows_apart(pairs: Pairs, factor: float = 1.0) -> np.ndarray:
     """Returns the largest distance of each example's arrays, relative to their usual size."""
     found = [np.zeros(len(pairs[0][0]))] if pairs else [np.zeros(0)]
     for first, second in pairs:
@@ -256,7 +258,7 @@ def _apart(pairs: Pairs, factor: float = 1.0) -> np.ndarray:
     return np.max(found, axis=0)
 
 
-def _usual_factor(pairs: Pairs) -> float:
+def usual_factor(pairs: Pairs) -> float:
     """Returns the median over examples of the second array divided by the first."""
     a, b = (np.concatenate([dense(p[i]).reshape(len(p[i]), -1) for p in pairs], 1) for i in (0, 1))
     squares = np.sum(a * a, axis=1)
