@@ -12,8 +12,8 @@ from conftest import ROOT
 from lockstep import trace_file
 from lockstep.checks.other_modules import Event, events_of
 from lockstep.comparison import compare_traces
-from lockstep.text import record_of
 from lockstep.trace import OF_MODULES, About, Trace, Variable
+from lockstep.verify_json import record_of
 from recorder_scripts import FOLDER, interpreter
 
 NUM, WIDTH, CLASSES = 12, 6, 4
@@ -152,9 +152,9 @@ def test_a_repeated_bias_and_a_factor_are_recognised():
     bias = trained().named(0, "before", 0)["head.bias"]
     verdict = verdict_of(trained(replicas=2, wrong={"head": lambda y: y + bias}))
     assert {f.cause for f in verdict.faults if f.module} == {"repeated_bias"}
-    assert "its bias is added 2 times" in str(verdict)
+    assert "its bias is added 2 times" in verdict.faults[0].text
     verdict = verdict_of(trained(replicas=2, wrong={"head gradient": lambda g: 3 * g}))
-    assert "it is 3 times the right one" in str(verdict)
+    assert "it is 3 times the right one" in verdict.faults[0].text
 
 
 def run_jobs(folder, jobs):
