@@ -177,12 +177,13 @@ def count(noun: str, number: int) -> str:
 
 
 def _causes(verdict: Verdict, status: str) -> list[str]:
-    """Returns the causes of a status in words, each with the first module that has it."""
-    found = dict[str, str]()
+    """Returns the causes of a status in words; a module is named once."""
+    found, modules = dict[str, str](), set[str]()
     for each in verdict.findings:
-        if each.status == status:
-            where = f" in {each.module}" if each.module else ""
-            found.setdefault(each.cause, title_of(each.cause) + where)
+        if each.status == status and each.cause not in found:
+            is_new = each.module and each.module not in modules
+            found[each.cause] = title_of(each.cause) + (f" ({each.module})" if is_new else "")
+            modules.add(each.module)
     return list(found.values())
 
 

@@ -101,6 +101,9 @@ def test_findings_say_where_why_and_what_to_do():
     assert found.module in where
     (record,) = record_of(verdict_on(found))["findings"]
     assert record["module"] == found.module
+    again = dataclasses.replace(found, stage="update", cause="frozen")
+    told = sentence_of(verdict_on(found, again))
+    assert told.endswith(": clipped before the sum (layers.3.attn.wo, backward), frozen")
     assert facts_of(LOCAL, verdict)["where"] == (
         "forward, step 1; replicas 0, 1; bn_0, bn_1, bn_2 and 12 more"
     )
