@@ -59,12 +59,19 @@ def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | 
 
 
 def explanations(verdicts: Iterable[Verdict]) -> list[tuple[str, dict[str, str]]]:
-    """Returns a title and facts for each finding, faults first; for equal findings once."""
+    """Returns a title and facts for each cause, faults first; for equal ones of trainings once."""
     names: dict[tuple, list[str]] = {}
     for verdict in verdicts:
+        of_causes: dict[tuple[str, str], list[Finding]] = {}
         for finding in verdict.findings:
-            facts = tuple(facts_of(finding, verdict).items())
-            names.setdefault((finding.status, finding.cause, facts), []).append(verdict.name)
+            of_causes.setdefault((finding.status, finding.cause), []).append(finding)
+        for (status, cause), (first, *others) in of_causes.items():
+            facts = facts_of(first, verdict)
+            for other in others:
+                where = _where(other, verdict).removeprefix(f"{other.stage}, ")
+                why = f": {other.text}" if other.text != first.text else ""
+                facts[f"also {other.stage}"] = one_line(where + why)
+            names.setdefault((status, cause, tuple(facts.items())), []).append(verdict.name)
     return [
         (one_line(f"{', '.join(same)}, {status}: {title_of(cause)}"), dict(facts))
         for (status, cause, facts), same in sorted(names.items(), key=lambda n: n[0][0] != FAULT)

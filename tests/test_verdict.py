@@ -8,7 +8,7 @@ import pytest
 
 from conftest import ROOT
 from lockstep.causes import CAUSES, CODE, IN_FRAMEWORK, code_of, remedy_of
-from lockstep.text import describe, facts_of, line_of, named_steps, sentence_of
+from lockstep.text import describe, explanations, facts_of, line_of, named_steps, sentence_of
 from lockstep.verdict import Measurement, Verdict, in_sequence, merged
 from lockstep.verify_json import record_of
 from report_samples import CLIPPED, LOCAL
@@ -115,6 +115,22 @@ def test_findings_say_where_why_and_what_to_do():
     without = describe([verdict]).splitlines()
     assert lines[:3] == without[:3] and "rounding allows" not in "".join(without)
     assert line_of(CLIPPED, verdict).startswith("clipped before the sum in clipping, every step")
+
+
+def test_a_cause_in_several_stages_is_explained_once():
+    lost = dataclasses.replace(CLIPPED, stage="update", text="the weights differ", steps=(1,))
+    same = dataclasses.replace(CLIPPED, stage="agreement", tensors=())
+    verdict = verdict_on(LOCAL, CLIPPED, lost, same)
+    (fault, facts), (design, local) = explanations([verdict])
+    assert (fault, design) == (
+        "fit, fault: clipped before the sum",
+        "fit, by design: local statistics",
+    )
+    assert facts["why"] == CLIPPED.text and local == facts_of(LOCAL, verdict)
+    assert facts["also update"] == "step 1; dense/kernel, dense/bias: the weights differ"
+    assert facts["also agreement"] == "every step"
+    (both, _), _ = explanations([verdict, dataclasses.replace(verdict, name="again")])
+    assert both == "fit, again, fault: clipped before the sum"
 
 
 def test_a_difference_from_zero_has_no_relative_size():
