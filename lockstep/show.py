@@ -54,15 +54,13 @@ def _in_words(key: str, value: Any) -> str:
     if key == "layers":
         classes = collections.Counter(layer.get("class") for layer in value)
         return ", ".join(f"{number} {name}" for name, number in classes.most_common())
-    if key == "settings":
-        value = [[{k: v for k, v in g.items() if k != "weights"} for g in step] for step in value]
     if key == "optimizer" and "class" in value:
         return str(value["class"])
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_in_words('', each)}" for name, each in value.items())
+        shown = {name: each for name, each in value.items() if name != "weights"}
+        return ", ".join(f"{name} {_in_words('', each)}" for name, each in shown.items())
     if isinstance(value, list | tuple):
-        texts = list(dict.fromkeys(_in_words("", each) for each in value))
-        return first_names(texts)
+        return first_names(list(dict.fromkeys(_in_words("", each) for each in value)))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
