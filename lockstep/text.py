@@ -1,5 +1,6 @@
 """Describes verdicts in sentences for people; `verify_json` has them as plain data."""
 
+import dataclasses
 import math
 import shutil
 import textwrap
@@ -68,6 +69,8 @@ def explanations(verdicts: Iterable[Verdict]) -> list[tuple[str, dict[str, str]]
         for (status, cause), (first, *others) in of_causes.items():
             facts = facts_of(first, verdict)
             for other in others:
+                if other.module == first.module:
+                    other = dataclasses.replace(other, module="")
                 where = _where(other, verdict).removeprefix(f"{other.stage}, ")
                 why = f": {other.text}" if other.text != first.text else ""
                 facts[f"also {other.stage}"] = one_line(where + why)

@@ -129,6 +129,9 @@ def test_a_cause_in_several_stages_is_explained_once():
     assert facts["why"] == CLIPPED.text and local == facts_of(LOCAL, verdict)
     assert facts["also update"] == "step 1; dense/kernel, dense/bias: the weights differ"
     assert facts["also agreement"] == "every step"
+    here, elsewhere = (dataclasses.replace(f, module="a, forward") for f in (CLIPPED, same))
+    ((_, facts),) = explanations([verdict_on(here, elsewhere)])
+    assert "a, forward" in facts["where"] and facts["also agreement"] == "every step"
     (both, _), _ = explanations([verdict, dataclasses.replace(verdict, name="again")])
     assert both == "fit, again, fault: clipped before the sum"
 
