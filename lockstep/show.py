@@ -22,9 +22,12 @@ def contents_of(trace: Trace, details: bool = False) -> str:
         details: whether to list all variables instead of the first weights.
     """
     about = trace.about
+    of_groups = {key for step in about.settings for group in step for key in group}
     facts = {"steps": ", ".join(named_steps([f"step {step}" for step in trace.steps]))}
     for field in dataclasses.fields(about):
         value = getattr(about, field.name)
+        if field.name == "optimizer":  # The groups of the settings repeat most of it.
+            value = {key: value[key] for key in value if key not in of_groups}
         if value and field.name not in _NOT_SHOWN:
             facts[field.name.replace("_", " ")] = _in_words(field.name, value)
     kinds: dict[str, dict[str, Any]] = {}
@@ -54,8 +57,6 @@ def _in_words(key: str, value: Any) -> str:
     if key == "layers":
         classes = collections.Counter(layer.get("class") for layer in value)
         return ", ".join(f"{number} {name}" for name, number in classes.most_common())
-    if key == "optimizer" and "class" in value:
-        return str(value["class"])
     if isinstance(value, Mapping):
         shown = {name: each for name, each in value.items() if name != "weights"}
         return ", ".join(f"{name} {_in_words('', each)}" for name, each in shown.items())
