@@ -1,17 +1,22 @@
 """Recordings with inputs and outputs of modules: the first wrong one is named."""
 
+import dataclasses
 import json
 import pathlib
 import random
 import subprocess
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from conftest import ROOT
 from lockstep import trace_file
-from lockstep.checks.other_modules import Event, events_of
-from lockstep.comparison import compare_traces
+from lockstep.checks.module_arrays import Event, events_of
+from lockstep.checks.other_modules import first_wrong_module
+from lockstep.comparison import compare_traces, given_tolerance
+from lockstep.context import Context
+from lockstep.reference import StepPair, match_traces
 from lockstep.trace import OF_MODULES, About, Trace, Variable
 from lockstep.verify_json import record_of
 from recorder_scripts import FOLDER, interpreter
@@ -152,9 +157,79 @@ def test_a_repeated_bias_and_a_factor_are_recognised():
     bias = trained().named(0, "before", 0)["head.bias"]
     verdict = verdict_of(trained(replicas=2, wrong={"head": lambda y: y + bias}))
     assert {f.cause for f in verdict.faults if f.module} == {"repeated_bias"}
-    assert "its bias is added 2 times" in verdict.faults[0].text
+    assert "head.bias is added 2 times" in verdict.faults[0].text
     verdict = verdict_of(trained(replicas=2, wrong={"head gradient": lambda g: 3 * g}))
     assert "it is 3 times the right one" in verdict.faults[0].text
+
+
+class Held(NamedTuple):
+    """An array of a rank."""
+
+    array: np.ndarray
+
+    def read(self):
+        return self.array
+
+
+def on_two_ranks(wrong=None, **changes):
+    """Returns what is wrong if ranks of tensor parallelism have parts of some arrays.
+
+    Args:
+        wrong: see `trained`.
+        changes: kind → module → function that returns the arrays of both ranks.
+    """
+    first, one = trained(), trained(wrong=wrong)
+    about = dataclasses.replace(one.about, mesh={"tp": 2}, data_axes=(), replayed="one.npz")
+    second, views = Trace(about, one.stored(), "two.npz"), {}
+    for kind in ("before", "after"):
+        second.put(0, kind, 1, second.arrays(0, kind, 0))
+    for kind, of_module in changes.items():
+        for module, parts_of in of_module.items():
+            name = f"1/{kind}/0/{MODULES.index(module)}"
+            parts = parts_of(second.stored()[name])
+            second.stored()[name] = parts[0]
+            views[name] = {rank: Held(part) for rank, part in enumerate(parts)}
+    second.views_of = views
+    steps = Context(first, 0), Context(second, 0)
+    return first_wrong_module(
+        StepPair(*steps, match_traces(first, second, {}), given_tolerance(1e-5))
+    )
+
+
+def columns(array):
+    return array[:, :3], array[:, 3:]
+
+
+def blocks(array):
+    return array[:, ::2], array[:, 1::2]
+
+
+def summands(array):
+    part = np.sin(np.arange(array.size, dtype=np.float32)).reshape(array.shape)
+    return part, array - part
+
+
+def test_parts_and_sums_of_ranks_are_those_of_the_reference():
+    assert on_two_ranks(module_out={"layers.0.linear": columns, "layers.0.act": summands}) is None
+    assert on_two_ranks(module_out={"layers.0.linear": blocks}) is None
+    assert on_two_ranks(module_in_grad={"head": summands, "layers.0.act": blocks}) is None
+
+
+def test_sums_that_are_not_reduced_are_named():
+    def half(array):
+        return array / 2
+
+    found = on_two_ranks({"layers.0": half}, module_out={"layers.0.act": summands})
+    assert (found.module, found.cause) == ("layers.0.act, forward", "partial_not_reduced")
+    twice = {"head": lambda g: (g, g)}
+    found = on_two_ranks({"head gradient": half}, module_in_grad=twice)
+    assert (found.module, found.cause) == ("head, backward", "forgotten_backward_sum")
+    bias = trained().named(0, "before", 0)["head.bias"]
+    found = on_two_ranks(
+        module_out={"head": lambda y: [part + bias for part in summands(y - bias)]}
+    )
+    assert (found.module, found.cause) == ("head, forward", "partial_not_reduced")
+    assert "without head.bias" in found.text
 
 
 def run_jobs(folder, jobs):

@@ -12,25 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.arithmetic import EPS, MARGIN, TINY, UNITS, dense, norm
-from lockstep.checks.other_forward import rows_apart, usual_factor
-from lockstep.context import Context
-from lockstep.matched_examples import Located, Part, located_examples, pairs_of
+from lockstep.checks.module_arrays import Event, ModuleArrays, Rows, apart, events_of
+from lockstep.checks.other_forward import usual_factor
+from lockstep.matched_examples import Located, located_examples
 from lockstep.reference import StepPair
 from lockstep.verdict import Finding
 
-_UNKNOWN = (*("unexplained", "other_outputs", "other_loss", "other_statistics", "scaled_gradient"),)
+_UNKNOWN = {"unexplained", "other_outputs", "other_loss", "other_statistics", "scaled_gradient"}
 _STAGES = ("forward", "loss", "gradients", "statistics")
 _CLOSE = 1e-3  # Relative; of factors that arrays give.
-_MOST_TIMES = 64  # The largest factor that is looked for.
-
-Rows = tuple[np.ndarray, np.ndarray]  # Of the same examples in both traces.
-
-
-class Event(NamedTuple):
-    """An array of a module: its input or output, or the gradient of the loss by it."""
-
-    module: str
-    is_output: bool
 
 
 class Wrong(NamedTuple):
@@ -77,26 +67,11 @@ def _named(pair: StepPair, finding: Finding, found: Wrong) -> Finding:
 def first_wrong_module(pair: StepPair) -> Wrong | None:
     """Returns the first wrong event of the forward pass, else of the backward pass."""
     step = _Step(pair)
-    for number, event in enumerate(step.events):
-        if wrong := step.wrong(number, event, is_backward=False):
-            return wrong
+    if found := step.first_wrong(is_backward=False):
+        return found
     if any(finding.stage == "loss" for finding in pair.findings):
         return None
-    for number, event in enumerate(reversed(step.events)):
-        if wrong := step.wrong(len(step.events) + number, event, is_backward=True):
-            return wrong
-    return step.of_own_weights()
-
-
-def events_of(modules: Sequence[str]) -> list[Event]:
-    """Returns inputs and outputs in time; modules are in the order of their first calls."""
-    found, open_modules = [], list[str]()
-    for name in modules:
-        while open_modules and not name.startswith(f"{open_modules[-1]}."):
-            found.append(Event(open_modules.pop(), True))
-        open_modules.append(name)
-        found.append(Event(name, False))
-    return [*found, *(Event(name, True) for name in reversed(open_modules))]
+    return step.first_wrong(is_backward=True) or step.of_own_weights()
 
 
 class _Step:
@@ -113,31 +88,74 @@ class _Step:
         self.events = events_of(self._modules)
         layers = max(len(step.trace.about.layers) for step, _ in pair.both)
         self._depth = max(1.0, layers / max(len(self._modules), 1))  # Layers per recorded module.
-        self._axes: dict[tuple[Event, int, int], int | None] = {}  # Of the examples.
+        self._arrays = ModuleArrays(pair.first, pair.second)
         self._factors: dict[int, float] = {}  # Number in `_located` → that of its gradients.
 
-    def wrong(self, number: int, event: Event, *, is_backward: bool) -> Wrong | None:
+    def first_wrong(self, *, is_backward: bool) -> Wrong | None:
+        """Returns what is wrong in the first wrong event of a pass.
+
+        Ranks may have summands of an array as long as the code adds them before it uses them.
+        """
+        start = len(self.events) if is_backward else 0
+        self._summands: list[tuple[Event, str]] = []  # Of the events just before, and their axis.
+        for number, event in enumerate(self.events[:: -1 if is_backward else 1]):
+            if found := self._wrong(start + number, event, is_backward):
+                return self._not_reduced(found, is_backward) or found
+        is_last = is_backward or self._pair.found_in("forward")
+        nowhere = Wrong("", "", "", [], 0.0, self.allowed(start))
+        return self._not_reduced(nowhere, is_backward) if is_last else None
+
+    def _wrong(self, number: int, event: Event, is_backward: bool) -> Wrong | None:
         """Returns what is wrong if an array differs on some shards."""
-        allowed, found, shards = self.allowed(number), list[Rows](), list[int]()
+        allowed, axes = self.allowed(number), set[str]()
+        found: list[tuple[int, Rows]] = []
         for place, located in enumerate(self._located):
-            rows = self._rows(event, located, is_backward)
-            if rows is None:
+            copies = self._arrays.rows(event, located, is_backward)
+            if not copies:
                 continue
-            factor = self._factor(place, located, rows) if is_backward else 1.0
-            far = rows_apart([rows], factor)
-            if not np.all(far <= allowed):
-                found.append((factor * rows[0], rows[1]))
-                shards.append(located.part.shard)
+            factor = self._factor(place, copies[0]) if is_backward else 1.0
+            worst = max(copies, key=lambda rows: apart(rows, factor))
+            if apart(worst, factor) <= allowed:
+                continue
+            if axis := self._axis_of_summands(event, located, is_backward, factor, allowed):
+                axes.add(axis)
+            else:
+                found.append((place, (factor * worst[0], worst[1])))
         if not found:
+            self._summands = [*self._summands, (event, axes.pop())] if axes else []
             return None
-        first, second = (np.concatenate([rows[i] for rows in found]) for i in (0, 1))
+        first, second = (np.concatenate([rows[i] for _, rows in found]) for i in (0, 1))
         where, text = self._place(event, is_backward)
         cause = "other_backward" if is_backward else "other_outputs"
         if event.is_output != is_backward:
-            cause, why = self._why(event, first, second, cause, allowed)
+            places = [] if is_backward else [place for place, _ in found]
+            usual = cause, _why_factor(first, second, allowed)
+            cause, why = self._with_bias(event, places, allowed) or usual
             text += why
-        distance = float(np.max(rows_apart([(first, second)])))
-        return Wrong(where, cause, text, sorted({*shards}), distance, allowed)
+        shards = sorted({self._located[i].part.shard for i, _ in found})
+        return Wrong(where, cause, text, shards, apart((first, second), 1.0), allowed)
+
+    def _axis_of_summands(
+        self, event: Event, located: Located, is_backward: bool, factor: float, allowed: float
+    ) -> str:
+        """Returns an axis of the mesh along which arrays add up to the right one; "" if none."""
+        mesh = self._pair.second.trace.mesh
+        for axis in mesh.model_axes if mesh else ():
+            sums = self._arrays.rows(event, located, is_backward, axis)
+            if sums and all(apart(rows, factor) <= allowed for rows in sums):
+                return axis
+        return ""
+
+    def _not_reduced(self, found: Wrong, is_backward: bool) -> Wrong | None:
+        """Returns where the sum of the arrays of ranks was right until the code used them."""
+        if not self._summands:
+            return None
+        event, axis = self._summands[0]
+        where, _ = self._place(event, is_backward)
+        what = "the gradient of its input" if is_backward else "its output"
+        text = f"each rank along {axis} has its own part of {what}: the sum over {axis} is right"
+        cause = "forgotten_backward_sum" if is_backward else "partial_not_reduced"
+        return found._replace(module=where, cause=cause, text=f"{text}, and is not reduced")
 
     def allowed(self, number: int) -> float:
         """Returns the relative distance that rounding can cause after a number of events.
@@ -153,41 +171,13 @@ class _Step:
         unit = max(UNITS.get(dtype, MARGIN * EPS) for dtype in dtypes)
         return unit * (1 + self._depth * number / 2) ** 0.5
 
-    def _rows(self, event: Event, located: Located, is_backward: bool) -> Rows | None:
-        """Returns an event's arrays of the same examples; None if they cannot be compared."""
-        kind = ("module_out" if event.is_output else "module_in") + "_grad" * is_backward
-        part, first, second = located.part, self._pair.first, self._pair.second
-        parts = {(p.shard, p.number): p for p, _ in located.sources}
-        own = _array(second, kind, part, event.module)
-        arrays = {key: _array(first, kind, p, event.module) for key, p in parts.items()}
-        whole = next(iter(arrays.values()))
-        if own is None or whole is None or any(array is None for array in arrays.values()):
-            return None
-        sources = [(p.shard, p.number) for p, _ in located.sources]
-        found: dict[int | None, Rows] = {}  # Axis of the examples → arrays.
-        for axis in (0, 1):
-            by_example = {key: _by_example(arrays[key], parts[key], axis) for key in parts}
-            of_own = _by_example(own, part, axis)
-            if of_own is None or any(each is None for each in by_example.values()):
-                continue
-            places = zip(sources, located.sources, strict=True)
-            a = [dense(by_example[key])[row] for key, (_, row) in places]
-            if {each.shape for each in a} == {of_own.shape[1:]}:
-                found[axis] = np.stack(a), of_own[located.rows]
-        if whole.shape == own.shape:  # Such as the embeddings of places, the same for all examples.
-            found[None] = whole[None], own[None]
-        place = event, part.shard, part.number
-        if not is_backward and found:
-            self._axes[place] = min(found, key=lambda x: float(np.max(rows_apart([found[x]]))))
-        # The gradient of an array without examples is a sum over those of a batch.
-        best = self._axes.get(place)
-        return found.get(best) if best is not None or not is_backward else None
+    def _factor(self, place: int, rows: Rows) -> float:
+        """Returns the factor of the gradients of a forward pass: that of the first ones.
 
-    def _factor(self, place: int, located: Located, rows: Rows) -> float:
-        """Returns by what a mean over fewer examples multiplies their gradients."""
+        A mean over fewer examples, or over a part of a sequence, multiplies all of them.
+        """
         if place not in self._factors:
-            pairs = pairs_of("y_grad", located)
-            self._factors[place] = usual_factor(pairs or [rows])
+            self._factors[place] = usual_factor([rows])
         return self._factors[place]
 
     def _place(self, event: Event, is_backward: bool) -> tuple[str, str]:
@@ -206,27 +196,28 @@ class _Step:
         text = f"the first difference is in the code {side} {name}"
         return f"{ancestors[-1] if ancestors else f'{side} {name}'}, {what}", text
 
-    def _why(
-        self, event: Event, first: np.ndarray, second: np.ndarray, cause: str, allowed: float
-    ) -> tuple[str, str]:
-        """Returns the cause of a wrong array if a prediction confirms one, and a text."""
-        times = usual_factor([(first, second)])
-        if abs(times) > TINY and np.all(rows_apart([(first, second)], times) <= allowed):
-            return cause, f": it is {times:.4g} times the right one"
-        bias = dense(self._pair.states("before")[0].get(f"{event.module}.bias", np.zeros(0)))
-        difference = dense(second) - dense(first)
-        for axis in (-1, 2):  # Of channels, behind the examples and what they were split into.
-            if not (bias.ndim == 1 and norm(bias) and difference.ndim > 2):
+    def _with_bias(
+        self, event: Event, places: Sequence[int], allowed: float
+    ) -> tuple[str, str] | None:
+        """Explains an output, or its sum over ranks, by a bias that is added several times."""
+        mesh = self._pair.second.trace.mesh
+        weights = self._pair.states("before")[0]
+        own = {n: dense(b) for n, b in weights.items() if n.startswith(f"{event.module}.")}
+        biases = {name: bias for name, bias in own.items() if bias.ndim == 1 and norm(bias)}
+        for axis in ("", *(mesh.model_axes if mesh else ())):
+            of_each = [self._arrays.rows(event, self._located[i], False, axis) for i in places]
+            if not (of_each and all(of_each)):
                 continue
-            moved = np.moveaxis(difference, axis, -1)
-            if moved.shape[-1:] != bias.shape:
-                continue
-            more = float(np.mean(moved @ bias) / np.sum(bias**2))
-            is_all = norm(moved - more * bias) <= allowed * norm(first)
-            if is_all and abs(more - round(more)) < _CLOSE and event.is_output:
-                text = f": its bias is added {round(more) + 1} times"
-                return "repeated_bias" if more > 0 else cause, text
-        return cause, ""
+            first, second = (dense(np.concatenate([r[0][i] for r in of_each])) for i in (0, 1))
+            for name, bias in biases.items():
+                times = _times_added(second - first, bias, allowed * norm(first))
+                if axis and mesh and times == mesh.axes[axis] - 1:
+                    text = f": without {name}, the sum of the ranks' outputs over {axis} is right"
+                    return "partial_not_reduced", f"{text}, and is not reduced"
+                if times and not axis:
+                    cause = "repeated_bias" if times > 0 else "other_outputs"
+                    return cause, f": {name} is added {times + 1} times"
+        return None
 
     def of_own_weights(self) -> Wrong | None:
         """Returns the module that has all weights with a wrong gradient, if it is one module."""
@@ -245,16 +236,19 @@ class _Step:
         return Wrong(where, "other_backward", text, [], max(far.values()), allowed)
 
 
-def _array(step: Context, kind: str, part: Part, module: str) -> np.ndarray | None:
-    return step.trace.of_module(step.position, kind, part.shard, part.number, module)
+def _why_factor(first: np.ndarray, second: np.ndarray, allowed: float) -> str:
+    """Returns a text if an array is a multiple of the right one; else ""."""
+    times = usual_factor([(first, second)])
+    is_multiple = abs(times) > TINY and apart((first, second), times) <= allowed
+    return f": it is {times:.4g} times the right one" if is_multiple else ""
 
 
-def _by_example(array: np.ndarray | None, part: Part, axis: int) -> np.ndarray | None:
-    """Returns an array with one entry for each example; None if it has another shape."""
-    size = len(part.arrays["data"][0])
-    if array is None or array.ndim <= axis or not size:
-        return None
-    if axis:
-        return np.moveaxis(array, 1, 0)[:, None] if array.shape[1] == size else None
-    rows, rest = divmod(len(array), size)
-    return None if rest else array.reshape(size, rows, *array.shape[1:])
+def _times_added(more: np.ndarray, bias: np.ndarray, allowed: float) -> int:
+    """Returns how many times a bias is in an array with channels; 0 if it is not."""
+    for axis in (-1, 2):  # Of channels, behind the examples and what they were split into.
+        moved = np.moveaxis(more, axis, -1) if more.ndim > 2 else more
+        if moved.shape[-1:] == bias.shape:
+            times = float(np.mean(moved @ bias) / np.sum(bias**2))
+            if norm(moved - times * bias) <= allowed and abs(times - round(times)) < _CLOSE:
+                return round(times)
+    return 0
