@@ -8,11 +8,16 @@ import pytest
 
 from app.options.fault import FAULTS
 from app.training.optimizers import ScaledSGD
+from conftest import CPUS
+from strategies import model_parallel
 from verification_samples import NUM_STEPS, SPLITS, norm, plain, record, recorded, residual, sgd
 
 slow = pytest.mark.slow
 
-PLAIN = ["single", "manual", "mirrored", "multi_worker", "tensor", "accumulation", "weighted"]
+PLAIN = [
+    *("single", "manual", "mirrored", "multi_worker", "tensor", "accumulation", "weighted"),
+    *("tensor 2 × 2", "pipeline 2 × 2"),
+]
 NORMALISED = ["manual", "sharded", "pipeline", "compiled", "sync manual", "sync mirrored"]
 OTHERS = [split for split in SPLITS if split not in (*PLAIN[1:], *NORMALISED)]
 
@@ -137,6 +142,51 @@ def test_injected_faults_are_named(fault, split, build, stage, cause):
     assert {finding.cause for finding in verdict.faults} == {cause}, str(verdict)
     if "step=2" in fault:
         assert first.steps[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("split", "fault", "cause", "items", "told"),
+    [
+        ("tensor 2 × 2", "drop_gradient", "lost_replica", {"replica 1"}, "of replica 1"),
+        ("pipeline 2 × 2", "lost_micro_batch", "lost_micro_batch",
+         {"micro-batch 1 of replica 0", "micro-batch 1 of replica 1"},
+         "the gradient of micro-batch 1 of replica 0"),
+        ("pipeline 2 × 2", "stale_stage", "stale_stage",
+         {f"micro-batch {m} of replica {r}" for m in (0, 1) for r in (0, 1)},
+         "the previous step's weights of stage 1"),
+    ],
+)  # fmt: skip
+def test_data_and_model_parallelism_faults_are_named_with_their_place(
+    split, fault, cause, items, told
+):
+    verdict = record(split, plain, fault=fault).check()
+    (finding,) = verdict.faults
+    assert (finding.cause, set(finding.items)) == (cause, items) and told in finding.text
+
+
+@pytest.mark.parametrize(
+    ("split", "second_devices_only", "cause", "tensors"),
+    [
+        ("tensor 2 × 2", False, "not_all_reduced", 6),
+        ("tensor 2 × 2", True, "own_gradient_only", 6),  # Of the channels of these devices.
+        ("pipeline 2 × 2", False, "not_all_reduced", 6),
+        ("pipeline 2 × 2", True, "not_all_reduced", 4),  # Of the second stage.
+    ],
+)
+def test_gradients_that_are_not_summed_over_the_replicas_are_named(
+    monkeypatch, split, second_devices_only, cause, tensors
+):
+    all_reduce = model_parallel._all_reduce
+
+    def skipped(own, devices):
+        is_first = devices == CPUS[:4:2]
+        return all_reduce(own, devices) if is_first and second_devices_only else own
+
+    monkeypatch.setattr(model_parallel, "_all_reduce", skipped)
+    verdict = record(split, plain).check()
+    (finding,) = verdict.faults
+    assert (finding.stage, finding.cause) == ("all-reduce", cause), str(verdict)
+    assert set(finding.items) == {"replica 0", "replica 1"} and len(finding.tensors) == tensors
 
 
 def test_every_fault_to_inject_is_tested():
