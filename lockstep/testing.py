@@ -30,7 +30,7 @@ from typing import Any
 from lockstep.comparison import compare_traces
 from lockstep.text import describe
 from lockstep.trace_file import Path, TraceError, load
-from lockstep.verdict import Verdict
+from lockstep.verdict import Verdict, note_of_repetition
 from lockstep.verify_json import record_of_all
 
 VARIABLE = "LOCKSTEP_RECORD"  # Read by the recorders.
@@ -119,7 +119,8 @@ def assert_same_training(
         verdicts = {name: verdict_of(name, training) for name, training in variants.items()}
         for name, verdict in verdicts.items():
             if not verdict.ok:
-                verdicts[name] = _repeated(verdict, verdict_of(name, variants[name]))
+                note = note_of_repetition(verdict, verdict_of(name, variants[name]))
+                verdicts[name] = dataclasses.replace(verdict, notes=(*verdict.notes, note))
     _require_same(verdicts, json_path)
     return verdicts
 
@@ -182,23 +183,6 @@ def _require_training(name: str, training: Any) -> None:
 
 def _words(command: str | Sequence[str]) -> list[str]:
     return shlex.split(command) if isinstance(command, str) else list(map(str, command))
-
-
-def _repeated(verdict: Verdict, second: Verdict) -> Verdict:
-    """Returns a verdict with a note on whether a second run of the training has the same faults."""
-    faults = [
-        {(fault.stage, fault.cause, fault.tensors) for fault in each.faults}
-        for each in (verdict, second)
-    ]
-    if faults[0] == faults[1]:
-        note = "reproducible: a second run from the same states has the same faults"
-    else:
-        count = len(faults[0] & faults[1])
-        note = (
-            f"not reproducible: a second run from the same states has {count} of these"
-            f" {len(faults[0])} faults; look for a race, an uninitialised buffer or broken hardware"
-        )
-    return dataclasses.replace(verdict, notes=(*verdict.notes, note))
 
 
 def _record(name: str, training: Training, options: Mapping[str, Any], timeout_sec: float) -> None:

@@ -197,6 +197,20 @@ def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     )
 
 
+def note_of_repetition(verdict: Verdict, second: Verdict) -> str:
+    """Returns whether a second run of a training, from the same states, has the same faults."""
+    first, again = (
+        {(fault.stage, fault.cause, fault.tensors) for fault in each.faults}
+        for each in (verdict, second)
+    )
+    if first == again:
+        return "reproducible: a second run from the same states has the same faults"
+    return (
+        f"not reproducible: a second run from the same states has {len(first & again)} of these"
+        f" {len(first)} faults; look for a race, an uninitialised buffer or broken hardware"
+    )
+
+
 def in_sequence(parts: Sequence[Verdict]) -> Verdict:
     """Joins verdicts on successive parts of one training; steps keep their names.
 

@@ -80,6 +80,24 @@ class CopyStates:
             for name, variable in variables.items():
                 variable.assign(by_name[name])
 
+    def load_each(
+        self,
+        per_copy_arrays: Sequence[Sequence[np.ndarray]],
+        per_shard_arrays: Sequence[Sequence[np.ndarray | None]],
+    ) -> None:
+        """Assigns each copy of this worker its own arrays, then each shard its own.
+
+        Args:
+            per_copy_arrays: one array for each of `variable_names`.
+            per_shard_arrays: the same, None for variables that shards do not have; may be empty.
+        """
+        copies = zip(self._copies, per_copy_arrays, strict=True)
+        shards = zip(self._shards, per_shard_arrays, strict=False)
+        for variables, arrays in (*copies, *shards):
+            for name, array in zip(self.variable_names, arrays, strict=True):
+                if array is not None:
+                    variables[name].assign(array)
+
     def _check_fits(self, arrays: Sequence[np.ndarray]) -> None:
         """Raises `ValueError` that names the first three arrays whose dtype or shape differs."""
 

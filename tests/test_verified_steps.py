@@ -307,6 +307,59 @@ def _apply_much(self, replica, sums):
     Strategy.apply_gradients(self, replica, [1e30 * each for each in sums])
 
 
+@pytest.mark.parametrize(
+    ("wrong_runs", "said"),
+    [
+        (1, "; not reproducible: a second run from the same states has 0 of these 1 faults; look"),
+        (99, "; reproducible: a second run from the same states has the same faults; "),
+    ],
+)
+def test_a_fault_is_told_from_a_race_by_a_second_run(tmp_path, monkeypatch, wrong_runs, said):
+    runs = []
+
+    def factor():
+        runs.append(None)
+        return np.float32(2 if len(runs) <= wrong_runs else 1)
+
+    def apply(self, replica, sums):
+        if replica.replica_id == 1:
+            scale = tf.numpy_function(factor, [], tf.float32)
+            sums = [tf.reshape(scale * each, each.shape) for each in sums]
+        Strategy.apply_gradients(self, replica, sums)
+
+    monkeypatch.setattr(ManualStrategy, "apply_gradients", apply)
+    text = finding_of(tmp_path, verify_every=4)
+    assert "scaled gradient in all-reduce, step 1; replica 1; " in text and said in text
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": "resnet18", "inject": "drop_gradient:step=2"},
+        {"strategy": "pipeline", "inject": "lost_micro_batch", "model": "resnet18"},
+        pytest.param({"strategy": "sharded", "inject": "drop_gradient"}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "mirrored", "inject": "drop_gradient"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_second_run_changes_no_bit_of_the_training(tmp_path, options, capsys):
+    options |= {"on_mismatch": "warn"}
+    without = train(tmp_path / "without", verify_every=0, **options | {"on_mismatch": "stop"})
+    loop = make(tmp_path / "with", verify_every=2, **options)
+    summary = loop.run()
+    assert summary.weights_sha256 == without.weights_sha256
+    assert capsys.readouterr().err.count("; reproducible: ") == summary.mismatches > 0
+    assert loop.strategy._observed_steps.num_tracings == 1
+
+
+@pytest.mark.parametrize("inject", ["same_shard", "stale_stage"])
+def test_a_fault_of_an_earlier_moment_is_not_repeated(tmp_path, inject):
+    """The examples and the buffer of old weights are not part of the state before the step."""
+    strategy = "pipeline" if inject == "stale_stage" else "manual"
+    text = finding_of(tmp_path, inject=inject, strategy=strategy, verify_every=4)
+    assert "reproducible" not in text
+
+
 def test_a_finite_gradient_with_a_sum_that_is_not_is_a_mismatch(tmp_path, monkeypatch):
     def apply(self, replica, sums):
         Strategy.apply_gradients(self, replica, [each + np.nan for each in sums])

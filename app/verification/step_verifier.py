@@ -26,6 +26,7 @@ from lockstep.arithmetic import bits
 from lockstep.engine import Result, check_step, verdict_of
 from lockstep.text import line_of
 from lockstep.trace import OF_COPIES, Trace
+from lockstep.verdict import Finding, Verdict, note_of_repetition
 from strategies.base import Strategy
 from strategies.copies import State
 from strategies.step_totals import StepTotals
@@ -108,6 +109,7 @@ class StepVerifier:
         dtype = spec.config.distribution.communication_dtype
         self._recorder = StepRecorder(strategy, strategy.observer, communication_dtype=dtype)
         self._oracle: StrategyOracle | None = None
+        self._iterators: list[Any] = []  # Deleting one of `tf.distribute` can take 30 s.
         self._previous: Trace | None = None  # The step before the recorded one, or its start.
         self._trace: Trace | None = None  # The recorded step on this worker.
         times: Any = collections.deque(maxlen=_STRAGGLER_STEPS)
@@ -192,7 +194,7 @@ class StepVerifier:
         return result
 
     def check(self, before: Progress) -> StepFinding | None:
-        """Checks the recorded step.
+        """Checks the recorded step; computes a step with a fault a second time.
 
         Args:
             before: progress before the step.
@@ -200,8 +202,16 @@ class StepVerifier:
         workers, own = self._strategy.workers, self._trace
         assert own is not None
         trace = gather_trace(own, workers)
-        text = self._find(trace, self._oracle, before) if self._oracle else ""
-        text = json.loads(workers.broadcast(json.dumps(text).encode()))
+        verdict = self._verdict(trace, self._oracle, before) if self._oracle else None
+        text = self._text(trace, verdict) if verdict and verdict.faults else ""
+        can_repeat = verdict is not None and all(map(_is_of_step, verdict.faults))
+        message = json.dumps([text, can_repeat]).encode()
+        text, can_repeat = json.loads(workers.broadcast(message))
+        if text and can_repeat:
+            second = gather_trace(self._repeat(own, before), workers)
+            if verdict and self._oracle:
+                again = self._verdict(second, self._oracle, before)
+                text += f"; {note_of_repetition(verdict, again)}"
         self._trace, self._previous = None, _last_step(own) if self._every == 1 else None
         late = find_straggler(list(self._times), self._strategy.replica_weights)
         if late and not self._is_slow_reported:  # A straggler does not affect the results.
@@ -212,23 +222,53 @@ class StepVerifier:
             return None
         return StepFinding(text, *(self._state_before(trace) if self._oracle else (None, [])))
 
-    def _find(self, trace: Trace, oracle: StrategyOracle, before: Progress) -> str:
-        """Returns what is wrong with the recorded step in one line; "" if nothing is.
-
-        Keeps the trace of the first mismatch.
-        """
+    def _verdict(self, trace: Trace, oracle: StrategyOracle, before: Progress) -> Verdict:
+        """Compares the recorded step with one device."""
         result, last = Result(), len(trace.steps) - 1
-        position = before.epoch * self._spec.steps_per_epoch + before.epoch_step
-        check_step(trace, last, oracle, list(self._spec.batch(position)), result)
+        check_step(trace, last, oracle, list(self._spec.batch(self._position(before))), result)
         name, number = self._strategy.name, trace.steps[last]
-        verdict = dataclasses.replace(
+        return dataclasses.replace(
             verdict_of(trace, result, oracle, name=name, reference="training on one device"),
             steps=(number,),
             step_names={number: f"step {number + 1}"},
         )
-        if not verdict.faults:
-            return ""
-        text = f"{name} has a mismatch: {line_of(verdict.faults[0], verdict)}"
+
+    def _position(self, before: Progress) -> int:
+        """Returns the number of the next batch in the training data."""
+        return before.epoch * self._spec.steps_per_epoch + before.epoch_step
+
+    def _repeat(self, trace: Trace, before: Progress) -> Trace:
+        """Runs the recorded step a second time, from the same state; called by all workers.
+
+        Returns:
+            The recording of this worker. The training continues from the first run.
+        """
+        last, strategy = len(trace.steps) - 1, self._strategy
+        prefix = f"{last + 1}/"
+        kept = {n: array for n, array in trace.stored().items() if not n.startswith(prefix)}
+        second = Trace(trace.about, kept)
+        batches = self._spec.batches(start_step=self._position(before))
+        self._iterators.append(strategy.distribute(batches))
+
+        def train() -> StepTotals:
+            return strategy.train_observed_steps(self._iterators[-1], 1, self._recorder)
+
+        self._load(trace, "before")
+        self._recorder.record_step(second, last, train)
+        self._recorder.take_times()
+        self._load(trace, "after")
+        return second
+
+    def _load(self, trace: Trace, when: str) -> None:
+        """Loads the state of this worker "before" or "after" the recorded step."""
+        last, strategy = len(trace.steps) - 1, self._strategy
+        copies = [trace.arrays(last, when, copy) or [] for copy in strategy.local_copy_ids]
+        own = [trace.arrays(last, f"own_{when}", shard) for shard in strategy.local_shard_ids]
+        strategy.states.load_each(copies, [arrays for arrays in own if arrays])
+
+    def _text(self, trace: Trace, verdict: Verdict) -> str:
+        """Returns the first fault in one line; keeps the trace of the first mismatch."""
+        text = f"{verdict.name} has a mismatch: {line_of(verdict.faults[0], verdict)}"
         if self._last_right:
             text += f"; the last verified step without a mismatch is {self._last_right}"
         if self._run_dir:
@@ -261,6 +301,12 @@ class StepVerifier:
         own = [trace.named(last, "own_before", shard) or {} for shard in trace.shards]
         state = dict(zip(self._strategy.states.variable_names, copies[0], strict=True))
         return state, [list(each.values()) for each in own] if any(own) else []
+
+
+def _is_of_step(fault: Finding) -> bool:
+    """Returns whether a fault arises within a step, from its state and its examples alone."""
+    is_earlier = fault.stage in ("start", "random numbers", "examples")
+    return not is_earlier and not fault.cause.startswith("stale")
 
 
 def _last_step(trace: Trace) -> Trace:
