@@ -233,6 +233,7 @@ CODE = {  # Framework → cause → an example: a line to remove, and one to add
         "not_all_reduced": ("grad(loss)(params, x)", "lax.pmean(grad(loss)(params, x), axis)"),
         "sum_instead_of_mean": ("lax.psum(gradients, axis)", "lax.pmean(gradients, axis)"),
         "mean_instead_of_sum": ("lax.pmean(gradients, axis)", "lax.psum(gradients, axis)"),
+        "partial_not_reduced": ("x @ w", "lax.psum(x @ w, axis)"),
         "random_numbers_repeated": ("", "key, step_key = jax.random.split(key)"),
         "same_random_numbers": ("", "key = jax.random.fold_in(key, lax.axis_index(axis))"),
     },
