@@ -94,6 +94,7 @@ CAUSES = {  # Cause → remedy, in any framework.
     "partial_not_reduced": "reduce it over the axis on which each rank holds a part of the sum: in"
     " the forward pass after a layer split by its inputs, in the backward pass before the update",
     "not_all_reduced": "sum the gradients over the replicas before the update",
+    "reduced_over_other_axis": "reduce the gradients over the data axes only",
     "lost_replica": "include every replica in the all-reduce of every variable",
     "repeated_gradient": "add the gradient of each replica once",
     "lost_micro_batch": "accumulate the gradients of all micro-batches before the update, and clear"
@@ -215,6 +216,7 @@ CODE = {  # Framework → cause → an example: a line to remove, and one to add
     },
     "torch": {
         "not_all_reduced": ("output = ddp.module(x)", "output = ddp(x)"),
+        "reduced_over_other_axis": ("all_reduce(g)", "all_reduce(g, group=mesh['dp'].get_group())"),
         "same_examples": ("shuffle=True", "sampler=DistributedSampler(dataset)"),
         "other_examples_in_a_replica": ("sampler(world_size, rank)", "sampler(dp_size, dp_rank)"),
         "not_reshuffled": ("", "sampler.set_epoch(epoch)  # At the start of each epoch."),

@@ -253,6 +253,29 @@ def test_a_gradient_times_the_size_of_an_axis_is_named():
     assert "the size of tp" in found.faults[0].text
 
 
+@pytest.mark.parametrize(
+    ("axes", "cause"), [("dp", ""), ("tp", "averaged over tp,"), ("dp tp", "averaged over tp, too")]
+)
+def test_gradients_that_are_averaged_over_another_axis_are_named(axes, cause):
+    mesh = Mesh(DP_TP, ("dp",))
+    generator = np.random.default_rng(0)
+    sent = [generator.normal(size=(3, 2)).astype(np.float32) for _ in range(mesh.size)]
+
+    def group(rank):
+        at = mesh.coordinates(rank)
+        fixed = {axis: place for axis, place in at.items() if axis not in axes.split()}
+        return [r for r in range(mesh.size) if fixed.items() <= mesh.coordinates(r).items()]
+
+    sums = [np.mean([sent[r] for r in group(rank)], axis=0) for rank in range(mesh.size)]
+    placements = {f"{kind}/0": "i o[tp]" for kind in ("raw", "sums", "clipped")}
+    arrays = {"raw/0": sent, "sums/0": sums, "clipped/0": sums}
+    trace = load(write(mesh, arrays, placements, reduction="mean"))
+    (found,) = compare_traces([trace], {}).values()
+    faults = [fault for fault in found.faults if fault.stage == "all-reduce"]
+    assert {fault.cause for fault in faults} == ({"reduced_over_other_axis"} if cause else set())
+    assert all(cause in fault.text for fault in faults)
+
+
 def test_ranks_of_a_replica_with_different_examples_are_named():
     found = verdict(lambda images, own: images.__setitem__(1, images[1][::-1]))
     assert causes(found)[0] == "other_examples_in_a_replica"

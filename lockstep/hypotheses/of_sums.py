@@ -136,12 +136,31 @@ def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
         # The error of a quantised element is that of the largest one.
         if is_within(got, asked.share * candidate, bound.max() if cause == "quantised" else bound):
             return cause, text, ()
+    for text, parts in _over_model_axes(asked):
+        if is_within(got, np.sum(parts, axis=0), sum_bound(parts)):
+            return "reduced_over_other_axis", text, ()
     for text, moved in moved_parts(asked.context, dense(asked.right)):
         if is_within(got, moved, np.max(bound)):
             return "swapped_parts", text, ()
     if found := _sum_of_some(sums, rows, bound):
         return *found, ()
     return *why_tensor(got, asked.right, 0.0, len(parts)), ()
+
+
+def _over_model_axes(asked: SumOf) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """Yields the terms of sums over ranks that hold different parts of a weight, in words."""
+    mesh, (own, *_) = asked.context.trace.mesh, (*asked.context.trace.shards_of(asked.copy), 0)
+    for axis in mesh.model_axes if mesh else ():
+        size = mesh.axes[axis] if mesh else 1
+        for whole, also in ((dense(asked.sent[own]), ""), (dense(asked.right), ", too")):
+            for dimension in range(whole.ndim):
+                if size == 1 or whole.shape[dimension] % size:
+                    continue
+                for word, share in (("summed", 1), ("averaged", 1 / size)):
+                    terms = [share * part for part in np.split(whole, size, dimension)]
+                    text = f"gradients are {word} over {axis}{also}, whose ranks hold other parts"
+                    repeats = [size if d == dimension else 1 for d in range(whole.ndim)]
+                    yield text, [np.tile(term, repeats) for term in terms]
 
 
 def _of_other_parts(
