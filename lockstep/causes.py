@@ -106,6 +106,8 @@ CAUSES = {  # Cause → remedy, in any framework.
     "reduced_precision": "compute in the same dtype on all replicas and in both trainings, and"
     " all-reduce the gradients in float32",
     "clipped_before_the_sum": "clip after the all-reduce",
+    "clipped_by_local_norm": "sum the squares of the norms of different parts over all ranks before"
+    " the root, and count copies once",
     "clipped_on_one_replica": "clip on all replicas, after the all-reduce",
     "other_clipping": "clip to the same norm in both trainings, after the all-reduce",
     "clipped_before_unscale": "call scaler.unscale_(optimizer) before the gradients are clipped",

@@ -187,12 +187,14 @@ class Assembled(NamedTuple):
         of_replica: replica → description of its ranks.
         arrays: name of an array of a shard or a copy → the array.
         views: the same for arrays that several ranks of a shard hold → rank → its array.
+        parts: name of a gradient on a rank → the part that it holds.
     """
 
     about: About
     of_replica: dict[int, About]
     arrays: dict[str, Any]
     views: dict[str, dict[int, Any]]
+    parts: dict[str, Any]
 
 
 def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
@@ -213,7 +215,7 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
         shard: merged([of_rank[rank] for rank in mesh.ranks_of(shard)])
         for shard in range(mesh.num_replicas)
     }
-    arrays, views = dict[str, Any](), dict[str, dict[int, Any]]()
+    arrays, views, parts = dict[str, Any](), dict[str, dict[int, Any]](), dict[str, Any]()
     not_reduced = set[tuple[str, str]]()
     for place, by_text in _collected(files, common).items():
         position, kind, index = place
@@ -222,6 +224,8 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
         wholes: dict[int, Any] = {}
         for text, held in by_text.items():
             wholes |= _wholes(held, placement_from(text, mesh), mesh, ignored)
+            if kind in OF_GRADIENTS:
+                parts |= {f"{position}/{kind}/{rank}/{index}": x for rank, x in held.items()}
         of_replicas = [_of_replica(wholes, replica, mesh) for replica in of_replica]
         if kind in ("raw", "sums") and any(map(_differ, of_replicas)):
             not_reduced.add((position, kind))
@@ -234,7 +238,7 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
     arrays = {
         name: array for name, array in arrays.items() if (*name.split("/")[:2],) not in not_reduced
     }
-    return Assembled(common, of_replica, arrays, views)
+    return Assembled(common, of_replica, arrays, views, parts)
 
 
 _Place = tuple[str, str, str]  # Position, kind, INDEX and suffix.

@@ -29,6 +29,7 @@ from lockstep.verdict import Finding
 
 KERNELS = 64 * EPS  # Relative difference of correct kernels of two frameworks.
 _CLOSE = 1e-3  # Relative; of factors.
+_BEFORE_CLIPPING = ("raw", "sums", "unclipped")  # Kinds of gradients.
 _FACTORS = ("scaled_gradient", "sum_instead_of_mean", "mean_instead_of_sum")
 SAME_START = 1e-7  # Relative; states that are only transposed have a distance of 0.
 
@@ -190,6 +191,8 @@ class StepPair:
         ]
         if found[0] and not self.tolerance.wrong(found[1], found[0]):
             return found
+        if self.applied[0] and not all(any(map(step.has, _BEFORE_CLIPPING)) for step in both):
+            return self.applied  # One script clips by hand.
         if any(changed):
             return self._common_gradients(*(c or r for c, r in zip(changed, received, strict=True)))
         return self._kept_later(found) if any(map(_keeps_by_hand, both)) else found
@@ -200,8 +203,6 @@ class StepPair:
         Where scripts say themselves what they keep, as for JAX, one of them may divide before the
         sum, and the other one after it, or keep clipped gradients only.
         """
-        if not all(step.has("raw") or step.has("sums") for step, _ in self.both):
-            return self.applied
         wrong, (first, second) = self.tolerance.wrong, found
         if self.are_sums_equal:
             return self.sums

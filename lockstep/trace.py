@@ -246,6 +246,7 @@ class Trace:
         kinds: key → kind of the variable.
         of_replica: replica → description in its file, whose settings may be its own.
         views_of: name of an array of a shard → rank → its copy, as an object with `read()`.
+        parts_of: name of a gradient on a rank → the part that it holds, in the same form.
     """
 
     def __init__(
@@ -261,6 +262,7 @@ class Trace:
         self.kinds = {key: variable.kind for key, variable in self.variables.items()}
         self.of_replica: Mapping[int, About] = {}
         self.views_of: Mapping[str, Mapping[int, Any]] = {}
+        self.parts_of: Mapping[str, Any] = {}
         self._stored = {} if stored is None else stored
         self._index: dict[tuple[int, str, int], set[str]] = {}  # → Names of its arrays.
         for key in self._stored:
@@ -304,6 +306,15 @@ class Trace:
         """Returns rank → its copy of an array of a shard, if several ranks have one."""
         members = self.views_of.get(f"{position + 1}/{kind}/{item}/{index}", {})
         return {rank: member.read() for rank, member in members.items()}
+
+    def local(self, position: int, kind: str, rank: int) -> Named:
+        """Returns weight → the part of its gradient that a rank of the mesh holds."""
+        start = f"{position + 1}/{kind}/{rank}/"
+        return {
+            name: self.parts_of[f"{start}{index}"].read()
+            for index, name in enumerate(self.about.gradients)
+            if f"{start}{index}" in self.parts_of
+        }
 
     def replica_of(self, shard: int) -> int:
         """Returns the replica that computes a shard."""

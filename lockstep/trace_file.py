@@ -182,6 +182,7 @@ def _load_on_mesh(files: Sequence["_File"], name: str) -> Trace:
     _check_arrays(whole.about, arrays)
     trace = Trace(whole.about, arrays, name)
     trace.of_replica, trace.views_of = whole.of_replica, whole.views
+    trace.parts_of = whole.parts
     return trace
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from lockstep.arithmetic import dense, factor_of, is_far, norm, scaled_all, total_norm
 from lockstep.checks.other_gradients import names_of_factor
 from lockstep.context import Context
+from lockstep.hypotheses.of_axes import clipped_by_local_norm
 from lockstep.reference import StepPair
 from lockstep.trace import Named
 from lockstep.verdict import Finding
@@ -44,7 +45,9 @@ def _why(pair: StepPair, entering: Named, applied: Named) -> tuple[str, str]:
             return "clipped_before_unscale", f"{text} multiplied by the loss scale, {scale:g}"
     if scale != 1 and abs(factors[0] - scale) <= _CLOSE * scale and "unscale" not in calls:
         return "loss_scale_left", f"the update has gradients times the loss scale, {scale:g}"
-    if why := _by_parts(step, entering, applied, factors[1]):
+    if why := _by_parts(step, entering, applied, factors[1]) or clipped_by_local_norm(pair):
+        return why
+    if why := _of_previous_step(pair, applied):
         return why
     factor_before = _factor(pair.matching.to_first(step.entering(0)), entering) if calls else 1.0
     if limits[0] == limits[1] and all(factors):
@@ -59,6 +62,8 @@ def _why(pair: StepPair, entering: Named, applied: Named) -> tuple[str, str]:
         if limits[0] or known:
             text = f"{when}, gradients are multiplied by {times:.6g}"
             cause, reason = next(iter(known), ("scaled_gradient", ""))
+            if limits[0] and not known and step.trace.mesh and step.trace.mesh.model_axes:
+                cause, reason = "other_clipping", "as by the norm of other gradients"
             return cause, f"{text}: {reason}" if reason else text
     texts = [
         f"multiplied by {_shown(own, sent)} (to norm {total_norm(own):.4g})"
@@ -66,6 +71,19 @@ def _why(pair: StepPair, entering: Named, applied: Named) -> tuple[str, str]:
     ]
     text = f"gradients are {texts[0]} in the first recording and {texts[1]} in the second"
     return "other_clipping", text
+
+
+def _of_previous_step(pair: StepPair, applied: Named) -> tuple[str, str] | None:
+    """Explains applied gradients of some weights by those of the previous step."""
+    before, wrong = pair.second.previous, [*pair.tolerance.wrong(applied, pair.applied[0])]
+    old = pair.matching.to_first(before.entering(0)) if before else {}
+    names = [name for name in wrong if name in old]
+    factor = factor_of([applied[n] for n in names], [old[n] for n in names])
+    is_old = not any(is_far(applied[n], factor * dense(old[n]), _CLOSE) for n in names)
+    if len(names) < len(wrong) or not (factor > 0 and is_old):
+        return None
+    text = f"the gradients of {len(names)} weights that are applied are those of the previous step"
+    return "stale_gradient", text
 
 
 def _clipped(limits: list[str], gradients: Named) -> Named:

@@ -20,6 +20,7 @@ from lockstep.arithmetic import (
 )
 from lockstep.checks.examples import why_rows
 from lockstep.context import Context
+from lockstep.hypotheses.of_axes import order_of_parts
 from lockstep.reference import SAME_START, StepPair, Tolerance, common_steps
 from lockstep.text import count
 from lockstep.trace import Named, Trace
@@ -186,7 +187,7 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
         else:
             why = why_rows(step.given, step.used, step.second.sizes, of_first)
         if why[0] == "other_examples":
-            why = _why_scaled(*map(_inputs_of, (step.first, step.second))) or why
+            why = _why_other_order(step) or why
         found[step.first.number] = why
     # Another order in each epoch does not begin with that of a script that shuffles once.
     once = [why for why in found.values() if why[0] == "not_reshuffled"]
@@ -328,6 +329,16 @@ def _why_size(sizes: tuple[int, int], usual: tuple[int, int]) -> Why | None:
         f"the {names[0]} recording has a last batch of {min(sizes)} examples here, the {names[1]}"
         f" one a batch of {max(sizes)}"
     )
+
+
+def _why_other_order(step: _Step) -> Why | None:
+    """Explains inputs whose values have another order, or are scaled."""
+    inputs = _inputs_of(step.first), _inputs_of(step.second)
+    if len({part.shape[1] for parts in inputs for part in parts}) == 1:
+        first, second = map(np.concatenate, inputs)
+        if order := order_of_parts(first, second, step.second.trace.mesh):
+            return "swapped_parts", order
+    return _why_scaled(*inputs)
 
 
 def _why_scaled(*inputs: _Inputs) -> Why | None:

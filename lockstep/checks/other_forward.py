@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.arithmetic import MARGIN, UNITS, dense
 from lockstep.checks.random_numbers import draws, draws_other_numbers, is_random
 from lockstep.context import Context
+from lockstep.hypotheses.of_axes import order_of_parts
 from lockstep.hypotheses.of_layers import num_local_norms, other_settings
 from lockstep.hypotheses.of_targets import why_targets
 from lockstep.matched_examples import Matched, Pairs, matched_examples
@@ -48,6 +49,9 @@ def _other_arguments(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Fin
         other = [m for m in own if not np.array_equal(*m.pairs["data"][index], equal_nan=True)]
         if other:
             cause, text = why_targets(_flat(other, "data", [index]), "other_examples")
+            a, b = (np.concatenate([m.pairs["data"][index][i] for m in other]) for i in (0, 1))
+            if order := order_of_parts(a, b, pair.second.trace.mesh):
+                cause, text = "swapped_parts", order
             text = f"array {index + 1} of the step's batch, next to equal inputs: {text}"
             yield _found(pair, other, cause, text)
 

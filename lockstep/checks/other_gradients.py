@@ -53,8 +53,8 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
     left_out = [n for n in far if n not in frozen and is_left_out(pair, n)]
     wrong = [name for name in far if name not in (*frozen, *left_out)]
     causes = []
-    for text, names in [*not_reduced(pair, wrong)]:
-        causes.append(pair.second.found("partial_not_reduced", text, tensors=names))
+    for cause, text, names in not_reduced(pair):
+        causes.append(pair.second.found(cause, text, tensors=names))
         wrong = [name for name in wrong if name not in names]
     if any(f.status == FAULT and f.cause != "other_loss" for f in pair.found_in("loss")):
         causes, frozen, wrong = causes + _settings(pair, list(far)), [], []
@@ -74,9 +74,9 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
         rest = [n for n in wrong if not any(n in each.tensors for each in causes)]
         if rest:
             causes += _by_tensor(pair, rest) or _settings(pair, rest)
-    allowed = pair.tolerance.allowed(list(far))
+    allowed, apart = pair.tolerance.allowed(list(far)), max(far.values(), default=0.0)
     for finding in causes:
-        yield dataclasses.replace(finding, distance=max(far.values()), allowed=allowed)
+        yield dataclasses.replace(finding, distance=apart, allowed=allowed)
 
 
 def _frozen_on_some(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
@@ -110,7 +110,11 @@ def _explanations(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
     if np.isfinite(scale) and scale and _explains(pair, wrong, multiple):
         which = "each gradient is" if is_of_all else f"the gradients of {len(wrong)} weights are"
         text = f"{which} {scale:.6g} times that of the first recording"
-        for named in _of_factor(pair, scale, text):
+        named_factors = _of_factor(pair, scale, text)
+        if not is_of_all:  # The loss, and mostly the number of micro-batches, changes all of them.
+            named_factors = [each for each in named_factors if each[0] != "other_loss_reduction"]
+            named_factors.sort(key=lambda each: each[0] == "micro_batches_not_averaged")
+        for named in named_factors:
             if is_of_all or named[0] != "scaled_gradient":
                 yield found(*named, tensors=wrong)
     if why := _mean_of_means(pair, wrong):

@@ -144,6 +144,10 @@ def _unlike_gradients(context: Context, applied: Sequence[Named]) -> Iterator[Fi
     """Finds copies that apply different gradients, where nothing before the update is recorded."""
     first, *others = applied
     names = [n for n in first if any(n in other and is_far(other[n], first[n]) for other in others)]
+    if idle := [n for n in names if not all(norm(own.get(n, 0.0)) for own in applied)]:
+        text = f"copies apply a gradient of 0 to {len(idle)} weights, and other copies do not"
+        yield context.found("not_updated", text, items=(), tensors=idle)
+        names = [name for name in names if name not in idle]
     if names:
         text = f"the copies apply different gradients of {len(names)} weights, and diverge"
         yield context.found("not_all_reduced", text, items=(), tensors=names)

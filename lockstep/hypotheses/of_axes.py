@@ -2,36 +2,79 @@
 
 from collections.abc import Iterator, Sequence
 
-from lockstep.arithmetic import is_far, scaled_all
+import numpy as np
+
+from lockstep.arithmetic import (
+    dense,
+    factor_of,
+    is_far,
+    norm,
+    rows_of,
+    same_bits,
+    scaled_all,
+    total_norm,
+)
+from lockstep.context import Context
 from lockstep.reference import StepPair
-from lockstep.trace import Named
+from lockstep.trace import Mesh, Named
+
+_CLOSE = 1e-3  # Relative; of gradients that have a common factor.
 
 
-def not_reduced(pair: StepPair, wrong: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields a sentence, and the weights of whose gradients each rank has a summand only.
+def not_reduced(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
+    """Yields cause, sentence, and the weights of whose gradients each rank has a summand only.
 
-    Along an axis of tensor, sequence, context or pipeline parallelism, the ranks then have
-    different gradients, and their sum or mean is that of the reference.
+    Along an axis, the ranks then update the weights with different gradients, and their sum or mean
+    is that of the reference.
     """
-    step, mesh, left = pair.second, pair.second.trace.mesh, list(wrong)
-    for axis in mesh.model_axes if mesh else ():
+    step, mesh = pair.second, pair.second.trace.mesh
+    left = [] if step.is_wrong("all-reduce") else [*pair.gradients[0]]
+    for axis in mesh.axes if mesh else ():
         ranks = mesh.along(axis, 0) if mesh else []
         own = [pair.matching.to_first(step.entering(r) or step.applied(r)) for r in ranks]
-        odd = [
-            name
-            for name in left
-            if all(name in each for each in own)
-            and any(is_far(each[name], own[0][name]) for each in own[1:])
-        ]
+        odd = [name for name in left if _differs(step, pair.in_second(name), name, ranks, own)]
+        if not odd:
+            continue
+        own = [scaled_all(each, 1 / _common_factor(pair, each)) for each in own]
+        odd = [name for name in odd if any(is_far(g[name], own[0][name], _CLOSE) for g in own[1:])]
         for word, share in (("sum", 1.0), ("mean", 1 / len(ranks))):
             found = _that_give(pair, odd, [scaled_all(each, share) for each in own])
             left = [name for name in left if name not in found]
             if found:
-                text = (
+                is_model = mesh and axis in mesh.model_axes
+                yield (
+                    "partial_not_reduced" if is_model else "not_all_reduced",
                     f"each rank along {axis} has its own part of the gradients of {len(found)}"
-                    f" weights: their {word} over {axis} is right, and is not reduced"
+                    f" weights: their {word} over {axis} is right, and is not reduced",
+                    found,
                 )
-                yield text, found
+
+
+def _differs(
+    step: Context, name: str, of_first: str, ranks: Sequence[int], own: Sequence[Named]
+) -> bool:
+    """Returns whether ranks have different gradients of a weight, and update it differently."""
+    gradients = [each[of_first] for each in own if norm(each.get(of_first, 0.0))]
+    if len(gradients) < len(ranks) or not any(is_far(g, gradients[0]) for g in gradients[1:]):
+        return False
+    after = [step.named("after")[rank].get(name) for rank in ranks] if step.has("after") else []
+    return not after or not all(x is not None and same_bits(x, after[0]) for x in after)
+
+
+def _common_factor(pair: StepPair, own: Named) -> float:
+    """Returns by what a rank multiplies all gradients that are right up to that, as it clips; or 1.
+
+    A rank that clips by the norm of wrong gradients changes the right ones, too.
+    """
+    first, factors = pair.gradients[0], list[float]()
+    for name in first:
+        if name in own and norm(first[name]):
+            factor = factor_of([own[name]], [first[name]])
+            if factor > 0 and not is_far(own[name], factor * dense(first[name]), _CLOSE):
+                factors.append(factor)
+    middle = sorted(factors)[len(factors) // 2] if factors else 1.0
+    is_common = sum(abs(factor - middle) < _CLOSE * middle for factor in factors) > 1
+    return middle if is_common else 1.0
 
 
 def _that_give(pair: StepPair, names: Sequence[str], terms: Sequence[Named]) -> list[str]:
@@ -39,6 +82,56 @@ def _that_give(pair: StepPair, names: Sequence[str], terms: Sequence[Named]) -> 
     first = {name: pair.gradients[0][name] for name in names}
     wrong = pair.tolerance.wrong(first, *terms)
     return [name for name in names if name not in wrong]
+
+
+def clipped_by_local_norm(pair: StepPair) -> tuple[str, str] | None:
+    """Explains gradients that each rank clips by the norm of the parts that it holds itself."""
+    trace, position = pair.second.trace, pair.second.position
+    limit, size = total_norm(pair.applied[0]), total_norm(pair.gradients[0])
+    if not trace.mesh or limit > (1 - _CLOSE) * size:
+        return None
+    norms, factors, counted = list[float](), list[float](), set[str]()
+    for rank in trace.copies:
+        kinds = ("unclipped", "sums", "raw")
+        before = next(filter(None, (trace.local(position, kind, rank) for kind in kinds)), {})
+        after = trace.local(position, "clipped", rank)
+        if not (before and before.keys() <= after.keys()):
+            return None
+        # Of copies on several ranks, one may count.
+        for names in ([*before], [name for name in before if name not in counted]):
+            own = total_norm({name: before[name] for name in names})
+            factor = min(1.0, limit / own) if own else 1.0
+            if not any(is_far(after[n], factor * dense(g), _CLOSE) for n, g in before.items()):
+                norms.append(own)
+                factors.append(factor)
+                break
+        else:
+            return None
+        whole = trace.named(position, "clipped", rank) or {}
+        counted |= {n for n, x in before.items() if n in whole and x.shape == whole[n].shape}
+    if max(norms) <= limit or np.ptp([limit / size, *factors]) <= _CLOSE * max(factors):
+        return None
+    listed = ", ".join(f"{each:.4g}" for each in norms)
+    text = f"each rank clips to norm {limit:.4g} by the norm of the parts that it holds"
+    return "clipped_by_local_norm", f"{text}, {listed}, and not by that of all, {size:.4g}"
+
+
+def order_of_parts(first: np.ndarray, second: np.ndarray, mesh: Mesh | None) -> str:
+    """Explains rows by parts of a sequence in another order; "" if they are not."""
+    if first.shape != second.shape or first.ndim < 2:
+        return ""
+    for axis in mesh.model_axes if mesh else ():
+        num = mesh.axes[axis] if mesh else 1
+        zigzag = [place for rank in range(num) for place in (rank, 2 * num - 1 - rank)]
+        for order, held, named in (
+            (zigzag, "one after another", "in zigzag order"),
+            ([*np.argsort(zigzag)], "in zigzag order", "one after another"),
+        ):
+            if num > 1 and first.shape[1] % len(order) == 0:
+                parts = np.split(second, len(order), axis=1)
+                if rows_of([np.concatenate([parts[i] for i in order], 1)]) == rows_of([first]):
+                    return f"the ranks along {axis} hold parts {held}, recorded as {named}"
+    return ""
 
 
 def sizes_of_axes(pair: StepPair) -> list[tuple[float, str, str]]:

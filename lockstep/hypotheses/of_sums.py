@@ -67,7 +67,10 @@ class SumOf:
         unit = max(unit, min(own, default=EPS))  # Of 16-bit weights.
         if self.context.computes:
             unit = max(unit, self.context.oracle.units.get(self.name, EPS))
-        return sum_bound(self.parts, unit)
+        bound, mesh = sum_bound(self.parts, unit), self.context.trace.mesh
+        if mesh and mesh.model_axes:  # Each part is a sum over ranks, whose terms may cancel.
+            bound = np.full_like(bound, mesh.size / mesh.num_replicas * np.max(bound, initial=0))
+        return bound
 
     @property
     def item(self) -> int | None:

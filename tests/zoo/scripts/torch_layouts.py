@@ -79,12 +79,10 @@ def sequence_parallel(model, mesh):
 
 def clip_gradients(model):
     """Clips by the norm over all weights, of which some are on a part of the mesh only."""
-    gradients = [p.grad for p in model.parameters()]
-    norms = [g.norm() for g in gradients]
+    norms = [p.grad.norm() for p in model.parameters()]
     norms = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
-    factor = MAX_NORM / torch.stack(norms).norm()
-    for gradient in gradients:
-        gradient.mul_(factor.clamp(max=1.0))
+    norm = torch.stack(norms).norm()
+    nn.utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, norm, foreach=False)
 
 
 def main(rank, world_size, recording):

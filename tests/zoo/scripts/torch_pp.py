@@ -48,8 +48,7 @@ def clip_gradients(model, mesh, stage):
     counted = [g for g in gradients if g is not tied_gradient(model) or stage == 0]
     total = sum(g.square().sum() for g in counted)
     dist.all_reduce(total, group=mesh["pp"].get_group())
-    for gradient in gradients:
-        gradient.mul_((MAX_NORM / total.sqrt()).clamp(max=1.0))
+    nn.utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, total.sqrt())
 
 
 def train_pipeline(model, optimizer, mesh, batch):

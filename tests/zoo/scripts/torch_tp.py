@@ -16,12 +16,12 @@ SEQUENCE_PARALLEL, PARALLEL_LOSS = False, False
 LEARNING_RATE, MAX_NORM = 0.01, 0.5
 DIMS = {
     "inputs": "b[dp] s",
-    "*.wqkv": "3*o[tp] i",
-    "*.wo": "o i[tp]",
-    "*.up": "o[tp] i",
-    "*.up_bias": "o[tp]",
-    "*.down": "o i[tp]",
-    "tokens": "v[tp] d",
+    "*.wqkv.weight": "3*o[tp] i",
+    "*.up.weight": "o[tp] i",
+    "*.up.bias": "o[tp]",
+    "*.wo.weight": "o i[tp]",
+    "*.down.weight": "o i[tp]",
+    "tokens.weight": "v[tp] d",
 }
 
 
@@ -118,39 +118,72 @@ def leave(x, tp):
 
 
 def weight(*shape):
-    return nn.Parameter(torch.randn(shape) * 0.25)
+    return torch.randn(shape) * 0.25
+
+
+class ColumnParallel(nn.Module):
+    """Each rank computes a part of the outputs; `blocks` matrices are fused."""
+
+    def __init__(self, tp, size, blocks=1, has_bias=False):
+        super().__init__()
+        self.tp = tp
+        parts = [tp.split(weight(size, WIDTH), 0) for _ in range(blocks)]
+        self.weight = nn.Parameter(torch.cat(parts))
+        self.bias = nn.Parameter(tp.split(weight(size), 0).clone()) if has_bias else None
+
+    def forward(self, x):
+        return F.linear(enter(x, self.tp), self.weight, self.bias)
+
+
+class RowParallel(nn.Module):
+    """Each rank has a part of the inputs, and computes a summand of the outputs."""
+
+    def __init__(self, tp, size):
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(tp.split(weight(WIDTH, size), 1).clone())
+        self.bias = nn.Parameter(weight(WIDTH))
+
+    def forward(self, x):
+        y = F.linear(x, self.weight)
+        return leave(y, self.tp) + self.bias
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """Each rank has the embeddings of a part of the tokens."""
+
+    def __init__(self, tp):
+        super().__init__()
+        self.tp = tp
+        self.weight = nn.Parameter(tp.split(weight(VOCABULARY, WIDTH), 0).clone())
+
+    def forward(self, tokens):
+        own = tokens - self.tp.rank * len(self.weight)
+        is_own = (own >= 0) & (own < len(self.weight))
+        x = F.embedding(own.where(is_own, 0), self.weight) * is_own.unsqueeze(2)
+        return leave(x, self.tp)
 
 
 class Attention(nn.Module):
     def __init__(self, tp):
         super().__init__()
-        self.tp = tp
-        q, k, v = (tp.split(weight(WIDTH, WIDTH), 0) for _ in range(3))
-        self.wqkv = nn.Parameter(torch.cat([q, k, v]))
-        self.wo = nn.Parameter(tp.split(weight(WIDTH, WIDTH), 1).clone())
-        self.wo_bias = nn.Parameter(torch.randn(WIDTH) * 0.1)
+        self.wqkv, self.wo = ColumnParallel(tp, WIDTH, blocks=3), RowParallel(tp, WIDTH)
 
     def forward(self, x):
-        qkv = F.linear(enter(x, self.tp), self.wqkv)
-        heads = qkv.unflatten(2, (3, HEADS // self.tp.size, WIDTH // HEADS))
+        heads = self.wqkv(x).unflatten(2, (3, -1, WIDTH // HEADS))
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = F.linear(y.transpose(1, 2).flatten(2), self.wo)
-        return leave(y, self.tp) + self.wo_bias
+        return self.wo(y.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
     def __init__(self, tp):
         super().__init__()
-        self.tp = tp
-        self.up = nn.Parameter(tp.split(weight(2 * WIDTH, WIDTH), 0).clone())
-        self.up_bias = nn.Parameter(tp.split(torch.randn(2 * WIDTH) * 0.1, 0).clone())
-        self.down = nn.Parameter(tp.split(weight(WIDTH, 2 * WIDTH), 1).clone())
-        self.down_bias = nn.Parameter(torch.randn(WIDTH) * 0.1)
+        self.up = ColumnParallel(tp, 2 * WIDTH, has_bias=True)
+        self.down = RowParallel(tp, 2 * WIDTH)
 
     def forward(self, x):
-        hidden = F.gelu(F.linear(enter(x, self.tp), self.up, self.up_bias))
-        return leave(F.linear(hidden, self.down), self.tp) + self.down_bias
+        return self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):
@@ -166,29 +199,22 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The embedding is split over the vocabulary, and is the weight of the head."""
+    """The embedding is the weight of the head."""
 
     def __init__(self, tp):
         super().__init__()
         self.tp = tp
-        self.tokens = nn.Parameter(tp.split(weight(VOCABULARY, WIDTH), 0).clone())
-        self.positions = weight(LENGTH, WIDTH)
+        self.tokens = VocabularyParallelEmbedding(tp)
+        self.positions = nn.Parameter(weight(LENGTH, WIDTH))
         self.layers = nn.ModuleList(Block(tp) for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
 
-    def embed(self, tokens):
-        own = tokens - self.tp.rank * len(self.tokens)
-        is_own = (own >= 0) & (own < len(self.tokens))
-        x = F.embedding(own.where(is_own, 0), self.tokens) * is_own.unsqueeze(2)
-        x = leave(x, self.tp)
-        positions = self.tp.split(self.positions, 0) if SEQUENCE_PARALLEL else self.positions
-        return x + positions
-
     def forward(self, tokens):
-        x = self.embed(tokens)
+        positions = self.tp.split(self.positions, 0) if SEQUENCE_PARALLEL else self.positions
+        x = self.tokens(tokens) + positions
         for layer in self.layers:
             x = layer(x)
-        logits = F.linear(enter(self.norm(x), self.tp), self.tokens)
+        logits = F.linear(enter(self.norm(x), self.tp), self.tokens.weight)
         return logits if PARALLEL_LOSS else Gather.apply(logits, self.tp)
 
 
@@ -205,7 +231,8 @@ def parallel_cross_entropy(logits, targets, tp):
 
 def is_split(name):
     """Whether each rank has another part of a weight."""
-    return name.split(".")[-1] in ("wqkv", "wo", "up", "up_bias", "down", "tokens")
+    is_row_parallel = name.endswith(("wo.weight", "down.weight"))
+    return is_row_parallel or any(part in name for part in ("wqkv", "up", "tokens"))
 
 
 def finish_gradients(model, tp):
@@ -220,8 +247,7 @@ def clip_gradients(model, tp):
     of_parts = sum(square for name, square in squares.items() if is_split(name))
     of_copies = sum(square for name, square in squares.items() if not is_split(name))
     norm = (tp.reduce(of_parts) + of_copies).sqrt()
-    for p in model.parameters():
-        p.grad.mul_((MAX_NORM / norm).clamp(max=1.0))
+    nn.utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, norm)
 
 
 def main(rank, world_size, recording):
