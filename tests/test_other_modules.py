@@ -162,6 +162,21 @@ def test_a_repeated_bias_and_a_factor_are_recognised():
     assert "it is 3 times the right one" in verdict.faults[0].text
 
 
+def test_gradients_in_16_bits_that_differ_as_far_as_modules_are_right():
+    def rounded(array):
+        return array * (1 + 0.009 * np.sin(np.arange(array.size)).reshape(array.shape))
+
+    about = {"computed_in": "bfloat16"}
+    for modules, is_right in ((MODULES, True), ((), False)):
+        wrong = {"head gradient": rounded, "layers.0.act gradient": rounded}
+        second = trained(modules=modules, wrong=wrong, **about)
+        *_, verdict = compare_traces([trained(modules=modules, **about), second], {}).values()
+        assert verdict.ok == is_right, str(verdict)
+    second = trained(replicas=2, wrong={"layers.0.linear weight": lambda g: g * 1.2}, **about)
+    *_, verdict = compare_traces([trained(**about), second], {}).values()
+    assert modules_of(verdict) == {"layers.0.linear, backward"}
+
+
 class Held(NamedTuple):
     """An array of a rank."""
 

@@ -44,14 +44,22 @@ class Wrong(NamedTuple):
 
 
 def with_modules(pair: StepPair) -> list[Finding]:
-    """Returns the findings of a step with the first wrong module, which may be their cause."""
+    """Returns the findings of a step with the first wrong module, which may be their cause.
+
+    Where no module is wrong, gradients of weights that differ by rounding are no finding.
+    """
     affected = [finding for finding in pair.findings if finding.stage in _STAGES]
     if not (affected and pair.computes_the_same and pair.has("data", "module_out")):
         return pair.findings
-    found = first_wrong_module(pair)
-    if found is None:
-        return pair.findings
-    return [_named(pair, f, found) if f in affected else f for f in pair.findings]
+    step = _Step(pair)
+    if found := step.first_wrong_of_all():
+        return [_named(pair, f, found) if f in affected else f for f in pair.findings]
+    limit = step.limit_of_weights()
+    return [f for f in pair.findings if not (_is_unexplained(f) and f.distance <= limit)]
+
+
+def _is_unexplained(finding: Finding) -> bool:
+    return finding.stage == "gradients" and finding.cause == "unexplained"
 
 
 def _named(pair: StepPair, finding: Finding, found: Wrong) -> Finding:
@@ -66,12 +74,7 @@ def _named(pair: StepPair, finding: Finding, found: Wrong) -> Finding:
 
 def first_wrong_module(pair: StepPair) -> Wrong | None:
     """Returns the first wrong event of the forward pass, else of the backward pass."""
-    step = _Step(pair)
-    if found := step.first_wrong(is_backward=False):
-        return found
-    if any(finding.stage == "loss" for finding in pair.findings):
-        return None
-    return step.first_wrong(is_backward=True) or step.of_own_weights()
+    return _Step(pair).first_wrong_of_all()
 
 
 class _Step:
@@ -89,7 +92,28 @@ class _Step:
         layers = max(len(step.trace.about.layers) for step, _ in pair.both)
         self._depth = max(1.0, layers / max(len(self._modules), 1))  # Layers per recorded module.
         self._arrays = ModuleArrays(pair.first, pair.second)
+        shards = [(step, shard) for step, _ in pair.both for shard in step.shards]
+        dtypes = {step.trace.about_of(shard).computed_in for step, shard in shards}
+        self._unit = max(UNITS.get(dtype, MARGIN * EPS) for dtype in dtypes)
+        self._largest = 0.0  # Distance of a right array.
         self._factors: dict[int, float] = {}  # Number in `_located` → that of its gradients.
+
+    def first_wrong_of_all(self) -> Wrong | None:
+        """Returns the first wrong event of the forward pass, else of the backward pass."""
+        if found := self.first_wrong(is_backward=False):
+            return found
+        if any(finding.stage == "loss" for finding in self._pair.findings):
+            return None
+        return self.first_wrong(is_backward=True) or self._of_own_weights()
+
+    def limit_of_weights(self) -> float:
+        """Returns how far gradients of weights may be by rounding in 16 bits; 0 if unknown.
+
+        Such a gradient is the product of an input and the gradient of an output, which have their
+        own errors, and is rounded.
+        """
+        is_known = self._factors and self._unit > MARGIN * EPS
+        return 2 * self._largest + self._unit if is_known else 0.0
 
     def first_wrong(self, *, is_backward: bool) -> Wrong | None:
         """Returns what is wrong in the first wrong event of a pass.
@@ -115,7 +139,8 @@ class _Step:
                 continue
             factor = self._factor(place, copies[0]) if is_backward else 1.0
             worst = max(copies, key=lambda rows: apart(rows, factor))
-            if apart(worst, factor) <= allowed:
+            if (far := apart(worst, factor)) <= allowed:
+                self._largest = max(self._largest, far)
                 continue
             if axis := self._axis_of_summands(event, located, is_backward, factor, allowed):
                 axes.add(axis)
@@ -163,13 +188,7 @@ class _Step:
         Each layer rounds its result, and these errors add up like a random walk. In float32, sums
         over features are rounded as often as they have terms; those of 16 bits are in float32.
         """
-        dtypes = {
-            step.trace.about_of(shard).computed_in
-            for step, _ in self._pair.both
-            for shard in step.shards
-        }
-        unit = max(UNITS.get(dtype, MARGIN * EPS) for dtype in dtypes)
-        return unit * (1 + self._depth * number / 2) ** 0.5
+        return self._unit * (1 + self._depth * number / 2) ** 0.5
 
     def _factor(self, place: int, rows: Rows) -> float:
         """Returns the factor of the gradients of a forward pass: that of the first ones.
@@ -219,7 +238,7 @@ class _Step:
                     return cause, f": {name} is added {times + 1} times"
         return None
 
-    def of_own_weights(self) -> Wrong | None:
+    def _of_own_weights(self) -> Wrong | None:
         """Returns the module that has all weights with a wrong gradient, if it is one module."""
         far = self._pair.different_gradients
         owners = {

@@ -1,0 +1,98 @@
+"""Measures the cost of recording a PyTorch training: times kinds of steps in turn.
+
+python benchmarks/recording_cost.py [gpt or cnn] [depth] [batch] [rounds] [pattern of modules]
+
+The kinds: a step without a recorder; one in its `with` block that is not recorded; and recorded
+ones, without modules, with the modules of a pattern, and with all. Needs an interpreter with
+PyTorch.
+"""
+
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+import torch
+import torch.nn.functional as F
+
+FOLDER = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(FOLDER), str(FOLDER / "tests" / "recorder_scripts")]
+
+from torch_modules import LanguageModel, ResNet
+
+from lockstep import record_torch
+
+WIDTH, WORDS, LENGTH = 256, 1000, 64
+
+
+class Training:
+    """A model with one batch that it repeats."""
+
+    def __init__(self, network: str, depth: int, batch: int) -> None:
+        torch.manual_seed(0)
+        if network == "gpt":
+            self.model = LanguageModel(depth, WIDTH, 8, WORDS, LENGTH)
+            self.x = torch.randint(WORDS, (batch, LENGTH))
+            self.y = torch.randint(WORDS, (batch, LENGTH))
+        else:
+            self.model = ResNet(depth, 32)
+            self.x = torch.randn(batch, 1, 28, 28)
+            self.y = torch.randint(10, (batch,))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def step(self) -> float:
+        """Trains one step; returns its seconds."""
+        start = time.monotonic()
+        loss = F.cross_entropy(self.model(self.x).flatten(0, -2), self.y.flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return time.monotonic() - start
+
+    def step_in_recorder(self, modules: bool | str, is_recorded: bool) -> float:
+        """Trains one step in a `with` block; returns its seconds, without writing the file.
+
+        A step that is not recorded follows a recorded one, whose hooks are gone.
+        """
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            record_torch.record(
+                f"{folder}/one.npz", self.model, self.optimizer, [0], modules=modules
+            ),
+        ):
+            seconds = self.step()
+            return seconds if is_recorded else self.step()
+
+
+def main(
+    network: str = "gpt", depth: str = "4", batch: str = "16", rounds: str = "20",
+    pattern: str = "*.attention",
+) -> None:  # fmt: skip
+    """Times all kinds of steps in turn and prints their ratios to a step without a recorder."""
+    training = Training(network, int(depth), int(batch))
+    pattern = pattern if network == "gpt" else "layers.?"
+    kinds = {
+        "not recorded, in a recorder": lambda: training.step_in_recorder(False, False),
+        "not recorded, in a recorder with modules": lambda: training.step_in_recorder(True, False),
+        "recorded": lambda: training.step_in_recorder(False, True),
+        f"recorded, modules={pattern!r}": lambda: training.step_in_recorder(pattern, True),
+        "recorded, modules=True": lambda: training.step_in_recorder(True, True),
+    }
+    for function in (training.step, *kinds.values()):
+        function()
+    ratios: dict[str, list[float]] = {name: [] for name in kinds}
+    steps = []
+    for _ in range(int(rounds)):
+        for name, function in kinds.items():
+            steps.append(training.step())
+            ratios[name].append(function() / steps[-1])
+    usual = 1000 * statistics.median(steps)
+    print(f"{network}, depth {depth}, batch {batch}: a step of {usual:.1f} ms")
+    for name, values in ratios.items():
+        low, _, high = statistics.quantiles(values)
+        print(f"  {name}: {statistics.median(values):.3f} times ({low:.3f} to {high:.3f})")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
