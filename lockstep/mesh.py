@@ -220,7 +220,8 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
     for place, by_text in _collected(files, common).items():
         position, kind, index = place
         of_copies = is_of_copies(kind, common)
-        ignored = set[str]() if of_copies else {*mesh.data_axes}
+        is_whole = of_copies or kind in OF_GRADIENTS  # FSDP2 splits gradients over data axes.
+        ignored = set[str]() if is_whole else {*mesh.data_axes}
         wholes: dict[int, Any] = {}
         for text, held in by_text.items():
             wholes |= _wholes(held, placement_from(text, mesh), mesh, ignored)

@@ -6,10 +6,11 @@ needs PyTorch and NumPy.
     with record_torch.record("two.npz", model, optimizer, steps=[0, 1, 2, 234, 235]):
         train(model, optimizer)  # Your own loop, unchanged.
 
-Of several processes, each writes one file: `two.rank0.npz`, `two.rank1.npz`. Recording does not
-change the bits of the training; between recorded steps, the model has no hooks. A gradient is
-copied when autograd has computed it (`raw`: before DDP reduces it; not visible with FSDP2), at the
-end of `backward` if DDP or FSDP2 has reduced it (`sums`), when it is clipped (`unclipped`), and in
+Of several processes, each writes one file: `two.rank0.npz`, `two.rank1.npz`, with the parts of
+weights and batches that it has, and their places in the whole ones. Recording does not change the
+bits of the training; between recorded steps, the model has no hooks. A gradient is copied when
+autograd has computed it (`raw`: before DDP reduces it; not visible with FSDP2), at the end of
+`backward` if DDP or FSDP2 has reduced it (`sums`), when it is clipped (`unclipped`), and in
 `optimizer.step` (`clipped`). All but the last are divided by the loss scale of a `GradScaler`. What
 does not exist has no array: optimizer state before the first update, `sums` if DDP is bypassed.
 Outputs with one row for each example (`y_pred`) and the gradients of the loss with respect to them
@@ -22,8 +23,12 @@ import contextlib
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import json
+import math
 import os
+import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,6 +45,13 @@ LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 FORMAT = {"format": "lockstep trace", "version": 2, "framework": "torch", "order": "reduce, clip"}
 CLIPPING = ("clip_grad_norm_", "clip_grads_with_norm_", "_clip_grads_with_norm_")
 MOST_BYTES = 2**26  # The most bytes of outputs that are recorded in a step.
+OF_ROWS = ("data", "y_pred", "y", "module_in", "module_out")  # And gradients by them.
+OF_LOSS = ("raw", "sums", "loss", "y_grad", "module_in_grad", "module_out_grad")
+DATA, STAGES = (  # Names of axes that split the batch, and the layers of a pipeline.
+    re.compile("(dp|data|fsdp|ddp|hsdp|replicate|shard|batch)", re.IGNORECASE),
+    re.compile("(pp|pipe|stage)", re.IGNORECASE),
+)
+DIMENSION = re.compile(r"(?:(\d+)\*)?(\w+)(?:\[([\w,]+)(:zigzag)?\])?")
 AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
 
 
@@ -64,6 +76,12 @@ class record:
             of another example enters it.
         modules: True, or a pattern of names such as "layers.*.attention". In recorded steps, also
             copies inputs and outputs of these modules, and the gradients of the loss by them.
+        mesh: The devices of all processes, if the training has other parallel axes than data. None
+            for that of the DTensors among the weights.
+        dims: How inputs are split over the axes of the mesh, as in "b[dp] s[cp:zigzag]"; or an
+            object with the key "inputs", the key "outputs" if the model's outputs are split in
+            another way, and patterns of the names of weights that are no DTensors but parts:
+            {"inputs": "b[dp] s", "*.wqkv.weight": "3*o[tp] i"}.
 
     `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
     """
@@ -80,6 +98,8 @@ class record:
         shards: str | None = None,
         feed_examples: bool = False,
         modules: bool | str = False,
+        mesh: Any = None,
+        dims: str | Mapping[str, str] = "",
     ) -> None:
         while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = wrapped  # The wrapper does not have the hooks of an optimizer.
@@ -93,16 +113,12 @@ class record:
         self.called = model.module if self.ddp else model
         self.module = getattr(self.called, "_orig_mod", self.called)  # Of torch.compile.
         self.weights = dict(self.module.named_parameters())
-        group = self.ddp.process_group if self.ddp else None
-        is_distributed = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if is_distributed else 0
-        self.num_replicas = dist.get_world_size(group) if is_distributed else 1
-        self.is_sharded = _is_sharded(self.module, self.num_replicas)
+        self._find_layout(mesh, {"inputs": dims} if isinstance(dims, str) else dims)
         self.variables: dict[str, dict[str, str]] = {}  # In the order of their arrays.
         kept = ("steps", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale")
         self.per_step: dict[str, list[Any]] = {key: [] for key in kept}
         self.arrays: dict[str, Any] = {}
-        self.computed_in = ""  # Of all steps.
+        self.computed_in, self.is_ignored = "", False  # The first of all steps.
         self.step, self.hooks = 0, contextlib.ExitStack()
         self.num_backward: int | None = None  # Since the last update; None before the first pass.
         self.twins: dict[str, str] = {}  # Copies of a weight that `replay` has once.
@@ -116,7 +132,7 @@ class record:
         is_own = updated <= set(self.weights.values())
         _require(is_own, "optimizer: updates weights that model does not have; pass their model")
         self.replay = os.path.basename(replay) if replay else None
-        is_alone = shards is None or (shards == "each" and replay and self.num_replicas == 1)
+        is_alone = shards is None or (shards == "each" and replay and self.num_ranks == 1)
         _require(is_alone, f"shards={shards!r}: must be 'each', with replay= and in one process")
         self.is_by_shard, self.parts = shards is not None, list[_Part]()
         if replay:
@@ -125,21 +141,64 @@ class record:
             names_of = [str(x.get("class")) for x in self.files[0].about.get("layers", ())]
             is_local = not (shards and any("SyncBatchNorm" in name for name in names_of))
             _require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
-        is_whole = replay and self.files[0].about["num_replicas"] == 1
+        is_whole = replay and self.files[0].about["num_replicas"] == len(self.files) == 1
         _require(
             is_whole or not feed_examples,
             "feed_examples: needs replay= and a recording of one process, whose examples are given",
         )
+        _require(self.num_parts == 1 or not feed_examples, "feed_examples: dims split the inputs")
         self.feeds = feed_examples
         self.modules = _Modules(self, modules) if modules else None
 
+    def _find_layout(self, mesh: Any, dims: Mapping[str, str]) -> None:
+        """Finds the axes of the devices, and how plain weights are split over them."""
+        groups = _fsdp_groups(self.module)
+        self.of_fsdp = {p.sharded_param for group in groups for p in group.fsdp_params}
+        group = self.ddp.process_group if self.ddp else None
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = self.replica = dist.get_rank(group) if is_distributed else 0
+        self.num_ranks = self.num_replicas = dist.get_world_size(group) if is_distributed else 1
+        self.mesh = _mesh_of(mesh, groups, self.weights.values()) if is_distributed else None
+        self.placements: dict[str, str] = {}  # "KIND/INDEX" → how an array is part of a whole one.
+        self.texts: dict[str, str] = {}  # The same by the names of weights that are no DTensors.
+        self.dims: dict[str, list[_Dimension]] = {"inputs": [], "outputs": []}
+        self.is_first = self.is_last = self.knows_loss = True  # Of the stages of a pipeline.
+        self.row_sizes: Sequence[int] = ()  # Of the first input.
+        self.num_parts = 1  # Of a sequence, whose loss is the mean of the losses of its parts.
+        if self.mesh is None:
+            _require(self.num_ranks == 1 or not any(dims.values()), "dims: needs mesh=")
+            return
+        self.rank, self.num_ranks = self.mesh.rank, self.mesh.ranks.size
+        along = [each.mesh_info.mesh.mesh.flatten().tolist() for each in groups]
+        along += [dist.get_process_group_ranks(group)] if self.ddp else []
+        axes = [self.mesh.axes_of(ranks) for ranks in along]
+        _require(None not in axes, "mesh: has no axes over which the model is reduced; pass it")
+        reduced = {axis for each in axes for axis in each or ()}
+        own = {**dict(self.module.named_buffers()), **self.weights}
+        for pattern, text in dims.items():
+            found = self.mesh.dimensions(text)
+            self.dims |= {pattern: found} if pattern in self.dims else {}
+            for name in fnmatch.filter(own, pattern):
+                _require(len(found) == own[name].dim(), f"dims: {text!r} is not that of {name}")
+                self.texts.setdefault(name, text)
+        self.mesh.name_axes(reduced, self.dims["inputs"])
+        self.replica, self.num_replicas = self.mesh.place(self.mesh.data)
+        stage, num_stages = self.mesh.place(self.mesh.stages)
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        self.num_parts = self.mesh.place(self.mesh.sequence)[1]
+        self.knows_loss = reduced.issuperset(self.mesh.sequence)
+
     def _open(self, path: str) -> list["_Trace"]:
         """Returns the files of the trace to replay; the first one has the states to load."""
-        own = [_rank_path(path, self.rank)] if self.num_replicas > 1 else []
+        own = [_rank_path(path, self.replica)] if self.num_ranks > 1 else []
         found = next(filter(os.path.exists, [*own, path, _rank_path(path, 0)]), path)
         try:
             files, of_rank = [_Trace(found)], functools.partial(_rank_path, path)
-            if self.is_by_shard and found == of_rank(0):
+            if mesh := files[0].about.get("mesh"):  # Each of its ranks has a part of the weights.
+                number = math.prod(mesh.values())
+                own_first = sorted(range(number), key=lambda rank: rank != self.rank)
+                files = [*map(_Trace, map(of_rank, own_first))]
+            elif self.is_by_shard and found == of_rank(0):
                 files += map(_Trace, map(of_rank, range(1, files[0].about["num_replicas"])))
             missing = self.wanted - set.intersection(*(set(x.about["steps"]) for x in files))
         except Exception as error:
@@ -163,7 +222,7 @@ class record:
         """Removes the hooks of the last step, and installs those of a step that is recorded."""
         self.hooks.close()
         self.in_evaluation: dict[str, None] = {}  # Names of layers.
-        self.inverse, self.is_reduced = None, self.is_sharded
+        self.inverse, self.is_reduced = None, False
         self.outside: Any = None  # During a forward pass, the arrays from before it.
         self.of_last_layer: list[Tensor] = []
         self.is_evaluated = False  # Whether the model was called in evaluation mode.
@@ -189,7 +248,7 @@ class record:
             self.hooks.callback(vars(self.called).update, own)
             self.hooks.callback(vars(self.called).pop, "forward", None)
         for index, p in enumerate(self.weights.values()):
-            if p.requires_grad and not self.is_sharded:
+            if p.requires_grad and p not in self.of_fsdp:
                 hook = functools.partial(self._after_gradient, index)
                 add(p.register_post_accumulate_grad_hook(hook))
 
@@ -216,6 +275,11 @@ class record:
         self._replace(scaler, "scale", self._scale_loss)
         self._replace(scaler, "unscale_", self._unscale)
         self._replace(scaler, "update", self._update_scale)
+        pipelining = sys.modules.get("torch.distributed.pipelining.stage")
+        stage = getattr(pipelining, "_PipelineStageBase", None)
+        self._replace(stage, "scale_grads", self._average_micro_batches)
+        stage = getattr(pipelining, "PipelineStage", None)
+        self._replace(stage, "_forward_metadata_inference", self._without_recording)
 
     def _replace(self, owner: Any, name: str, function: Any) -> None:
         original = getattr(owner, name, None)
@@ -261,12 +325,32 @@ class record:
             self._forget()
         return original(scaler, *args, **options)
 
+    def _without_recording(self, original: Any, *args: Any, **options: Any) -> Any:
+        """Calls what runs the model to learn the shapes of its outputs."""
+        self.is_ignored = True
+        try:
+            return original(*args, **options)
+        finally:
+            self.is_ignored = False
+
+    def _average_micro_batches(self, original: Any, stage: Any, number: int) -> None:
+        """Divides what was copied, as a pipeline divides gradients after the last backward."""
+        original(stage, number)
+        if all(stage.submod is not model for model in (self.ddp, self.called, self.module)):
+            return
+        for key, array in self.now.items():
+            if key.split("/")[0] in (*OF_LOSS, "removed") and array.dtype.kind == "f":
+                self.now[key] = array / array.dtype.type(number)
+        self.losses = [x / number for x in self.losses]
+        if self.of_fsdp:  # The schedule reduces after the last backward pass.
+            self._save("sums", [p.grad for p in self.weights.values()], 0, self.scale)
+
     def _before_ddp(self, *_: Any) -> None:
         self.is_reduced = self.ddp.require_backward_grad_sync
 
     def _before_forward(self, module: nn.Module, args: Any, options: Any) -> Any:
-        if not torch.is_grad_enabled() or not module.training:
-            self.is_evaluated |= torch.is_grad_enabled()
+        if not torch.is_grad_enabled() or not module.training or self.is_ignored:
+            self.is_evaluated |= torch.is_grad_enabled() and not self.is_ignored
             return None
         if self.losses and self._is_skipped():
             self._forget()
@@ -275,10 +359,12 @@ class record:
         if is_inner:  # In Lightning, DDP calls the model, which calls itself: the last call counts.
             self.now, self.num_forward, self.inverse = self.outside, self.num_forward - 1, None
         self.outside, self.of_last_layer = dict(self.now), []
+        own = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
+        self.row_sizes = next((x.shape for x in map(_local, own) if x.dim()), ())
         if self.feeds and not is_inner:
             args, options = self._fed((args, options))
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
-        sizes = [len(x) for x in batch if x.dim()]
+        sizes = [len(_local(x)) for x in batch if x.dim()]
         if self.seed is not None and sizes and not is_inner:
             generator = torch.Generator().manual_seed(self.seed + self.step)
             order = torch.randperm(sizes[0], generator=generator)
@@ -299,7 +385,8 @@ class record:
         # The examples of all micro-batches of the step.
         columns = [np.concatenate(arrays[i :: len(own)]) for i in range(len(own))]
         share = len(columns[0]) // self.num_replicas if columns else 0
-        start, size = self.rank * share + self.num_fed, len(own[0]) if own and own[0].dim() else 0
+        start = self.replica * share + self.num_fed
+        size = len(own[0]) if own and own[0].dim() else 0
         self.num_fed += size
         is_enough = size and self.num_fed <= share and len(arrays) % len(own) == 0
         shapes = [(c.shape[1:], tuple(x.shape[1:])) for c, x in zip(columns, own, strict=True)]
@@ -347,26 +434,34 @@ class record:
             " other examples",
         )
         self._add("random_after", _random_states())
-        self._save_outputs(_with_rows(output, self.num_rows) or self.of_last_layer)
+        outputs = _with_rows(output, self.num_rows)
+        if not outputs and (self.dims["outputs"] or not (self.mesh and self.mesh.model)):
+            outputs = self.of_last_layer  # On a mesh, it may be a part, of which nothing is known.
+        self._save_outputs(outputs)
         inverse, self.inverse = self.inverse, None
         return output if inverse is None else _take(output, inverse, len(inverse))
 
     def _save_outputs(self, outputs: Sequence[Tensor]) -> None:
-        self.num_bytes += sum(x.numel() * x.element_size() for x in outputs)
+        if not self.is_last:
+            return
+        self.num_bytes += sum(_local(x).numel() * x.element_size() for x in outputs)
         if self.num_bytes > MOST_BYTES:
             self.now = {k: v for k, v in self.now.items() if not k.startswith(("y_pred", "y_grad"))}
             return
         for x in outputs:
             self._add("y_pred", [x])
             self._add("y_grad", [torch.zeros_like(x)])  # Stays 0 if the loss does not use it.
-            if x.requires_grad:
+            if x.requires_grad and self.knows_loss:
                 key = [key for key in self.now if key.startswith("y_grad/")][-1]
                 x.register_hook(functools.partial(self._after_loss, self.step, key))
 
     def _after_loss(self, step: int, key: str, gradient: Tensor | None) -> None:
         # DDP gives None for an output that the loss does not use.
         if gradient is not None and step == self.step and key in self.now:
-            self.now[key] = self.now[key] + _to_array(gradient) / self.scale
+            array, before = _to_array(gradient) / (self.scale * self.num_parts), self.now[key]
+            self.now[key] = before + array if before.shape == array.shape else array
+            if not self._place("y_grad", int(key.split("/")[-1]), gradient):
+                del self.now[key]  # A DTensor that is split in another way than the output.
 
     def _after_gradient(self, index: int, p: Tensor) -> None:
         self._begin()
@@ -375,18 +470,21 @@ class record:
 
     def _backward(self, tensors: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `torch.autograd.backward`."""
-        self.has_gradients = self.is_sharded
+        self.has_gradients = bool(self.of_fsdp)
         self.num_backward = (self.num_backward or 0) + 1
         if self.is_on:
             self._note_removed()
+        if self.ddp and self.mesh and self.mesh.stages:  # The forward pass was in `no_sync`.
+            self._before_ddp()
         self.original(tensors, *args, **options)
+        is_reduced = self.is_reduced or any(p.grad is not None for p in self.of_fsdp)
         if self.now and self.has_gradients:  # Otherwise, it is the loss of another model.
             scalars = [x.detach().clone() for x in tree_leaves(tensors) if x.numel() == 1]
             self.losses += [x / self.scale for x in scalars]
             self.unclipped = None
-            if self.is_reduced:
+            if is_reduced:
                 self._save("sums", [p.grad for p in self.weights.values()], 0, self.scale)
-            self.calls.append("backward, all-reduced" if self.is_reduced else "backward")
+            self.calls.append("backward, all-reduced" if is_reduced else "backward")
 
     def _note_removed(self) -> None:
         """Adds what the script took from the gradients since the last backward pass."""
@@ -394,16 +492,20 @@ class record:
         if not passes:
             return
         kind = "sums" if passes[-1] != "backward" else "raw"
-        is_left = is_removed = False
+        is_left, removed = False, dict[int, np.ndarray]()
         for index, p in enumerate(self.weights.values()):
             left = self.now.get(f"{kind}/{self.rank}/{index}")
             if left is None:
                 continue
             array = np.zeros_like(left) if p.grad is None else _to_array(p.grad) / self.scale
             is_left |= bool(array.any())
-            if (array != left).any():
-                self.removed[index] = self.removed.get(index, 0) + left - array
-                is_removed = True
+            removed[index] = left - array
+        is_removed = any(x.any() for x in removed.values())
+        for index, array in removed.items() if is_removed else ():
+            if self.mesh or array.any():  # Another process may have a part that is not 0.
+                self.removed[index] = self.removed.get(index, 0) + array
+                text = self.placements.get(f"{kind}/{index}", "")
+                self.placements |= {f"removed/{index}": text} if text else {}
         if is_removed and not is_left:
             self.calls.append("clear")
             self.num_cleared = len(self.losses)
@@ -437,8 +539,6 @@ class record:
         gradients = [p.grad for p in self.weights.values()]
         if self.unclipped:
             self._save("unclipped", self.unclipped[0], 0, self.unclipped[1])
-        elif self.is_sharded:  # Each rank takes part in gathering the shards.
-            self._save("unclipped", gradients, 0, self.scale)
         scale = getattr(self.optimizer, "grad_scale", None)  # The optimizer divides by it itself.
         self._save("clipped", gradients, 0, scale)
         names = {p: name for name, p in self.weights.items()}
@@ -547,15 +647,26 @@ class record:
                 self._save_variables("replaced")
                 self._load()
             if self.is_by_shard:
-                parts = [part for file in self.files for part in file.parts(self.step)]
+                files = [file for file in self.files if file.is_first_of_replica]
+                parts = [part for file in files for part in file.parts(self.step)]
                 self.parts = [x._replace(number=i) for i, x in enumerate(parts) if x.rows]
             self._save_variables("before")
 
     def _read(self, step: int) -> list[dict[str, Any]]:
-        """Returns the variables before a step in the trace to replay, with their arrays."""
-        arrays = self.files[0].arrays("before", step, self.rank)
-        variables = self.files[0].about["variables"]
-        return [{**variables[index], "array": array} for index, array in arrays.items()]
+        """Returns the variables before a step in the trace to replay, with their whole arrays."""
+        found: dict[str, dict[str, Any]] = {}
+        for file in self.files if self.files[0].at else self.files[:1]:
+            names, placements = (file.about.get(key) or {} for key in ("names", "placements"))
+            for index, array in file.arrays("before", step, self.replica).items():
+                own = file.about["variables"][index]
+                name = names.get(own["name"], own["name"])
+                text = placements.get(f"before/{index}", "")
+                variable = {**own, "name": name, "array": array, "parts": [], "text": text}
+                found.setdefault(name, variable)["parts"].append((file.at, array))
+        for v in found.values():
+            if v["text"]:
+                v["array"] = _assembled(v["parts"], v["text"], self.files[0].about["mesh"])
+        return [*found.values()]
 
     @torch.no_grad()
     def _load(self) -> None:
@@ -564,7 +675,8 @@ class record:
         sources = self._match(others)
         for variable, value in self._variables():
             if variable["name"] in sources:
-                _assign(value, sources[variable["name"]]["array"])
+                source = sources[variable["name"]]["array"]
+                _assign(value, self._own_part(variable["name"], value, source))
         if file.about["framework"] != "torch":
             return
         is_same = file.about["optimizer"]["class"] == type(self.optimizer).__name__
@@ -576,11 +688,13 @@ class record:
                 state[p] = dict(old)  # Keeps slots that the file lacks, as of another setting.
             for other in slots:
                 x, slot = other["array"], other["slot"]
+                is_like = x.shape == sources[name]["array"].shape
+                x = self._own_part(name, p, x) if is_like else x
                 if is_same or slot in old:
-                    new = torch.zeros_like(p) if x.shape == p.shape else torch.tensor(x)
+                    new = torch.zeros_like(p) if is_like else torch.tensor(x)
                     state[p][slot] = _assign(new if old.get(slot) is None else old[slot], x)
         if file.about["num_replicas"] == self.num_replicas:
-            states = file.arrays("random", self.step, self.rank).values()
+            states = file.arrays("random", self.step, self.replica).values()
             _set_random_states([*map(torch.tensor, states)])
 
     def _match(self, others: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -591,9 +705,12 @@ class record:
         for this, value in own:
             name, shape = this["name"], tuple(value.shape)
             named = [v for v in others if v["name"] == wanted[name]]
-            options = named if named or name in self.names else free
+            is_known = named or name in self.names or (self.mesh and self.mesh.stages)
+            options = named if is_known else free
             options = [_transposed(v, this["layout"]) for v in options if v["kind"] == this["kind"]]
-            fits = [v for v in options if v["array"].shape == shape]
+            if named and options and name not in self.texts:
+                self._infer_placement(name, value, options[0]["array"])
+            fits = [v for v in options if self._own_part(name, value, v["array"]).shape == shape]
             if fits:
                 sources[name] = fits[0]
                 free = [v for v in free if v["name"] != fits[0]["name"]]
@@ -604,13 +721,48 @@ class record:
                 raise ValueError(f"replay: {name} {shape} is not matched by {found}; pass names")
         return sources
 
+    def _own_part(self, name: str, value: Tensor, whole: np.ndarray) -> np.ndarray:
+        """Returns this process' part of an array; all of it for a DTensor, which is split later."""
+        if name not in self.texts or not self.mesh or _is_dtensor(value):
+            return whole
+        dimensions = self.mesh.dimensions(self.texts[name])
+        if len(dimensions) != whole.ndim:
+            return whole
+        return whole[_places(dimensions, whole.shape, self.mesh.sizes, self.mesh.at)]
+
+    def _infer_placement(self, name: str, value: Tensor, whole: np.ndarray) -> None:
+        """Notes how a weight is split whose shape is that of a part of the one in `replay`.
+
+        Its values tell whether it is fused of several matrices, each of which is split.
+        """
+        if not self.mesh or len(self.mesh.model) != 1 or value.dim() != whole.ndim:
+            return
+        axis, dims = self.mesh.model[0], [f"d{k}" for k in range(whole.ndim)]
+        other = [k for k, n in enumerate(whole.shape) if n != value.shape[k]]
+        is_part = [value.shape[k] * self.mesh.sizes[axis] == whole.shape[k] for k in other]
+        if is_part != [True] or _is_dtensor(value):
+            return
+        array, owner = _to_array(value), name.rpartition(".")[0]
+        like = [text for x, text in self.texts.items() if x.rpartition(".")[0] == owner]
+        blocks = {max(each.blocks for each in self.mesh.dimensions(text)) for text in like}
+        if np.ptp(array):  # The values of a bias such as 0 do not tell; it is as its weight.
+            blocks = {1, 2, 3, 4, 6, 8}
+        for number in (*sorted(blocks), 1):
+            dims[other[0]] = f"{number}*d{other[0]}[{axis}]".removeprefix("1*")
+            self.texts[name] = " ".join(dims)
+            if np.array_equal(self._own_part(name, value, whole), array):
+                return
+
     def _twin_of(self, name: str, value: Tensor, own: Mapping[str, Tensor]) -> str:
         """Returns the weight before it that had the values of this one when recording began."""
         for other, x in own.items():
             if name in {other, *self.twins, *self.names} or name not in self.weights:
                 break
-            is_same = other in self.weights and x.shape == value.shape and torch.equal(x, value)
-            if is_same and _to_array(x).std() > 0:  # Not initial values such as 0.
+            if other not in self.weights or x.shape != value.shape:
+                continue
+            array = _to_array(x)
+            is_same = np.array_equal(array, _to_array(value))
+            if is_same and array.size and array.std() > 0:  # Not initial values such as 0.
                 text = f"{self.replay} has one weight for {other} and its copy {name}: they are"
                 warnings.warn(f"{self.path}: {text} tied there, and not here", stacklevel=2)
                 self.twins[name] = other
@@ -637,6 +789,10 @@ class record:
     def _save(self, kind: str, values: Sequence[Any], start: int = 0, scale: Any = None) -> None:
         for index, value in enumerate(values, start):
             key = f"{kind}/{self.rank}/{index}"
+            if isinstance(value, Tensor):
+                if not self._place(kind, index, value):
+                    continue
+                value = _local(value)
             if scale not in (None, 1) and value is not None:
                 value = value / float(scale)
             if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
@@ -646,12 +802,57 @@ class record:
             elif isinstance(value, Tensor | int | float):
                 self.now[key] = _to_array(torch.as_tensor(value))
 
+    def _place(self, kind: str, index: Any, value: Tensor) -> bool:
+        """Notes how an array is part of the whole one; returns whether this is known."""
+        text = self._text_of(kind, index, value) if self.mesh else ""
+        self.placements.pop(f"{kind}/{index}", None)
+        self.placements |= {f"{kind}/{index}": text} if text else {}
+        return text is not None
+
+    def _text_of(self, kind: str, index: Any, value: Tensor) -> str | None:
+        """Returns how an array is part of the whole one; "" for all of it, None if not known."""
+        assert self.mesh
+        is_here = self.is_first if kind == "data" else self.is_last
+        if kind in ("data", "y_pred", "y_grad", "loss") and not is_here:
+            return None
+        if kind in OF_LOSS and not self.knows_loss:  # It is not known how losses are added.
+            return None
+        text: str | None = ""
+        if _is_dtensor(value):
+            text = self.mesh.text_of(value)
+        elif kind.removesuffix("_grad") in OF_ROWS:
+            text = self._text_of_rows(kind, value)
+        elif self.texts and kind in ("before", "after", "replaced"):
+            variable = [*self.variables.values()][index]
+            name = variable.get("of", variable["name"])
+            is_like = "of" not in variable or value.shape == self.weights[name].shape
+            text = self.texts.get(name, "") if is_like else ""
+        elif self.texts and kind in ("raw", "sums", "unclipped", "clipped"):
+            text = self.texts.get([*self.weights][index], "")
+        if kind in ("raw", "loss") and self.num_parts > 1 and text is not None:
+            text = text or " ".join(f"d{k}" for k in range(value.dim()))
+            text = f"{text} mean({','.join(self.mesh.sequence)})".strip()
+        return text
+
+    def _text_of_rows(self, kind: str, value: Tensor) -> str:
+        """Returns how inputs or outputs are split: like the first input in dimensions as long."""
+        left = [*zip(self.dims["inputs"], self.row_sizes, strict=False)]
+        outputs = self.dims["outputs"]
+        if kind[:2] == "y_" and len(outputs) == value.dim():
+            return " ".join(each.text for each in outputs)
+        found = []
+        for k, size in enumerate(value.shape if left else ()):
+            same = next((each for each in left if each[1] == size), None)
+            left = [each for each in left if each is not same]
+            found.append(same[0].text if same else f"d{k}")
+        return " ".join(found)
+
     def _write(self) -> None:
         """Writes the recorded steps to a temporary file, and renames it."""
         if missing := sorted(self.wanted - set(self.per_step["steps"])):
             warnings.warn(f"{self.path}: the training ended before steps {missing}", stacklevel=3)
         rule = {"class": type(self.optimizer).__name__, "framework": "torch"}
-        wrapper = "fully_shard" if self.is_sharded else type(self.ddp).__name__ if self.ddp else ""
+        wrapper = "fully_shard" if self.of_fsdp else type(self.ddp).__name__ if self.ddp else ""
         about = {
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": self.num_replicas,
@@ -670,15 +871,22 @@ class record:
         }
         if self.modules:
             about["modules"] = self.modules.names
-            self.arrays = {self.modules.indexed(name): x for name, x in self.arrays.items()}
+            indexed, arrays, texts = self.modules.indexed, self.arrays, self.placements
+            self.arrays = {indexed(name): array for name, array in arrays.items()}
+            self.placements = {indexed(name): text for name, text in texts.items()}
+        if self.mesh:
+            del about["replicas"]
+            about |= {"mesh": self.mesh.sizes, "ranks": [self.rank], "data_axes": self.mesh.data}
+            names = {key: name for key, name in self.names.items() if key in self.variables}
+            about |= {"placements": self.placements, "names": names}
         firsts: dict[int, str] = {}  # Of arrays that are kept by several names.
-        names = {name: firsts.setdefault(id(x), name) for name, x in self.arrays.items()}
-        about["aliases"] = {name: first for name, first in names.items() if name != first}
-        arrays = {name: self.arrays[name] for name in firsts.values()}
-        path = _rank_path(self.path, self.rank) if self.num_replicas > 1 else self.path
+        first_of = {name: firsts.setdefault(id(x), name) for name, x in self.arrays.items()}
+        about["aliases"] = {name: first for name, first in first_of.items() if name != first}
+        written = {name: self.arrays[name] for name in firsts.values()}
+        path = _rank_path(self.path, self.rank) if self.num_ranks > 1 else self.path
         temporary = f"{path}.{os.getpid()}.tmp"
         with open(temporary, "wb") as file:
-            np.savez(file, about=np.array(json.dumps(about)), **arrays)
+            np.savez(file, about=np.array(json.dumps(about)), **written)
             file.flush()
             os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(temporary, path)
@@ -763,7 +971,11 @@ class _Modules:
         own = self.recorder
         if value is None or step != own.step or not own.is_on or not own.now:
             return
-        array = _to_array(value) / own.scale if "_grad/" in key else _to_array(value)
+        kind, _, place = key.split("/")
+        if not own._place(kind, place, value):
+            return
+        array = _to_array(value)
+        array = array / (own.scale * own.num_parts) if kind.endswith("_grad") else array
         if rows is not None:
             numbers, size = rows[0].cpu().numpy(), rows[1]
             if not array.ndim or len(array) % len(numbers):
@@ -830,7 +1042,12 @@ class _Trace:
         _require(version == 2, f"version {version}, this file reads version 2")
         self.members = {name: name for name in self.file} | about.get("aliases", {})
         all_replicas = range(about.get("num_copies") or about["num_replicas"])
-        self.replicas = about.get("replicas") or all_replicas
+        self.replicas = about.get("ranks") or about.get("replicas") or all_replicas
+        mesh = about.get("mesh") or {}
+        place = np.unravel_index(self.replicas[0], [*mesh.values()]) if mesh else ()
+        self.at = dict(zip(mesh, map(int, place), strict=True))
+        others = (self.at[axis] for axis in mesh if axis not in about["data_axes"])
+        self.is_first_of_replica = not any(others)
 
     def arrays(self, kind: str, step: int, rank: int) -> dict[int, np.ndarray]:
         """Returns the arrays of a kind by their index; of another replica if `rank` is not here."""
@@ -916,7 +1133,8 @@ def _with_rows(output: Any, count: int) -> list[Tensor]:
     """Returns the floating-point tensors of an output that have a row for each example."""
     nests = [vars(x) if dataclasses.is_dataclass(x) else x for x in tree_leaves(output)]
     tensors = [x for x in tree_leaves(nests) if isinstance(x, Tensor)]
-    return [x for x in tensors if x.is_floating_point() and x.dim() and len(x) == count]
+    floats = (x for x in tensors if x.is_floating_point() and x.dim())
+    return [x for x in floats if len(_local(x)) == count]
 
 
 def _require(condition: Any, message: str) -> None:
@@ -924,24 +1142,190 @@ def _require(condition: Any, message: str) -> None:
         raise ValueError(message)
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).mro())
+class _Dimension(NamedTuple):
+    """A dimension of a whole array: the axes of the mesh over which it is split, outer ones first.
+
+    It has `blocks` parts, each of which is split. With `is_zigzag`, rank r of n has the chunks r
+    and 2n - 1 - r of 2n.
+    """
+
+    text: str
+    blocks: int = 1
+    axes: tuple[str, ...] = ()
+    is_zigzag: bool = False
 
 
-def _is_sharded(module: nn.Module, num_replicas: int) -> bool:
-    """Returns whether `fully_shard` has split the weights, over a mesh of data alone."""
-    owners = [owner for _, owner in module.named_modules() if _is_fsdp(owner)]
-    split = {name: p for name, p in module.named_parameters() if hasattr(p, "full_tensor")}
-    for name, p in split.items():
-        is_own = any(p is weight for owner in owners for weight in owner.parameters())
-        axes = [placement.is_replicate() for placement in p.placements]
-        is_data = is_own and axes in ([False], [True], [True, False])  # The last: hybrid sharding.
-        _require(
-            is_data and p.device_mesh.size() == num_replicas,
-            f"model: {name} is split over a mesh with other axes than data, such as tensor"
-            " parallelism; record a model with DDP, or fully_shard over all processes",
-        )
-    return bool(split)
+class _Mesh:
+    """The devices on named axes, and the place of this process among them.
+
+    Attributes:
+        ranks: The processes, as `torch.distributed` numbers them.
+        sizes: Name of an axis → number of devices along it.
+        rank: The row-major position of this process.
+        at: Name of an axis → the position of this process along it.
+        data, sequence, stages, model: The axes that split the examples, other dimensions of the
+            inputs, the layers of a pipeline, and weights only.
+    """
+
+    def __init__(self, mesh: Any, default: str) -> None:
+        self.ranks = np.array(mesh.mesh)
+        names = mesh.mesh_dim_names or [default] * (self.ranks.ndim == 1)
+        names = names or [f"axis{i}" for i in range(self.ranks.ndim)]
+        names = [re.sub(r"\W", "_", name) for name in names]
+        place = np.argwhere(self.ranks == dist.get_rank())
+        _require(len(place), "mesh: does not have this process")
+        self.sizes = dict(zip(names, self.ranks.shape, strict=True))
+        self.at = dict(zip(names, place[0].tolist(), strict=True))
+        self.rank = self.place(names)[0]
+        self.data, self.sequence, self.stages, self.model = (list[str]() for _ in range(4))
+        self.known: dict[Any, str | None] = {}  # Texts of DTensors.
+
+    def name_axes(self, reduced: set[str], inputs: Sequence[_Dimension]) -> None:
+        """Finds the kinds of the axes.
+
+        Args:
+            reduced: Those over which DDP or FSDP2 reduces gradients.
+            inputs: The dimensions of the inputs; the first are the examples.
+        """
+        long = [axis for axis, size in self.sizes.items() if size > 1]
+        split = {axis for each in inputs[1:] for axis in each.axes}
+        data = {axis for each in inputs[:1] for axis in each.axes} | reduced
+        data = data or {axis for axis in self.sizes if DATA.match(axis)}
+        self.data = [axis for axis in self.sizes if axis in data - split]
+        self.sequence = [axis for axis in long if axis in split]
+        self.stages = [axis for axis in long if STAGES.match(axis) and axis not in self.data]
+        known = {*self.data, *self.sequence, *self.stages}
+        self.model = [axis for axis in long if axis not in known]
+
+    def place(self, axes: Sequence[str]) -> tuple[int, int]:
+        """Returns the row-major position of this process along axes, and the number of them."""
+        found, number = 0, 1
+        for axis in axes:
+            found, number = found * self.sizes[axis] + self.at[axis], number * self.sizes[axis]
+        return found, number
+
+    def axes_of(self, ranks: Sequence[int]) -> tuple[str, ...] | None:
+        """Returns the axes along which these processes are, of which this one is one."""
+        long = [axis for axis, size in self.sizes.items() if size > 1]
+        for number in range(len(long) + 1):
+            for axes in itertools.combinations(long, number):
+                along = (slice(None) if axis in axes else i for axis, i in self.at.items())
+                if self.ranks[tuple(along)].flatten().tolist() == [*ranks]:
+                    return axes
+        return None
+
+    def text_of(self, value: Any) -> str | None:
+        """Returns how the local part of a DTensor is part of it; None if there is no text."""
+        key = value.device_mesh, tuple(value.placements), value.dim()
+        if key not in self.known:
+            self.known[key] = self._text_of(value)
+        return self.known[key]
+
+    def _text_of(self, value: Any) -> str | None:
+        ranks = np.array(value.device_mesh.mesh)
+        (place,) = np.argwhere(ranks == dist.get_rank())
+        split: list[list[tuple[str, int]]] = [[] for _ in value.shape]  # Text and size of axes.
+        sums = ""
+        for i, placement in reversed([*enumerate(value.placements)]):
+            along = (slice(None) if i == k else at for k, at in enumerate(place))
+            axes = self.axes_of(ranks[tuple(along)].tolist())
+            if axes is None:
+                return None
+            if axes and hasattr(placement, "dim"):
+                own, number, factor = split[placement.dim], 0, getattr(placement, "split_factor", 1)
+                while factor > 1 and number < len(own):  # FSDP2 splits what others have split.
+                    number, factor = number + 1, factor // own[number][1]
+                if factor != 1:
+                    return None
+                own.insert(number, (",".join(axes), ranks.shape[i]))
+            elif axes and (name := getattr(placement, "reduce_op", "")):
+                if name not in ("sum", "avg") or type(placement).__name__ != "Partial":
+                    return None
+                sums += f" {'sum' if name == 'sum' else 'mean'}({','.join(axes)})"
+        if not (sums or any(split)):
+            return ""
+        texts = (f"[{','.join(text for text, _ in own)}]" if own else "" for own in split)
+        return " ".join(f"d{k}{text}" for k, text in enumerate(texts)) + sums
+
+    def dimensions(self, text: str) -> list[_Dimension]:
+        """Parses a text of a user, such as "3*o[tp] i"."""
+        found = _dimensions(text)
+        other = {axis for each in found for axis in each.axes} - {*self.sizes}
+        _require(not other, f"dims: {text!r}: mesh has no axis {', '.join(sorted(other))}")
+        return found
+
+
+def _dimensions(text: str) -> list[_Dimension]:
+    found = []
+    for word in text.split():
+        if match := DIMENSION.fullmatch(word):
+            axes = tuple(match[3].split(",")) if match[3] else ()
+            found.append(_Dimension(word, int(match[1] or 1), axes, bool(match[4])))
+        else:
+            _require(re.fullmatch(r"(sum|mean)\([\w,]+\)", word), f"dims: {word!r} in {text!r}")
+    return found
+
+
+def _places(
+    dimensions: Sequence[_Dimension],
+    shape: Sequence[int],
+    sizes: Mapping[str, int],
+    at: Mapping[str, int],
+) -> tuple[np.ndarray, ...]:
+    """Returns the places of the part of a process along each dimension of a whole array."""
+    found = []
+    for each, length in zip(dimensions, shape, strict=True):
+        pieces = np.array_split(np.arange(length), each.blocks)
+        for axis in each.axes:
+            number, i = sizes[axis], at[axis]
+            for k, piece in enumerate(pieces):
+                if each.is_zigzag:
+                    chunks = np.array_split(piece, 2 * number)
+                    pieces[k] = np.concatenate([chunks[i], chunks[2 * number - 1 - i]])
+                else:
+                    size = -(-len(piece) // number)  # As `torch.chunk`; the last may have less.
+                    pieces[k] = piece[i * size : (i + 1) * size]
+        found.append(np.concatenate(pieces))
+    return np.ix_(*found)
+
+
+def _assembled(
+    parts: Sequence[tuple[Mapping[str, int], np.ndarray]], text: str, mesh: Mapping[str, int]
+) -> np.ndarray:
+    """Returns the whole array of the parts that processes have; `mesh` has the sizes of axes."""
+    dimensions, shape = _dimensions(text), []
+    for k, each in enumerate(dimensions):
+        others = [axis for axis in mesh if axis not in each.axes]
+        shape.append(sum(x.shape[k] for at, x in parts if not any(at[axis] for axis in others)))
+    whole = np.zeros(shape, parts[0][1].dtype)
+    for at, array in parts:
+        places = _places(dimensions, shape, mesh, at)
+        _require(whole[places].shape == array.shape, f"replay: parts {text!r} do not fit together")
+        whole[places] = array
+    return whole
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
+    """Returns the groups of weights that `fully_shard` has split."""
+    owners = [owner for _, owner in module.named_modules() if hasattr(owner, "_get_fsdp_state")]
+    states = [owner._get_fsdp_state() for owner in owners]
+    groups = [
+        getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states
+    ]
+    return [group for each in groups for group in each if group is not None]
+
+
+def _mesh_of(mesh: Any, groups: Sequence[Any], weights: Any) -> _Mesh | None:
+    """Returns the devices of all processes; None if the weights are not split."""
+    found = [p.device_mesh for p in weights if _is_dtensor(p)]
+    found = [mesh] if mesh is not None else found + [group.mesh_info.mesh for group in groups]
+    roots = [x._get_root_mesh() if hasattr(x, "_get_root_mesh") else x for x in found]
+    root, number = max(roots, key=lambda x: x.mesh.numel(), default=None), dist.get_world_size()
+    if root is None or root.mesh.numel() == number == 1:
+        return None
+    what = f"mesh: has {root.mesh.numel()} of {number} processes"
+    _require(root.mesh.numel() == number, f"{what}; pass a mesh of all, of which others are parts")
+    return _Mesh(root, "data" if groups else "axis0")
 
 
 def _rank_path(path: str, rank: int) -> str:
@@ -949,15 +1333,24 @@ def _rank_path(path: str, rank: int) -> str:
 
 
 def _to_array(value: Tensor) -> np.ndarray:
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    value = _local(value)
     value = value if value.layout == torch.strided else value.to_dense()
     value = value.float() if value.dtype == torch.bfloat16 else value  # NumPy does not have it.
     return np.array(value.detach().cpu())
 
 
+def _is_dtensor(value: Any) -> bool:
+    return hasattr(value, "full_tensor")
+
+
+def _local(value: Any) -> Any:
+    """Returns the part of a DTensor that this process has."""
+    return value.detach().to_local() if _is_dtensor(value) else value
+
+
 def _assign(target: Any, array: np.ndarray) -> Any:
     value: Any = torch.tensor(array)
-    if hasattr(target, "full_tensor"):
+    if _is_dtensor(target):
         shard = dist.tensor.distribute_tensor
         value = shard(value, target.device_mesh, target.placements, src_data_rank=None)
     return target.copy_(value)

@@ -10,7 +10,7 @@ from recorder_scripts import WITH_TORCH, run_cases
 
 
 @pytest.mark.parametrize("framework", WITH_TORCH)
-@pytest.mark.parametrize(("kind", "last"), [("one", "case_compiled"), ("two", "case_other_meshes")])
+@pytest.mark.parametrize(("kind", "last"), [("one", "case_compiled"), ("two", "case_mesh")])
 def test_recordings_of_torch(framework, kind, last, tmp_path):
     done = run_cases("torch", framework, tmp_path, kind)
     assert last in done.stdout

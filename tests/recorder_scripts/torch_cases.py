@@ -1,6 +1,7 @@
 """Trainings with PyTorch or what stands in for it, and checks of what was recorded of them.
 
-`python torch_cases.py FOLDER one` trains in one process, in FOLDER; `two` in two.
+`python torch_cases.py FOLDER one` trains in one process, in FOLDER; `two` in two. `four`, with
+PyTorch itself, has the cases of `torch_mesh_cases.py`.
 """
 
 import contextlib
@@ -18,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import compare, record_torch, trace_file
@@ -892,6 +892,14 @@ def case_no_sync():
     assert_close(trace.kind("sums"), mean_of_raw(trace, 0))
 
 
+def whole(trace, kind, step):
+    """Returns arrays of which each of two processes has a part of the first dimension."""
+    of_rank = [trace.kind(kind, step, rank) for rank in range(2)]
+    parts = [name for name, x in of_rank[0].items() if x.ndim and "running" not in name]
+    wholes = {name: np.concatenate([x[name] for x in of_rank]) for name in parts}
+    return of_rank[0] | (wholes if HAS_TORCH else {})
+
+
 def case_fsdp():
     bits = []
     for path, options in {
@@ -905,36 +913,42 @@ def case_fsdp():
         fully_shard(model[4])
         fully_shard(model)
         train(model, adamw(model), path, shards=(dist.get_rank(), 2), **options)
+        dist.barrier()  # Each process replays the parts of both.
         bits.append([p.full_tensor() for p in model.parameters()])
     assert is_equal(*bits[-2:])
     trace, replayed, original = of_all_ranks("fsdp"), Trace("ddp_fsdp"), Trace("ddp")
     assert trace.about["wrapper"] == "fully_shard" and trace.about["reduction"] == ""
-    assert not trace.kind("raw") and trace.kind("before")["4.weight"].shape == (5, 64)
+    about = trace.abouts[1]
+    assert (about["mesh"], about["data_axes"]) == ({"data": 2}, ["data"])
+    assert about["ranks"] == [1] and about["num_replicas"] == 2 and "replicas" not in about
+    assert not trace.kind("raw")
+    if HAS_TORCH:  # Rows of parts, of which the last may have less.
+        assert [trace.kind("before", 0, r)["4.weight"].shape for r in (0, 1)] == [(3, 64), (2, 64)]
+        index = trace.about["gradients"].index("4.weight")
+        assert about["placements"][f"clipped/{index}"] == "d0[data] d1"
     assert_equal(trace.arrays, Trace("fsdp_again").arrays)
     for step in range(3):
-        assert_close(replayed.kind("sums", step), original.kind("sums", step))
-        assert_equal(original.kind("before", step), replayed.kind("before", step))
+        assert_close(whole(replayed, "sums", step), original.kind("sums", step))
+        assert_equal(original.kind("before", step), whole(replayed, "before", step))
 
 
-def case_other_meshes():
-    """Tensor parallelism, with and without a mesh of data, and a mesh of some processes."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-
-    def split(model):
-        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
-
-    def split_both(model):
-        split(model)
-        fully_shard(model, mesh=mesh["data"])
-
-    for distribute in (split, split_both, lambda model: fully_shard(model, mesh=mesh["data"])):
-        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-        distribute(model)
-        expected = (
-            "model: 0.weight is split over a mesh with other axes than data, such as tensor"
-            " parallelism; record a model with DDP, or fully_shard over all processes"
-        )
-        refused(expected, record_torch.record, "x.npz", model, adamw(model))
+def case_mesh():
+    """DDP and a mesh that is given: only its data axis makes replicas."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    ddp("mesh.npz", steps=1, mesh=mesh, dims="b[dp]")
+    of_all_ranks("mesh")
+    about = Trace("mesh").abouts[1]
+    assert (about["mesh"], about["data_axes"]) == ({"dp": 2, "tp": 1}, ["dp"])
+    assert (about["num_replicas"], about["ranks"]) == (2, [1])
+    assert about["placements"]["data/0"] == "b[dp] d1 d2 d3"
+    for expected, options in {
+        "dims: needs mesh=": {"dims": "b[dp]"},
+        "dims: 'b[cp]': mesh has no axis cp": {"dims": "b[cp]", "mesh": mesh},
+        "dims: 'b[dp' in 'b[dp'": {"dims": "b[dp", "mesh": mesh},
+        "dims: 'o i' is not that of 4.bias": {"dims": {"4.*": "o i"}, "mesh": mesh},
+    }.items():
+        model = network()
+        refused(expected, record_torch.record, "x.npz", model, adamw(model), **options)
 
 
 CASES = {
@@ -954,16 +968,24 @@ CASES = {
         *(case_exception, case_nested, case_accelerate, case_lightning, case_errors),
         case_compiled,
     ],
-    "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_other_meshes],
+    "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_mesh],
 }
+NUM_PROCESSES = {"two": 2, "four": 4}
 
 
 def run(rank, kind):
-    if kind == "two":
+    if kind == "four":
+        import torch_mesh_cases
+
+        CASES[kind] = torch_mesh_cases.CASES
+        if rank == 0:
+            torch_mesh_cases.record_one_process()  # Before they find each other.
+    if kind != "one":
         init = f"file://{os.getcwd()}/rendezvous"
-        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
+        number = NUM_PROCESSES[kind]
+        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=number)
     run_cases(CASES[kind])
-    if kind == "two":
+    if kind != "one":
         dist.barrier()
         sys.stdout.flush()
         os._exit(0)  # Destroying the group aborts now and then, in a thread of gloo.
@@ -971,7 +993,7 @@ def run(rank, kind):
 
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
-    if sys.argv[2] == "two":
-        torch.multiprocessing.spawn(run, (sys.argv[2],), nprocs=2)
+    if number := NUM_PROCESSES.get(sys.argv[2]):
+        torch.multiprocessing.spawn(run, (sys.argv[2],), nprocs=number)
     else:
         run(0, sys.argv[2])

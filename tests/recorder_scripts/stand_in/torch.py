@@ -59,6 +59,9 @@ class Tensor(np.ndarray):
     def cpu(self):
         return self
 
+    def to_local(self):
+        return self
+
     def clone(self):
         return self.copy()
 
@@ -393,23 +396,28 @@ class DataParallel(DistributedDataParallel):
     """Is refused by the recorder."""
 
 
+class DeviceMesh:
+    """Both processes along one axis."""
+
+    def __init__(self, kind="cpu", sizes=(2,), mesh_dim_names=None):
+        self.mesh, self.mesh_dim_names = tensor(np.arange(2).reshape(sizes)), mesh_dim_names
+
+
 class FSDPModule:
-    pass
-
-
-def _on_mesh(module, size, *are_replicated):
-    """Each process keeps the whole weights, which are DTensors nevertheless."""
-    for p in module.parameters():
-        p.full_tensor, p.device_mesh = p.clone, types.SimpleNamespace(size=lambda: size)
-        p.placements = [types.SimpleNamespace(is_replicate=lambda x=x: x) for x in are_replicated]
-    return module
+    def _get_fsdp_state(self):
+        return self.state
 
 
 def fully_shard(module, mesh=None):
-    before = [p.placements for p in module.parameters() if hasattr(p, "placements")]
-    is_split = mesh is not None and bool(before)  # Over two axes.
-    _on_mesh(module, 2 if mesh is None or is_split else mesh, *[False] * (1 + is_split))
+    """Each process keeps the whole weights, which are DTensors nevertheless."""
+    mesh = mesh or DeviceMesh()
+    for p in module.parameters():
+        p.full_tensor, p.device_mesh, p.placements = p.clone, mesh, ("Replicate",)
     module.__class__ = type("FSDP", (FSDPModule, type(module)), {})
+    parameters = [types.SimpleNamespace(sharded_param=p) for p in module.parameters()]
+    info = types.SimpleNamespace(mesh=mesh)
+    group = types.SimpleNamespace(mesh_info=info, fsdp_params=parameters)
+    module.state = types.SimpleNamespace(_fsdp_param_group=group)
     if isinstance(module, Sequential):
         module.register_forward_pre_hook(lambda *_: _waiting.append(module.parameters()))
     return module
@@ -595,19 +603,11 @@ optim = _module("optim", SGD=SGD, LBFGS=LBFGS, Adam=Adam, AdamW=AdamW, Optimizer
 distributed = _module(
     "distributed", is_available=lambda: True, is_initialized=lambda: _world[1] > 1,
     get_rank=lambda group=None: _world[0], get_world_size=lambda group=None: _world[1],
+    get_process_group_ranks=lambda group: [*range(_world[1])],
     init_process_group=lambda *args, **options: None, barrier=lambda: _exchanged(None),
     tensor=types.SimpleNamespace(distribute_tensor=lambda value, *args, **options: value),
 )  # fmt: skip
 _module("distributed.fsdp", fully_shard=fully_shard)
-_module(
-    "distributed.device_mesh",
-    init_device_mesh=lambda kind, sizes, mesh_dim_names: dict(
-        zip(mesh_dim_names, sizes, strict=True)
-    ),
-)
-_module(
-    "distributed.tensor.parallel",
-    ColwiseParallel=object, parallelize_module=lambda m, mesh, plan: _on_mesh(m, 2, False),
-)  # fmt: skip
+_module("distributed.device_mesh", init_device_mesh=DeviceMesh)
 _module("utils._pytree", tree_leaves=_leaves, tree_map_only=_map_only)
 multiprocessing = _module("multiprocessing", spawn=_spawn)
