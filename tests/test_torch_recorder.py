@@ -6,7 +6,7 @@ with PyTorch itself where an interpreter has it, that of the tests or `LOCKSTEP_
 
 import pytest
 
-from recorder_scripts import WITH_TORCH, run_cases
+from recorder_scripts import WITH_TORCH, interpreter, run_cases
 
 
 @pytest.mark.parametrize("framework", WITH_TORCH)
@@ -16,3 +16,9 @@ def test_recordings_of_torch(framework, kind, last, tmp_path):
     assert last in done.stdout
     if kind == "one":
         assert "exception.npz: the training ended before steps [2]" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not interpreter("torch"), reason="needs torch")
+def test_recordings_of_torch_on_a_mesh(tmp_path):
+    assert "case_parts_of_the_processes" in run_cases("torch", "torch", tmp_path, "four").stdout
