@@ -339,7 +339,9 @@ class record:
         if all(stage.submod is not model for model in (self.ddp, self.called, self.module)):
             return
         for key, array in self.now.items():
-            if key.split("/")[0] in (*OF_LOSS, "removed") and array.dtype.kind == "f":
+            kind = key.split("/")[0]
+            is_gradient = kind in (*OF_LOSS, "removed") or kind.endswith("_grad")
+            if is_gradient and array.dtype.kind == "f":
                 self.now[key] = array / array.dtype.type(number)
         self.losses = [x / number for x in self.losses]
         if self.of_fsdp:  # The schedule reduces after the last backward pass.
@@ -913,6 +915,7 @@ class _Modules:
         self.recorder, self.names, self.now = recorder, list[str](), dict[str, Any]()
         self.rows: tuple[Tensor, int] | None = None
         self.seen, self.open = set[tuple[str, int]](), dict[str, tuple[Any, ...]]()
+        self.defaults, self.unknown = set[str](), set[str]()  # Names of arrays.
         wanted = "*" if pattern is True else str(pattern)
         named = recorder.module.named_modules()
         self.modules = {n: m for n, m in named if n and fnmatch.fnmatchcase(n, wanted)}
@@ -930,7 +933,7 @@ class _Modules:
         if own.outside is None or torch.compiler.is_compiling():
             return
         if self.now is not own.now:  # Another step, or attempt at it.
-            self.now, self.seen = own.now, set()
+            self.now, self.seen, self.defaults, self.unknown = own.now, set(), set(), set()
         place = f"{own.rank}/{own.num_forward - 1}:{name}"
         rows = self.rows if own.is_by_shard else None
         if (place, id(rows)) in self.seen:
@@ -944,7 +947,7 @@ class _Modules:
             edge = inputs[0].grad_fn, inputs[0].output_nr
         if edge[0] is not None:  # The gradient stays 0 if the module does not send one.
             zeros = torch.zeros_like(inputs[0], requires_grad=False)
-            self._keep(f"module_in_grad/{place}", rows, own.step, zeros)
+            self._keep(f"module_in_grad/{place}", rows, own.step, zeros, is_default=True)
         nodes = [x.grad_fn for x in inputs if x.grad_fn is not None]
         self.open[name] = place, rows, edge, max((x._sequence_nr() for x in nodes), default=0)
 
@@ -957,7 +960,8 @@ class _Modules:
         keep(f"module_out/{place}", value=outputs[0])
         if outputs[0].requires_grad:
             key = f"module_out_grad/{place}"
-            keep(key, value=torch.zeros_like(outputs[0], requires_grad=False))
+            zeros = torch.zeros_like(outputs[0], requires_grad=False)
+            keep(key, value=zeros, is_default=True)
             outputs[0].register_hook(lambda gradient: keep(key, value=gradient))
         for node, index in _nodes_to(edge, outputs, number) if edge[0] else ():
 
@@ -966,16 +970,33 @@ class _Modules:
 
             node.register_hook(of_edge)
 
-    def _keep(self, key: str, rows: Any, step: int, value: Tensor | None) -> None:
-        """Adds an array of the whole batch, or of some rows of it, to what was kept before."""
+    def _keep(
+        self, key: str, rows: Any, step: int, value: Tensor | None, is_default: bool = False
+    ) -> None:
+        """Adds an array of the whole batch, or of some rows of it, to what was kept before.
+
+        Args:
+            key: Name of the array.
+            rows: The rows and the size of the batch; None for all.
+            step: The step of the forward pass.
+            value: The array, or the part of it that this process has.
+            is_default: Whether it is replaced by the next one.
+        """
         own = self.recorder
         if value is None or step != own.step or not own.is_on or not own.now:
             return
-        kind, _, place = key.split("/")
-        if not own._place(kind, place, value):
+        kind, _, place = key.split("/", 2)
+        text: str | None = ""
+        if own.mesh:
+            is_dtensor = _is_dtensor(value)
+            text = own.mesh.text_of(value) if is_dtensor else own._text_of_rows("data", value)
+        is_first = key not in own.now or key in self.defaults
+        before = own.placements.get(f"{kind}/{place}", "")
+        if key in self.unknown or text is None or not (is_first or text == before):
+            self.unknown.add(key)  # Parts of a sum that are split in several ways.
+            own.now.pop(key, None)
             return
-        array = _to_array(value)
-        array = array / (own.scale * own.num_parts) if kind.endswith("_grad") else array
+        array = _to_array(value) / own.scale if "_grad" in kind else _to_array(value)
         if rows is not None:
             numbers, size = rows[0].cpu().numpy(), rows[1]
             if not array.ndim or len(array) % len(numbers):
@@ -984,7 +1005,9 @@ class _Modules:
             whole = np.zeros((size, each, *array.shape[1:]), array.dtype)
             whole[numbers] = array.reshape(len(numbers), each, *array.shape[1:])
             array = whole.reshape(-1, *array.shape[1:])
-        own.now[key] = own.now[key] + array if key in own.now else array
+        own.now[key] = array if is_first and rows is None else own.now.get(key, 0) + array
+        own.placements |= {f"{kind}/{place}": text} if text or before else {}
+        (self.defaults.add if is_default else self.defaults.discard)(key)
 
     def indexed(self, name: str) -> str:
         """Returns the name of an array in the file for `POSITION/KIND/RANK/NUMBER:MODULE`."""
@@ -1379,6 +1402,8 @@ def _layers(module: nn.Module) -> list[dict[str, Any]]:
     layers = []
     for name, layer in module.named_modules():
         settings = {NAMES.get(x, x): getattr(layer, x) for x in OF_LAYERS if hasattr(layer, x)}
+        parts = nn.Module, Tensor  # A layer in it, or a weight, may have the name of a setting.
+        settings = {x: value for x, value in settings.items() if not isinstance(value, parts)}
         own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
         if settings or own:
             kind = {"name": name, "class": type(layer).__name__}
