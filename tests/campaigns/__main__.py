@@ -28,6 +28,7 @@ CAMPAIGNS = {
     "mutations": (0, "a bug of mutations.toml; or so many drawn at random"),
     "zoo": (0, "a reported bug of Keras programs, and its correction"),
     "scripts": (0, "a training script with a bug, or a right one, in PyTorch, JAX or Keras"),
+    "layouts": (8, "a seed of small right trainings in 13 parallel layouts and two dtypes"),
     "optimizers": (0, "a right program with one of Keras' optimizers"),
 }
 

@@ -158,7 +158,7 @@ Servers = dict[str, "queue.SimpleQueue[Server]"]
 
 
 @contextlib.contextmanager
-def _servers(scripts: Iterable[str]) -> Iterator[Servers]:
+def running_servers(scripts: Iterable[str]) -> Iterator[Servers]:
     """Starts as many servers for each framework as programs run at once, and ends them."""
     servers: Servers = {}
     started = []
@@ -175,7 +175,7 @@ def _servers(scripts: Iterable[str]) -> Iterator[Servers]:
             server.process.wait()
 
 
-def _record(
+def record(
     servers: Servers, source: str, script: str, folder: pathlib.Path, num_replicas: int, *files: str
 ) -> str:
     """Runs a program that records; returns "", or the end of what it printed if it failed."""
@@ -194,11 +194,11 @@ def _references(
     servers: Servers, entry: Entry, folder: pathlib.Path, source: str
 ) -> tuple[pathlib.Path, pathlib.Path | None]:
     """Records a program with one replica; returns the recording, and that with other rounding."""
-    failed = _record(servers, source, entry.script, folder, 1, "one.npz")
+    failed = record(servers, source, entry.script, folder, 1, "one.npz")
     check(not failed, f"{entry.script} with one replica: {failed}")
     if not entry.permuted:
         return folder / f"one{entry.part}.npz", None
-    failed = _record(servers, source, entry.script, folder, 1, "permuted.npz", "one.npz", "1")
+    failed = record(servers, source, entry.script, folder, 1, "permuted.npz", "one.npz", "1")
     check(not failed, f"{entry.script} with permuted examples: {failed}")
     return folder / f"one{entry.part}.npz", folder / f"permuted{entry.part}.npz"
 
@@ -216,10 +216,10 @@ def _outcome(
     plain = entry._replace(changes=())
     start = [str(one.with_name("one.npz"))] if entry.replay and not entry.by_shard else []
     num = entry.processes
-    failed = _record(servers, entry.source, entry.script, folder, num, "two.npz", *start)
+    failed = record(servers, entry.source, entry.script, folder, num, "two.npz", *start)
     if entry.by_shard and not failed:
         one, source = folder / "one.npz", (entry if entry.both else plain).source
-        failed = _record(servers, source, entry.script, folder, 1, one.name, "two.npz", "", "each")
+        failed = record(servers, source, entry.script, folder, 1, one.name, "two.npz", "", "each")
     if failed:
         is_refusal = "/lockstep/record_" in failed
         return Outcome(False, False, f"no recording: {failed[-600:].strip()}", False, is_refusal)
@@ -229,8 +229,8 @@ def _outcome(
     except Exception as error:  # A recording that cannot be read, or a bug of the comparison.
         return Outcome(False, False, f"no verdict: {type(error).__name__}: {error}", False)
     faults = verdict.faults if entry.causes else [*alone.faults, *verdict.faults]
-    told = [f"the reference: {_line(finding)}" for finding in alone.findings]
-    told += [_line(finding) for finding in verdict.findings]
+    told = [f"the reference: {shown(finding)}" for finding in alone.findings]
+    told += [shown(finding) for finding in verdict.findings]
     told += [f"note: {note}" for note in notes_of(verdict)]
     is_idle = verdict.status == NOTHING
     told += [NOTHING] if is_idle else []
@@ -238,9 +238,9 @@ def _outcome(
     return Outcome(bool(faults) or is_idle, named in entry.causes, "\n    ".join(told))
 
 
-def _line(finding: Finding) -> str:
+def shown(finding: Finding) -> str:
     steps = ", ".join(map(str, finding.steps))
-    where = " ".join([f"steps {steps}", *finding.items])
+    where = ", ".join([f"steps {steps}", *finding.items, *filter(None, [finding.module])])
     return f"{finding.status}: {finding.stage}/{finding.cause} ({where}): {finding.text}"
 
 
@@ -272,7 +272,7 @@ def run(
     scripts = dict.fromkeys(entry.script for entry in chosen)
     plain = {entry.script: entry for entry in reversed(listed()) if not entry.changes}
     with (
-        _servers(scripts) as servers,
+        running_servers(scripts) as servers,
         concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool,
     ):
         references = {

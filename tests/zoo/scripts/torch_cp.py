@@ -61,7 +61,7 @@ def main(rank, world_size, recording):
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.1)
     with record_torch.record(
-        model=model, optimizer=optimizer, steps=3, mesh=mesh, dims=DIMS, **recording
+        model=model, optimizer=optimizer, steps=3, mesh=mesh, dims=DIMS, modules=True, **recording
     ):
         for step in range(3):
             batch = [x.chunk(mesh["dp"].size())[rank // cp_size] for x in get_batch(step, SEED)]

@@ -94,7 +94,7 @@ def main(rank, world_size, recording):
     if world_size > 1:
         model = parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.1)
-    with record_torch.record(model=model, optimizer=optimizer, steps=3, **recording):
+    with record_torch.record(model=model, optimizer=optimizer, steps=3, modules=True, **recording):
         for step in range(3):
             batch = get_batch(step, SEED)
             number = rank // num_model

@@ -87,7 +87,7 @@ def main(rank, world_size, recording):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.1)
     names = {"head.weight": "tokens.weight"}
     with record_torch.record(
-        model=model, optimizer=optimizer, steps=3, mesh=mesh, names=names, **recording
+        model=model, optimizer=optimizer, steps=3, mesh=mesh, names=names, modules=True, **recording
     ):
         for step in range(3):
             batch = [x.chunk(mesh["dp"].size())[rank // pp_size] for x in get_batch(step, SEED)]

@@ -261,7 +261,7 @@ def main(rank, world_size, recording):
     parameters = [p for p in raw_model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=1e-5, weight_decay=0.1)
     with record_torch.record(
-        model=model, optimizer=optimizer, steps=3, mesh=mesh, dims=DIMS, **recording
+        model=model, optimizer=optimizer, steps=3, mesh=mesh, dims=DIMS, modules=True, **recording
     ):
         for step in range(3):
             batch = get_batch(step, SEED)
