@@ -339,9 +339,7 @@ class record:
         if all(stage.submod is not model for model in (self.ddp, self.called, self.module)):
             return
         for key, array in self.now.items():
-            kind = key.split("/")[0]
-            is_gradient = kind in (*OF_LOSS, "removed") or kind.endswith("_grad")
-            if is_gradient and array.dtype.kind == "f":
+            if key.split("/")[0] in (*OF_LOSS, "removed") and array.dtype.kind == "f":
                 self.now[key] = array / array.dtype.type(number)
         self.losses = [x / number for x in self.losses]
         if self.of_fsdp:  # The schedule reduces after the last backward pass.
@@ -824,6 +822,8 @@ class record:
             text = self.mesh.text_of(value)
         elif kind.removesuffix("_grad") in OF_ROWS:
             text = self._text_of_rows(kind, value)
+            if kind.startswith("module_"):
+                text = self._text_of_layer(kind, index.partition(":")[2], value, text)
         elif self.texts and kind in ("before", "after", "replaced"):
             variable = [*self.variables.values()][index]
             name = variable.get("of", variable["name"])
@@ -835,6 +835,20 @@ class record:
             text = text or " ".join(f"d{k}" for k in range(value.dim()))
             text = f"{text} mean({','.join(self.mesh.sequence)})".strip()
         return text
+
+    def _text_of_layer(self, kind: str, name: str, value: Tensor, text: str) -> str:
+        """Returns the same if a layer's weight is split: so are its outputs, or its inputs."""
+        dims = _dimensions(self.texts.get(f"{name}.weight", ""))
+        if len(dims) != 2 or not value.dim():
+            return text
+        side = int("_in" in kind)  # Of the weight: outputs come first.
+        words = text.split() or [f"d{k}" for k in range(value.dim())]
+        if dims[side].axes and value.shape[-1] == self.weights[f"{name}.weight"].shape[side]:
+            words[-1] = dims[side].text
+        is_plain = type(self.module.get_submodule(name)) is nn.Linear  # The script adds later.
+        if is_plain and kind in ("module_out", "module_in_grad") and dims[1 - side].axes:
+            words.append(f"sum({','.join(dims[1 - side].axes)})")
+        return " ".join(words)
 
     def _text_of_rows(self, kind: str, value: Tensor) -> str:
         """Returns how inputs or outputs are split: like the first input in dimensions as long."""
@@ -986,17 +1000,15 @@ class _Modules:
         if value is None or step != own.step or not own.is_on or not own.now:
             return
         kind, _, place = key.split("/", 2)
-        text: str | None = ""
-        if own.mesh:
-            is_dtensor = _is_dtensor(value)
-            text = own.mesh.text_of(value) if is_dtensor else own._text_of_rows("data", value)
+        text = own._text_of(kind, place, value) if own.mesh else ""
         is_first = key not in own.now or key in self.defaults
         before = own.placements.get(f"{kind}/{place}", "")
         if key in self.unknown or text is None or not (is_first or text == before):
             self.unknown.add(key)  # Parts of a sum that are split in several ways.
             own.now.pop(key, None)
             return
-        array = _to_array(value) / own.scale if "_grad" in kind else _to_array(value)
+        array = _to_array(value)
+        array = array / (own.scale * own.num_parts) if "_grad" in kind else array
         if rows is not None:
             numbers, size = rows[0].cpu().numpy(), rows[1]
             if not array.ndim or len(array) % len(numbers):
