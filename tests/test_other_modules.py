@@ -236,9 +236,10 @@ def test_sums_that_are_not_reduced_are_named():
 
     found = on_two_ranks({"layers.0": half}, module_out={"layers.0.act": summands})
     assert (found.module, found.cause) == ("layers.0.act, forward", "partial_not_reduced")
-    twice = {"head": lambda g: (g, g)}
-    found = on_two_ranks({"head gradient": half}, module_in_grad=twice)
-    assert (found.module, found.cause) == ("head, backward", "forgotten_backward_sum")
+    for parts, cause in (((1.5, 0.5), "forgotten_backward_sum"), ((1, 1), "other_backward")):
+        of_head = {"head": lambda g, parts=parts: [part * g for part in parts]}
+        found = on_two_ranks({"head gradient": half}, module_in_grad=of_head)
+        assert (found.module, found.cause) == ("head, backward", cause)
     bias = trained().named(0, "before", 0)["head.bias"]
     found = on_two_ranks(
         module_out={"head": lambda y: [part + bias for part in summands(y - bias)]}
@@ -280,6 +281,49 @@ def test_recording_modules_changes_no_bit(tmp_path):
 def is_named(verdict, module):
     found = [f.module for f in verdict.faults if f.stage in ("forward", "gradients")]
     return bool(found) and all(each.startswith(f"{module}, ") for each in found)
+
+
+ROW, COLUMN = "return leave(y, self.tp) + self.bias", "F.linear(enter(x, self.tp),"
+ON_A_MESH = {  # Line of the script → its replacement, and what is found.
+    "right": ("", "", None, ""),
+    "not reduced": (ROW, "return y + self.bias", "layers.0.attention.wo", "partial_not_reduced"),
+    "a mean": (
+        ROW, "return leave(y, self.tp) / 2 + self.bias", "layers.0.attention.wo", "other_outputs"),
+    "a bias of each rank": (
+        ROW, "return leave(y + self.bias, self.tp)", "layers.0.attention.wo", "repeated_bias"),
+    "gradients not reduced": (
+        COLUMN, "F.linear(x,", "layers.1.feed_forward.up", "partial_not_reduced"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not interpreter("torch"), reason="needs torch")
+def test_modules_of_tensor_parallelism_are_named(tmp_path):
+    scripts = ROOT / "tests" / "zoo" / "scripts"
+    text = (scripts / "torch_tp.py").read_text()
+
+    def recorded(name, script, size, replay=None):
+        path = tmp_path / f"{name}.npz"
+        (tmp_path / "script.py").write_text(script)
+        given = {"path": str(path), "steps": [0], "replay": replay, "permute": None}
+        variables = {
+            "PYTHONPATH": f"{ROOT}:{scripts}",
+            "LOCKSTEP_RECORD": json.dumps({**given, "modules": True}),
+        }
+        command = interpreter("torch"), tmp_path / "script.py", str(size), path
+        subprocess.run(command, env=variables, check=True, timeout=100)
+        return path
+
+    one = recorded("one", text, 1)
+    for name, (line, new, module, cause) in ON_A_MESH.items():
+        assert line in text
+        path = recorded(name, text.replace(line, new) if line else text, 2, str(one))
+        *_, verdict = compare_traces([trace_file.load(p) for p in (one, path)], {}).values()
+        if module is None:
+            assert verdict.ok, str(verdict)
+        else:
+            found = [f for f in verdict.faults if f.module]
+            assert (found[0].module.split(",")[0], found[0].cause) == (module, cause), str(verdict)
 
 
 GPT = [

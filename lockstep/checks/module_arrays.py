@@ -56,7 +56,7 @@ class ModuleArrays:
             event: the event.
             located: the examples.
             is_backward: whether gradients are asked for.
-            sum_over: axis of the mesh over which the arrays of ranks are added.
+            sum_over: axis of the mesh over which the arrays of ranks are added, if they differ.
         """
         kind = ("module_out" if event.is_output else "module_in") + "_grad" * is_backward
         parts = {(p.shard, p.number): p for p, _ in located.sources}
@@ -71,6 +71,8 @@ class ModuleArrays:
         mesh, options = self._second.trace.mesh, list[list[Rows]]()
         if mesh and sum_over:
             groups = groups_along(sum_over, copies, mesh)
+            if all(np.array_equal(own, group[0]) for group in groups for own in group):
+                return []  # Copies of a mean, or of another array that is wrong.
             copies = {number: np.sum(group, axis=0) for number, group in enumerate(groups)}
         for whole in wholes_of(copies, like, mesh) if mesh else [[*copies.values()][:1]]:
             rows = [self._aligned(event, located, arrays, own, is_backward) for own in whole]
