@@ -99,9 +99,10 @@ CAUSES = {  # Cause → remedy, in any framework.
     "repeated_gradient": "add the gradient of each replica once",
     "lost_micro_batch": "accumulate the gradients of all micro-batches before the update, and clear"
     " them only after it",
-    "sum_instead_of_mean": "divide the sum of the gradients by the number of replicas once",
+    "sum_instead_of_mean": "divide the sum of the gradients once, by the number of replicas, or of"
+    " ranks along an axis, that it adds",
     "mean_instead_of_sum": "do not average gradients of losses that are divided by the global batch"
-    " size",
+    " size, nor parts of a sum",
     "unequal_sums": "add the gradients in the same order on all replicas, or broadcast",
     "reduced_precision": "compute in the same dtype on all replicas and in both trainings, and"
     " all-reduce the gradients in float32",
@@ -193,6 +194,9 @@ IN_FRAMEWORK = {  # Framework → remedies that can be said more precisely for i
     },
     "torch": {
         "same_examples": "give each replica a different part of the batch: a DistributedSampler",
+        "other_examples_in_a_replica": "give the ranks that compute one replica together the same"
+        " examples; or, if an axis of the mesh splits the inputs, record with dims=, as in"
+        ' "b[ep] s[cp]"',
         "not_reshuffled": "call sampler.set_epoch(epoch) at the start of each epoch",
         "local_statistics": "synchronise BatchNorm over the replicas: SyncBatchNorm",
         "not_all_reduced": "call the wrapped model, ddp(x) and not ddp.module(x), or all-reduce the"
@@ -223,12 +227,15 @@ CODE = {  # Framework → cause → an example: a line to remove, and one to add
         "other_examples_in_a_replica": ("sampler(world_size, rank)", "sampler(dp_size, dp_rank)"),
         "not_reshuffled": ("", "sampler.set_epoch(epoch)  # At the start of each epoch."),
         "same_random_numbers": ("torch.manual_seed(seed)", "torch.manual_seed(seed + rank)"),
-        "diverged_replicas": ("", "for p in model.parameters(): dist.broadcast(p.data, 0)"),
+        "diverged_replicas": (
+            "",
+            "for p in model.parameters(): dist.broadcast(p.data, 0)  # But not parts of weights.",
+        ),
         "inference_mode": ("model.eval()", "model.train()"),
         "local_statistics": ("DDP(model)", "DDP(SyncBatchNorm.convert_sync_batchnorm(model))"),
         "micro_batches_not_averaged": ("loss.backward()", "(loss / num_micro_batches).backward()"),
         "stale_gradient": ("", "optimizer.zero_grad()  # Before the first backward of a step."),
-        "sum_instead_of_mean": ("", "gradient /= world_size  # After dist.all_reduce(gradient)."),
+        "sum_instead_of_mean": ("", "gradient /= group.size()  # After dist.all_reduce(gradient)."),
         "loss_scale_left": ("optimizer.step()", "scaler.step(optimizer)"),
         "clipped_before_unscale": ("", "scaler.unscale_(optimizer)  # Before clip_grad_norm_."),
         "clipped_in_each_micro_batch": ("clip(model)", "if is_last_micro_batch: clip(model)"),

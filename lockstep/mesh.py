@@ -216,15 +216,21 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
         for shard in range(mesh.num_replicas)
     }
     arrays, views, parts = dict[str, Any](), dict[str, dict[int, Any]](), dict[str, Any]()
-    not_reduced = set[tuple[str, str]]()
-    for place, by_text in _collected(files, common).items():
+    not_reduced, collected = set[tuple[str, str]](), _collected(files, common)
+    recorded = {tuple(name.split("/")[::2][:2]) for _, own in files for name in own}
+    numbers = {name: number for number, name in enumerate(common.keys)}
+    for place, by_text in collected.items():
         position, kind, index = place
         of_copies = is_of_copies(kind, common)
         is_whole = of_copies or kind in OF_GRADIENTS  # FSDP2 splits gradients over data axes.
         ignored = set[str]() if is_whole else {*mesh.data_axes}
         wholes: dict[int, Any] = {}
+        weight = ""
+        if kind in OF_GRADIENTS and index.isdecimal():
+            weight = str(numbers.get(common.gradients[int(index)], ""))
+        zeros = _zeros_like(collected.get((position, "before", weight), {}), by_text)
         for text, held in by_text.items():
-            wholes |= _wholes(held, placement_from(text, mesh), mesh, ignored)
+            wholes |= _wholes(held, placement_from(text, mesh), mesh, ignored, zeros)
             if kind in OF_GRADIENTS:
                 parts |= {f"{position}/{kind}/{rank}/{index}": x for rank, x in held.items()}
         of_replicas = [_of_replica(wholes, replica, mesh) for replica in of_replica]
@@ -232,7 +238,8 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
             not_reduced.add((position, kind))
         for item in range(mesh.size if of_copies else mesh.num_replicas):
             own = _nearest(wholes, item, mesh) if of_copies else of_replicas[item]
-            if own:
+            is_recorded = not of_copies or (position, str(item)) in recorded
+            if own and is_recorded:
                 arrays[f"{position}/{kind}/{item}/{index}"] = next(iter(own.values()))
             if not of_copies and len(own) > 1:
                 views[f"{position}/{kind}/{item}/{index}"] = own
@@ -243,6 +250,7 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
 
 
 _Place = tuple[str, str, str]  # Position, kind, INDEX and suffix.
+_Held = Mapping[str, Mapping[int, Any]]  # Placement → rank → array of the rank.
 
 
 def _collected(
@@ -266,23 +274,46 @@ def _differ(own: Mapping[int, Any]) -> bool:
     return any(is_far(each.read(), distinct[0].read()) for each in distinct[1:])
 
 
+class _Zeros(NamedTuple):
+    """The gradient of a part of a weight that the loss of a rank does not use."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self) -> np.ndarray:
+        return np.zeros(self.shape, self.dtype)
+
+
+def _zeros_like(weight: _Held, gradient: _Held) -> dict[int, _Zeros]:
+    """Returns rank → zeros, for those that have a part of a weight and no gradient of it."""
+    parts = {rank: part for held in weight.values() for rank, part in held.items()}
+    without = parts.keys() - {rank for held in gradient.values() for rank in held}
+    return {rank: _Zeros(parts[rank].shape, parts[rank].dtype) for rank in without}
+
+
 def _wholes(
-    held: Mapping[int, Any], placement: Placement, mesh: Mesh, ignored: Iterable[str]
+    held: Mapping[int, Any],
+    placement: Placement,
+    mesh: Mesh,
+    ignored: Iterable[str],
+    zeros: Mapping[int, Any],
 ) -> dict[int, Any]:
-    """Returns rank → the global array that it has a part of."""
+    """Returns rank → the global array that it has a part of; `zeros` has parts of other ranks."""
     axes = tuple(axis for axis in mesh.axes if axis in placement.axes.difference(ignored))
     if not axes:
         return dict(held)
     groups: dict[Hashable, dict[tuple[int, ...], int]] = {}
-    for rank in held:
+    parts = {**zeros, **held}
+    for rank in parts:
         at = mesh.coordinates(rank)
         others = tuple(at[axis] for axis in mesh.axes if axis not in axes)
         groups.setdefault(others, {})[tuple(at[axis] for axis in axes)] = rank
     number = math.prod(mesh.axes[axis] for axis in axes)
     wholes: dict[int, Any] = {}
     for ranks in groups.values():
-        if len(ranks) == number:  # Otherwise, some ranks have no such array: no gradient.
-            whole = Whole({place: held[rank] for place, rank in ranks.items()}, axes, placement)
+        # Otherwise, some ranks have no such array, or none has one.
+        if len(ranks) == number and not held.keys().isdisjoint(ranks.values()):
+            whole = Whole({place: parts[rank] for place, rank in ranks.items()}, axes, placement)
             wholes |= dict.fromkeys(ranks.values(), whole)
     return wholes
 
@@ -305,8 +336,8 @@ def _of_replica(wholes: Mapping[int, Any], replica: int, mesh: Mesh) -> dict[int
 
 def _renamed(about: About) -> About:
     """Returns a description in which weights have their names in the reference."""
-    own = {variable.name for variable in about.variables}
-    names = {name: new for name, new in about.names.items() if new not in own}
+    kept = {variable.name for variable in about.variables if variable.name not in about.names}
+    names = {name: new for name, new in about.names.items() if new not in kept}
     if not names:
         return about
 

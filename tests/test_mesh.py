@@ -287,3 +287,92 @@ def test_an_update_of_one_part_only_is_found():
         own["w"] = [own["w"][0], 1.01 * own["w"][1]]
 
     assert causes(verdict(other_part)) != []
+
+
+def of_four(ends_early=(), **gradients):
+    """Verifies a step of four ranks alone.
+
+    Args:
+        ends_early: ranks without arrays.
+        **gradients: KIND_NAME → the gradient of each rank.
+    """
+    mesh, (x, weights, usual) = Mesh(DP_TP, ("dp",)), one_device()
+    of = {"data/0": [x[:2], x[:2], x[2:], x[2:]]}
+    for index, name in enumerate("wn"):
+        applied = gradients.get(f"clipped_{name}", [usual[name]] * 4)
+        of |= {f"before/{index}": [weights[name]] * 4, f"clipped/{index}": applied}
+        of |= {f"after/{index}": [weights[name] - RATE * g for g in applied]}
+        if "unclipped_n" in gradients:
+            of |= {f"unclipped/{index}": [gradients.get(f"unclipped_{name}", applied)[0]] * 4}
+    group = {"weights": ["w", "n"], "learning_rate": float(RATE), "momentum": 0.0}
+    about = {"variables": [{"name": n, "kind": "weight"} for n in "wn"], "gradients": ["w", "n"]}
+    about |= {"optimizer": {"class": "SGD", "framework": "torch"}, "settings": [[group]]}
+    trace = load([without(file, ends_early) for file in write(mesh, of, **about)])
+    (found,) = compare_traces([trace], {}).values()
+    return found
+
+
+def without(file, ranks, kind=""):
+    """Returns a file without the arrays, or those of a kind, of some ranks."""
+    file.seek(0)
+    kept, names = io.BytesIO(), np.load(file)
+    left = [n for n in names if not any(f"/{kind}" in n and f"/{rank}/" in n for rank in ranks)]
+    np.savez(kept, **{name: names[name] for name in left})
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("shares", "unclipped", "cause"),
+    [
+        ((1, 3, 1, 3), False, "partial_not_reduced"),
+        ((1, 1, 3, 3), False, "not_all_reduced"),
+        ((1, 3, 1, 3), True, "clipped_by_local_norm"),
+    ],
+)
+def test_different_gradients_are_named_without_a_reference(shares, unclipped, cause):
+    total = one_device()[2]["n"]
+    entering = {"unclipped_n": [total]} if unclipped else {}
+    found = of_four(clipped_n=[np.float32(share / 4) * total for share in shares], **entering)
+    assert causes(found) == [cause]
+
+
+def test_a_rank_whose_recording_ends_is_found():
+    found = of_four(ends_early=[3])
+    assert causes(found) == ["not_updated"]
+    assert found.faults[0].items == ("rank 3 (dp 1, tp 1)",)
+
+
+def test_a_part_that_the_loss_does_not_use_has_a_gradient_of_0():
+    mesh = Mesh({"cp": 2}, ())
+    ones = np.ones(2, np.float32)
+    files = write(mesh, {"before/0": [ones] * 2, "raw/0": [ones] * 2}, {"raw/0": "d mean(cp)"})
+    trace = load([without(file, [1], "raw") for file in files])
+    np.testing.assert_array_equal(trace.arrays(0, "raw", 0)[0], ones / 2)
+
+
+def test_ranks_may_have_the_losses_of_parts():
+    x, weights, gradients = one_device()
+    del weights["n"], gradients["n"]
+    traces = []
+    for mesh, losses in ((Mesh({"dp": 1}, ("dp",)), [2]), (Mesh({"sp": 2}, ()), [1.5, 2.5])):
+        of = {"data/0": x, "before/0": weights["w"], "clipped/0": gradients["w"]}
+        of = {kind: [array] * mesh.size for kind, array in of.items()}
+        traces.append(load(write(mesh, of | {"loss/0": [*map(np.float32, losses)]})))
+        traces[-1].name = f"{mesh.size}.npz"
+    found = compare_traces(traces, {})["2.npz"]
+    assert found.ok
+    assert "loss" in found.checked
+
+
+def test_names_of_a_stage_may_be_shifted():
+    names = {"0": "1", "1": "2"}
+    files, arrays = [], [np.full(2, i, np.float32) for i in range(3)]
+    for rank, own in enumerate((arrays[:1], arrays[1:])):
+        of = {f"before/{index}": [array] * 2 for index, array in enumerate(own)}
+        keys = [str(index) for index in range(len(own))]
+        about = {"variables": [{"name": k, "kind": "weight"} for k in keys], "gradients": keys}
+        about |= {"names": names if rank else {}}
+        files.append(write(Mesh({"pp": 2}, ()), of, **about)[rank])
+    trace = load(files)
+    assert trace.keys == ["0", "1", "2"]
+    np.testing.assert_array_equal(trace.arrays(0, "before", 0), arrays)

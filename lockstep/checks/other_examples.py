@@ -399,12 +399,25 @@ def losses_of(context: Context) -> list[float]:
     # gradients a script has cleared.
     if all(len(each) > 1 for each in losses):
         forms.append([each[0] - each[1] for each in losses])
+    forms += _of_ranks(context, forms[0])
     found = []
     for per_shard in forms:
         found += [float(np.mean(per_shard)), float(np.sum(per_shard))]
         if all(context.sizes):
             found.append(float(np.average(per_shard, weights=context.sizes)))
     return [factor * loss for factor in times for loss in found]
+
+
+def _of_ranks(context: Context, losses: Sequence[float]) -> list[list[float]]:
+    """Returns mean and sum of the losses of each shard's ranks, if these have other parts of it."""
+    forms: list[list[float]] = [[], []]
+    for shard, loss in enumerate(losses):
+        views = context.trace.views(context.position, context.kind_of_loss, shard, 0)
+        own = [float(np.sum(np.float64(view))) for view in views.values()]
+        own = own if own and is_far(max(own), min(own)) else [loss]
+        forms[0].append(float(np.mean(own)))
+        forms[1].append(float(np.sum(own)))
+    return [form for form in forms if form != losses]
 
 
 def _factor_by_hand(context: Context) -> float:

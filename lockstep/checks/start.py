@@ -149,15 +149,34 @@ def _unlike_gradients(context: Context, applied: Sequence[Named]) -> Iterator[Fi
         yield context.found("not_updated", text, items=(), tensors=idle)
         names = [name for name in names if name not in idle]
     if names:
+        cause = _why_unlike(context, applied, names)
         text = f"the copies apply different gradients of {len(names)} weights, and diverge"
-        yield context.found("not_all_reduced", text, items=(), tensors=names)
+        yield context.found(cause, text, items=(), tensors=names)
+
+
+def _why_unlike(context: Context, applied: Sequence[Named], names: Sequence[str]) -> str:
+    """Returns the cause of different gradients, which may be those of ranks of one replica."""
+    mesh = context.trace.mesh
+    firsts = [mesh.ranks_of(mesh.replica_of(copy))[0] if mesh else copy for copy in context.copies]
+
+    def are_unlike(gradients: Sequence[Named]) -> bool:
+        pairs = [(own, gradients[first]) for own, first in zip(gradients, firsts, strict=True)]
+        return any(is_far(a[n], b[n]) for a, b in pairs for n in names if n in a and n in b)
+
+    if not are_unlike(applied):
+        return "not_all_reduced"
+    entering = [context.entering(copy) for copy in context.copies]
+    has_clipped = context.has("unclipped") and not are_unlike(entering)
+    return "clipped_by_local_norm" if has_clipped else "partial_not_reduced"
 
 
 def _differing_copies(
     context: Context, kind: str, when: str, but: Collection[str] = ()
 ) -> Iterator[Finding]:
     """Yields a finding for each weight or state that differs from that of replica 0."""
-    text = f"{when}, these replicas have other values than replica 0"
+    mesh = context.trace.mesh
+    what = "rank" if mesh and mesh.model_axes else "replica"
+    text = f"{when}, these {what}s have other values than {what} 0"
     for name, copies, apart in context.unlike_first(kind):
         if context.trace.kinds[name] in (WEIGHT, STATE) and name not in but:
             yield context.found(
