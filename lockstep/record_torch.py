@@ -836,19 +836,29 @@ class record:
             text = f"{text} mean({','.join(self.mesh.sequence)})".strip()
         return text
 
-    def _text_of_layer(self, kind: str, name: str, value: Tensor, text: str) -> str:
+    def _text_of_layer(self, kind: str, name: str, value: Tensor, text: str) -> str | None:
         """Returns the same if a layer's weight is split: so are its outputs, or its inputs."""
-        dims = _dimensions(self.texts.get(f"{name}.weight", ""))
+        assert self.mesh
+        weight = self.weights.get(f"{name}.weight", torch.zeros(1))
+        of_weight, size = self.texts.get(f"{name}.weight", ""), 1
+        if _is_dtensor(weight):  # The module may give its local output.
+            of_weight = self.mesh.text_of(weight) or ""
+        dims = _dimensions(of_weight)
         if len(dims) != 2 or not value.dim():
             return text
         side = int("_in" in kind)  # Of the weight: outputs come first.
         words = text.split() or [f"d{k}" for k in range(value.dim())]
-        if dims[side].axes and value.shape[-1] == self.weights[f"{name}.weight"].shape[side]:
-            words[-1] = dims[side].text
-        is_plain = type(self.module.get_submodule(name)) is nn.Linear  # The script adds later.
+        axes = [axis for axis in dims[side].axes if axis not in self.mesh.data]
+        if _is_dtensor(weight):
+            size = math.prod(self.mesh.sizes[axis] for axis in axes)
+        if axes and value.shape[-1] * size == weight.shape[side]:
+            words[-1] = f"{dims[side].blocks}*d[{','.join(axes)}]"
+        is_plain = type(self.module.get_submodule(name)) is nn.Linear and not _is_dtensor(weight)
         if is_plain and kind in ("module_out", "module_in_grad") and dims[1 - side].axes:
-            words.append(f"sum({','.join(dims[1 - side].axes)})")
-        return " ".join(words)
+            words.append(f"sum({','.join(dims[1 - side].axes)})")  # The script adds later.
+        found = " ".join(words)
+        counts = [len(re.findall(rf"[\[,(]{axis}\b", found)) for axis in self.mesh.sizes]
+        return found if max(counts) < 2 else None  # Two rules say different things.
 
     def _text_of_rows(self, kind: str, value: Tensor) -> str:
         """Returns how inputs or outputs are split: like the first input in dimensions as long."""
@@ -856,11 +866,16 @@ class record:
         outputs = self.dims["outputs"]
         if kind[:2] == "y_" and len(outputs) == value.dim():
             return " ".join(each.text for each in outputs)
+        of_model = self.mesh.model if self.mesh and kind.startswith("module_") else ()
+        model = {axis: self.mesh.sizes[axis] for axis in of_model} if self.mesh else {}
         found = []
-        for k, size in enumerate(value.shape if left else ()):
+        for k, size in enumerate(value.shape if left or model else ()):
             same = next((each for each in left if each[1] == size), None)
             left = [each for each in left if each is not same]
             found.append(same[0].text if same else f"d{k}")
+            for axis, number in model.items() if k and not same else ():
+                if [size * number] == [*self.row_sizes[k : k + 1]]:  # Sequence parallelism.
+                    found[-1] = f"d{k}[{axis}]"
         return " ".join(found)
 
     def _write(self) -> None:
