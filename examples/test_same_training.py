@@ -1,4 +1,4 @@
-"""Asserts with pytest that DDP and FSDP2 are the training of one process.
+"""Asserts with pytest that five parallel layouts are the training of one process.
 
 python -m pytest examples/test_same_training.py
 """
@@ -7,9 +7,10 @@ import lockstep
 
 SCRIPT = "examples/small_gpt.py"
 TWO = "torchrun --standalone --nproc_per_node=2"
+LAYOUTS = ("ddp", "fsdp", "tp", "cp", "pp")
 
 
 def test_two_processes_train_like_one() -> None:
     """Fails with the first mismatch, its cause and its remedy."""
-    variants = {layout: f"{TWO} {SCRIPT} {layout}" for layout in ("ddp", "fsdp")}
+    variants = {layout: f"{TWO} {SCRIPT} {layout}" for layout in LAYOUTS}
     lockstep.assert_same_training(f"python {SCRIPT} one", variants)

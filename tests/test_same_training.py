@@ -168,7 +168,7 @@ def test_a_training_that_does_not_end_is_ended():
 
 
 @pytest.mark.slow
-def test_a_small_gpt_under_ddp_and_fsdp_is_the_training_of_one_process():
+def test_a_small_gpt_in_five_layouts_is_the_training_of_one_process():
     python = interpreter("torch")
     if not python:
         pytest.skip("needs torch")

@@ -70,7 +70,8 @@ def run(
     first, references = seed % 10**6, dict[str, pathlib.Path]()
     with running_servers({case.script for case in cases}) as servers:
         for number, case in enumerate(cases):
-            name = f"{case.script} in {case.processes} processes: {case.constants.split()}"
+            constants = ", ".join(filter(None, case.constants.split("\n")))
+            name = f"{case.script} in {case.processes} processes: {constants}"
             if only and not any(kind in name for kind in only):
                 continue
             alone = case._replace(processes=1)
