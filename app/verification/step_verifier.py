@@ -212,6 +212,7 @@ class StepVerifier:
             if verdict and self._oracle:
                 again = self._verdict(second, self._oracle, before)
                 text += f"; {note_of_repetition(verdict, again)}"
+            text = workers.broadcast(text.encode()).decode()
         self._trace, self._previous = None, _last_step(own) if self._every == 1 else None
         late = find_straggler(list(self._times), self._strategy.replica_weights)
         if late and not self._is_slow_reported:  # A straggler does not affect the results.

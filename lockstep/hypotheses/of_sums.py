@@ -140,7 +140,7 @@ def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
         if is_within(got, asked.share * candidate, bound.max() if cause == "quantised" else bound):
             return cause, text, ()
     for text, parts in _over_model_axes(asked):
-        if is_within(got, np.sum(parts, axis=0), sum_bound(parts)):
+        if is_within(got, np.sum(parts, axis=0), sum_bound(parts) + np.max(bound)):
             return "reduced_over_other_axis", text, ()
     for text, moved in moved_parts(asked.context, dense(asked.right)):
         if is_within(got, moved, np.max(bound)):
