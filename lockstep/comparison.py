@@ -89,7 +89,7 @@ def compare_traces(
         verdicts[0] = dataclasses.replace(verdicts[0], tolerance=allowed.text)
     for other in others:
         of_pair = between_frameworks(allowed, first, other)
-        of_pair = of_pair if tolerance is not None else on_ranks(other, of_pair)
+        of_pair = of_pair if tolerance is not None else on_ranks(first, other, of_pair)
         verdict = verify_against(first, other, names, of_pair, count)
         verdicts.append(dataclasses.replace(verdict, reference=f"training of {short[0]}"))
     return {
@@ -287,14 +287,15 @@ def in_dtype_of(trace: Trace, tolerance: Tolerance) -> Tolerance:
     return _at_least(tolerance, min(MARGIN * UNITS[dtype], _MOST_BY_ROUNDING), f"in {dtype}")
 
 
-def on_ranks(trace: Trace, tolerance: Tolerance) -> Tolerance:
+def on_ranks(first: Trace, trace: Trace, tolerance: Tolerance) -> Tolerance:
     """Returns a tolerance of at least the rounding of the parts that ranks of a model compute.
 
     The ranks of tensor or sequence parallelism round each part of an activation and of its gradient
     to the dtype of the layers, before they are added.
     """
     dtype = trace.about.computed_in
-    if dtype not in UNITS or not (trace.mesh and trace.mesh.model_axes):
+    is_same = dtype == first.about.computed_in
+    if dtype not in UNITS or not (is_same and trace.mesh and trace.mesh.model_axes):
         return tolerance
     return _at_least(tolerance, _UNITS_OF_PARTS * UNITS[dtype], f"in {dtype} on ranks of a model")
 

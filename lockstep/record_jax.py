@@ -167,6 +167,8 @@ class record:
                 leaves[index] = replicas.permuted(leaves[index], (self.permute, number))
         args, kwargs = jax.tree.unflatten(tree, leaves)
         placed = _place(self.step, args, kwargs)
+        if "computed_in" not in self._about:
+            self._about["computed_in"] = _computed_in(self.step, args, kwargs)
         found["data"] = replicas.columns("data", placed, inputs, ["batch"])
         found["before"] = replicas.columns("before", placed, inputs, KINDS)
         found["random"] = replicas.columns("random", placed, inputs, ["key"])
@@ -477,6 +479,15 @@ def _place(step: Any, args: Any, kwargs: Any) -> list[Any]:
         if sharding and len(sharding.device_set) > 1 and not _split(leaves[index]):
             leaves[index] = jax.device_put(leaves[index], sharding)
     return leaves
+
+
+def _computed_in(step: Any, args: Any, kwargs: Any) -> str:
+    """Returns the 16-bit dtype of a compiled step's matrix products and convolutions, or ""."""
+    text = step.lower(*args, **kwargs).as_text() if hasattr(step, "lower") else ""
+    for short, dtype in (("bf16", "bfloat16"), ("f16", "float16")):
+        if re.search(rf"(dot_general|convolution)[^\n]*[<x]{short}>", text):
+            return dtype
+    return ""
 
 
 def _has_axis(pmap: bool | Sequence[str], role: str) -> int:

@@ -1241,8 +1241,9 @@ def test_the_tolerance_is_at_least_the_rounding_of_autocast(one):
     assert bfloat16.usual == 0.01
     assert in_dtype_of(one.trace(), bfloat16) is bfloat16
     of_ranks = Script(about={"computed_in": "bfloat16", "mesh": {"tp": 1}}).trace()
-    assert on_ranks(of_ranks, bfloat16).usual == 0.03125
-    assert on_ranks(half.trace(), bfloat16) is bfloat16
+    assert on_ranks(of_ranks, of_ranks, bfloat16).usual == 0.03125
+    assert on_ranks(half.trace(), half.trace(), bfloat16) is bfloat16
+    assert on_ranks(half.trace(), of_ranks, bfloat16) is bfloat16  # Of another dtype.
 
 
 def test_a_fault_that_the_permuted_recording_shares_is_found(one):

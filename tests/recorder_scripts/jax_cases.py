@@ -383,6 +383,7 @@ def case_mesh():
     assert is_equal(record("four", mesh_step(mesh), run, **options), run(mesh_step(mesh)))
     trace = Trace("four")
     about, placements = trace.about, trace.about["placements"]
+    assert about["computed_in"] == ""
     assert (about["mesh"], about["data_axes"]) == ({"data": 2, "model": 2}, ["data"])
     assert (about["ranks"], about["num_replicas"]) == ([0, 1, 2, 3], 2)
     kinds = {key.split("/")[0] for key in placements}

@@ -261,7 +261,7 @@ class _Compiled:
         shardings = self.shardings(args, options)
         compiled = SimpleNamespace(input_shardings=shardings, in_tree=SimpleNamespace())
         compiled.in_tree.flatten_up_to = list
-        return SimpleNamespace(compile=lambda: compiled)
+        return SimpleNamespace(compile=lambda: compiled, as_text=str)
 
 
 def jit(function, donate_argnums=(), static_argnums=()):
