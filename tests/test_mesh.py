@@ -376,3 +376,19 @@ def test_names_of_a_stage_may_be_shifted():
     trace = load(files)
     assert trace.keys == ["0", "1", "2"]
     np.testing.assert_array_equal(trace.arrays(0, "before", 0), arrays)
+
+
+def test_clipping_by_the_norm_of_own_parts_is_named_without_a_reference():
+    mesh, (x, weights, gradients) = Mesh({"tp": 2}, ()), one_device()
+    split = {"before": local_parts(weights["w"], "i o[tp]", mesh)}
+    split["sums"] = local_parts(gradients["w"], "i o[tp]", mesh)
+    norms = [np.hypot(np.linalg.norm(g), np.linalg.norm(gradients["n"])) for g in split["sums"]]
+    factors = [np.float32(0.1 / each) for each in norms]
+    split["clipped"] = [by * g for by, g in zip(factors, split["sums"], strict=True)]
+    of = {f"{kind}/0": parts for kind, parts in split.items()}
+    of |= {"data/0": [x] * 2, "before/1": [weights["n"]] * 2, "sums/1": [gradients["n"]] * 2}
+    of["clipped/1"] = [by * gradients["n"] for by in factors]
+    about = {"variables": [{"name": n, "kind": "weight"} for n in "wn"], "gradients": ["w", "n"]}
+    trace = load(write(mesh, of, {f"{kind}/0": "i o[tp]" for kind in split}, **about))
+    (found,) = compare_traces([trace], {}).values()
+    assert causes(found) == ["clipped_by_local_norm"]

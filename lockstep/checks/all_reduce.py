@@ -275,11 +275,23 @@ def _factors_of_clipping(
     if context.clips_sum and not np.ptp(factors) <= _SCALED * abs(factors[0]):
         listed = ", ".join(f"{factor:.4g}" for factor in factors)
         text = f"the replicas scale the same gradient by different factors: {listed}"
-        yield context.found("clipped_on_one_replica", text, kind="clipped", items=odd)
+        cause = "clipped_on_one_replica"
+        if _have_equal_parts(context, odd):
+            text = f"the ranks scale the same gradient by {listed}: each clips its own parts"
+            cause = "clipped_by_local_norm"
+        yield context.found(cause, text, kind="clipped", items=odd)
     elif not context.clips_sum and odd:
         norms = ", ".join(f"{total_norm(gradients):.4g}" for gradients in given)
         text = f"each replica clips its own gradient, of norm {norms}, before the sum"
         yield context.found("clipped_before_the_sum", text, kind="raw", items=odd)
+
+
+def _have_equal_parts(context: Context, ranks: Sequence[int]) -> bool:
+    """Returns whether the clipped gradients that each rank of a model holds have the same norm."""
+    trace, mesh = context.trace, context.trace.mesh
+    norms = [total_norm(trace.local(context.position, "clipped", rank)) for rank in ranks]
+    is_of_model = mesh and mesh.model_axes and len(norms) > 1
+    return bool(is_of_model) and np.ptp(norms) <= _SCALED * max(norms)
 
 
 def _is_without_common_sum(context: Context, sums: Sequence[Named]) -> bool:
