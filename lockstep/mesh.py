@@ -216,7 +216,7 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
         for shard in range(mesh.num_replicas)
     }
     arrays, views, parts = dict[str, Any](), dict[str, dict[int, Any]](), dict[str, Any]()
-    not_reduced, collected = set[tuple[str, str]](), _collected(files, common)
+    left_out, collected = set[tuple[str, str]](), _collected(files, common)
     recorded = {tuple(name.split("/")[::2][:2]) for _, own in files for name in own}
     numbers = {name: number for number, name in enumerate(common.keys)}
     for place, by_text in collected.items():
@@ -230,12 +230,16 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
             weight = str(numbers.get(common.gradients[int(index)], ""))
         zeros = _zeros_like(collected.get((position, "before", weight), {}), by_text)
         for text, held in by_text.items():
-            wholes |= _wholes(held, placement_from(text, mesh), mesh, ignored, zeros)
+            placement = placement_from(text, mesh)
+            if "/" in index and placement.axes:  # Rows of a weight, which are not put together.
+                left_out.add((position, kind))
+                continue
+            wholes |= _wholes(held, placement, mesh, ignored, zeros)
             if kind in OF_GRADIENTS:
                 parts |= {f"{position}/{kind}/{rank}/{index}": x for rank, x in held.items()}
         of_replicas = [_of_replica(wholes, replica, mesh) for replica in of_replica]
         if kind in ("raw", "sums") and any(map(_differ, of_replicas)):
-            not_reduced.add((position, kind))
+            left_out.add((position, kind))
         for item in range(mesh.size if of_copies else mesh.num_replicas):
             own = _nearest(wholes, item, mesh) if of_copies else of_replicas[item]
             is_recorded = not of_copies or (position, str(item)) in recorded
@@ -244,7 +248,7 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
             if not of_copies and len(own) > 1:
                 views[f"{position}/{kind}/{item}/{index}"] = own
     arrays = {
-        name: array for name, array in arrays.items() if (*name.split("/")[:2],) not in not_reduced
+        name: array for name, array in arrays.items() if (*name.split("/")[:2],) not in left_out
     }
     return Assembled(common, of_replica, arrays, views, parts)
 

@@ -392,3 +392,25 @@ def test_clipping_by_the_norm_of_own_parts_is_named_without_a_reference():
     trace = load(write(mesh, of, {f"{kind}/0": "i o[tp]" for kind in split}, **about))
     (found,) = compare_traces([trace], {}).values()
     assert causes(found) == ["clipped_by_local_norm"]
+
+
+def test_rows_of_gradients_that_are_parts_of_a_sum_are_left_out():
+    files = []
+    for rank, file in enumerate(write(Mesh({"cp": 2}, ()), {"before/0": [np.ones((5, 2))] * 2},
+                                      {"raw/0": "i o mean(cp)"})):  # fmt: skip
+        file.seek(0)
+        rows = {"values": np.ones((1, 2)), "indices": np.array([rank]), "rows": np.array(5)}
+        members = {f"1/raw/{rank}/0/{part}": array for part, array in rows.items()}
+        files.append(io.BytesIO())
+        np.savez(files[-1], **np.load(file), **members)
+    trace = load(files)
+    assert trace.has(0, "before")
+    assert not trace.has(0, "raw")
+
+
+def test_constants_of_a_rank_are_no_local_statistics():
+    mesh, places = Mesh({"cp": 2}, ()), [np.arange(2.0), np.arange(2.0, 4.0)]
+    about = {"variables": [{"name": "places", "kind": "statistic"}], "gradients": []}
+    trace = load(write(mesh, {"before/0": places, "after/0": places}, **about))
+    (found,) = compare_traces([trace], {}).values()
+    assert not found.findings

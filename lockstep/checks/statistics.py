@@ -78,8 +78,12 @@ def _other_dtypes(context: Context) -> Iterator[Finding]:
 def _local(context: Context) -> Iterator[Finding]:
     """Finds moving statistics that differ between copies, where no oracle computes them."""
     layers = {name: x for x in context.trace.about.layers for name in x.get("weights", ())}
+    kinds = ("before", "after") if context.trace.mesh and context.has("before") else ()
+    states = [*zip(*map(context.named, kinds), strict=True)]
     for name, copies, apart in context.unlike_first("after"):
-        if context.trace.kinds[name] != STATISTIC:
+        own = [(b[name], a[name]) for b, a in states if name in b and name in a]
+        is_constant = bool(own) and all(same_bits(before, after) for before, after in own)
+        if context.trace.kinds[name] != STATISTIC or is_constant:  # Such as a rank's positions.
             continue
         text = (
             "each replica normalises its own examples and has moving statistics that differ from"
