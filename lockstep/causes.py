@@ -18,6 +18,7 @@ CAUSES = {  # Cause → remedy, in any framework.
     # Random numbers.
     "same_random_numbers": "derive the seed from the rank of the replica",
     "random_numbers_repeated": "advance the generator, or split the key, once per step",
+    "other_random_numbers": "give the ranks of one replica equal seeds where they compute the same",
     "random_layers": "set the rate of random layers to 0 to compare gradients",
     # Examples.
     "same_examples": "give each replica a different part of the batch: shard the data set by"

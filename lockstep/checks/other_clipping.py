@@ -7,7 +7,7 @@ import numpy as np
 from lockstep.arithmetic import dense, factor_of, is_far, norm, scaled_all, total_norm
 from lockstep.checks.other_gradients import names_of_factor
 from lockstep.context import Context
-from lockstep.hypotheses.of_axes import clipped_by_local_norm
+from lockstep.hypotheses.of_axes import clipped_by_local_norm, reduced_over_parts
 from lockstep.reference import StepPair
 from lockstep.trace import Named
 from lockstep.verdict import Finding
@@ -47,7 +47,7 @@ def _why(pair: StepPair, entering: Named, applied: Named) -> tuple[str, str]:
         return "loss_scale_left", f"the update has gradients times the loss scale, {scale:g}"
     if why := _by_parts(step, entering, applied, factors[1]) or clipped_by_local_norm(pair):
         return why
-    if why := _of_previous_step(pair, applied):
+    if why := reduced_over_parts(pair) or _of_previous_step(pair, applied):
         return why
     factor_before = _factor(pair.matching.to_first(step.entering(0)), entering) if calls else 1.0
     if limits[0] == limits[1] and all(factors):

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 
 from lockstep.arithmetic import all_same_bits, farthest, is_far, norm, same_bits
+from lockstep.checks.random_numbers import draws
 from lockstep.context import Context
 from lockstep.trace import STATE, STATISTIC, WEIGHT, Named
 from lockstep.verdict import Finding
@@ -166,8 +167,18 @@ def _why_unlike(context: Context, applied: Sequence[Named], names: Sequence[str]
     if not are_unlike(applied):
         return "not_all_reduced"
     entering = [context.entering(copy) for copy in context.copies]
-    has_clipped = context.has("unclipped") and not are_unlike(entering)
-    return "clipped_by_local_norm" if has_clipped else "partial_not_reduced"
+    if context.has("unclipped") and not are_unlike(entering):
+        return "clipped_by_local_norm"
+    return "other_random_numbers" if _draw_apart(context) else "partial_not_reduced"
+
+
+def _draw_apart(context: Context) -> bool:
+    """Returns whether ranks of one replica begin with different random states, and draw numbers."""
+    for shard in context.shards:
+        states = [*context.trace.views(context.position, "random", shard, 0).values()]
+        if draws(context, shard) and not all(same_bits(each, states[0]) for each in states):
+            return True
+    return False
 
 
 def _differing_copies(

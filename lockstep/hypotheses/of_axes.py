@@ -116,6 +116,38 @@ def clipped_by_local_norm(pair: StepPair) -> tuple[str, str] | None:
     return "clipped_by_local_norm", f"{text}, {listed}, and not by that of all, {size:.4g}"
 
 
+def reduced_over_parts(pair: StepPair) -> tuple[str, str] | None:
+    """Explains gradients that a script reduces over ranks that hold other parts of a weight."""
+    trace, first = pair.second.trace, pair.gradients[0]
+    for axis in trace.mesh.model_axes if trace.mesh else ():
+        ranks = trace.mesh.along(axis, 0) if trace.mesh else []
+        held = [trace.local(pair.second.position, "unclipped", rank) for rank in ranks]
+        held = [pair.matching.to_first(own) for own in held]
+        for word, share in (("averaged", 1 / len(ranks)), ("summed", 1.0)):
+            names = [
+                name
+                for name, whole in first.items()
+                if all(name in own for own in held)
+                and _is_sum_of_parts(dense(whole), [dense(own[name]) for own in held], share)
+            ]
+            if names and len(ranks) > 1:
+                text = f"gradients of {len(names)} weights are {word} over {axis}, whose ranks hold"
+                return "reduced_over_other_axis", f"{text} other parts"
+    return None
+
+
+def _is_sum_of_parts(whole: np.ndarray, held: Sequence[np.ndarray], share: float) -> bool:
+    """Returns whether each rank holds the sum of all parts of an array, in place of its own."""
+    shape, size = held[0].shape, len(held)
+    split = [d for d in range(whole.ndim) if shape[d : d + 1] != whole.shape[d : d + 1]]
+    if len(split) != 1 or shape[split[0]] * size != whole.shape[split[0]]:
+        return False
+    parts = np.split(whole, size, split[0])
+    total = share * np.sum(parts, axis=0)
+    is_total = not any(is_far(own, total, _CLOSE) for own in held)
+    return is_total and any(is_far(part, total, _CLOSE) for part in parts)
+
+
 def order_of_parts(first: np.ndarray, second: np.ndarray, mesh: Mesh | None) -> str:
     """Explains rows by parts of a sequence in another order; "" if they are not."""
     if first.shape != second.shape or first.ndim < 2:
