@@ -236,7 +236,7 @@ def test_sums_that_are_not_reduced_are_named():
 
     found = on_two_ranks({"layers.0": half}, module_out={"layers.0.act": summands})
     assert (found.module, found.cause) == ("layers.0.act, forward", "partial_not_reduced")
-    for parts, cause in (((1.5, 0.5), "forgotten_backward_sum"), ((1, 1), "other_backward")):
+    for parts, cause in (((1.5, 0.5), "forgotten_backward_sum"), ((1, 1), "mean_instead_of_sum")):
         of_head = {"head": lambda g, parts=parts: [part * g for part in parts]}
         found = on_two_ranks({"head gradient": half}, module_in_grad=of_head)
         assert (found.module, found.cause) == ("head, backward", cause)

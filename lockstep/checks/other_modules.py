@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.arithmetic import EPS, MARGIN, TINY, UNITS, dense, norm
 from lockstep.checks.module_arrays import Event, ModuleArrays, Rows, apart, events_of
 from lockstep.checks.other_forward import usual_factor
+from lockstep.hypotheses.of_axes import sizes_of_axes
 from lockstep.matched_examples import Located, located_examples
 from lockstep.reference import StepPair
 from lockstep.verdict import Finding
@@ -154,7 +155,7 @@ class _Step:
         cause = "other_backward" if is_backward else "other_outputs"
         if event.is_output != is_backward:
             places = [] if is_backward else [place for place, _ in found]
-            usual = cause, _why_factor(first, second, allowed)
+            usual = _why_factor(self._pair, cause, (first, second), allowed)
             cause, why = self._with_bias(event, places, allowed) or usual
             text += why
         shards = sorted({self._located[i].part.shard for i, _ in found})
@@ -255,11 +256,16 @@ class _Step:
         return Wrong(where, "other_backward", text, [], max(far.values()), allowed)
 
 
-def _why_factor(first: np.ndarray, second: np.ndarray, allowed: float) -> str:
-    """Returns a text if an array is a multiple of the right one; else ""."""
-    times = usual_factor([(first, second)])
-    is_multiple = abs(times) > TINY and apart((first, second), times) <= allowed
-    return f": it is {times:.4g} times the right one" if is_multiple else ""
+def _why_factor(pair: StepPair, cause: str, rows: Rows, allowed: float) -> tuple[str, str]:
+    """Returns a cause and a text if an array is a multiple of the right one; else `cause`, ""."""
+    times = usual_factor([rows])
+    if not (abs(times) > TINY and apart(rows, times) <= allowed):
+        return cause, ""
+    text = f": it is {times:.4g} times the right one"
+    for factor, named, why in sizes_of_axes(pair):
+        if abs(times - factor) <= allowed * factor:
+            return named, f"{text}, {why}"
+    return cause, text
 
 
 def _times_added(more: np.ndarray, bias: np.ndarray, allowed: float) -> int:
