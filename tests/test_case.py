@@ -330,8 +330,8 @@ def test_faults_are_named_with_remedy_and_exit_code(write, verify, tmp_path):
     (finding,) = record["trainings"]["keras_fit"]["findings"]
     assert (finding["stage"], finding["cause"]) == ("clipping", "clipped_before_the_sum")
     assert {*finding} == {
-        "stage", "status", "cause", "text", "remedy", "steps", "items", "tensors", "distance",
-        "allowed",
+        "stage", "status", "cause", "title", "text", "remedy", "code", "steps", "module", "items",
+        "tensors", "distance", "allowed",
     }  # fmt: skip
     assert "clipnorm=0.1" in finding["text"] and f"remedy      {finding['remedy'][:9]}" in str(
         lines
