@@ -295,7 +295,7 @@ def on_ranks(first: Trace, trace: Trace, tolerance: Tolerance) -> Tolerance:
     """
     dtype = trace.about.computed_in
     is_same = dtype == first.about.computed_in
-    if dtype not in UNITS or not (is_same and trace.mesh and trace.mesh.model_axes):
+    if dtype not in UNITS or not (is_same and trace.model_axes):
         return tolerance
     return _at_least(tolerance, _UNITS_OF_PARTS * UNITS[dtype], f"in {dtype} on ranks of a model")
 

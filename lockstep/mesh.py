@@ -6,9 +6,7 @@ placement does not name, every rank has a copy; only data axes make replicas.
 `docs/trace_format.md` describes the notation.
 """
 
-import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -19,13 +17,11 @@ import numpy as np
 
 from lockstep.about import Fault, shown
 from lockstep.arithmetic import is_far
+from lockstep.mesh_about import merged, moves, renamed
 from lockstep.trace import (
     OF_GRADIENTS,
-    OF_MODULES,
-    OF_VARIABLES,
     About,
     Mesh,
-    Variable,
     is_of_copies,
 )
 
@@ -206,51 +202,47 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
     Raises:
         Fault: arrays do not fit together.
     """
-    files = [(_renamed(about), arrays) for about, arrays in files]
+    files = [(renamed(about), arrays) for about, arrays in files]
     mesh = files[0][0].on_mesh
     assert mesh is not None
     common = merged([about for about, _ in files])
     of_rank = {rank: about for about, _ in files for rank in about.ranks}
     of_replica = {
-        shard: merged([of_rank[rank] for rank in mesh.ranks_of(shard)])
-        for shard in range(mesh.num_replicas)
+        replica: merged([of_rank[rank] for rank in mesh.ranks_of(replica)])
+        for replica in range(mesh.num_replicas)
     }
-    arrays, views, parts = dict[str, Any](), dict[str, dict[int, Any]](), dict[str, Any]()
-    left_out, collected = set[tuple[str, str]](), _collected(files, common)
+    found, collected = Assembled(common, of_replica, {}, {}, {}), _collected(files, common)
     recorded = {tuple(name.split("/")[::2][:2]) for _, own in files for name in own}
-    numbers = {name: number for number, name in enumerate(common.keys)}
-    for place, by_text in collected.items():
-        position, kind, index = place
-        of_copies = is_of_copies(kind, common)
-        is_whole = of_copies or kind in OF_GRADIENTS  # FSDP2 splits gradients over data axes.
-        ignored = set[str]() if is_whole else {*mesh.data_axes}
+    numbers = {"": "", **{key: str(number) for number, key in enumerate(common.keys)}}
+    left_out = set[tuple[str, str]]()  # Positions and kinds.
+    for (position, kind, index), by_text in collected.items():
+        placed = {text: placement_from(text, mesh) for text in by_text}
+        if "/" in index and any(placement.axes for placement in placed.values()):
+            left_out.add((position, kind))  # Rows of a weight, which are not put together.
+            continue
+        of_copies, of_gradients = is_of_copies(kind, common), kind in OF_GRADIENTS
+        weight = common.gradients[int(index)] if of_gradients and index.isdecimal() else ""
+        zeros = _zeros_like(collected.get((position, "before", numbers[weight]), {}), by_text)
+        # FSDP2 splits gradients over data axes, too.
+        ignored = set[str]() if of_copies or of_gradients else {*mesh.data_axes}
         wholes: dict[int, Any] = {}
-        weight = ""
-        if kind in OF_GRADIENTS and index.isdecimal():
-            weight = str(numbers.get(common.gradients[int(index)], ""))
-        zeros = _zeros_like(collected.get((position, "before", weight), {}), by_text)
         for text, held in by_text.items():
-            placement = placement_from(text, mesh)
-            if "/" in index and placement.axes:  # Rows of a weight, which are not put together.
-                left_out.add((position, kind))
-                continue
-            wholes |= _wholes(held, placement, mesh, ignored, zeros)
-            if kind in OF_GRADIENTS:
-                parts |= {f"{position}/{kind}/{rank}/{index}": x for rank, x in held.items()}
+            wholes |= _wholes(held, placed[text], mesh, ignored, zeros)
+            for rank, part in held.items() if of_gradients else ():
+                found.parts[f"{position}/{kind}/{rank}/{index}"] = part
         of_replicas = [_of_replica(wholes, replica, mesh) for replica in of_replica]
         if kind in ("raw", "sums") and any(map(_differ, of_replicas)):
             left_out.add((position, kind))
         for item in range(mesh.size if of_copies else mesh.num_replicas):
             own = _nearest(wholes, item, mesh) if of_copies else of_replicas[item]
-            is_recorded = not of_copies or (position, str(item)) in recorded
-            if own and is_recorded:
-                arrays[f"{position}/{kind}/{item}/{index}"] = next(iter(own.values()))
-            if not of_copies and len(own) > 1:
-                views[f"{position}/{kind}/{item}/{index}"] = own
-    arrays = {
-        name: array for name, array in arrays.items() if (*name.split("/")[:2],) not in left_out
-    }
-    return Assembled(common, of_replica, arrays, views, parts)
+            name = f"{position}/{kind}/{item}/{index}"
+            if own and (not of_copies or (position, str(item)) in recorded):
+                found.arrays[name] = next(iter(own.values()))
+            if len(own) > 1:
+                found.views[name] = own
+    for name in [n for n in found.arrays if (*n.split("/")[:2],) in left_out]:
+        del found.arrays[name]
+    return found
 
 
 _Place = tuple[str, str, str]  # Position, kind, INDEX and suffix.
@@ -263,7 +255,7 @@ def _collected(
     """Returns the place of each array → placement → rank → array of the rank."""
     found: dict[_Place, dict[str, dict[int, Any]]] = {}
     for about, arrays in files:
-        move = _moves(about, common)
+        move = moves(about, common)
         for name, array in arrays.items():
             position, kind, rank, index, *suffix = name.split("/")
             place = position, kind, "/".join([str(move(kind, int(index))), *suffix])
@@ -336,90 +328,3 @@ def _of_replica(wholes: Mapping[int, Any], replica: int, mesh: Mesh) -> dict[int
     own = {rank: wholes[rank] for rank in reversed(mesh.ranks_of(replica)) if rank in wholes}
     firsts = {id(whole): rank for rank, whole in own.items()}
     return {rank: own[rank] for rank in sorted(firsts.values())}
-
-
-def _renamed(about: About) -> About:
-    """Returns a description in which weights have their names in the reference."""
-    kept = {variable.name for variable in about.variables if variable.name not in about.names}
-    names = {name: new for name, new in about.names.items() if new not in kept}
-    if not names:
-        return about
-
-    def new(name: str) -> str:
-        return names.get(name, name)
-
-    def renamed(variable: Variable) -> Variable:
-        of, name = new(variable.of), new(variable.name)
-        if variable.of and variable.name.startswith(variable.of):
-            name = of + variable.name.removeprefix(variable.of)
-        return dataclasses.replace(variable, name=name, of=of)
-
-    settings = tuple(
-        [
-            {**group, **({"weights": [*map(new, group["weights"])]} if "weights" in group else {})}
-            for group in step
-        ]
-        for step in about.settings
-    )
-    layers = tuple(
-        {**layer, "weights": [*map(new, layer.get("weights", ()))]} for layer in about.layers
-    )
-    return dataclasses.replace(
-        about,
-        variables=tuple(map(renamed, about.variables)),
-        gradients=tuple(map(new, about.gradients)),
-        settings=settings,
-        layers=layers,
-    )
-
-
-def merged(abouts: Sequence[About]) -> About:
-    """Returns one description for those of several ranks, which may hold other weights."""
-    first, keys = abouts[0], dict[str, Variable]()
-    for about in abouts:
-        for key, variable in zip(about.keys, about.variables, strict=True):
-            keys.setdefault(key, variable)
-    settings = tuple(_groups(step) for step in zip(*(a.settings for a in abouts), strict=False))
-    layers = {str(layer.get("name")): layer for about in reversed(abouts) for layer in about.layers}
-    names = dict.fromkeys(str(layer.get("name")) for about in abouts for layer in about.layers)
-    modes = zip(*(about.in_evaluation for about in abouts), strict=False)
-    return dataclasses.replace(
-        first,
-        variables=tuple(keys.values()),
-        gradients=tuple(dict.fromkeys(name for about in abouts for name in about.gradients)),
-        modules=tuple(dict.fromkeys(name for about in abouts for name in about.modules)),
-        settings=settings,
-        layers=tuple(layers[name] for name in names),
-        in_evaluation=tuple(tuple(dict.fromkeys(itertools.chain(*step))) for step in modes),
-        computed_in=next((a.computed_in for a in abouts if a.computed_in), ""),
-        ranks=(), placements={}, names={},
-    )  # fmt: skip
-
-
-def _groups(of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Mapping[str, Any], ...]:
-    """Returns the parameter groups of a step: of each weight, those of the first rank with it."""
-    seen, found = set[str](), list[Mapping[str, Any]]()
-    for group in itertools.chain(*of_ranks):
-        weights = [name for name in group.get("weights", ()) if name not in seen]
-        if weights or "weights" not in group:
-            found.append({**group, "weights": weights} if "weights" in group else group)
-            seen.update(weights)
-    return tuple(found)
-
-
-def _moves(own: About, common: About) -> Callable[[str, int], int]:
-    """Returns a function from a kind and an INDEX in a rank's file to the common INDEX."""
-    tables: list[tuple[set[str], Sequence[str], Sequence[str]]] = [
-        ({*OF_VARIABLES}, own.keys, common.keys),
-        ({*OF_GRADIENTS}, own.gradients, common.gradients),
-        ({*OF_MODULES}, own.modules, common.modules),
-    ]
-
-    def move(kind: str, index: int) -> int:
-        for kinds, names, all_names in tables:
-            if kind in kinds and names:
-                number, place = divmod(index, len(names))
-                return number * len(all_names) + all_names.index(names[place])
-        return index
-
-    return move

@@ -182,6 +182,9 @@ class record:
                 _require(len(found) == own[name].dim(), f"dims: {text!r} is not that of {name}")
                 self.texts.setdefault(name, text)
         self.mesh.name_axes(reduced, self.dims["inputs"])
+        idle = [p for p in dims if p not in self.dims and not fnmatch.filter(own, p)]
+        is_known = not idle or self.mesh.stages  # Another stage may have them.
+        _require(is_known, f"dims: no weight has a name like {', '.join(idle)}")
         self.replica, self.num_replicas = self.mesh.place(self.mesh.data)
         stage, num_stages = self.mesh.place(self.mesh.stages)
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
@@ -402,9 +405,8 @@ class record:
         """Returns whether the script has discarded gradients that overflow, without an update."""
         if any(p.grad is not None for p in self.weights.values()):
             return False
-        arrays = [
-            x for key, x in self.now.items() if key[:2] not in ("y_", "mo")
-        ]  # Masks are -inf.
+        # Outputs and modules may have masks of -inf.
+        arrays = [x for key, x in self.now.items() if key[:2] not in ("y_", "mo")]
         arrays += map(_to_array, self.losses)
         return not all(np.isfinite(x).all() for x in arrays)
 

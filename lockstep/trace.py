@@ -93,9 +93,9 @@ class Mesh(NamedTuple):
         return math.prod(self.axes[axis] for axis in self.data_axes)
 
     @property
-    def model_axes(self) -> list[str]:
-        """The axes that do not split the examples."""
-        return [axis for axis in self.axes if axis not in self.data_axes]
+    def model_axes(self) -> dict[str, int]:
+        """The axes that do not split the examples, with their sizes."""
+        return {axis: n for axis, n in self.axes.items() if axis not in self.data_axes}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns axis → position of a rank."""
@@ -276,6 +276,11 @@ class Trace:
     def steps(self) -> tuple[int, ...]:
         """The numbers of the recorded steps."""
         return self.about.steps
+
+    @property
+    def model_axes(self) -> dict[str, int]:
+        """The axes of the mesh that do not split the examples, with their sizes."""
+        return self.mesh.model_axes if self.mesh else {}
 
     def items(self, kind: str) -> range:
         """Returns the shards or the copies, whichever have arrays of a kind."""

@@ -288,10 +288,10 @@ def _factors_of_clipping(
 
 def _have_equal_parts(context: Context, ranks: Sequence[int]) -> bool:
     """Returns whether the clipped gradients that each rank of a model holds have the same norm."""
-    trace, mesh = context.trace, context.trace.mesh
+    trace = context.trace
     norms = [total_norm(trace.local(context.position, "clipped", rank)) for rank in ranks]
-    is_of_model = mesh and mesh.model_axes and len(norms) > 1
-    return bool(is_of_model) and np.ptp(norms) <= _SCALED * max(norms)
+    is_of_model = bool(trace.model_axes) and len(norms) > 1
+    return is_of_model and np.ptp(norms) <= _SCALED * max(norms)
 
 
 def _is_without_common_sum(context: Context, sums: Sequence[Named]) -> bool:

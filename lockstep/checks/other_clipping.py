@@ -62,7 +62,7 @@ def _why(pair: StepPair, entering: Named, applied: Named) -> tuple[str, str]:
         if limits[0] or known:
             text = f"{when}, gradients are multiplied by {times:.6g}"
             cause, reason = next(iter(known), ("scaled_gradient", ""))
-            if limits[0] and not known and step.trace.mesh and step.trace.mesh.model_axes:
+            if limits[0] and not known and step.trace.model_axes:
                 cause, reason = "other_clipping", "as by the norm of other gradients"
             return cause, f"{text}: {reason}" if reason else text
     texts = [

@@ -336,7 +336,7 @@ def _why_other_order(step: _Step) -> Why | None:
     inputs = _inputs_of(step.first), _inputs_of(step.second)
     if len({part.shape[1] for parts in inputs for part in parts}) == 1:
         first, second = map(np.concatenate, inputs)
-        if order := order_of_parts(first, second, step.second.trace.mesh):
+        if order := order_of_parts(first, second, step.second.trace.model_axes):
             return "swapped_parts", order
     return _why_scaled(*inputs)
 

@@ -50,7 +50,7 @@ def _other_arguments(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Fin
         if other:
             cause, text = why_targets(_flat(other, "data", [index]), "other_examples")
             a, b = (np.concatenate([m.pairs["data"][index][i] for m in other]) for i in (0, 1))
-            if order := order_of_parts(a, b, pair.second.trace.mesh):
+            if order := order_of_parts(a, b, pair.second.trace.model_axes):
                 cause, text = "swapped_parts", order
             text = f"array {index + 1} of the step's batch, next to equal inputs: {text}"
             yield _found(pair, other, cause, text)

@@ -165,8 +165,7 @@ class _Step:
         self, event: Event, located: Located, is_backward: bool, factor: float, allowed: float
     ) -> str:
         """Returns an axis of the mesh along which arrays add up to the right one; "" if none."""
-        mesh = self._pair.second.trace.mesh
-        for axis in mesh.model_axes if mesh else ():
+        for axis in self._pair.second.trace.model_axes:
             sums = self._arrays.rows(event, located, is_backward, axis)
             if sums and all(apart(rows, factor) <= allowed for rows in sums):
                 return axis
@@ -220,18 +219,18 @@ class _Step:
         self, event: Event, places: Sequence[int], allowed: float
     ) -> tuple[str, str] | None:
         """Explains an output, or its sum over ranks, by a bias that is added several times."""
-        mesh = self._pair.second.trace.mesh
+        axes = self._pair.second.trace.model_axes
         weights = self._pair.states("before")[0]
         own = {n: dense(b) for n, b in weights.items() if n.startswith(f"{event.module}.")}
         biases = {name: bias for name, bias in own.items() if bias.ndim == 1 and norm(bias)}
-        for axis in ("", *(mesh.model_axes if mesh else ())):
+        for axis in ("", *axes):
             of_each = [self._arrays.rows(event, self._located[i], False, axis) for i in places]
             if not (of_each and all(of_each)):
                 continue
             first, second = (dense(np.concatenate([r[0][i] for r in of_each])) for i in (0, 1))
             for name, bias in biases.items():
                 times = _times_added(second - first, bias, allowed * norm(first))
-                if axis and mesh and times == mesh.axes[axis] - 1:
+                if axis and times == axes[axis] - 1:
                     text = f": without {name}, the sum of the ranks' outputs over {axis} is right"
                     return "partial_not_reduced", f"{text}, and is not reduced"
                 if times and not axis:

@@ -185,8 +185,7 @@ def _differing_copies(
     context: Context, kind: str, when: str, but: Collection[str] = ()
 ) -> Iterator[Finding]:
     """Yields a finding for each weight or state that differs from that of replica 0."""
-    mesh = context.trace.mesh
-    what = "rank" if mesh and mesh.model_axes else "replica"
+    what = "rank" if context.trace.model_axes else "replica"
     text = f"{when}, these {what}s have other values than {what} 0"
     for name, copies, apart in context.unlike_first(kind):
         if context.trace.kinds[name] in (WEIGHT, STATE) and name not in but:

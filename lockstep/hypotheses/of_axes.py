@@ -1,6 +1,6 @@
 """Explains gradients by the axes of a mesh: parts of a sum that is not reduced, its size."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from lockstep.arithmetic import (
 )
 from lockstep.context import Context
 from lockstep.reference import StepPair
-from lockstep.trace import Mesh, Named
+from lockstep.trace import Named
 
 _CLOSE = 1e-3  # Relative; of gradients that have a common factor.
 
@@ -41,9 +41,9 @@ def not_reduced(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
             found = _that_give(pair, odd, [scaled_all(each, share) for each in own])
             left = [name for name in left if name not in found]
             if found:
-                is_model = mesh and axis in mesh.model_axes
+                is_of_model = axis in step.trace.model_axes
                 yield (
-                    "partial_not_reduced" if is_model else "not_all_reduced",
+                    "partial_not_reduced" if is_of_model else "not_all_reduced",
                     f"each rank along {axis} has its own part of the gradients of {len(found)}"
                     f" weights: their {word} over {axis} is right, and is not reduced",
                     found,
@@ -119,7 +119,7 @@ def clipped_by_local_norm(pair: StepPair) -> tuple[str, str] | None:
 def reduced_over_parts(pair: StepPair) -> tuple[str, str] | None:
     """Explains gradients that a script reduces over ranks that hold other parts of a weight."""
     trace, first = pair.second.trace, pair.gradients[0]
-    for axis in trace.mesh.model_axes if trace.mesh else ():
+    for axis in trace.model_axes:
         ranks = trace.mesh.along(axis, 0) if trace.mesh else []
         held = [trace.local(pair.second.position, "unclipped", rank) for rank in ranks]
         held = [pair.matching.to_first(own) for own in held]
@@ -148,12 +148,16 @@ def _is_sum_of_parts(whole: np.ndarray, held: Sequence[np.ndarray], share: float
     return is_total and any(is_far(part, total, _CLOSE) for part in parts)
 
 
-def order_of_parts(first: np.ndarray, second: np.ndarray, mesh: Mesh | None) -> str:
-    """Explains rows by parts of a sequence in another order; "" if they are not."""
+def order_of_parts(first: np.ndarray, second: np.ndarray, axes: Mapping[str, int]) -> str:
+    """Explains rows by parts of a sequence in another order; "" if they are not.
+
+    Args:
+        first, second: rows of the reference and of the checked trace.
+        axes: the axes over which a sequence may be split, with their sizes.
+    """
     if first.shape != second.shape or first.ndim < 2:
         return ""
-    for axis in mesh.model_axes if mesh else ():
-        num = mesh.axes[axis] if mesh else 1
+    for axis, num in axes.items():
         zigzag = [place for rank in range(num) for place in (rank, 2 * num - 1 - rank)]
         for order, held, named in (
             (zigzag, "one after another", "in zigzag order"),
@@ -168,9 +172,8 @@ def order_of_parts(first: np.ndarray, second: np.ndarray, mesh: Mesh | None) -> 
 
 def sizes_of_axes(pair: StepPair) -> list[tuple[float, str, str]]:
     """Returns the factors that the sizes of axes make, with cause and reason."""
-    mesh, found = pair.second.trace.mesh, list[tuple[float, str, str]]()
-    for axis in mesh.model_axes if mesh else ():
-        size = mesh.axes[axis] if mesh else 1
+    found = list[tuple[float, str, str]]()
+    for axis, size in pair.second.trace.model_axes.items():
         if size > 1:
             found.append((size, "sum_instead_of_mean", f"the size of {axis}"))
             found.append((1 / size, "mean_instead_of_sum", f"one over the size of {axis}"))

@@ -1,6 +1,7 @@
 """Explains a wrong sum of gradients."""
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -67,9 +68,9 @@ class SumOf:
         unit = max(unit, min(own, default=EPS))  # Of 16-bit weights.
         if self.context.computes:
             unit = max(unit, self.context.oracle.units.get(self.name, EPS))
-        bound, mesh = sum_bound(self.parts, unit), self.context.trace.mesh
-        if mesh and mesh.model_axes:  # Each part is a sum over ranks, whose terms may cancel.
-            bound = np.full_like(bound, mesh.size / mesh.num_replicas * np.max(bound, initial=0))
+        bound, axes = sum_bound(self.parts, unit), self.context.trace.model_axes
+        if axes:  # Each part is a sum over ranks, whose terms may cancel.
+            bound = np.full_like(bound, math.prod(axes.values()) * np.max(bound, initial=0))
         return bound
 
     @property
@@ -152,9 +153,8 @@ def why_sum(asked: SumOf, known: list[np.ndarray]) -> Why:
 
 def _over_model_axes(asked: SumOf) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yields the terms of sums over ranks that hold different parts of a weight, in words."""
-    mesh, (own, *_) = asked.context.trace.mesh, (*asked.context.trace.shards_of(asked.copy), 0)
-    for axis in mesh.model_axes if mesh else ():
-        size = mesh.axes[axis] if mesh else 1
+    own, *_ = *asked.context.trace.shards_of(asked.copy), 0
+    for axis, size in asked.context.trace.model_axes.items():
         for whole, also in ((dense(asked.sent[own]), ""), (dense(asked.right), ", too")):
             for dimension in range(whole.ndim):
                 if size == 1 or whole.shape[dimension] % size:
