@@ -20,6 +20,7 @@ for BatchNorm statistics. Within the step, `keep` records gradients and returns 
     grads = record_jax.keep("clipped", grads)  # After clipping, if the step clips.
     key = record_jax.keep("random", key)       # The key that this device draws numbers with.
     logits = record_jax.keep("y_pred", logits) # In the loss function: also keeps its gradient.
+    x = record_jax.module("block1.mlp", x)     # An output of a part of the model: the same.
 
 Keep "raw" and "sums" after gradients are divided by the number of examples, or by the sum of their
 weights, as on one device. Gradients that are divided later are compared as "clipped", unless
@@ -74,8 +75,23 @@ def keep(kind: str, tree: Any, specs: Any = None) -> Any:
     if (recorder := _RECORDER.value) is not None:
         _report(recorder, kind, tree, specs)
         if kind == "y_pred":
-            tree = _with_gradient(recorder, tree, specs)
+            tree = _with_gradient(recorder, "y_grad", tree, specs)
     return tree
+
+
+def module(name: str, output: Any, specs: Any = None) -> Any:
+    """Returns `output`, an array; in recorded steps, records it as the output of a part of a model.
+
+    Also records the gradient of the loss by it. Parts are compared in the order of the calls, and a
+    fault is in the first one that is wrong. `specs` is that of `keep`.
+    """
+    if (recorder := _RECORDER.value) is not None:
+        names = recorder._about.setdefault("modules", [])
+        names += [] if name in names else [name]
+        number = names.index(name)
+        _report(recorder, f"module_out/{number}", output, specs)
+        output = _with_gradient(recorder, f"module_out_grad/{number}", output, specs)
+    return output
 
 
 def _report(recorder: "record", kind: str, tree: Any, specs: Any) -> None:
@@ -86,19 +102,20 @@ def _report(recorder: "record", kind: str, tree: Any, specs: Any) -> None:
     if axes and specs is not None:
         whole = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree)
         for index, spec in enumerate(jax.tree.leaves(whole)):
-            recorder._placements[f"{kind}/{index}"] = _placement(spec, np.ndim(leaves[index]))
+            key = kind if "/" in kind else f"{kind}/{index}"
+            recorder._placements[key] = _placement(spec, np.ndim(leaves[index]))
     jax.debug.callback(partial(recorder._receive, kind, names), device, *map(_plain, leaves))
 
 
-def _with_gradient(recorder: "record", tree: Any, specs: Any) -> Any:
-    """Returns `tree`; when the loss is differentiated, records its gradient as "y_grad"."""
+def _with_gradient(recorder: "record", kind: str, tree: Any, specs: Any) -> Any:
+    """Returns `tree`; when the loss is differentiated, records its gradient as `kind`."""
 
     @jax.custom_vjp
     def same(outputs: Any) -> Any:
         return outputs
 
     def backward(_: None, gradient: Any) -> tuple[Any]:
-        _report(recorder, "y_grad", gradient, specs)
+        _report(recorder, kind, gradient, specs)
         return (gradient,)
 
     same.defvjp(lambda outputs: (outputs, None), backward)
@@ -198,7 +215,7 @@ class record:
                 raise ValueError(f"keep({kind!r}): {parts}; use the mesh of the arguments")
             rows = [self._received.get((kind, r)) or calls for r, _ in replicas.local]
             columns = [*zip(*([*map(_host, leaves)] for (leaves,) in rows), strict=True)]
-            if device < 0 and kind in ("y_pred", "y_grad"):  # Each replica's rows of the batch.
+            if device < 0 and kind.startswith(("y_", "module_")):  # Each replica's rows of it.
                 own = [replicas.rows[r] for r, _ in replicas.local]
                 columns = [[x[part] for x, part in zip(c, own, strict=True)] for c in columns]
             kept[kind] = columns
@@ -242,8 +259,9 @@ class record:
         if replicas.mesh:
             self._describe_mesh(replicas, found)
         one_key = not replicas.split_keys and all(device < 0 for _, device in self._received)
-        for kind, columns in found.items():
-            for index, column in enumerate(columns):
+        for key, columns in found.items():
+            kind, _, number_of_module = key.partition("/")
+            for index, column in enumerate(columns, int(number_of_module or 0)):
                 for (replica, _), array in zip(replicas.local, column, strict=True):
                     if kind == "random" and one_key and replica > 0:
                         continue  # One program draws the numbers of all devices.

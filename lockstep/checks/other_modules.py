@@ -97,6 +97,7 @@ class _Step:
         dtypes = {step.trace.about_of(shard).computed_in for step, shard in shards}
         self._unit = max(UNITS.get(dtype, MARGIN * EPS) for dtype in dtypes)
         self._largest = 0.0  # Distance of a right array.
+        self._compared = set[Event]()
         self._factors: dict[int, float] = {}  # Number in `_located` → that of its gradients.
 
     def first_wrong_of_all(self) -> Wrong | None:
@@ -134,8 +135,11 @@ class _Step:
         """Returns what is wrong if an array differs on some shards."""
         allowed, axes = self.allowed(number), set[str]()
         found: list[tuple[int, Rows]] = []
-        for place, located in enumerate(self._located):
-            copies = self._arrays.rows(event, located, is_backward)
+        arrays = [self._arrays.rows(event, located, is_backward) for located in self._located]
+        if not any(arrays):
+            return None
+        self._compared.add(event)
+        for place, (located, copies) in enumerate(zip(self._located, arrays, strict=True)):
             if not copies:
                 continue
             factor = self._factor(place, copies[0]) if is_backward else 1.0
@@ -208,7 +212,9 @@ class _Step:
             if is_backward:
                 text = "the gradient of its output is right, and that of its input is not"
             else:
-                text = "its input is right, and its output is not"
+                is_known = Event(name, is_output=False) in self._compared
+                before = "its input is" if is_known else "the modules before it are"
+                text = f"{before} right, and its output is not"
             text += "; its modules are right, so that it is its own code" if children else ""
             return f"{name}, {what}", text
         side = "after" if is_backward else "before"
@@ -221,7 +227,8 @@ class _Step:
         """Explains an output, or its sum over ranks, by a bias that is added several times."""
         axes = self._pair.second.trace.model_axes
         weights = self._pair.states("before")[0]
-        own = {n: dense(b) for n, b in weights.items() if n.startswith(f"{event.module}.")}
+        names = [n for n in weights if n.replace("/", ".").startswith(event.module)]
+        own = {name: dense(weights[name]) for name in names}
         biases = {name: bias for name, bias in own.items() if bias.ndim == 1 and norm(bias)}
         for axis in ("", *axes):
             of_each = [self._arrays.rows(event, self._located[i], False, axis) for i in places]

@@ -69,17 +69,19 @@ def norm(x):
     return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
 
 
-def block(params, x, enter, leave):
+def block(name, params, x, enter, leave):
     y = enter(norm(x) * params["scale"])
     y = jax.nn.gelu(y @ params["up"] + params["up_bias"])
-    return x + leave(y @ params["down"]) + params["down_bias"]
+    y = record_jax.module(f"{name}.up", y)
+    y = leave(y @ params["down"]) + params["down_bias"]
+    return x + record_jax.module(f"{name}.down", y)
 
 
 def loss_fn(params, x, labels, enter=lambda x: x, leave=lambda x: x):
     low = jax.tree.map(lambda p: p.astype(DTYPE), params)
     x = x.astype(DTYPE)
     for name in ("first", "second"):
-        x = block(low[name], x, enter, leave)
+        x = block(name, low[name], x, enter, leave)
     logits = (norm(x) @ low["head"]["kernel"] + low["head"]["bias"]).astype(jnp.float32)
     log_probs = jax.nn.log_softmax(record_jax.keep("y_pred", logits))
     return -jnp.take_along_axis(log_probs, labels[:, None], 1).mean()
