@@ -105,9 +105,10 @@ def _explanations(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
     """Yields the causes whose prediction fits, the most certain first."""
     (first, second), found = pair.gradients, pair.second.found
     scale = factor_of([second[name] for name in wrong], [first[name] for name in wrong])
-    is_of_all = not any(norm(first[name]) for name in first if name not in wrong)
+    is_factor = bool(np.isfinite(scale) and scale)
+    is_of_all = is_factor and _explains(pair, wrong, scaled_all(first, scale))
     multiple = {n: scaled(g, scale) if n in wrong else g for n, g in first.items()}
-    if np.isfinite(scale) and scale and _explains(pair, wrong, multiple):
+    if is_of_all or (is_factor and _explains(pair, wrong, multiple)):
         which = "each gradient is" if is_of_all else f"the gradients of {len(wrong)} weights are"
         text = f"{which} {scale:.6g} times that of the first recording"
         named_factors = _of_factor(pair, scale, text)
