@@ -107,11 +107,15 @@ def test_stages_hold_other_weights_and_a_tied_one_has_two_copies():
     for file, about, own in zip((first, last), abouts, names, strict=True):
         about |= {"variables": [{"name": n, "kind": "weight"} for n in own], "gradients": own}
         about |= {"names": {"head": "embedding"}}
+        about |= {"settings": [[{"weights": own, "learning_rate": 0.1}]], "modules": own}
         members = {k: v for k, v in np.load(file).items() if k != "about"}
         files.append(io.BytesIO())
         np.savez(files[-1], about=np.array(json.dumps(about)), **members)
     trace = load(files)
     assert trace.keys == ["embedding", "layer0", "layer1"]
+    assert [group["weights"] for group in trace.about.settings[0]] == [trace.keys[:2], ["layer1"]]
+    assert trace.about.gradients == tuple(trace.keys)
+    assert trace.about.modules == ("embedding", "layer0", "layer1", "head")
     of_copies = [trace.named(0, "before", copy) for copy in trace.copies]
     values = [{name: float(array[0]) for name, array in named.items()} for named in of_copies]
     assert values[0] == {"embedding": 1, "layer0": 3, "layer1": 2}
@@ -191,36 +195,44 @@ def one_device():
     return x, {"w": w, "n": n}, {"w": x.T @ (error * n), "n": (error * y).sum(0)}
 
 
-def recorded(on, x, weights, gradients, placements):
-    """Returns a trace of one step of gradient descent; arguments hold the array of each rank."""
-    arrays = {"data/0": x}
+def recorded(on, x, weights, gradients, placements, factors=None):
+    """Returns a trace of one step of gradient descent; arguments hold the array of each rank.
+
+    `factors` are those by which the ranks clip their gradients to norm 0.1.
+    """
+    arrays, calls = {"data/0": x}, ["forward", "backward", *["clip norm 0.1"] * bool(factors)]
     for index, name in enumerate("wn"):
-        after = [w - RATE * g for w, g in zip(weights[name], gradients[name], strict=True)]
-        arrays |= {f"before/{index}": weights[name], f"clipped/{index}": gradients[name]}
-        arrays |= {f"after/{index}": after}
+        sent = gradients[name]
+        used = [np.float32(f) * g for f, g in zip(factors or [1] * len(sent), sent, strict=True)]
+        after = [w - RATE * g for w, g in zip(weights[name], used, strict=True)]
+        arrays |= {f"before/{index}": weights[name], f"clipped/{index}": used}
+        arrays |= {f"after/{index}": after, **({f"unclipped/{index}": sent} if factors else {})}
     group = {"weights": ["w", "n"], "learning_rate": float(RATE), "momentum": 0.0}
     about = {"variables": [{"name": n, "kind": "weight"} for n in "wn"], "gradients": ["w", "n"]}
     about |= {"optimizer": {"class": "SGD", "framework": "torch"}, "settings": [[group]]}
+    about |= {"calls": [calls]}
     return load(write(on, arrays, placements, **about))
 
 
-def verdict(change=lambda x, gradients: None, axis="tp"):
+def verdict(change=lambda x, gradients: None, axis="tp", factors=(None, None)):
     """Verifies a training on two ranks that split w against one device.
 
     Args:
         change: changes the examples and the gradients of the ranks.
         axis: name of the axis.
+        factors: by which one device, and each rank, clips its gradients; None if none clips.
     """
     x, weights, gradients = one_device()
     alone = Mesh({"dp": 1}, ("dp",))
-    one = recorded(alone, [x], *({k: [v] for k, v in d.items()} for d in (weights, gradients)), {})
+    whole = ({k: [v] for k, v in d.items()} for d in (weights, gradients))
+    one = recorded(alone, [x], *whole, {}, factors[0])
     mesh, w = Mesh({axis: 2}, ()), f"i o[{axis}]"
     images = [x.copy(), x.copy()]
     own = {"w": local_parts(gradients["w"], w, mesh), "n": [gradients["n"].copy()] * 2}
     change(images, own)
     held = {"w": local_parts(weights["w"], w, mesh), "n": [weights["n"]] * 2}
-    placements = {f"{kind}/0": w for kind in ("before", "clipped", "after")}
-    two = recorded(mesh, images, held, own, placements)
+    placements = {f"{kind}/0": w for kind in ("before", "unclipped", "clipped", "after")}
+    two = recorded(mesh, images, held, own, placements, factors[1])
     one.name, two.name = "one.npz", "two.npz"
     return compare_traces([one, two], {})["two.npz"]
 
@@ -414,3 +426,14 @@ def test_constants_of_a_rank_are_no_local_statistics():
     trace = load(write(mesh, {"before/0": places, "after/0": places}, **about))
     (found,) = compare_traces([trace], {}).values()
     assert not found.findings
+
+
+def test_clipping_by_the_norm_of_own_parts_is_named():
+    _, _, gradients = one_device()
+    halves = np.split(gradients["w"], 2, axis=1)
+    norms = [np.hypot(np.linalg.norm(half), np.linalg.norm(gradients["n"])) for half in halves]
+    size = np.hypot(np.linalg.norm(gradients["w"]), np.linalg.norm(gradients["n"]))
+    right, own = 0.1 / size, [0.1 / each for each in norms]
+    assert verdict(factors=([right], [right, right])).ok
+    assert causes(verdict(factors=([right], own)))[0] == "clipped_by_local_norm"
+    assert causes(verdict(factors=([right], [0.7 * right] * 2))) == ["other_clipping"]
