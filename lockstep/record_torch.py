@@ -1183,10 +1183,7 @@ def _computed_in(output: Any, weights: Mapping[str, Tensor]) -> str:
 
 def _with_rows(output: Any, count: int) -> list[Tensor]:
     """Returns the floating-point tensors of an output that have a row for each example."""
-    nests = [vars(x) if dataclasses.is_dataclass(x) else x for x in tree_leaves(output)]
-    tensors = [x for x in tree_leaves(nests) if isinstance(x, Tensor)]
-    floats = (x for x in tensors if x.is_floating_point() and x.dim())
-    return [x for x in floats if len(_local(x)) == count]
+    return [x for x in _floating(output) if x.dim() and len(_local(x)) == count]
 
 
 def _require(condition: Any, message: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from lockstep.arithmetic import all_same_bits, farthest, is_far, norm, same_bits
 from lockstep.checks.random_numbers import draws
 from lockstep.context import Context
+from lockstep.text import count
 from lockstep.trace import STATE, STATISTIC, WEIGHT, Named
 from lockstep.verdict import Finding
 
@@ -146,12 +147,14 @@ def _unlike_gradients(context: Context, applied: Sequence[Named]) -> Iterator[Fi
     first, *others = applied
     names = [n for n in first if any(n in other and is_far(other[n], first[n]) for other in others)]
     if idle := [n for n in names if not all(norm(own.get(n, 0.0)) for own in applied)]:
-        text = f"copies apply a gradient of 0 to {len(idle)} weights, and other copies do not"
+        text = (
+            f"copies apply a gradient of 0 to {count('weight', len(idle))}, and other copies do not"
+        )
         yield context.found("not_updated", text, items=(), tensors=idle)
         names = [name for name in names if name not in idle]
     if names:
         cause = _why_unlike(context, applied, names)
-        text = f"the copies apply different gradients of {len(names)} weights, and diverge"
+        text = f"the copies apply different gradients of {count('weight', len(names))}, and diverge"
         yield context.found(cause, text, items=(), tensors=names)
 
 

@@ -16,6 +16,7 @@ from lockstep.arithmetic import (
 )
 from lockstep.context import Context
 from lockstep.reference import StepPair
+from lockstep.text import count
 from lockstep.trace import Named
 
 _CLOSE = 1e-3  # Relative; of gradients that have a common factor.
@@ -44,8 +45,9 @@ def not_reduced(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
                 is_of_model = axis in step.trace.model_axes
                 yield (
                     "partial_not_reduced" if is_of_model else "not_all_reduced",
-                    f"each rank along {axis} has its own part of the gradients of {len(found)}"
-                    f" weights: their {word} over {axis} is right, and is not reduced",
+                    f"each rank along {axis} has its own part of the gradients of"
+                    f" {count('weight', len(found))}: their {word} over {axis} is right, and is"
+                    " not reduced",
                     found,
                 )
 
@@ -131,8 +133,8 @@ def reduced_over_parts(pair: StepPair) -> tuple[str, str] | None:
                 and _is_sum_of_parts(dense(whole), [dense(own[name]) for own in held], share)
             ]
             if names and len(ranks) > 1:
-                text = f"gradients of {len(names)} weights are {word} over {axis}, whose ranks hold"
-                return "reduced_over_other_axis", f"{text} other parts"
+                text = f"gradients of {count('weight', len(names))} are {word} over {axis}"
+                return "reduced_over_other_axis", f"{text}, whose ranks hold other parts"
     return None
 
 
