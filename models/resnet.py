@@ -6,6 +6,8 @@ from typing import Any
 import keras
 from keras import layers
 
+from models import layers as own
+
 Initializer = str | dict[str, Any]  # A name or a configuration.
 
 
@@ -93,7 +95,7 @@ def _residual_block(
 def _conv(
     width: int, size: int, strides: int, kernel_initializer: Initializer, name: str
 ) -> layers.Layer:
-    return layers.Conv2D(
+    return own.Conv2D(
         width,
         size,
         strides=strides,
@@ -105,4 +107,4 @@ def _conv(
 
 def _batch_norm(name: str) -> layers.Layer:
     # The paper's momentum; with Keras' 0.99, evaluation is off for thousands of steps.
-    return layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)
+    return own.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)

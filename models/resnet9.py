@@ -6,6 +6,8 @@ from typing import Any
 import keras
 from keras import layers
 
+from models import layers as own
+
 Initializer = str | Mapping[str, Any]  # A name or a configuration.
 
 
@@ -57,7 +59,7 @@ def _convolve(
     halve: bool = False,
 ) -> keras.KerasTensor:
     """Applies a convolution, 2 × 2 max pooling if `halve` is set, BatchNorm and a ReLU."""
-    x = layers.Conv2D(
+    x = own.Conv2D(
         width,
         3,
         padding="same",
@@ -68,5 +70,5 @@ def _convolve(
     if halve:
         x = layers.MaxPooling2D(2)(x)
     # With Keras' momentum of 0.99, evaluation is off for thousands of steps.
-    x = layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=f"{name}_norm")(x)
+    x = own.BatchNormalization(momentum=0.9, epsilon=1e-5, name=f"{name}_norm")(x)
     return layers.ReLU()(x)
