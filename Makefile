@@ -10,6 +10,7 @@
 # make zoo-optimizers  trains correct models with every optimizer of Keras; a finding is a false alarm
 # make frameworks      installs PyTorch and JAX into .venv-bench, for frameworks/ and tests of recorders
 # make bench           compares speed with PyTorch, JAX and Keras, and writes docs/BENCHMARKS.md
+# make accuracy        trains each model in full with recipe fast, and prints the test accuracies
 # make recording       runs the commands of the README and writes docs/recording.svg
 # make lock            writes requirements.lock from requirements.txt
 # make clean           removes .venv, .venv-bench and caches
@@ -17,7 +18,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: setup train test test-all mutations zoo zoo-optimizers campaign lint bench frameworks
-.PHONY: docs recording lock clean
+.PHONY: accuracy docs recording lock clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -49,6 +50,9 @@ campaign: $(BIN)/.installed-dev
 
 bench: $(BIN)/.installed .venv-bench/.installed
 	$(BIN)/python benchmarks/run.py --output=docs/BENCHMARKS.md $(ARGS)
+
+accuracy: $(BIN)/.installed
+	$(BIN)/python benchmarks/accuracy.py $(ARGS)
 
 setup: $(BIN)/.installed
 

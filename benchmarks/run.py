@@ -1,7 +1,8 @@
 """Compares Lockstep with its peers in one interleaved run, and writes the results.
 
-    make bench                                        everything; writes docs/BENCHMARKS.md
-    .venv/bin/python benchmarks/run.py --only=lenet   one part of it
+    make bench                 everything, about forty minutes; writes docs/BENCHMARKS.md
+    make bench ARGS=--quick    this project and PyTorch, three rounds: five minutes; no page
+    make bench ARGS=--only=lenet    one part
 
 A round times one block of each program in turn, while the others sleep, so that disturbances affect
 all of them. Ratios are of medians over the rounds, with 95 % bootstrap intervals over rounds.
@@ -21,13 +22,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import matplotlib
+from matplotlib.figure import Figure
+
 FOLDER = pathlib.Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent))
 
 from app.performance import interval
 from app.performance.benchmark_output import processor_name
 from app.records.files import write_file
-from app.report.bar_plot import plot_bars
+from app.report.plot_style import LOOKS, STYLE, save_figure
 
 FIGURE = "benchmarks.png"
 STARTED_TOGETHER = 3  # More would compete for the cores, and some have deadlines.
@@ -89,25 +93,26 @@ LENET = "--model=lenet --global_batch_size=256 --num_steps=120"
 RESNET = "--model=resnet18 --global_batch_size=64 --num_steps=4"
 PARTS = {
     "lenet": Part(
-        "LeNet, batch 256: blocks of 120 steps", LENET, (*NETWORK, "d2l, eager loop × 2"),
+        "LeNet, batch 256", LENET, (*NETWORK, "d2l, eager loop × 2"),
         (*RATIOS, (OWN[0], "d2l, eager loop × 2")),
     ),
     "lenet_keras": Part(
-        "LeNet, batch 256, and Keras `fit`: blocks of 120 steps", LENET,
+        "LeNet, batch 256, beside Keras", LENET,
         (*KERAS, "Keras fit × 1", "Keras fit × 1, bfloat16"),
     ),
-    "resnet18": Part("ResNet-18, batch 64: blocks of 4 steps", RESNET, NETWORK, RATIOS),
+    "resnet18": Part("ResNet-18, batch 64", RESNET, NETWORK, RATIOS),
     "resnet18_keras": Part(
-        "ResNet-18, batch 64, and Keras `fit`: blocks of 4 steps", RESNET, KERAS
+        "ResNet-18, batch 64, beside Keras", RESNET, KERAS
     ),
     "lenet_split": Part(
-        "LeNet, batch 256, recipe `fast`: ways to split a training, blocks of an epoch",
+        "LeNet, batch 256, recipe fast",
         "--model=lenet --recipe=fast --num_steps=235",  # The last batch is short.
         (OWN[0], *SPLIT, *TORCH),
         (*((name, OWN[0]) for name in SPLIT), *zip((*SPLIT[:2], SPLIT[3]), TORCH[1:], strict=True)),
         tests_first_block=True,
     ),
 }  # fmt: skip
+QUICK, QUICK_PEERS = ("lenet", "resnet18"), ("PyTorch DDP × 2", "PyTorch DDP × 2, bfloat16")
 
 
 class Running(contextlib.AbstractContextManager):
@@ -181,46 +186,69 @@ def measure(part: Part, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """Returns the results as Markdown: a summary, and a table for each part."""
+    """Returns the results as Markdown: one table of all comparisons."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
         (FOLDER / "preamble.md").read_text(encoding="utf-8"),
         f"{results['date']}, {results['processor']}, {results['cores']} cores, no GPU; {versions}.",
-        *("", f"![images per second of each program]({FIGURE})", ""),
-        *("## Summary", "", *summary(results), ""),
+        *("", f"![ratios of times with their intervals]({FIGURE})", "", *summary(results), ""),
     ]
-    for name, programs in results["parts"].items():
-        is_tested = any("accuracy" in result for result in programs.values())
+    tested = [each["accuracy"] for part in results["parts"].values() for each in part.values()
+              if "accuracy" in each]  # fmt: skip
+    if tested:  # The programs of recipe fast.
         lines += [
-            f"## {PARTS[name].title}", "",
-            "| program | images/s | 95 % interval |" + " sec/epoch | accuracy |" * is_tested,
-            "| --- | --- | --- |" + " --- | --- |" * is_tested,
+            f"The test accuracies after the epoch of recipe `fast` are {min(tested):.4f} to"
+            f" {max(tested):.4f}.", "",
         ]  # fmt: skip
-        for program, result in programs.items():
-            rate = interval.combine(lambda sec: 1 / sec, result["secs"])
-            line = f"| {program} | {rate.value:,.1f} | {rate.low:,.1f}–{rate.high:,.1f} |"
-            if is_tested:
-                epoch_sec = interval.median(result["secs"]).value * result["images"][0]
-                line += f" {epoch_sec:.2f} | {result['accuracy']:.4f} |"
-            lines.append(line)
-        lines.append("")
     return "\n".join(lines)
+
+
+def comparisons(results: dict[str, Any]) -> Iterator[tuple[str, str, str, interval.Interval]]:
+    """Yields (title of a part, program, base, ratio of their times for an image)."""
+    for part, programs in results["parts"].items():
+        for name, base in [*_against_best(programs), *PARTS[part].ratios]:
+            if name in programs and base in programs:  # Not all are measured with --quick.
+                ratio = interval.ratio(programs[name]["secs"], programs[base]["secs"])
+                yield PARTS[part].title, name, base, ratio
 
 
 def summary(results: dict[str, Any]) -> list[str]:
     """Returns a table of this project against each peer's best, and the other ratios."""
     lines = [
-        "| model | time of an image of | over that of | ratio | 95 % interval |",
-        "| --- | --- | --- | --- | --- |",
+        "| training | program | images/s | over | images/s | ratio of times | 95 % interval |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for part, programs in results["parts"].items():
-        for name, base in [*_against_best(programs), *PARTS[part].ratios]:
-            found = interval.ratio(programs[name]["secs"], programs[base]["secs"])
-            lines.append(
-                f"| {PARTS[part].title.partition(',')[0]} | {name} | {base} | {found.value:.3f} |"
-                f" {found.low:.3f}–{found.high:.3f} |"
-            )
+    programs = {PARTS[name].title: part for name, part in results["parts"].items()}
+    for title, name, base, ratio in comparisons(results):
+        rates = [1 / interval.median(programs[title][each]["secs"]).value for each in (name, base)]
+        lines.append(
+            f"| {title} | {name} | {rates[0]:,.0f} | {base} | {rates[1]:,.0f} |"
+            f" {ratio.value:.3f} | {ratio.low:.3f}–{ratio.high:.3f} |"
+        )
     return lines
+
+
+@matplotlib.rc_context(STYLE)
+def plot_ratios(results: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws each ratio as a mark with its interval, left of 1 where the first program is faster."""
+    rows = list(comparisons(results))
+    figure = Figure(figsize=(9, 1 + 0.27 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for row, (_, _, _, ratio) in enumerate(rows):
+        look = LOOKS[0] if ratio.high < 1 else LOOKS[6] if ratio.low > 1 else LOOKS[2]
+        axes.plot([ratio.low, ratio.high], [row, row], color=look.colour, linewidth=2)
+        axes.plot(ratio.value, row, look.marker, color=look.colour)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    labels = [f"{title.partition(',')[0]}: {name} / {base}" for title, name, base, _ in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel("ratio of times; left of 1 is faster")
+    axes.grid(axis="x")
+    title = f"{results['processor']}, {results['cores']} cores shared by all devices of a program"
+    figure.suptitle(title)
+    save_figure(figure, path.parent, path.stem)
 
 
 def _against_best(programs: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -238,16 +266,7 @@ def _against_best(programs: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def save(results: dict[str, Any], out: pathlib.Path, page: pathlib.Path | None) -> None:
-    """Writes the results and prints the summary; the page only if all parts have been measured."""
-    panels = {}
-    for name, programs in results["parts"].items():
-        rates = {
-            program: interval.combine(lambda sec: 1 / sec, result["secs"])
-            for program, result in programs.items()
-        }
-        bars = {program: (rate.value, rate.low, rate.high) for program, rate in rates.items()}
-        panels[f"{PARTS[name].title.replace('`', '')}: images per second"] = bars
-    title = f"{results['processor']}, {results['cores']} cores shared by all devices of a program"
+    """Writes the results and prints the table; the page only if all parts have been measured."""
     write_file(out / "bench.json", json.dumps(results, indent=1))
     print("\n".join(summary(results)))
     missing = [name for name in PARTS if name not in results["parts"]]
@@ -255,7 +274,7 @@ def save(results: dict[str, Any], out: pathlib.Path, page: pathlib.Path | None) 
         print(f"{page} is left as it is: not measured yet: {', '.join(missing)}")
     for path in (out / "bench.md", *([page] if page and not missing else [])):
         write_file(path, render(results))
-        plot_bars(title, panels, path.parent, pathlib.Path(FIGURE).stem)
+        plot_ratios(results, path.parent / FIGURE)
         print(f"saved {path}")
 
 
@@ -263,12 +282,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the requested parts, prints a summary and saves all results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=PARTS)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="compare with PyTorch alone")
+    parser.add_argument("--rounds", type=int, help="9; 3 with --quick")
     parser.add_argument("--data_dir", default=os.environ.get("FASHION_MNIST_DIR"))
     parser.add_argument("--out", type=pathlib.Path, default="runs/bench", help="all figures")
     parser.add_argument("--output", type=pathlib.Path, help="page, written once all is measured")
     parser.add_argument("--peers_python", default=FOLDER.parent / ".venv-bench/bin/python")
     options = parser.parse_args(arguments)
+    options.rounds = (3 if options.quick else 9) if options.rounds is None else options.rounds
+    if options.quick and options.only:
+        parser.error("--quick has parts of its own; leave out --only")
     if options.rounds < 1:
         parser.error(f"--rounds={options.rounds} must be at least 1; use 5 or more")
     if not options.data_dir:
@@ -282,8 +305,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {"parts": {}, "versions": {"python": platform.python_version()}} | results
     results["processor"], results["cores"] = processor_name(), os.cpu_count()
     results["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
-    for name in [options.only] if options.only else PARTS:
-        results["parts"][name] = measure(PARTS[name], options)
+    for name in [options.only] if options.only else QUICK if options.quick else PARTS:
+        part = PARTS[name]
+        if options.quick:
+            part = dataclasses.replace(part, programs=(*OWN, *QUICK_PEERS))
+        results["parts"][name] = measure(part, options)
         for result in results["parts"][name].values():
             results["versions"] |= result["versions"]
     save(results, options.out, options.output)

@@ -60,20 +60,21 @@ def test_the_page_and_the_summary_are_made_of_measurements_alone(monkeypatch):
         "manual × 2": measured(1e-3), "manual × 2, bfloat16": measured(5e-4),
         "JAX × 1": measured(2e-3), "JAX × 2": measured(4e-3), "JAX × 1, bfloat16": measured(3e-3),
     }  # fmt: skip
-    part = dataclasses.replace(run.PARTS["lenet"], ratios=run.RATIOS[:1])
+    part = dataclasses.replace(run.PARTS["lenet"], title="LeNet", ratios=run.RATIOS[:1])
     monkeypatch.setitem(run.PARTS, "lenet", part)
     results = {"date": "2026-01-01", "processor": "P", "cores": 2, "versions": {"jax": "1"},
                "parts": {"lenet": programs}}  # fmt: skip
     page = run.render(results)
-    assert "| manual × 2 | 1,000.0 | 1,000.0–1,000.0 |" in page
-    assert [*run.summary(results)][2:] == [
-        "| LeNet | manual × 2 | JAX × 1 | 0.500 | 0.500–0.500 |",
-        "| LeNet | manual × 2, bfloat16 | JAX × 1 | 0.250 | 0.250–0.250 |",
-        "| LeNet | manual × 2, bfloat16 | manual × 2 | 0.500 | 0.500–0.500 |",
+    rows = [
+        "| LeNet | manual × 2 | 1,000 | JAX × 1 | 500 | 0.500 | 0.500–0.500 |",
+        "| LeNet | manual × 2, bfloat16 | 2,000 | JAX × 1 | 500 | 0.250 | 0.250–0.250 |",
+        "| LeNet | manual × 2, bfloat16 | 2,000 | manual × 2 | 1,000 | 0.500 | 0.500–0.500 |",
     ]
-    results["parts"] = {"lenet": {"manual × 2": measured(1e-4, accuracy=0.8727)}}
-    monkeypatch.setitem(run.PARTS, "lenet", dataclasses.replace(part, ratios=()))
-    assert "| 6.00 | 0.8727 |" in run.render(results)
+    assert [*run.summary(results)][2:] == rows
+    assert "\n".join(rows) in page and "accuracies" not in page
+    programs["manual × 2"]["accuracy"], programs["JAX × 1"]["accuracy"] = 0.8727, 0.8712
+    results["parts"] = {"lenet": programs}
+    assert "are 0.8712 to 0.8727." in run.render(results)
 
 
 def test_every_program_has_a_command_that_its_framework_understands():
@@ -137,12 +138,15 @@ def test_a_run_writes_the_page_once_every_part_is_there(tmp_path, monkeypatch, c
         return {name: measured(0.1, **tested) for name in part.programs}
 
     monkeypatch.setattr(run, "measure", measure)
+    run.main(["--quick", "--data_dir=x", f"--out={tmp_path}/quick"])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("PyTorch DDP" in line for line in lines) == 4 and not any("JAX" in x for x in lines)
     flags = ["--data_dir=x", f"--out={tmp_path}/out", f"--output={page}"]
     first, *others = run.PARTS
     run.main([*flags, f"--only={first}"])
     assert not page.exists() and f"not measured yet: {others[0]}" in capsys.readouterr().out
     drawn = []
-    monkeypatch.setattr(run, "plot_bars", lambda *arguments: drawn.append(arguments))
+    monkeypatch.setattr(run, "plot_ratios", lambda *arguments: drawn.append(arguments))
     for name in others:
         run.main([*flags, f"--only={name}"])
     assert page.read_text() == (tmp_path / "out" / "bench.md").read_text()
@@ -152,5 +156,5 @@ def test_a_run_writes_the_page_once_every_part_is_there(tmp_path, monkeypatch, c
         ".json", ".md", ".png", ".svg",
     }  # fmt: skip
     assert (tmp_path / "out" / "benchmarks.png").stat().st_size > 10_000
-    title, panels, folder, _ = drawn[-1]
-    assert folder == tmp_path and len(panels) == len(run.PARTS) and "cores" in title
+    results, path = drawn[-1]
+    assert path == tmp_path / run.FIGURE and len({*run.comparisons(results)}) > len(run.PARTS)

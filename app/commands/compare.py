@@ -9,7 +9,7 @@ from app.options import Config
 from app.options.names import FRAMEWORKS
 from app.records.caveats import caveats
 from app.records.files import write_json
-from app.records.history import Summary, load_required_summary
+from app.records.history import FIGURE_FILES, Summary, load_required_summary
 from app.records.run_directory import CONFIG_FILE, default_out, named_path, open_command_directory
 from app.report.page import REPORT_FILE, write_report
 from app.report.result import BAD, GOOD, Result
@@ -108,7 +108,7 @@ def _words_for(config: Config, strategy: str) -> list[str]:
 
 def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> list[Summary]:
     """Prints the table and the comparison of the weights; saves both, and a figure of all runs."""
-    from app.report.accuracy_plot import FILES, plot_accuracy
+    from app.report.accuracy_plot import plot_accuracy
 
     summaries = [load_required_summary(path) for path in run_dirs]
     pairs = compare_weights(run_dirs)
@@ -125,7 +125,7 @@ def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path])
         },
     )
     write_report([out_dir], out_dir / REPORT_FILE)
-    console.say(f"saved in {out_dir}: {', '.join([*FILES, 'compare.json', REPORT_FILE])}")
+    console.say(f"saved in {out_dir}: {', '.join([*FIGURE_FILES, 'compare.json', REPORT_FILE])}")
     console.say(f"open {out_dir / REPORT_FILE} for the verdict and all curves on one page")
     return summaries
 

@@ -158,7 +158,7 @@ def import_tensorflow(verbosity: int) -> Any:
 def _import_quietly(verbosity: int) -> Any:
     if verbosity >= 0:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if verbosity > 0 else "1")
-        import tensorflow
+        from app.runtime.tensorflow_module import tensorflow
 
         return tensorflow
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -174,7 +174,7 @@ def _import_quietly(verbosity: int) -> Any:
     with tempfile.TemporaryFile() as held_back, signals.deferred(leave):
         os.dup2(held_back.fileno(), 2)
         try:
-            import tensorflow
+            from app.runtime.tensorflow_module import tensorflow
         except BaseException:
             held_back.seek(0)
             os.write(saved, held_back.read())

@@ -17,6 +17,7 @@ Record = TypeVar("Record", bound="DataclassInstance")
 Parsed = TypeVar("Parsed")
 
 HISTORY_FILE, SUMMARY_FILE = "history.jsonl", "summary.json"
+FIGURE_FILES = ("accuracy.png", "accuracy.svg")
 
 
 @dataclasses.dataclass(frozen=True)

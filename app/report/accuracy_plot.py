@@ -14,7 +14,6 @@ from app.records.history import EpochRecord, Summary, load_history, load_require
 from app.report.plot_style import LOOKS, STYLE, Look, save_figure
 from app.report.training_result import devices_text
 
-FILES = ("accuracy.png", "accuracy.svg")
 _TRAIN, _TEST = Look("#D55E00", "--", "s", 1.5), Look("#0072B2", "-", "o", 2.0)
 
 Run = tuple[Summary, Sequence[EpochRecord]]

@@ -10,6 +10,7 @@ from app.records.checkpoint import Checkpoint, CheckpointSearchResult, save_chec
 from app.records.event_file import EventFile
 from app.records.files import discard, io_errors_as, remove
 from app.records.history import (
+    FIGURE_FILES,
     HISTORY_FILE,
     SUMMARY_FILE,
     EpochRecord,
@@ -18,7 +19,6 @@ from app.records.history import (
     write_summary,
 )
 from app.records.run_metadata import Progress, RunMetadata
-from app.report import accuracy_plot
 from app.runtime import console
 from strategies.base import StepTotals, Strategy
 
@@ -114,10 +114,12 @@ class RunWriter:
         if progress.history:
             write_history(self._run_dir, progress.history)
             self._write_summary(progress)
-            accuracy_plot.plot_accuracy([self._run_dir], self._run_dir)
+            from app.report.accuracy_plot import plot_accuracy  # Imports matplotlib: 0.3 s.
+
+            plot_accuracy([self._run_dir], self._run_dir)
             return
         # Records of an earlier attempt describe epochs that this training has lost.
-        for name in (SUMMARY_FILE, HISTORY_FILE, *accuracy_plot.FILES):
+        for name in (SUMMARY_FILE, HISTORY_FILE, *FIGURE_FILES):
             with io_errors_as(self._run_dir / name):
                 remove(self._run_dir / name)
 
