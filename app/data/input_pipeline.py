@@ -66,6 +66,7 @@ def train_dataset(
     steps_per_epoch = num_steps_per_epoch(num_examples, global_batch_size, last_batch)
     start_epoch, start_batch = divmod(start_step, steps_per_epoch)
 
+    @tf.autograph.experimental.do_not_convert  # Converting takes longer than the function.
     def index_batches(epoch: tf.Tensor) -> tf.data.Dataset:
         order, flipped = epoch_order(num_examples, seed, epoch)
         first = tf.where(epoch == start_epoch, tf.cast(start_batch, tf.int64), 0)
@@ -138,6 +139,7 @@ def _gather(
     """
     images, labels = keep_in_memory(images, labels)  # Tensors are not copied again.
 
+    @tf.autograph.experimental.do_not_convert
     def gather(i: tf.Tensor, flipped: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
         rows = tf.gather(images, i)
         if flipped is not None:
