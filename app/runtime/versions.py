@@ -2,13 +2,14 @@
 
 import platform
 
-import keras
 import numpy as np
-import tensorflow as tf
 
 
 def versions() -> dict[str, str]:
-    """Returns name → version."""
+    """Returns name → version; imports TensorFlow and Keras."""
+    import keras
+    import tensorflow as tf
+
     return {
         "python": platform.python_version(),
         "tensorflow": tf.__version__,
