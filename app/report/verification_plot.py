@@ -107,6 +107,7 @@ def _draw_panel(axes: Axes, lines: list[list[tuple[int, float]]]) -> None:
         )
     axes.axhline(1, color=_BAND, linewidth=1.2)
     axes.set_yscale("log")
+    axes.minorticks_off()  # They take half of the time of a figure.
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:g}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.margins(x=0.05)

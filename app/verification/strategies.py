@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import itertools
 import pathlib
 import shutil
@@ -106,6 +107,7 @@ def _verify_each(
     # The messages of the process that imports TensorFlow cannot be shown.
     if has_server := config.output.verbosity < 0:
         start_tensorflow_server()
+    importlib.import_module("app.report.verification_plot")  # Meanwhile: matplotlib takes a while.
     with StepProgress(2 * steps) as progress:
         call = functools.partial(
             call_in_child_process, on_message=progress.message, has_tensorflow=has_server
