@@ -80,7 +80,7 @@ def _parser(is_show: bool) -> argparse.ArgumentParser:
         " what a recording holds."
     )
     add("--details", action="store_true", help="show stages, sizes and tolerances, too")
-    add("--json", action="store_true", help="print the verdicts as JSON; see docs/verify_json.md")
+    add("--json", action="store_true", help="print the verdicts as JSON; see docs/for_agents.md")
     add("--tolerance", type=_fraction, metavar="X", help="relative difference to allow")
     add(
         "--name_map", type=_pair, action="append", default=[], metavar="A=B",

@@ -70,7 +70,7 @@ def assert_same_training(
         modules: whether recorders of PyTorch record all modules, so that the first wrong one is
             named; or a pattern of their names, such as "layers.*.attention".
         timeout_sec: time limit of each run.
-        json_path: file for the verdicts, whether right or wrong, as docs/verify_json.md describes;
+        json_path: file for the verdicts, whether right or wrong, as docs/for_agents.md describes;
             after a training that failed, there is none.
 
     Returns:

@@ -159,7 +159,7 @@ class Verdict:
         return describe([self], details=True)
 
     def to_json(self) -> str:
-        """Returns the verdict as JSON text; see docs/verify_json.md."""
+        """Returns the verdict as JSON text; see docs/for_agents.md."""
         from lockstep.verify_json import record_of
 
         return json.dumps(record_of(self), indent=1)

@@ -1,4 +1,4 @@
-"""Returns verdicts as plain data for programs: the record that docs/verify_json.md describes.
+"""Returns verdicts as plain data for programs: the record that docs/for_agents.md describes.
 
 `verify.schema.json` is its JSON Schema.
 """

@@ -91,7 +91,7 @@ def test_the_json_is_as_its_schema_and_its_page_say(files, capsys):
     definitions = schema["$defs"]
     assert definitions["stage"]["enum"] == [*STAGES]
     assert definitions["status"]["enum"] == [CLEAN, BY_DESIGN, FAULT, NOTHING]
-    page = (ROOT / "docs" / "verify_json.md").read_text("utf-8")
+    page = (ROOT / "docs" / "for_agents.md").read_text("utf-8")
     for each in (schema, definitions["training"], definitions["finding"]):
         assert each["required"] and {*each["required"]} == {*each["properties"]}
         assert all(f"`{key}`" in page for key in each["properties"])

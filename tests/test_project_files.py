@@ -4,7 +4,9 @@ import ast
 import re
 
 import pytest
+import yaml
 
+import lockstep
 from conftest import ROOT
 
 
@@ -46,3 +48,19 @@ def test_each_file_of_tests_serves_a_promise():
     page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
     files = {path.stem for path in (ROOT / "tests").glob("test_*.py")}
     assert set(re.findall(r"`(test_\w+)`", page)) == files
+
+
+def test_the_release_has_one_version_and_its_forms_ask_for_the_verdict():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest, date = re.search(r"^## ([\d.]+) - (\S+)$", changes, re.MULTILINE).groups()
+    assert lockstep.__version__ == newest == citation["version"]
+    assert str(citation["date-released"]) == date
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    forms = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in folder.glob("*.yml")}
+    assert {*forms} == {"bug", "wrong_verdict"}
+    for form in forms.values():
+        assert {"name", "description", "body"} <= {*form}
+        fields = [each for each in form["body"] if each["type"] != "markdown"]
+        assert all(each["validations"]["required"] for each in fields)
+    assert "--json" in str(forms["wrong_verdict"])
