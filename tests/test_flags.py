@@ -12,7 +12,7 @@ import tensorflow as tf
 import app
 from app.options import Config
 from app.options.help_text import help_text
-from app.options.table import COMMANDS, options_of
+from app.options.table import COMMANDS, PARTS, options_of
 from conftest import copy_program, run_main, run_python
 from in_process import parse_here, run_here
 
@@ -39,15 +39,19 @@ def test_flags_are_those_of_absl(tmp_path):
 
 
 @pytest.mark.parametrize("word", ["--help", "-h", "help", "--helpshort"])
-def test_help_shows_commands_first_and_defaults(word):
+def test_the_help_of_the_program_fits_a_screen_and_has_an_example_of_each_command(word):
     result = run_here(word)
     assert result.returncode == 0 and result.stderr == ""
-    assert result.stdout.index("compare") < result.stdout.index("--model=")
-    assert "[256]" in result.stdout and "the order of examples. [0]" in result.stdout
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    for name, command in COMMANDS.items():
+        assert f"  {name:<11}{command.summary}" in lines
+        assert command.examples[0] in result.stdout
+    assert "--helpfull" in result.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_shows_its_own_flags_and_examples_that_are_accepted(command):
+def test_the_help_of_a_command_shows_its_common_options_and_examples_that_are_accepted(command):
     text = help_text(command)
     for words in (["help", command], [command, "--help"]):
         assert run_here(*words).stdout == text + "\n"
@@ -55,10 +59,40 @@ def test_the_help_of_a_command_shows_its_own_flags_and_examples_that_are_accepte
     assert max(map(len, text.splitlines())) <= 80
     shown = re.findall(r"^  --(\w+)", text, re.MULTILINE)
     options = options_of(command)
-    assert set(shown) == {name for name, option in options.items() if not option.is_word}
-    assert options[shown[0]].group == COMMANDS[command].first_group
+    assert sorted(shown) == sorted(name for name, option in options.items() if option.common)
+    assert len(shown) <= 12 or command == "verify"
+    number = sum(not option.is_word for option in options.values())
+    more = f"\n\nAll {number} options: python main.py {command} --helpfull"
+    assert text.endswith(more) == (len(shown) < number)
     for example in COMMANDS[command].examples:
         assert example in text and parse_here(command, *shlex.split(example)).command == command
+
+
+def test_the_help_of_verify_has_a_part_for_strategies_a_case_and_recordings():
+    parts = dict.fromkeys(PARTS, "")
+    for paragraph in help_text("verify").split("\n\n"):
+        title, _, rest = paragraph.partition("\n")
+        parts |= {name: rest for name, text in PARTS.items() if text == title}
+    for name, text in parts.items():
+        assert f"main.py verify --{name}=" in text and f"\n  --{name}=" in text
+    assert "--inject=" in parts["strategies"] and "--tolerance=" not in parts["strategies"]
+    assert "--strategies" in parts["case"] and "--num_devices" in parts["case"]
+    assert "--strategies" not in parts["traces"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_full_help_of_a_command_shows_each_option_with_its_default(command):
+    text = help_text(command, is_full=True)
+    for words in ([command, "--helpfull"], [command, "--help=all"]):
+        assert run_here(*words).stdout == text + "\n"
+    shown = re.findall(r"^  --(\w+)", text, re.MULTILINE)
+    options = options_of(command)
+    assert sorted(shown) == sorted(name for name, option in options.items() if not option.is_word)
+    assert ("the order of examples. [0]" in text) == ("seed" in options)
+
+
+def test_the_full_help_without_a_command_is_that_of_train():
+    assert run_here("--helpfull").stdout == help_text("train", is_full=True) + "\n"
 
 
 def test_help_lists_new_models_and_strategies(tmp_path):
@@ -69,7 +103,7 @@ def test_help_lists_new_models_and_strategies(tmp_path):
         line = f'    "new_{registry}": "{registry}.brand_new:Something",\n'
         pattern = re.compile(r'(?=^    "(?:lenet|single)": )', re.MULTILINE)
         path.write_text(pattern.sub(line, path.read_text("utf-8")), "utf-8")
-    result = run_python("main.py", "--help", cwd=tmp_path)
+    result = run_python("main.py", "train", "--help", cwd=tmp_path)
     assert "=new_models|" in result.stdout and "=new_strategies|" in result.stdout
 
 

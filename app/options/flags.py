@@ -16,6 +16,7 @@ from app.runtime import console
 from app.runtime.errors import ConfigError
 
 _HELP = {"?", "h", "help", "helpshort", "helpfull", "helpxml"}
+_DEFAULT_COMMAND = "train"
 
 
 def parse_config(argv: list[str]) -> Config:
@@ -30,7 +31,11 @@ def parse_config(argv: list[str]) -> Config:
     flags.FLAGS.mark_as_parsed()  # absl's own flags; the program has no others there.
     words = [word for word in argv[1:] if not word.startswith("-")]
     if words[:1] == ["help"] or any(_flag_name(word) in _HELP for word in argv[1:]):
-        console.say(help_text.help_text(_command_asked_about(argv[1:], words)))
+        command = _command_asked_about(argv[1:], words)
+        is_full = any(_flag_name(word) == "helpfull" or word == "--help=all" for word in argv[1:])
+        if is_full and command is None:
+            command = _DEFAULT_COMMAND
+        console.say(help_text.help_text(command, is_full=is_full))
         sys.exit(0)
     if "--version" in argv[1:]:
         console.say(help_text.version_text())
@@ -70,7 +75,7 @@ class _Parser(flags.ArgumentParser):
 
 
 def _command_of(arguments: list[str]) -> str:
-    """Returns the first word that is not the value of a flag, or "train"."""
+    """Returns the first word that is not the value of a flag, or the default command."""
     with_value = {row.name for row in TABLE if row.kind is not bool}
     with_value |= {row.alias for row in TABLE if row.alias}
     previous = ""
@@ -78,7 +83,7 @@ def _command_of(arguments: list[str]) -> str:
         if not word.startswith("-") and previous.lstrip("-") not in with_value:
             return word
         previous = word if word.startswith("-") else ""
-    return "train"
+    return _DEFAULT_COMMAND
 
 
 def _command_asked_about(argv: list[str], words: list[str]) -> str | None:
@@ -106,10 +111,11 @@ def _parse(values: flags.FlagValues, argv: list[str], command: str) -> list[str]
         known = list(dict.fromkeys([*(row.name for row in TABLE), *aliases]))
         if name in known and name not in aliases:
             raise ConfigError(unknown_option(name, command)) from error
-        nearest = did_you_mean(name, known, "--") or "; see --help"
+        nearest = did_you_mean(name, known, "--") or f"; see {command} --helpfull"
         raise ConfigError(f"--{name} is not a flag{nearest}") from error
     except (flags.Error, ValueError, KeyError) as error:
-        raise ConfigError(f"{str(error).removeprefix('ERROR:: ')}; see --help") from error
+        problem = str(error).removeprefix("ERROR:: ")
+        raise ConfigError(f"{problem}; see {command} --helpfull") from error
 
 
 def _given_words(command: str, words: list[str]) -> dict[str, Any]:

@@ -8,21 +8,34 @@ from collections.abc import Iterable
 
 import app
 from app.options.option import Option
-from app.options.table import COMMANDS, GROUPS, TABLE, options_of
+from app.options.table import COMMANDS, GROUPS, PARTS, TABLE, options_of
 
 _WIDTH = 72
-_BATCHES = ["Batches are global: 256 examples over all replicas by default."]
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "options.md"
 _HEAD = """# Options
 
-Every option of every command; `python main.py COMMAND --help` shows those of one command.
+Every option of every command. `python main.py COMMAND --help` shows the common options of a
+command, `--helpfull` all of them.
 `make docs` makes this page from the [table of options](../app/options/table.py).
 """
 
 
-def help_text(command: str | None = None) -> str:
-    """Returns the help of one command, or of the program: its commands and flags."""
-    parts = _of_command(command) if command else _of_program()
+def help_text(command: str | None = None, *, is_full: bool = False) -> str:
+    """Returns the help of one command, or of the program: its commands.
+
+    Args:
+        command: name of the command; None for the program.
+        is_full: whether to show every option of the command, instead of the common ones.
+    """
+    if command is None:
+        parts = _of_program()
+    elif is_full:
+        parts = [*_usage(command), ["Examples", *_examples(command)], *_groups(command)]
+    elif command == "verify":
+        parts = [*_usage(command), *_parts_of_verify(), *_more(command)]
+    else:
+        parts = [*_usage(command), ["Examples", *_examples(command)]]
+        parts += [["Options", *_lines(_common(command))], *_more(command)]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -40,32 +53,59 @@ def _version_of(name: str) -> str:
 
 
 def _of_program() -> list[list[str]]:
-    rows = [row for row in TABLE if row.group != "benchmark" or row.name == "repeats"]
+    commands = []
+    for name, command in COMMANDS.items():
+        commands += [f"  {name:<11}{command.summary}", f"             {_examples(name)[0].strip()}"]
     return [
         ["usage: python main.py [COMMAND] [--flag=value …]"],
+        ["Commands (default: train), each with an example", *commands],
         [
-            "Commands (default: train)",
-            *(f"  {name:<11}{command.summary}" for name, command in COMMANDS.items()),
+            "More",
+            "  python main.py COMMAND --help      examples and common options of a command",
+            "  python main.py COMMAND --helpfull  every option of a command",
+            "  python main.py --version           versions of Lockstep, TensorFlow and Keras",
+            "  docs/tour.md                       a tour; README.md lists the other pages",
         ],
-        ["Flags of one command: python main.py COMMAND --help"],
-        *_groups(rows),
-        ["Examples", *(_examples(name)[0] for name in COMMANDS)],
-        _BATCHES,
     ]
 
 
-def _of_command(command: str) -> list[list[str]]:
+def _usage(command: str) -> list[list[str]]:
     options = options_of(command).values()
     words = "".join(f" [{option.metavar}]" for option in options if option.is_word)
-    group = COMMANDS[command].first_group
     return [
         [f"usage: python main.py {command}{words} [--flag=value …]"],
         [f"{command}: {COMMANDS[command].summary}"],
-        *_groups(option for option in options if option.group == group),
-        ["Examples", *_examples(command)],
-        *_groups(option for option in options if option.group != group),
-        *([_BATCHES] if "global_batch_size" in options_of(command) else []),
     ]
+
+
+def _more(command: str) -> list[list[str]]:
+    """Returns how to see all options of a command, if it has more than the common ones."""
+    number = sum(not option.is_word for option in options_of(command).values())
+    if number == len(_common(command)):
+        return []
+    return [[f"All {number} options: python main.py {command} --helpfull"]]
+
+
+def _common(command: str) -> list[Option]:
+    return [option for option in options_of(command).values() if option.common]
+
+
+def _parts_of_verify() -> list[list[str]]:
+    """Returns the options and examples of each part; an option is described where it is first."""
+    parts, shown = [], list[Option]()
+    for part, title in PARTS.items():
+        options = [option for option in _common("verify") if part in option.parts]
+        also = [option.flag for option in options if option in shown and option.name != "out"]
+        new = [option for option in options if option not in shown]
+        new.sort(key=lambda option: option.name != part)
+        examples = [line for line in _examples("verify") if f" --{part}=" in line]
+        parts.append([title, *examples, *_lines(new)])
+        if also:
+            parts[-1] += textwrap.wrap(
+                f"  Also {', '.join(also)}", _WIDTH, subsequent_indent="       "
+            )
+        shown += new
+    return parts
 
 
 def _examples(command: str) -> list[str]:
@@ -74,20 +114,26 @@ def _examples(command: str) -> list[str]:
     return [f"  python main.py{prefix} {line}".rstrip() for line in lines]
 
 
-def _groups(options: Iterable[Option]) -> list[list[str]]:
-    """Returns the lines of each group of flags, with defaults."""
-    options = [option for option in options if not option.is_word]
+def _groups(command: str) -> list[list[str]]:
+    """Returns the lines of each group of options."""
+    options = [option for option in options_of(command).values() if not option.is_word]
     groups = []
     for group in GROUPS:
-        lines = [group.capitalize()]
-        for option in (option for option in options if option.group == group):
-            alias = f" (--{option.alias})" if option.alias else ""
-            default = shown_default(option)
-            text = f"{option.help}{alias}{f' [{default}]' if default else ''}"
-            lines += [f"  {_written(option)}"]
-            lines += [textwrap.indent(textwrap.fill(text, _WIDTH), "      ")]
-        groups.append(lines)
+        lines = _lines(option for option in options if option.group == group)
+        groups.append([group.capitalize(), *lines])
     return [lines for lines in groups if lines[1:]]
+
+
+def _lines(options: Iterable[Option]) -> list[str]:
+    """Returns the lines of each option, with its default."""
+    lines = []
+    for option in options:
+        alias = f" (--{option.alias})" if option.alias else ""
+        default = shown_default(option)
+        text = f"{option.help}{alias}{f' [{default}]' if default else ''}"
+        lines += [f"  {_written(option)}"]
+        lines += [textwrap.indent(textwrap.fill(text, _WIDTH), "      ")]
+    return lines
 
 
 def _written(option: Option) -> str:
@@ -112,10 +158,18 @@ def option_page() -> str:
         lines += ["| --- | --- | --- | --- |"]
         for option in (row for row in TABLE if row.group == group):
             cells = [f"`{_written(option)}`", shown_default(option) or "–"]
-            cells += [option.help, ", ".join(option.commands)]
+            cells += [_help_of_all_commands(option), ", ".join(option.commands)]
             lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _help_of_all_commands(option: Option) -> str:
+    sentences = [option.help]
+    for command, differences in option.differs.items():
+        if "help" in differences:
+            sentences.append(f"{command}: {differences['help'].removeprefix(option.help).strip()}")
+    return " ".join(sentences)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ class Option:
         repeats: whether a list may contain a value more than once.
         affects_result: whether the result of a training depends on it, so that another value is
             another run.
+        common: whether `--help` shows it; `--helpfull` shows every option.
+        parts: the parts of `verify` that have it, keys of `PARTS`.
         differs: command → attributes that are different there, for example the default.
         name, group: name of the flag and of the field, and of the group that has it.
         kind: `int`, `float`, `str` or `bool`; for a list, the type of its items.
@@ -50,6 +52,8 @@ class Option:
     is_word: bool = False
     repeats: bool = False
     affects_result: bool = False
+    common: bool = False
+    parts: tuple[str, ...] = ("strategies",)
     differs: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     name: str = ""
     group: str = ""

@@ -15,12 +15,6 @@ from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
 if TYPE_CHECKING:
     from app.options.config import Config
 
-_WRITTEN = {"out", "overwrite", "verbosity"}
-_TRACE_OPTIONS = {"traces", "name_map", "tolerance"}
-_CASE_OPTIONS = {
-    *("case", "strategies", "num_gpus", "device", "num_devices", "global_batch_size", "seed"),
-    *("deterministic", "steps", "thorough", "keep_traces", *_WRITTEN),
-}
 _WORKER_OPTIONS = ("num_workers", "max_restarts", "start_timeout_sec")
 _FRAMEWORK_MODELS = ("lenet", "resnet18")
 # What the programs in frameworks/ compute.
@@ -41,7 +35,7 @@ def check(config: "Config") -> None:
     if config.verification.traces:
         _check_traces(config)
         return
-    for name in _TRACE_OPTIONS & changed.keys():
+    for name in [n for n in changed if options_of(config.command)[n].parts == ("traces",)]:
         raise ConfigError(f"--{name} needs --traces=FILE,FILE; {_SEE}")
     _check_devices(config)
     _check_data(config)
@@ -318,7 +312,7 @@ def _check_fault_steps(fault: Fault | None, config: "Config") -> None:
 
 
 def _check_case(config: "Config") -> None:
-    _check_only(config, _CASE_OPTIONS, "--case, whose file defines model, data and training")
+    _check_only(config, "case", "--case, whose file defines model, data and training")
     for name in config.strategies:
         if name not in names.CASE_STRATEGIES:
             allowed = ",".join(names.CASE_STRATEGIES)
@@ -333,7 +327,7 @@ def _check_case(config: "Config") -> None:
 
 
 def _check_traces(config: "Config") -> None:
-    _check_only(config, _TRACE_OPTIONS | _WRITTEN, "--traces, which only reads recordings")
+    _check_only(config, "traces", "--traces, which only reads recordings")
     for pair in config.verification.name_map:
         if pair.count("=") != 1 or not all(pair.split("=")):
             raise ConfigError(
@@ -341,9 +335,9 @@ def _check_traces(config: "Config") -> None:
             )
 
 
-def _check_only(config: "Config", used: set[str], what: str) -> None:
+def _check_only(config: "Config", part: str, what: str) -> None:
     for name in config.changed():
-        if name not in used:
+        if part not in options_of(config.command)[name].parts:
             raise ConfigError(f"--{name} has no part in {what}; leave the flag out")
 
 

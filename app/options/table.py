@@ -1,7 +1,7 @@
 """The table of options: one row for each, a field of the group that it belongs to.
 
 The flags, `--help`, `docs/options.md`, the checks of values and the config of a command come from
-the rows. The groups are in the order of `--help`.
+the rows. The groups are in the order of `--helpfull`.
 """
 
 import dataclasses
@@ -25,6 +25,17 @@ _ALGORITHMS = "; ".join(f"{name}: {', '.join(a)}" for name, a in ALL_REDUCE_ALGO
 _MANY: Any = {"metavar": "A,B,…"}
 _N: Any = {"metavar": "N", "low": 1}
 _RESULT: Any = {"affects_result": True}
+_IN_FRAMEWORKS = "torch_ddp, jax_jit and jax_pmap train in PyTorch and JAX: see make frameworks."
+_COMMON: Any = {"common": True}
+_RARE_IN_VERIFY: Any = {"differs": {"verify": {"common": False}}}
+# What `verify` verifies; an option has the parts that can have it.
+PARTS = {
+    "strategies": "Strategies of this program",
+    "case": "Your own Keras training, in a file with model() and data()",
+    "traces": "Recordings of your own scripts, in any framework",
+}
+_OWN_AND_CASE: Any = {"parts": ("strategies", "case")}
+_ALL_PARTS: Any = {"parts": tuple(PARTS)}
 
 
 def split_case(case: str) -> tuple[str, str]:
@@ -41,31 +52,34 @@ class Training:
     """What is trained, and for how long."""
 
     model: str = option("lenet",
-        "Network to train.", _TRAIN, choices=names.MODEL_NAMES, **_RESULT)
+        "Network to train.", _TRAIN, choices=names.MODEL_NAMES, **_RESULT, **_COMMON)
     recipe: str = option("d2l",
         'Learning rate, schedule, initial weights and augmentation: d2l as in "Dive into Deep'
-        ' Learning", fast a modern recipe.', _STEPS, choices=names.RECIPE_NAMES, **_RESULT)
+        ' Learning", fast a modern recipe.', _STEPS, choices=names.RECIPE_NAMES, **_RESULT,
+        **_COMMON, **_RARE_IN_VERIFY)
     epochs: int = option(10,
-        "Number of passes over the training set.", _TRAIN, **_N, high=100_000, **_RESULT)
+        "Number of passes over the training set.", _TRAIN, **_N, high=100_000, **_RESULT, **_COMMON,
+        **_RARE_IN_VERIFY)
     global_batch_size: int = option(256,
         "Examples in a step, over all replicas.", _TRAIN, **_N, high=names.NUM_TRAIN_EXAMPLES,
-        alias="batch_size", **_RESULT)
+        alias="batch_size", **_RESULT, **_COMMON, **_OWN_AND_CASE)
     learning_rate: float | None = option(None,
         "Peak learning rate. Default: the recipe's.", _TRAIN, metavar="X", above=0.0,
-        high=names.MAX_FLOAT32, alias="lr", **_RESULT)
+        high=names.MAX_FLOAT32, alias="lr", **_RESULT, **_COMMON, **_RARE_IN_VERIFY)
     seed: int = option(0,
         "Seed of the initial weights and of the order of examples.", (*_STEPS, "demo"), metavar="N",
-        low=0, high=2**32 - 1, **_RESULT)
+        low=0, high=2**32 - 1, **_RESULT, **_OWN_AND_CASE)
     last_batch: str = option("keep",
         "Keep or drop the smaller batch at the end of an epoch.", _TRAIN, choices=("keep", "drop"),
         **_RESULT)
     precision: str = option("float32",
         "Dtype that layers compute in; weights, updates and the loss are float32.", _TRAIN,
-        choices=names.PRECISIONS, **_RESULT)
+        choices=names.PRECISIONS, **_RESULT, **_COMMON, **_RARE_IN_VERIFY)
     jit_compile: bool = option(False,
         "Compile the forward and backward pass with XLA.", _STEPS, **_RESULT)
     deterministic: bool = option(False,
-        "Use only kernels whose results are bitwise identical in every run.", _STEPS, **_RESULT)
+        "Use only kernels whose results are bitwise identical in every run.", _STEPS, **_RESULT,
+        **_OWN_AND_CASE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +94,8 @@ class Data:
         high=names.NUM_TRAIN_EXAMPLES, **_RESULT)
     data_dir: str | None = option(None,
         "Folder with the four Fashion-MNIST files, or a TFDS data directory. Without it:"
-        " $FASHION_MNIST_DIR, then TFDS.", _ALL, metavar="DIR")
+        " $FASHION_MNIST_DIR, then TFDS.", _ALL, metavar="DIR",
+        differs={"doctor": {"common": True}})
     allow_unverified_data: bool = option(False,
         "Accept data files whose hash is not that of Fashion-MNIST.", _ALL)
 
@@ -93,26 +108,30 @@ class Distribution:
         "Distribution strategy. manual and mirrored split the batch, sharded the batch and the"
         " weights, pipeline the layers, tensor each layer; multi_worker has several processes, on"
         " one or more machines.", ("train", "evaluate"), choices=names.STRATEGY_NAMES, **_RESULT,
-        differs={"evaluate": {"choices": names.ONE_MACHINE_STRATEGIES}})
+        differs={"evaluate": {"choices": names.ONE_MACHINE_STRATEGIES}}, **_COMMON)
     strategies: tuple[str, ...] = option(names.COMPARED_BY_DEFAULT,
-        "The strategies, separated by commas. verify --case takes keras_fit, Keras' own fit under"
-        " MirroredStrategy (the default), and single, its fit on one device; compare and verify"
-        " take torch_ddp, jax_jit and jax_pmap, which train in PyTorch and JAX: see make"
-        " frameworks.",
+        "The strategies, separated by commas.",
         ("compare", "verify", "benchmark", "doctor"), **_MANY, choices=names.STRATEGY_NAMES,
         differs={
-            "compare": {"choices": (*names.STRATEGY_NAMES, *names.FRAMEWORKS)},
-            "verify": {"choices": (*names.STRATEGY_NAMES, names.KERAS_FIT, *names.FRAMEWORKS)},
-            "doctor": {"choices": names.ONE_MACHINE_STRATEGIES, "default": ("manual", "mirrored")}})
+            "compare": {
+                "choices": (*names.STRATEGY_NAMES, *names.FRAMEWORKS),
+                "help": f"The strategies, separated by commas. {_IN_FRAMEWORKS}"},
+            "verify": {
+                "choices": (*names.STRATEGY_NAMES, names.KERAS_FIT, *names.FRAMEWORKS),
+                "help": f"The strategies, separated by commas. {_IN_FRAMEWORKS} With --case:"
+                " keras_fit, Keras' own fit under MirroredStrategy (the default), and single, its"
+                " fit on one device."},
+            "doctor": {"choices": names.ONE_MACHINE_STRATEGIES, "default": ("manual", "mirrored")}},
+        **_COMMON, **_OWN_AND_CASE)
     num_gpus: int | None = option(None,
         "Number of GPUs. On a machine without GPUs: N logical CPU devices.", _DEVICES, **_N,
-        high=names.MAX_DEVICES)
+        high=names.MAX_DEVICES, **_COMMON, **_OWN_AND_CASE)
     device: str = option("auto",
         "Device type: gpu fails without a GPU, cpu uses logical CPU devices.", _ALL,
-        choices=("auto", "gpu", "cpu"))
+        choices=("auto", "gpu", "cpu"), **_COMMON, **_OWN_AND_CASE)
     num_devices: int | None = option(None,
         "Number of devices (multi_worker: of each worker). Default: all GPUs, or 2 logical CPU"
-        " devices.", _DEVICES, **_N, high=names.MAX_DEVICES)
+        " devices.", _DEVICES, **_N, high=names.MAX_DEVICES, **_COMMON, **_OWN_AND_CASE)
     all_reduce: str = option("auto",
         f"All-reduce algorithm. {_ALGORITHMS}. mirrored and multi_worker have nccl on GPUs only,"
         " mirrored has ring on CPUs only.", (*_STEPS, "doctor", "demo"),
@@ -177,10 +196,15 @@ class Output:
     """What is written and printed."""
 
     out: str | None = option(None,
-        "Output directory; default runs/<time>-<strategy>-<model>. report: the file to write;"
-        " doctor: the directory to examine.", (*_STEPS, "report", "doctor"), metavar="DIR")
+        "Output directory; default runs/<time>-<strategy>-<model>.", (*_STEPS, "report", "doctor"),
+        metavar="DIR", differs={
+            "report": {
+                "help": "The file to write; default report.html, beside a single run.",
+                "metavar": "FILE"},
+            "doctor": {"help": "The directory to examine."}},
+        **_COMMON, **_ALL_PARTS)
     overwrite: bool = option(False,
-        "Start from scratch in an output directory that holds another run.", _STEPS)
+        "Start from scratch in an output directory that holds another run.", _STEPS, **_ALL_PARTS)
     checkpoint_every: int | None = option(None,
         "Save a checkpoint every STEPS steps; default: every five minutes. One is always saved at"
         " the end of an epoch.", _RUNS, metavar="STEPS", low=1, high=1_000_000_000)
@@ -189,7 +213,7 @@ class Output:
         metavar="SEC", low=0, high=1_000_000)
     verbosity: int = option(-1,
         "0 shows TensorFlow's warnings, 1 all of its messages.", _ALL, metavar="-1|0|1", low=-1,
-        high=1)
+        high=1, **_ALL_PARTS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,37 +222,38 @@ class Verification:
 
     steps: int = option(names.VERIFIED_STEPS,
         f"Number of steps to verify. With --case: {names.CASE_STEPS}, unless --thorough.",
-        ("verify",), **_N, high=100_000)
+        ("verify",), **_N, high=100_000, **_COMMON, **_OWN_AND_CASE)
     thorough: bool = option(False,
         f"With --case: verify {names.VERIFIED_STEPS} steps, and also the second epoch, a step after"
-        " a save and resume, and an evaluation.", ("verify",))
+        " a save and resume, and an evaluation.", ("verify",), **_COMMON, parts=("case",))
     case: str | None = option(None,
         "Your own training: a Python file with model(), which returns a compiled Keras model, and"
         " data(global_batch_size), which returns a tf.data.Dataset. FILE:NAME takes the model of"
         " function NAME. See docs/verify_your_own.md.",
-        ("verify",), metavar="FILE")
+        ("verify",), metavar="FILE", **_COMMON, parts=("case",))
     traces: tuple[str, ...] = option((),
         "Recordings of your own script, in any framework. The first is the reference, the others"
         " are compared with it. A recording with permute= sets the tolerance. See"
-        " docs/trace_format.md.", ("verify",), metavar="FILE,FILE,…")
+        " docs/trace_format.md.", ("verify",), metavar="FILE,FILE,…", **_COMMON, parts=("traces",))
     name_map: tuple[str, ...] = option((),
         "Names of weights in the other recordings and in the first one, where names and shapes do"
-        " not match.", ("verify",), metavar="OTHER=FIRST,…")
+        " not match.", ("verify",), metavar="OTHER=FIRST,…", **_COMMON, parts=("traces",))
     tolerance: float | None = option(None,
         "Relative difference of gradients that counts as rounding. Default: from a recording with"
-        " permute=, else 1e-4.", ("verify",), metavar="X", above=0.0, high=1.0)
+        " permute=, else 1e-4.", ("verify",), metavar="X", above=0.0, high=1.0, **_COMMON,
+        parts=("traces",))
     keep_traces: bool = option(False,
-        "Keep the recorded traces in a directory for each strategy.", ("verify",))
+        "Keep the recorded traces in a directory for each strategy.", ("verify",), **_OWN_AND_CASE)
     inject: str | None = option(None,
         f"Inject a fault: {' '.join(str(Fault.parse(name)) for name in FAULTS)}. verify injects it"
         " into the first strategy that can have it, or into that of strategy=NAME.",
-        ("train", "verify"), metavar="FAULT")
+        ("train", "verify"), metavar="FAULT", differs={"verify": {"common": True}})
     verify_every: int | None = option(None,
         "Verify every N-th step while the training runs, and also the first step and the last one"
         " of the first epoch: compare the step with the same step on one device. 0 turns it off."
         f" Default: the first step, the last step of each epoch and every {names.VERIFY_EVERY}th of"
         " a long epoch, where steps can be verified.", ("train",), metavar="N", low=0,
-        high=1_000_000_000)
+        high=1_000_000_000, **_COMMON)
     on_mismatch: str = option("stop",
         "When a verified step does not match: stop with exit code 9, or warn.", ("train",),
         choices=("stop", "warn"))
@@ -260,20 +285,20 @@ class Benchmark:
 
     repeats: int = option(10,
         "Number of rounds; each round times every case once.", ("benchmark",), metavar="N", low=2,
-        high=10_000)
+        high=10_000, **_COMMON)
     breakdown: bool = option(False,
         "Show where the time of a step goes, by leaving one part out at a time, and count the bytes"
-        " between devices.", ("benchmark",))
+        " between devices.", ("benchmark",), **_COMMON)
     model: tuple[str, ...] = option(("lenet",),
-        "Networks.", ("benchmark",), **_MANY, choices=names.MODEL_NAMES)
+        "Networks.", ("benchmark",), **_MANY, choices=names.MODEL_NAMES, **_COMMON)
     num_devices: tuple[int, ...] = option((1, 2),
         "Numbers of devices; multi_worker has one worker for each device.", ("benchmark",),
-        metavar="N,M,…", low=1, high=names.MAX_DEVICES)
+        metavar="N,M,…", low=1, high=names.MAX_DEVICES, **_COMMON)
     global_batch_size: tuple[int, ...] = option((256,),
         "Examples in a step, over all replicas.", ("benchmark",), metavar="N,M,…", low=1,
-        high=names.NUM_TRAIN_EXAMPLES, alias="batch_size")
+        high=names.NUM_TRAIN_EXAMPLES, alias="batch_size", **_COMMON)
     precision: tuple[str, ...] = option(("float32",),
-        "Precisions.", ("benchmark",), **_MANY, choices=names.PRECISIONS)
+        "Precisions.", ("benchmark",), **_MANY, choices=names.PRECISIONS, **_COMMON)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,9 +306,10 @@ class Evaluation:
     """A finished run."""
 
     run: str = option("",
-        "Directory of the run.", ("evaluate",), metavar="DIR", required=True)
+        "Directory of the run.", ("evaluate",), metavar="DIR", required=True, **_COMMON)
     images: tuple[str, ...] = option((),
-        "Images to classify instead of the test set.", ("evaluate",), metavar="A.png,B.npy")
+        "Images to classify instead of the test set.", ("evaluate",), metavar="A.png,B.npy",
+        **_COMMON)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,46 +333,45 @@ TABLE: tuple[Option, ...] = tuple(
 
 
 class Command(NamedTuple):
-    """A command: its line in `--help`, the group that its help shows first, and examples."""
+    """A command: its line in `--help`, and examples; the first is also the program's."""
 
     summary: str
-    first_group: str
     examples: tuple[str, ...]
 
 
 COMMANDS = {
-    "train": Command("trains a model; writes history, plots and checkpoints", "distribution", (
+    "train": Command("trains a model; writes history, plots and checkpoints", (
         "--strategy=manual --device=cpu --num_devices=2 --epochs=3",
         "--recipe=fast --epochs=1 --out=runs/first",
         "--strategy=mirrored --num_gpus=2 --model=resnet18",
         "--strategy=multi_worker --num_workers=2 --device=cpu --epochs=1",
         "--strategy=pipeline --num_devices=2 --micro_batches=8",
         "--strategy=sharded --num_devices=2 --shard=gradients")),
-    "compare": Command("trains several strategies from the same weights and data", "distribution", (
+    "compare": Command("trains several strategies from the same weights and data", (
         "--recipe=fast --epochs=1",
         "--strategies=single,manual --num_gpus=2",
         "--strategies=single,torch_ddp,jax_pmap --epochs=1")),
     "verify": Command(
-        "compares strategies step by step and names the first mismatch", "verification", (
+        "compares trainings step by step and names the first mismatch", (
         "--strategies=manual,mirrored --steps=20",
         "--strategies=manual --inject=drop_gradient:replica=1",
         "--case=examples/case_fit.py --num_devices=2",
         "--strategies=single,manual,mirrored,torch_ddp,jax_pmap",
         "--traces=one.npz,two.npz,permuted.npz")),
-    "evaluate": Command("computes the test accuracy of a run, or classifies images", "evaluation", (
+    "evaluate": Command("computes the test accuracy of a run, or classifies images", (
         "--run=runs/NAME --strategy=mirrored --num_devices=4",
         "--run=runs/NAME --images=shoe.png,bags.npy")),
     "benchmark": Command(
-        "measures throughput over strategies, devices and batch sizes", "benchmark", (
+        "measures throughput over strategies, devices and batch sizes", (
         "--num_devices=1,2,4 --repeats=20",
         "--breakdown --strategies=manual --num_devices=2")),
-    "report": Command("writes a page about runs", "output", (
+    "report": Command("writes a page about runs", (
         "runs/first runs/second --out=report.html",)),
     "doctor": Command(
-        "checks this machine: what it has, what is missing, what to run", "distribution", (
+        "checks this machine: what it has, what is missing, what to run", (
         "", "--data_dir=DIR --num_gpus=2")),
-    "demo": Command("the experiments of d2l; without a name, lists them", "distribution", (
-        "", "allreduce --num_devices=3")),
+    "demo": Command("the experiments of d2l; without a name, lists them", (
+        "allreduce --num_devices=3", "")),
 }
 # fmt: on
 
