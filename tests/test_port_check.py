@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not TORCH, reason="LOCKSTEP_TORCH_PYTHON is not set: a python with PyTorch"),
 ]
 
-# The rows of docs/verify_scripts.md, and right ports: options of port_torch.py and of port_keras.py,
+# The rows of docs/verify_scripts.md, and right ports: options of port_torch.py and port_keras.py,
 # and what is found in which stages; * is by design. All have an unbiased variance but where it
 # says so: every BatchNorm has a different batch, or no state is replayed.
 COMPUTED = ("loss", "gradients", "statistics")
