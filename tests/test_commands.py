@@ -101,6 +101,17 @@ def test_a_comparison_prints_and_leaves_its_verdicts(compared):
     assert all(f"c/{name}" in page for name in COMPARED_BY_DEFAULT) and "bit-identical" in page
     again = run_here_ok(*COMPARE, f"--out={folder}")
     assert again.stdout.count("already finished") == len(COMPARED_BY_DEFAULT)
+    other_order = run_here_ok(*COMPARE, "--strategies=manual,single,mirrored", f"--out={folder}")
+    lines = other_order.stdout.splitlines()
+    assert [x.split()[0] for x in lines if x.endswith("x")] == list(COMPARED_BY_DEFAULT)
+    assert "training with single, manual, mirrored, one after another" in lines
+
+
+def test_too_few_gpus_are_refused_before_the_first_training(monkeypatch, tmp_path):
+    monkeypatch.setattr("app.commands.compare.query_driver", lambda: (["GPU 0"], ""))
+    result = run_here("compare", "--num_gpus=2", *SMALL, f"--out={tmp_path / 'c'}")
+    assert (result.returncode, result.stdout) == (6, "")
+    assert "2 devices requested, but TensorFlow sees 1 GPU; use --num_gpus=1" in result.stderr
 
 
 def test_a_finished_run_prints_its_result_again(compared, tmp_path, monkeypatch):

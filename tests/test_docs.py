@@ -21,6 +21,7 @@ import yaml
 from PIL import Image
 
 import lockstep
+from app.options import names
 from app.options.fault import FAULTS
 from app.options.table import COMMANDS, options_of
 from app.report import plot_style
@@ -239,6 +240,7 @@ def exit_codes(request, tmp_path_factory, small_data):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("FASHION_MNIST_DIR", str(small_data))
+        patch.setattr(names, "MIN_ROUNDS", 2)
         patch.setitem(MODELS, "lenet", "dense_network:build_three_dense_layers")
         patch.setitem(MODELS, "resnet18", "dense_network:build_conv_norm_network")
         patch.setattr(plot_style, "render", lambda figure, suffix: b"")  # A quarter of the time.

@@ -458,7 +458,7 @@ def test_weights_of_another_step_are_not_compared(copy, finished):
 OTHERS = [
     ({"seed": 5}, "three_dense_layers", "seed 0 → 5.*--overwrite"),
     ({"global_batch_size": 30}, "three_dense_layers", "global_batch_size 64 → 30"),
-    ({"learning_rate": 0.03125}, "three_dense_layers", "learning_rate .* → 0.03125"),
+    ({"learning_rate": 0.03125}, "three_dense_layers", "learning_rate 0.05 → 0.03125"),
     ({"recipe": "fast"}, "three_dense_layers", "recipe d2l → fast"),
     ({"model": "resnet18"}, "conv_norm_network", "model lenet → resnet18"),
 ]  # fmt: skip
@@ -469,6 +469,33 @@ def test_another_training_is_refused(dataset, copy, options, network, told, monk
     monkeypatch.setitem(MODELS, "resnet18", f"dense_network:build_{network}")
     with pytest.raises(CheckpointError, match=told):
         make(dataset, copy, **options)
+
+
+@pytest.mark.parametrize("default", [{"learning_rate": 0.05}, {"num_train_examples": 300}])
+def test_a_run_whose_default_is_spelled_out_is_the_same_run(dataset, copy, tmp_path, default):
+    loop = make(dataset, copy, **default)
+    assert loop.is_finished and loop.run().changes == []
+    options = {"strategy": "single", "global_batch_size": 64, "recipe": "d2l", "epochs": 2}
+    with open_run_directory(
+        tmp_path / "run", Config.of(**options).result_fields()
+    ) as run_directory:
+        run_directory.start(overwrite=False)
+        shutil.copytree(copy, tmp_path / "run", dirs_exist_ok=True)
+    config = Config.of(**options, **default)
+    with open_run_directory(tmp_path / "run", config.result_fields()) as run_directory:
+        run_directory.check_same_run()
+        assert _find_result(config, run_directory) is None  # The training compares the values.
+
+
+def test_a_rate_that_is_reduced_because_of_few_steps_is_told(dataset):
+    def text(**options):
+        return TrainingSpec(Config.of(global_batch_size=64, **options), dataset).reduced_rate_text()
+
+    assert text(recipe="fast", epochs=10) == (
+        "learning rate 0.0125 instead of 0.05: 50 steps, the full rate needs at least 200"
+    )
+    assert text(recipe="fast", epochs=40) == text(recipe="d2l") == ""
+    assert text(recipe="fast", epochs=10, learning_rate=0.05) == ""
 
 
 def test_other_data_are_another_training(dataset, copy):

@@ -5,8 +5,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from app.devices.cluster import is_in_cluster
+from app.devices.device_setup import too_few_gpus
+from app.devices.gpus import query_driver
 from app.options import Config
-from app.options.names import FRAMEWORKS
+from app.options.names import FRAMEWORKS, SINGLE
 from app.records.caveats import caveats
 from app.records.files import write_json
 from app.records.history import FIGURE_FILES, Summary, load_required_summary
@@ -29,7 +31,7 @@ from app.verification.output import DIFFERENT, IDENTICAL, Pair, record_of_pair
 def run(config: Config) -> list[Summary]:
     """Trains each strategy in a separate process, then prints the table and the verdict.
 
-    Returns one summary per strategy, in order.
+    Returns one summary per strategy, `single` first, then in order.
 
     Raises:
         LockstepError: a training did not finish; the program exits with its exit code.
@@ -39,17 +41,18 @@ def run(config: Config) -> list[Summary]:
             "compare starts the workers on this machine, but the environment defines a cluster;"
             " unset TF_CONFIG, or run it outside of srun"
         )
-    interpreters = find_interpreters([n for n in config.distribution.strategies if n in FRAMEWORKS])
+    _check_num_gpus(config)
+    strategies = sorted(config.distribution.strategies, key=lambda name: name != SINGLE)
+    own = [name for name in strategies if name not in FRAMEWORKS]
+    interpreters = find_interpreters([name for name in strategies if name in FRAMEWORKS])
     path = named_path(config.output.out or default_out("compare", config.training.model))
     fields = {
         **config.result_fields(),
-        "strategy": ",".join(config.distribution.strategies),
+        "strategy": ",".join(strategies),
         "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
     }
     with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
         run_directory.start(overwrite=config.output.overwrite)
-        # `single` last: an impossible number of replicas is reported at once.
-        own = sorted(config.own_strategies, key=lambda name: name == "single")
         console.say(f"training with {', '.join([*own, *interpreters])}, one after another")
         for strategy in own:
             _announce(strategy, path)
@@ -64,9 +67,21 @@ def run(config: Config) -> list[Summary]:
                 )
         if interpreters:
             _train_with_frameworks(config, interpreters, path)
-        return _report(
-            config, path, [path / strategy for strategy in config.distribution.strategies]
-        )
+        return _report(config, path, [path / strategy for strategy in strategies])
+
+
+def _check_num_gpus(config: Config) -> None:
+    """Checks that the driver has enough GPUs, before `single` trains, which needs only one.
+
+    Raises:
+        DeviceError: there are too few.
+    """
+    wanted = config.num_devices_asked
+    if config.distribution.device == "cpu" or not wanted:
+        return
+    gpus, _ = query_driver()
+    if gpus and wanted > len(gpus):
+        raise too_few_gpus(wanted, len(gpus))
 
 
 def _announce(strategy: str, path: pathlib.Path) -> None:

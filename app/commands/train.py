@@ -21,6 +21,7 @@ from app.records.run_directory import (
     named_path,
     open_log,
     open_run_directory,
+    unresolved_settings,
 )
 from app.runtime import console, run_context, watchdog
 from app.runtime.errors import CheckpointError, ConfigError, OutputError, StalledError
@@ -108,13 +109,18 @@ def print_result(config: Config, summary: Summary) -> None:
 def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
     """Returns the result of a finished run in the directory; None if there is still to train.
 
+    Also None if a default has become a value or the other way round: the training compares values.
+
     Raises:
         CheckpointError: the run in the directory has another configuration.
     """
     if config.output.overwrite or not run_directory.is_started:
         return None
     path = run_directory.path
-    changed = accepted_changes(path, load_run_config(path), run_directory.config)
+    old, new = load_run_config(path), run_directory.config
+    unresolved = unresolved_settings(old, new)
+    known = [{n: v for n, v in each.items() if n not in unresolved} for each in (old, new)]
+    changed = accepted_changes(path, *known)
     try:
         summary = load_summary(path)
     except OutputError as error:  # The summary is rebuilt from the checkpoint.
@@ -137,7 +143,7 @@ def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
             f" ({'; '.join(differing)}); choose"
             " another directory, raise --epochs to continue, or use --overwrite"
         )
-    return summary
+    return None if unresolved else summary
 
 
 def _is_of_newest_checkpoint(summary: Summary, path: pathlib.Path) -> bool:
@@ -240,9 +246,10 @@ def _announce(config: Config, prepared: device_setup.Devices, training: "Trainin
     console.say(
         f"{console.count(config.training.epochs, 'epoch')} of"
         f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.training.recipe},"
-        " batch"
-        f" {config.training.global_batch_size}, learning rate {training.spec.learning_rate:g}"
+        f" batch {config.training.global_batch_size}, learning rate {training.spec.learning_rate:g}"
     )
+    if text := training.spec.reduced_rate_text():
+        console.say(text)
     num_replicas, num_devices = training.strategy.num_replicas, training.strategy.num_devices
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"
     shown = "replicas on" if num_replicas == num_devices else split

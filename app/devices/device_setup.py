@@ -193,11 +193,16 @@ def _check_gpus(config: Config, gpus: list, wanted: int | None) -> None:
             f" --num_devices={wanted or DEFAULT_LOGICAL_CPUS}"
         )
     if gpus and wanted and wanted > len(gpus):
-        raise DeviceError(
-            f"{console.count(wanted, 'device')} requested, but TensorFlow sees"
-            f" {console.count(len(gpus), 'GPU')}; use --num_gpus={len(gpus)}, or --device=cpu"
-            f" --num_devices={wanted}"
-        )
+        raise too_few_gpus(wanted, len(gpus))
+
+
+def too_few_gpus(wanted: int, found: int) -> DeviceError:
+    """Returns the error for more devices than there are GPUs."""
+    return DeviceError(
+        f"{console.count(wanted, 'device')} requested, but TensorFlow sees"
+        f" {console.count(found, 'GPU')}; use --num_gpus={found}, or --device=cpu"
+        f" --num_devices={wanted}"
+    )
 
 
 def _set_up_gpus(gpus: list) -> Devices:

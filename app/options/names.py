@@ -23,4 +23,6 @@ NUM_TRAIN_EXAMPLES = 60_000  # Of Fashion-MNIST.
 MAX_DEVICES = 64  # Logical devices, or workers on one machine.
 DEFAULT_LOGICAL_CPUS = DEFAULT_LOCAL_WORKERS = 2
 MAX_FLOAT32 = 3.4e38
+# Of a benchmark: with fewer the bootstrap is overconfident, with 2 right in half of all cases.
+MIN_ROUNDS = 5
 VERIFY_EVERY = 500  # Steps, without --verify_every.

@@ -77,6 +77,11 @@ def _check_command(config: "Config") -> None:
     if config.command == "verify":
         _check_fault(config)
         _check_fault_steps(checked.fault, config)
+    if config.benchmark.repeats < names.MIN_ROUNDS:
+        raise ConfigError(
+            f"--repeats={config.benchmark.repeats} gives no verdict: the intervals of fewer than"
+            f" {names.MIN_ROUNDS} rounds are too narrow; use --repeats={names.MIN_ROUNDS} or more"
+        )
     if config.benchmark.breakdown:
         _check_breakdown(config)
     if config.command == "report" and not config.words.directories:

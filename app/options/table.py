@@ -284,8 +284,8 @@ class Benchmark:
     """What is measured: every combination of the lists."""
 
     repeats: int = option(10,
-        "Number of rounds; each round times every case once.", ("benchmark",), metavar="N", low=2,
-        high=10_000, **_COMMON)
+        f"Number of rounds, at least {names.MIN_ROUNDS}; each round times every case once.",
+        ("benchmark",), **_N, high=10_000, **_COMMON)
     breakdown: bool = option(False,
         "Show where the time of a step goes, by leaving one part out at a time, and count the bytes"
         " between devices.", ("benchmark",), **_COMMON)

@@ -12,7 +12,7 @@ from app.options.names import MULTI_WORKER, SINGLE
 from app.performance import interval
 from app.performance.breakdown import Breakdown
 from app.performance.case import Case, Sample, split_names
-from app.performance.case_comparison import MIN_ROUNDS, Comparison
+from app.performance.case_comparison import Comparison
 from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title
 from app.records.files import write_json
 from app.report.result import Block, Result, Table
@@ -118,8 +118,6 @@ def _describe(
     facts = samples[0].facts
     caveats = [DATASET_CAVEATS[facts.dataset]] if facts.dataset in DATASET_CAVEATS else []
     caveats += [TIMING_CAVEAT] if any(s.facts.simulated_devices for s in samples) else []
-    if len(samples[0].blocks) < MIN_ROUNDS:
-        caveats.append(f"fewer than {MIN_ROUNDS} rounds: the intervals are too narrow")
     return Result([], [*blocks, *said], caveats)
 
 

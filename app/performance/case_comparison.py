@@ -7,9 +7,6 @@ from app.performance import interval
 from app.performance.case import Sample
 from app.performance.interval import Interval
 
-# With fewer rounds the bootstrap is overconfident: with 2 it is right in half of all cases.
-MIN_ROUNDS = 5
-
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -111,8 +108,6 @@ def _refusals(first: Sample, second: Sample) -> Iterator[str]:
         traced = sum(block.tracings for block in sample.blocks)
         if traced:
             yield f"{sample.case.name} was traced {traced} times while it was timed"
-    if len(first.blocks) < MIN_ROUNDS:
-        yield f"fewer than {MIN_ROUNDS} rounds; use more --repeats"
 
 
 def _marks(first: Sample, second: Sample, axis: str) -> Iterator[str]:

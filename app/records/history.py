@@ -119,8 +119,9 @@ class Summary:
         """Returns the number of verified steps as text; "" if there are none."""
         if not self.verified_steps:
             return ""
-        noun = "mismatch" if self.mismatches == 1 else "mismatches"
-        return f"{self.steps:,} steps, {self.verified_steps:,} verified, {self.mismatches:,} {noun}"
+        found = {0: "no mismatch", 1: "1 mismatch"}
+        mismatches = found.get(self.mismatches, f"{self.mismatches:,} mismatches")
+        return f"{self.verified_steps:,} of {self.steps:,} steps verified, {mismatches}"
 
     def last_lines(self) -> list[str]:
         """Returns the last lines of output: verified steps, if any, and `last_line`."""

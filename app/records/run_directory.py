@@ -44,6 +44,16 @@ _LEFTOVER_CHECKPOINT = ".step-*.tmp"
 _WRITTEN_BY = {"written_by": "lockstep"}
 
 
+# Options whose default is the value of the recipe or of the data set, known once both are loaded.
+_RESOLVED_LATER = ("learning_rate", "num_train_examples")
+
+
+def unresolved_settings(old: dict, new: dict) -> set[str]:
+    """Returns the settings that may be equal: one configuration has the default, one a value."""
+    differing = [name for name in _RESOLVED_LATER if old.get(name) != new.get(name)]
+    return {name for name in differing if None in (old.get(name), new.get(name))}
+
+
 def changed_settings(old: dict, new: dict) -> dict[str, str]:
     """Returns the settings that differ between two configurations, each as "name old → new".
 
@@ -96,14 +106,19 @@ class RunDirectory:
     def check_same_run(self) -> None:
         """Checks that a run that was started here has this configuration.
 
+        Each training compares the settings that are not resolved yet.
+
         Raises:
             CheckpointError: it has another one.
         """
         if not self.is_started:
             return
-        changes = changed_settings(load_run_config(self.path), self.config)
-        if changes:
-            raise other_settings_error(self.path, list(changes.values()))
+        old = load_run_config(self.path)
+        unresolved = unresolved_settings(old, self.config)
+        changes = changed_settings(old, self.config)
+        refused = [line for name, line in changes.items() if name not in unresolved]
+        if refused:
+            raise other_settings_error(self.path, refused)
 
     def start(self, *, overwrite: bool) -> None:
         """Starts or resumes the run, after all checks.

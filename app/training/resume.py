@@ -7,7 +7,11 @@ from app.options import Config
 from app.options.split_numbers import OPTIONS_OF_SOME
 from app.records.checkpoint import CheckpointSearchResult, find_newest_checkpoint
 from app.records.history import HISTORY_FILE
-from app.records.run_directory import changed_settings, other_settings_error
+from app.records.run_directory import (
+    changed_settings,
+    other_settings_error,
+    unresolved_settings,
+)
 from app.records.run_metadata import RunMetadata
 from app.runtime import console
 from app.runtime.errors import CheckpointError
@@ -72,7 +76,7 @@ def find_checkpoint(
             f"--epochs={config.training.epochs}: epoch {num_begun} has already started; use"
             f" --epochs={num_begun} or more, or another directory"
         )
-    changes = accepted_changes(run_dir, _identity(saved.metadata), _identity(metadata))
+    changes = accepted_changes(run_dir, *_identities(saved.metadata, metadata))
     if warning := found.warning():
         console.warn(warning)
     within = f" and {console.count(progress.epoch_step, 'step')}" if progress.epoch_step else ""
@@ -97,10 +101,16 @@ def find_checkpoint(
     return found._replace(checkpoint=dataclasses.replace(saved, progress=progress))
 
 
-def _identity(metadata: RunMetadata) -> dict:
-    """Returns all that two runs of the same training have in common."""
-    return {
-        **metadata.config,
-        "dataset_sha256": metadata.dataset_sha256,
-        **metadata.versions,
-    }
+def _identities(old: RunMetadata, new: RunMetadata) -> tuple[dict, dict]:
+    """Returns all that two runs of the same training have in common, with defaults resolved."""
+    unresolved = unresolved_settings(old.config, new.config)
+    old_identity, new_identity = (
+        {**each.config, "dataset_sha256": each.dataset_sha256, **each.versions}
+        for each in (old, new)
+    )
+    if "learning_rate" in unresolved:
+        old_identity["learning_rate"] = old.learning_rate
+        new_identity["learning_rate"] = new.learning_rate
+    if "num_train_examples" in unresolved and old.dataset_sha256 == new.dataset_sha256:
+        del old_identity["num_train_examples"], new_identity["num_train_examples"]
+    return old_identity, new_identity

@@ -1,5 +1,7 @@
 """Specifies a training by options and data: batches, steps, learning rate, model, optimizer."""
 
+import math
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -67,6 +69,18 @@ class TrainingSpec:
             learning_rate=self.learning_rate,
             num_steps=self.num_steps,
             all_reduce=all_reduce,
+        )
+
+    def reduced_rate_text(self) -> str:
+        """Returns a line on a learning rate that is reduced because of few steps; "" if none is."""
+        size = self.config.training.global_batch_size
+        least = math.ceil(self._recipe.steps_of_full_peak(size))
+        if self.config.training.learning_rate or self.num_steps >= least:
+            return ""
+        peak = self._recipe.learning_rate(global_batch_size=size, num_steps=least)
+        return (
+            f"learning rate {self.learning_rate:g} instead of {peak:g}:"
+            f" {self.num_steps} steps, the full rate needs at least {least}"
         )
 
     def metadata(self, strategy: Strategy) -> RunMetadata:
