@@ -84,7 +84,7 @@ def _positions(
 
 
 class BatchNormalization(keras.layers.BatchNormalization):
-    """Normalises images in one operation, where Keras uses eleven and reads the images six times.
+    """Normalises images in one operation forward and one backward; Keras uses five and twelve.
 
     Statistics and arithmetic are in float32 with images in 16 bits, as in Keras' layer.
     """
