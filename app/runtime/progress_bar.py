@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # Both take time that a flag error should not cost.
 
 _SEC_BETWEEN_LINES = 15
 _LONG_SEC = 60  # Of a training whose duration is printed as soon as it is known.
+_MIN_MEASURED_SEC = 5.0  # From which a time left is estimated.
 
 
 def create_bar(*, shown: bool = True) -> "progress.Progress":
@@ -23,7 +24,7 @@ def create_bar(*, shown: bool = True) -> "progress.Progress":
         progress.TextColumn("{task.fields[status]}"),
         progress.BarColumn(bar_width=None),
         progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(compact=True),
+        progress.TextColumn("{task.fields[left]}"),
         transient=True,
         expand=True,
         disable=not (shown and sys.stdout.isatty()),
@@ -41,6 +42,51 @@ def duration_text(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes % 60:02} min"
     return f"{hours // 24:,} d {hours % 24} h"
+
+
+class RemainingTime:
+    """Estimates the time left from the progress since the end of the warm-up.
+
+    The first two steps of a training are slow: TensorFlow compiles, and runs kernels for the first
+    time, of a verified step and of a usual one.
+
+    Args:
+        num_warm_up: number of first updates that are not measured.
+
+    Attributes:
+        seconds: the time left; None while it is not known.
+    """
+
+    def __init__(self, num_warm_up: int = 0):
+        self._num_warm_up, self._start = num_warm_up, (0.0, 0)
+        self.seconds: float | None = None
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the next update is not measured."""
+        return self._num_warm_up > 0
+
+    @property
+    def text(self) -> str:
+        """Returns "12 min left", or "" while it is not known."""
+        return f"{duration_text(self.seconds)} left" if self.seconds else ""
+
+    def update(self, completed: int, total: int) -> None:
+        """Estimates again.
+
+        Args:
+            completed: work that is done, of any unit.
+            total: all work.
+        """
+        now = time.monotonic()
+        if self._num_warm_up:
+            self._num_warm_up -= 1
+            self._start = now, completed
+            return
+        started, completed_before = self._start
+        if completed > completed_before and now - started >= _MIN_MEASURED_SEC:
+            per_unit = (now - started) / (completed - completed_before)
+            self.seconds = per_unit * (total - completed)
 
 
 class TrainingProgress:
@@ -64,8 +110,9 @@ class TrainingProgress:
         self._epochs, self._steps_per_epoch, self._shown = epochs, steps_per_epoch, shown
         self._total, self._is_estimated = epochs * steps_per_epoch, False
         self._bar = create_bar(shown=shown)
-        self._bar.add_task("", total=self._total, completed=first_step, status="compiling")
+        self._bar.add_task("", total=self._total, completed=first_step, status="compiling", left="")
         self._task, self._last_line = self._bar.tasks[0], time.monotonic()
+        self._remaining = RemainingTime(num_warm_up=2)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -78,16 +125,18 @@ class TrainingProgress:
         """Shows a step; `totals` are those of the epoch so far."""
         epoch = min((step - 1) // self._steps_per_epoch + 1, self._epochs)
         status = (
-            f"epoch {epoch}/{self._epochs}  loss {totals.loss:.3f}"
-            f"  accuracy {totals.accuracy:.3f}  {images_per_sec:,.0f} images/s"
+            f"epoch {epoch}/{self._epochs}  loss {totals.loss:.3f}  accuracy {totals.accuracy:.3f}"
         )
-        self._bar.update(self._task.id, completed=step, status=status)
-        left_sec = self._task.time_remaining
+        if not self._remaining.is_warming_up:
+            status += f"  {images_per_sec:,.0f} images/s"
+        self._remaining.update(step, self._total)
+        left, left_sec = self._remaining.text, self._remaining.seconds
+        self._bar.update(self._task.id, completed=step, status=status, left=left)
         is_due = time.monotonic() > self._last_line + _SEC_BETWEEN_LINES
         if left_sec and not self._is_estimated:  # The first estimate of a long training, at once.
             is_due, self._is_estimated = is_due or left_sec > _LONG_SEC, True
         if self._shown and self._bar.disable and is_due:
-            left = f", {duration_text(left_sec)} left" if left_sec else ""
+            left = f", {left}" if left else ""
             console.say(f"{status}  step {step}/{self._total}{left}")
             self._last_line = time.monotonic()
 
@@ -120,7 +169,8 @@ class StepProgress:
 
     def __init__(self, num_steps: int):
         self._num_steps, self._bar = num_steps, create_bar()
-        self._task = self._bar.add_task("", total=num_steps, status="")
+        self._task = self._bar.add_task("", total=num_steps, status="", left="")
+        self._remaining = RemainingTime(num_warm_up=1)
         self._warned: set[str] = set()
         self._last_line = time.monotonic()
 
@@ -133,7 +183,8 @@ class StepProgress:
 
     def start(self, what: str, num_steps: int | None = None) -> None:
         """Shows a new task."""
-        self._bar.reset(self._task, total=num_steps or self._num_steps, status=what)
+        self._bar.reset(self._task, total=num_steps or self._num_steps, status=what, left="")
+        self._remaining = RemainingTime(num_warm_up=1)
         show = console.say if self._bar.disable else console.log
         show(what)
 
@@ -146,7 +197,8 @@ class StepProgress:
         """
         kind, value = message
         if kind == "step":
-            self._bar.update(self._task, completed=value)
+            self._remaining.update(value, int(self._bar.tasks[0].total or 0))
+            self._bar.update(self._task, completed=value, left=self._remaining.text)
         elif kind == "phase":
             self._show_phase(*value)
         elif kind == "warning" and value not in self._warned:
@@ -154,8 +206,9 @@ class StepProgress:
             console.warn(value)
 
     def _show_phase(self, what: str, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total, status=what)
+        self._remaining.update(done, total)
+        left = self._remaining.text
+        self._bar.update(self._task, completed=done, total=total, status=what, left=left)
         if self._bar.disable and time.monotonic() > self._last_line + _SEC_BETWEEN_LINES:
-            left_sec = self._bar.tasks[0].time_remaining
-            console.say(f"{what}{f', {duration_text(left_sec)} left' if left_sec else ''}")
+            console.say(f"{what}, {left}" if left else what)
             self._last_line = time.monotonic()
