@@ -51,10 +51,11 @@ class Variable:
 
     Attributes:
         name: name in the framework; unique among weights and statistics.
-        kind: `WEIGHT`, `STATISTIC`, `STATE` or `SEED`.
-        layout: order of the axes, for example "HWIO"; "" if unknown or without meaning.
-        of: for optimizer state, the name of its weight; "" if it belongs to none.
-        slot: for optimizer state, the framework's name for it, for example "momentum".
+        kind: "weight", "statistic", "optimizer state" or "seed".
+        layout: order of the axes, "HWIO", "OIHW", "IO" or "OI" (Height, Width, Input, Output); ""
+            if unknown or without meaning.
+        of: for optimizer state, the name of its weight; "" if it belongs to none, as a counter.
+        slot: for optimizer state, the framework's name for it: "momentum", "exp_avg", "mu".
     """
 
     name: str
@@ -132,40 +133,53 @@ class Mesh(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """The description of a trace; its attributes are the keys of docs/trace_format.md.
+    """The description of a trace: the keys of its member "about", see `docs/trace_format.md`.
+
+    A key that is missing in a file has the default of its attribute.
 
     Attributes:
         framework: "keras", "torch", "jax", "lockstep" for our own strategies, or another name.
-        num_replicas: number of replicas of the training.
-        steps: numbers of the recorded steps, ascending, from 0.
-        variables: the variables of the arrays in "before" and "after".
-        gradients: the weights of the arrays of gradients, such as "raw" and "sums".
+        num_replicas: number of replicas of the whole training.
+        steps: number of updates before each recorded step, ascending, from 0.
+        variables: the variables of the arrays in "before" and "after"; see `Variable`.
+        gradients: names of the weights of the arrays of gradients, such as "raw" and "sums".
         replicas: numbers of the replicas in this file; empty for all of them.
-        shards: the shards of a batch; empty for one per replica.
+        shards: pairs [replica, relative size], the shards of a batch; empty for one per replica.
         num_copies: number of copies of the weights; 0 for one per replica.
         syncs_batch_norm: whether BatchNorm normalises over all shards.
-        reduction: result of the all-reduce, "sum" or "mean"; "" if unknown.
-        order: `REDUCE_FIRST` or `CLIP_FIRST`.
+        reduction: what the all-reduce computes from "raw", "sum" or "mean"; "" if unknown.
+        order: "reduce, clip", or "clip, reduce" as Keras' `fit` under a strategy.
         reduced_in: dtype in which gradients are all-reduced, "" for their own.
-        computed_in: dtype in which layers compute, "" for that of the weights.
+        computed_in: dtype in which layers compute, as under autocast; "" for that of the weights.
         optimizer: class and constant settings.
-        settings: for each recorded step, the optimizer's parameter groups.
-        layers: name, class, weights and settings of each layer, if the framework has layers.
+        settings: for each recorded step, a list of the optimizer's parameter groups: "weights"
+            (names) and "learning_rate", "momentum", "dampening", "weight_decay", "beta_1",
+            "beta_2", "rho", "epsilon" (numbers or null), "nesterov", "amsgrad" (booleans or null).
+        layers: for each layer "name", "class" and "weights" (names), and where it has them
+            "epsilon", "momentum", "strides", "padding", "dilation", "groups", "rate" (of dropout)
+            and "synchronized" (BatchNorm).
         data_layout: "NHWC", "NCHW" or "".
-        micro_batches: for each step, the forward passes whose gradients a replica accumulates.
+        micro_batches: for each step, the forward passes whose gradients a replica accumulates;
+            empty for 1.
         in_evaluation: for each step, the layers in evaluation mode; empty if unknown.
-        calls: for each step, the calls that make its gradients, in order; empty if unknown.
-        loss_scale: for each step, the factor of the loss that avoids underflow; empty for 1.
-        permuted: seed of the permutation of the examples; None without one.
+        calls: for each step, the calls that make its gradients, in order; empty if unknown:
+            "forward", "backward", "backward, all-reduced", "clear" (gradients between
+            micro-batches), "unscale", "clip norm 1", "clip value 0.5".
+        loss_scale: for each step, the factor of the loss that avoids underflow, by which "raw",
+            "removed", "sums", "unclipped" and "loss" are divided; empty for 1.
+        permuted: seed of the permutation of each replica's examples; None without one.
         replayed: name of the trace whose state was loaded before each step, or None.
-        structure: structure of "data", as Keras' recorder describes it.
-        predicted: structure of "y_pred".
+        structure: nesting of the arrays of "data": {"tuple": [0, {"dict": {"a": 1}}]}.
+        predicted: nesting of the arrays of "y_pred".
         parts: for each device, weight → shape of the part that it holds; empty for whole copies.
-        mesh: axis of the devices → their number along it; empty without further axes than data.
-        data_axes: the axes of the mesh that split the examples.
+        mesh: axis of the devices → their number along it, the outer axis first; empty without
+            further axes than data.
+        data_axes: the axes of the mesh that split the examples; `num_replicas` is the product of
+            their sizes.
         ranks: the ranks in this file, whose arrays are local; empty once they are put together.
         placements: "KIND/INDEX" → how local arrays are parts of global ones; see `mesh`.
-        names: name of a weight in this file → its name in the reference.
+        names: name of a weight in this file → its name in the reference; two stages of a pipeline
+            that hold one tied weight give it one name.
         modules: the modules whose inputs and outputs are recorded, in the order of their calls.
         versions: package → version.
     """

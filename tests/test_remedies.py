@@ -1,6 +1,6 @@
 """The program after each remedy for Keras, and after each pair of remedies, is clean.
 
-The code is that of docs/keras_findings.md and docs/verify_your_own.md, as it stands there.
+The code is that of examples/keras_remedies.py and docs/verify_your_own.md, as it stands there.
 """
 
 import itertools
@@ -19,10 +19,8 @@ from zoo import CASES, Program
 from zoo.small import OwnStep, dense, num_replicas, replica_id
 
 NAMESPACE: dict[str, Any] = {"keras": keras, "tf": tf}
-PAGE = (ROOT / "docs/keras_findings.md").read_text().partition("\n## Remedies\n")[2]
-CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 OWN = re.findall(r"```python\n(.*?)```", (ROOT / "docs/verify_your_own.md").read_text(), re.DOTALL)
-exec("\n".join([*CODE, OWN[1]]), NAMESPACE)
+exec((ROOT / "examples/keras_remedies.py").read_text() + OWN[1], NAMESPACE)
 
 # Remedy → the causes that it is for, and settings of `program`.
 REMEDIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

@@ -18,7 +18,7 @@ from conftest import ROOT
 from lockstep import about as about_module
 from lockstep import trace_file
 from lockstep.comparison import verify_alone
-from lockstep.trace import About, Rows, Shard, Trace
+from lockstep.trace import About, Rows, Shard, Trace, Variable
 from lockstep.trace_file import TraceError, Writer, load, save
 from trace_samples import about, arrays, write_ranks, write_trace
 
@@ -424,8 +424,9 @@ def test_a_wrong_description_is_refused(tmp_path):
 
 def test_the_page_has_every_key_and_bound_and_its_example_writes_a_trace(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "trace_format.md").read_text(encoding="utf-8")
-    keys = {field.name for field in dataclasses.fields(About)} | {"aliases"}
-    assert not [key for key in keys if f"`{key}`" not in page]
+    for described in (About, Variable):
+        for field in dataclasses.fields(described):
+            assert f"        {field.name}: " in described.__doc__, field.name
     for bound in (trace_file.MAX_MEMBERS, trace_file.MAX_RATIO):
         assert f"{bound:,}" in page
     assert f"# The trace format, version {about_module.VERSION}" in page
