@@ -404,7 +404,7 @@ def test_the_notebook_runs_and_shows_what_it_says():
 @pytest.mark.slow
 def test_keras_still_does_what_the_page_of_findings_says():
     assert ABOUT_KERAS.count("\n## ") == 7
-    result = assert_ok(run_python("examples/keras_findings.py", cwd=ROOT))
+    result = assert_ok(run_python("examples/keras_findings.py", cwd=ROOT, timeout=600))
     parts = re.split(r"^(\w+): .*\n", result.stdout, flags=re.MULTILINE)[1:]
     numbers = r"-?\d+\.?\d*|inf"
     printed = {
