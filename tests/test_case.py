@@ -451,8 +451,9 @@ def test_a_process_ends_with_the_verdict_and_its_code(tmp_path):
     )  # fmt: skip
     assert result.returncode == 9, result.stdout + result.stderr
     causes = "same random numbers, clipped before the sum"
-    end = f"error: keras_fit is not the training that case_fit.py defines on one device: {causes}"
-    assert result.stderr.splitlines()[-1] == f"{end}; see {out}/report.html"
+    verdict = f"keras_fit is not the training that case_fit.py defines on one device: {causes}"
+    assert result.stdout.count(verdict) == 1
+    assert result.stderr.splitlines()[-1] == f"error: mismatch in keras_fit; see {out}/report.html"
 
 
 OWN_STEP = """

@@ -57,11 +57,10 @@ def test_verdicts(tmp_path):
         make_run(tmp_path / "manual", STATE),
         make_run(tmp_path / "mirrored", STATE, strategy="mirrored"),
     ]
-    verdict, apart, also_apart, same, explanation = pair_lines(compare_weights(runs), 10)
+    verdict, apart, also_apart, explanation = pair_lines(compare_weights(runs), 10)
     assert verdict == (
         "manual and mirrored end with bitwise identical weights; the others differ, as expected."
     )
-    assert same == "manual and mirrored: bit-identical weights after 10 steps"
     assert apart.startswith("single and manual: weights after 10 steps differ by at most 0.5")
     assert also_apart.startswith("single and mirrored")
     assert explanation.startswith("A difference is expected: the summation order differs")
@@ -70,7 +69,10 @@ def test_verdicts(tmp_path):
     verdict, *_ = pair_lines([unexpected], 10)
     assert verdict == "Weights differ that should be bitwise identical."
     (same,) = compare_weights([runs[1], runs[2]])
-    assert pair_lines([same], 10)[0] == "All trainings end with bitwise identical weights."
+    assert pair_lines([same], 10) == ["All trainings end with bitwise identical weights."]
+    third = make_run(tmp_path / "sharded", STATE, strategy="sharded")
+    verdict, *_ = pair_lines(compare_weights([*runs, third]), 10)
+    assert verdict.startswith("manual, mirrored and sharded end with bitwise identical weights;")
     normalised = {**STATE, "model/norm/moving_mean": np.zeros(1)}
     (expected,) = compare_weights(
         [

@@ -168,12 +168,17 @@ def _row(name: str, s: Sample) -> list[str]:
 def _comparison_row(short: Mapping[str, str], c: Comparison) -> list[str]:
     return [
         short[c.case],
-        short[c.base],
+        _difference(short[c.base], short[c.case]),
         f"{c.speed_up.value:.3f}" if c.speed_up else "–",
         f"{c.speed_up.low:.3f}–{c.speed_up.high:.3f}" if c.speed_up else "–",
         f"{c.ideal:g}" if c.ideal else "–",
         c.verdict,
     ]
+
+
+def _difference(base: str, case: str) -> str:
+    """Returns the parts of a name that another name does not have."""
+    return ", ".join(part for part in base.split(", ") if part not in case.split(", "))
 
 
 def processor_name() -> str:

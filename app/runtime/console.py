@@ -195,8 +195,8 @@ def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
         table.add_column(name, justify="left" if position == 0 else "right")
     for row in rows:
         table.add_row(*row)
-    # A pipe has no width; wide enough that no table is wrapped.
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 120, color_system=None)
+    # A pipe has no width; pages and logs show as many columns.
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 100, color_system=None)
     say(title)
     with console.capture() as capture:
         console.print(table)

@@ -125,12 +125,10 @@ def _normalised(sizes: Sequence[int]) -> str:
 
 
 def pair_lines(pairs: Sequence[Pair], num_steps: int) -> list[str]:
-    """Returns the verdict in one sentence, a line for each pair, then each explanation once."""
+    """Returns the verdict in one sentence, a line for each pair that differs, and explanations."""
     lines, after = [_summarize(pairs)], f"after {count(num_steps, 'step')}"
     for pair in pairs:
-        if pair.outcome == IDENTICAL:
-            lines.append(f"{' and '.join(pair.names)}: bit-identical weights {after}")
-        else:
+        if pair.outcome != IDENTICAL:
             lines.append(
                 f"{' and '.join(pair.names)}: weights {after} differ by at most"
                 f" {pair.absolute:.2g} ({pair.relative:.2g} of the largest, in {pair.where})"
@@ -144,11 +142,22 @@ def _summarize(pairs: Sequence[Pair]) -> str:
         return "All trainings end with bitwise identical weights."
     if DIFFERENT in outcomes:
         return "Weights differ that should be bitwise identical."
-    same = [" and ".join(pair.names) for pair in pairs if pair.outcome == IDENTICAL]
+    same = [f"{', '.join(names[:-1])} and {names[-1]}" for names in _identical(pairs)]
     if not same:
         return "The trainings end with different weights, as expected."
-    names = "; ".join(same) if len(same) <= 2 else f"{len(same)} of {len(pairs)} pairs"
-    return f"{names} end with bitwise identical weights; the others differ, as expected."
+    return f"{'; '.join(same)} end with bitwise identical weights; the others differ, as expected."
+
+
+def _identical(pairs: Sequence[Pair]) -> list[list[str]]:
+    """Returns the groups of trainings that end with bitwise identical weights."""
+    groups = list[list[str]]()
+    for pair in pairs:
+        if pair.outcome == IDENTICAL:
+            group = next((g for g in groups if not set(g).isdisjoint(pair.names)), [])
+            if not group:
+                groups.append(group)
+            group += [name for name in pair.names if name not in group]
+    return groups
 
 
 def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[Pair]:

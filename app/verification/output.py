@@ -131,8 +131,9 @@ def report(
     console.say()
     console.say(f"saved in {path}: {', '.join(files)}")
     console.say(f"open {path / REPORT_FILE} for the stages, causes and remedies on one page")
-    if faults := _with_status(FAULT, runs):
-        raise MismatchError(f"{faults}; see {path / REPORT_FILE}")
+    faulty = [name for name, run in runs.items() if run.verdict.status == FAULT]
+    if faulty:  # The verdicts are printed above.
+        raise MismatchError(f"mismatch in {', '.join(faulty)}; see {path / REPORT_FILE}")
 
 
 def require_verified(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
@@ -259,20 +260,19 @@ def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
 
 def _side_by_side(pairs: Sequence[Pair], runs: Mapping[str, Run]) -> list[Block]:
     """Returns how far apart the trainings of each pair end, and which differ by design."""
-    if not pairs:
+    if all(pair.outcome == IDENTICAL for pair in pairs):
         return []
     steps = console.count(max(len(run.verdict.steps) for run in runs.values()), "step")
     rows = [
         [
             " – ".join(pair.names),
-            pair.outcome,
             f"{pair.absolute:.2g}",
             f"{pair.relative:.2g}",
             "everything" if pair.outcome == IDENTICAL else pair.where,
         ]
         for pair in pairs
     ]
-    header = ["pair", "verdict", "apart by", "relative", "in"]
+    header = ["pair", "apart by", "relative", "in"]
     return [
         Table(f"Side by side: how far apart after {steps}", header, rows),
         "the verdict depends on each single step, not on how far apart the ends are",
