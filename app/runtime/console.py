@@ -192,11 +192,11 @@ def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
 
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
     for position, name in enumerate(header):
-        table.add_column(name, justify="left" if position == 0 else "right")
+        table.add_column(name, justify="left" if position == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    # A pipe has no width; pages and logs show as many columns.
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 100, color_system=None)
+    # A pipe has no width: nothing is wrapped, so that programs can read the rows.
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 1000, color_system=None)
     say(title)
     with console.capture() as capture:
         console.print(table)
