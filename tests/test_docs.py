@@ -392,8 +392,9 @@ def test_the_notebook_runs_and_shows_what_it_says():
         notebook, timeout=300, resources={"metadata": {"path": NOTEBOOK.parent}}
     ).execute(env=environment)  # Raises where a cell fails.
     seen = texts_of(notebook)
-    fault = "exit code 9: manual is not the training on one device: lost replica"
-    for told in ("[[3. 3.]]", "'mirrored': 'clean'", fault, "\nTrue", "(8, True)"):
+    fault = "\nmanual is not the training on one device: lost replica\n"
+    end = "\nexit code 9: mismatch in manual; see runs/notebook/fault/report.html\n"
+    for told in ("[[3. 3.]]", "'mirrored': 'clean'", fault, end, "\nTrue", "(8, True)"):
         for texts in (shown, seen):
             assert any(told in text for text in texts), told
     by_hand, mirrored = next(text for text in seen if text.startswith("manual 0.")).splitlines()
