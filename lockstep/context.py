@@ -22,7 +22,7 @@ from lockstep.arithmetic import (
 )
 from lockstep.oracles import Ask, Batch, Computed, Oracle
 from lockstep.oracles.rules import RuleOracle
-from lockstep.rounding import Expected, measure
+from lockstep.rounding import Expected, measure, widened
 from lockstep.trace import CLIP_FIRST, REDUCE_FIRST, SEED, STATISTIC, Array, Named, Trace
 from lockstep.verdict import BY_DESIGN, FAULT, Finding, Measurement
 
@@ -272,6 +272,13 @@ class Context:
                 step = of_all.step._replace(y_pred=y_pred, after=after)
                 self._expected[s] = of_all._replace(step=step)
         return self._expected[shard]
+
+    def widen(self, shard: int) -> None:
+        """Measures again how far rounding reaches in the gradients of a shard, with more effort."""
+        variables = self.of_kind("weight", STATISTIC)
+        y_pred = self.arrays("y_pred")[shard] if self.has("y_pred") else []
+        asked = self.oracle, self.right[shard], variables, self.expected(shard), y_pred
+        self._expected[shard] = widened(*asked)
 
     def together(self, parts: Sequence[Ask]) -> Ask:
         """Returns the step of the whole batch, whose synchronised layers see all shards."""

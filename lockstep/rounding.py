@@ -18,6 +18,9 @@ from lockstep.arithmetic import (
     total_norm,
 )
 from lockstep.oracles import Ask, Computed, Oracle
+from lockstep.trace import Array
+
+_MORE_REPETITIONS = 6  # Where a gradient is farther than usual.
 
 
 class Expected(NamedTuple):
@@ -75,11 +78,7 @@ def _repeated(oracle: Oracle, ask: Ask, rounded: Sequence[str], seed: int) -> Ex
     generator, unit, own = np.random.default_rng(seed), oracle.unit, oracle.compute(ask)
     others: list[Computed] = []
     for _ in range(2):
-        near = {
-            name: array * (1 + unit * generator.choice([-1, 1], array.shape)).astype(array.dtype)
-            for name, array in ask.state.items()
-            if name in rounded
-        }
+        near = _changed(ask, rounded, unit, generator)
         others.append(oracle.compute(ask._replace(state=ask.state | near)))
     num = len(ask.data[0])
     aligned = all(len(p) == num for p in own.y_pred if p.ndim)
@@ -114,6 +113,45 @@ def _repeated(oracle: Oracle, ask: Ask, rounded: Sequence[str], seed: int) -> Ex
         if (relative := ratio(far, norm(own.raw[name]))) < NOTHING_BUT_ROUNDING:
             backward = max(backward, relative)
     return Expected(own, forward, backward, gradients, statistics)
+
+
+def widened(
+    oracle: Oracle, ask: Ask, rounded: Sequence[str], expected: Expected, y_pred: Sequence[Array]
+) -> Expected:
+    """Returns `expected` with gradients as far as those of predictions that are as far as recorded.
+
+    A ReLU whose input is nearly 0 may have another sign in other code, whose rounding errors are
+    larger than those of the few repetitions.
+
+    Args:
+        oracle, ask, rounded: see `measure`.
+        expected: the step.
+        y_pred: the recorded predictions, equal to those expected within rounding; empty if none
+            are recorded.
+    """
+    far = float(MARGIN)  # In `expected.forward`, as far as predictions may be.
+    if y_pred:
+        apart = relative_distance(y_pred, expected.step.y_pred)
+        far = float(np.clip(ratio(apart, expected.forward), 1, MARGIN))
+    generator, gradients = np.random.default_rng(0), dict(expected.gradients)
+    for _ in range(_MORE_REPETITIONS):
+        near = _changed(ask, rounded, oracle.unit * far, generator)
+        raw = oracle.compute(ask._replace(state=ask.state | near)).raw
+        for name in gradients.keys() & raw.keys():
+            apart = distance(raw[name], expected.step.raw[name])
+            gradients[name] = max(gradients[name], apart)
+    return expected._replace(gradients=gradients)
+
+
+def _changed(
+    ask: Ask, rounded: Sequence[str], unit: float, generator: np.random.Generator
+) -> dict[str, Array]:
+    """Returns variables, each number changed by a relative `unit` up or down."""
+    return {
+        name: array * (1 + unit * generator.choice([-1, 1], array.shape)).astype(array.dtype)
+        for name, array in ask.state.items()
+        if name in rounded
+    }
 
 
 def _is_another_step(
