@@ -3,6 +3,7 @@
 import importlib.metadata
 import pathlib
 import platform
+import re
 import textwrap
 from collections.abc import Iterable
 
@@ -14,8 +15,8 @@ _WIDTH = 72
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "options.md"
 _HEAD = """# Options
 
-Every option of every command. `python main.py COMMAND --help` shows the common options of a
-command, `--helpfull` all of them.
+`python main.py COMMAND --help` shows the common options of a command, `--helpfull` all of them.
+Defaults are in brackets; commands that differ from those of the group follow in parentheses.
 `make docs` makes this page from the [table of options](../app/options/table.py).
 """
 
@@ -151,25 +152,40 @@ def shown_default(option: Option) -> str:
 
 
 def option_page() -> str:
-    """Returns `docs/options.md`: a table for each group, with the commands of each option."""
+    """Returns `docs/options.md`: a list for each group, with the commands of its options."""
     lines = [_HEAD]
     for group in GROUPS:
-        lines += [f"## {group.capitalize()}", "", "| Option | Default | What it does | Commands |"]
-        lines += ["| --- | --- | --- | --- |"]
-        for option in (row for row in TABLE if row.group == group):
-            cells = [f"`{_written(option)}`", shown_default(option) or "–"]
-            cells += [_help_of_all_commands(option), ", ".join(option.commands)]
-            lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+        options = [option for option in TABLE if option.group == group]
+        commands = [option.commands for option in options]
+        usual = max(commands, key=commands.count)
+        lines += [f"## {group.capitalize()}", "", f"Commands: {_shown_commands(usual)}.", ""]
+        for option in options:
+            default = shown_default(option)
+            line = f"- `{_written(option)}`{f' [{default}]' if default else ''}"
+            line += f" or `--{option.alias}`" if option.alias else ""
+            line += f": {_help_of_all_commands(option)}"
+            if option.commands != usual:
+                line += f" ({_shown_commands(option.commands)})"
+            lines.append(line)
         lines.append("")
     return "\n".join(lines)
 
 
+def _shown_commands(commands: Iterable[str]) -> str:
+    """Returns the names of the commands, or those that are missing where these are few."""
+    missing = [command for command in COMMANDS if command not in commands]
+    return f"all but {' and '.join(missing)}" if len(missing) < 3 else ", ".join(commands)
+
+
 def _help_of_all_commands(option: Option) -> str:
-    sentences = [option.help]
+    """Returns the help text, and each sentence that only some commands add, after their names."""
+    commands_of = dict[str, list[str]]()
     for command, differences in option.differs.items():
-        if "help" in differences:
-            sentences.append(f"{command}: {differences['help'].removeprefix(option.help).strip()}")
-    return " ".join(sentences)
+        text = differences.get("help", "").removeprefix(option.help).strip()
+        for sentence in re.split(r"(?<=\.) ", text) if text else []:
+            commands_of.setdefault(sentence, []).append(command)
+    added = [f"{', '.join(names)}: {sentence}" for sentence, names in commands_of.items()]
+    return " ".join([option.help, *added]).replace("<", r"\<")  # "<time>" is no tag of HTML.
 
 
 if __name__ == "__main__":
