@@ -18,6 +18,12 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether each column holds numbers, which are aligned right."""
+        columns = zip(self.header, *self.rows, strict=True)
+        return [console.is_numeric(cells) for _, *cells in columns]
+
 
 @dataclasses.dataclass(frozen=True)
 class Facts:

@@ -10,12 +10,14 @@ import pathlib
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from app.runtime import run_context
 from app.runtime.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, LockstepError
 from app.runtime.shown_command import shown_python
+
+_RED, _YELLOW = "31", "33"
 
 
 class _LogFile(logging.FileHandler):
@@ -73,8 +75,7 @@ def warn(text: str) -> None:
         context.forward_warning(text)
         return
     _log(logging.WARNING, text)
-    bold, plain = ("\033[1;33m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    _write(sys.stderr, f"{bold}WARNING: {text}{plain}")
+    _write(sys.stderr, _colored(f"WARNING: {text}", _YELLOW, sys.stderr))
 
 
 def count(number: int, noun: str) -> str:
@@ -85,9 +86,8 @@ def count(number: int, noun: str) -> str:
 def report_error(error: LockstepError) -> int:
     """Prints the last line of a failed command and returns its exit code."""
     # One line, whatever characters a value contains.
-    _write(
-        sys.stderr, "error: " + "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
-    )
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
+    _write(sys.stderr, f"{_colored('error:', _RED, sys.stderr)} {text}")
     _log(logging.ERROR, str(error))
     return error.exit_code
 
@@ -184,15 +184,26 @@ def _write(stream: TextIO, text: str) -> None:
         os.close(nowhere)
 
 
+def _colored(text: str, color: str, stream: TextIO) -> str:
+    """Returns the text in bold and a color if the stream is a terminal."""
+    return f"\033[1;{color}m{text}\033[0m" if stream.isatty() else text
+
+
+def is_numeric(cells: Sequence[str]) -> bool:
+    """Returns whether all cells of a column begin like a number, a dash or a mark: align right."""
+    return all(cell[:1] in "0123456789-+–±<≤✗≠" for cell in cells)
+
+
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """Prints a table, with the first column left-aligned and numbers right-aligned."""
+    """Prints a table; names are aligned left, numbers right."""
     import rich.box
     import rich.console
     import rich.table
 
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-    for position, name in enumerate(header):
-        table.add_column(name, justify="left" if position == 0 else "right", overflow="fold")
+    for position, (name, *cells) in enumerate(zip(header, *rows, strict=True)):
+        is_name = position == 0 or not is_numeric(cells)
+        table.add_column(name, justify="left" if is_name else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     # A pipe has no width: nothing is wrapped, so that programs can read the rows.
