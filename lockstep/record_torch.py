@@ -67,21 +67,29 @@ class record:
         replay: Trace whose weights and statistics are loaded before each recorded step; with the
             same class of optimizer also its state, with as many replicas also the random state.
         permute: Seed. Permutes the examples (first axis of inputs and outputs) of each recorded
-            batch, so that only the order of summation is different.
+            batch, so that only the order of summation is different. Not for inputs of the layout
+            (time, batch), which are not compared example by example.
         names: Names in `replay` by names here. Others are matched by name, else by shape and order.
         shards: "each" runs the model, in one process, once for each replica's part of the batch in
-            `replay`, with its random state: layers such as BatchNorm then see the same examples.
+            `replay`, with its random state: layers such as BatchNorm and Dropout then compute what
+            each replica does. The loss must be computed outside of the model.
         feed_examples: Gives the model, in recorded steps, this process' part of the examples in
             `replay`, recorded in one process. The model must return the loss, so that no target
             of another example enters it.
         modules: True, or a pattern of names such as "layers.*.attention". In recorded steps, also
-            copies inputs and outputs of these modules, and the gradients of the loss by them.
+            copies inputs and outputs of these modules, and the gradients of the loss by them. They
+            only explain a difference that other arrays show.
         mesh: The devices of all processes, if the training has other parallel axes than data. None
-            for that of the DTensors among the weights.
+            for that of the DTensors among the weights. An axis `pp`, `pipe…` or `stage…` has the
+            stages of a pipeline, one for each process: `model` is the stage's module; pass `names`
+            if its weights have other names than in one process, or if a tied weight has two.
         dims: How inputs are split over the axes of the mesh, as in "b[dp] s[cp:zigzag]"; or an
             object with the key "inputs", the key "outputs" if the model's outputs are split in
             another way, and patterns of the names of weights that are no DTensors but parts:
-            {"inputs": "b[dp] s", "*.wqkv.weight": "3*o[tp] i"}.
+            {"inputs": "b[dp] s", "outputs": "b[dp] s v[tp]", "*.wqkv.weight": "3*o[tp] i"}. For
+            weights without a pattern, `replay` tells how, by shapes and first values. If sequences
+            are split, loss and gradients of a rank count as parts of a mean where DDP or
+            `fully_shard` reduces over their axis; else `clipped` are the only gradients recorded.
 
     `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
     """

@@ -35,7 +35,6 @@ DOCS = ROOT / "docs"
 OF_ROOT = ("README", "BUILD", "CHANGELOG", "CONTRIBUTING", "SECURITY")
 SKILL = ROOT / "examples" / "skill" / "SKILL.md"
 PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / f"{n}.md" for n in OF_ROOT), SKILL]
-FOR_AGENTS = (DOCS / "for_agents.md").read_text(encoding="utf-8")
 EXTEND = (DOCS / "extend.md").read_text(encoding="utf-8")
 OWN_CASE = (DOCS / "verify_your_own.md").read_text(encoding="utf-8")
 ODD_ONE = " + ([partial[-1]] if len(partial) % 2 else [])"
@@ -308,19 +307,17 @@ def test_commands_of_the_package_run_as_written(tmp_path):
     assert json.loads((tmp_path / path).read_text())["status"] == "fault"
 
 
-def test_the_page_for_agents_is_the_skill_and_its_names_exist(monkeypatch):
+def test_the_skill_has_names_that_exist(monkeypatch):
     _, head, body = SKILL.read_text(encoding="utf-8").split("---\n")
     about = yaml.safe_load(head)
     assert {*about} == {"name", "description"} and len(about["description"]) < 1024
-    assert FOR_AGENTS.startswith("# Verify a distributed training, for coding agents\n")
-    assert body.strip().partition("\n\n")[2] in FOR_AGENTS
     schema = json.loads((ROOT / "lockstep" / "verify.schema.json").read_text(encoding="utf-8"))
     keys = {*schema["properties"]}.union(
         *(d.get("properties", ()) for d in schema["$defs"].values())
     )
-    reading = FOR_AGENTS.partition("## Read the JSON\n")[2].partition("\n## ")[0]
+    reading = body.partition("## Read the JSON\n")[2].partition("\n## ")[0]
     assert {*re.findall(r"`(\w+)`", reading)} <= keys
-    (code,) = re.findall(r"```python\n(.*?)```", FOR_AGENTS, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
     called = mock.create_autospec(lockstep.assert_same_training)
     monkeypatch.setattr(lockstep, "assert_same_training", called)
     space = {}

@@ -1,6 +1,7 @@
 """Trains a small CNN with PyTorch: the original of port_keras.py.
 
 PYTHONPATH=. python port_torch.py --trace=torch.npz
+PYTHONPATH=. python port_torch.py --trace=permuted.npz --replay=torch.npz --permute=1
 """
 
 import argparse
