@@ -222,6 +222,18 @@ class Recorder:
         tf.cond(number >= 0, copy, lambda: number)
 
     def _step(self, inner: Callable, *data: Any) -> Any:
+        """Runs a step. AutoGraph converts this method, and so `inner`, as without a recorder."""
+        data, state = self._begin_step(data)
+        try:
+            result = inner(*data)
+        finally:
+            self._end_losses()
+        self._end_step(state)
+        return result
+
+    @tf.autograph.experimental.do_not_convert
+    def _begin_step(self, data: Any) -> tuple[Any, list[Any]]:
+        """Copies what is known before a step; returns its examples and the variables."""
         if not self._optimizer.built:
             self._build(data)
         state, replica = [*self._model.variables, *self._outer.variables], replica_id()
@@ -237,12 +249,15 @@ class Recorder:
         self._keep("learning_rate", [self._optimizer.learning_rate])
         self._frozen = [layer.name for layer in self._model._flatten_layers() if is_frozen(layer)]
         self._num_losses[replica] = 0
-        try:
-            result = inner(*data)
-        finally:
-            del self._num_losses[replica]
+        return data, state
+
+    @tf.autograph.experimental.do_not_convert
+    def _end_losses(self) -> None:
+        del self._num_losses[replica_id()]
+
+    @tf.autograph.experimental.do_not_convert
+    def _end_step(self, state: list[Any]) -> None:
         self._keep("after", state)
-        return result
 
     def _compute_loss(self, inner: Callable, *args: Any, **kwargs: Any) -> tf.Tensor:
         loss = inner(*args, **kwargs)
