@@ -213,18 +213,23 @@ def comparisons(results: dict[str, Any]) -> Iterator[tuple[str, str, str, interv
 
 
 def summary(results: dict[str, Any]) -> list[str]:
-    """Returns a table of this project against each peer's best, and the other ratios."""
+    """Returns a table of this project against each peer's best, and the other ratios.
+
+    A training's title is in the first of its rows.
+    """
     lines = [
-        "| training | program | images/s | over | images/s | ratio of times | 95 % interval |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| Training | Program | Images/s | Over | Images/s | Ratio of times |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     programs = {PARTS[name].title: part for name, part in results["parts"].items()}
+    shown = ""
     for title, name, base, ratio in comparisons(results):
         rates = [1 / interval.median(programs[title][each]["secs"]).value for each in (name, base)]
         lines.append(
-            f"| {title} | {name} | {rates[0]:,.0f} | {base} | {rates[1]:,.0f} |"
-            f" {ratio.value:.3f} | {ratio.low:.3f}–{ratio.high:.3f} |"
+            f"| {title if title != shown else ''} | {name} | {rates[0]:,.0f} | {base} |"
+            f" {rates[1]:,.0f} | {ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f}) |"
         )
+        shown = title
     return lines
 
 

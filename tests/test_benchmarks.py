@@ -66,9 +66,9 @@ def test_the_page_and_the_summary_are_made_of_measurements_alone(monkeypatch):
                "parts": {"lenet": programs}}  # fmt: skip
     page = run.render(results)
     rows = [
-        "| LeNet | manual × 2 | 1,000 | JAX × 1 | 500 | 0.500 | 0.500–0.500 |",
-        "| LeNet | manual × 2, bfloat16 | 2,000 | JAX × 1 | 500 | 0.250 | 0.250–0.250 |",
-        "| LeNet | manual × 2, bfloat16 | 2,000 | manual × 2 | 1,000 | 0.500 | 0.500–0.500 |",
+        "| LeNet | manual × 2 | 1,000 | JAX × 1 | 500 | 0.500 (0.500–0.500) |",
+        "|  | manual × 2, bfloat16 | 2,000 | JAX × 1 | 500 | 0.250 (0.250–0.250) |",
+        "|  | manual × 2, bfloat16 | 2,000 | manual × 2 | 1,000 | 0.500 (0.500–0.500) |",
     ]
     assert [*run.summary(results)][2:] == rows
     assert "\n".join(rows) in page and "accuracies" not in page

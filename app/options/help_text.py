@@ -164,9 +164,7 @@ def option_page() -> str:
             line = f"- `{_written(option)}`{f' [{default}]' if default else ''}"
             line += f" or `--{option.alias}`" if option.alias else ""
             line += f": {_help_of_all_commands(option)}"
-            if option.commands != usual:
-                line += f" ({_shown_commands(option.commands)})"
-            lines.append(line)
+            lines.append(line + _difference(option.commands, usual))
         lines.append("")
     return "\n".join(lines)
 
@@ -175,6 +173,16 @@ def _shown_commands(commands: Iterable[str]) -> str:
     """Returns the names of the commands, or those that are missing where these are few."""
     missing = [command for command in COMMANDS if command not in commands]
     return f"all but {' and '.join(missing)}" if len(missing) < 3 else ", ".join(commands)
+
+
+def _difference(commands: tuple[str, ...], usual: tuple[str, ...]) -> str:
+    """Returns the commands of an option in parentheses, "" for those of the group."""
+    if commands == usual:
+        return ""
+    added = [command for command in commands if command not in usual]
+    if len(added) < 3 and len(added) + len(usual) == len(commands):
+        return f" (also {' and '.join(added)})"
+    return f" ({_shown_commands(commands)})"
 
 
 def _help_of_all_commands(option: Option) -> str:
