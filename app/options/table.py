@@ -141,38 +141,37 @@ class Distribution:
         "Dtype of the gradient all-reduce.", ("verify", "benchmark"),
         choices=("float32", "bfloat16"), **_RESULT)
     batch_norm: str = option("average",
-        "average: each shard of the batch is normalised by its own statistics, and the moving"
-        " statistics are averaged over the shards. sync: all replicas use the statistics of the"
-        " whole batch.", _STEPS, choices=("average", "sync"), **_RESULT)
+        "average: each shard of the batch is normalised by its own statistics; moving statistics"
+        " are averaged. sync: all use the statistics of the whole batch.", _STEPS,
+        choices=("average", "sync"), **_RESULT)
     accumulate_steps: int = option(1,
-        "Gradient accumulation: each replica splits its part of the batch into A parts and adds"
-        " their gradients before the update. Needs less memory.", _STEPS, metavar="A", low=1,
+        "Gradient accumulation: each replica splits its shard into A parts and adds their gradients"
+        " before the update. Needs less memory.", _STEPS, metavar="A", low=1,
         high=1024, **_RESULT)
     shard_weights: tuple[int, ...] = option((),
-        "Shares of the batch for unequal devices, one whole number for each replica: with 3,1 the"
-        " first replica gets three quarters. Default: equal shares.", _STEPS, metavar="W,W,…",
+        "Shares of the batch for unequal devices: with 3,1 the first replica gets three quarters.",
+        _STEPS, metavar="W,W,…",
         low=1, high=1000, repeats=True, **_RESULT)
     shard: str = option("weights",
-        "sharded: what is divided among the replicas: the optimizer state (ZeRO-1), the gradients"
-        " too (ZeRO-2), or the weights too (ZeRO-3).", _STEPS,
+        "sharded: divide the optimizer state (ZeRO-1), the gradients too (ZeRO-2), or the weights"
+        " too (ZeRO-3).", _STEPS,
         choices=("optimizer", "gradients", "weights"), **_RESULT)
     model_parallel: int | None = option(None,
-        "pipeline, tensor: number of devices that share one copy of the weights; must divide the"
-        " number of devices. Each copy trains on a different part of the batch. Default: all"
-        " devices.", _STEPS, metavar="K", low=1, high=names.MAX_DEVICES, **_RESULT)
+        "pipeline, tensor: devices that share one copy of the weights; must divide the number of"
+        " devices. Each copy trains on a part of the batch. Default: all devices.", _STEPS,
+        metavar="K", low=1, high=names.MAX_DEVICES, **_RESULT)
     micro_batches: int = option(4,
-        "pipeline: number of micro-batches into which each replica's batch is split.", _STEPS,
+        "pipeline: micro-batches into which each replica's batch is split.", _STEPS,
         metavar="M", low=1, high=1024, **_RESULT)
     schedule: str = option("1f1b",
-        "pipeline: gpipe runs all forward passes first; 1f1b (one forward, one backward) starts"
-        " each backward pass as early as possible and stores fewer activations. The result is the"
-        " same.", _STEPS, choices=("gpipe", "1f1b"), **_RESULT)
+        "pipeline: gpipe runs all forward passes first; 1f1b starts each backward pass as early as"
+        " possible: less memory, same result.", _STEPS, choices=("gpipe", "1f1b"), **_RESULT)
     recompute: bool = option(False,
-        "pipeline: recompute the activations of a stage in its backward pass instead of storing"
-        " them: less memory, more time, same result.", _STEPS, **_RESULT)
+        "pipeline: recompute a stage's activations in its backward pass: less memory, more time,"
+        " same result.", _STEPS, **_RESULT)
     pipeline_cuts: tuple[str, ...] = option((),
         "pipeline: layers after which the network is cut into stages. Default: cuts that balance"
-        " the floating-point operations.", _STEPS, metavar="LAYER,…", **_RESULT)
+        " the operations.", _STEPS, metavar="LAYER,…", **_RESULT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,8 +179,8 @@ class Cluster:
     """The workers of multi_worker."""
 
     num_workers: int | None = option(None,
-        "Number of worker processes of multi_worker. Without TF_CONFIG and outside of srun, they"
-        " are started on this machine. Default: those of the cluster, or 2.", _TRAIN, **_N,
+        "Worker processes of multi_worker, started on this machine without TF_CONFIG and outside of"
+        " srun. Default: those of the cluster, or 2.", _TRAIN, **_N,
         high=names.MAX_DEVICES,
         differs={"compare": {"default": 2}, "verify": {"default": 2}})
     max_restarts: int = option(3,
@@ -249,10 +248,10 @@ class Verification:
         " into the first strategy that can have it, or into that of strategy=NAME.",
         ("train", "verify"), metavar="FAULT", differs={"verify": {"common": True}})
     verify_every: int | None = option(None,
-        "Verify every N-th step while the training runs, and also the first step and the last one"
-        " of the first epoch: compare the step with the same step on one device. 0 turns it off."
-        f" Default: the first step, the last step of each epoch and every {names.VERIFY_EVERY}th of"
-        " a long epoch, where steps can be verified.", ("train",), metavar="N", low=0,
+        "Compare every N-th step, the first one and the last one of the first epoch with the same"
+        " step on one device while the training runs. 0 turns it off. Default: the first step, the"
+        f" last one of each epoch and every {names.VERIFY_EVERY}th of a long epoch, where steps can"
+        " be verified.", ("train",), metavar="N", low=0,
         high=1_000_000_000, **_COMMON)
     on_mismatch: str = option("stop",
         "When a verified step does not match: stop with exit code 9, or warn.", ("train",),
@@ -287,8 +286,8 @@ class Benchmark:
         f"Number of rounds, at least {names.MIN_ROUNDS}; each round times every case once.",
         ("benchmark",), **_N, high=10_000, **_COMMON)
     breakdown: bool = option(False,
-        "Show where the time of a step goes, by leaving one part out at a time, and count the bytes"
-        " between devices.", ("benchmark",), **_COMMON)
+        "Show where the time of a step goes, and count the bytes between devices.",
+        ("benchmark",), **_COMMON)
     model: tuple[str, ...] = option(("lenet",),
         "Networks.", ("benchmark",), **_MANY, choices=names.MODEL_NAMES, **_COMMON)
     num_devices: tuple[int, ...] = option((1, 2),
