@@ -2,7 +2,35 @@
 
 The arrays of a step belong to *shards*, the parts of a batch with their own examples, loss and
 gradient, and to *copies* of the weights. In data parallelism, both are the replicas; a pipeline has
-several shards (micro-batches) and one copy. `docs/trace_format.md` describes the file.
+several shards (micro-batches) and one copy. `docs/trace_format.md` describes the file. Any kind of
+array may be missing.
+
+Kinds of arrays of a shard:
+
+- `data`: the examples, along the first axis.
+- `random`, `random_after`: states of random number generators before the step and after the forward
+  pass (`uint8`); unchanged: not used.
+- `shards`: for each forward pass, the number of the part with which each example was computed, if
+  the model ran part by part.
+- `y_pred`, `mask`: outputs and masks (shape `()`: none). `y_grad`: gradients of the loss with
+  respect to `y_pred`, where that has a row for each example.
+- `module_in`, `module_out`, `module_out_grad`, `module_in_grad`: first floating-point tensor of a
+  module's input and output, of its first call in a forward pass, and the gradients (0 if the loss
+  does not use it, absent if none is computed); the index is number of the pass · length of
+  `modules` + position in `modules`.
+- `loss`: the shard's loss, then, if known, a part of it that may not count: its regularisation
+  losses (Keras), or losses whose gradients the script cleared (PyTorch). In a custom loop
+  `objective`: the scalar that is differentiated, then its share of the regularisation losses.
+- `raw`: gradients before the all-reduce. `removed`: what the script took from them between
+  micro-batches, where not 0.
+- `own_before`, `own_after`: the shard's own variables, such as BatchNorm statistics.
+
+Kinds of arrays of a copy:
+
+- `before`, `after`: all variables. `replaced`: the copy's own ones, before those of another trace
+  were loaded.
+- `sums`: gradients received from the all-reduce. `unclipped`: before the last clipping, if any.
+  `clipped`: those that the optimizer applies (of a shard if `order` is "clip, reduce").
 """
 
 import dataclasses
