@@ -1,7 +1,14 @@
 """Remedies for faults of Keras under `tf.distribute`; `docs/keras_findings.md` lists the causes.
 
 Copy what you need. Each, and each pair, makes the same training on several replicas as on one
-device. The global batch has 12 examples.
+device. The global batch has 12 examples. Remedies without code:
+
+- *mean of means*: `drop_remainder=True`, with a batch size that the number of replicas divides.
+- *weighted mean of means*: the default reduction; with masks, equally many unmasked steps on each
+  replica.
+- *clipped before the sum*: see `docs/verify_your_own.md`.
+- *overflow not skipped*: `keras.config.set_dtype_policy("mixed_bfloat16")`.
+- *frozen*: `layer.trainable = False`, before `compile`.
 """
 
 from typing import Any
@@ -13,7 +20,11 @@ GLOBAL_BATCH_SIZE = 12
 
 
 class ReplicaDropout(keras.layers.Layer):
-    """For *same random numbers*: `Dropout` with the number of the replica in its seed."""
+    """For *same random numbers*: `Dropout` with the number of the replica in its seed.
+
+    Draw random numbers in layers, not in `train_step` or a model's own `call`: with synchronised
+    BatchNorm only those of layers can be computed again.
+    """
 
     def __init__(self, rate: float, seed: int = 0) -> None:
         super().__init__()
@@ -30,17 +41,23 @@ class ReplicaDropout(keras.layers.Layer):
 
 
 def synchronised_norm() -> keras.layers.Layer:
-    """For *local statistics*: BatchNorm over the whole batch; not for inputs with a mask."""
+    """For *local statistics*: BatchNorm over the whole batch.
+
+    Not for inputs with a mask: normalise before the layer that makes the mask, or drop it.
+    """
     return keras.layers.BatchNormalization(synchronized=True)
 
 
 def loss_of_each_example(y: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-    """For *scalar loss not divided*: a loss with one number for each example."""
+    """For *scalar loss not divided*: a loss with one number for each example.
+
+    The mean over `axis=-1` leaves the axis of the examples.
+    """
     return tf.reduce_mean(tf.square(y - y_pred), axis=-1)
 
 
 class MeanOverGlobalBatch(keras.losses.MeanSquaredError):
-    """For *mean of means*: a loss divided by the global batch size, for shards of any size."""
+    """For *mean of means*, weighted or not: a loss divided by the global batch size."""
 
     def __init__(self) -> None:
         super().__init__(reduction="sum")
