@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -437,6 +438,29 @@ def test_a_custom_loop(tmp_path, is_built):
     velocity = next(i for i, v in enumerate(about["variables"]) if v.get("slot") == "momentum")
     expected = -0.1 * arrays["1/sums/0/0"]
     np.testing.assert_allclose(arrays[f"1/after/0/{velocity}"], expected, rtol=1e-5, atol=1e-8)
+
+
+def test_the_lines_of_the_page_record_fit_and_a_custom_loop(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "verify_scripts.md").read_text(encoding="utf-8")
+    fit, loop = re.findall(r"```python\n(.*?)```", page.split("\n### ")[3], re.DOTALL)
+    model = on_replicas(lambda: convolution(optimizers.SGD, dropout=0))
+    strategy, optimizer = model.distribute_strategy, optimizers.SGD(0.1)
+
+    def replica_step(batch):
+        x, y, _ = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model.loss(y, model(x, training=True)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    space = {"tf": tf, "model": model, "dataset": batches(), "strategy": strategy}
+    space |= {"optimizer": optimizer, "replica_step": replica_step}
+    space["distributed_dataset"] = strategy.experimental_distribute_dataset(batches())
+    monkeypatch.chdir(tmp_path)
+    for lines in (fit, loop):
+        exec(lines, space)
+        about, _ = read("one.npz")
+        assert (about["steps"], about["num_replicas"]) == ([0, 1, 2], 2)
 
 
 # --- Without Lockstep ----------------------------------------------------------------------------
