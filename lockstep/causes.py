@@ -186,6 +186,8 @@ IN_FRAMEWORK = {  # Framework → remedies that can be said more precisely for i
         "not_all_reduced": "sum the gradients over the replicas before the update: call"
         " `optimizer.apply` within `strategy.run`, which all-reduces them, or all-reduce them in"
         " the step",
+        "sum_instead_of_mean": "divide the loss by the number of replicas, as"
+        " `tf.nn.compute_average_loss` does: `optimizer.apply` sums the gradients of all replicas",
         "clipped_before_the_sum": "clip after the sum: remove clipnorm, global_clipnorm and"
         " clipvalue from the optimizer, and clip in a custom train_step after"
         " `tf.distribute.get_replica_context().all_reduce`",
@@ -216,6 +218,10 @@ CODE = {  # Framework → cause → an example: a line to remove, and one to add
         "local_statistics": ("BatchNormalization()", "BatchNormalization(synchronized=True)"),
         "mean_of_means": ("dataset.batch(size)", "dataset.batch(size, drop_remainder=True)"),
         "scalar_loss_not_divided": ("return tf.reduce_mean(losses)", "return losses"),
+        "sum_instead_of_mean": (
+            "loss = tf.reduce_mean(losses)",
+            "loss = tf.nn.compute_average_loss(losses, global_batch_size=size)",
+        ),
         "regulariser_missing": ("", "loss += tf.add_n(model.losses)"),
         "regulariser_repeated": ("", "penalty = tf.nn.scale_regularization_loss(penalty)"),
         "flatten_order": ("Flatten()", "Permute((3, 1, 2)), Flatten()"),

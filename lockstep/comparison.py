@@ -196,6 +196,8 @@ def verify_against(
         )
         idle = {**dict.fromkeys(verdict.steps, text), **idle}
     notes = *_not_compared(matching, skipped), *_hidden(first, second, result), *_untrained(result)
+    if verdict.faults and not is_compared and not skipped:
+        notes += ("gradients are not compared: repair this first, then record again",)
     return dataclasses.replace(verdict, tolerance=tolerance.text, notes=notes, idle=idle)
 
 

@@ -126,7 +126,8 @@ def _with_gradient(recorder: "record", kind: str, tree: Any, specs: Any) -> Any:
 class record:
     """Wraps a training step and records some of its calls; a context manager."""
 
-    path: str | os.PathLike[str]  # File to write at the end of the block.
+    # File to write at the end of the block; None: only runs of `assert_same_training` are recorded.
+    path: str | os.PathLike[str] | None
     step: Callable[..., Any]  # From `jax.jit` or `jax.pmap`, or calling such functions.
     arguments: Mapping[str, Any]  # Of "params", "batch"; optionally "state", "opt_state", "key".
     outputs: Mapping[str, Any]  # Of the same without "batch", and of "loss".
@@ -146,6 +147,10 @@ class record:
         # `lockstep.assert_same_training` gives some arguments in place of those of the script.
         for name, value in json.loads(os.environ.get("LOCKSTEP_RECORD", "{}")).items():
             setattr(self, name, value)
+        if self.path is None:
+            self.steps, self.replay = (), None
+        elif not Path(self.path).parent.is_dir():
+            raise ValueError(f"{self.path}: must be in a folder that exists")
         self._wanted = set(range(self.steps) if isinstance(self.steps, int) else self.steps)
         self._number, self._arrays, self._received = 0, dict[str, Any](), dict[Any, list[Any]]()
         self._about: dict[str, Any] = {"steps": [], "settings": [], "gradients": []}
@@ -160,8 +165,10 @@ class record:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._wanted = set()
+        if self.path is None:
+            return
         if self._arrays:
-            self._save()
+            self._save(Path(self.path))
         elif error is None:
             warnings.warn(f"{self.path}: none of {self._number} steps was recorded", stacklevel=2)
 
@@ -296,14 +303,13 @@ class record:
         about["num_replicas"] = math.prod(sizes[axis] for axis in data_axes)
         about["placements"] = {key: text for key, text in placements.items() if text}
 
-    def _save(self) -> None:
+    def _save(self, path: Path) -> None:
         """Writes the file under another name first, then renames it."""
         optimizer = {k: v for k, v in self.optimizer.items() if not callable(v)}
         about = {"format": "lockstep trace", "version": 2, "framework": "jax", **self._about}
         about |= {"versions": {"jax": jax.__version__}, "order": "reduce, clip", "layers": []}
         about |= {"optimizer": optimizer | {"framework": "jax"}, "data_layout": self.data_layout}
         about |= {"permuted": self.permute, "replayed": self._trace and self._trace.path.name}
-        path = Path(self.path)
         if jax.process_count() > 1:
             path = path.with_suffix(f".rank{jax.process_index()}.npz")
         temporary = path.with_name(f"{path.name}.tmp")

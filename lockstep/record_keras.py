@@ -6,14 +6,21 @@ needs TensorFlow, Keras 3 and NumPy.
     with record_keras.record("two.npz", model, steps=[0, 1, 2]):
         model.fit(dataset)  # The model is compiled under `strategy.scope()`.
 
+A custom loop passes its optimizer, and wraps the function of a replica:
+
+    with record_keras.record("two.npz", model, optimizer, steps=3) as recorder:
+        recorded_step = recorder.wrap(replica_step)
+
+        @tf.function  # Traced within the block.
+        def train_step(batch):
+            strategy.run(recorded_step, args=(batch,))
+
 `python -m lockstep one.npz two.npz` compares such files. With the package installed, a script can
 compare its steps with one device:
 
     with record_keras.Recorder(model, steps=3) as recorder:
         model.fit(dataset)
     print(lockstep.compare(recorder, model=build_model))  # Called outside of the scope.
-
-A custom loop passes `optimizer`, and runs `strategy.run(recorder.wrap(replica_step), args=...)`.
 
 The hooks replace methods of the model and the optimizer instances, and `GradientTape.gradient`,
 until the end of the block.
@@ -63,8 +70,8 @@ class Recorder:
 
     Args:
         model: a compiled model, or with `optimizer` any model; under a strategy or not.
-        steps: number of first steps to record, or numbers of steps, from 0.
         optimizer: optimizer of a custom loop.
+        steps: number of first steps to record, or numbers of steps, from 0.
         replay: a recording whose weights and statistics are assigned before each step; from a
             recording of Keras also optimizer state (without learning rate) and seeds.
         permute: seed for a permutation of each replica's examples in these steps.
@@ -80,14 +87,19 @@ class Recorder:
     """
 
     def __init__(
-        self, model: keras.Model, steps: int | Collection[int] = 3, *,
-        optimizer: keras.optimizers.Optimizer | None = None,
+        self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, *,
+        steps: int | Collection[int] = 3,
         replay: Path | None = None, permute: int | None = None,
         names: Mapping[str, str] | None = None,
     ):  # fmt: skip
         optimizer = optimizer or getattr(model, "optimizer", None)
         if optimizer is None:
-            raise ValueError(f"model {model.name} is not compiled; call model.compile first")
+            raise ValueError(
+                f"model {model.name} is not compiled; call model.compile first, or pass the"
+                " optimizer of a custom loop"
+            )
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            raise ValueError(f"optimizer: {optimizer!r} is no optimizer of Keras")
         if model.compiled and model.jit_compile is True:
             raise ValueError(
                 f"model {model.name} is compiled with jit_compile=True, and XLA does not run the"
@@ -201,8 +213,9 @@ class Recorder:
 
     def _keep(self, kind: str, values: Sequence[Any]) -> None:
         """Copies tensors and variables of this replica, if its step is recorded."""
-        replica = replica_id()
-        number, parts = self._number[replica], dict[str, Any]()
+        replica, parts = replica_id(), dict[str, Any]()
+        if (number := self._number.get(replica)) is None:
+            raise ValueError("a step is not recorded; call strategy.run(recorder.wrap(step), …)")
         for index, value in enumerate(values):
             if isinstance(value, tf.IndexedSlices):
                 parts |= {f"{index}/values": value.values, f"{index}/indices": value.indices}
@@ -241,8 +254,8 @@ class Recorder:
         self._number[replica] = number = self._begin(replica, leaves(data))
         if self._replay:
             self._replay.assign(state, self.about["variables"], number, replica)
-        if (seed := self.about["permuted"]) is not None:
-            data = permuted(data, number, [seed, replica])
+        if self.about["permuted"] is not None:
+            data = permuted(data, number, [self.about["permuted"], replica])
         self.about["structure"] = to_json(data[0] if len(data) == 1 else data)
         self._keep("data", leaves(data))
         self._keep("before", state)
@@ -406,19 +419,35 @@ class Replay:
         raise ValueError(self.error)
 
 
+class NotRecording:
+    """Stands for the recorder of a training that is not recorded."""
+
+    def wrap(self, step: Callable) -> Callable:
+        """Returns the step."""
+        return step
+
+
 @contextlib.contextmanager
 def record(
-    path: Path, model: keras.Model, steps: int | Collection[int] = 3, **options: Any
-) -> Iterator[Recorder]:
+    path: Path | None, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, *,
+    steps: int | Collection[int] = 3, **options: Any,
+) -> Iterator[Recorder | NotRecording]:  # fmt: skip
     """Records steps in a `with` block and saves them at its end, even if an error ends it.
 
     See `Recorder` for the arguments; `lockstep.assert_same_training` gives path, steps, replay and
-    permute in place of those of the script.
+    permute in place of those of the script. With path None, only its runs are recorded.
     """
     if given := json.loads(os.environ.get("LOCKSTEP_RECORD", "null")):
         path, steps = given.pop("path"), given.pop("steps")
+        if given.pop("modules", False):
+            raise ValueError("modules: Keras' modules cannot be recorded; leave it out")
         options |= given
-    recorder = Recorder(model, steps, **options)
+    if path is None:
+        yield NotRecording()
+        return
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise ValueError(f"{path}: must be in a folder that exists")
+    recorder = Recorder(model, optimizer, steps=steps, **options)
     try:
         with recorder:
             yield recorder
@@ -426,7 +455,10 @@ def record(
         if recorder.arrays:
             recorder.save(path)
     if not recorder.arrays:
-        raise ValueError(f"{path} is not written: no step was recorded; train within the block")
+        raise ValueError(
+            f"{path} is not written: no step was recorded; train within the block, and call"
+            " tf.function there"
+        )
 
 
 def description(

@@ -59,7 +59,7 @@ class record:
     """Records the training in a `with` block and writes `path` at its end, also if it raises.
 
     Args:
-        path: File to write, `*.npz`.
+        path: File to write, `*.npz`. None: only runs of `assert_same_training` are recorded.
         model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2).
         optimizer: Ends each step with `optimizer.step()`, which calls a closure at most once. A
             wrapper, as of Accelerate, has the optimizer in its attribute `optimizer`.
@@ -97,7 +97,7 @@ class record:
 
     def __init__(
         self,
-        path: str,
+        path: str | None,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         steps: int | Sequence[int] = (0, 1, 2, 234, 235),
@@ -116,6 +116,9 @@ class record:
             path, steps = given["path"], given["steps"]
             replay, permute = given["replay"], given["permute"]
             modules = given.get("modules") or modules
+        self.is_recording = path is not None
+        if path is None:
+            return
         self.path, self.optimizer, self.seed, self.names = path, optimizer, permute, names or {}
         self.wanted = set(range(steps) if isinstance(steps, int) else steps)
         self.ddp: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
@@ -219,11 +222,15 @@ class record:
         return files
 
     def __enter__(self) -> None:
+        if not self.is_recording:
+            return
         self.original, torch.autograd.backward = torch.autograd.backward, self._backward
         self.counter = self.optimizer.register_step_post_hook(self._after_update)
         self._install_hooks()
 
     def __exit__(self, *_: Any) -> None:
+        if not self.is_recording:
+            return
         torch.autograd.backward = self.original
         self.counter.remove()
         self.hooks.close()

@@ -42,7 +42,8 @@ def contents_of(trace: Trace, details: bool = False) -> str:
     variables = {key: shapes.get(key, "not recorded") for key in shown}
     if len(listed) > len(shown):
         variables["…"] = f"{len(listed) - len(shown)} more; all variables: --details"
-    rows = {kind: _arrays_in_words(kind, arrays) for kind, arrays in sorted(kinds.items())}
+    place = "rank" if about.mesh else "replica"
+    rows = {kind: _arrays_in_words(kind, of_kind, place) for kind, of_kind in sorted(kinds.items())}
     title = f"{trace.name or 'the recording'}: a recording of {about.framework}"
     parts = [
         facts_lines(title, facts),
@@ -65,11 +66,11 @@ def _in_words(key: str, value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _arrays_in_words(kind: str, arrays: Mapping[str, Any]) -> str:
+def _arrays_in_words(kind: str, arrays: Mapping[str, Any], place: str) -> str:
     """Returns how many arrays of a kind there are, where, how large, and of which shapes."""
     steps, items = (len({name.split("/")[part] for name in arrays}) for part in (0, 2))
     size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values())
-    text = f"{len(arrays)} of {count('item', items)} in {count('step', steps)}; {size:,} bytes"
+    text = f"{len(arrays)} in {count('step', steps)} of {count(place, items)}; {size:,} bytes"
     if kind not in (*OF_VARIABLES, *OF_GRADIENTS):
         shapes = dict.fromkeys(f"{_shape_of(array)} {array.dtype}" for array in arrays.values())
         text += f"; {first_names(list(shapes))}"

@@ -5,8 +5,9 @@
             "python train.py", {"ddp": "torchrun --nproc_per_node=2 train.py"}
         )
 
-Each training records itself: it has a recorder's `with` block. While a test runs it, the variable
-`LOCKSTEP_RECORD` gives the recorder its file, steps, replay and permute in place of its arguments.
+Each training records itself: it has a recorder's `with` block, where the path may be None. While a
+test runs it, the variable `LOCKSTEP_RECORD` gives the recorder its file, steps, replay and permute
+in place of its arguments. The training runs to its end: give it few steps.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import operator
 import os
 import pathlib
 import pickle
+import re
 import shlex
 import socket
 import subprocess
@@ -35,6 +37,7 @@ from lockstep.verify_json import record_of_all
 
 VARIABLE = "LOCKSTEP_RECORD"  # Read by the recorders.
 _MOST_LINES = 15  # Of what a failed command printed.
+_LOG_LINE = re.compile(r"[IWE]\d{4} \d\d:|WARNING: All log messages before absl")  # TensorFlow's.
 
 Function = Callable[[], None]
 # A command, a function, or a function and the number of processes that call it at once.
@@ -98,6 +101,7 @@ def assert_same_training(
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
 
         def record(file: str, name: str, training: Training, **options: Any) -> str:
+            __tracebackhide__ = True
             path = str(pathlib.Path(folder, file))
             given = {"path": path, "steps": wanted, "modules": modules, **options}
             _record(name, training, given, timeout_sec)
@@ -110,6 +114,7 @@ def assert_same_training(
             files.append(permuted)
 
         def verdict_of(name: str, training: Training) -> Verdict:
+            __tracebackhide__ = True
             file = f"variant{next(numbers)}.npz"
             path = record(file, name, training, replay=one, permute=None)
             traces = [load(file) for file in (*files, path)]
@@ -191,6 +196,7 @@ def _record(name: str, training: Training, options: Mapping[str, Any], timeout_s
     Raises:
         AssertionError: it failed, or wrote none.
     """
+    __tracebackhide__ = True
     variables = {VARIABLE: json.dumps(options)}
     if isinstance(training, tuple) and callable(training[0]):
         error = _call(training[0], training[1], variables, timeout_sec)
@@ -226,7 +232,8 @@ def _run(command: str | Sequence[str], variables: Mapping[str, str], timeout_sec
         return f"could not be started: {shlex.join(words)}: {error.strerror}"
     if process.returncode == 0:
         return ""
-    printed = "\n".join(process.stdout.splitlines()[-_MOST_LINES:])
+    lines = [line for line in process.stdout.splitlines() if not _LOG_LINE.match(line)]
+    printed = "\n".join(lines[-_MOST_LINES:])
     return f"ended with exit code {process.returncode}: {shlex.join(words)}\n{printed}"
 
 

@@ -31,7 +31,7 @@ def sentence_of(verdict: Verdict) -> str:
     if by_design:
         return f"{name} differs by design from the {training}: {by_design}; no fault found"
     bits = ", bit for bit" if verdict.is_bitwise else ""
-    return f"{name} is the {training}: every stage is clean{bits}"
+    return f"{name} is the {training}: every checked stage is clean{bits}"
 
 
 def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | None = None) -> str:

@@ -1389,7 +1389,7 @@ def test_the_command_ends_with_0_if_all_is_clean(tmp_path, one):
     names, out = "--name_map=other=dense/bias", tmp_path / "out"
     result = run_here("verify", f"--traces={first},{second}", names, f"--out={out}")
     assert result.returncode == 0, result.stderr
-    assert "two.npz is the training of one.npz: every stage is clean" in result.stdout
+    assert "two.npz is the training of one.npz: every checked stage is clean" in result.stdout
     notes = json.loads((out / "verify.json").read_text())["trainings"]["two.npz"]["notes"]
     assert len(notes) == 1 and notes[0].startswith("gradients of steps ")
 

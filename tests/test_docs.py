@@ -363,7 +363,7 @@ def test_the_readme_s_commands_run_one_after_another(tmp_path):
     for line in program_lines(README):
         result = assert_ok(run_python("main.py", *shlex.split(line), cwd=tmp_path))
         if " --steps=5 " in line:
-            told = "mirrored is the training on one device: every stage is clean"
+            told = "mirrored is the training on one device: every checked stage is clean"
             assert told in result.stdout and told in RECORDING and line in RECORDING
 
 

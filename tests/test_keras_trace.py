@@ -188,7 +188,10 @@ def test_an_error_ends_the_recording_and_removes_its_hooks(tmp_path):
     model = on_replicas(lambda: convolution(lambda: optimizers.SGD(0.5, momentum=0.9)))
     object.__setattr__(model, "train_step", own_hook)
     callback = keras.callbacks.LambdaCallback(on_train_batch_begin=begins, on_train_batch_end=ends)
-    with pytest.raises(RuntimeError, match="in between"), record(tmp_path / "cut.npz", model, 4):
+    with (
+        pytest.raises(RuntimeError, match="in between"),
+        record(tmp_path / "cut.npz", model, steps=4),
+    ):
         assert vars(model)["train_step"] is not own_hook
         model.fit(batches(), verbose=0, callbacks=[callback])
     about, _ = read(tmp_path / "cut.npz")
@@ -240,13 +243,18 @@ def test_each_process_writes_a_file(one, tmp_path):
     again, whole = trace_file.load(tmp_path / "one.npz"), trace_file.load(path)
     assert again.about == whole.about and sorted(again.stored()) == sorted(arrays)
     assert all(again.stored()[n].tobytes() == array.tobytes() for n, array in arrays.items())
-    Recorder(on_replicas(convolution), [2], replay=tmp_path / "one.npz")
+    Recorder(on_replicas(convolution), steps=[2], replay=tmp_path / "one.npz")
 
 
 def test_errors_of_files(tmp_path):
     with (
+        pytest.raises(ValueError, match="must be in a folder that exists"),
+        record(tmp_path / "none" / "one.npz", on_replicas(convolution)),
+    ):
+        pass
+    with (
         pytest.raises(ValueError, match="no step was recorded"),
-        record(tmp_path / "none.npz", on_replicas(convolution), [9]),
+        record(tmp_path / "none.npz", on_replicas(convolution), steps=[9]),
     ):
         pass
     with pytest.raises(ValueError, match=r"none\.npz does not exist"):
@@ -267,12 +275,40 @@ def test_models_that_cannot_be_recorded():
 
     several = optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD(clipnorm=0.1)))
     for model, message in (
-        (keras.Sequential([layers.Dense(2)]), r"is not compiled; call model\.compile first"),
+        (keras.Sequential([layers.Dense(2)]), r"is not compiled; call model\.compile first, or"),
         (compiled("sgd", jit_compile=True), "jit_compile=False"),
         (compiled(several), "compiled with a MultiOptimizer"),
     ):
         with pytest.raises(ValueError, match=message):
             Recorder(model)
+    with pytest.raises(ValueError, match=r"optimizer: \[0, 1\] is no optimizer of Keras"):
+        Recorder(compiled("sgd"), [0, 1])
+
+
+def test_a_test_gives_path_and_steps(tmp_path, monkeypatch):
+    given = {"steps": [1], "replay": None, "permute": 1, "modules": False}
+    path = tmp_path / "test.npz"
+    monkeypatch.setenv("LOCKSTEP_RECORD", json.dumps({"path": str(path), **given}))
+    model = on_replicas(convolution)
+    with record(None, model, steps=3):
+        model.fit(batches(), verbose=0)
+    about, _ = read(path)
+    assert about["steps"] == [1] and about["permuted"] == 1
+    monkeypatch.setenv("LOCKSTEP_RECORD", json.dumps({"path": "x.npz", **given, "modules": True}))
+    with pytest.raises(ValueError, match="modules cannot be recorded"), record(None, model):
+        pass
+
+
+def test_a_step_of_a_custom_loop_must_be_wrapped(tmp_path):
+    model, optimizer = keras.Sequential([layers.Dense(2)]), optimizers.SGD()
+    with (
+        pytest.raises(ValueError, match=r"call strategy\.run\(recorder\.wrap\(step\), …\)"),
+        record(tmp_path / "two.npz", model, optimizer),
+        tf.GradientTape() as tape,
+    ):
+        loss = tf.reduce_sum(model(tf.ones((2, 3))))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
 
 # --- Replay --------------------------------------------------------------------------------------
@@ -327,7 +363,7 @@ def test_a_recording_of_another_framework_is_transposed_and_names_choose(one, tm
     model = on_replicas(built, seed=5)
     own = {v.path.rpartition("/")[2]: v.path for v in model.variables}
     with record(
-        tmp_path / "two.npz", model, [0, 2], replay=tmp_path / "torch.npz",
+        tmp_path / "two.npz", model, steps=[0, 2], replay=tmp_path / "torch.npz",
         names={own["gamma"]: "p3", own["beta"]: "p2"},
     ):  # fmt: skip
         model.fit(batches(), verbose=0)
@@ -344,7 +380,7 @@ def test_a_recording_of_another_framework_is_transposed_and_names_choose(one, tm
 def test_errors_of_a_replay(one, tmp_path):
     path, *_ = one
     with pytest.raises(ValueError, match=r"one\.npz lacks steps \[1\]; it has \[0, 2, 3\]"):
-        Recorder(on_replicas(convolution), 3, replay=path)
+        Recorder(on_replicas(convolution), steps=3, replay=path)
 
     def wider():
         model = keras.Sequential([layers.Flatten(), layers.Dense(5)])
@@ -423,10 +459,11 @@ def test_a_custom_loop(tmp_path, is_built):
 
         if not recorded_steps:
             return train(replica_step)
-        with record(tmp_path / "own.npz", model, recorded_steps, optimizer=optimizer) as recorder:
+        path = None if recorded_steps == "no file" else tmp_path / "own.npz"
+        with record(path, model, optimizer, steps=recorded_steps) as recorder:
             return train(recorder.wrap(replica_step))
 
-    assert run([0, 2]) == run([])
+    assert run([0, 2]) == run([]) == run("no file")
     about, arrays = read(tmp_path / "own.npz")
     assert about["steps"] == [0, 2] and about["structure"] == {"tuple": [0, 1, 2]}
     assert about["optimizer"]["momentum"] == 0.9

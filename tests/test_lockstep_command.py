@@ -34,7 +34,7 @@ def files(tmp_path_factory):
 @pytest.mark.parametrize(
     "names, flags, code, told",
     [
-        (("one", "two"), (), 0, "two.npz is the training of one.npz: every stage is clean"),
+        (("one", "two"), (), 0, "two.npz is the training of one.npz: every checked stage is clean"),
         (("one", "wrong"), (), 9, "wrong.npz, fault: not all reduced"),
         (("one",), (), 0, "one.npz has no fault in itself"),
         (("one", "two"), ("--tolerance=0.5", "--details"), 0, "0.5, given by --tolerance"),
@@ -124,8 +124,8 @@ def test_show_lists_what_a_recording_holds(files, capsys, monkeypatch):
     one, two = re.split(r"\n\n(?=\S*two\.npz)", capsys.readouterr().out)
     assert re.search(r"num replicas +1\n", one) and re.search(r"num replicas +2\n", two)
     assert "\n2 weights\n" in one and re.search(r"dense/kernel +12 × 3 float32\n", one)
-    assert re.search(r"raw +16 of 2 items in 4 steps; [\d,]+ bytes\n", two)
-    assert re.search(r"data +4 of 1 item in 4 steps; .* bytes; 16 × 12 float", one)
+    assert re.search(r"raw +16 in 4 steps of 2 replicas; [\d,]+ bytes\n", two)
+    assert re.search(r"data +4 in 4 steps of 1 replica; .* bytes; 16 × 12 float", one)
     lines = [*one.splitlines()[1:], *two.splitlines()[1:]]  # The first has the path.
     assert not [line for line in lines if len(line) > 80]
     assert main(["show", str(files / "one.npz"), "--details"]) == 0

@@ -69,6 +69,17 @@ def test_the_same_training_passes():
     assert all(verdict.ok and verdict.steps == (0, 1) for verdict in verdicts.values())
 
 
+@pytest.mark.slow
+def test_a_loop_of_keras_on_two_devices(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = str(ROOT / "tests" / "zoo" / "scripts" / "keras_loop.py")
+    one, two = ([sys.executable, script, number, "unused.npz"] for number in "12")
+    verdicts = lockstep.assert_same_training(one, {"two": two})
+    assert verdicts["two"].status == "clean" and verdicts["two"].num_replicas == 2
+    with pytest.raises(AssertionError, match="modules: Keras' modules cannot be recorded"):
+        lockstep.assert_same_training(one, {"two": two}, modules=True)
+
+
 def test_another_training_fails_with_its_cause_and_remedy(tmp_path, capsys):
     path = tmp_path / "new" / "verify.json"
     with pytest.raises(AssertionError) as failed:
@@ -81,7 +92,9 @@ def test_another_training_fails_with_its_cause_and_remedy(tmp_path, capsys):
     assert "\n  +       output = ddp(x)\n" in text and "right" not in text
     assert "wrong: reproducible: a second run from the same states has the same faults" in text
     assert text.splitlines()[-1].endswith(f"sizes: on standard output and in {path}")
-    assert shown.startswith("right is the reference training: every stage is clean\nwrong is not")
+    assert shown.startswith(
+        "right is the reference training: every checked stage is clean\nwrong is not"
+    )
     assert "\n  all-reduce      fault: " in shown
     record = json.loads(path.read_text())
     assert record["status"] == "fault" and [*record["trainings"]] == ["right", "wrong"]

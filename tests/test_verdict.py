@@ -65,7 +65,7 @@ def test_every_cause_has_a_remedy_and_is_used():
 @pytest.mark.parametrize(
     "findings, status, end",
     [
-        ((), "clean", "is the training that a.py defines on one device: every stage is clean"),
+        ((), "clean", "that a.py defines on one device: every checked stage is clean"),
         ((LOCAL,), "by design", "on one device: local statistics; no fault found"),
         (
             (LOCAL, CLIPPED), "fault",

@@ -100,11 +100,11 @@ def why_rows(
     if extra:
         if of_data_set and not extra.keys() - {*of_data_set}:
             return "other_order", (
-                f"{extra.total()} of {given.total()} examples belong to other batches of the data"
-                " set: another order of examples"
+                f"{extra.total()} of {given.total()} examples belong to other batches: another"
+                " order of examples"
             )
         return "other_examples", (
-            f"{extra.total()} of {given.total()} examples are not in this batch of the data set"
+            f"{extra.total()} of {given.total()} examples are not in the batch of the reference"
         )
     return "lost_examples", (
         f"{missing.total()} of {num} examples were received by no replica; shards of {sizes}"

@@ -403,6 +403,15 @@ def case_mesh():
             **options, replay="four.npz")  # fmt: skip
 
 
+def case_without_a_file():
+    """The training runs as it is."""
+    step, files = shard_map_step(2), sorted(pathlib.Path().iterdir())
+    given = {"arguments": ARGUMENTS, "outputs": OUTPUTS}
+    with record_jax.record(None, step, **given, replay="absent.npz") as recorded:
+        assert is_equal(loop(recorded), loop(step))
+    assert sorted(pathlib.Path().iterdir()) == files
+
+
 def case_errors():
     """Recorded steps are kept; a file that cannot be written does not replace the one before."""
     step = shard_map_step(2)
@@ -431,10 +440,24 @@ def case_errors():
     refused("^batch is missing; add it to arguments", step, arguments={"params": 0})
     refused("^opt_state is missing; add it to arguments", step, outputs={"params": 0})
     refused(r"^keep\('sums'\): 2 calls in a step; keep all at once$", twice)
+    try:
+        record("nowhere/x", step)
+    except ValueError as error:
+        assert str(error) == "nowhere/x.npz: must be in a folder that exists"
     unknown = "^keep: unknown kind 'grads'; use one of raw, sums"
     refused(unknown, lambda *_: record_jax.keep("grads", 1))
 
 
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
-    run_cases([case_shard_map, case_replay, case_pmap, case_jit, case_mesh, case_errors])
+    run_cases(
+        [
+            case_shard_map,
+            case_replay,
+            case_pmap,
+            case_jit,
+            case_mesh,
+            case_without_a_file,
+            case_errors,
+        ]
+    )

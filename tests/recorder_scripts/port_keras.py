@@ -98,7 +98,7 @@ def main():
     elif options.class_weights:
         loss = WeightedMean()
     model.compile(build_optimizer(options), loss)
-    with record_keras.record(options.trace, model, STEPS, replay=options.replay):
+    with record_keras.record(options.trace, model, steps=STEPS, replay=options.replay):
         model.fit(load_data(options.drop_remainder), epochs=2, class_weight=class_weight, verbose=2)
 
 

@@ -50,8 +50,7 @@ def batch(step, shard=0, num_shards=1):
 def train(model, optimizer, path=None, num_steps=4, shards=(0, 1), by_shard=None, **options):
     """Trains, with a recording if there is a path, and returns the final bits."""
     options |= {"shards": by_shard} if by_shard else {}
-    record = record_torch.record(path, model, optimizer, **options) if path else None
-    with record or contextlib.nullcontext():
+    with record_torch.record(path or None, model, optimizer, **options):
         for step in range(num_steps):
             x, y = batch(step, *shards)
             optimizer.zero_grad()
@@ -697,7 +696,7 @@ def train_with_closure(path, model, optimizer, num_calls=1, **options):
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         return loss
 
-    with record_torch.record(path, model, optimizer, **options):
+    with record_torch.record(path or None, model, optimizer, **options):
         for step in range(3):
             x, y = batch(step)
             for _ in range(num_calls - 1):
