@@ -254,8 +254,8 @@ class Recorder:
         self._number[replica] = number = self._begin(replica, leaves(data))
         if self._replay:
             self._replay.assign(state, self.about["variables"], number, replica)
-        if self.about["permuted"] is not None:
-            data = permuted(data, number, [self.about["permuted"], replica])
+        if (seed := self.about["permuted"]) is not None:
+            data = permuted(data, number, [seed, replica])
         self.about["structure"] = to_json(data[0] if len(data) == 1 else data)
         self._keep("data", leaves(data))
         self._keep("before", state)
