@@ -17,11 +17,21 @@ names of "Dive into Deep Learning", section "Training on Multiple GPUs".
 
 import argparse
 import functools
+import gzip
+import os
 import time
 
 import matplotlib.pyplot as plt
 import numpy as np
-import tensorflow as tf
+
+# Without TensorFlow's log messages; those of the import ignore the level, and go to /dev/null.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+stderr = os.dup(2)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+try:
+    import tensorflow as tf
+finally:
+    os.dup2(stderr, 2)
 
 BATCH_SIZE, LEARNING_RATE, SEED = 256, 0.2, 0
 SHAPES = [(3, 3, 1, 20), (20,), (5, 5, 20, 50), (50,), (800, 128), (128,), (128, 10), (10,)]
@@ -34,7 +44,7 @@ def initial_values():
     return [value.astype(np.float32) for value in values]
 
 
-def lenet(params, images):
+def lenet(params, images):  # d2l: lenet
     """Returns the logits `(n, 10)` of uint8 images `(n, 28, 28, 1)`."""
     w1, b1, w2, b2, w3, b3, w4, b4 = params
     x = tf.cast(images, tf.float32) * (1 / 255)
@@ -54,18 +64,19 @@ def local_gradients(params, shard, num_examples):
     """
     images, labels = shard
     with tf.GradientTape() as tape:
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, lenet(params, images))
+        logits = lenet(params, images)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)  # d2l: loss
         loss = tf.reduce_sum(losses) / tf.cast(num_examples, tf.float32)
     return tape.gradient(loss, params)
 
 
-def sgd(params, gradients):
+def sgd(params, gradients):  # d2l: sgd
     """Updates the parameters by stochastic gradient descent."""
     for param, gradient in zip(params, gradients, strict=True):
         param.assign_sub(LEARNING_RATE * gradient)
 
 
-def split_batch(batch, devices):  # d2l: split_batch
+def split_batch(batch, devices):  # d2l: split_batch, split_and_load
     """Copies a shard to each device; 100 examples on 3 devices are 34, 33 and 33."""
     num_examples, num_devices = tf.shape(batch[0])[0], len(devices)
     sizes = [
@@ -142,9 +153,16 @@ def mirrored(values, devices):
     return list(zip(*copies, strict=True)), train_batch
 
 
+def evaluate(params, images, labels):  # d2l: evaluate_accuracy, evaluate_accuracy_gpu
+    """Returns the accuracy, a fraction."""
+    logits = [lenet(params, part) for part in np.split(images, 10)]
+    return np.mean(np.argmax(np.concatenate(logits), axis=1) == labels)
+
+
 def train(create, devices, data, num_epochs):  # d2l: train
     """Trains with `by_hand` or `mirrored`; returns the copies and each epoch's test accuracy."""
     (images, labels), (test_images, test_labels) = data
+    print(f"{create.__name__}: training LeNet on {devices}, epochs: {num_epochs}", flush=True)
     per_device_params, train_batch = create(initial_values(), devices)
     step = tf.function(train_batch, autograph=False, reduce_retracing=True)
     accuracies, seconds = [], 0.0
@@ -155,12 +173,34 @@ def train(create, devices, data, num_epochs):  # d2l: train
             rows = order.numpy()[start : start + BATCH_SIZE]
             step((tf.constant(images[rows]), tf.constant(labels[rows], tf.int32)))
         seconds += time.perf_counter() - start_time
-        logits = [lenet(per_device_params[0], part) for part in np.split(test_images, 10)]
-        accuracies.append(np.mean(np.argmax(np.concatenate(logits), axis=1) == test_labels))
+        accuracies.append(evaluate(per_device_params[0], test_images, test_labels))
         print(f"{create.__name__}, epoch {epoch + 1}: test acc {accuracies[-1]:.4f}", flush=True)
     each = seconds / num_epochs
     print(f"test acc: {accuracies[-1]:.2f}, {each:.1f} sec/epoch on {devices}", flush=True)
     return per_device_params, accuracies
+
+
+def load_data():
+    """Returns images `(n, 28, 28, 1)` and labels of the training set and of the test set.
+
+    They are in the folder `FASHION_MNIST_DIR`; if it is not set, they are downloaded once (30 MB).
+    """
+
+    def read(name, header_size):
+        path = os.path.join(os.environ["FASHION_MNIST_DIR"], f"{name}-ubyte")
+        with open(path, "rb") if os.path.exists(path) else gzip.open(f"{path}.gz") as file:
+            return np.frombuffer(file.read(), np.uint8, offset=header_size)
+
+    try:
+        if os.environ.get("FASHION_MNIST_DIR"):
+            parts = "train", "t10k"
+            sets = [(read(f"{p}-images-idx3", 16), read(f"{p}-labels-idx1", 8)) for p in parts]
+        else:
+            sets = tf.keras.datasets.fashion_mnist.load_data()
+    except Exception as error:
+        remedy = "set FASHION_MNIST_DIR to the folder with its four .gz files"
+        raise SystemExit(f"error: Fashion-MNIST: {error}; {remedy}") from None
+    return [(images.reshape(-1, 28, 28, 1), labels) for images, labels in sets]
 
 
 def choose_devices(num_gpus):
@@ -181,12 +221,10 @@ def main():
     """Trains in both ways, compares the parameters and plots the accuracies."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--num_gpus", type=int, default=2)
-    parser.add_argument("--num_epochs", type=int, default=10)
+    parser.add_argument("--num_epochs", "--epochs", type=int, default=10)
     flags = parser.parse_args()
     devices = choose_devices(flags.num_gpus)
-    sets = tf.keras.datasets.fashion_mnist.load_data()  # Downloads 30 MB, once.
-    data = [(images[..., np.newaxis], labels) for images, labels in sets]
-    all_copies = []
+    data, all_copies = load_data(), []
     for create, style in [(by_hand, "-"), (mirrored, "o")]:
         per_device_params, accuracies = train(create, devices, data, flags.num_epochs)
         all_copies += per_device_params

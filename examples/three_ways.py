@@ -18,9 +18,9 @@ sent again in each step.
 import argparse
 import functools
 
+import data_parallel  # First: it imports TensorFlow without log messages.
 import numpy as np
 import tensorflow as tf
-from data_parallel import all_reduce, choose_devices, split_batch
 
 BATCH_SIZE, LEARNING_RATE, NUM_STEPS, NUM_MICRO_BATCHES = 96, 0.1, 50, 4
 SHAPES = [(784, 60), (60,), (60, 10), (10,)]
@@ -56,8 +56,8 @@ def one_device(params, batch, devices):
 
 def by_examples(params, batch, devices):
     """Gives each device all parameters and a shard of the batch, and sums the gradients."""
-    per_device_gradients = []
-    for device, (images, labels) in zip(devices, split_batch(batch, devices), strict=True):
+    shards, per_device_gradients = data_parallel.split_batch(batch, devices), []
+    for device, (images, labels) in zip(devices, shards, strict=True):
         with tf.device(device), tf.GradientTape() as tape:
             copies = [tf.identity(param) for param in params]
             tape.watch(copies)
@@ -65,7 +65,7 @@ def by_examples(params, batch, devices):
             loss = loss_of(logits, labels, BATCH_SIZE)
         with tf.device(device):
             per_device_gradients.append(tape.gradient(loss, copies))
-    return all_reduce(per_device_gradients, devices)[0]
+    return data_parallel.all_reduce(per_device_gradients, devices)[0]
 
 
 def by_layers(params, batch, devices):
@@ -162,8 +162,8 @@ def main():
     """Trains in each way, and prints the largest difference of a parameter from one device."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--num_gpus", type=int, default=2)
-    devices = choose_devices(parser.parse_args().num_gpus)
-    (images, labels), _ = tf.keras.datasets.fashion_mnist.load_data()  # Downloads 30 MB, once.
+    devices = data_parallel.choose_devices(parser.parse_args().num_gpus)
+    (images, labels), _ = data_parallel.load_data()
     images = (images.reshape(-1, 784) / 255).astype(np.float32)
     expected = train(one_device, devices, images, labels.astype(np.int32))
     for way in (by_examples, by_layers, by_channels):

@@ -1,5 +1,6 @@
 """The lessons in `examples/`: each is a training in one file, equal to the program's."""
 
+import gzip
 import importlib
 import sys
 
@@ -8,10 +9,11 @@ import pytest
 import tensorflow as tf
 
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
+from app.data.fashion_mnist import load_fashion_mnist
 from app.data.input_pipeline import train_dataset
 from app.data.synthetic import generate_synthetic
 from app.training.recipes import find_recipe
-from conftest import CPUS, ROOT
+from conftest import CPUS, ROOT, run_python
 from models import load_model_builder
 from strategies import load_strategy_class
 
@@ -70,6 +72,33 @@ def test_the_lesson_has_the_bits_of_the_program_and_of_its_mirrored_half(
             for param, value in zip(params, right, strict=True):
                 assert param.device.endswith(device.removeprefix("/device:"))
                 np.testing.assert_array_equal(param.numpy(), value)
+
+
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_the_lessons_read_the_folder_of_the_program(
+    load, monkeypatch, tmp_path, small_data, is_compressed
+):
+    for path in small_data.iterdir():
+        data = path.read_bytes()
+        name = f"{path.name}.gz" if is_compressed else path.name
+        (tmp_path / name).write_bytes(gzip.compress(data) if is_compressed else data)
+    monkeypatch.setenv("FASHION_MNIST_DIR", str(tmp_path))
+    (images, labels), (test_images, test_labels) = load("data_parallel").load_data()
+    right = load_fashion_mnist(None, allow_unverified=True)
+    np.testing.assert_array_equal(images, right.train_images)
+    np.testing.assert_array_equal(labels, right.train_labels)
+    np.testing.assert_array_equal(test_images, right.test_images)
+    np.testing.assert_array_equal(test_labels, right.test_labels)
+
+
+def test_a_lesson_without_images_prints_the_remedy_and_no_log_of_tensorflow(tmp_path):
+    folder = tmp_path / "none"
+    lesson = str(ROOT / "examples" / "data_parallel.py")
+    result = run_python(lesson, "--epochs=1", env={"FASHION_MNIST_DIR": str(folder)})
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: Fashion-MNIST: ") and str(folder) in line
+    assert line.endswith("; set FASHION_MNIST_DIR to the folder with its four .gz files")
 
 
 @pytest.mark.parametrize("way", ["by_examples", "by_layers", "by_channels"])

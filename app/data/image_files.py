@@ -28,6 +28,8 @@ def load_image_files(paths: Sequence[str]) -> tuple[list[str], np.ndarray]:
             raise DataError(f"{path} is neither a .png nor a .npy file; convert it")
         try:
             pixels = _load_npy(path) if path.suffix.lower() == ".npy" else _load_png(path)
+        except FileNotFoundError:
+            raise DataError(f"{path} does not exist") from None
         except Exception as error:  # A damaged file may raise any exception.
             raise DataError(
                 f"{path}: not a readable {path.suffix} image ({reason_of(error)}); check the path"

@@ -58,8 +58,8 @@ class Training:
         ' Learning", fast a modern recipe.', _STEPS, choices=names.RECIPE_NAMES, **_RESULT,
         **_COMMON, **_RARE_IN_VERIFY)
     epochs: int = option(10,
-        "Number of passes over the training set.", _TRAIN, **_N, high=100_000, **_RESULT, **_COMMON,
-        **_RARE_IN_VERIFY)
+        "Number of passes over the training set.", _TRAIN, **_N, high=100_000, alias="num_epochs",
+        **_RESULT, **_COMMON, **_RARE_IN_VERIFY)
     global_batch_size: int = option(256,
         "Examples in a step, over all replicas.", _TRAIN, **_N, high=names.NUM_TRAIN_EXAMPLES,
         alias="batch_size", **_RESULT, **_COMMON, **_OWN_AND_CASE)
