@@ -119,7 +119,8 @@ def largest_of(measured: Sequence[Measurement]) -> dict[str, tuple[Measurement, 
     found = {}
     for stage in STAGES:
         if arrays := [each for each in measured if each.stage == stage]:
-            worst = max(arrays, key=lambda m: (not m.is_within, share_of(m), m.distance))
+            wrong = [each for each in arrays if not each.is_within]
+            worst = max(wrong or arrays, key=lambda m: (0.0 if wrong else share_of(m), m.distance))
             found[stage] = worst, sum(each.same_bits for each in arrays), len(arrays)
     return found
 

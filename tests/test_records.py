@@ -287,7 +287,7 @@ def test_title_and_legend_say_what_and_where(tmp_path, monkeypatch):
     svg = (run_dir / "accuracy.svg").read_text()
     for part in ("GENERATED", "manual on 2 simulated devices: timing is not scaling", "lenet"):
         assert part in svg
-    assert "test: 66.7%" in svg and "train: 70.0%" in svg
+    assert "test: 66.7%" in svg and "train, mean of an epoch: 70.0%" in svg
     picture = matplotlib.image.imread(run_dir / "accuracy.png")
     assert picture.shape[0] > 350 and picture.shape[1] > 800
     assert picture.std() > 0.05  # Not an empty sheet.

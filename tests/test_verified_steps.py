@@ -115,7 +115,7 @@ def test_verified_steps_change_no_bit_and_find_nothing(tmp_path, options):
     assert counts(tmp_path / "with") == [(4, 0), (3, 0)]  # 1, 2, 4, 5; 6, 8, 10.
     assert counts(tmp_path / "without") == [(0, 0), (0, 0)]
     assert loop.strategy.steps.num_tracings == 1
-    assert summary.verified_line() == "7 of 10 steps verified, no mismatch"
+    assert summary.verified_line() == "7 of 10 steps verified against one device, no mismatch"
     assert without.verified_line() == ""
     assert not (tmp_path / "with" / MISMATCH_DIRECTORY).exists()
 
@@ -158,7 +158,7 @@ def test_a_fault_is_found_where_it_shows(tmp_path, inject, options, said):
 def test_a_warning_lets_the_training_go_on(tmp_path, capsys):
     summary = train(tmp_path, on_mismatch="warn", verify_every=3, inject="drop_gradient:step=6")
     assert counts(tmp_path) == [(3, 0), (2, 2)]
-    assert summary.verified_line() == "5 of 10 steps verified, 2 mismatches"
+    assert summary.verified_line() == "5 of 10 steps verified against one device, 2 mismatches"
     assert load_summary(tmp_path).mismatches == 2
     warned = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
     assert len([line for line in warned if "lost replica" in line]) == 2

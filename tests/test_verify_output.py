@@ -30,7 +30,7 @@ def test_verdicts_are_printed_before_tables_and_findings(capsys):
     lines = lines_of(capsys, describe(RUNS, {"model": "network"}))
     assert [line.partition(" ")[0] for line in lines[:3]] == [*RUNS]
     assert lines[2].endswith("local statistics") and lines[3] == ""
-    assert "  steps       steps 0 to 2, an evaluation" in lines
+    assert "  verified    steps 0 to 2, an evaluation" in lines
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
     assert rows["clipping"] == ["clean", "clean", "✗", "fault"]
     assert rows["start"] == ["–", "clean", "clean"]
@@ -67,9 +67,11 @@ def test_every_file_of_a_verification(tmp_path, capsys):
 
 def test_the_table_has_the_array_that_is_closest_to_its_tolerance(tmp_path, capsys):
     write_verification(tmp_path / "run")
-    rows = json.loads((tmp_path / "run" / "verify.json").read_text())["shown"]["blocks"][-2]["rows"]
-    assert rows[0] == ["manual", "gradients", "2.5e-08", "1e-07", "25%", "–"]
-    assert rows[3] == ["mirrored", "gradients", "0", "1e-07", "0%", "4 of 4"]
+    shown = json.loads((tmp_path / "run" / "verify.json").read_text())["shown"]
+    *_, table, _, last = shown["blocks"]
+    assert table["rows"][0] == ["manual", "gradients", "2.5e-08", "1e-07", "25%", "–"]
+    assert [row[0] for row in table["rows"]] == ["manual", "", ""]
+    assert last == "mirrored: all 12 arrays bitwise equal to one device"
 
 
 def test_names_of_users_cannot_change_the_terminal_or_the_figure(tmp_path, capsys):

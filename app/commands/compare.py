@@ -149,7 +149,9 @@ def describe(config: Config, summaries: Sequence[Summary], pairs: Sequence[Pair]
     """Describes the comparison of the weights, and the results in a table."""
     sentence, *lines = pair_lines(pairs, summaries[0].steps)
     if not all(pair.outcome == IDENTICAL for pair in pairs):
-        lines.append(f"To check that this is all: {shown_command(_verify_words(config))}")
+        lines.append(
+            f"To verify step by step that this is rounding: {shown_command(_verify_words(config))}"
+        )
     first = summaries[0]
     recipe = f" recipe {first.recipe}," if first.recipe else ""
     table = results_table(
@@ -159,11 +161,7 @@ def describe(config: Config, summaries: Sequence[Summary], pairs: Sequence[Pair]
     )
     notes = ["times are medians over epochs of one run each, made one after another"]
     if any(summary.simulated_devices for summary in summaries):
-        notes.insert(
-            0,
-            "simulated devices: they share one processor, so the speed-up is not that of"
-            " real devices",
-        )
+        notes.insert(0, "simulated devices share one processor: their times show no speed-up")
     is_bad = any(pair.outcome == DIFFERENT for pair in pairs)
     return Result(
         [(BAD if is_bad else GOOD, sentence)],

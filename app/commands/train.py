@@ -246,7 +246,7 @@ def _announce(config: Config, prepared: device_setup.Devices, training: "Trainin
     console.say(
         f"{console.count(config.training.epochs, 'epoch')} of"
         f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.training.recipe},"
-        f" batch {config.training.global_batch_size}, learning rate {training.spec.learning_rate:g}"
+        f" batch {config.training.global_batch_size}, {training.spec.rate_text()}"
     )
     if text := training.spec.reduced_rate_text():
         console.say(text)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
+from app.options.option import did_you_mean
 from app.runtime.errors import ConfigError
 from strategies import STRATEGY_OPTIONS
 
@@ -114,7 +115,8 @@ class Fault:
         name, _, rest = text.partition(":")
         if name not in FAULTS:
             raise ConfigError(
-                f"--inject={text}: {name!r} is not a fault; use one of {', '.join(FAULTS)}"
+                f"--inject={text}: {name!r} is not a fault"
+                f"{did_you_mean(name, FAULTS) or '; use one of ' + ', '.join(FAULTS)}"
             )
         parameters, strategy = dict(FAULTS[name].parameters), None
         allowed = [*parameters]

@@ -121,7 +121,8 @@ class Summary:
             return ""
         found = {0: "no mismatch", 1: "1 mismatch"}
         mismatches = found.get(self.mismatches, f"{self.mismatches:,} mismatches")
-        return f"{self.verified_steps:,} of {self.steps:,} steps verified, {mismatches}"
+        steps = f"{self.verified_steps:,} of {self.steps:,} steps"
+        return f"{steps} verified against one device, {mismatches}"
 
     def last_lines(self) -> list[str]:
         """Returns the last lines of output: verified steps, if any, and `last_line`."""

@@ -53,7 +53,8 @@ def draw_accuracy(runs: Mapping[str, Run]) -> Figure:
         for index, (name, (_, history)) in enumerate(runs.items()):
             values = [getattr(record, f"{field}_accuracy") for record in history]
             if len(runs) == 1:
-                panels.setdefault("accuracy", []).append(_Curve(field, look, values))
+                name = "test" if field == "test" else "train, mean of an epoch"
+                panels.setdefault("accuracy", []).append(_Curve(name, look, values))
             else:
                 look = LOOKS[index % len(LOOKS)]
                 panels.setdefault(f"{field} accuracy", []).append(_Curve(name, look, values))
@@ -75,7 +76,7 @@ def draw_accuracy(runs: Mapping[str, Run]) -> Figure:
 def _draw_bars(axes: Axes, title: str, curves: Sequence[_Curve]) -> None:
     """Draws a bar for the accuracy of each run after its only epoch."""
     for row, (_, look, (value,)) in enumerate(curves):
-        axes.barh(row, value, 0.6, color=look.colour, alpha=0.6)
+        axes.barh(row, value, 0.6, color=look.colour, alpha=0.35)
         axes.text(0.01, row, f"{value:.1%}", va="center", weight="bold")
     axes.set_yticks(range(len(curves)), [curve.name for curve in curves])
     axes.set_ylim(len(curves) - 0.5, -0.5)

@@ -15,7 +15,7 @@ def devices_text(devices: Sequence[str], simulated: bool) -> str:
 
 
 def results_table(title: str, summaries: Mapping[str, Summary], first: str = "strategy") -> Table:
-    """Returns a row for each training; the speed-up is over `single`, if there is one.
+    """Returns a row for each training; with the speed-up over `single`, on real devices.
 
     Args:
         title: title of the table.
@@ -23,7 +23,7 @@ def results_table(title: str, summaries: Mapping[str, Summary], first: str = "st
         first: header of the names.
     """
     single = next((s for s in summaries.values() if s.strategy == "single"), None)
-    header = [first, "devices", "test acc", "sec/epoch", "images/s", "speed-up"]
+    header = [first, "devices", "test acc", "sec/epoch", "images/s"]
     rows = [
         [
             name,
@@ -31,10 +31,13 @@ def results_table(title: str, summaries: Mapping[str, Summary], first: str = "st
             f"{s.test_accuracy:.4f}",
             f"{s.epoch_sec:.2f}",
             f"{s.images_per_sec:,.0f}",
-            f"{single.epoch_sec / s.epoch_sec:.2f}x" if single else "–",
         ]
         for name, s in summaries.items()
     ]
+    if single and not any(s.simulated_devices for s in summaries.values()):
+        header.append("speed-up")
+        for row, s in zip(rows, summaries.values(), strict=True):
+            row.append(f"{single.epoch_sec / s.epoch_sec:.2f}x")
     return Table(title, header, rows)
 
 

@@ -16,12 +16,12 @@ from app.report.plot_style import STYLE, save_figure
 from app.report.result import Facts, Result
 
 _PANELS = {
-    "forward": "predictions",
+    "forward": "forward: predictions",
     "loss": "loss of each shard",
-    "gradients": "gradients before the all-reduce",
-    "all-reduce": "gradients after the all-reduce",
-    "update": "weights, given these sums",
-    "statistics": "BatchNorm statistics",
+    "gradients": "gradients of each replica",
+    "all-reduce": "all-reduce: their sum",
+    "update": "update: weights, given the sum",
+    "statistics": "statistics of BatchNorm",
 }
 _FLOOR, _CEILING = 1e-4, 1e8  # Fractions of the tolerance are drawn within these.
 _RIGHT, _WRONG, _BAND = "#0072B2", "#D55E00", "#009E73"

@@ -20,7 +20,7 @@ from app.records.run_metadata import RunMetadata
 from app.runtime.errors import DataError, MismatchError
 from app.runtime.versions import versions
 from app.training.optimizers import initial_loss_scale
-from app.training.recipes import find_recipe
+from app.training.recipes import REFERENCE_GLOBAL_BATCH_SIZE, find_recipe
 from app.training.strategy_builder import build_strategy
 from models import load_model_builder
 from strategies.base import Strategy
@@ -70,6 +70,13 @@ class TrainingSpec:
             num_steps=self.num_steps,
             all_reduce=all_reduce,
         )
+
+    def rate_text(self) -> str:
+        """Returns the learning rate in words, and that of the recipe for its own batch."""
+        rate, size = f"learning rate {self.learning_rate:g}", REFERENCE_GLOBAL_BATCH_SIZE
+        if self.config.training.learning_rate or self.config.training.global_batch_size == size:
+            return rate
+        return f"{rate} ({self._recipe.peak_learning_rate:g} for a batch of {size})"
 
     def reduced_rate_text(self) -> str:
         """Returns a line on a learning rate that is reduced because of few steps; "" if none is."""

@@ -199,9 +199,9 @@ class TrainingState:
         divergence = check_replica_divergence(self._strategy)
         if divergence.tensor and not self.progress.history and shown:
             console.say(
-                "All replicas hold bitwise identical weights. Their BatchNorm statistics differ by"
-                f" up to {divergence.absolute:.2g} ({divergence.tensor}): the average is evaluated"
-                " and saved"
+                "All replicas hold bitwise identical weights. As each sees its own shards, their"
+                f" BatchNorm statistics differ by up to {divergence.absolute:.2g}"
+                f" ({divergence.tensor}); the average is evaluated and saved"
             )
         apart = max(divergence.absolute, self.progress.statistics_apart)
         self.progress = dataclasses.replace(self.progress, statistics_apart=apart)

@@ -198,6 +198,13 @@ def describe(
             "allowed: what rounding can cause, computed for each array; bitwise equal: to one"
             " device in float32",
         ]
+    blocks += [
+        one_line(
+            f"{name}: all {len(run.verdict.measurements):,} arrays bitwise equal to one device"
+        )
+        for name, run in runs.items()
+        if _is_bitwise(run)
+    ]
     return Result(verdicts, blocks, caveats)
 
 
@@ -208,7 +215,7 @@ def _setup(runs: Mapping[str, Run], setup: Mapping[str, str]) -> Facts:
     shown = {
         **setup,
         **{name: run.about for name, run in runs.items()},
-        "steps": ", ".join(named_steps([*map(longest.name_of, longest.steps)])),
+        "verified": ", ".join(named_steps([*map(longest.name_of, longest.steps)])),
     }
     shown["tolerances"] = "; ".join(filter(None, tolerances))
     return Facts("", {one_line(label): one_line(text) for label, text in shown.items() if text})
@@ -231,14 +238,22 @@ def _cell(status: str) -> str:
     return {"not checked": "–", FAULT: f"✗ {FAULT}"}.get(status, status)
 
 
+def _is_bitwise(run: Run) -> bool:
+    """Returns whether arrays were measured, and all are bitwise equal to the reference."""
+    measured = run.verdict.measurements
+    return bool(measured) and all(each.same_bits for each in measured)
+
+
 def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
     """Returns a row for each stage of each training: the array closest to its tolerance, or beyond.
 
-    Bitwise identical trainings have equal measurements, and share their rows.
+    A training whose arrays are all bitwise equal has none. Bitwise identical trainings have equal
+    measurements, and share their rows.
     """
     names: dict[tuple[Measurement, ...], list[str]] = {}
     for name, run in runs.items():
-        names.setdefault(tuple(run.verdict.measurements), []).append(name)
+        if not _is_bitwise(run):
+            names.setdefault(tuple(run.verdict.measurements), []).append(name)
     rows = list[list[str]]()
     for measured, same in names.items():
         label = one_line(" = ".join(same))
@@ -280,10 +295,14 @@ def _side_by_side(pairs: Sequence[Pair], runs: Mapping[str, Run]) -> list[Block]
     ]
 
 
+def _outcome(pair: Pair) -> str:
+    return f"{pair.outcome}: they add in another order" if pair.outcome == EQUAL else pair.outcome
+
+
 def outcome_sentences(pairs: Sequence[Pair]) -> list[str]:
     """Returns one sentence for each pair; for more than three pairs, one for each outcome."""
     if len(pairs) <= _MOST_LINES:
-        return [f"{' and '.join(pair.names)}: {pair.outcome}" for pair in pairs]
+        return [f"{' and '.join(pair.names)}: {_outcome(pair)}" for pair in pairs]
     names: dict[str, list[str]] = {}
     for pair in pairs:
         names.setdefault(pair.outcome, []).append(" – ".join(pair.names))

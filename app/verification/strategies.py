@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from app.options import Config
 from app.options.names import FRAMEWORKS, MULTI_WORKER, SINGLE
+from app.options.rules import faulty_strategy
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import io_errors_as, publish, temporary_path
 from app.records.run_directory import (
@@ -184,7 +185,7 @@ def _report(
     )
     caveats = []
     if fault:
-        caveats.append(injected_fault_caveat(str(fault)))
+        caveats.append(injected_fault_caveat(f"{fault} in {faulty_strategy(config)}"))
         if not any(run.verdict.faults for run in runs.values()):
             text = f"the injected fault was not found: {fault} makes too little difference here"
             caveats.append(text)
