@@ -131,9 +131,8 @@ def report(
     console.say()
     console.say(f"saved in {path}: {', '.join(files)}")
     console.say(f"open {path / REPORT_FILE} for the stages, causes and remedies on one page")
-    faulty = [name for name, run in runs.items() if run.verdict.status == FAULT]
-    if faulty:  # The verdicts are printed above.
-        raise MismatchError(f"mismatch in {', '.join(faulty)}; see {path / REPORT_FILE}")
+    if faulty := _with_status(FAULT, runs):  # The verdicts are printed above.
+        raise MismatchError(f"mismatch in {faulty}; see {path / REPORT_FILE}")
 
 
 def require_verified(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
@@ -144,13 +143,12 @@ def require_verified(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
         runs: name of each training → its result.
     """
     if idle := _with_status(NOTHING, runs):
-        raise DataError(f"{idle}; see {path / REPORT_FILE}")
+        raise DataError(f"{NOTHING} in {idle}; see {path / REPORT_FILE}")
 
 
 def _with_status(status: str, runs: Mapping[str, Run]) -> str:
-    """Returns the verdicts with a status in sentences."""
-    verdicts = [run.verdict for run in runs.values()]
-    return "; ".join(sentence_of(verdict) for verdict in verdicts if verdict.status == status)
+    """Returns the names of the trainings whose verdict has a status."""
+    return ", ".join(name for name, run in runs.items() if run.verdict.status == status)
 
 
 def record_of_pair(pair: Pair) -> dict[str, Any]:
