@@ -95,6 +95,8 @@ CAUSES = {  # Cause → remedy, in any framework.
     "partial_not_reduced": "reduce it over the axis on which each rank holds a part of the sum: in"
     " the forward pass after a layer split by its inputs, in the backward pass before the update",
     "not_all_reduced": "sum the gradients over the replicas before the update",
+    "partly_all_reduced": "all-reduce the gradients of all weights: look at the condition that"
+    " leaves these out",
     "reduced_over_other_axis": "reduce the gradients over the data axes only",
     "lost_replica": "include every replica in the all-reduce of every variable",
     "repeated_gradient": "add the gradient of each replica once",

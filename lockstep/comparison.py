@@ -20,6 +20,7 @@ from lockstep.checks.other_examples import (
     has_examples_second,
     other_examples,
     repeated_batch,
+    replaced_start,
 )
 from lockstep.checks.other_forward import compare_each_example
 from lockstep.checks.other_gradients import compare_gradients
@@ -163,11 +164,13 @@ def verify_against(
     }
     result = Result()
     skipped, is_compared, removed = list[int](), False, list[Finding]()
+    start = ""
     for step in _checked_steps(second, result, on_step):
         if step.number not in first.steps:
             continue
         reference_step = Context(first, first.steps.index(step.number))
         pair = StepPair(reference_step, step, matching, tolerance)
+        start = start or replaced_start(pair)
         for stage, compare in comparisons.items():
             step.stage = stage
             pair.findings += compare(pair)
@@ -188,26 +191,23 @@ def verify_against(
     ]
     result.findings += not_trained(first, second)
     verdict = verdict_of(second, result, None, name="", reference=first.name)
-    idle = verdict.idle
+    text = "it starts from another state: record it with replay="
+    idle = {**dict.fromkeys(skipped, text), **verdict.idle}
     if not (is_compared or verdict.faults):
         text = (
             "gradients of no step could be compared: record them in both scripts, and the second"
             " one with replay="
         )
         idle = {**dict.fromkeys(verdict.steps, text), **idle}
-    notes = *_not_compared(matching, skipped), *_hidden(first, second, result), *_untrained(result)
+    notes = *_not_compared(matching), *_hidden(first, second, result), *_untrained(result)
+    notes += (start,) if start else ()
     if verdict.faults and not is_compared and not skipped:
         notes += ("gradients are not compared: repair this first, then record again",)
     return dataclasses.replace(verdict, tolerance=tolerance.text, notes=notes, idle=idle)
 
 
-def _not_compared(matching: Matching, skipped: Sequence[int]) -> Iterator[str]:
-    """Yields which steps, examples and variables of two recordings are not compared, and why."""
-    if skipped:
-        yield (
-            f"gradients of steps {', '.join(map(str, skipped))} not compared, which start from"
-            " other states: record them with replay="
-        )
+def _not_compared(matching: Matching) -> Iterator[str]:
+    """Yields which examples and variables of two recordings are not compared, and why."""
     if has_examples_second(*matching.traces):
         yield (
             "examples are not compared: they are the second axis of the inputs, not the first one;"

@@ -206,7 +206,8 @@ class record:
     def _open(self, path: str) -> list["_Trace"]:
         """Returns the files of the trace to replay; the first one has the states to load."""
         own = [_rank_path(path, self.replica)] if self.num_ranks > 1 else []
-        found = next(filter(os.path.exists, [*own, path, _rank_path(path, 0)]), path)
+        found = next(filter(os.path.exists, [*own, path, _rank_path(path, 0)]), "")
+        _require(found, f"replay={path}: does not exist; record the training that it names first")
         try:
             files, of_rank = [_Trace(found)], functools.partial(_rank_path, path)
             if mesh := files[0].about.get("mesh"):  # Each of its ranks has a part of the weights.

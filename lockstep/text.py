@@ -31,7 +31,9 @@ def sentence_of(verdict: Verdict) -> str:
     if by_design:
         return f"{name} differs by design from the {training}: {by_design}; no fault found"
     bits = ", bit for bit" if verdict.is_bitwise else ""
-    return f"{name} is the {training}: every checked stage is clean{bits}"
+    rest = [verdict.name_of(step) for step in verdict.steps if step not in verdict.idle]
+    some = f" in {', '.join(named_steps(rest))}" if verdict.idle else ""
+    return f"{name} is the {training}{some}: every checked stage is clean{bits}"
 
 
 def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | None = None) -> str:

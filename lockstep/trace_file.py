@@ -388,6 +388,16 @@ def _with_equal_steps(files: Sequence[_File]) -> list[_File]:
     return found
 
 
+def _only_one_has(key: str, *values: Sequence[Any]) -> str:
+    """Returns which weights or gradients only one of two ranks has, in words."""
+    if key not in ("variables", "gradients"):
+        return ""
+    first, second = ({getattr(each, "name", each): None for each in value} for value in values)
+    only = [name for name in (*first, *second) if (name in first) != (name in second)]
+    names = ", ".join(only[:3])
+    return f": only one has {names}, whose gradient the other may lack" if names else ""
+
+
 def _common_description(files: Sequence[_File]) -> About:
     """Returns the description of a training whose files hold each replica once."""
     first = files[0]
@@ -406,8 +416,9 @@ def _common_description(files: Sequence[_File]) -> About:
             own_keys = (*_OWN_KEYS, *_OF_STAGES) if first.about.mesh else _OWN_KEYS
             if field.name not in own_keys and any(values) and values[0] != values[1]:
                 raise Fault(
-                    f"{field.name!r} of {file.name} differs from that of {first.name}; remove"
-                    " files of other recordings, or record it again"
+                    f"{field.name!r} of {file.name} differs from that of {first.name}"
+                    f"{_only_one_has(field.name, *values)}; remove files of other recordings, or"
+                    " record it again"
                 )
         if (file.about.permuted is None) != (first.about.permuted is None):
             raise Fault("only some of its files are permuted; record it again")

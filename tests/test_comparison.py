@@ -961,8 +961,10 @@ def test_initial_values_of_another_spread_have_another_initialiser(one, monkeypa
 def test_a_training_from_its_own_states_is_compared_in_its_first_step(one):
     verdict = compared(one, Script(replicas=2))
     assert not verdict.findings and "gradients" in verdict.checked
-    (note,) = verdict.notes
-    assert note.startswith("gradients of steps ") and "steps 0" not in note
+    assert verdict.idle.keys() == {1, 2} and not verdict.notes
+    (note,) = notes_of(verdict)
+    assert note.endswith("it starts from another state: record it with replay=")
+    assert " is the one.npz in step 0, step 3: every" in sentence_of(verdict)
 
 
 def zero_in(*steps):
@@ -1205,6 +1207,38 @@ def test_sums_are_compared_where_it_is_unknown_what_was_sent():
     assert shown(verdict) == ["all-reduce: not_all_reduced"]
 
 
+def for_two_classes(script, replica, gradients):
+    """Makes the bias' gradient that of two classes, (a, -a)."""
+    kernel, bias = gradients
+    return [kernel, np.array([bias[0], -bias[0], 0], np.float32)]
+
+
+def test_a_reduced_gradient_that_is_a_multiple_of_each_sent_one_is_right():
+    one = Script(gradient=for_two_classes)
+    two = {"replicas": 2, "gradient": for_two_classes, "edit": without("sums")}
+    right = Script(replay=one, **two)
+    assert shown(compared(one, right)) == []
+    wrong = Script(replay=one, reduce=None, **two)
+    assert shown(compared(one, wrong)) == ["all-reduce: not_all_reduced"]
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_some_gradients_are_not_all_reduced(left_out):
+    def reduce(sent):
+        received = mean_of(sent)
+        for own, got in zip(sent, received, strict=True):
+            got[left_out] = own[left_out]
+        return received
+
+    one = Script()
+    two = Script(replicas=2, replay=one, reduce=reduce, edit=without("sums"))
+    verdict = compared(one, two)
+    assert shown(verdict) == ["all-reduce: partly_all_reduced"]
+    assert verdict.faults[0].tensors == (WEIGHTS[left_out],)
+    assert "for 1 of 2 gradients, and of 1 the same one as" in verdict.faults[0].text
+    assert verdict.status_of("agreement") == "not checked"
+
+
 # --- Tolerance and causes of all steps ----------------------------------------------------------
 
 
@@ -1389,9 +1423,9 @@ def test_the_command_ends_with_0_if_all_is_clean(tmp_path, one):
     names, out = "--name_map=other=dense/bias", tmp_path / "out"
     result = run_here("verify", f"--traces={first},{second}", names, f"--out={out}")
     assert result.returncode == 0, result.stderr
-    assert "two.npz is the training of one.npz: every checked stage is clean" in result.stdout
-    notes = json.loads((out / "verify.json").read_text())["trainings"]["two.npz"]["notes"]
-    assert len(notes) == 1 and notes[0].startswith("gradients of steps ")
+    assert "one.npz in step 0, step 3: every checked stage is clean" in result.stdout
+    record = json.loads((out / "verify.json").read_text())["trainings"]["two.npz"]
+    assert [*record["not_checked"]["steps"]] == ["step 1", "step 2"]
 
 
 def test_a_weight_that_one_script_does_not_train_is_a_fault():

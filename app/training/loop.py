@@ -249,9 +249,10 @@ class Training:
         if self._state.roll_back(before, finding.before, finding.per_shard_statistics):
             self.save()
         saved_step = self._state.checkpoints.saved_step
-        kept = f"the state after step {saved_step}" if saved_step else "no state"
+        kept = f"the state after step {saved_step} is saved" if saved_step else "no state is saved"
+        again = "resume" if saved_step else "start again"
         raise MismatchError(
-            f"{finding.text}; {kept} is saved; find the cause, or resume with --on_mismatch=warn"
+            f"{finding.text}; {kept}; find the cause, or {again} with --on_mismatch=warn"
         )
 
     def end_epoch(self) -> None:

@@ -79,8 +79,8 @@ def find_checkpoint(
     changes = accepted_changes(run_dir, *_identities(saved.metadata, metadata))
     if warning := found.warning():
         console.warn(warning)
-    within = f" and {console.count(progress.epoch_step, 'step')}" if progress.epoch_step else ""
-    console.say(f"resuming after epoch {progress.epoch}{within}, step {progress.step}")
+    where = "in" if progress.epoch_step else "at the end of"
+    console.say(f"resuming after step {progress.step}, {where} epoch {num_begun}")
     how = [line for name, line in changes.items() if name != "epochs"]
     shards_before, shards = saved.metadata.num_shards, metadata.num_shards
     if shards_before != shards:

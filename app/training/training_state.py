@@ -199,9 +199,8 @@ class TrainingState:
         divergence = check_replica_divergence(self._strategy)
         if divergence.tensor and not self.progress.history and shown:
             console.say(
-                "All replicas hold bitwise identical weights. As each sees its own shards, their"
-                f" BatchNorm statistics differ by up to {divergence.absolute:.2g}"
-                f" ({divergence.tensor}); the average is evaluated and saved"
+                "Weights are bitwise identical on all replicas, BatchNorm statistics of their own"
+                f" shards differ by up to {divergence.absolute:.2g}: their average is used"
             )
         apart = max(divergence.absolute, self.progress.statistics_apart)
         self.progress = dataclasses.replace(self.progress, statistics_apart=apart)

@@ -294,7 +294,8 @@ def _side_by_side(pairs: Sequence[Pair], runs: Mapping[str, Run]) -> list[Block]
 
 
 def _outcome(pair: Pair) -> str:
-    return f"{pair.outcome}: they add in another order" if pair.outcome == EQUAL else pair.outcome
+    order = "each step equal within rounding: they add in another order"
+    return order if pair.outcome == EQUAL else pair.outcome
 
 
 def outcome_sentences(pairs: Sequence[Pair]) -> list[str]:

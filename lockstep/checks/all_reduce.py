@@ -29,6 +29,7 @@ from lockstep.trace import Array, Named
 from lockstep.verdict import Finding
 
 _SCALED = 1e-5  # Relative deviation of factors that are equal.
+_OWN = "not_all_reduced", "partly_all_reduced"
 
 
 def check_all_reduce(context: Context) -> Iterator[Finding]:
@@ -101,10 +102,10 @@ def _sums_of(context: Context, copy: int, known_names: Sequence[str]) -> Iterato
     # A few elements do not determine the factors of the sum; large tensors do.
     names = sorted(wrong, key=lambda name: -wrong[name].bound.size)
     for (cause, text, lost), some in explain(names, lambda n: why_sum(wrong[n], known)).items():
-        apart = max(distance(wrong[n].got, wrong[n].right) for n in some)
+        parts = [(distance(wrong[n].got, wrong[n].right), norm(wrong[n].right)) for n in some]
         yield context.found(
             cause, text, kind=context.kind_sent if lost else "sums", items=lost or (copy,),
-            tensors=some, distance=ratio(apart, max(norm(wrong[n].right) for n in some)),
+            tensors=some, distance=max(ratio(*part) for part in parts),
         )  # fmt: skip
 
 
@@ -147,9 +148,17 @@ def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
         return
     context.mark_checked()
     if own := _of_own_examples(sent, applied):
+        num, unlike = len(sent[0]), [name for name in sent[0] if not _are_same(name, sent)]
+        if reduced := [name for name in unlike if name not in own and _are_near(name, applied)]:
+            text = (
+                f"each replica applies the gradient of its own examples for {len(own)} of {num}"
+                f" gradients, and of {len(reduced)} the same one as the others"
+            )
+            yield context.found("partly_all_reduced", text, tensors=own)
+            return
         text = (
             "each replica applies the gradient of its own examples: no all-reduce of"
-            f" {len(own)} of {len(sent[0])} gradients was seen"
+            f" {len(own)} of {num} gradients was seen"
         )
         yield context.found("not_all_reduced", text, tensors=own)
 
@@ -158,17 +167,31 @@ def _of_own_examples(sent: Sequence[Named], applied: Sequence[Named]) -> list[st
     """Returns the names of gradients that differ, and that each replica applies as it sent them.
 
     Gradients of one element alone are not conclusive: any number is a multiple of any other one.
+    So is the gradient of a bias of two classes, (a, -a); one that all replicas apply is reduced.
     """
     own = [
         name
         for name in sent[0]
-        if not all(name in other and same_bits(sent[0][name], other[name]) for other in sent[1:])
+        if not _are_same(name, sent)
+        and not _are_near(name, applied)
         and all(
             name in got and _is_multiple(got[name], sent[item].get(name, 0.0))
             for item, got in enumerate(applied)
         )
     ]
     return own if any(np.size(dense(sent[0][name])) > 1 for name in own) else []
+
+
+def _are_same(name: str, copies: Sequence[Named]) -> bool:
+    """Returns whether all copies have an array, bitwise equal."""
+    first, *others = copies
+    return all(name in other and same_bits(first[name], other[name]) for other in others)
+
+
+def _are_near(name: str, copies: Sequence[Named]) -> bool:
+    """Returns whether all copies have an array, equal up to rounding."""
+    first, *others = copies
+    return all(name in c for c in copies) and not any(is_far(c[name], first[name]) for c in others)
 
 
 def _is_multiple(applied: Array, sent: Array) -> bool:
@@ -264,7 +287,8 @@ def _factors_of_clipping(
     used = [{name for name in after if np.any(dense(after[name]))} for after in clipped]
     for item, own in enumerate(used) if context.clips_sum else ():
         if lost := [name for name in set.union(*used) - own if name in given[item]]:
-            text = f"after the sum, {len(lost)} gradients are 0 on this replica only"
+            are = "gradient is" if len(lost) == 1 else "gradients are"
+            text = f"after the sum, {len(lost)} {are} 0 on this replica only"
             yield context.found("frozen", text, kind="clipped", items=(item,), tensors=sorted(lost))
     factors = []
     for before, after in zip(given, clipped, strict=True):
@@ -297,7 +321,7 @@ def _have_equal_parts(context: Context, ranks: Sequence[int]) -> bool:
 def _is_without_common_sum(context: Context, sums: Sequence[Named]) -> bool:
     """Returns whether the replicas do not clip the same gradient."""
     first, *others = sums
-    return any(found.cause == "not_all_reduced" for found in context.findings) or any(
+    return any(found.cause in _OWN for found in context.findings) or any(
         first.keys() != other.keys() or any(is_far(other[n], first[n]) for n in first)
         for other in others
     )

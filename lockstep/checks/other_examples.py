@@ -80,6 +80,22 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
         yield second.found("not_restored", text, tensors=dict.fromkeys(lost))
 
 
+def replaced_start(pair: StepPair) -> str:
+    """Returns a sentence if replay= has replaced other initial weights, else ""."""
+    if pair.second.number or not pair.second.has("replaced"):
+        return ""
+    first, second = pair.states("before", "replaced")
+    unlike = [
+        n for n, a in first.items() if n in second and distance(second[n], a) > SAME_START * norm(a)
+    ]
+    if not unlike:
+        return ""
+    return (
+        f"{len(unlike)} of {len(first)} variables started from other values than in the first"
+        " recording, before replay= replaced them"
+    )
+
+
 def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:
     """Returns the cause of different initial values."""
     for name in names:

@@ -130,14 +130,15 @@ def check_agreement(context: Context) -> Iterator[Finding]:
     """Checks that weights and optimizer state are bitwise identical on all copies."""
     if len(context.copies) == 1 or not context.has("after"):
         return
-    context.mark_checked()
     # Earlier differences, and differences of the sums, are findings of earlier stages.
     applied = [context.applied(copy) for copy in context.copies]
     is_same = all(all_same_bits(other, applied[0]) for other in applied[1:])
     if not is_same and not context.is_wrong("all-reduce", "clipping", "update"):
+        context.mark_checked()
         yield from _unlike_gradients(context, applied)
     if context.is_wrong("update") or not is_same:
         return
+    context.mark_checked()
     known = {name for name, *_ in context.unlike_first("before")} if context.has("before") else {}
     yield from _differing_copies(context, "after", "after the step", but=known)
 

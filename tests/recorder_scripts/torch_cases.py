@@ -775,7 +775,7 @@ def case_errors():
         ("steps=0: must be numbers from 0", model, optimizer, {"steps": 0}),
         ("replay=first.npz: does not have steps {9}; record them there", model, optimizer,
          {"steps": [9], "replay": "first.npz"}),
-        ("replay=absent.npz: cannot be read as a trace", model, optimizer,
+        ("replay=absent.npz: does not exist; record the training", model, optimizer,
          {"replay": "absent.npz"}),
         ("replay=later.npz: cannot be read as a trace: version 3, this file", model, optimizer,
          {"replay": "later.npz"}),
