@@ -159,6 +159,13 @@ def evaluate(params, images, labels):  # d2l: evaluate_accuracy, evaluate_accura
     return np.mean(np.argmax(np.concatenate(logits), axis=1) == labels)
 
 
+def require_equal(copies, names):
+    """Exits unless the copies of the parameters are bitwise identical."""
+    for params in copies[1:]:
+        if not all(map(np.array_equal, params, copies[0])):
+            raise SystemExit(f"error: {names}: the copies of the parameters differ")
+
+
 def train(create, devices, data, num_epochs):  # d2l: train
     """Trains with `by_hand` or `mirrored`; returns the copies and each epoch's test accuracy."""
     (images, labels), (test_images, test_labels) = data
@@ -175,6 +182,7 @@ def train(create, devices, data, num_epochs):  # d2l: train
         seconds += time.perf_counter() - start_time
         accuracies.append(evaluate(per_device_params[0], test_images, test_labels))
         print(f"{create.__name__}, epoch {epoch + 1}: test acc {accuracies[-1]:.4f}", flush=True)
+        require_equal(per_device_params, create.__name__)
     each = seconds / num_epochs
     print(f"test acc: {accuracies[-1]:.2f}, {each:.1f} sec/epoch on {devices}", flush=True)
     return per_device_params, accuracies
@@ -229,9 +237,7 @@ def main():
         per_device_params, accuracies = train(create, devices, data, flags.num_epochs)
         all_copies += per_device_params
         plt.plot(range(1, flags.num_epochs + 1), accuracies, style, label=create.__name__)
-    for params in all_copies[1:]:
-        for param, first in zip(params, all_copies[0], strict=True):
-            np.testing.assert_array_equal(param.numpy(), first.numpy())
+    require_equal(all_copies, "by_hand and mirrored")
     print(f"The {len(all_copies)} copies of the parameters are bitwise identical.")
     plt.xlabel("epoch")
     plt.ylabel("test accuracy")

@@ -45,7 +45,7 @@ def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | 
         most: number of findings to explain; None for all.
     """
     lines = [one_line(sentence_of(verdict)) for verdict in verdicts]
-    explained = explanations(verdicts)
+    explained = explanations(verdicts, all_names=details)
     for title, facts in explained[:most]:
         if not details:
             facts.pop("difference", "")
@@ -61,8 +61,15 @@ def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | 
     return "\n".join(lines)
 
 
-def explanations(verdicts: Iterable[Verdict]) -> list[tuple[str, dict[str, str]]]:
-    """Returns a title and facts for each cause, faults first; for equal ones of trainings once."""
+def explanations(
+    verdicts: Iterable[Verdict], *, all_names: bool = False
+) -> list[tuple[str, dict[str, str]]]:
+    """Returns a title and facts for each cause, faults first; for equal ones of trainings once.
+
+    Args:
+        verdicts: the verdicts.
+        all_names: whether to name all variables, not only the first ones.
+    """
     names: dict[tuple, list[str]] = {}
     for verdict in verdicts:
         of_causes: dict[tuple[str, str], list[Finding]] = {}
@@ -70,6 +77,8 @@ def explanations(verdicts: Iterable[Verdict]) -> list[tuple[str, dict[str, str]]
             of_causes.setdefault((finding.status, finding.cause), []).append(finding)
         for (status, cause), (first, *others) in of_causes.items():
             facts = facts_of(first, verdict)
+            if all_names and len(first.tensors) > _MOST_NAMES:
+                facts["variables"] = one_line(", ".join(first.tensors))
             for other in others:
                 if other.module == first.module:
                     other = dataclasses.replace(other, module="")

@@ -487,15 +487,16 @@ def test_a_run_whose_default_is_spelled_out_is_the_same_run(dataset, copy, tmp_p
         assert _find_result(config, run_directory) is None  # The training compares the values.
 
 
-def test_a_rate_that_is_reduced_because_of_few_steps_is_told(dataset):
-    def text(**options):
-        return TrainingSpec(Config.of(global_batch_size=64, **options), dataset).reduced_rate_text()
+def test_why_the_rate_is_not_that_of_the_recipe_is_told(dataset):
+    def text(size=256, **options):
+        return TrainingSpec(Config.of(global_batch_size=size, **options), dataset).rate_text()
 
-    assert text(recipe="fast", epochs=10) == (
-        "learning rate 0.0125 instead of 0.05: 50 steps, the full rate needs at least 200"
+    assert text(64, recipe="fast", epochs=10) == (
+        "learning rate 0.0125 (0.2 is for a batch of 256; 0.05 needs at least 200 steps)"
     )
-    assert text(recipe="fast", epochs=40) == text(recipe="d2l") == ""
-    assert text(recipe="fast", epochs=10, learning_rate=0.05) == ""
+    assert text(64, recipe="fast", epochs=40) == "learning rate 0.05 (0.2 is for a batch of 256)"
+    assert text(recipe="d2l") == "learning rate 0.2"
+    assert text(64, recipe="fast", epochs=10, learning_rate=0.05) == "learning rate 0.05"
 
 
 def test_other_data_are_another_training(dataset, copy):

@@ -248,14 +248,12 @@ def _announce(config: Config, prepared: device_setup.Devices, training: "Trainin
         f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.training.recipe},"
         f" batch {config.training.global_batch_size}, {training.spec.rate_text()}"
     )
-    if text := training.spec.reduced_rate_text():
-        console.say(text)
     num_replicas, num_devices = training.strategy.num_replicas, training.strategy.num_devices
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"
     shown = "replicas on" if num_replicas == num_devices else split
     console.say(f"{shown} {', '.join(prepared.names)}")
     _warn_of_fault(config)
-    if prepared.simulated:
+    if prepared.simulated and not config.distribution.num_gpus:  # That has a warning of its own.
         console.say("simulated devices: they share one processor, timing is not scaling")
 
 

@@ -72,23 +72,19 @@ class TrainingSpec:
         )
 
     def rate_text(self) -> str:
-        """Returns the learning rate in words, and that of the recipe for its own batch."""
-        rate, size = f"learning rate {self.learning_rate:g}", REFERENCE_GLOBAL_BATCH_SIZE
-        if self.config.training.learning_rate or self.config.training.global_batch_size == size:
+        """Returns the learning rate in words, and why it is not that of the recipe."""
+        rate = f"learning rate {self.learning_rate:.4g}"
+        if self.config.training.learning_rate:
             return rate
-        return f"{rate} ({self._recipe.peak_learning_rate:g} for a batch of {size})"
-
-    def reduced_rate_text(self) -> str:
-        """Returns a line on a learning rate that is reduced because of few steps; "" if none is."""
-        size = self.config.training.global_batch_size
+        size, reasons = self.config.training.global_batch_size, list[str]()
+        if size != REFERENCE_GLOBAL_BATCH_SIZE:
+            peak = self._recipe.peak_learning_rate
+            reasons.append(f"{peak:g} is for a batch of {REFERENCE_GLOBAL_BATCH_SIZE}")
         least = math.ceil(self._recipe.steps_of_full_peak(size))
-        if self.config.training.learning_rate or self.num_steps >= least:
-            return ""
-        peak = self._recipe.learning_rate(global_batch_size=size, num_steps=least)
-        return (
-            f"learning rate {self.learning_rate:g} instead of {peak:g}:"
-            f" {self.num_steps} steps, the full rate needs at least {least}"
-        )
+        if self.num_steps < least:
+            full = self._recipe.learning_rate(global_batch_size=size, num_steps=least)
+            reasons.append(f"{full:.4g} needs at least {least} steps")
+        return f"{rate} ({'; '.join(reasons)})" if reasons else rate
 
     def metadata(self, strategy: Strategy) -> RunMetadata:
         """Returns the metadata of every checkpoint of this training."""
