@@ -123,12 +123,13 @@ def _notes(result: Result) -> str:
     """Returns the findings, the set-up and how to read the figure."""
     facts = [block for block in result.blocks if isinstance(block, Facts)]
     findings = [f"{block.title}: {block.facts['why']}" for block in facts if block.title]
-    setup = [f"{name}: {text}" for block in facts[:1] for name, text in block.facts.items()]
+    (setup,) = (block.facts for block in facts if not block.title)
     legend = (
         "A line for each tensor and replica, values below 1e-4 on the lower edge. Green: what"
         " rounding allows. Each step starts from the recorded state."
     )
-    return _wrapped([*findings, *setup, legend], 140)
+    about = [f"{name}: {text}" for name, text in setup.items()]
+    return _wrapped([*findings, *about, legend], 140)
 
 
 def _wrapped(texts: Iterable[str], columns: int) -> str:

@@ -183,12 +183,13 @@ def describe(
 ) -> Result:
     """Describes the results in sentences and tables; see `report` for the arguments."""
     verdicts = [(_STATUSES[run.verdict.status], sentence_of(run.verdict)) for run in runs.values()]
-    blocks: list[Block] = [*outcome_sentences(pairs), _setup(runs, setup)]
+    explained = explanations(run.verdict for run in runs.values())
+    blocks: list[Block] = [*outcome_sentences(pairs), *itertools.starmap(Facts, explained)]
+    blocks.append(_setup(runs, setup))
     blocks += [
         one_line(f"{name}: {note}") for name, run in runs.items() for note in notes_of(run.verdict)
     ]
-    explained = explanations(run.verdict for run in runs.values())
-    blocks += [_stages(runs), *itertools.starmap(Facts, explained), *_side_by_side(pairs, runs)]
+    blocks += [_stages(runs), *_side_by_side(pairs, runs)]
     if rows := _measured(runs):
         header = ["training", "stage", "difference", "allowed", "of allowed", "bitwise equal"]
         blocks += [
