@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 
 import numpy as np
@@ -965,6 +966,17 @@ def test_a_training_from_its_own_states_is_compared_in_its_first_step(one):
     (note,) = notes_of(verdict)
     assert note.endswith("it starts from another state: record it with replay=")
     assert " is the one.npz in step 0, step 3: every" in sentence_of(verdict)
+
+
+def test_initial_weights_that_replay_has_replaced_are_told(one):
+    def replaced(script):
+        for name in [n for n in script.arrays if re.fullmatch(r"1/before/./[01]", n)]:
+            script.arrays[name.replace("before", "replaced")] = script.arrays[name] + apart
+
+    for apart in (0, 1):
+        verdict = compared(one, Script(replicas=2, replay=one, edit=replaced))
+        assert verdict.ok and len(verdict.notes) == apart
+    assert verdict.notes[0].startswith("2 of 2 variables started from other values than in the")
 
 
 def zero_in(*steps):

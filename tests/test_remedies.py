@@ -32,7 +32,7 @@ REMEDIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"loss": NAMESPACE["MeanOverGlobalBatch"](), "num_examples": 21},
     ),
     "regularised": (
-        ("regulariser_repeated", "regulariser_missing", "not_all_reduced"),
+        ("regulariser_repeated", "regulariser_missing", "not_all_reduced", "sum_instead_of_mean"),
         {"kind": NAMESPACE["RegularisedOnce"], "loss": "mse", "regularised": True},
     ),
     "clips": (("clipped_before_the_sum",), {"kind": NAMESPACE["ClipsTheSum"]}),

@@ -8,7 +8,15 @@ import pytest
 
 from conftest import ROOT
 from lockstep.causes import CAUSES, CODE, IN_FRAMEWORK, code_of, remedy_of
-from lockstep.text import describe, explanations, facts_of, line_of, named_steps, sentence_of
+from lockstep.text import (
+    describe,
+    explanations,
+    facts_of,
+    largest_of,
+    line_of,
+    named_steps,
+    sentence_of,
+)
 from lockstep.verdict import Measurement, Verdict, in_sequence, merged
 from lockstep.verify_json import record_of
 from report_samples import CLIPPED, LOCAL
@@ -190,3 +198,12 @@ def test_names_of_users_cannot_change_the_terminal():
         line.isprintable()
         for line in describe([verdict_on(found, name=hostile)], details=True).split("\n")
     )
+
+
+def test_the_largest_difference_is_that_of_a_wrong_array_where_there_is_one():
+    measured = [
+        Measurement(0, "update", name, "", distance, allowed)
+        for name, distance, allowed in (("a", 0.5, 1e-9), ("b", 0.7, 1e-6), ("c", 0.9, 1.0))
+    ]
+    assert largest_of(measured)["update"] == (measured[1], 0, 3)
+    assert largest_of(measured[2:])["update"] == (measured[2], 0, 1)
