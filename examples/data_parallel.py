@@ -162,7 +162,8 @@ def evaluate(params, images, labels):  # d2l: evaluate_accuracy, evaluate_accura
 def require_equal(copies, names):
     """Exits unless the copies of the parameters are bitwise identical."""
     for params in copies[1:]:
-        if not all(map(np.array_equal, params, copies[0])):
+        pairs = zip(params, copies[0], strict=True)
+        if any(a.numpy().tobytes() != b.numpy().tobytes() for a, b in pairs):
             raise SystemExit(f"error: {names}: the copies of the parameters differ")
 
 

@@ -96,7 +96,7 @@ CAUSES = {  # Cause → remedy, in any framework.
     " the forward pass after a layer split by its inputs, in the backward pass before the update",
     "not_all_reduced": "sum the gradients over the replicas before the update",
     "partly_all_reduced": "all-reduce the gradients of all weights: look at the condition that"
-    " leaves these out",
+    " excludes these",
     "reduced_over_other_axis": "reduce the gradients over the data axes only",
     "lost_replica": "include every replica in the all-reduce of every variable",
     "repeated_gradient": "add the gradient of each replica once",

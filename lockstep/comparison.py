@@ -164,13 +164,13 @@ def verify_against(
     }
     result = Result()
     skipped, is_compared, removed = list[int](), False, list[Finding]()
-    start = ""
+    note = ""  # On the first step.
     for step in _checked_steps(second, result, on_step):
         if step.number not in first.steps:
             continue
         reference_step = Context(first, first.steps.index(step.number))
         pair = StepPair(reference_step, step, matching, tolerance)
-        start = start or replaced_start(pair)
+        note = note or replaced_start(pair)
         for stage, compare in comparisons.items():
             step.stage = stage
             pair.findings += compare(pair)
@@ -191,8 +191,14 @@ def verify_against(
     ]
     result.findings += not_trained(first, second)
     verdict = verdict_of(second, result, None, name="", reference=first.name)
-    text = "it starts from another state: record it with replay="
-    idle = {**dict.fromkeys(skipped, text), **verdict.idle}
+    wrong = {step for finding in verdict.faults for step in finding.steps}
+    apart = "the step starts from another state: record it with replay="
+    lacking = [step for step in second.steps if step not in first.steps]
+    idle = {
+        **{step: apart for step in skipped if step not in wrong},
+        **dict.fromkeys(lacking, "the first recording does not have it"),
+        **verdict.idle,
+    }
     if not (is_compared or verdict.faults):
         text = (
             "gradients of no step could be compared: record them in both scripts, and the second"
@@ -200,9 +206,10 @@ def verify_against(
         )
         idle = {**dict.fromkeys(verdict.steps, text), **idle}
     notes = *_not_compared(matching), *_hidden(first, second, result), *_untrained(result)
-    notes += (start,) if start else ()
-    if verdict.faults and not is_compared and not skipped:
-        notes += ("gradients are not compared: repair this first, then record again",)
+    notes += (note,) if note else ()
+    hiding = {finding.stage for finding in verdict.faults} & {"start", "examples", "all-reduce"}
+    if hiding and not is_compared and not skipped:
+        notes += ("gradients are not compared: fix the fault above, then record again",)
     return dataclasses.replace(verdict, tolerance=tolerance.text, notes=notes, idle=idle)
 
 

@@ -37,7 +37,7 @@ from lockstep.verify_json import record_of_all
 
 VARIABLE = "LOCKSTEP_RECORD"  # Read by the recorders.
 _MOST_LINES = 15  # Of what a failed command printed.
-_LOG_LINE = re.compile(r"[IWE]\d{4} \d\d:|WARNING: All log messages before absl")  # TensorFlow's.
+_LOG_LINE = re.compile(r"[IW]\d{4} \d\d:|WARNING: All log messages before absl")
 
 Function = Callable[[], None]
 # A command, a function, or a function and the number of processes that call it at once.
@@ -233,7 +233,7 @@ def _run(command: str | Sequence[str], variables: Mapping[str, str], timeout_sec
     if process.returncode == 0:
         return ""
     lines = [line for line in process.stdout.splitlines() if not _LOG_LINE.match(line)]
-    printed = "\n".join(lines[-_MOST_LINES:])
+    printed = "\n".join((lines or process.stdout.splitlines())[-_MOST_LINES:])
     return f"ended with exit code {process.returncode}: {shlex.join(words)}\n{printed}"
 
 

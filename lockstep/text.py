@@ -28,11 +28,11 @@ def sentence_of(verdict: Verdict) -> str:
     if not training:
         more = f"; by design: {by_design}" if by_design else ""
         return f"{name} has no fault in itself: every check is clean{more}"
-    if by_design:
-        return f"{name} differs by design from the {training}: {by_design}; no fault found"
-    bits = ", bit for bit" if verdict.is_bitwise else ""
     rest = [verdict.name_of(step) for step in verdict.steps if step not in verdict.idle]
     some = f" in {', '.join(named_steps(rest))}" if verdict.idle else ""
+    if by_design:
+        return f"{name} differs by design from the {training}{some}: {by_design}; no fault found"
+    bits = ", bit for bit" if verdict.is_bitwise else ""
     return f"{name} is the {training}{some}: every checked stage is clean{bits}"
 
 

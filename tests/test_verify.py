@@ -58,7 +58,7 @@ def test_a_clean_verification(clean):
     out, result = clean
     assert "manual and mirrored: bit-identical\n" in result.stdout
     assert (
-        "single and manual: each step equal within rounding: they add in another order\n"
+        "single and manual: each step equal within rounding: the order of summation differs\n"
         in result.stdout
     )
     assert re.search(r"manual – mirrored +0 +0 +everything", result.stdout)

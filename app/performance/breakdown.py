@@ -60,7 +60,7 @@ class Breakdown:
                 part.name,
                 f"{part.sec.value * 1e3:.2f}",
                 f"{part.sec.low * 1e3:.2f} to {part.sec.high * 1e3:.2f}",
-                f"{part.share.value:.1%}" if part.sec.low > 0 else "lost in noise",
+                f"{part.share.value:.1%}" if part.sec.low > 0 else "–",
                 _METHODS[part.name],
             ]
             for part in self.parts

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import re
 import shlex
 import sys
 import traceback
@@ -190,8 +191,8 @@ def _colored(text: str, color: str, stream: TextIO) -> str:
 
 
 def is_numeric(cells: Sequence[str]) -> bool:
-    """Returns whether all cells of a column begin like a number, a dash or a mark: align right."""
-    return all(cell[:1] in "0123456789-+–±<≤✗≠" for cell in cells)
+    """Returns whether all cells of a column are dashes or begin with a number: align right."""
+    return all(re.match(r"–?$|[-+±<≤✗≠ ]*[0-9]", cell) for cell in cells)
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:

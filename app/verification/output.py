@@ -295,7 +295,7 @@ def _side_by_side(pairs: Sequence[Pair], runs: Mapping[str, Run]) -> list[Block]
 
 
 def _outcome(pair: Pair) -> str:
-    order = "each step equal within rounding: they add in another order"
+    order = "each step equal within rounding: the order of summation differs"
     return order if pair.outcome == EQUAL else pair.outcome
 
 
@@ -305,7 +305,7 @@ def outcome_sentences(pairs: Sequence[Pair]) -> list[str]:
         return [f"{' and '.join(pair.names)}: {_outcome(pair)}" for pair in pairs]
     names: dict[str, list[str]] = {}
     for pair in pairs:
-        names.setdefault(pair.outcome, []).append(" – ".join(pair.names))
+        names.setdefault(_outcome(pair), []).append(" – ".join(pair.names))
     return [
         f"{outcome}: {'all pairs' if len(same) == len(pairs) else ', '.join(same)}"
         for outcome, same in names.items()

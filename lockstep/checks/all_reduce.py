@@ -29,7 +29,7 @@ from lockstep.trace import Array, Named
 from lockstep.verdict import Finding
 
 _SCALED = 1e-5  # Relative deviation of factors that are equal.
-_OWN = "not_all_reduced", "partly_all_reduced"
+_OWN = "not_all_reduced", "partly_all_reduced"  # Causes: a replica applies what it has sent.
 
 
 def check_all_reduce(context: Context) -> Iterator[Finding]:
@@ -148,11 +148,11 @@ def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
         return
     context.mark_checked()
     if own := _of_own_examples(sent, applied):
-        num, unlike = len(sent[0]), [name for name in sent[0] if not _are_same(name, sent)]
-        if reduced := [name for name in unlike if name not in own and _are_near(name, applied)]:
+        num, reduced = len(sent[0]), _reduced(sent, applied)
+        if reduced:
             text = (
-                f"each replica applies the gradient of its own examples for {len(own)} of {num}"
-                f" gradients, and of {len(reduced)} the same one as the others"
+                f"{len(own)} of {num} gradients are not all-reduced, and {len(reduced)} are: each"
+                " replica applies the gradients of its own examples"
             )
             yield context.found("partly_all_reduced", text, tensors=own)
             return
@@ -161,6 +161,20 @@ def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
             f" {len(own)} of {num} gradients was seen"
         )
         yield context.found("not_all_reduced", text, tensors=own)
+
+
+def _reduced(sent: Sequence[Named], applied: Sequence[Named]) -> list[str]:
+    """Returns the names of different gradients that each replica applies as the same one."""
+    return [
+        name
+        for name in sent[0]
+        if _are_near(name, applied)
+        and not _are_near(name, sent)
+        and not all(
+            _is_multiple(got[name], own.get(name, 0.0))
+            for got, own in zip(applied, sent, strict=True)
+        )
+    ]
 
 
 def _of_own_examples(sent: Sequence[Named], applied: Sequence[Named]) -> list[str]:
@@ -173,7 +187,8 @@ def _of_own_examples(sent: Sequence[Named], applied: Sequence[Named]) -> list[st
         name
         for name in sent[0]
         if not _are_same(name, sent)
-        and not _are_near(name, applied)
+        and not _are_same(name, applied)
+        and (_are_near(name, sent) or not _are_near(name, applied))
         and all(
             name in got and _is_multiple(got[name], sent[item].get(name, 0.0))
             for item, got in enumerate(applied)
