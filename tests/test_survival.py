@@ -75,7 +75,7 @@ def test_a_signal_saves_and_names_the_command_that_goes_on(tmp_path, small_progr
     assert 0 < step < 20
     words = shlex.split(last.partition("resume with: ")[2])
     assert words[0] == shown_python() and words[-1] == f"--out={run_dir}"
-    assert f"step {step}\n" in run_here_ok(*words[2:]).stdout
+    assert f"resuming after step {step}, " in run_here_ok(*words[2:]).stdout
     run_here_ok(*TRAIN, f"--out={tmp_path}/whole")
     resumed, whole = load_summary(run_dir), load_summary(tmp_path / "whole")
     assert resumed.weights_sha256 == whole.weights_sha256
