@@ -193,12 +193,11 @@ def verify_against(
     verdict = verdict_of(second, result, None, name="", reference=first.name)
     wrong = {step for finding in verdict.faults for step in finding.steps}
     apart = "the step starts from another state: record it with replay="
-    lacking = [step for step in second.steps if step not in first.steps]
-    idle = {
-        **{step: apart for step in skipped if step not in wrong},
-        **dict.fromkeys(lacking, "the first recording does not have it"),
-        **verdict.idle,
-    }
+    reasons = dict.fromkeys(
+        {*second.steps} - {*first.steps}, "the first recording does not have it"
+    )
+    reasons |= dict.fromkeys(skipped, apart)
+    idle = {s: reasons[s] for s in sorted(reasons) if s not in wrong} | dict(verdict.idle)
     if not (is_compared or verdict.faults):
         text = (
             "gradients of no step could be compared: record them in both scripts, and the second"
@@ -207,6 +206,9 @@ def verify_against(
         idle = {**dict.fromkeys(verdict.steps, text), **idle}
     notes = *_not_compared(matching), *_hidden(first, second, result), *_untrained(result)
     notes += (note,) if note else ()
+    if wrong & {*skipped} and "not_replayed" not in {f.cause for f in verdict.faults}:
+        steps = ", ".join(map(str, sorted(wrong & {*skipped})))
+        notes += (f"gradients of steps {steps} are not compared: record them with replay=",)
     hiding = {finding.stage for finding in verdict.faults} & {"start", "examples", "all-reduce"}
     if hiding and not is_compared and not skipped:
         notes += ("gradients are not compared: fix the fault above, then record again",)

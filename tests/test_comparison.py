@@ -968,6 +968,12 @@ def test_a_training_from_its_own_states_is_compared_in_its_first_step(one):
     assert " is the one.npz in step 0, step 3: every" in sentence_of(verdict)
 
 
+def test_faulty_steps_from_their_own_states_are_said_to_be_not_compared(one):
+    verdict = compared(one, Script(replicas=2, reduce=None))
+    assert shown(verdict) == ["all-reduce: not_all_reduced"] and not verdict.idle
+    assert verdict.notes[-1].endswith("are not compared: record them with replay=")
+
+
 def test_initial_weights_that_replay_has_replaced_are_told(one):
     def replaced(script):
         for name in [n for n in script.arrays if re.fullmatch(r"1/before/./[01]", n)]:

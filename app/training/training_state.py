@@ -199,8 +199,8 @@ class TrainingState:
         divergence = check_replica_divergence(self._strategy)
         if divergence.tensor and not self.progress.history and shown:
             console.say(
-                "Weights are bitwise identical on all replicas. BatchNorm statistics differ by up"
-                f" to {divergence.absolute:.2g}, as shards do: their average is used"
+                "Weights are bitwise identical on all replicas. BatchNorm statistics, of different"
+                f" shards, differ by up to {divergence.absolute:.2g}: their average is used"
             )
         apart = max(divergence.absolute, self.progress.statistics_apart)
         self.progress = dataclasses.replace(self.progress, statistics_apart=apart)

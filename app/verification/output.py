@@ -202,7 +202,7 @@ def describe(
             f"{name}: all {len(run.verdict.measurements):,} arrays bitwise equal to one device"
         )
         for name, run in runs.items()
-        if _is_bitwise(run)
+        if run.verdict.is_bitwise
     ]
     return Result(verdicts, blocks, caveats)
 
@@ -237,12 +237,6 @@ def _cell(status: str) -> str:
     return {"not checked": "–", FAULT: f"✗ {FAULT}"}.get(status, status)
 
 
-def _is_bitwise(run: Run) -> bool:
-    """Returns whether arrays were measured, and all are bitwise equal to the reference."""
-    measured = run.verdict.measurements
-    return bool(measured) and all(each.same_bits for each in measured)
-
-
 def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
     """Returns a row for each stage of each training: the array closest to its tolerance, or beyond.
 
@@ -251,7 +245,7 @@ def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
     """
     names: dict[tuple[Measurement, ...], list[str]] = {}
     for name, run in runs.items():
-        if not _is_bitwise(run):
+        if not run.verdict.is_bitwise:
             names.setdefault(tuple(run.verdict.measurements), []).append(name)
     rows = list[list[str]]()
     for measured, same in names.items():
