@@ -38,7 +38,7 @@ MODULES = {
     "torch_ddp": "with_torch", "torch_fsdp": "with_torch", "torch_pipeline": "with_torch",
 }  # fmt: skip
 NUM_PARAMETERS = {"lenet": 129_068, "resnet18": 11_175_818}  # Trainable parameters.
-NUM_WARMUP_STEPS = 5
+NUM_WARMUP_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,9 @@ import functools
 import os
 from typing import Any
 
-os.environ["XLA_FLAGS"] = "--xla_cpu_experimental_ynn_fusion_type="
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_experimental_ynn_fusion_type="
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

@@ -47,6 +47,7 @@ LAYER_SETTINGS = {  # Attribute → key.
     "epsilon": "epsilon", "momentum": "momentum", "strides": "strides", "padding": "padding",
     "dilation_rate": "dilation", "rate": "rate", "synchronized": "synchronized",
 }  # fmt: skip
+_KERNELS = "TF_ENABLE_ONEDNN_OPTS"  # Chooses TensorFlow's kernels on CPUs; only recorded.
 TRANSPOSES = {("OIHW", "HWIO"): (2, 3, 1, 0), ("OI", "IO"): (1, 0)}  # (from, to) → axes.
 Path = str | os.PathLike
 
@@ -115,7 +116,10 @@ class Recorder:
             "num_replicas": model.distribute_strategy.num_replicas_in_sync, "steps": [],
             "variables": [], "gradients": [],
             "permuted": permute, "replayed": os.fspath(replay) if replay else None,
-            "versions": {package.__name__: package.__version__ for package in (keras, tf, np)},
+            "versions": {
+                **{package.__name__: package.__version__ for package in (keras, tf, np)},
+                _KERNELS: os.environ.get(_KERNELS, "not set"),
+            },
         }  # fmt: skip
         self.arrays: dict[str, np.ndarray] = {}
         self._model, self._outer, self._hooks = model, optimizer, Hooks()

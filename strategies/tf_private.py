@@ -32,6 +32,17 @@ def private(owner: object, name: str) -> Any:
     return getattr(owner, name)
 
 
+def is_onednn_enabled() -> bool:
+    """Returns whether TensorFlow computes with oneDNN on CPUs, where oneDNN has a kernel.
+
+    The environment variable says so only if it was set before TensorFlow was imported; there is no
+    public API.
+    """
+    from tensorflow.python.util import _pywrap_util_port
+
+    return bool(private(_pywrap_util_port, "IsMklEnabled")())
+
+
 def disable_optimizer_all_reduce(optimizer: keras.optimizers.Optimizer) -> None:
     """Disables the optimizer's all-reduce of gradients in a replica context.
 

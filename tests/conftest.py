@@ -42,9 +42,9 @@ def runs_tests(config) -> bool:
 def pytest_configure(config):
     if not runs_tests(config):
         return
-    import tensorflow as tf
+    from app.devices.device_setup import keep_order_of_summation  # Chooses TensorFlow's kernels.
 
-    from app.devices.device_setup import keep_order_of_summation
+    import tensorflow as tf  # isort: skip
 
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],

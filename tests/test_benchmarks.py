@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib
+import json
 import sys
 
 import numpy as np
@@ -35,22 +36,31 @@ def measured(secs, **more):
     return {"secs": [secs] * 3, "images": [60000] * 3, "versions": {"jax": "1"}, **more}
 
 
-@pytest.mark.parametrize("tests_first_block", [True, False])
-def test_programs_are_asked_in_turn_and_end(tmp_path, monkeypatch, tests_first_block):
-    """The accuracy once, after the first block."""
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_programs_are_asked_in_turn_and_end(tmp_path, monkeypatch, capsys, num_steps):
+    """The accuracy once, after the first block, if a block is an epoch; the time is told first."""
     run, asked = load("run"), tmp_path / "asked"
     command = [sys.executable, "-c", STAND_IN, asked]
-    monkeypatch.setattr(run, "command_of", lambda name, *_: [*command, name])
-    part = run.Part("title", "", ("p", "q"), tests_first_block=tests_first_block)
-    found = run.measure(part, argparse.Namespace(rounds=2))["p"]
-    requests = ["steps", "evaluate"] if tests_first_block else ["steps"]
+    monkeypatch.setattr(run, "start", lambda name, *_: run.Running(name, [*command, name]))
+    part = run.Part("title", "", ("p", "q"), num_steps=num_steps)
+    options = argparse.Namespace(rounds=2, quick=False)
+    measured = run.measure(part, options)
+    assert [len(found["p"]["secs"]) for found in measured] == [1, 2]  # After each round.
+    probes, requests = [f"{run.OWN[0]} steps"] * 3, ["steps", *["evaluate"] * bool(num_steps)]
     first_round = [f"{name} {request}" for name in "pq" for request in requests]
-    assert asked.read_text().splitlines() == [*first_round, "q steps", "p steps"]
-    assert found["secs"] == [0.25] * 2
-    assert found.get("accuracy") == (0.5 if tests_first_block else None)
-    monkeypatch.setattr(run, "command_of", lambda *_: [sys.executable, "-c", "1 / 0"])
+    assert asked.read_text().splitlines() == [*probes, *first_round, "q steps", "p steps"]
+    steps = num_steps or 2  # Of 1 s each.
+    told = f"title: 2 programs, 2 rounds of blocks of {steps} steps; about 1 minutes"
+    assert capsys.readouterr().out.splitlines()[0] == told
+    failing = [sys.executable, "-c", "1 / 0"]
+    monkeypatch.setattr(run, "start", lambda *_: run.Running("p", failing))
     with pytest.raises(SystemExit, match="p ended before it answered; it said last: ZeroDivision"):
-        run.measure(part, argparse.Namespace(rounds=2))
+        next(run.measure(part, options))
+
+
+def results_of(run, **programs):
+    return {"date": "2026-01-01", "versions": {"jax": "1", "cpu_kernels": "x"}, "left_out": [],
+            "parts": {"lenet": programs}}  # fmt: skip
 
 
 def test_the_page_and_the_summary_are_made_of_measurements_alone(monkeypatch):
@@ -59,22 +69,82 @@ def test_the_page_and_the_summary_are_made_of_measurements_alone(monkeypatch):
     programs = {
         "manual × 2": measured(1e-3), "manual × 2, bfloat16": measured(5e-4),
         "JAX × 1": measured(2e-3), "JAX × 2": measured(4e-3), "JAX × 1, bfloat16": measured(3e-3),
+        "Keras fit × 2": measured(4e-3), "Keras fit × 1": measured(5e-3),
+        "Keras fit × 2, oneDNN": measured(2e-3),
     }  # fmt: skip
     part = dataclasses.replace(run.PARTS["lenet"], title="LeNet", ratios=run.RATIOS[:1])
     monkeypatch.setitem(run.PARTS, "lenet", part)
-    results = {"date": "2026-01-01", "processor": "P", "cores": 2, "versions": {"jax": "1"},
-               "parts": {"lenet": programs}}  # fmt: skip
-    page = run.render(results)
+    results = results_of(run, **programs)
+    page = run.render("P", results)
+    of_keras = "| {} | {} | Keras fit × 2{} | {} | {} |"
     rows = [
         "| LeNet | manual × 2 | 1,000 | JAX × 1 | 500 | 0.500 (0.500–0.500) |",
+        of_keras.format("", "manual × 2 | 1,000", "", 250, "0.250 (0.250–0.250)"),
+        of_keras.format("", "manual × 2 | 1,000", ", oneDNN", 500, "0.500 (0.500–0.500)"),
         "|  | manual × 2, bfloat16 | 2,000 | JAX × 1 | 500 | 0.250 (0.250–0.250) |",
+        of_keras.format("", "manual × 2, bfloat16 | 2,000", "", 250, "0.125 (0.125–0.125)"),
+        of_keras.format("", "manual × 2, bfloat16 | 2,000", ", oneDNN", 500, "0.250 (0.250–0.250)"),
         "|  | manual × 2, bfloat16 | 2,000 | manual × 2 | 1,000 | 0.500 (0.500–0.500) |",
     ]
     assert [*run.summary(results)][2:] == rows
-    assert "\n".join(rows) in page and "accuracies" not in page
+    assert "\n".join(rows) in page and "accuracies" not in page and "cpu_kernels" not in page
+    assert "Not measured yet: LeNet, batch 256, beside Keras;" in page
     programs["manual × 2"]["accuracy"], programs["JAX × 1"]["accuracy"] = 0.8727, 0.8712
-    results["parts"] = {"lenet": programs}
-    assert "are 0.8712 to 0.8727." in run.render(results)
+    results["left_out"] = ["bfloat16, which is emulated"]
+    page = run.render("P", results)
+    assert "are 0.8712 to 0.8727." in page
+    assert "Not measured: bfloat16, which is emulated." in page
+
+
+def test_a_page_keeps_the_tables_of_other_processors():
+    run, page = load("run"), ""
+    for heading, text in (("A: AVX2", "old"), ("B: AMX", "other"), ("A: AVX2", "new")):
+        page = run.with_section(page, f"## {heading}\n\n{text}\n")
+    headings = [line for line in page.splitlines() if line.startswith("#")]
+    assert headings == ["# Benchmarks", "## A: AVX2", "## B: AMX"]
+    assert "new" in page and "other" in page and "old" not in page
+    assert page == run.with_section(page, "## A: AVX2\n\nnew")
+    names = {run.figure_name(name) for name in ("A: AVX2, 2 cores", "A: AMX, 2 cores")}
+    assert names == {"benchmarks-a-avx2-2-cores.png", "benchmarks-a-amx-2-cores.png"}
+
+
+AVX2 = frozenset({"avx2"})
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "is_left_out"),
+    [
+        ("manual × 2, bfloat16", AVX2, True), ("PyTorch DDP × 2, bfloat16", AVX2, True),
+        ("manual × 2, bfloat16", AVX2 | {"avx512_bf16"}, False),
+        ("manual × 2, bfloat16", frozenset(), False),  # Unknown, as on ARM.
+        ("manual × 2", AVX2, False), ("manual × 2, Eigen", AVX2 | {"avx512_vnni"}, False),
+        ("Keras fit × 2, oneDNN", AVX2, False), ("Keras fit × 2", AVX2, False),
+        ("Keras fit × 2, oneDNN", AVX2 | {"avx512_vnni"}, True),
+    ],
+)  # fmt: skip
+def test_what_a_processor_cannot_show_is_left_out_with_the_reason(name, flags, is_left_out):
+    assert bool(load("run").why_left_out(name, flags)) == is_left_out
+
+
+@pytest.mark.parametrize("flags", [AVX2, AVX2 | {"avx512_vnni"}])
+@pytest.mark.parametrize("given", [None, "0", "1"])
+def test_each_program_gets_its_kernels(monkeypatch, flags, given):
+    """Keras and d2l those of TensorFlow, this project its own or the user's."""
+    run = load("run")
+    monkeypatch.setattr(run.processor, "usable_flags", lambda: flags)
+    monkeypatch.delenv(run.kernels.VARIABLE, raising=False)
+    if given:
+        monkeypatch.setenv(run.kernels.VARIABLE, given)
+    values = {n: run.environment_of(n).get(run.kernels.VARIABLE) for n in run.PROGRAMS}
+    for name, value in values.items():
+        if name.endswith("Eigen"):
+            assert value == "0"
+        elif name.endswith("oneDNN"):
+            assert value == "1"
+        elif name.startswith(("Keras", "d2l")):
+            assert value == ("0" if flags == AVX2 else None)
+        else:
+            assert value == given
 
 
 def test_every_program_has_a_command_that_its_framework_understands():
@@ -84,12 +154,13 @@ def test_every_program_has_a_command_that_its_framework_understands():
         used |= {*part.programs}
         assert {each for pair in part.ratios for each in pair} <= {*part.programs}
         for name in part.programs:
-            python, _, *words = run.command_of(name, part, options)
+            python, _, *words = run.command_of(name, part, 7, options)
             job = program.parse(words)
             assert (python == "peers") == name.startswith(("PyTorch", "JAX"))
             assert name.split(",")[0].endswith(str(job.num_devices)) or "," in name
             assert ("bfloat16" in name) == (job.precision == "bfloat16")
             assert job.recipe == "d2l" or (job.model, job.global_batch_size) == ("lenet", 256)
+            assert job.num_steps == 7
             if job.framework == "lockstep":
                 assert name.startswith(config_of(job).distribution.strategy)
     assert used == {*run.PROGRAMS}
@@ -130,31 +201,74 @@ def test_wrong_calls_get_one_line(monkeypatch, capsys):
     assert stop.value.code == 2 and "--rounds=0" in capsys.readouterr().err
 
 
-def test_a_run_writes_the_page_once_every_part_is_there(tmp_path, monkeypatch, capsys):
+def test_a_limit_is_that_of_all_programs(tmp_path, monkeypatch):
+    """And of the name of the processor."""
+    run = load("run")
+    for name in run.ISA["avx2"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(run.processor, "read_flags", lambda: AVX2 | {"avx512f", "amx_bf16"})
+    monkeypatch.setattr(run, "measure", lambda part, options: iter(()))
+    monkeypatch.setattr(run, "write_page", lambda *_: None)
+    monkeypatch.setattr(run, "summary", lambda *_: [])
+    assert run.name_of_machine(None).partition(":")[2].startswith(" AVX-512, AMX, ")
+    monkeypatch.setattr(run.os, "environ", dict(run.os.environ))
+    with pytest.raises(KeyError):  # Nothing was measured.
+        run.main(["--isa=avx2", "--only=lenet", "--data_dir=x", f"--out={tmp_path}"])
+    assert run.ISA["avx2"].items() <= run.environment_of("manual × 2").items()
+
+
+def test_each_round_and_part_is_written_at_once(tmp_path, monkeypatch, capsys):
     run, page = load("run"), tmp_path / "BENCHMARKS.md"
+    page.write_text("# Benchmarks\n\n## Another processor\n\n| kept |\n")
+    out = tmp_path / "out"
 
     def measure(part, options):
         tested = {"accuracy": 0.87} if part.tests_first_block else {}
-        return {name: measured(0.1, **tested) for name in part.programs}
+        yield {name: measured(0.1, **tested) for name in part.programs}
+        written = json.loads((out / "bench.json").read_text())
+        assert len(next(iter(written.values()))["parts"]) == len(done) + 1
+        done.append(part.title)
+        yield {name: measured(0.2, **tested) for name in part.programs}
 
+    done = []
     monkeypatch.setattr(run, "measure", measure)
-    run.main(["--quick", "--data_dir=x", f"--out={tmp_path}/quick"])
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("PyTorch DDP" in line for line in lines) == 4 and not any("JAX" in x for x in lines)
-    flags = ["--data_dir=x", f"--out={tmp_path}/out", f"--output={page}"]
-    first, *others = run.PARTS
-    run.main([*flags, f"--only={first}"])
-    assert not page.exists() and f"not measured yet: {others[0]}" in capsys.readouterr().out
     drawn = []
     monkeypatch.setattr(run, "plot_ratios", lambda *arguments: drawn.append(arguments))
+    flags = ["--data_dir=x", f"--out={out}", f"--output={page}"]
+    first, *others = run.PARTS
+    run.main([*flags, f"--only={first}"])
+    assert "| kept |" in page.read_text() and "Not measured yet" in page.read_text()
     for name in others:
         run.main([*flags, f"--only={name}"])
-    assert page.read_text() == (tmp_path / "out" / "bench.md").read_text()
-    assert page.read_text().startswith("# Benchmarks")
+    assert done == [part.title for part in run.PARTS.values()]
+    text = page.read_text()
+    assert text.startswith("# Benchmarks") and "Not measured yet" not in text
+    assert "| kept |" in text and text.count("\n## ") == 2
     assert capsys.readouterr().out.endswith(f"saved {page}\n")
-    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {
-        ".json", ".md", ".png", ".svg",
-    }  # fmt: skip
-    assert (tmp_path / "out" / "benchmarks.png").stat().st_size > 10_000
-    results, path = drawn[-1]
-    assert path == tmp_path / run.FIGURE and len({*run.comparisons(results)}) > len(run.PARTS)
+    monkeypatch.undo()
+    machine, results, path = drawn[-1]
+    assert path == tmp_path / run.figure_name(machine)
+    assert len({*run.comparisons(results)}) > len(run.PARTS)
+    run.plot_ratios(machine, results, path)
+    assert path.stat().st_size > 10_000 and path.with_suffix(".svg").exists()
+
+
+def test_a_quick_run_has_pytorch_alone_and_writes_no_page(tmp_path, monkeypatch, capsys):
+    run, asked = load("run"), []
+
+    def measure(part, options):
+        asked.append((part.title.split(",")[0], options.rounds))
+        yield {name: measured(0.1) for name in part.programs}
+
+    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+    run.main(["--quick", "--data_dir=x", f"--output={page}"])
+    run.main(["--quick", "--data_dir=x", f"--output={page}", "--only=resnet18"])
+    assert asked == [(name, run.NUM_ROUNDS) for name in ("LeNet", "ResNet-18", "ResNet-18")]
+    told = capsys.readouterr().out
+    assert "PyTorch DDP" in told and "JAX" not in told and "Keras fit" not in told
+    assert not page.exists() and (tmp_path / "runs" / "bench-quick" / "bench.md").exists()
+    with pytest.raises(SystemExit):
+        run.main(["--quick", "--only=lenet_split", "--data_dir=x"])
+    assert "--quick has the parts lenet and resnet18" in capsys.readouterr().err

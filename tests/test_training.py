@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import itertools
+import json
 import os
 import pathlib
 import shutil
@@ -18,7 +19,7 @@ from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
 from app.options import Config
 from app.options.split_numbers import num_shards
-from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint
+from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint, save_checkpoint
 from app.records.event_file import event_files
 from app.records.files import write_file
 from app.records.history import load_history, load_summary
@@ -511,6 +512,47 @@ def test_another_way_of_computing_it_is_told(dataset, copy, monkeypatch, capsys)
     told = capsys.readouterr().out
     assert "strategy single → manual;" in told and "shards of a batch 1 → 2: global" in told
     assert "tensorflow 2" in told and "→ 9.9" in told
+
+
+@pytest.mark.parametrize("before", [None, "Eigen on AVX2"])
+def test_other_kernels_are_told_in_one_line(dataset, copy, monkeypatch, capsys, before):
+    """Also if the checkpoint of an earlier version does not say which kernels computed it."""
+    found = find_newest_checkpoint(copy).checkpoint
+    kernels = {"cpu_kernels": before} if before else {}
+    versions = {n: v for n, v in found.metadata.versions.items() if n != "cpu_kernels"} | kernels
+    metadata = dataclasses.replace(found.metadata, versions=versions)
+    shutil.rmtree(copy / "checkpoints")
+    save_checkpoint(copy, dataclasses.replace(found, metadata=metadata))
+    now = {**found.metadata.versions, "cpu_kernels": "oneDNN on AVX-512"}
+    monkeypatch.setattr("app.training.training_spec.versions", lambda: now)
+    loop = make(dataset, copy, epochs=3)
+    out, err = capsys.readouterr()
+    change = f"kernels of the CPU: {before or 'not recorded'} → oneDNN on AVX-512"
+    warnings = [line for line in err.splitlines() if "kernels" in line]
+    assert len(warnings) == 1 and f"{change}; the weights will be" in warnings[0]
+    assert "kernels" not in out
+    summary = loop.run()
+    assert f"step 10: {change}" in summary.changes
+    assert summary.versions["cpu_kernels"] == "oneDNN on AVX-512"
+
+
+def test_the_same_kernels_are_not_told(dataset, copy, capsys):
+    make(dataset, copy, epochs=3)
+    assert "kernels" not in capsys.readouterr().err
+
+
+def test_a_finished_run_of_other_kernels_is_finished(dataset, copy, tmp_path):
+    options = {"strategy": "single", "global_batch_size": 64, "recipe": "d2l", "epochs": 2}
+    config, path = Config.of(**options), tmp_path / "run"
+    with open_run_directory(path, config.result_fields()) as run_directory:
+        run_directory.start(overwrite=False, cpu_kernels="Eigen on AVX2")
+        shutil.copytree(copy, path, dirs_exist_ok=True)
+    assert json.loads((path / "config.json").read_text())["cpu_kernels"] == "Eigen on AVX2"
+    with open_run_directory(path, config.result_fields()) as run_directory:
+        run_directory.check_same_run()
+        assert _find_result(config, run_directory).status == "finished"
+        run_directory.start(overwrite=False, cpu_kernels="oneDNN on AVX2")
+    assert json.loads((path / "config.json").read_text())["cpu_kernels"] == "oneDNN on AVX2"
 
 
 def test_evaluation_checks_how_many_images_it_saw(dataset, tmp_path, monkeypatch):

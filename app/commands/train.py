@@ -172,7 +172,9 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         training = Training(config, prepared, dataset, path, on_progress)
         training.verifier = create_step_verifier(training.spec, training.strategy, path)
         training.start(from_scratch=config.output.overwrite)
-        run_directory.start(overwrite=config.output.overwrite)  # All checks have passed.
+        kernels = training.cpu_kernels
+        run_directory.start(overwrite=config.output.overwrite, cpu_kernels=kernels)
+        console.log(f"Kernels of the CPU: {kernels}")
         console.set_overwriting(False)
         _announce(config, prepared, training)
         return training.run()

@@ -19,11 +19,16 @@ from app.devices.tensorflow_settings import (
 )
 from app.options import Config
 from app.options.names import DEFAULT_LOGICAL_CPUS
-from app.runtime import console, run_context, signals
-from app.runtime.errors import DeviceError, reason_of
+from app.runtime import console, processor, run_context, signals
+from app.runtime.errors import ConfigError, DeviceError, reason_of
+from app.runtime.kernels import describe_kernels
 
 if TYPE_CHECKING:
     from strategies.workers import Workers  # Imports TensorFlow.
+
+
+# Measured with LeNet, batch 256, AVX2, oneDNN in float32 and Eigen in bfloat16 (docs/speed.md).
+_TIMES_OF_EMULATED_BFLOAT16 = 11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +62,8 @@ def set_up(config: Config) -> Devices:
     With `multi_worker`, returns once all workers of the cluster are connected.
 
     Raises:
-        ConfigError: the cluster is invalid, or its workers' settings differ.
+        ConfigError: the cluster is invalid, its workers' settings differ, or oneDNN cannot compute
+            in the precision.
         DeviceError: GPUs are required and there are too few.
         PeerLostError: a worker was lost while connecting.
     """
@@ -82,10 +88,36 @@ def set_up(config: Config) -> Devices:
         )
     default = len(gpus) or (1 if cluster else DEFAULT_LOGICAL_CPUS)
     devices = _prepare(gpus[: wanted or default], wanted or default, cluster)
+    if config.training.precision == "mixed_bfloat16" and not gpus:
+        _check_bfloat16()
     keep_order_of_summation()
     if config.training.deterministic:
         tf.config.experimental.enable_op_determinism()
     return _of_all_workers(devices, cluster, config) if cluster else devices
+
+
+def _check_bfloat16() -> None:
+    """Warns if the kernels of the CPU emulate bfloat16.
+
+    Raises:
+        ConfigError: the processor has bfloat16, but oneDNN is limited to other instruction sets.
+    """
+    from strategies.tf_private import is_onednn_enabled
+
+    flags, has_onednn = processor.read_flags(), is_onednn_enabled()
+    has_bfloat16 = processor.computes_in_bfloat16(processor.usable_flags(flags))
+    if not flags or (has_onednn and has_bfloat16):
+        return
+    if has_onednn and processor.computes_in_bfloat16(flags):
+        raise ConfigError(
+            "--precision=mixed_bfloat16: TensorFlow fails because ONEDNN_MAX_CPU_ISA excludes this"
+            " processor's bfloat16; unset the variable, or use --precision=float32"
+        )
+    console.warn(
+        f"--precision=mixed_bfloat16: the kernels of this CPU ({describe_kernels(has_onednn)})"
+        f" emulate bfloat16: LeNet takes about {_TIMES_OF_EMULATED_BFLOAT16} times as long as with"
+        " --precision=float32"
+    )
 
 
 def _prepare(gpus: list, num_devices: int, cluster: Cluster | None) -> Devices:

@@ -18,7 +18,7 @@ from app.devices.cluster import SECRET_VARIABLE, Cluster, host_and_port
 from app.options import Config
 from app.runtime import console, signals, watchdog
 from app.runtime.errors import ConfigError, PeerLostError, reason_of
-from app.runtime.versions import versions
+from app.runtime.versions import CPU_KERNELS, versions
 from strategies.collective_cluster import ClusterWorkers
 from strategies.multi_worker import default_all_reduce
 
@@ -229,7 +229,7 @@ def _settings(config: Config, local_devices: Sequence[str]) -> dict:
     """Returns the settings that must be equal on all workers, as they come out of JSON."""
     flags = {f"--{name}": value for name, value in config.values().items() if name not in _OWN}
     kind = "GPU" if "GPU" in local_devices[0] else "CPU"
-    own = {f"version of {name}": version for name, version in versions().items()}
+    own = {f"version of {name}": v for name, v in versions().items() if name != CPU_KERNELS}
     return json.loads(json.dumps({**flags, "devices": f"{len(local_devices)} {kind}", **own}))
 
 

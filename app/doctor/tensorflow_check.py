@@ -15,7 +15,9 @@ from app.doctor.machine import NOTE, OK, WARNING, Check
 from app.options import Config
 from app.runtime import console
 from app.runtime.errors import DeviceError, LockstepError, reason_of
+from app.runtime.kernels import VARIABLE, describe_kernels
 from app.runtime.processes import call_in_child_process
+from app.runtime.processor import usable_flags
 
 TIMEOUT_SEC = 90.0
 _NCCL_ADVICE = (
@@ -95,6 +97,7 @@ def examine(send: Send, config: Config) -> None:
     built = f"built for {cuda}" if build.get("is_cuda_build") else "built without CUDA"
     send(("has_tensorflow", True))
     send(("checks", Check("TensorFlow", f"{tf.__version__}, {built}")))
+    send(("checks", _check_kernels()))
     send(("stage", "devices"))
     if gpus and config.distribution.device != "cpu" and not tf.config.list_physical_devices("GPU"):
         for cause, advice in gpu_obstacles():
@@ -107,6 +110,18 @@ def examine(send: Send, config: Config) -> None:
         if name != "single" and len(prepared.names) > 1:
             send(("stage", name))
             _test_all_reduce(send, config, prepared, name)
+
+
+def _check_kernels() -> Check:
+    """Says which kernels compute on the CPU; warns if a variable chooses the slower ones."""
+    from strategies.tf_private import is_onednn_enabled
+
+    has_onednn = is_onednn_enabled()
+    shown, value = describe_kernels(has_onednn), os.environ.get(VARIABLE)
+    if not has_onednn and value is not None and "avx2" in usable_flags():
+        shown = f"{shown}, as {VARIABLE}={value}"
+        return Check("CPU kernels", shown, WARNING, "oneDNN is faster on this processor: unset it")
+    return Check("CPU kernels", shown)
 
 
 def _test_all_reduce(send: Send, config: Config, prepared: Any, name: str) -> None:

@@ -10,9 +10,15 @@ from collections.abc import Iterable
 import app
 from app.options.option import Option
 from app.options.table import COMMANDS, GROUPS, PARTS, TABLE, options_of
+from app.runtime import kernels
 
 _WIDTH = 72
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "options.md"
+# Name → help of an environment variable that every command reads which imports TensorFlow.
+_ENVIRONMENT = {
+    kernels.VARIABLE: "Kernels of the CPU: 1 for oneDNN, 0 for Eigen. Default: 1 on x86 processors"
+    " with AVX2, else TensorFlow's choice.",
+}
 _HEAD = """# Options
 
 `python main.py COMMAND --help` shows the common options of a command, `--helpfull` all of them.
@@ -32,11 +38,14 @@ def help_text(command: str | None = None, *, is_full: bool = False) -> str:
         parts = _of_program()
     elif is_full:
         parts = [*_usage(command), ["Examples", *_examples(command)], *_groups(command)]
+        parts += [_environment()]
     elif command == "verify":
         parts = [*_usage(command), *_parts_of_verify(), *_more(command)]
     else:
         parts = [*_usage(command), ["Examples", *_examples(command)]]
-        parts += [["Options", *_lines(_common(command))], *_more(command)]
+        parts += [["Options", *_lines(_common(command))]]
+        parts += [_environment()] if command == "benchmark" else []
+        parts += _more(command)
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -125,6 +134,13 @@ def _groups(command: str) -> list[list[str]]:
     return [lines for lines in groups if lines[1:]]
 
 
+def _environment() -> list[str]:
+    lines = ["Environment"]
+    for name, text in _ENVIRONMENT.items():
+        lines += [f"  {name}", textwrap.indent(textwrap.fill(text, _WIDTH), "      ")]
+    return lines
+
+
 def _lines(options: Iterable[Option]) -> list[str]:
     """Returns the lines of each option, with its default."""
     lines = []
@@ -166,6 +182,8 @@ def option_page() -> str:
             line += f": {_help_of_all_commands(option)}"
             lines.append(line + _difference(option.commands, usual))
         lines.append("")
+    lines += ["## Environment", ""]
+    lines += [*(f"- `{name}`: {text}" for name, text in _ENVIRONMENT.items()), ""]
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title
 from app.records.files import write_json
 from app.report.result import Block, Result, Table
 from app.runtime import console
+from app.runtime.processor import processor_name
 
 BENCHMARK_FILE = "benchmark.json"
 
@@ -179,13 +180,3 @@ def _comparison_row(short: Mapping[str, str], c: Comparison) -> list[str]:
 def _difference(base: str, case: str) -> str:
     """Returns the parts of a name that another name does not have."""
     return ", ".join(part for part in base.split(", ") if part not in case.split(", "))
-
-
-def processor_name() -> str:
-    """Returns the processor's name."""
-    cpu_info = pathlib.Path("/proc/cpuinfo")
-    if cpu_info.exists():
-        for line in cpu_info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -42,6 +42,8 @@ _LEFTOVER = re.compile(
 )
 _LEFTOVER_CHECKPOINT = ".step-*.tmp"
 _WRITTEN_BY = {"written_by": "lockstep"}
+# Describes the machine in the configuration of a training, which another machine may resume.
+_OF_MACHINE = "cpu_kernels"
 
 
 # Options whose default is the value of the recipe or of the data set, known once both are loaded.
@@ -57,6 +59,8 @@ def unresolved_settings(old: dict, new: dict) -> set[str]:
 def changed_settings(old: dict, new: dict) -> dict[str, str]:
     """Returns the settings that differ between two configurations, each as "name old → new".
 
+    What describes the machine is not a setting.
+
     Args:
         old: configuration of the run on disk; may be of a version without some options.
         new: configuration of this command.
@@ -64,7 +68,7 @@ def changed_settings(old: dict, new: dict) -> dict[str, str]:
     return {
         name: f"{name} {_shown(old.get(name))} → {_shown(new.get(name))}"
         for name in {**old, **new}
-        if old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and name != _OF_MACHINE
     }
 
 
@@ -120,11 +124,12 @@ class RunDirectory:
         if refused:
             raise other_settings_error(self.path, refused)
 
-    def start(self, *, overwrite: bool) -> None:
+    def start(self, *, overwrite: bool, cpu_kernels: str = "") -> None:
         """Starts or resumes the run, after all checks.
 
         Args:
             overwrite: remove the files of another run, and nothing else.
+            cpu_kernels: the kernels that a training computes with, for `config.json`.
         """
         if overwrite or self.replaces_verification:
             for name in _RECORDS:
@@ -134,8 +139,9 @@ class RunDirectory:
             for event_file in event_files(self.path):
                 self.remove(event_file.name)
             self._sync()  # Before the new configuration.
-        if not self.is_started or load_run_config(self.path) != self.config:
-            write_json(self.path / CONFIG_FILE, self.config)
+        config = self.config | ({_OF_MACHINE: cpu_kernels} if cpu_kernels else {})
+        if not self.is_started or load_run_config(self.path) != config:
+            write_json(self.path / CONFIG_FILE, config)
 
     def remove(self, name: str) -> None:
         """Removes a record of an earlier run, if it exists; a directory is removed atomically.

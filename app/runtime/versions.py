@@ -1,18 +1,25 @@
-"""Returns the versions of the software that affects the results."""
+"""Returns the versions of the software that affects the results, and the kernels of the CPU."""
 
 import platform
 
 import numpy as np
 
+from app.runtime.kernels import describe_kernels
+
+CPU_KERNELS = "cpu_kernels"  # Optional: recordings of earlier versions lack it.
+
 
 def versions() -> dict[str, str]:
-    """Returns name → version; imports TensorFlow and Keras."""
+    """Returns name → version, and `CPU_KERNELS` → kernels; imports TensorFlow and Keras."""
     import keras
     import tensorflow as tf
+
+    from strategies.tf_private import is_onednn_enabled
 
     return {
         "python": platform.python_version(),
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
         "numpy": np.__version__,
+        CPU_KERNELS: describe_kernels(is_onednn_enabled()),
     }

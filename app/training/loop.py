@@ -17,6 +17,7 @@ from app.records.run_metadata import Progress
 from app.runtime import console, signals
 from app.runtime.errors import MismatchError, Terminated
 from app.runtime.progress_bar import TrainingProgress
+from app.runtime.versions import CPU_KERNELS
 from app.training.all_reduce_self_test import run_all_reduce_self_test
 from app.training.evaluation import evaluate
 from app.training.fault_injection import inject_data_fault, inject_fault
@@ -111,6 +112,11 @@ class Training:
             self._resumed = self._state.restore(self._run_dir, has_schedule=self.spec.has_schedule)
         if self._workers.count > 1:
             self._state.broadcast(self._workers, self._resumed)
+
+    @property
+    def cpu_kernels(self) -> str:
+        """Which kernels compute on the CPU, for example "oneDNN on AVX2"."""
+        return self._metadata.versions[CPU_KERNELS]
 
     @property
     def is_finished(self) -> bool:

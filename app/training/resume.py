@@ -15,6 +15,7 @@ from app.records.run_directory import (
 from app.records.run_metadata import RunMetadata
 from app.runtime import console
 from app.runtime.errors import CheckpointError
+from app.runtime.versions import CPU_KERNELS
 
 # Options that change how the steps are computed, but not the result except for rounding.
 _HOW = {
@@ -81,7 +82,16 @@ def find_checkpoint(
         console.warn(warning)
     where = "in" if progress.epoch_step else "at the end of"
     console.say(f"resuming after step {progress.step}, {where} epoch {num_begun}")
-    how = [line for name, line in changes.items() if name != "epochs"]
+    before, after = (
+        each.versions.get(CPU_KERNELS, "not recorded") for each in (saved.metadata, metadata)
+    )
+    if before != after:
+        changes[CPU_KERNELS] = f"kernels of the CPU: {before} → {after}"
+        console.warn(
+            f"{changes[CPU_KERNELS]}; the weights will be those of an uninterrupted run within"
+            " rounding, not bitwise"
+        )
+    how = [line for name, line in changes.items() if name not in ("epochs", CPU_KERNELS)]
     shards_before, shards = saved.metadata.num_shards, metadata.num_shards
     if shards_before != shards:
         how.append(f"shards of a batch {shards_before} → {shards}")

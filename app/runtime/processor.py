@@ -1,0 +1,76 @@
+"""Reads which instruction sets the processor has, and which of them kernels may use."""
+
+import os
+import pathlib
+import platform
+import re
+from collections.abc import Mapping
+
+_CPU_INFO = pathlib.Path("/proc/cpuinfo")
+# oneDNN's limit for the instruction sets that it uses, and its older name.
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+# What decides how kernels compute: flag → name.
+_WIDTHS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse4_1": "SSE4.1"}
+_EXTENSIONS = {"avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "amx_bf16": "AMX"}
+
+
+def processor_name(cpu_info: pathlib.Path = _CPU_INFO) -> str:
+    """Returns the processor's name."""
+    found = re.search(r"^model name\s*:(.*)$", _read(cpu_info), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def read_flags(cpu_info: pathlib.Path = _CPU_INFO) -> frozenset[str]:
+    """Returns the flags of an x86 processor as Linux names them, for example "avx2".
+
+    Returns:
+        The flags; empty if the system does not list them, as on ARM and on macOS.
+    """
+    found = re.search(r"^flags\s*:(.*)$", _read(cpu_info), re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
+def _read(cpu_info: pathlib.Path) -> str:
+    try:
+        return cpu_info.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def usable_flags(
+    flags: frozenset[str] | None = None, environ: Mapping[str, str] = os.environ
+) -> frozenset[str]:
+    """Returns the flags without the instruction sets that the user's limit of oneDNN excludes.
+
+    Args:
+        flags: flags of the processor; None to read them.
+        environ: environment variables.
+    """
+    flags = read_flags() if flags is None else flags
+    limit = next((environ[name].upper() for name in _LIMITS if environ.get(name)), "")
+    excluded: tuple[str, ...] = ()
+    if limit in ("SSE41", "AVX"):
+        excluded = ("avx2", "avx_vnni", "avx512", "amx")
+    elif limit == "AVX2":
+        excluded = ("avx_vnni", "avx512", "amx")
+    elif limit.startswith("AVX2_"):
+        excluded = ("avx512", "amx")
+    elif limit.startswith("AVX512") and "AMX" not in limit:
+        excluded = ("amx",)
+    return frozenset(flag for flag in flags if not flag.startswith(excluded))
+
+
+def computes_in_bfloat16(flags: frozenset[str]) -> bool:
+    """Returns whether a processor with these flags multiplies numbers in bfloat16."""
+    return bool(flags & {"avx512_bf16", "amx_bf16"})
+
+
+def features(flags: frozenset[str]) -> list[str]:
+    """Returns the instruction sets that decide how kernels compute, the widest vectors first.
+
+    Returns:
+        Names such as "AVX2" or "AVX-512", "AVX512_BF16", "AMX"; the kind of the processor if it
+        lists no flags.
+    """
+    widest = next((name for flag, name in _WIDTHS.items() if flag in flags), platform.machine())
+    return [widest, *(name for flag, name in _EXTENSIONS.items() if flag in flags)]
