@@ -1,6 +1,6 @@
 """Times each kind of layer of LeNet and ResNet-18 on one core: Keras', the project's, PyTorch's.
 
-    python benchmarks/layers.py [--isa=avx2] [--precision=bfloat16] [--rounds=15] [--only=conv]
+    python benchmarks/layers.py [--isa=avx2] [--precision=bfloat16] [--rounds=7] [--only=conv]
 
 Prints milliseconds of a forward pass, and of both passes with all gradients, for half of a batch:
 128 images of LeNet, 32 of ResNet-18. The programs are timed in turn, on the same core; each has its
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 FOLDER = pathlib.Path(__file__).parent
 sys.path[:0] = [str(FOLDER.parent), str(FOLDER.parent / "frameworks")]
 
-# Name → value of TF_ENABLE_ONEDNN_OPTS.
-PROGRAMS = {"Keras, Eigen": "0", "Keras": "1", "Lockstep": "1", "PyTorch": "1"}
+# Name → value of TF_ENABLE_ONEDNN_OPTS; PyTorch does not read it.
+PROGRAMS = {"Keras, Eigen": "0", "Keras": "1", "Lockstep": "1", "PyTorch": ""}
 LEAST_SEC = 0.05  # Of a timed block.
 
 
@@ -31,7 +31,8 @@ class Layer(NamedTuple):
     """A layer.
 
     Attributes:
-        kind: "same" and "valid" are convolutions with that padding; "norm" and "add" end in a ReLU.
+        kind: "same" and "valid" are convolutions with that padding; "pool" averages; "dense";
+            "norm" and "add" end in a ReLU.
         shape: shape of the inputs, channels last.
         width: number of outputs.
         size: size of the kernel.
@@ -201,7 +202,7 @@ def main() -> None:
     """Times all layers, and prints a row of a table for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--answer", choices=PROGRAMS, help=argparse.SUPPRESS)
-    parser.add_argument("--isa", choices=["avx2"], help="compute as on a processor with AVX2 alone")
+    parser.add_argument("--isa", help="avx2: compute as on a processor with AVX2 alone")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default="", help="a part of the layers' names")
@@ -211,6 +212,9 @@ def main() -> None:
         return
     from run import ISA, Running
 
+    names = [name for name in LAYERS if options.only in name]
+    if not names:
+        parser.error(f"--only={options.only} is in no name; the names are {', '.join(LAYERS)}")
     print("| Layer |", *(f"{name} |" for name in PROGRAMS), "Lockstep / PyTorch |")
     print("| --- |", *("--- |" for _ in PROGRAMS), "--- |")
     with contextlib.ExitStack() as stack:
@@ -223,7 +227,7 @@ def main() -> None:
             running.append(stack.enter_context(Running(name, command, environment)))
         for each in running:
             each.ask()
-        for name in [name for name in LAYERS if options.only in name]:
+        for name in names:
             rounds = []
             for number in range(options.rounds):
                 order = running if number % 2 == 0 else running[::-1]

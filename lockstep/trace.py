@@ -209,7 +209,7 @@ class About:
         names: name of a weight in this file → its name in the reference; two stages of a pipeline
             that hold one tied weight give it one name.
         modules: the modules whose inputs and outputs are recorded, in the order of their calls.
-        versions: package → version.
+        versions: package → version; also a variable that chooses kernels → its value.
     """
 
     framework: str

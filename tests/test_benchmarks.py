@@ -50,7 +50,7 @@ def test_programs_are_asked_in_turn_and_end(tmp_path, monkeypatch, capsys, num_s
     first_round = [f"{name} {request}" for name in "pq" for request in requests]
     assert asked.read_text().splitlines() == [*probes, *first_round, "q steps", "p steps"]
     steps = num_steps or 2  # Of 1 s each.
-    told = f"title: 2 programs, 2 rounds of blocks of {steps} steps; about 1 minutes"
+    told = f"title: 2 programs, 2 rounds of blocks of {steps} steps; about 1 minute"
     assert capsys.readouterr().out.splitlines()[0] == told
     failing = [sys.executable, "-c", "1 / 0"]
     monkeypatch.setattr(run, "start", lambda *_: run.Running("p", failing))
@@ -59,8 +59,13 @@ def test_programs_are_asked_in_turn_and_end(tmp_path, monkeypatch, capsys, num_s
 
 
 def results_of(run, **programs):
-    return {"date": "2026-01-01", "versions": {"jax": "1", "cpu_kernels": "x"}, "left_out": [],
-            "parts": {"lenet": programs}}  # fmt: skip
+    return {
+        "dates": {"lenet": "2026-01-01"},
+        "rounds": {"lenet": (3, 3)},
+        "left_out": [],
+        "versions": {"jax": "1", "cpu_kernels": "x"},
+        "parts": {"lenet": programs},
+    }
 
 
 def test_the_page_and_the_summary_are_made_of_measurements_alone(monkeypatch):
@@ -72,10 +77,10 @@ def test_the_page_and_the_summary_are_made_of_measurements_alone(monkeypatch):
         "Keras fit × 2": measured(4e-3), "Keras fit × 1": measured(5e-3),
         "Keras fit × 2, oneDNN": measured(2e-3),
     }  # fmt: skip
-    part = dataclasses.replace(run.PARTS["lenet"], title="LeNet", ratios=run.RATIOS[:1])
+    part = dataclasses.replace(run.PARTS["lenet"], title="LeNet", ratios=run.parts.RATIOS[:1])
     monkeypatch.setitem(run.PARTS, "lenet", part)
     results = results_of(run, **programs)
-    page = run.render("P", results)
+    page = run.page.render("P", results)
     of_keras = "| {} | {} | Keras fit × 2{} | {} | {} |"
     rows = [
         "| LeNet | manual × 2 | 1,000 | JAX × 1 | 500 | 0.500 (0.500–0.500) |",
@@ -86,12 +91,12 @@ def test_the_page_and_the_summary_are_made_of_measurements_alone(monkeypatch):
         of_keras.format("", "manual × 2, bfloat16 | 2,000", ", oneDNN", 500, "0.250 (0.250–0.250)"),
         "|  | manual × 2, bfloat16 | 2,000 | manual × 2 | 1,000 | 0.500 (0.500–0.500) |",
     ]
-    assert [*run.summary(results)][2:] == rows
+    assert [*run.page.summary(results)][2:] == rows
     assert "\n".join(rows) in page and "accuracies" not in page and "cpu_kernels" not in page
     assert "Not measured yet: LeNet, batch 256, beside Keras;" in page
     programs["manual × 2"]["accuracy"], programs["JAX × 1"]["accuracy"] = 0.8727, 0.8712
     results["left_out"] = ["bfloat16, which is emulated"]
-    page = run.render("P", results)
+    page = run.page.render("P", results)
     assert "are 0.8712 to 0.8727." in page
     assert "Not measured: bfloat16, which is emulated." in page
 
@@ -99,12 +104,12 @@ def test_the_page_and_the_summary_are_made_of_measurements_alone(monkeypatch):
 def test_a_page_keeps_the_tables_of_other_processors():
     run, page = load("run"), ""
     for heading, text in (("A: AVX2", "old"), ("B: AMX", "other"), ("A: AVX2", "new")):
-        page = run.with_section(page, f"## {heading}\n\n{text}\n")
+        page = run.page.with_section(page, f"## {heading}\n\n{text}\n")
     headings = [line for line in page.splitlines() if line.startswith("#")]
     assert headings == ["# Benchmarks", "## A: AVX2", "## B: AMX"]
     assert "new" in page and "other" in page and "old" not in page
-    assert page == run.with_section(page, "## A: AVX2\n\nnew")
-    names = {run.figure_name(name) for name in ("A: AVX2, 2 cores", "A: AMX, 2 cores")}
+    assert page == run.page.with_section(page, "## A: AVX2\n\nnew")
+    names = {run.page.figure_name(name) for name in ("A: AVX2, 2 cores", "A: AMX, 2 cores")}
     assert names == {"benchmarks-a-avx2-2-cores.png", "benchmarks-a-amx-2-cores.png"}
 
 
@@ -123,28 +128,32 @@ AVX2 = frozenset({"avx2"})
     ],
 )  # fmt: skip
 def test_what_a_processor_cannot_show_is_left_out_with_the_reason(name, flags, is_left_out):
-    assert bool(load("run").why_left_out(name, flags)) == is_left_out
+    assert bool(load("parts").why_left_out(name, flags)) == is_left_out
 
 
-@pytest.mark.parametrize("flags", [AVX2, AVX2 | {"avx512_vnni"}])
+@pytest.mark.parametrize("flags", [AVX2, AVX2 | {"avx512_vnni"}, frozenset()])
+@pytest.mark.parametrize("limit", ["", "AVX2"])
 @pytest.mark.parametrize("given", [None, "0", "1"])
-def test_each_program_gets_its_kernels(monkeypatch, flags, given):
-    """Keras and d2l those of TensorFlow, this project its own or the user's."""
-    run = load("run")
-    monkeypatch.setattr(run.processor, "usable_flags", lambda: flags)
-    monkeypatch.delenv(run.kernels.VARIABLE, raising=False)
+def test_each_program_gets_its_kernels(monkeypatch, flags, limit, given):
+    """Keras and d2l those of TensorFlow, this project its own, whatever the user has chosen."""
+    parts = load("parts")
+    monkeypatch.setattr(parts.processor, "read_flags", lambda: flags)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.delenv(parts.kernels.VARIABLE, raising=False)
     if given:
-        monkeypatch.setenv(run.kernels.VARIABLE, given)
-    values = {n: run.environment_of(n).get(run.kernels.VARIABLE) for n in run.PROGRAMS}
-    for name, value in values.items():
+        monkeypatch.setenv(parts.kernels.VARIABLE, given)
+    is_hidden = bool(limit) and "avx512_vnni" in flags
+    own = "1" if flags and parts.kernels.platform.machine() == "x86_64" else None
+    for name in parts.PROGRAMS:
+        value = parts.environment_of(name).get(parts.kernels.VARIABLE)
         if name.endswith("Eigen"):
             assert value == "0"
         elif name.endswith("oneDNN"):
             assert value == "1"
         elif name.startswith(("Keras", "d2l")):
-            assert value == ("0" if flags == AVX2 else None)
-        else:
-            assert value == given
+            assert value == ("0" if is_hidden else None)
+        elif not name.startswith(("PyTorch", "JAX")):
+            assert value == own
 
 
 def test_every_program_has_a_command_that_its_framework_understands():
@@ -201,20 +210,49 @@ def test_wrong_calls_get_one_line(monkeypatch, capsys):
     assert stop.value.code == 2 and "--rounds=0" in capsys.readouterr().err
 
 
-def test_a_limit_is_that_of_all_programs(tmp_path, monkeypatch):
-    """And of the name of the processor."""
+def test_a_limit_is_that_of_all_programs_and_of_the_processors_name(tmp_path, monkeypatch, capsys):
     run = load("run")
     for name in run.ISA["avx2"]:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(run.processor, "read_flags", lambda: AVX2 | {"avx512f", "amx_bf16"})
-    monkeypatch.setattr(run, "measure", lambda part, options: iter(()))
-    monkeypatch.setattr(run, "write_page", lambda *_: None)
-    monkeypatch.setattr(run, "summary", lambda *_: [])
-    assert run.name_of_machine(None).partition(":")[2].startswith(" AVX-512, AMX, ")
-    monkeypatch.setattr(run.os, "environ", dict(run.os.environ))
-    with pytest.raises(KeyError):  # Nothing was measured.
+        monkeypatch.setenv(name, "--own" if name == "XLA_FLAGS" else "")
+    flags = AVX2 | {"avx512f", "amx_bf16"}
+    monkeypatch.setattr(run.processor, "read_flags", lambda: flags)
+    monkeypatch.setattr(run, "measure", lambda part, options: sys.exit("measured"))
+    with pytest.raises(SystemExit, match="measured"):
+        run.main(["--only=lenet", "--data_dir=x", f"--out={tmp_path}"])
+    assert ": AVX-512, AMX, " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="measured"):
         run.main(["--isa=avx2", "--only=lenet", "--data_dir=x", f"--out={tmp_path}"])
-    assert run.ISA["avx2"].items() <= run.environment_of("manual × 2").items()
+    assert " limited to AVX2, " in capsys.readouterr().out
+    environment = run.parts.environment_of("manual × 2")
+    assert environment["XLA_FLAGS"] == f"--own {run.ISA['avx2']['XLA_FLAGS']}"
+    assert environment["ATEN_CPU_CAPABILITY"] == "avx2"
+    with pytest.raises(SystemExit, match="ONEDNN_MAX_CPU_ISA limits some programs only"):
+        run.main(["--data_dir=x", f"--out={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", '{"date": "2026"}', '{"A": {"parts": {"x": 1}}}']
+)
+def test_other_files_in_its_places_are_told_before_anything_is_measured(
+    tmp_path, monkeypatch, text
+):
+    run = load("run")
+    monkeypatch.setattr(run, "measure", lambda part, options: sys.exit("measured"))
+    (tmp_path / "bench.json").write_text(text)
+    with pytest.raises(SystemExit, match=r"^error: .*bench.json has no results of this program"):
+        run.main(["--data_dir=x", f"--out={tmp_path}"])
+    (tmp_path / "page.md").write_bytes(b"\xff")
+    with pytest.raises(SystemExit, match=r"^error: .*choose other places"):
+        run.main(["--data_dir=x", f"--out={tmp_path}/new", f"--output={tmp_path}/page.md"])
+    with pytest.raises(SystemExit, match=r"^error: .*choose other places"):
+        run.main(["--data_dir=x", f"--out={tmp_path}/bench.json"])
+
+
+def page_of(run, results):
+    """Returns the rows of a section, and what was not measured."""
+    lines = run.page.render("P", results).splitlines()
+    assert not [line for line in lines if line.startswith("| ") and "×" in line]
+    return "\n".join(lines)
 
 
 def test_each_round_and_part_is_written_at_once(tmp_path, monkeypatch, capsys):
@@ -224,18 +262,33 @@ def test_each_round_and_part_is_written_at_once(tmp_path, monkeypatch, capsys):
 
     def measure(part, options):
         tested = {"accuracy": 0.87} if part.tests_first_block else {}
-        yield {name: measured(0.1, **tested) for name in part.programs}
-        written = json.loads((out / "bench.json").read_text())
-        assert len(next(iter(written.values()))["parts"]) == len(done) + 1
+        for number in range(options.rounds):
+            yield {name: measured(0.1, **tested) for name in part.programs}
+            written = json.loads((out / "bench.json").read_text())
+            assert len(written["Another"]["parts"]) == 1
+            (name,) = written.keys() - {"Another"}
+            assert len(written[name]["parts"]) == len(done) + 1
+            if part.title == interrupted and number == 1:
+                sys.exit("interrupted")
         done.append(part.title)
-        yield {name: measured(0.2, **tested) for name in part.programs}
 
     done = []
     monkeypatch.setattr(run, "measure", measure)
     drawn = []
-    monkeypatch.setattr(run, "plot_ratios", lambda *arguments: drawn.append(arguments))
-    flags = ["--data_dir=x", f"--out={out}", f"--output={page}"]
+    monkeypatch.setattr(run.page, "plot_ratios", lambda *arguments: drawn.append(arguments))
+    flags = ["--data_dir=x", f"--out={out}", f"--output={page}", "--rounds=3"]
+    out.mkdir()
+    another = {"parts": {"lenet": {}}, "rounds": {"lenet": [9, 9]}}
+    (out / "bench.json").write_text(json.dumps({"Another": another}))
     first, *others = run.PARTS
+    interrupted = run.PARTS[first].title
+    with pytest.raises(SystemExit, match="interrupted"):
+        run.main([*flags, f"--only={first}"])
+    assert page.read_text().count("\n## ") == 1  # Nothing of two rounds of three.
+    results = json.loads((out / "bench.json").read_text()).popitem()[1]
+    assert results["rounds"] == {first: [2, 3]}
+    assert page_of(run, results).count("Not measured yet") == 1
+    interrupted = ""
     run.main([*flags, f"--only={first}"])
     assert "| kept |" in page.read_text() and "Not measured yet" in page.read_text()
     for name in others:
@@ -247,9 +300,9 @@ def test_each_round_and_part_is_written_at_once(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.endswith(f"saved {page}\n")
     monkeypatch.undo()
     machine, results, path = drawn[-1]
-    assert path == tmp_path / run.figure_name(machine)
-    assert len({*run.comparisons(results)}) > len(run.PARTS)
-    run.plot_ratios(machine, results, path)
+    assert path == tmp_path / run.page.figure_name(machine)
+    assert len({*run.page.comparisons(results)}) > len(run.PARTS)
+    run.page.plot_ratios(machine, results, path)
     assert path.stat().st_size > 10_000 and path.with_suffix(".svg").exists()
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import tensorflow as tf
 
-from app.devices import device_setup
+from app.devices import device_setup, rendezvous
 from app.doctor import tensorflow_check
 from app.doctor.machine import OK, WARNING
 from app.options import Config
@@ -22,7 +22,7 @@ AMX = BF16 | {"amx_tile", "amx_int8", "amx_bf16"}
 @pytest.mark.parametrize(
     ("machine", "flags", "given", "chosen"),
     [
-        ("x86_64", AVX2, None, "1"), ("AMD64", AVX512, None, "1"), ("x86_64", BF16, None, "1"),
+        ("x86_64", AVX2, None, "1"), ("x86_64", AVX512, None, "1"), ("x86_64", BF16, None, "1"),
         ("x86_64", AMX, None, "1"), ("x86_64", AVX2 - {"avx2"}, None, None),
         ("x86_64", frozenset(), None, None),  # A system that lists no flags.
         ("aarch64", frozenset(), None, None), ("arm64", AVX2, None, None),
@@ -42,6 +42,7 @@ def test_onednn_is_chosen_with_avx2_unless_the_user_has_chosen(machine, flags, g
         (AVX2 | {"avx_vnni"}, ["AVX2"], False, True), (AVX512, ["AVX-512"], False, False),
         (BF16, ["AVX-512", "AVX512_VNNI", "AVX512_BF16"], True, True),
         (AMX, ["AVX-512", "AVX512_VNNI", "AVX512_BF16", "AMX"], True, True),
+        *((AVX2 | {flag}, ["AVX2"], False, True) for flag in ("amx_tile", "amx_int8")),
     ],
 )  # fmt: skip
 def test_what_a_processor_computes_with(flags, features, has_bfloat16, is_tensorflows_choice):
@@ -57,6 +58,10 @@ def test_what_a_processor_computes_with(flags, features, has_bfloat16, is_tensor
         ({"ONEDNN_MAX_CPU_ISA": "avx2"}, AVX2), ({"DNNL_MAX_CPU_ISA": "AVX2"}, AVX2),
         ({"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}, AVX2 | {"avx_vnni"}),
         ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, BF16 | {"avx_vnni"}),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, BF16 - {"avx512_bf16"} | {"avx_vnni"}),
+        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, AVX512 | {"avx_vnni"}),
+        ({"ONEDNN_MAX_CPU_ISA": "other"}, AMX | {"avx_vnni"}),  # oneDNN ignores it.
+        ({"ONEDNN_MAX_CPU_ISA": "ALL", "DNNL_MAX_CPU_ISA": "AVX2"}, AMX | {"avx_vnni"}),
         ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, AMX | {"avx_vnni"}),
         ({"ONEDNN_MAX_CPU_ISA": "SSE41"}, AVX2 - {"avx2"}),
     ],
@@ -73,6 +78,22 @@ def test_the_files_of_linux_are_read(tmp_path):
     path.write_text("Features\t: fp asimd bf16\n")  # ARM.
     assert processor.read_flags(path) == frozenset() == processor.read_flags(tmp_path / "none")
     assert processor.processor_name(path) == processor.processor_name(tmp_path / "none") != ""
+    path.write_text("model name\t: \n")
+    assert processor.processor_name(path) != ""
+
+
+def test_the_kernels_are_those_within_the_limit(monkeypatch):
+    monkeypatch.setattr(processor, "read_flags", lambda: AMX)
+    assert kernels.describe_kernels(True) == "oneDNN on AVX-512"
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert kernels.describe_kernels(True) == "oneDNN on AVX2"
+    assert kernels.describe_kernels(False) == "Eigen on AVX2"
+
+
+def test_workers_may_have_other_kernels():
+    config = Config.of("train", strategy="multi_worker", num_workers=2)
+    settings = rendezvous._settings(config, ["/device:CPU:0"])
+    assert not [name for name in settings if "kernels" in name] and "version of keras" in settings
 
 
 def environment(**changes):
@@ -126,8 +147,12 @@ def test_a_precision_that_the_processor_emulates_is_told(monkeypatch, capsys):
     assert not bfloat16_here(monkeypatch, capsys, flags=BF16)
     assert not bfloat16_here(monkeypatch, capsys, flags=AMX)
     assert not bfloat16_here(monkeypatch, capsys, flags=frozenset())  # Unknown, as on ARM.
-    with pytest.raises(ConfigError, match=r"ONEDNN_MAX_CPU_ISA excludes .* unset the variable"):
-        bfloat16_here(monkeypatch, capsys, flags=BF16, limit="AVX2")
+    for limit in ("AVX512_CORE", "AVX512_CORE_VNNI"):
+        assert "emulate" in bfloat16_here(monkeypatch, capsys, flags=AMX, limit=limit)
+    for flags in (AVX512, BF16):  # TensorFlow does not use Eigen there.
+        with pytest.raises(ConfigError, match=r"ONEDNN_MAX_CPU_ISA excludes .* unset the variable"):
+            bfloat16_here(monkeypatch, capsys, flags=flags, limit="AVX2")
+    device_setup.set_up(Config.of(device="cpu"))  # In float32 with the same limit.
 
 
 def test_doctor_tells_the_kernels(monkeypatch):
@@ -138,8 +163,11 @@ def test_doctor_tells_the_kernels(monkeypatch):
     monkeypatch.setattr("strategies.tf_private.is_onednn_enabled", lambda: False)
     monkeypatch.setenv(kernels.VARIABLE, "0")
     check = tensorflow_check._check_kernels()
-    assert check.mark == WARNING and check.value == f"Eigen on AVX2, as {kernels.VARIABLE}=0"
+    assert check.mark == WARNING and check.value == f"Eigen on AVX2 with {kernels.VARIABLE}=0"
     monkeypatch.setattr(processor, "read_flags", lambda: AVX2 - {"avx2"})
+    assert tensorflow_check._check_kernels().mark == OK
+    monkeypatch.setattr(processor, "read_flags", lambda: AVX2)
+    monkeypatch.delenv(kernels.VARIABLE)  # TensorFlow was imported before `app`.
     assert tensorflow_check._check_kernels().mark == OK
 
 

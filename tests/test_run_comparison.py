@@ -107,6 +107,30 @@ def test_runs_on_different_images_are_not_compared(tmp_path):
         compare_weights(runs)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"versions": {}}, "(oneDNN on AVX2; not recorded)"),
+        ({"versions": {"cpu_kernels": "Eigen on AVX2"}}, "(oneDNN on AVX2; Eigen on AVX2)"),
+        ({"changes": ["step 3: kernels of the CPU: a → oneDNN on AVX2"]}, "; step 3: kernels of"),
+        ({"changes": ["step 3: epochs 2 → 3"]}, ""),
+        ({}, ""),
+    ],
+)
+def test_runs_of_other_kernels_may_differ(tmp_path, changes, expected):
+    """Also if one of them resumed with others."""
+    kernels = {"versions": {"cpu_kernels": "oneDNN on AVX2"}}
+    other = changed("model/conv/kernel", 5, 5.5)
+    first = make_run(tmp_path / "a", STATE, **kernels)
+    (pair,) = compare_weights([first, make_run(tmp_path / "b", other, **(kernels | changes))])
+    verdict, *_, why = pair_lines([pair], 10)
+    if expected:
+        assert verdict == "The trainings end with different weights, as expected."
+        assert "the kernels of the CPU, which round differently" in why and expected in why
+    else:
+        assert verdict == "Weights differ that should be bitwise identical."
+
+
 def test_a_reason_to_differ_is_named(tmp_path):
     other = changed("model/conv/kernel", 5, 5.5)
     runs = [make_run(tmp_path / "a", STATE), make_run(tmp_path / "b", other, all_reduce="nccl")]

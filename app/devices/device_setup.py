@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from strategies.workers import Workers  # Imports TensorFlow.
 
 
-# Measured with LeNet, batch 256, AVX2, oneDNN in float32 and Eigen in bfloat16 (docs/speed.md).
+# Measured: LeNet, batch 256, AVX2, float32 with oneDNN; bfloat16 with Eigen, which TensorFlow uses
+# where a processor lacks AVX-512.
 _TIMES_OF_EMULATED_BFLOAT16 = 11
 
 
@@ -100,23 +101,22 @@ def _check_bfloat16() -> None:
     """Warns if the kernels of the CPU emulate bfloat16.
 
     Raises:
-        ConfigError: the processor has bfloat16, but oneDNN is limited to other instruction sets.
+        ConfigError: oneDNN is limited to instruction sets in which it fails.
     """
     from strategies.tf_private import is_onednn_enabled
 
     flags, has_onednn = processor.read_flags(), is_onednn_enabled()
-    has_bfloat16 = processor.computes_in_bfloat16(processor.usable_flags(flags))
-    if not flags or (has_onednn and has_bfloat16):
+    usable = processor.usable_flags(flags)
+    if not flags or (has_onednn and processor.computes_in_bfloat16(usable)):
         return
-    if has_onednn and processor.computes_in_bfloat16(flags):
+    if has_onednn and "avx512f" in flags - usable:  # TensorFlow asks for AVX-512, and oneDNN fails.
         raise ConfigError(
-            "--precision=mixed_bfloat16: TensorFlow fails because ONEDNN_MAX_CPU_ISA excludes this"
-            " processor's bfloat16; unset the variable, or use --precision=float32"
+            "mixed_bfloat16: TensorFlow fails because ONEDNN_MAX_CPU_ISA excludes this processor's"
+            " AVX-512; unset the variable"
         )
     console.warn(
-        f"--precision=mixed_bfloat16: the kernels of this CPU ({describe_kernels(has_onednn)})"
-        f" emulate bfloat16: LeNet takes about {_TIMES_OF_EMULATED_BFLOAT16} times as long as with"
-        " --precision=float32"
+        f"mixed_bfloat16: the kernels of this CPU ({describe_kernels(has_onednn)}) emulate"
+        f" bfloat16: LeNet takes about {_TIMES_OF_EMULATED_BFLOAT16} times as long as in float32"
     )
 
 

@@ -226,7 +226,11 @@ async def _send(writer: asyncio.StreamWriter, answer: dict) -> None:
 
 
 def _settings(config: Config, local_devices: Sequence[str]) -> dict:
-    """Returns the settings that must be equal on all workers, as they come out of JSON."""
+    """Returns the settings that must be equal on all workers, as they come out of JSON.
+
+    Kernels may differ, as processors may: the workers sum gradients that round differently, and all
+    make the same update.
+    """
     flags = {f"--{name}": value for name, value in config.values().items() if name not in _OWN}
     kind = "GPU" if "GPU" in local_devices[0] else "CPU"
     own = {f"version of {name}": v for name, v in versions().items() if name != CPU_KERNELS}

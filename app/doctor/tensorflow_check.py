@@ -119,7 +119,7 @@ def _check_kernels() -> Check:
     has_onednn = is_onednn_enabled()
     shown, value = describe_kernels(has_onednn), os.environ.get(VARIABLE)
     if not has_onednn and value is not None and "avx2" in usable_flags():
-        shown = f"{shown}, as {VARIABLE}={value}"
+        shown = f"{shown} with {VARIABLE}={value}"
         return Check("CPU kernels", shown, WARNING, "oneDNN is faster on this processor: unset it")
     return Check("CPU kernels", shown)
 

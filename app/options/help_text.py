@@ -38,7 +38,7 @@ def help_text(command: str | None = None, *, is_full: bool = False) -> str:
         parts = _of_program()
     elif is_full:
         parts = [*_usage(command), ["Examples", *_examples(command)], *_groups(command)]
-        parts += [_environment()]
+        parts += [_environment()] if command != "report" else []
     elif command == "verify":
         parts = [*_usage(command), *_parts_of_verify(), *_more(command)]
     else:

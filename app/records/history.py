@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from app.records.files import read_json, read_text, write_file, write_json
 from app.runtime.errors import OutputError, reason_of
+from app.runtime.versions import CPU_KERNELS, KERNELS_CHANGED, NOT_RECORDED
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -114,6 +115,12 @@ class Summary:
     changes: list[str] = dataclasses.field(default_factory=list)
     verified_steps: int = 0
     mismatches: int = 0
+
+    @property
+    def cpu_kernels(self) -> str:
+        """The kernels of the CPU that computed the run, with their changes on the way."""
+        changes = [change for change in self.changes if KERNELS_CHANGED in change]
+        return "; ".join(changes) or self.versions.get(CPU_KERNELS, NOT_RECORDED)
 
     def verified_line(self) -> str:
         """Returns the number of verified steps as text; "" if there are none."""

@@ -26,6 +26,7 @@ from app.records.files import (
 from app.records.history import SUMMARY_FILE
 from app.runtime import console
 from app.runtime.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
+from app.runtime.versions import CPU_KERNELS
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 # The files that a command writes beside its log and events, which --overwrite removes. The summary
@@ -42,8 +43,6 @@ _LEFTOVER = re.compile(
 )
 _LEFTOVER_CHECKPOINT = ".step-*.tmp"
 _WRITTEN_BY = {"written_by": "lockstep"}
-# Describes the machine in the configuration of a training, which another machine may resume.
-_OF_MACHINE = "cpu_kernels"
 
 
 # Options whose default is the value of the recipe or of the data set, known once both are loaded.
@@ -59,7 +58,7 @@ def unresolved_settings(old: dict, new: dict) -> set[str]:
 def changed_settings(old: dict, new: dict) -> dict[str, str]:
     """Returns the settings that differ between two configurations, each as "name old → new".
 
-    What describes the machine is not a setting.
+    `CPU_KERNELS` is not compared: a processor with other kernels may resume the run.
 
     Args:
         old: configuration of the run on disk; may be of a version without some options.
@@ -68,7 +67,7 @@ def changed_settings(old: dict, new: dict) -> dict[str, str]:
     return {
         name: f"{name} {_shown(old.get(name))} → {_shown(new.get(name))}"
         for name in {**old, **new}
-        if old.get(name) != new.get(name) and name != _OF_MACHINE
+        if old.get(name) != new.get(name) and name != CPU_KERNELS
     }
 
 
@@ -139,7 +138,7 @@ class RunDirectory:
             for event_file in event_files(self.path):
                 self.remove(event_file.name)
             self._sync()  # Before the new configuration.
-        config = self.config | ({_OF_MACHINE: cpu_kernels} if cpu_kernels else {})
+        config = self.config | ({CPU_KERNELS: cpu_kernels} if cpu_kernels else {})
         if not self.is_started or load_run_config(self.path) != config:
             write_json(self.path / CONFIG_FILE, config)
 

@@ -1,7 +1,7 @@
 """Chooses the library whose kernels TensorFlow computes with on CPUs: oneDNN or Eigen.
 
 TensorFlow has both. It switches oneDNN on only where it finds AVX512_VNNI, AVX512_BF16, AVX_VNNI or
-AMX, although oneDNN is faster with AVX2 alone: LeNet needs 0.7 of Eigen's time, ResNet-18 0.4
+AMX, although oneDNN is faster with AVX2 alone: LeNet needs 0.80 of Eigen's time, ResNet-18 0.38
 (docs/BENCHMARKS.md).
 """
 
@@ -12,7 +12,6 @@ from collections.abc import MutableMapping
 from app.runtime import processor
 
 VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
-_X86 = ("x86_64", "AMD64")
 # Where TensorFlow 2.21 finds one of them, it switches oneDNN on.
 _FLAGS_OF_TENSORFLOW = {
     *("avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
@@ -34,7 +33,7 @@ def choose_kernels(
         machine: the kind of processor, as `platform.machine` names it.
         flags: flags of the processor; None to read them.
     """
-    if machine in _X86 and "avx2" in (processor.read_flags() if flags is None else flags):
+    if machine == "x86_64" and "avx2" in (processor.read_flags() if flags is None else flags):
         environ.setdefault(VARIABLE, "1")
 
 

@@ -17,7 +17,8 @@ _EXTENSIONS = {"avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "amx_
 def processor_name(cpu_info: pathlib.Path = _CPU_INFO) -> str:
     """Returns the processor's name."""
     found = re.search(r"^model name\s*:(.*)$", _read(cpu_info), re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    name = found[1].strip() if found else ""
+    return name or platform.processor() or platform.machine()
 
 
 def read_flags(cpu_info: pathlib.Path = _CPU_INFO) -> frozenset[str]:
@@ -53,8 +54,12 @@ def usable_flags(
         excluded = ("avx2", "avx_vnni", "avx512", "amx")
     elif limit == "AVX2":
         excluded = ("avx_vnni", "avx512", "amx")
-    elif limit.startswith("AVX2_"):
+    elif limit in ("AVX2_VNNI", "AVX2_VNNI_2"):
         excluded = ("avx512", "amx")
+    elif limit in ("AVX512_CORE", "AVX512_CORE_VNNI"):
+        excluded = ("avx512_bf16", "amx")
+        if limit == "AVX512_CORE":
+            excluded += ("avx512_vnni",)
     elif limit.startswith("AVX512") and "AMX" not in limit:
         excluded = ("amx",)
     return frozenset(flag for flag in flags if not flag.startswith(excluded))

@@ -6,7 +6,9 @@ import numpy as np
 
 from app.runtime.kernels import describe_kernels
 
-CPU_KERNELS = "cpu_kernels"  # Optional: recordings of earlier versions lack it.
+CPU_KERNELS = "cpu_kernels"  # A key that files of version 1.0.0 lack.
+NOT_RECORDED = "not recorded"
+KERNELS_CHANGED = "kernels of the CPU: "  # Begins the line of a run that resumed with others.
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from app.records.run_directory import (
 from app.records.run_metadata import RunMetadata
 from app.runtime import console
 from app.runtime.errors import CheckpointError
-from app.runtime.versions import CPU_KERNELS
+from app.runtime.versions import CPU_KERNELS, KERNELS_CHANGED, NOT_RECORDED
 
 # Options that change how the steps are computed, but not the result except for rounding.
 _HOW = {
@@ -83,13 +83,13 @@ def find_checkpoint(
     where = "in" if progress.epoch_step else "at the end of"
     console.say(f"resuming after step {progress.step}, {where} epoch {num_begun}")
     before, after = (
-        each.versions.get(CPU_KERNELS, "not recorded") for each in (saved.metadata, metadata)
+        each.versions.get(CPU_KERNELS, NOT_RECORDED) for each in (saved.metadata, metadata)
     )
     if before != after:
-        changes[CPU_KERNELS] = f"kernels of the CPU: {before} → {after}"
+        changes[CPU_KERNELS] = f"{KERNELS_CHANGED}{before} → {after}"
         console.warn(
-            f"{changes[CPU_KERNELS]}; the weights will be those of an uninterrupted run within"
-            " rounding, not bitwise"
+            f"{changes[CPU_KERNELS]}; the weights may differ from those of an uninterrupted run by"
+            " rounding"
         )
     how = [line for name, line in changes.items() if name not in ("epochs", CPU_KERNELS)]
     shards_before, shards = saved.metadata.num_shards, metadata.num_shards

@@ -37,6 +37,7 @@ from app.records.run_directory import (
 from app.records.run_metadata import Progress
 from app.runtime import console
 from app.runtime.errors import DataError, reason_of
+from app.runtime.versions import CPU_KERNELS
 from app.verification.frameworks import FRAMEWORKS, TrainingFiles, run_program
 
 _FINISHED = "finished"
@@ -64,7 +65,7 @@ def train_with_framework(
         DataError: the program did not write its results.
         DeviceError: the program failed.
     """
-    fields = {**load_run_config(own_run), "strategy": name}
+    fields = {**_without_kernels(load_run_config(own_run)), "strategy": name}
     with open_run_directory(run_dir, fields) as run_directory:
         if not config.output.overwrite:
             run_directory.check_same_run()
@@ -88,6 +89,11 @@ def train_with_framework(
                 f"{name}: did not write its results and weights ({reason_of(error)})"
             ) from error
         console.say(load_required_summary(run_dir).last_line())
+
+
+def _without_kernels(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a record without the kernels, which are those of TensorFlow."""
+    return {name: value for name, value in values.items() if name != CPU_KERNELS}
 
 
 def _write_run(
@@ -124,7 +130,7 @@ def _write_run(
     common: dict[str, Any] = {
         "num_shards": 1 if framework.syncs_batch_norm else num_replicas,
         "num_copies": num_replicas,
-        "versions": {**own.metadata.versions, **measured["versions"]},
+        "versions": {**_without_kernels(own.metadata.versions), **measured["versions"]},
     }
     metadata = dataclasses.replace(
         own.metadata, config=run_directory.config, num_devices=num_replicas, **common

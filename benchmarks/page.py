@@ -1,0 +1,139 @@
+"""Writes the page of the benchmark: a section for each kind of processor, and its figure."""
+
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from app.performance import interval
+from app.report.plot_style import LOOKS, STYLE, save_figure
+from app.runtime import processor
+from app.runtime.versions import CPU_KERNELS
+from parts import OWN, PARTS, PEERS
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+def name_of_machine(isa: str | None) -> str:
+    """Returns the name of this kind of processor, a heading of the page."""
+    features = ", ".join(processor.features(processor.usable_flags()))
+    limit = " limited to" if isa else ":"
+    return f"{processor.processor_name()}{limit} {features}, {os.cpu_count()} cores"
+
+
+def figure_name(machine: str) -> str:
+    """Returns the file name of a processor's figure."""
+    return f"benchmarks-{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}.png"
+
+
+def finished(results: dict[str, Any]) -> dict[str, Any]:
+    """Returns the results of the parts of which every round was measured."""
+    whole = {name for name, (done, of) in results["rounds"].items() if done == of}
+    return results | {"parts": {n: p for n, p in results["parts"].items() if n in whole}}
+
+
+def render(machine: str, results: dict[str, Any]) -> str:
+    """Returns the results of a kind of processor as Markdown: its section of the page."""
+    results = finished(results)
+    dates = sorted({results["dates"][name] for name in results["parts"]})
+    versions = ", ".join(
+        f"{name} {version}" for name, version in results["versions"].items() if name != CPU_KERNELS
+    )
+    lines = [
+        f"## {machine}", "",
+        f"{' to '.join([*dates[:1], *dates[1:][-1:]])}, no GPU; {versions}.",
+        *("", f"![ratios of times with their intervals]({figure_name(machine)})", ""),
+        *(*summary(results), ""),
+    ]  # fmt: skip
+    lines += [f"Not measured: {reason}.\n" for reason in results["left_out"]]
+    if missing := [part.title for name, part in PARTS.items() if name not in results["parts"]]:
+        lines += [f"Not measured yet: {'; '.join(missing)}.", ""]
+    tested = [each["accuracy"] for part in results["parts"].values() for each in part.values()
+              if "accuracy" in each]  # fmt: skip
+    if tested:  # The programs of recipe fast.
+        lines += [
+            f"The test accuracies after the epoch of recipe `fast` are {min(tested):.4f} to"
+            f" {max(tested):.4f}.", "",
+        ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def with_section(page: str, section: str) -> str:
+    """Returns the page with a section in the place of the one of the same heading, or added."""
+    preamble = (FOLDER / "preamble.md").read_text(encoding="utf-8")
+    sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]
+    by_heading = {text.splitlines()[0]: text for text in (*sections, section)}
+    return "\n".join(text.strip("\n") + "\n" for text in (preamble, *by_heading.values()))
+
+
+def comparisons(results: dict[str, Any]) -> Iterator[tuple[str, str, str, interval.Interval]]:
+    """Yields (title of a part, program, base, ratio of their times for an image)."""
+    for part, programs in results["parts"].items():
+        for name, base in [*_against_best(programs), *PARTS[part].ratios]:
+            if name in programs and base in programs:  # Some are left out.
+                ratio = interval.ratio(programs[name]["secs"], programs[base]["secs"])
+                yield PARTS[part].title, name, base, ratio
+
+
+def summary(results: dict[str, Any]) -> list[str]:
+    """Returns a table of this project against each peer's best, and the other ratios.
+
+    A training's title is in the first of its rows.
+    """
+    lines = [
+        "| Training | Program | Images/s | Over | Images/s | Ratio of times |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    programs = {PARTS[name].title: part for name, part in results["parts"].items()}
+    shown = ""
+    for title, name, base, ratio in comparisons(results):
+        rates = [1 / interval.median(programs[title][each]["secs"]).value for each in (name, base)]
+        lines.append(
+            f"| {title if title != shown else ''} | {name} | {rates[0]:,.0f} | {base} |"
+            f" {rates[1]:,.0f} | {ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f}) |"
+        )
+        shown = title
+    return lines
+
+
+@matplotlib.rc_context(STYLE)
+def plot_ratios(machine: str, results: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws each ratio as a mark with its interval, left of 1 where the first program is faster."""
+    rows = list(comparisons(results))
+    figure = Figure(figsize=(9, 1 + 0.27 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for row, (_, _, _, ratio) in enumerate(rows):
+        look = LOOKS[0] if ratio.high < 1 else LOOKS[6] if ratio.low > 1 else LOOKS[2]
+        axes.plot([ratio.low, ratio.high], [row, row], color=look.colour, linewidth=2)
+        axes.plot(ratio.value, row, look.marker, color=look.colour)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    labels = [f"{title.partition(',')[0]}: {name} / {base}" for title, name, base, _ in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel("ratio of times; left of 1 is faster")
+    axes.grid(axis="x")
+    figure.suptitle(f"{machine}, shared by all devices of a program")
+    save_figure(figure, path.parent, path.stem)
+
+
+def _against_best(programs: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields `manual` in a precision and the fastest program of each peer.
+
+    Keras with the variable is a peer of its own: users may have either. For bfloat16, the peer's
+    fastest program in any precision is used: bfloat16 may be slower there.
+    """
+    for name in [name for name in programs if name in OWN]:
+        for peer in PEERS:
+            of_peer = [other for other in programs if other.startswith(peer)]
+            if "bfloat16" not in name:
+                of_peer = [other for other in of_peer if "bfloat16" not in other]
+            with_variable = [other for other in of_peer if "oneDNN" in other]
+            for each in ([n for n in of_peer if n not in with_variable], with_variable):
+                if each:
+                    yield name, min(each, key=lambda n: interval.median(programs[n]["secs"]).value)

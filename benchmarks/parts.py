@@ -1,0 +1,134 @@
+"""Defines what is measured: the programs, the parts in which they are timed, their environment."""
+
+import dataclasses
+import os
+
+from app.runtime import kernels, processor
+
+# Limit → what makes oneDNN, PyTorch, MKL and XLA compute as on such a processor.
+ISA = {
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+    }
+}
+EIGEN, ONEDNN = f"{kernels.VARIABLE}=0", f"{kernels.VARIABLE}=1"
+
+# Name in the tables → framework and flags of `program.py`, after an environment variable.
+PROGRAMS = {
+    "manual × 2": "lockstep",
+    "manual × 2, Eigen": f"{EIGEN} lockstep",
+    "manual × 2, bfloat16": "lockstep --precision=bfloat16",
+    "mirrored × 2": "lockstep --strategy=mirrored",
+    "single × 1": "lockstep --strategy=single --num_devices=1",
+    "pipeline, GPipe × 2": "lockstep --strategy=pipeline --schedule=gpipe",
+    "pipeline, 1F1B × 2": "lockstep --strategy=pipeline --schedule=1f1b",
+    "tensor × 2": "lockstep --strategy=tensor",
+    "sharded × 2": "lockstep --strategy=sharded",
+    "PyTorch DDP × 2": "torch_ddp",
+    "PyTorch DDP × 2, bfloat16": "torch_ddp --precision=bfloat16",
+    "PyTorch pipeline, GPipe × 2": "torch_pipeline --schedule=gpipe",
+    "PyTorch pipeline, 1F1B × 2": "torch_pipeline --schedule=1f1b",
+    "PyTorch FSDP2 × 2": "torch_fsdp",
+    "JAX × 1": "jax --num_devices=1",
+    "d2l, eager loop × 2": "d2l",
+    "Keras fit × 2": "keras",
+    "Keras fit × 2, oneDNN": f"{ONEDNN} keras",
+    "Keras fit × 2, bfloat16": "keras --precision=bfloat16",
+    "Keras fit × 1": "keras --num_devices=1",
+    "Keras fit × 1, oneDNN": f"{ONEDNN} keras --num_devices=1",
+    "Keras fit × 1, bfloat16": "keras --num_devices=1 --precision=bfloat16",
+}
+PEERS = ("PyTorch", "JAX", "Keras")
+OWN = ("manual × 2", "manual × 2, bfloat16")
+NETWORK = (
+    *OWN, "manual × 2, Eigen", "mirrored × 2", "single × 1", "PyTorch DDP × 2",
+    "PyTorch DDP × 2, bfloat16", "JAX × 1",
+)  # fmt: skip
+# Apart: its stalls disturb others.
+KERAS = (*OWN, "Keras fit × 2", "Keras fit × 2, oneDNN", "Keras fit × 2, bfloat16")
+SPLIT = ("pipeline, GPipe × 2", "pipeline, 1F1B × 2", "tensor × 2", "sharded × 2")
+TORCH = ("PyTorch DDP × 2", *(f"PyTorch {s}" for s in (*SPLIT[:2], "FSDP2 × 2")))
+RATIOS = (
+    (OWN[1], OWN[0]), (OWN[0], "manual × 2, Eigen"), ("mirrored × 2", OWN[0]),
+    (OWN[0], "single × 1"),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Programs that are measured in turn.
+
+    Attributes:
+        title: title of the table; its first words are the model.
+        flags: flags of all its programs.
+        programs: names of the programs.
+        ratios: program and base of comparisons to print, besides each peer's best.
+        num_steps: steps of a block, which is an epoch; 0 for as many as `BLOCK_SEC` says.
+    """
+
+    title: str
+    flags: str
+    programs: tuple[str, ...]
+    ratios: tuple[tuple[str, str], ...] = ()
+    num_steps: int = 0
+
+    @property
+    def tests_first_block(self) -> bool:
+        """Whether the test accuracy is computed after the first block, an epoch, untimed."""
+        return self.num_steps > 0
+
+
+LENET = "--model=lenet --global_batch_size=256"
+RESNET = "--model=resnet18 --global_batch_size=64"
+PARTS = {
+    "lenet": Part(
+        "LeNet, batch 256", LENET, (*NETWORK, "d2l, eager loop × 2"),
+        (*RATIOS, (OWN[0], "d2l, eager loop × 2")),
+    ),
+    "lenet_keras": Part(
+        "LeNet, batch 256, beside Keras", LENET,
+        (*KERAS, "Keras fit × 1", "Keras fit × 1, oneDNN", "Keras fit × 1, bfloat16"),
+    ),
+    "resnet18": Part("ResNet-18, batch 64", RESNET, NETWORK, RATIOS),
+    "resnet18_keras": Part(
+        "ResNet-18, batch 64, beside Keras", RESNET, KERAS
+    ),
+    "lenet_split": Part(
+        "LeNet, batch 256, recipe fast",
+        f"{LENET} --recipe=fast",
+        (OWN[0], *SPLIT, *TORCH),
+        (*((name, OWN[0]) for name in SPLIT), *zip((*SPLIT[:2], SPLIT[3]), TORCH[1:], strict=True)),
+        num_steps=235,  # The last batch is short.
+    ),
+}  # fmt: skip
+QUICK = ("lenet", "resnet18")
+QUICK_PROGRAMS = (*OWN, "manual × 2, Eigen", "PyTorch DDP × 2", "PyTorch DDP × 2, bfloat16")
+
+
+def environment_of(name: str) -> dict[str, str]:
+    """Returns the environment of a program, whatever kernels the user of this one has chosen.
+
+    Keras and d2l compute with the kernels that TensorFlow chooses, as after an installation.
+    """
+    environment, words = dict(os.environ), PROGRAMS[name].split()
+    environment.pop(kernels.VARIABLE, None)
+    flags, usable = processor.read_flags(), processor.usable_flags()
+    if "=" in words[0]:
+        variable, _, environment[variable] = words[0].partition("=")
+    elif words[0] == "lockstep":
+        kernels.choose_kernels(environment)
+    elif usable != flags and not kernels.is_tensorflows_choice(usable):
+        environment[kernels.VARIABLE] = "0"  # TensorFlow does not see the limit of --isa.
+    return environment
+
+
+def why_left_out(name: str, flags: frozenset[str]) -> str:
+    """Returns why a program is not measured on a processor with these flags; "" if it is."""
+    if "bfloat16" in name and flags and not processor.computes_in_bfloat16(flags):
+        return "bfloat16, which this processor emulates: several times slower than float32"
+    if name.startswith("Keras") and "oneDNN" in name and kernels.is_tensorflows_choice(flags):
+        return f"Keras with {ONEDNN}, which TensorFlow chooses on this processor"
+    return ""
