@@ -133,6 +133,8 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     yield "num_copies", 0 <= about.num_copies <= _MAX_REPLICAS, f"from 0 to {_MAX_REPLICAS}"
     ascending = all(a < b for a, b in itertools.pairwise((-1, *steps)))
     yield "steps", ascending, "whole numbers from 0, in ascending order"
+    asked = all(a < b for a, b in itertools.pairwise((-1, *about.asked)))
+    yield "asked", asked, "whole numbers from 0, in ascending order"
     yield "replicas", len(set(about.replicas)) == len(about.replicas), "different numbers"
     yield "replicas", all(0 <= number < num for number in replicas), f"from 0 to {num - 1}"
     yield "shards", all(shard.weight > 0 for shard in about.shards), "of positive weights"

@@ -59,6 +59,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 KINDS = {"params": "weight", "state": "statistic", "opt_state": "optimizer state", "key": "seed"}
 KEPT = ("raw", "sums", "clipped", "loss", "random", "data", "y_pred")
 
+DEFAULT_STEPS = (0, 1, 2, 234, 235)  # A shorter training has recorded all that was asked for.
 _DATA_AXES = r"(dp|data|fsdp|ddp|replica|shard|batch)"  # Starts of names of axes of a mesh.
 
 # The recorder of the step that is traced. `jax.jit` compiles a function once for each value.
@@ -132,7 +133,7 @@ class record:
     arguments: Mapping[str, Any]  # Of "params", "batch"; optionally "state", "opt_state", "key".
     outputs: Mapping[str, Any]  # Of the same without "batch", and of "loss".
     optimizer: Mapping[str, Any] = field(default_factory=dict)  # Values, or functions of the step.
-    steps: Sequence[int] | int = (0, 1, 2, 234, 235)  # Numbers from 0; or how many first steps.
+    steps: Sequence[int] | int = DEFAULT_STEPS  # Numbers from 0; or how many first steps.
     # True if all arrays have a first axis of devices, as in `jax.pmap`; if `in_axes` is None for
     # some, the names of the `arguments` that have one, as in ("batch", "key").
     pmap: bool | Sequence[str] = False
@@ -152,6 +153,7 @@ class record:
         elif not Path(self.path).parent.is_dir():
             raise ValueError(f"{self.path}: must be in a folder that exists")
         self._wanted = set(range(self.steps) if isinstance(self.steps, int) else self.steps)
+        self._asked = [] if self.steps is DEFAULT_STEPS else sorted(self._wanted)
         self._number, self._arrays, self._received = 0, dict[str, Any](), dict[Any, list[Any]]()
         self._about: dict[str, Any] = {"steps": [], "settings": [], "gradients": []}
         self._shardings, self._placements = dict[str, Any](), dict[str, str]()  # Of "KIND/INDEX".
@@ -168,6 +170,7 @@ class record:
         if self.path is None:
             return
         if self._arrays:
+            self._about |= {"asked": self._asked, "ended_with": _in_words(error)}
             self._save(Path(self.path))
         elif error is None:
             warnings.warn(f"{self.path}: none of {self._number} steps was recorded", stacklevel=2)
@@ -318,6 +321,14 @@ class record:
             file.flush()
             os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(temporary, path)
+
+
+def _in_words(error: BaseException | None) -> str:
+    """Returns the exception that ended the training in one line; "" for none and `sys.exit(0)`."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(c for c in text if c.isprintable())[:200].removesuffix(": ").removesuffix(":")
 
 
 class _Replicas:

@@ -43,6 +43,7 @@ from keras import tree
 from keras.src.backend import get_keras_mask  # Masks have no public access.
 
 FORMAT: dict[str, Any] = {"format": "lockstep trace", "version": 2}
+DEFAULT_NUM_STEPS = 3  # A shorter training has recorded all that was asked for.
 LAYER_SETTINGS = {  # Attribute → key.
     "epsilon": "epsilon", "momentum": "momentum", "strides": "strides", "padding": "padding",
     "dilation_rate": "dilation", "rate": "rate", "synchronized": "synchronized",
@@ -72,7 +73,8 @@ class Recorder:
     Args:
         model: a compiled model, or with `optimizer` any model; under a strategy or not.
         optimizer: optimizer of a custom loop.
-        steps: number of first steps to record, or numbers of steps, from 0.
+        steps: number of first steps to record, or numbers of steps, from 0; None for the first
+            three, or as many as there are.
         replay: a recording whose weights and statistics are assigned before each step; from a
             recording of Keras also optimizer state (without learning rate) and seeds.
         permute: seed for a permutation of each replica's examples in these steps.
@@ -89,7 +91,7 @@ class Recorder:
 
     def __init__(
         self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, *,
-        steps: int | Collection[int] = 3,
+        steps: int | Collection[int] | None = None,
         replay: Path | None = None, permute: int | None = None,
         names: Mapping[str, str] | None = None,
     ):  # fmt: skip
@@ -124,7 +126,9 @@ class Recorder:
         self.arrays: dict[str, np.ndarray] = {}
         self._model, self._outer, self._hooks = model, optimizer, Hooks()
         self._optimizer = inner_optimizer(optimizer)
-        self._wanted = range(steps) if isinstance(steps, int) else steps
+        number = DEFAULT_NUM_STEPS if steps is None else steps
+        self._wanted = range(number) if isinstance(number, int) else number
+        self.about["asked"] = [] if steps is None else sorted(self._wanted)
         self._replay = Replay(replay, self._wanted, names or {}) if replay else None
         # Step number, kind and replica → "INDEX" or "INDEX/values", … → array.
         self._kept: dict[tuple[int, str, int], dict[str, np.ndarray]] = {}
@@ -162,8 +166,12 @@ class Recorder:
         name, replicas = os.fspath(path), self.about["replicas"]
         if 0 < len(replicas) < self.about["num_replicas"]:
             name = f"{name.removesuffix('.npz')}.rank{replicas[0] // len(replicas)}.npz"
-        members: dict[str, Any] = {"about": np.array(json.dumps(self.about, default=str))}
-        members |= self.arrays
+        firsts: dict[int, str] = {}  # Of arrays that are kept by several names.
+        first_of = {key: firsts.setdefault(id(x), key) for key, x in self.arrays.items()}
+        aliases = {key: first for key, first in first_of.items() if key != first}
+        about = json.dumps({**self.about, "aliases": aliases}, default=str)
+        members: dict[str, Any] = {"about": np.array(about)}
+        members |= {key: self.arrays[key] for key in firsts.values()}
         with open(f"{name}.tmp", "wb") as file:
             np.savez(file, **members)
             file.flush()
@@ -181,7 +189,7 @@ class Recorder:
         model.train_function = None  # One that is traced already has no hooks.
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._hooks.close()
         self._model.train_function = None
         # A step that an error has ended is omitted.
@@ -193,9 +201,11 @@ class Recorder:
             elif number in steps and not (kind == "objective" and self._has_parts):
                 place = f"{steps.index(number) + 1}/{kind}/{replica}"
                 self.arrays |= {f"{place}/{index}": array for index, array in arrays.items()}
+        self._share_replaced()
         optimizer = {"class": type(self._optimizer).__name__, "framework": "keras"}
         self.about |= {
             "steps": steps,
+            "ended_with": in_words(error),
             "replicas": sorted({replica for _, _, replica in self._kept}),
             "in_evaluation": [self._frozen] * len(steps),
             "settings": [settings_of(self._model, self._optimizer, rates[n]) for n in steps],
@@ -203,6 +213,14 @@ class Recorder:
         }
         if self._replay and self._replay.error:  # Without the notes of a traced function.
             raise ValueError(self._replay.error) from None
+
+    def _share_replaced(self) -> None:
+        """Keeps once what a step has left and the next one finds before its state is replaced."""
+        for name in [name for name in self.arrays if "/replaced/" in name]:
+            position, _, place = name.split("/", 2)
+            after = self.arrays.get(f"{int(position) - 1}/after/{place}")
+            if after is not None and after.tobytes() == self.arrays[name].tobytes():
+                self.arrays[name] = after
 
     def _begin(self, replica: int, data: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns the number of the step that a replica begins, -1 if it is not recorded."""
@@ -257,6 +275,7 @@ class Recorder:
         self.about |= description(self._model, self._outer)
         self._number[replica] = number = self._begin(replica, leaves(data))
         if self._replay:
+            self._keep("replaced", state)
             self._replay.assign(state, self.about["variables"], number, replica)
         if (seed := self.about["permuted"]) is not None:
             data = permuted(data, number, [seed, replica])
@@ -423,6 +442,14 @@ class Replay:
         raise ValueError(self.error)
 
 
+def in_words(error: BaseException | None) -> str:
+    """Returns the exception that ended the training in one line; "" for none and `sys.exit(0)`."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(c for c in text if c.isprintable())[:200].removesuffix(": ").removesuffix(":")
+
+
 class NotRecording:
     """Stands for the recorder of a training that is not recorded."""
 
@@ -434,7 +461,7 @@ class NotRecording:
 @contextlib.contextmanager
 def record(
     path: Path | None, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, *,
-    steps: int | Collection[int] = 3, **options: Any,
+    steps: int | Collection[int] | None = None, **options: Any,
 ) -> Iterator[Recorder | NotRecording]:  # fmt: skip
     """Records steps in a `with` block and saves them at its end, even if an error ends it.
 

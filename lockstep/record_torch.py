@@ -51,6 +51,7 @@ DATA, STAGES = (  # Names of axes that split the batch, and the layers of a pipe
     re.compile("(dp|data|fsdp|ddp|hsdp|replicate|shard|batch)", re.IGNORECASE),
     re.compile("(pp|pipe|stage)", re.IGNORECASE),
 )
+DEFAULT_STEPS = (0, 1, 2, 234, 235)  # A shorter training has recorded all that was asked for.
 DIMENSION = re.compile(r"(?:(\d+)\*)?(\w+)(?:\[([\w,]+)(:zigzag)?\])?")
 AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
 
@@ -100,7 +101,7 @@ class record:
         path: str | None,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        steps: int | Sequence[int] = (0, 1, 2, 234, 235),
+        steps: int | Sequence[int] = DEFAULT_STEPS,
         replay: str | None = None,
         permute: int | None = None,
         names: Mapping[str, str] | None = None,
@@ -121,6 +122,7 @@ class record:
             return
         self.path, self.optimizer, self.seed, self.names = path, optimizer, permute, names or {}
         self.wanted = set(range(steps) if isinstance(steps, int) else steps)
+        self.asked = [] if steps is DEFAULT_STEPS else sorted(self.wanted)
         self.ddp: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         self.called = model.module if self.ddp else model
         self.module = getattr(self.called, "_orig_mod", self.called)  # Of torch.compile.
@@ -229,9 +231,10 @@ class record:
         self.counter = self.optimizer.register_step_post_hook(self._after_update)
         self._install_hooks()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if not self.is_recording:
             return
+        self.ended_with = _in_words(error)
         torch.autograd.backward = self.original
         self.counter.remove()
         self.hooks.close()
@@ -917,6 +920,8 @@ class record:
             "data_layout": "NCHW" if "OIHW" in str(self.variables) else "",
             "permuted": self.seed,
             "replayed": self.replay,
+            "asked": self.asked,
+            "ended_with": self.ended_with,
             **(FORMAT | self.per_step),
         }
         if self.modules:
@@ -940,6 +945,14 @@ class record:
             file.flush()
             os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
         os.replace(temporary, path)
+
+
+def _in_words(error: BaseException | None) -> str:
+    """Returns the exception that ended the training in one line; "" for none and `sys.exit(0)`."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(c for c in text if c.isprintable())[:200].removesuffix(": ").removesuffix(":")
 
 
 class _Modules:

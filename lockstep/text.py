@@ -7,7 +7,16 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from lockstep.causes import code_of, remedy_of, title_of
-from lockstep.verdict import BY_DESIGN, FAULT, NOTHING, STAGES, Finding, Measurement, Verdict
+from lockstep.verdict import (
+    BY_DESIGN,
+    FAULT,
+    NOT_VERIFIED,
+    NOTHING,
+    STAGES,
+    Finding,
+    Measurement,
+    Verdict,
+)
 
 _WIDTH, _LONGEST = 100, 15  # Columns of a text, and of a name of a fact beside it.
 _MOST_NAMES = 3  # Names of variables or layers that a text shows.
@@ -23,6 +32,8 @@ def sentence_of(verdict: Verdict) -> str:
         what = f"is not the {training}" if training else "has faults"
         more = f"; also different by design: {by_design}" if by_design else ""
         return f"{name} {what}: {', '.join(faults)}{more}"
+    if verdict.status == NOT_VERIFIED:
+        return f"{name}: {NOT_VERIFIED}: {'; '.join(verdict.unverified)}"
     if verdict.status == NOTHING:
         return f"{name}: {NOTHING}: {'; '.join(dict.fromkeys(verdict.idle.values()))}"
     if not training:
@@ -150,6 +161,8 @@ def notes_of(verdict: Verdict) -> list[str]:
     for reason in reasons if verdict.status != NOTHING else ():
         steps = [verdict.name_of(step) for step, why in verdict.idle.items() if why == reason]
         notes.append(f"{NOTHING} in {', '.join(named_steps(steps))}: {reason}")
+    if verdict.status != NOT_VERIFIED:
+        notes += [f"{NOT_VERIFIED}: {reason}" for reason in verdict.unverified]
     return notes
 
 

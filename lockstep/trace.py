@@ -33,6 +33,7 @@ Kinds of arrays of a copy:
   `clipped`: those that the optimizer applies (of a shard if `order` is "clip, reduce").
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -210,6 +211,8 @@ class About:
             that hold one tied weight give it one name.
         modules: the modules whose inputs and outputs are recorded, in the order of their calls.
         versions: package → version; also a variable that chooses kernels → its value.
+        asked: the steps that the script asked for; empty for those of the recorder's default.
+        ended_with: the exception with which the recorded run ended, in words; "" without one.
     """
 
     framework: str
@@ -245,6 +248,8 @@ class About:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     modules: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    asked: tuple[int, ...] = ()
+    ended_with: str = ""
 
     @property
     def on_mesh(self) -> Mesh | None:
@@ -268,6 +273,17 @@ def is_of_copies(kind: str, about: About) -> bool:
     return kind in OF_COPIES or (kind == "clipped" and about.order == REDUCE_FIRST)
 
 
+class _Renamed(collections.UserDict[str, Any]):
+    """Arrays of another mapping by other names; each is read when it is asked for."""
+
+    def __init__(self, arrays: Mapping[str, Any], names: dict[str, str]):
+        super().__init__(names)
+        self._arrays = arrays
+
+    def __getitem__(self, name: str) -> Any:
+        return self._arrays[self.data[name]]
+
+
 class Trace:
     """The arrays of some steps, in memory or in files.
 
@@ -287,6 +303,7 @@ class Trace:
         variables: key → the variable.
         kinds: key → kind of the variable.
         of_replica: replica → description in its file, whose settings may be its own.
+        numbers: the replicas' numbers in messages, of a trace without some; empty for all of them.
         views_of: name of an array of a shard → rank → its copy, as an object with `read()`.
         parts_of: name of a gradient on a rank → the part that it holds, in the same form.
     """
@@ -303,6 +320,7 @@ class Trace:
         self.variables = dict(zip(self.keys, about.variables, strict=True))
         self.kinds = {key: variable.kind for key, variable in self.variables.items()}
         self.of_replica: Mapping[int, About] = {}
+        self.numbers: Sequence[int] = ()
         self.views_of: Mapping[str, Mapping[int, Any]] = {}
         self.parts_of: Mapping[str, Any] = {}
         self._stored = {} if stored is None else stored
@@ -402,13 +420,40 @@ class Trace:
             return self.mesh.name_of(item)
         per_replica = len(self.shards) // self.about.num_replicas
         if self.items(kind) is self.copies or per_replica <= 1:
-            return f"replica {item}"
+            return f"replica {self.numbers[item] if self.numbers else item}"
         of = f" of replica {item // per_replica}" if self.about.num_replicas > 1 else ""
         return f"micro-batch {item % per_replica}{of}"
 
     def has(self, position: int, kind: str) -> bool:
         """Returns whether every shard, or copy, has arrays of a kind in a step."""
         return all((position, kind, item) in self._index for item in self.items(kind))
+
+    def absent(self, position: int) -> list[int]:
+        """Returns the replicas whose training has ended before a step: they have earlier ones only.
+
+        Empty if this cannot be told: on a mesh, and where shards are no replicas.
+        """
+        if self.mesh or self.about.shards or self.about.num_copies:
+            return []
+        present = {item for at, _, item in self._index if at == position}
+        earlier = {item for at, _, item in self._index if at < position}
+        return [replica for replica in self.copies if replica in earlier - present]
+
+    def without(self, replicas: Sequence[int]) -> "Trace":
+        """Returns the trace of the other replicas."""
+        kept = [replica for replica in self.copies if replica not in replicas]
+        about = dataclasses.replace(self.about, num_replicas=len(kept), replicas=())
+        names = {}
+        for name in self._stored:
+            position, kind, item, rest = name.split("/", 3)
+            if int(item) in kept:
+                names[f"{position}/{kind}/{kept.index(int(item))}/{rest}"] = name
+        trace = Trace(about, _Renamed(self._stored, names), self.name)
+        trace.of_replica = {
+            kept.index(replica): own for replica, own in self.of_replica.items() if replica in kept
+        }
+        trace.numbers = kept
+        return trace
 
     def names_of(self, kind: str) -> Sequence[str] | None:
         """Returns the names of the arrays of a kind; None if they have no names."""

@@ -36,7 +36,7 @@ _NAME = re.compile(
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
 _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
-    *("in_evaluation", "calls", "loss_scale", "permuted", "modules"),
+    *("in_evaluation", "calls", "loss_scale", "permuted", "modules", "asked", "ended_with"),
 )
 _OF_STAGES = ("ranks", "placements", "names", "modules", "variables", "gradients")  # On a mesh.
 _GROWING = (  # Keys that are longer with each step.
@@ -170,7 +170,7 @@ def load(source: Path | BinaryIO | Sequence[BinaryIO]) -> Trace:
             raise Fault("has an array in two of its files; record it again")
         if about.mesh:
             return _load_on_mesh(files, name)
-    trace = Trace(about, arrays, name)
+    trace = Trace(_with_ends(about, files), arrays, name)
     trace.of_replica = {item: file.about for file in files for item in file.items}
     return trace
 
@@ -180,7 +180,7 @@ def _load_on_mesh(files: Sequence["_File"], name: str) -> Trace:
     whole = assemble([(file.about, file.arrays.data) for file in files])
     arrays = _Arrays(whole.arrays)
     _check_arrays(whole.about, arrays)
-    trace = Trace(whole.about, arrays, name)
+    trace = Trace(_with_ends(whole.about, files), arrays, name)
     trace.of_replica, trace.views_of = whole.of_replica, whole.views
     trace.parts_of = whole.parts
     return trace
@@ -386,6 +386,13 @@ def _with_equal_steps(files: Sequence[_File]) -> list[_File]:
             changes |= {key: (*values, *further[len(values) :])} if is_part else {}
         found.append(file._replace(about=dataclasses.replace(own, **changes)))
     return found
+
+
+def _with_ends(about: About, files: Sequence[_File]) -> About:
+    """Returns a description with the exception that ended any rank, and the steps of all."""
+    ended_with = next((file.about.ended_with for file in files if file.about.ended_with), "")
+    asked = sorted({step for file in files for step in file.about.asked})
+    return dataclasses.replace(about, ended_with=ended_with, asked=tuple(asked))
 
 
 def _only_one_has(key: str, *values: Sequence[Any]) -> str:

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
-NOTHING = "nothing to verify"
+NOTHING, NOT_VERIFIED = "nothing to verify", "not verified"
+# Status of a verdict → exit code of the command, from the best status to the worst. An exit code of
+# 0 says that the update of each trained weight was compared, and that no fault was found.
+EXIT_CODE_OF = {CLEAN: 0, BY_DESIGN: 0, NOTHING: 3, NOT_VERIFIED: 3, FAULT: 9}
 
 STAGES = {
     "start": "weights and optimizer state before the step: equal on all replicas, and as expected",
@@ -105,6 +108,8 @@ class Verdict:
         framework: `About.framework` of the trace; selects the remedies.
         idle: number of a step of which nothing can be verified → why, as in "every gradient is 0".
         step_names: names of steps that are not called "step N" after their number.
+        unverified: reasons for which the training as a whole is not verified, such as an exception
+            that ended it.
     """
 
     name: str
@@ -119,6 +124,7 @@ class Verdict:
     framework: str = ""
     idle: Mapping[int, str] = dataclasses.field(default_factory=dict)
     step_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -132,12 +138,13 @@ class Verdict:
 
     @property
     def status(self) -> str:
-        """`CLEAN`, `BY_DESIGN`, `FAULT` or, without a fault, `NOTHING`.
+        """`CLEAN`, `BY_DESIGN`, `FAULT` or, without a fault, `NOT_VERIFIED` or `NOTHING`.
 
         A training that is not finite on one device either has nothing to verify from there on.
         """
-        found = worst(finding.status for finding in self.findings)
-        return NOTHING if found != FAULT and {*self.idle} >= {*self.steps} else found
+        found = [finding.status for finding in self.findings]
+        found += [NOTHING] if {*self.idle} >= {*self.steps} else []
+        return worst([*found, *([NOT_VERIFIED] if self.unverified else [])])
 
     @property
     def is_bitwise(self) -> bool:
@@ -167,7 +174,7 @@ class Verdict:
 
 def worst(statuses: Iterable[str]) -> str:
     """Returns the worst of some statuses; `CLEAN` of none."""
-    return max([CLEAN, *statuses], key=[CLEAN, BY_DESIGN, NOTHING, FAULT].index)
+    return max([CLEAN, *statuses], key=[*EXIT_CODE_OF].index)
 
 
 def _fitting_all_steps(findings: Sequence[Finding], finding: Finding) -> Finding:
@@ -237,5 +244,6 @@ def in_sequence(parts: Sequence[Verdict]) -> Verdict:
         measurements=tuple(measured),
         checked=tuple(stage for stage in STAGES if stage in checked),
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        unverified=tuple(dict.fromkeys(why for part in parts for why in part.unverified)),
         idle=idle,
     )

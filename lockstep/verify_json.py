@@ -10,12 +10,12 @@ from typing import Any
 import lockstep
 from lockstep.causes import code_of, remedy_of, title_of
 from lockstep.text import notes_of, sentence_of
-from lockstep.verdict import FAULT, NOTHING, STAGES, Finding, Verdict, worst
+from lockstep.verdict import EXIT_CODE_OF, STAGES, Finding, Verdict, worst
 
 EXIT_CODES = {  # The same as of `verify`.
     0: "no fault",
     9: "a fault",
-    3: "a recording cannot be read or has nothing to verify",
+    3: "a recording cannot be read, has nothing to verify or is not verified",
     2: "wrong arguments",
 }
 
@@ -23,7 +23,7 @@ EXIT_CODES = {  # The same as of `verify`.
 def record_of_all(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
     """Returns verdicts as plain data, as in `verify.json`, with the exit code of the command."""
     status = worst(verdict.status for verdict in verdicts.values())
-    code = {FAULT: 9, NOTHING: 3}.get(status, 0)
+    code = EXIT_CODE_OF[status]
     return {
         "format": "lockstep verify",
         "version": 2,
@@ -52,6 +52,7 @@ def record_of(verdict: Verdict) -> dict[str, Any]:
         "not_checked": {
             "stages": [stage for stage, status in stages.items() if status == "not checked"],
             "steps": {verdict.name_of(step): why for step, why in verdict.idle.items()},
+            "training": list(verdict.unverified),
         },
     }
 

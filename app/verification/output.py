@@ -25,7 +25,16 @@ from lockstep.text import (
     sentence_of,
     share_of,
 )
-from lockstep.verdict import BY_DESIGN, CLEAN, FAULT, NOTHING, STAGES, Measurement, Verdict
+from lockstep.verdict import (
+    BY_DESIGN,
+    CLEAN,
+    FAULT,
+    NOT_VERIFIED,
+    NOTHING,
+    STAGES,
+    Measurement,
+    Verdict,
+)
 from lockstep.verify_json import columns_of, finite, record_of, record_of_all
 
 IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
@@ -36,6 +45,7 @@ _STATUSES = {
     BY_DESIGN: result.BY_DESIGN,
     FAULT: result.BAD,
     NOTHING: result.BAD,
+    NOT_VERIFIED: result.BAD,
 }
 _MOST_LINES = 3  # Pairs with a line each; more pairs are grouped.
 
@@ -136,14 +146,15 @@ def report(
 
 
 def require_verified(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
-    """Raises a DataError if a training has nothing to verify.
+    """Raises a DataError if a training has nothing to verify, or is not verified.
 
     Args:
         path: the run directory.
         runs: name of each training → its result.
     """
-    if idle := _with_status(NOTHING, runs):
-        raise DataError(f"{NOTHING} in {idle}; see {path / REPORT_FILE}")
+    for status in (NOTHING, NOT_VERIFIED):
+        if names := _with_status(status, runs):
+            raise DataError(f"{status} in {names}; see {path / REPORT_FILE}")
 
 
 def _with_status(status: str, runs: Mapping[str, Run]) -> str:
