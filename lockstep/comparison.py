@@ -11,6 +11,7 @@ import numpy as np
 
 from lockstep.arithmetic import EPS, MARGIN, UNITS
 from lockstep.causes import title_of
+from lockstep.checks.claim import Claim, Summary, between
 from lockstep.checks.other_changes import compare_updates
 from lockstep.checks.other_clipping import compare_clipping
 from lockstep.checks.other_examples import (
@@ -31,7 +32,7 @@ from lockstep.context import Context
 from lockstep.engine import Result, check_step, require_steps, verdict_of
 from lockstep.match import Matching
 from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
-from lockstep.text import first_names
+from lockstep.text import first_names, named_steps
 from lockstep.trace import STATISTIC, WEIGHT, Trace
 from lockstep.verdict import BY_DESIGN, FAULT, NOTHING, Finding, Verdict
 
@@ -119,7 +120,18 @@ def verify_alone(trace: Trace, on_step: Callable[[int], None] = lambda step: Non
             context.mark_checked()
             result.findings.append(context.found("not_reshuffled", text, design=True))
     verdict = verdict_of(trace, result, None, name="", reference="")
-    return dataclasses.replace(verdict, notes=tuple(_untrained(result)))
+    whole = tuple(_incomplete(trace))
+    notes = *_untrained(result), *_ended_early(trace)
+    return dataclasses.replace(verdict, notes=notes, unverified=whole)
+
+
+def _incomplete(trace: Trace, whose: str = "the training") -> Iterator[str]:
+    """Yields why a recording does not have the whole training that was asked for."""
+    if trace.about.ended_with:
+        yield f"{whose} ended with an exception: {trace.about.ended_with}"
+    if missing := sorted({*trace.about.asked} - {*trace.steps}):
+        steps = ", ".join(named_steps([f"step {step}" for step in missing]))
+        yield f"{whose} ended before {steps}, which were to be recorded"
 
 
 def _untrained(result: Result) -> list[str]:
@@ -164,6 +176,7 @@ def verify_against(
     }
     result = Result()
     skipped, is_compared, removed = list[int](), False, list[Finding]()
+    summary, last = Summary(), None  # The latter: the claim of the last common step.
     note = ""  # On the first step.
     for step in _checked_steps(second, result, on_step):
         if step.number not in first.steps:
@@ -177,17 +190,22 @@ def verify_against(
             if stage == "examples":
                 removed += pair.remove_false_factors()
         pair.findings = with_modules(pair)
+        num_removed = len(removed)
+        last = _with_claim(pair, last, summary, removed)
+        is_compared = is_compared or len(removed) > num_removed  # By what the step leaves.
         result.findings += pair.findings
         is_compared = is_compared or bool(pair.gradients[0] and pair.computes_the_same)
         if not pair.starts_equally:
             skipped.append(step.number)
     # Steps that cannot be compared divide in the same place as the others.
     causes = {finding.cause for finding in removed}
+    stages = {"all-reduce", "agreement"}
     result.findings = [
         f
         for f in result.findings
         if f not in removed
-        and not (f.stage == "all-reduce" and f.cause in causes and f.steps[0] in skipped)
+        and not summary.is_owned(f)
+        and not (f.stage in stages and f.cause in causes and f.steps[0] in skipped)
     ]
     result.findings += not_trained(first, second)
     verdict = verdict_of(second, result, None, name="", reference=first.name)
@@ -206,13 +224,49 @@ def verify_against(
         idle = {**dict.fromkeys(verdict.steps, text), **idle}
     notes = *_not_compared(matching), *_hidden(first, second, result), *_untrained(result)
     notes += (note,) if note else ()
+    notes += (*_ended_early(second),)
     if wrong & {*skipped} and "not_replayed" not in {f.cause for f in verdict.faults}:
         steps = ", ".join(map(str, sorted(wrong & {*skipped})))
         notes += (f"gradients of steps {steps} are not compared: record them with replay=",)
     hiding = {finding.stage for finding in verdict.faults} & {"start", "examples", "all-reduce"}
     if hiding and not is_compared and not skipped:
         notes += ("gradients are not compared: fix the fault above, then record again",)
-    return dataclasses.replace(verdict, tolerance=tolerance.text, notes=notes, idle=idle)
+    unverified = *_incomplete(second), *_incomplete(first, "the first recording's training")
+    return dataclasses.replace(
+        verdict, tolerance=tolerance.text, notes=notes, idle=idle, unverified=unverified
+    )
+
+
+def _with_claim(
+    pair: StepPair, last: Claim | None, summary: Summary, removed: list[Finding]
+) -> Claim:
+    """Adds what the claim shows of a step to the pair's findings, and returns the claim.
+
+    Args:
+        pair: the step.
+        last: the claim of the last common step, if any.
+        summary: gets what the claim shows.
+        removed: gets the findings of this step that it refutes.
+    """
+    claim = Claim(pair)
+    refuted = claim.confirms([*pair.second.findings, *pair.findings])
+    removed += refuted
+    pair.findings = [finding for finding in pair.findings if finding not in refuted]
+    found = [f for f in (*pair.second.findings, *pair.findings) if f not in refuted]
+    pair.findings += claim.unexplained(found)
+    if last and last.pair.second.number == pair.second.number - 1:
+        earlier = [f for f in last.pair.second.findings if f not in removed]
+        pair.findings += between(last, claim, [*earlier, *last.pair.findings, *found])
+    summary.add(claim)
+    return claim
+
+
+def _ended_early(trace: Trace) -> Iterator[str]:
+    """Yields which replicas lack steps that others have."""
+    for position, number in enumerate(trace.steps):
+        if absent := trace.absent(position):
+            names = ", ".join(trace.name_of("after", replica) for replica in absent)
+            yield f"{names} ended before step {number}: the other replicas are compared"
 
 
 def _not_compared(matching: Matching) -> Iterator[str]:

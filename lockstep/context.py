@@ -64,6 +64,8 @@ class Context:
         self, trace: Trace, position: int, oracle: Oracle | None = None,
         batch: Batch | None = None, checked: dict[str, None] | None = None,
     ):  # fmt: skip
+        if absent := trace.absent(position) if oracle is None else []:
+            trace = trace.without(absent)  # A replica that ends early does not hide the others.
         self.trace, self.position, self.batch = trace, position, batch
         self._oracle, self.checked = oracle, {} if checked is None else checked
         self.number, self.stage = trace.steps[position], "start"

@@ -974,15 +974,16 @@ def test_faulty_steps_from_their_own_states_are_said_to_be_not_compared(one):
     assert verdict.notes[-1].endswith("are not compared: record them with replay=")
 
 
-def test_initial_weights_that_replay_has_replaced_are_told(one):
+def test_other_initial_weights_that_replay_has_replaced_are_a_fault(one):
     def replaced(script):
         for name in [n for n in script.arrays if re.fullmatch(r"1/before/./[01]", n)]:
             script.arrays[name.replace("before", "replaced")] = script.arrays[name] + apart
 
     for apart in (0, 1):
         verdict = compared(one, Script(replicas=2, replay=one, edit=replaced))
-        assert verdict.ok and len(verdict.notes) == apart
-    assert verdict.notes[0].startswith("2 of 2 variables started from other values than in the")
+        assert verdict.ok != bool(apart)
+    assert shown(verdict)[0].startswith("start: other_initial")
+    assert verdict.faults[0].text.endswith("before replay= replaced them")
 
 
 def zero_in(*steps):

@@ -43,6 +43,7 @@ def compare_starts(pair: StepPair) -> Iterator[Finding]:
     is_first = pair.first.number == min({*pair.first.trace.steps} & {*second.trace.steps})
     if is_first:
         yield from _not_restored(pair)
+        yield from _replaced(pair)
     if not (apart := pair.start_distances):
         return
     far = max(apart.values())
@@ -62,7 +63,7 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
     weights = pair.states("before", kind)
     if rules[0] != rules[1] or not weights[0]:
         return
-    if any(distance(weights[1][n], a) > SAME_START * norm(a) for n, a in weights[0].items()):
+    if _unlike(pair, *weights):
         return
     given, own = first.named("before")[0], second.named(kind)[0]
     num_arrays, lost = 0, list[str]()  # The latter: names of the weights.
@@ -80,15 +81,31 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
         yield second.found("not_restored", text, tensors=dict.fromkeys(lost))
 
 
+def _unlike(pair: StepPair, first: Named, second: Named) -> list[str]:
+    """Returns the variables that differ by more than the rounding of steps before the recording."""
+    allowed = max(SAME_START, pair.tolerance.usual)
+    return [n for n, a in first.items() if distance(second[n], a) > allowed * norm(a)]
+
+
+def _replaced(pair: StepPair) -> Iterator[Finding]:
+    """Finds other initial weights that replay= has replaced: a training without it differs."""
+    frameworks = {step.trace.about.framework for step, _ in pair.both}
+    if pair.second.number or len(frameworks) > 1 or not pair.second.has("replaced"):
+        return
+    first, second = pair.states("before", "replaced")
+    if unlike := _unlike(pair, first, second):
+        cause, text = _why_start(first, second, unlike)
+        text += ", before replay= replaced them"
+        yield pair.second.found(cause, text, kind="before", tensors=unlike)
+
+
 def replaced_start(pair: StepPair) -> str:
-    """Returns a sentence if replay= has replaced other initial weights, else ""."""
-    if pair.second.number or not pair.second.has("replaced"):
+    """Returns a sentence if replay= has replaced the initial weights of another framework."""
+    frameworks = {step.trace.about.framework for step, _ in pair.both}
+    if pair.second.number or len(frameworks) == 1 or not pair.second.has("replaced"):
         return ""
     first, second = pair.states("before", "replaced")
-    unlike = [
-        n for n, a in first.items() if n in second and distance(second[n], a) > SAME_START * norm(a)
-    ]
-    if not unlike:
+    if not (unlike := _unlike(pair, first, second)):
         return ""
     return (
         f"{len(unlike)} of {len(first)} variables started from other values than in the first"

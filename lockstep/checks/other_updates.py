@@ -19,6 +19,7 @@ from lockstep.arithmetic import (
     relative_norm,
     same_bits,
 )
+from lockstep.checks.statistics import is_of_norm
 from lockstep.context import Context
 from lockstep.oracles.rules import Rule, RuleOracle, cause_of
 from lockstep.reference import StepPair, Tolerance
@@ -226,7 +227,8 @@ def _why_statistics(
         text = f"each statistic changes {scale:.4g} times as much as in the first recording"
         yield found("other_batch_norm_momentum", text, tensors=left)
         return
-    for step, which in pair.both if not pair.has_same_shards else ():
+    of_norm = [name for name in left if _is_of_norm(pair.first, name)]
+    for step, which in pair.both if of_norm == left and not pair.has_same_shards else ():
         names, after = step.of_kind(STATISTIC), step.named("after")
         if any(not same_bits(after[0][n], other[n]) for other in after[1:] for n in names):
             text = f"each replica of the {which} recording has the statistics of its own examples"
@@ -248,6 +250,12 @@ def _normalises_all(pair: StepPair, names: Sequence[str]) -> bool:
     is_norm = all("mean" in name or "var" in name for name in last)
     is_known = pair.gradients[0] and not pair.second.trace.about.layers
     return bool(is_norm and is_known) and not pair.different_gradients
+
+
+def _is_of_norm(step: Context, name: str) -> bool:
+    """Returns whether a statistic belongs to a layer that normalises, or to an unknown one."""
+    layers = [layer for layer in step.trace.about.layers if name in layer.get("weights", ())]
+    return is_of_norm(layers[0] if layers else None)
 
 
 def _share(step: Context, name: str) -> float:

@@ -28,7 +28,7 @@ def check_update(context: Context) -> Iterator[Finding]:
     """Checks the update of each copy, with the gradients that it applies."""
     updates = [bool(own) for own in context.named("after")]
     if any(updates) and not all(updates):
-        text = "the recording of these replicas ends before this step: they update no weights in it"
+        text = "nothing of this step was recorded on these replicas: they update no weights in it"
         states = zip(updates, context.named("before"), strict=True)
         # Arrays of other kinds show that the recording continues without this one.
         items = [
