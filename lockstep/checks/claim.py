@@ -66,6 +66,7 @@ class Change(NamedTuple):
         share: the largest difference over its bound; None if it was not compared.
         first: by how much the reference changes it.
         num_unknown: number of elements that were not compared, as their gradients are rounding.
+        is_kept: whether the step leaves it as it was, or 0, as a rank that does not own it does.
     """
 
     variable: Variable
@@ -73,6 +74,7 @@ class Change(NamedTuple):
     share: float | None
     first: np.ndarray
     num_unknown: int = 0
+    is_kept: bool = False
 
     @property
     def differs(self) -> bool:
@@ -162,8 +164,13 @@ class Claim:
             old = before.get(variable.first, np.zeros_like(np.asarray(new)))
             change, known = dense(new) - dense(old), dict[int, Change]()
             for copy in self.pair.second.copies:
-                known[copy] = self._compare_copy(variable, copy, old, new, change, known.get(0))
+                found = self._compare_copy(variable, copy, old, new, change, known.get(0))
+                known[copy] = found._replace(is_kept=self._is_kept(variable, copy))
             yield from known.values()
+
+    def _is_kept(self, variable: Variable, copy: int) -> bool:
+        state = self._state(variable, copy) if variable.kind == STATE else None
+        return state is None or same_bits(*state) or not norm(state[1])
 
     def _compare_copy(
         self, variable: Variable, copy: int, old: Array, new: Array, first: np.ndarray,
@@ -258,6 +265,7 @@ class Claim:
             of_weight = kinds.get(variable.weight, [])
             is_right = of_weight and not any(x.differs or x.share is None for x in of_weight)
             is_mixed = {change.differs for change in compared} == {True, False}
+            is_mixed = is_mixed and all(x.is_kept for x in compared if x.differs)
             if variable.kind == STATE and is_right and (is_mixed or self._is_part(variable)):
                 found.add(variable.second)
         return found
