@@ -197,6 +197,7 @@ def test_an_error_ends_the_recording_and_removes_its_hooks(tmp_path):
         assert vars(model)["train_step"] is not own_hook
         model.fit(batches(), verbose=0, callbacks=[callback])
     about, _ = read(tmp_path / "cut.npz")
+    assert about["ended_with"] == "RuntimeError: in between" and about["asked"] == [0, 1, 2, 3]
     assert about["steps"] == [0, 1] and [p.name for p in tmp_path.iterdir()] == ["cut.npz"]
     rates = [groups[0]["learning_rate"] for groups in about["settings"]]
     assert rates == pytest.approx([0.1, 0.2]) and about["settings"][0][0]["momentum"] == 0.9
@@ -322,6 +323,9 @@ def test_a_replay_from_another_start_is_bitwise_identical(one, tmp_path):
     path = tmp_path / "one.npz"
     about, second = recorded(tmp_path / "two.npz", seed=5, replay=path)
     assert about["replayed"] == str(path) and not differing(first, second)
+    with np.load(tmp_path / "two.npz") as file:  # What the script had before.
+        replaced = [file[name] for name in file.files if name.startswith("1/replaced/0/")]
+    assert replaced and not np.array_equal(replaced[0], first["1/before/0/0"])
     model = on_replicas(built, seed=5)  # It would have started from other weights.
     assert not np.array_equal(model.trainable_variables[0].numpy(), first["1/before/0/0"])
 

@@ -422,6 +422,7 @@ def case_errors():
 
     refused("^interrupted$", step, interrupted)
     assert Trace("x").about["steps"] == [0, 2]
+    assert Trace("x").about["ended_with"] == "ValueError: interrupted"
     before, savez = pathlib.Path("x.npz").read_bytes(), np.savez
     np.savez = lambda file, **_: file.write(b"half") and 1 / 0
     try:

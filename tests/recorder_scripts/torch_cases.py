@@ -643,7 +643,9 @@ def case_exception():
                 optimizer.step()
     except RuntimeError as error:
         assert str(error) == "out of memory"
-    assert Trace("exception").about["steps"] == [0, 1]
+    about = Trace("exception").about
+    assert about["steps"] == [0, 1] and about["asked"] == [0, 1, 2]
+    assert about["ended_with"] == "RuntimeError: out of memory"
     assert not list(pathlib.Path().glob("*.tmp"))
 
 
