@@ -233,8 +233,9 @@ def verify_against(
         notes += ("gradients are not compared: fix the fault above, then record again",)
     unverified = *_incomplete(second), *_incomplete(first, "the first recording's training")
     return dataclasses.replace(
-        verdict, tolerance=tolerance.text, notes=notes, idle=idle, unverified=unverified
-    )
+        verdict, tolerance=tolerance.text, notes=notes, idle=idle, unverified=unverified,
+        unknown_elements=summary.unknown,
+    )  # fmt: skip
 
 
 def _with_claim(

@@ -7,8 +7,7 @@ from functools import partial
 
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
 NOTHING, NOT_VERIFIED = "nothing to verify", "not verified"
-# Status of a verdict → exit code of the command, from the best status to the worst. An exit code of
-# 0 says that the update of each trained weight was compared, and that no fault was found.
+# Status of a verdict → exit code of the command, from the best status to the worst.
 EXIT_CODE_OF = {CLEAN: 0, BY_DESIGN: 0, NOTHING: 3, NOT_VERIFIED: 3, FAULT: 9}
 
 STAGES = {
@@ -110,6 +109,8 @@ class Verdict:
         step_names: names of steps that are not called "step N" after their number.
         unverified: reasons for which the training as a whole is not verified, such as an exception
             that ended it.
+        unknown_elements: number of elements of the state whose change was not compared, over all
+            steps, as their gradients are rounding alone.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Verdict:
     idle: Mapping[int, str] = dataclasses.field(default_factory=dict)
     step_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
     unverified: tuple[str, ...] = ()
+    unknown_elements: int = 0
 
     @property
     def ok(self) -> bool:
@@ -245,5 +247,6 @@ def in_sequence(parts: Sequence[Verdict]) -> Verdict:
         checked=tuple(stage for stage in STAGES if stage in checked),
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
         unverified=tuple(dict.fromkeys(why for part in parts for why in part.unverified)),
+        unknown_elements=sum(part.unknown_elements for part in parts),
         idle=idle,
     )

@@ -53,6 +53,7 @@ def record_of(verdict: Verdict) -> dict[str, Any]:
             "stages": [stage for stage, status in stages.items() if status == "not checked"],
             "steps": {verdict.name_of(step): why for step, why in verdict.idle.items()},
             "training": list(verdict.unverified),
+            "elements": verdict.unknown_elements,
         },
     }
 

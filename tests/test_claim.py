@@ -1,6 +1,7 @@
 """The claim: what a step does to all state, on each copy, and what changes between two steps."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -331,6 +332,25 @@ def test_the_bound_of_a_change_ignores_the_difference_of_a_wrong_gradient():
     assert spread_of(first, second, 0.0).max() < 1e-5
     allowed = of_change(first, first, first, 1e-7, agreeing, is_weight=True, mixes=0.0)
     assert allowed[0] < 1e-5 < allowed[1] < 1e-3 and np.isinf(allowed[2:]).all()
+
+
+def test_elements_whose_gradients_are_rounding_alone_are_counted():
+    """The bias, its momentum: the change of one element of each is not known, in four steps."""
+
+    def rounding(value):
+        def gradient(script, replica, gradients):
+            gradients[1][0] = value
+            return gradients
+
+        return {"gradient": gradient}
+
+    first = Script(**UNKNOWN, **rounding(1e-9))
+    second = Script(**TWO, **UNKNOWN, **rounding(1.1e-9), replay=first)
+    verdict = compared(first, second)
+    assert verdict.status == CLEAN
+    assert json.loads(verdict.to_json())["not_checked"]["elements"] == 2 * 4
+    equal = Script(**TWO, **UNKNOWN, **rounding(1e-9), replay=first)
+    assert compared(first, equal).unknown_elements == 0
 
 
 def test_what_the_reference_does_not_change_may_not_change_by_a_bit():

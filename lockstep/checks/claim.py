@@ -479,23 +479,18 @@ class Summary:
     Attributes:
         owned: names of state that its rank owns.
         shared: names of state that differs on every copy in some step.
-        compared: names of weights whose update was compared in a step.
-        unknown: number of elements that were not compared, over all steps.
+        unknown: number of elements whose change was not compared, over all steps.
     """
 
     owned: set[str] = dataclasses.field(default_factory=set)
     shared: set[str] = dataclasses.field(default_factory=set)
-    compared: set[str] = dataclasses.field(default_factory=set)
     unknown: int = 0
 
     def add(self, claim: Claim) -> None:
         """Adds a step."""
         self.owned |= claim.owned
         self.shared |= {x.variable.second for x in claim.differing if x.variable.kind == STATE}
-        for change in claim.changes:
-            self.unknown += change.num_unknown if not change.copy else 0
-            if change.variable.kind == WEIGHT and change.share is not None:
-                self.compared.add(change.variable.second)
+        self.unknown += sum(change.num_unknown for change in claim.changes if not change.copy)
 
     def is_owned(self, finding: Finding) -> bool:
         """Returns whether a finding only says that ranks own different state."""
