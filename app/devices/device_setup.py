@@ -111,12 +111,13 @@ def _check_bfloat16() -> None:
         return
     if has_onednn and "avx512f" in flags - usable:  # TensorFlow asks for AVX-512, and oneDNN fails.
         raise ConfigError(
-            "mixed_bfloat16: TensorFlow fails because ONEDNN_MAX_CPU_ISA excludes this processor's"
-            " AVX-512; unset the variable"
+            "--precision=mixed_bfloat16: TensorFlow fails because ONEDNN_MAX_CPU_ISA excludes this"
+            " processor's AVX-512; unset the variable"
         )
     console.warn(
-        f"mixed_bfloat16: the kernels of this CPU ({describe_kernels(has_onednn)}) emulate"
-        f" bfloat16: LeNet takes about {_TIMES_OF_EMULATED_BFLOAT16} times as long as in float32"
+        f"--precision=mixed_bfloat16: the kernels of this CPU ({describe_kernels(has_onednn)})"
+        f" emulate bfloat16: LeNet takes about {_TIMES_OF_EMULATED_BFLOAT16} times as long as in"
+        " float32"
     )
 
 
