@@ -23,7 +23,7 @@ from typing import NamedTuple
 from lockstep.comparison import compare_traces
 from lockstep.text import notes_of
 from lockstep.trace_file import load
-from lockstep.verdict import NOTHING, Finding
+from lockstep.verdict import NOT_VERIFIED, NOTHING, Finding
 
 from . import check
 
@@ -233,7 +233,7 @@ def _outcome(
     told += [shown(finding) for finding in verdict.findings]
     told += [f"note: {note}" for note in notes_of(verdict)]
     is_idle = verdict.status == NOTHING
-    told += [NOTHING] if is_idle else []
+    told += [verdict.status] if verdict.status in (NOTHING, NOT_VERIFIED) else []
     named = faults[0].cause if faults else verdict.status
     return Outcome(bool(faults) or is_idle, named in entry.causes, "\n    ".join(told))
 
@@ -251,6 +251,8 @@ def _told(entry: Entry, outcome: Outcome, counts: collections.Counter) -> str:
         counts["right programs"] += 1
         counts["right programs with a fault"] += outcome.is_caught
         counts["right programs without a verdict"] += not outcome.has_verdict
+        is_verified = not {NOTHING, NOT_VERIFIED} & {*map(str.strip, outcome.text.splitlines())}
+        counts["right programs not verified"] += not is_verified
         told = "FALSE ALARM" if outcome.is_caught else "clean"
     else:
         counts["bugs"] += 1
