@@ -172,15 +172,15 @@ def test_doctor_tells_the_kernels(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", ["ALL", "AVX2"])
-@pytest.mark.parametrize("value", ["0", "1"])
+@pytest.mark.parametrize(("value", "limit"), [("0", "ALL"), ("1", "AVX2")])
 def test_strategies_are_bitwise_identical_with_each_kind_of_kernels(tmp_path, value, limit):
     """And the configuration, the log and the verification say which kernels computed."""
     env = {kernels.VARIABLE: value, "ONEDNN_MAX_CPU_ISA": limit}
     common = ("--device=cpu", "--num_devices=2", "--dataset=synthetic", "--num_train_examples=512")
     words = ("--strategies=manual,mirrored", "--steps=3", f"--out={tmp_path}/verify")
     done = run_ok("verify", *words, *common, env=env)
-    assert "168 of 168 arrays" in done.stdout
+    for name in ("manual", "mirrored"):
+        assert f"{name}: all 168 arrays bitwise equal to one device" in done.stdout
     hashes = []
     for strategy in ("manual", "mirrored"):
         out = tmp_path / strategy
