@@ -82,15 +82,7 @@ def find_checkpoint(
         console.warn(warning)
     where = "in" if progress.epoch_step else "at the end of"
     console.say(f"resuming after step {progress.step}, {where} epoch {num_begun}")
-    before, after = (
-        each.versions.get(CPU_KERNELS, NOT_RECORDED) for each in (saved.metadata, metadata)
-    )
-    if before != after:
-        changes[CPU_KERNELS] = f"{KERNELS_CHANGED}{before} → {after}"
-        console.warn(
-            f"{changes[CPU_KERNELS]}; the weights may differ from those of an uninterrupted run by"
-            " rounding"
-        )
+    changes |= _changed_kernels(saved.metadata, metadata)
     how = [line for name, line in changes.items() if name not in ("epochs", CPU_KERNELS)]
     shards_before, shards = saved.metadata.num_shards, metadata.num_shards
     if shards_before != shards:
@@ -109,6 +101,16 @@ def find_checkpoint(
     noted = [f"step {progress.step}: {line}" for line in changes.values()]
     progress = dataclasses.replace(progress, changes=[*progress.changes, *noted])
     return found._replace(checkpoint=dataclasses.replace(saved, progress=progress))
+
+
+def _changed_kernels(old: RunMetadata, new: RunMetadata) -> dict[str, str]:
+    """Warns of other kernels, and returns the change as `accepted_changes` does; {} without one."""
+    before, after = (each.versions.get(CPU_KERNELS, NOT_RECORDED) for each in (old, new))
+    if before == after:
+        return {}
+    change = f"{KERNELS_CHANGED}{before} → {after}"
+    console.warn(f"{change}; the weights may differ from those of an uninterrupted run by rounding")
+    return {CPU_KERNELS: change}
 
 
 def _identities(old: RunMetadata, new: RunMetadata) -> tuple[dict, dict]:
