@@ -4,9 +4,9 @@ Copy what you need. Each, and each pair, makes the same training on several repl
 device. The global batch has 12 examples. Remedies without code:
 
 - *mean of means*: `drop_remainder=True`, with a batch size that the number of replicas divides.
-- *weighted mean of means*: the default reduction; with masks, equally many unmasked steps on each
+- *mean of means (weighted)*: the default reduction; with masks, equally many unmasked steps on each
   replica.
-- *clipped before the sum*: see `docs/verify_your_own.md`.
+- *other clipping (before the sum)*: see `docs/verify_your_own.md`.
 - *overflow not skipped*: `keras.config.set_dtype_policy("mixed_bfloat16")`.
 - *frozen*: `layer.trainable = False`, before `compile`.
 """
@@ -49,7 +49,7 @@ def synchronised_norm() -> keras.layers.Layer:
 
 
 def loss_of_each_example(y: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-    """For *scalar loss not divided*: a loss with one number for each example.
+    """For *sum instead of mean (scalar loss)*: a loss with one number for each example.
 
     The mean over `axis=-1` leaves the axis of the examples.
     """
@@ -68,7 +68,7 @@ class MeanOverGlobalBatch(keras.losses.MeanSquaredError):
 
 
 class RegularisedOnce(keras.Sequential):
-    """For *regulariser repeated* or *missing*: each replica adds its part of `losses`."""
+    """For *regularisation not counted once*: each replica adds its part of `losses`."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Makes one update with the mean squared error."""

@@ -21,7 +21,7 @@ __all__ = [
     "assert_same_training",
     "compare",
 ]
-__version__ = "1.0.0"
+__version__ = "2.0.0"
 
 
 def compare(

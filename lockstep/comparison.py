@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from lockstep.answer.causes import title_of
 from lockstep.arithmetic import EPS, MARGIN, UNITS
-from lockstep.causes import title_of
 from lockstep.checks.claim import Claim, Summary, between
 from lockstep.checks.other_changes import compare_updates
 from lockstep.checks.other_clipping import compare_clipping
@@ -34,7 +34,7 @@ from lockstep.match import Matching
 from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
 from lockstep.text import first_names, named_steps
 from lockstep.trace import STATISTIC, WEIGHT, Trace
-from lockstep.verdict import BY_DESIGN, FAULT, NOTHING, Finding, Verdict
+from lockstep.verdict import BY_DESIGN, NOTHING, Finding, Verdict, finding_of
 
 DEFAULT_TOLERANCE = 1e-4
 # A larger effect is a fault that the permuted recording also has, not float32 rounding.
@@ -198,14 +198,14 @@ def verify_against(
         if not pair.starts_equally:
             skipped.append(step.number)
     # Steps that cannot be compared divide in the same place as the others.
-    causes = {finding.cause for finding in removed}
+    details = {finding.detail for finding in removed}
     stages = {"all-reduce", "agreement"}
     result.findings = [
         f
         for f in result.findings
         if f not in removed
         and not summary.is_owned(f)
-        and not (f.stage in stages and f.cause in causes and f.steps[0] in skipped)
+        and not (f.stage in stages and f.detail in details and f.steps[0] in skipped)
     ]
     result.findings += not_trained(first, second)
     verdict = verdict_of(second, result, None, name="", reference=first.name)
@@ -225,7 +225,7 @@ def verify_against(
     notes = *_not_compared(matching), *_hidden(first, second, result), *_untrained(result)
     notes += (note,) if note else ()
     notes += (*_ended_early(second),)
-    if wrong & {*skipped} and "not_replayed" not in {f.cause for f in verdict.faults}:
+    if wrong & {*skipped} and "not_replayed" not in {f.detail for f in verdict.faults}:
         steps = ", ".join(map(str, sorted(wrong & {*skipped})))
         notes += (f"gradients of steps {steps} are not compared: record them with replay=",)
     hiding = {finding.stage for finding in verdict.faults} & {"start", "examples", "all-reduce"}
@@ -292,7 +292,7 @@ def not_trained(first: Trace, second: Trace) -> Iterator[Finding]:
         ]
         if names:
             text = f"not trained in the {which} recording: {first_names(names)}"
-            yield Finding("gradients", FAULT, "frozen", text, second.steps, tensors=tuple(names))
+            yield finding_of("gradients", "frozen", text, second.steps, tensors=names)
 
 
 def _hidden(first: Trace, second: Trace, result: Result) -> Iterator[str]:

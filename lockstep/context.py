@@ -24,7 +24,7 @@ from lockstep.oracles import Ask, Batch, Computed, Oracle
 from lockstep.oracles.rules import RuleOracle
 from lockstep.rounding import Expected, measure, widened
 from lockstep.trace import CLIP_FIRST, REDUCE_FIRST, SEED, STATISTIC, Array, Named, Trace
-from lockstep.verdict import BY_DESIGN, FAULT, Finding, Measurement
+from lockstep.verdict import BY_DESIGN, FAULT, Finding, Measurement, finding_of
 
 _LIKE_STALE_AT_FIRST = ("frozen", "lost_replica", "lost_micro_batch", "not_updated")
 
@@ -427,19 +427,19 @@ class Context:
         """Returns whether a stage has a fault, or has a loss of which shards are no parts."""
         return any(
             finding.stage in stages
-            and (finding.status == FAULT or finding.cause == "not_a_sum_over_examples")
+            and (finding.status == FAULT or finding.detail == "not_a_sum_over_examples")
             for finding in self.findings
         )
 
     def found(
-        self, cause: str, text: str, *, design: bool = False, stage: str = "",
+        self, detail: str, text: str, *, design: bool = False, stage: str = "",
         kind: str = "raw", items: Iterable[int] = (), tensors: Iterable[str] = (),
         distance: float = 0.0, allowed: float = 0.0,
     ) -> Finding:  # fmt: skip
         """Returns a finding in this step.
 
         Args:
-            cause: a key of `causes.CAUSES`.
+            detail: a key of `causes.DETAILS`.
             text: one sentence with the numbers.
             design: whether it is by design, not a fault.
             stage: stage of the finding; "" for the current one.
@@ -448,13 +448,14 @@ class Context:
             tensors: names of the variables.
             distance, allowed: relative differences.
         """
-        names = tuple(self.trace.name_of(kind, item) for item in items)
-        status = BY_DESIGN if design else FAULT
-        where = (self.number,), tuple(dict.fromkeys(names)), tuple(tensors)
+        names = [self.trace.name_of(kind, item) for item in items]
         # A buffer with the gradients of the previous step holds 0 in the first one.
-        is_first = self.position == 0 and cause in _LIKE_STALE_AT_FIRST
-        may_be = ("stale_gradient",) if is_first else ()
-        return Finding(stage or self.stage, status, cause, text, *where, distance, allowed, may_be)
+        is_first = self.position == 0 and detail in _LIKE_STALE_AT_FIRST
+        return finding_of(
+            stage or self.stage, detail, text, (self.number,),
+            status=BY_DESIGN if design else FAULT, items=names, tensors=tensors,
+            distance=distance, allowed=allowed, may_be=("stale_gradient",) if is_first else (),
+        )  # fmt: skip
 
     def measure(
         self, tensor: str, kind: str, item: int, actual: Array, expected: Array, allowed: float,

@@ -244,7 +244,7 @@ class StepPair:
         found = self.second.findings
         if not (_keeps_by_hand(self.second) and self.are_sums_equal):
             return []
-        removed = [f for f in found if f.stage == "all-reduce" and f.cause in _FACTORS]
+        removed = [f for f in found if f.stage == "all-reduce" and f.detail in _FACTORS]
         self.second.findings = [finding for finding in found if finding not in removed]
         return removed
 
@@ -288,10 +288,10 @@ class StepPair:
     def explained(self, finding: Finding) -> Finding:
         """Returns a finding with the cause of different gradients, if that one is known."""
         causes = self.found_in("gradients")
-        if not causes or causes[0].cause == "unexplained":
+        if not causes or causes[0].detail == "unexplained":
             return finding
         why = causes[0]
-        return dataclasses.replace(finding, status=why.status, cause=why.cause, may_be=why.may_be)
+        return dataclasses.replace(finding, status=why.status, detail=why.detail, may_be=why.may_be)
 
 
 def _keeps_by_hand(context: Context) -> bool:

@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
-from lockstep.causes import code_of, remedy_of, title_of
+from lockstep.answer.causes import code_of, remedy_of, words_of
 from lockstep.verdict import (
     BY_DESIGN,
     FAULT,
@@ -75,7 +75,7 @@ def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | 
 def explanations(
     verdicts: Iterable[Verdict], *, all_names: bool = False
 ) -> list[tuple[str, dict[str, str]]]:
-    """Returns a title and facts for each cause, faults first; for equal ones of trainings once.
+    """Returns a title and facts for each detail, faults first; for equal ones of trainings once.
 
     Args:
         verdicts: the verdicts.
@@ -83,10 +83,10 @@ def explanations(
     """
     names: dict[tuple, list[str]] = {}
     for verdict in verdicts:
-        of_causes: dict[tuple[str, str], list[Finding]] = {}
+        of_details: dict[tuple[str, str], list[Finding]] = {}
         for finding in verdict.findings:
-            of_causes.setdefault((finding.status, finding.cause), []).append(finding)
-        for (status, cause), (first, *others) in of_causes.items():
+            of_details.setdefault((finding.status, finding.detail), []).append(finding)
+        for (status, detail), (first, *others) in of_details.items():
             facts = facts_of(first, verdict)
             if all_names and len(first.tensors) > _MOST_NAMES:
                 facts["variables"] = one_line(", ".join(first.tensors))
@@ -96,10 +96,10 @@ def explanations(
                 where = _where(other, verdict).removeprefix(f"{other.stage}, ")
                 why = f": {other.text}" if other.text != first.text else ""
                 facts[f"also {other.stage}"] = one_line(where + why)
-            names.setdefault((status, cause, tuple(facts.items())), []).append(verdict.name)
+            names.setdefault((status, detail, tuple(facts.items())), []).append(verdict.name)
     return [
-        (one_line(f"{', '.join(same)}, {status}: {title_of(cause)}"), dict(facts))
-        for (status, cause, facts), same in sorted(names.items(), key=lambda n: n[0][0] != FAULT)
+        (one_line(f"{', '.join(same)}, {status}: {words_of(detail)}"), dict(facts))
+        for (status, detail, facts), same in sorted(names.items(), key=lambda n: n[0][0] != FAULT)
     ]
 
 
@@ -171,8 +171,8 @@ def facts_of(finding: Finding, verdict: Verdict) -> dict[str, str]:
     facts = {
         "where": _where(finding, verdict),
         "why": finding.text,
-        "remedy": remedy_of(finding.cause, verdict.framework),
-        **code_of(finding.cause, verdict.framework),
+        "remedy": remedy_of(finding.detail, verdict.framework),
+        **code_of(finding.detail, verdict.framework),
     }
     if difference := _difference(finding):
         facts["difference"] = difference
@@ -183,7 +183,7 @@ def line_of(finding: Finding, verdict: Verdict) -> str:
     """Returns a finding in one line: cause, place, reason and size."""
     size = f" ({difference})" if (difference := _difference(finding)) else ""
     where = _where(finding, verdict)
-    return one_line(f"{title_of(finding.cause)} in {where}: {finding.text}{size}")
+    return one_line(f"{words_of(finding.detail)} in {where}: {finding.text}{size}")
 
 
 def named_steps(names: Sequence[str]) -> list[str]:
@@ -215,9 +215,9 @@ def _causes(verdict: Verdict, status: str) -> list[str]:
     """Returns the causes of a status in words; a module is named once."""
     found, modules = dict[str, str](), set[str]()
     for each in verdict.findings:
-        if each.status == status and each.cause not in found:
+        if each.status == status and each.detail not in found:
             is_new = each.module and each.module not in modules
-            found[each.cause] = title_of(each.cause) + (f" ({each.module})" if is_new else "")
+            found[each.detail] = words_of(each.detail) + (f" ({each.module})" if is_new else "")
             modules.add(each.module)
     return list(found.values())
 

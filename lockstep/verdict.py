@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
+from lockstep.answer.causes import cause_of
+
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
 NOTHING, NOT_VERIFIED = "nothing to verify", "not verified"
 # Status of a verdict → exit code of the command, from the best status to the worst.
@@ -30,19 +32,19 @@ STAGES = {
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A difference in one stage.
+    """A difference in one stage; built by `finding_of` alone.
 
     Attributes:
         stage: a key of `STAGES`.
         status: `BY_DESIGN`, `FAULT`, or `NOTHING` for values that are not finite on one device.
-        cause: a key of `causes.CAUSES`.
+        detail: the most exact name of the difference, a key of `causes.DETAILS`.
         text: one sentence with the numbers.
         steps: numbers of the steps with this difference, from 0.
         items: replicas or micro-batches with this difference, as in "replica 1"; empty for all.
         tensors: names of the affected variables; empty if no variable is.
         distance: the largest relative difference.
         allowed: the largest relative difference that rounding can cause; 0 if unknown or none.
-        may_be: causes that explain it in its step as well, such as a gradient of the previous step
+        may_be: details that explain it in its step as well, such as a gradient of the previous step
             for a gradient of 0 in the first step.
         module: the first module with this difference and its pass, as in "layers.3.attn.wo,
             backward"; "" if it is unknown.
@@ -50,7 +52,7 @@ class Finding:
 
     stage: str
     status: str
-    cause: str
+    detail: str
     text: str
     steps: tuple[int, ...]
     items: tuple[str, ...] = ()
@@ -59,6 +61,28 @@ class Finding:
     allowed: float = 0.0
     may_be: tuple[str, ...] = ()
     module: str = ""
+
+    @property
+    def cause(self) -> str:
+        """The cause that the detail belongs to, one of `causes.CAUSES`."""
+        return cause_of(self.detail)
+
+
+def finding_of(
+    stage: str, detail: str, text: str, steps: Iterable[int], *, status: str = FAULT,
+    items: Iterable[str] = (), tensors: Iterable[str] = (), distance: float = 0.0,
+    allowed: float = 0.0, may_be: Iterable[str] = (),
+) -> Finding:  # fmt: skip
+    """Returns a finding, with each item once; see `Finding`.
+
+    Raises:
+        KeyError: the detail is none of `causes.DETAILS`.
+    """
+    cause_of(detail)
+    return Finding(
+        stage, status, detail, text, tuple(steps), tuple(dict.fromkeys(items)), tuple(tensors),
+        distance, allowed, tuple(may_be),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,19 +204,19 @@ def worst(statuses: Iterable[str]) -> str:
 
 
 def _fitting_all_steps(findings: Sequence[Finding], finding: Finding) -> Finding:
-    """Returns a finding with the cause that explains the other steps, too, if there is one."""
+    """Returns a finding with the detail that explains the other steps, too, if there is one."""
     for other in findings:
         same_place = other.stage == finding.stage and set(finding.tensors) & set(other.tensors)
-        if same_place and other.steps != finding.steps and other.cause in finding.may_be:
-            return dataclasses.replace(finding, cause=other.cause, text=other.text)
+        if same_place and other.steps != finding.steps and other.detail in finding.may_be:
+            return dataclasses.replace(finding, detail=other.detail, text=other.text)
     return finding
 
 
 def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Merges findings of equal stage, status and cause over steps, items and tensors."""
+    """Merges findings of equal stage, status and detail over steps, items and tensors."""
     same: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in map(partial(_fitting_all_steps, findings), findings):
-        same.setdefault((finding.stage, finding.status, finding.cause), []).append(finding)
+        same.setdefault((finding.stage, finding.status, finding.detail), []).append(finding)
     order = list(STAGES)
     return tuple(
         dataclasses.replace(
@@ -209,7 +233,7 @@ def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 def note_of_repetition(verdict: Verdict, second: Verdict) -> str:
     """Returns whether a second run of a training, from the same states, has the same faults."""
     first, again = (
-        {(fault.stage, fault.cause, fault.tensors) for fault in each.faults}
+        {(fault.stage, fault.detail, fault.tensors) for fault in each.faults}
         for each in (verdict, second)
     )
     if first == again:

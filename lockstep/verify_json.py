@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lockstep
-from lockstep.causes import code_of, remedy_of, title_of
+from lockstep.answer.causes import code_of, remedy_of, words_of
 from lockstep.text import notes_of, sentence_of
 from lockstep.verdict import EXIT_CODE_OF, STAGES, Finding, Verdict, worst
 
@@ -26,7 +26,7 @@ def record_of_all(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
     code = EXIT_CODE_OF[status]
     return {
         "format": "lockstep verify",
-        "version": 2,
+        "version": 3,
         "lockstep": lockstep.__version__,
         "status": status,
         "exit_code": code,
@@ -59,12 +59,12 @@ def record_of(verdict: Verdict) -> dict[str, Any]:
 
 
 def _record_of_finding(finding: Finding, verdict: Verdict) -> dict[str, Any]:
-    code = code_of(finding.cause, verdict.framework)
-    shown = ("stage", "status", "cause", "text", "module", "items", "tensors")
+    code = code_of(finding.detail, verdict.framework)
+    shown = ("stage", "status", "cause", "detail", "text", "module", "items", "tensors")
     return {name: getattr(finding, name) for name in shown} | {
-        "title": title_of(finding.cause),
+        "title": words_of(finding.detail),
         "steps": [verdict.name_of(step) for step in finding.steps],
-        "remedy": remedy_of(finding.cause, verdict.framework),
+        "remedy": remedy_of(finding.detail, verdict.framework),
         "code": "\n".join(f"{sign} {line}" for sign, line in code.items()),
         "distance": finite(finding.distance),
         "allowed": finite(finding.allowed),

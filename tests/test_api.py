@@ -92,7 +92,10 @@ def test_errors_are_exceptions_with_the_program_s_exit_code(tmp_path, here):
     [
         (
             "docs/library.md",
-            ["manual is not the training on one device: lost replica", "9 mismatch in manual; see"],
+            [
+                "manual is not the training on one device: lost part (replica)",
+                "9 mismatch in manual; see",
+            ],
         ),
         ("examples/own_loop.py", ["test accuracy 0."]),
     ],

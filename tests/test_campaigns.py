@@ -7,7 +7,7 @@ import pytest
 
 from campaigns import fuzz, network, scripts
 from conftest import ROOT
-from lockstep.causes import CAUSES
+from lockstep.answer.causes import DETAILS
 from lockstep.verdict import NOTHING
 
 
@@ -34,7 +34,7 @@ def test_the_scripts_of_the_zoo_can_be_changed_as_listed():
     entries = scripts.listed()
     for entry in entries:
         compile(entry.source, f"{entry.script}: {entry.name}", "exec")
-    assert not {c for entry in entries for c in entry.causes} - {*CAUSES, NOTHING}
+    assert not {c for entry in entries for c in entry.causes} - {*DETAILS, NOTHING}
     assert len({entry[:2] for entry in entries}) == len(entries)
     assert sum(bool(entry.causes) for entry in entries) >= 60
 

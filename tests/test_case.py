@@ -328,10 +328,11 @@ def test_faults_are_named_with_remedy_and_exit_code(write, verify, tmp_path):
     assert verdict in lines and lines[-1].startswith(f"open {out}/report.html ")
     assert verdict in (out / "report.html").read_text(encoding="utf-8")
     (finding,) = record["trainings"]["keras_fit"]["findings"]
-    assert (finding["stage"], finding["cause"]) == ("clipping", "clipped_before_the_sum")
+    assert (finding["stage"], finding["cause"]) == ("clipping", "other_clipping")
+    assert finding["detail"] == "clipped_before_the_sum"
     assert {*finding} == {
-        "stage", "status", "cause", "title", "text", "remedy", "code", "steps", "module", "items",
-        "tensors", "distance", "allowed",
+        "stage", "status", "cause", "detail", "title", "text", "remedy", "code", "steps", "module",
+        "items", "tensors", "distance", "allowed",
     }  # fmt: skip
     assert "clipnorm=0.1" in finding["text"] and f"remedy      {finding['remedy'][:9]}" in str(
         lines
@@ -439,7 +440,7 @@ def test_the_examples(verify, file, causes):
     result, record = verify(EXAMPLES / file, f"--strategies={both}")
     assert result.returncode == (9 if causes else 0), result.stdout + result.stderr
     found = record["trainings"]["keras_fit"]["findings"]
-    assert {finding["cause"] for finding in found} == causes
+    assert {finding["detail"] for finding in found} == causes
 
 
 @pytest.mark.slow
@@ -450,7 +451,7 @@ def test_a_process_ends_with_the_verdict_and_its_code(tmp_path):
         "--steps=2", f"--out={out}", "--strategies=keras_fit",
     )  # fmt: skip
     assert result.returncode == 9, result.stdout + result.stderr
-    causes = "same random numbers, clipped before the sum"
+    causes = "same random numbers, other clipping (before the sum)"
     verdict = f"keras_fit is not the training that case_fit.py defines on one device: {causes}"
     assert result.stdout.count(verdict) == 1
     assert result.stderr.splitlines()[-1] == f"error: mismatch in keras_fit; see {out}/report.html"
@@ -523,4 +524,4 @@ def test_a_fault_of_one_place_is_found(write, verify, text, cause, step):
     result, record = verify(write(text), "--global_batch_size=12", "--strategies=keras_fit")
     assert result.returncode == 9, result.stdout + result.stderr
     (finding,) = record["trainings"]["keras_fit"]["findings"]
-    assert (finding["cause"], finding["steps"]) == (cause, [step])
+    assert (finding["detail"], finding["steps"]) == (cause, [step])

@@ -32,7 +32,7 @@ def compared(first, second):
 
 
 def shown(verdict):
-    return [(f.stage, f.cause, f.steps, f.items, f.tensors) for f in verdict.faults]
+    return [(f.stage, f.detail, f.steps, f.items, f.tensors) for f in verdict.faults]
 
 
 def edited(kinds, number, change, steps=(1, 2, 3, 4)):
@@ -114,7 +114,7 @@ def test_buffers_that_are_no_batch_norm_are_not_local_by_design(more, copies):
         2,
         3,
     )
-    assert not copies or fault.items == copies or fault.cause == "other_statistics"
+    assert not copies or fault.items == copies or fault.detail == "other_statistics"
     assert EXIT_CODE_OF[verdict.status] == 9
 
 
@@ -124,7 +124,7 @@ def test_a_difference_that_has_a_cause_is_not_reported_twice(one):
             sgd(script, weights, gradients, state)
 
     verdict = compared(one, Script(**TWO, replay=one, update=twice))
-    assert [fault.cause for fault in verdict.faults] == ["updated_twice"]
+    assert [fault.detail for fault in verdict.faults] == ["updated_twice"]
 
 
 # --- Owned state ---------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_state_without_an_owner_is_a_fault():
 
     first = Script(**UNKNOWN)
     verdict = compared(first, Script(**TWO, **UNKNOWN, replay=first, edit=no_copy))
-    assert {fault.cause for fault in verdict.faults} & {"diverged_replicas", "unexplained"}
+    assert {fault.detail for fault in verdict.faults} & {"diverged_replicas", "unexplained"}
 
 
 @pytest.mark.parametrize(("factor", "is_right"), [(1, True), (2, False)])
@@ -254,7 +254,7 @@ def test_buffers_that_ddp_sends_to_all_replicas_are_no_fault(one):
                     script.arrays[f"{position}/replaced/{replica}/{index}"] = old
 
     verdict = compared(one, Script(**TWO, replay=one, local_norm=True, edit=broadcast))
-    assert not verdict.faults and [f.cause for f in verdict.findings] == ["local_statistics"]
+    assert not verdict.faults and [f.detail for f in verdict.findings] == ["local_statistics"]
 
 
 # --- The whole training --------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def compared(first, second, tolerance=None):
 def shown(verdict):
     """Returns stages and causes of the findings; * marks what is by design."""
     marks = {"fault": "", "by design": "*"}
-    return [f"{f.stage}: {f.cause}{marks[f.status]}" for f in verdict.findings]
+    return [f"{f.stage}: {f.detail}{marks[f.status]}" for f in verdict.findings]
 
 
 # --- Changes of a training -----------------------------------------------------------------------
@@ -1215,7 +1215,7 @@ def test_a_replica_that_does_not_use_a_weight_sends_nothing():
 def test_a_sum_that_one_replica_does_not_receive():
     script = Script(replicas=2, edit=without("sums", "1/1"))
     found = verify_alone(script.trace()).findings[0]
-    assert (found.cause, found.items, found.tensors) == ("frozen", SECOND, BIAS)
+    assert (found.detail, found.items, found.tensors) == ("frozen", SECOND, BIAS)
 
 
 def test_sums_are_compared_where_it_is_unknown_what_was_sent():
@@ -1311,7 +1311,7 @@ def test_a_fault_that_the_permuted_recording_shares_is_found(one):
 def test_a_factor_of_one_explains_nothing():
     """The difference is 2 to 4 times the tolerance, and no smaller with the factor."""
     verdict = compared(*pair({}, {"gradient": little_noise}), given_tolerance(1e-2))
-    assert [each.cause for each in verdict.faults] == ["unexplained"]
+    assert [each.detail for each in verdict.faults] == ["unexplained"]
 
 
 @pytest.mark.parametrize("channels_first", [True, False])
@@ -1346,7 +1346,7 @@ def test_a_cause_has_to_fit_all_steps(one):
                 wrong.put(position, kind, replica, old)
     found = [f for f in verify_against(one.trace(), wrong, {}, given_tolerance(None)).faults
              if f.stage == "gradients"]  # fmt: skip
-    assert [(each.cause, each.steps) for each in found] == [("stale_gradient", ALL)]
+    assert [(each.detail, each.steps) for each in found] == [("stale_gradient", ALL)]
 
 
 def test_several_recordings_have_verdicts_by_their_names(one):
@@ -1428,12 +1428,12 @@ def test_the_command_reports_a_fault(tmp_path, one):
     out = tmp_path / "out"
     result = run_here("verify", f"--traces={first},{second}", f"--out={out}")
     assert result.returncode == 9
-    assert "two.npz is not the training of one.npz: not all reduced" in result.stdout
+    assert "two.npz is not the training of one.npz: not all-reduced" in result.stdout
     record = json.loads((out / "verify.json").read_text())
     assert list(record["trainings"]) == ["one.npz", "two.npz"]
     assert record["trainings"]["two.npz"]["stages"]["all-reduce"] == "fault"
     page = (out / "report.html").read_text()
-    assert "not all reduced" in page and "call the wrapped model" in page
+    assert "not all-reduced" in page and "call the wrapped model" in page
 
 
 def test_the_command_ends_with_0_if_all_is_clean(tmp_path, one):
@@ -1456,5 +1456,5 @@ def test_a_weight_that_one_script_does_not_train_is_a_fault():
     assert not [*not_trained(both, both)]
     for pair, which in (((both, frozen), "second"), ((frozen, both), "first")):
         (finding,) = not_trained(*pair)
-        assert (finding.status, finding.cause, finding.tensors) == (FAULT, "frozen", ("bias",))
+        assert (finding.status, finding.detail, finding.tensors) == (FAULT, "frozen", ("bias",))
         assert finding.text == f"not trained in the {which} recording: bias"

@@ -389,7 +389,7 @@ def test_the_notebook_runs_and_shows_what_it_says():
         notebook, timeout=300, resources={"metadata": {"path": NOTEBOOK.parent}}
     ).execute(env=environment)  # Raises where a cell fails.
     seen = texts_of(notebook)
-    fault = "\nmanual is not the training on one device: lost replica\n"
+    fault = "\nmanual is not the training on one device: lost part (replica)\n"
     end = "\nexit code 9: mismatch in manual; see runs/notebook/fault/report.html\n"
     for told in ("[[3. 3.]]", "'mirrored': 'clean'", fault, end, "\nTrue", "(8, True)"):
         for texts in (shown, seen):

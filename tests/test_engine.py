@@ -246,13 +246,13 @@ def replicas(*numbers):
 
 
 def found(verdict):
-    return [(f.stage, f.status, f.cause) for f in verdict.findings]
+    return [(f.stage, f.status, f.detail) for f in verdict.findings]
 
 
 def only(verdict, stage, cause, but=()):
     """Returns the one fault of a verdict besides known ones, and asserts what it is."""
-    faults = [f for f in verdict.faults if (f.stage, f.status, f.cause) not in but]
-    assert [(f.stage, f.cause) for f in faults] == [(stage, cause)], str(verdict)
+    faults = [f for f in verdict.faults if (f.stage, f.status, f.detail) not in but]
+    assert [(f.stage, f.detail) for f in faults] == [(stage, cause)], str(verdict)
     assert verdict.status_of(stage) == FAULT
     return faults[0]
 
@@ -627,6 +627,28 @@ def others_statistics(faulty):
     step["after", 1] |= {n: step["after", 0][n] for n in faulty.of_kind(STATISTIC)}
 
 
+def statistics_of_the_whole_batch(faulty):
+    (step,) = faulty.steps
+    data = [
+        np.concatenate(parts) for parts in zip(*(step["data", r] for r in REPLICAS), strict=True)
+    ]
+    whole = faulty.oracle.compute(faulty.ask(step, 1, data=data)).after
+    step["after", 1] |= {n: whole[n] for n in faulty.of_kind(STATISTIC)}
+
+
+def first_half_twice(faulty):
+    """The first half of each gradient has that of replica 1 twice."""
+    (step,) = faulty.steps
+    sums = {}
+    for name, total in step["sums", 0].items():
+        again = np.array(step["clipped", 1][name]).ravel()
+        again[again.size // 2 :] = 0
+        sums[name] = total + again.reshape(total.shape)
+    for r in REPLICAS:
+        step["sums", r] = sums
+    faulty.update(step)
+
+
 ONE, ALL = (1,), REPLICAS
 # Model, positions of the copied steps, what is changed, stage, cause, replicas, part of the text.
 FAULTS = [
@@ -685,6 +707,9 @@ FAULTS = [
      "update", "changed_on_its_own", ONE, "1 elements"),
     ("adamw", (0,), lambda f: edit("after", 1, end=clock(f), change=lambda i: i + 1)(f),
      "update", "schedule_stepped_too_often", ONE, "by 2"),
+    ("plain", (0,), first_half_twice, "all-reduce", "row_of_two_parts", ALL, "added twice"),
+    ("normalised", (0,), statistics_of_the_whole_batch,
+     "statistics", "whole_batch_norm", ONE, "over the whole batch"),
     ("normalised", (0,), after(STATISTIC, lambda new, old: new + (new - old)),
      "statistics", "doubled_average", ONE, ""),
     ("normalised", (0,),
@@ -761,7 +786,7 @@ def test_predictions_for_other_examples(cause):
         step["y_pred", 0] if cause == "same_examples" else [noisy(*step["y_pred", 1])]
     )
     faults = [f for f in faulty.verdict().faults if f.stage == "forward"]
-    assert [(f.cause, f.items) for f in faults] == [(cause, replicas(1))]
+    assert [(f.detail, f.items) for f in faults] == [(cause, replicas(1))]
 
 
 def test_another_loss():
@@ -784,7 +809,7 @@ def test_a_last_batch_that_does_not_divide():
 def test_two_faults_at_once_are_both_named():
     faulty = Copy().compute(scales=(1.0, 1.0)).change("sent", np.zeros_like, replicas=(1,))
     causes = [("loss", "scalar_loss_not_divided"), ("all-reduce", "lost_replica")]
-    assert [(f.stage, f.cause) for f in faulty.verdict().findings] == causes
+    assert [(f.stage, f.detail) for f in faulty.verdict().findings] == causes
 
 
 # --- Averaged statistics, micro-batches, and arrays that were not recorded -----------------------
@@ -902,7 +927,7 @@ def test_a_step_that_is_not_finite_on_one_device_either_has_nothing_to_verify(ba
     one, other = verdict.findings
     assert (one.stage, one.steps) == ("start", (1,))
     assert (other.stage, other.steps, other.items) == ("gradients", (0,), replicas(1))
-    assert {(f.status, f.cause) for f in (one, other)} == {(NOTHING, "not_finite")}
+    assert {(f.status, f.detail) for f in (one, other)} == {(NOTHING, "not_finite")}
 
 
 def float16():
@@ -937,7 +962,7 @@ def test_a_skipped_step_with_a_fault(kind, cause, items):
         x, y = step["data", 0]
         step["data", 0] = [x, y / np.float32(2000)]
     fault = next(f for f in faulty.verdict().faults if f.stage == "update")
-    assert (fault.cause, fault.items) == (cause, items)
+    assert (fault.detail, fault.items) == (cause, items)
 
 
 def test_an_overflow_on_another_replica_than_the_first():
@@ -945,7 +970,7 @@ def test_an_overflow_on_another_replica_than_the_first():
     verdict = lockstep.compare(overflowing(1), model=float16())
     fault = only(verdict, "update", "overflow_not_skipped")
     assert (fault.items, fault.steps) == (replicas(1), (0,))
-    others = [(f.cause, f.steps) for f in verdict.findings if f != fault]
+    others = [(f.detail, f.steps) for f in verdict.findings if f != fault]
     assert others == [("not_finite", (1,))]
 
 
@@ -990,7 +1015,7 @@ def test_examples_of_the_batch():
 def test_evaluations(logs, options, expected):
     right = {"loss": 2.0, "mae": 1.0}
     findings = check_evaluation(right | logs, right, **options)
-    assert [(f.status, f.cause, f.tensors) for f in findings] == expected
+    assert [(f.status, f.detail, f.tensors) for f in findings] == expected
     assert all(f.stage == "evaluation" for f in findings)
 
 
@@ -1016,7 +1041,7 @@ def test_a_change_of_one_in_ten_thousand_is_found_on_its_replica(stage, kind, nu
     expected = () if stage == "regularisation" else replicas(r)
     assert faults and {f.items for f in faults} == {expected}, str(verdict)
     if kind == "sums":
-        assert faults[0].cause == "scaled_gradient" and "1.0001" in faults[0].text
+        assert faults[0].detail == "scaled_gradient" and "1.0001" in faults[0].text
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_integration(example, tmp_path):
     for bug, expected in cases.items():
         run(python, program, 2, two, one, bug)
         found = compare(one, two).faults
-        assert {(fault.stage, fault.cause) for fault in found} == expected, bug
+        assert {(fault.stage, fault.detail) for fault in found} == expected, bug
 
 
 @pytest.mark.slow

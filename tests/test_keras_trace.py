@@ -226,7 +226,7 @@ def test_sparse_gradients_have_three_members_and_a_file_says_the_same(tmp_path):
     verdict = compare(tmp_path / "sparse.npz", model=build)
     from_memory = compare(recorder, model=build)
     assert str(verdict).replace(verdict.name, from_memory.name) == str(from_memory)
-    assert "scalar loss not divided" in str(verdict)
+    assert "sum instead of mean (scalar loss)" in str(verdict)
 
 
 def test_recording_changes_nothing(training):
@@ -547,7 +547,7 @@ def test_the_example_records_clipping_before_the_all_reduce(tmp_path, monkeypatc
     assert result.returncode == 9, result.stdout + result.stderr
     record = json.loads((tmp_path / "run" / "verify.json").read_text(encoding="utf-8"))
     found = {
-        name: {finding["cause"] for finding in strategy["findings"]}
+        name: {finding["detail"] for finding in strategy["findings"]}
         for name, strategy in record["trainings"].items()
     }
     assert found["one.npz"] == set() and "clipped_before_the_sum" in found["two.npz"]

@@ -35,7 +35,7 @@ def files(tmp_path_factory):
     "names, flags, code, told",
     [
         (("one", "two"), (), 0, "two.npz is the training of one.npz: every checked stage is clean"),
-        (("one", "wrong"), (), 9, "wrong.npz, fault: not all reduced"),
+        (("one", "wrong"), (), 9, "wrong.npz, fault: not all-reduced"),
         (("one",), (), 0, "one.npz has no fault in itself"),
         (("one", "two"), ("--tolerance=0.5", "--details"), 0, "0.5, given by --tolerance"),
         (("one", "wrong"), ("--details",), 9, "all-reduce      fault: the gradients that each"),
@@ -107,12 +107,15 @@ def test_the_json_is_as_its_schema_says(files, capsys):
 def test_the_json_has_a_verdict_for_each_recording(files, capsys):
     assert main([str(files / "one.npz"), str(files / "wrong.npz"), "--json"]) == 9
     record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert (record["format"], record["version"]) == ("lockstep verify", 2)
+    assert (record["format"], record["version"]) == ("lockstep verify", 3)
     assert (record["status"], record["exit_code_means"]) == ("fault", "a fault")
     assert record["trainings"]["one.npz"]["status"] == "clean"
     wrong = record["trainings"]["wrong.npz"]
     assert wrong["reference"] == "training of one.npz" and wrong["stages"]["all-reduce"] == "fault"
-    assert "not_all_reduced" in [finding["cause"] for finding in wrong["findings"]]
+    assert "not_all_reduced" in [finding["detail"] for finding in wrong["findings"]]
+    assert {f["detail"]: f["cause"] for f in wrong["findings"]} == {
+        f.detail: f.cause for f in lockstep.compare(files / "one.npz", files / "wrong.npz").findings
+    }
     assert wrong["findings"][0]["remedy"].startswith("call the wrapped model")
     assert wrong["findings"][0]["code"] == "- output = ddp.module(x)\n+ output = ddp(x)"
     assert "evaluation" in wrong["not_checked"]["stages"] and wrong["not_checked"]["steps"] == {}
@@ -150,7 +153,7 @@ def test_any_terminal_shows_any_name_and_a_closed_pipe_keeps_the_exit_code(files
 
 def test_recordings_are_compared_from_python(files):
     verdict = lockstep.compare(files / "one.npz", str(files / "wrong.npz"))
-    assert not verdict.ok and verdict.faults[0].cause == "not_all_reduced"
+    assert not verdict.ok and verdict.faults[0].detail == "not_all_reduced"
     assert json.loads(verdict.to_json())["status"] == "fault"
     one = load(files / "one.npz")
     assert lockstep.compare(one).ok and lockstep.compare(one, files / "two.npz").ok

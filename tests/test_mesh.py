@@ -238,7 +238,7 @@ def verdict(change=lambda x, gradients: None, axis="tp", factors=(None, None)):
 
 
 def causes(found):
-    return [finding.cause for finding in found.faults]
+    return [finding.detail for finding in found.faults]
 
 
 def test_a_split_weight_is_the_same_training():
@@ -254,7 +254,7 @@ def test_a_sum_that_is_not_reduced_is_named():
 
     found = verdict(keep_part, axis="sp")
     named = next(finding for finding in found.faults if finding.stage == "gradients")
-    assert (named.cause, named.tensors) == ("partial_not_reduced", ("n",))
+    assert (named.detail, named.tensors) == ("partial_not_reduced", ("n",))
     assert "their sum over sp is right" in named.text
     assert found.faults[-1].stage == "agreement"  # Also without a reference.
 
@@ -284,7 +284,7 @@ def test_gradients_that_are_averaged_over_another_axis_are_named(axes, cause):
     trace = load(write(mesh, arrays, placements, reduction="mean"))
     (found,) = compare_traces([trace], {}).values()
     faults = [fault for fault in found.faults if fault.stage == "all-reduce"]
-    assert {fault.cause for fault in faults} == ({"reduced_over_other_axis"} if cause else set())
+    assert {fault.detail for fault in faults} == ({"reduced_over_other_axis"} if cause else set())
     assert all(cause in fault.text for fault in faults)
 
 

@@ -74,7 +74,7 @@ def trained(
 def found(first, second):
     two = trained(replicas=2, **second)
     verdict = compare_traces([trained(**first), two], {})["two.npz"]
-    return [(f.stage, f.cause, *f.items) for f in verdict.faults if f.stage != "update"], verdict
+    return [(f.stage, f.detail, *f.items) for f in verdict.faults if f.stage != "update"], verdict
 
 
 def mask(gradient):
@@ -157,7 +157,7 @@ def test_recordings_without_outputs():
         for kind in kinds:
             two._index = {key: value for key, value in two._index.items() if key[1] != kind}
         verdict = compare_traces([one, two], {})["two.npz"]
-        assert [(f.stage, f.cause) for f in verdict.faults] == [("gradients", "unexplained")]
+        assert [(f.stage, f.detail) for f in verdict.faults] == [("gradients", "unexplained")]
         assert "backward" not in verdict.faults[0].text
 
 

@@ -133,7 +133,7 @@ def test_the_first_wrong_module_is_named(place, expected, parts):
     second = trained(replicas=2, parts=parts, order=order, wrong={place: wrong})
     verdict = verdict_of(second)
     assert modules_of(verdict) == {expected}, str(verdict)
-    (cause,) = {finding.cause for finding in verdict.faults if finding.module}
+    (cause,) = {finding.detail for finding in verdict.faults if finding.module}
     assert cause == ("other_outputs" if "forward" in expected else "other_backward")
     assert expected in {finding["module"] for finding in record_of(verdict)["findings"]}
     if place != "layers.0.linear weight":
@@ -156,7 +156,7 @@ def test_modules_that_are_recorded_by_a_pattern_are_named_by_their_side():
 def test_a_repeated_bias_and_a_factor_are_recognised():
     bias = trained().named(0, "before", 0)["head.bias"]
     verdict = verdict_of(trained(replicas=2, wrong={"head": lambda y: y + bias}))
-    assert {f.cause for f in verdict.faults if f.module} == {"repeated_bias"}
+    assert {f.detail for f in verdict.faults if f.module} == {"repeated_bias"}
     assert "head.bias is added 2 times" in verdict.faults[0].text
     verdict = verdict_of(trained(replicas=2, wrong={"head gradient": lambda g: 3 * g}))
     assert "it is 3 times the right one" in verdict.faults[0].text
@@ -235,16 +235,16 @@ def test_sums_that_are_not_reduced_are_named():
         return array / 2
 
     found = on_two_ranks({"layers.0": half}, module_out={"layers.0.act": summands})
-    assert (found.module, found.cause) == ("layers.0.act, forward", "partial_not_reduced")
+    assert (found.module, found.detail) == ("layers.0.act, forward", "partial_not_reduced")
     for parts, cause in (((1.5, 0.5), "forgotten_backward_sum"), ((1, 1), "mean_instead_of_sum")):
         of_head = {"head": lambda g, parts=parts: [part * g for part in parts]}
         found = on_two_ranks({"head gradient": half}, module_in_grad=of_head)
-        assert (found.module, found.cause) == ("head, backward", cause)
+        assert (found.module, found.detail) == ("head, backward", cause)
     bias = trained().named(0, "before", 0)["head.bias"]
     found = on_two_ranks(
         module_out={"head": lambda y: [part + bias for part in summands(y - bias)]}
     )
-    assert (found.module, found.cause) == ("head, forward", "partial_not_reduced")
+    assert (found.module, found.detail) == ("head, forward", "partial_not_reduced")
     assert "without head.bias" in found.text
 
 
@@ -323,7 +323,7 @@ def test_modules_of_tensor_parallelism_are_named(tmp_path):
             assert verdict.ok, str(verdict)
         else:
             found = [f for f in verdict.faults if f.module]
-            assert (found[0].module.split(",")[0], found[0].cause) == (module, cause), str(verdict)
+            assert (found[0].module.split(",")[0], found[0].detail) == (module, cause), str(verdict)
 
 
 GPT = [

@@ -86,5 +86,5 @@ def test_what_a_port_changes_is_named(originals, tmp_path, monkeypatch, name):
     if name not in ("initialisers", "padding"):
         expected.append("statistics: unbiased_variance*")
     marks = {"fault": "", "by design": "*"}
-    shown = [f"{f['stage']}: {f['cause']}{marks[f['status']]}" for f in found["findings"]]
+    shown = [f"{f['stage']}: {f['detail']}{marks[f['status']]}" for f in found["findings"]]
     assert sorted(shown) == sorted(expected)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from campaigns import zoo
 from conftest import ROOT
-from lockstep.causes import CAUSES, IN_FRAMEWORK
+from lockstep.answer.causes import DETAILS, IN_FRAMEWORK
 from zoo import CASES, Program
 from zoo.small import OwnStep, dense, num_replicas, replica_id
 
@@ -22,7 +22,7 @@ NAMESPACE: dict[str, Any] = {"keras": keras, "tf": tf}
 OWN = re.findall(r"```python\n(.*?)```", (ROOT / "docs/verify_your_own.md").read_text(), re.DOTALL)
 exec((ROOT / "examples/keras_remedies.py").read_text() + OWN[1], NAMESPACE)
 
-# Remedy → the causes that it is for, and settings of `program`.
+# Remedy → the details that it is for, and settings of `program`.
 REMEDIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "seeds": (("same_random_numbers",), {"random": NAMESPACE["ReplicaDropout"]}),
     "norm": (("local_statistics",), {"norm": NAMESPACE["synchronised_norm"]}),
@@ -120,7 +120,7 @@ def test_the_program_after_two_remedies_is_clean(pair):
 @pytest.mark.slow
 def test_masked_inputs_are_not_normalised_over_the_whole_batch():
     found = found_after("masks", "norm")
-    assert {(each.status, each.cause) for each in found} == {("fault", "local_statistics")}
+    assert {(each.status, each.detail) for each in found} == {("fault", "local_statistics")}
 
 
 @pytest.mark.slow
@@ -131,9 +131,9 @@ def test_the_program_after_a_remedy_is_clean(remedy):
 
 def test_every_remedy_for_keras_has_a_program():
     tried = {cause for causes, _ in REMEDIES.values() for cause in causes}
-    tried |= {case.cause for case in CASES.values()}
+    tried |= {case.detail for case in CASES.values()}
     tried |= {"diverged_replicas"}  # All programs create their variables in the strategy's scope.
-    assert tried <= CAUSES.keys()
+    assert tried <= DETAILS.keys()
     assert IN_FRAMEWORK["keras"].keys() <= tried
 
 
@@ -215,4 +215,4 @@ PLACES = {
 def test_random_numbers_in_other_places(place):
     build, expected = PLACES[place]
     found = zoo.search(Program(build), 2)
-    assert [(each.stage, each.status, each.cause) for each in found] == expected, found
+    assert [(each.stage, each.status, each.detail) for each in found] == expected, found

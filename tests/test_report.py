@@ -109,12 +109,12 @@ def test_verdicts_are_green_and_red_and_come_first(page):
     good, bad, by_design = map(page.paragraphs, ("good", "bad", "design"))
     assert any(text.startswith("proved: manual is the training on one device") for text in good)
     assert any(text.startswith("compared: manual and mirrored end with") for text in good)
-    assert "refuted: manual is not the training on one device: lost replica" in bad
+    assert "refuted: manual is not the training on one device: lost part (replica)" in bad
     assert any(text.startswith("case: keras_fit is not the training") for text in bad)
     assert any(text.startswith("case: mirrored differs by design") for text in by_design)
     assert page.marked[1][0].startswith("verdict")  # After the line with the names.
     assert ["clipping", "clean", "clean", "✗ fault"] in page.rows
-    at = page.text.index("keras_fit, fault: clipped before the sum")
+    at = page.text.index("keras_fit, fault: other clipping (before the sum)")
     assert page.text[at + 1 : at + 5] == [
         "where", "clipping, every step; dense/kernel, dense/bias", "why", CLIPPED.text
     ]  # fmt: skip

@@ -87,7 +87,7 @@ def test_another_training_fails_with_its_cause_and_remedy(tmp_path, capsys):
             one, {"right": two, "wrong": not_all_reduced}, tolerance=1e-4, json_path=path
         )
     text, shown = str(failed.value), capsys.readouterr().out
-    assert text.startswith("wrong is not the reference training: not all reduced\n\n")
+    assert text.startswith("wrong is not the reference training: not all-reduced\n\n")
     assert "\n  remedy  call the wrapped model, ddp(x) and not ddp.module(x)" in text
     assert "\n  +       output = ddp(x)\n" in text and "right" not in text
     assert "wrong: reproducible: a second run from the same states has the same faults" in text

@@ -106,7 +106,7 @@ def test_an_all_reduce_in_bfloat16_is_right_where_it_was_asked_for():
 
 
 def causes(verdict):
-    return {(finding.stage, finding.cause) for finding in verdict.faults}
+    return {(finding.stage, finding.detail) for finding in verdict.faults}
 
 
 INJECTED = [  # Fault, split, network, stage and cause.
@@ -138,8 +138,8 @@ def test_injected_faults_are_named(fault, split, build, stage, cause):
     verdict = record(split, build, fault=fault).check()
     assert verdict.faults, str(verdict)
     first = verdict.faults[0]
-    assert (first.stage, first.cause) == (stage, cause), str(verdict)
-    assert {finding.cause for finding in verdict.faults} == {cause}, str(verdict)
+    assert (first.stage, first.detail) == (stage, cause), str(verdict)
+    assert {finding.detail for finding in verdict.faults} == {cause}, str(verdict)
     if "step=2" in fault:
         assert first.steps[0] == 1
 
@@ -161,7 +161,7 @@ def test_data_and_model_parallelism_faults_are_named_with_their_place(
 ):
     verdict = record(split, plain, fault=fault).check()
     (finding,) = verdict.faults
-    assert (finding.cause, set(finding.items)) == (cause, items) and told in finding.text
+    assert (finding.detail, set(finding.items)) == (cause, items) and told in finding.text
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_gradients_that_are_not_summed_over_the_replicas_are_named(
     monkeypatch.setattr(model_parallel, "_all_reduce", skipped)
     verdict = record(split, plain).check()
     (finding,) = verdict.faults
-    assert (finding.stage, finding.cause) == ("all-reduce", cause), str(verdict)
+    assert (finding.stage, finding.detail) == ("all-reduce", cause), str(verdict)
     assert set(finding.items) == {"replica 0", "replica 1"} and len(finding.tensors) == tensors
 
 
@@ -255,7 +255,7 @@ def exchanged(trace):
 def test_a_fault_in_a_stage_is_found_there(edit, found):
     verdict = recorded("manual", norm).edited(edit).check(2)
     assert verdict.faults, str(verdict)
-    assert (verdict.faults[0].stage, verdict.faults[0].cause) == found, str(verdict)
+    assert (verdict.faults[0].stage, verdict.faults[0].detail) == found, str(verdict)
 
 
 def test_what_follows_from_a_fault_is_not_a_fault():

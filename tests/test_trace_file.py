@@ -151,7 +151,7 @@ def test_a_rank_that_ends_early_has_no_arrays_in_later_steps(tmp_path):
         assert trace.steps == (0, 234) and len(trace.about.variables) == 4
         assert [trace.has(position, "after") for position in (0, 1)] == [number == 1, False]
         assert trace.arrays(1, "after", 0) and trace.micro_batches(1, 1) == 1
-        found = [each for each in verify_alone(trace).findings if each.cause == "not_updated"]
+        found = [each for each in verify_alone(trace).findings if each.detail == "not_updated"]
         # A rank that has ended does not hide the others; one that has no step is a fault.
         every = [(("replica 1",), (0, 234))]
         assert [(each.items, each.steps) for each in found] == (every if number == 0 else [])

@@ -3,11 +3,23 @@
 import ast
 import dataclasses
 import json
+import re
 
 import pytest
 
+from campaigns import scripts
 from conftest import ROOT
-from lockstep.causes import CAUSES, CODE, IN_FRAMEWORK, code_of, remedy_of
+from lockstep.answer.causes import (
+    CAUSES,
+    CODE,
+    DETAILS,
+    IN_FRAMEWORK,
+    MERGED,
+    cause_of,
+    code_of,
+    remedy_of,
+    words_of,
+)
 from lockstep.text import (
     describe,
     explanations,
@@ -17,7 +29,7 @@ from lockstep.text import (
     named_steps,
     sentence_of,
 )
-from lockstep.verdict import Measurement, Verdict, in_sequence, merged
+from lockstep.verdict import Measurement, Verdict, finding_of, in_sequence, merged
 from lockstep.verify_json import record_of
 from report_samples import CLIPPED, LOCAL
 
@@ -31,8 +43,8 @@ def verdict_on(*findings, **changes):
     return Verdict(**given | changes)
 
 
-def causes_used():
-    """The causes in the package's code: strings before a text with spaces."""
+def details_used():
+    """The details in the package's code: strings before a text with spaces."""
     own = {"causes.py", "text.py", "record_keras.py", "record_torch.py", "record_jax.py"}
     for path in (ROOT / "lockstep").rglob("*.py"):
         if path.name in own:
@@ -52,22 +64,70 @@ def causes_used():
                     yield first.value
 
 
-def test_every_cause_has_a_remedy_and_is_used():
+def test_every_detail_has_a_cause_and_a_remedy():
+    assert len(DETAILS) == 114
     for framework, remedies in IN_FRAMEWORK.items():
-        assert remedies.keys() <= CAUSES.keys()
-        for cause, remedy in CAUSES.items():
-            assert remedy_of(cause, framework) and remedy_of(cause, "another") == remedy
+        assert remedies.keys() <= DETAILS.keys()
+        for detail, remedy in DETAILS.items():
+            assert remedy_of(detail, framework) and remedy_of(detail, "another") == remedy
     for framework, changes in CODE.items():
-        assert changes.keys() <= CAUSES.keys() and all(new for _, new in changes.values())
+        assert changes.keys() <= DETAILS.keys() and all(new for _, new in changes.values())
         assert all(ast.parse(line) for lines in changes.values() for line in filter(None, lines))
         assert "+" in code_of(next(iter(changes)), framework) and not code_of("x", framework)
-    found = {each for each in causes_used() if "_" in each}
-    assert found <= CAUSES.keys()
+    assert {cause_of(detail) for detail in DETAILS} == {*CAUSES} and len(CAUSES) <= 65
+    assert len({words_of(detail) for detail in DETAILS}) == 114
+    for cause, details in MERGED.items():
+        assert len(details) > 1 and {*map(cause_of, details)} == {cause}
+        # The cause alone says the detail only if that is its whole kind, or a new name of it.
+        assert sum(not words for words in details.values()) <= 1
+        assert all(words or cause not in DETAILS or d == cause for d, words in details.items())
+    with pytest.raises(KeyError, match="no_such_name"):
+        finding_of("update", "no_such_name", "the text", (0,))
+
+
+def test_every_detail_is_emitted_and_every_emitted_name_is_a_detail():
+    found = {each for each in details_used() if "_" in each}
+    assert found <= DETAILS.keys()
     places = [*(ROOT / "lockstep").rglob("*.py"), *(ROOT / "app" / "verification").glob("*.py")]
     text = "".join(path.read_text("utf-8") for path in places if path.name != "causes.py")
     of_settings = ("momentum", "dampening", "beta_1", "beta_2", "epsilon")  # f"other_{setting}"
-    unused = {cause for cause in CAUSES if f'"{cause}"' not in text}
+    unused = {detail for detail in DETAILS if f'"{detail}"' not in text}
     assert unused <= {f"other_{setting}" for setting in of_settings}
+
+
+def test_every_detail_is_expected_of_a_fault_of_the_tests():
+    folder = ROOT / "tests"
+    paths = {*folder.glob("test_*.py"), *folder.rglob("zoo/**/*.py"), *folder.rglob("*_cases.py")}
+    paths -= {folder / f"{name}.py" for name in ("test_verdict", "test_report", "test_docs")}
+    text = "".join(path.read_text("utf-8") for path in paths)
+    expected = {cause for entry in scripts.listed() for cause in entry.causes}
+    missing = {d for d in DETAILS if d not in expected and not re.search(rf"\b{d}\b", text)}
+    assert missing == {"other_beta_1"}  # test_comparison.py: f"update: other_{name}".
+
+
+def test_findings_are_built_and_compared_by_their_details():
+    """A finding has the cause of its detail, and a check asks for the exact name."""
+    built, asked = [], []
+    for path in [*(ROOT / "lockstep").rglob("*.py"), *(ROOT / "app").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+                built.append(path.name)
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                if any(getattr(side, "attr", "") == "cause" for side in sides):
+                    asked.append(ast.unparse(node))
+    assert built == ["verdict.py"] and asked == []
+
+
+def test_the_changelog_has_the_table_of_names():
+    lines = ["| Cause | Details: the causes of version 2 |", "| --- | --- |"]
+    lines += [
+        f"| `{c}` | {', '.join(f'`{d}`' for d in MERGED[c])} |" for c in CAUSES if c in MERGED
+    ]
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert "\n".join(["", *lines, ""]) in changes
+    kept = ", ".join(f"`{cause}`" for cause in CAUSES if cause not in MERGED)
+    assert f"Unchanged, with `detail` equal to `cause`: {kept}.\n" in changes
 
 
 @pytest.mark.parametrize(
@@ -77,7 +137,7 @@ def test_every_cause_has_a_remedy_and_is_used():
         ((LOCAL,), "by design", "on one device: local statistics; no fault found"),
         (
             (LOCAL, CLIPPED), "fault",
-            "on one device: clipped before the sum; also different by design: local statistics",
+            "other clipping (before the sum); also different by design: local statistics",
         ),
     ],
 )  # fmt: skip
@@ -109,9 +169,9 @@ def test_findings_say_where_why_and_what_to_do():
     assert found.module in where
     (record,) = record_of(verdict_on(found))["findings"]
     assert record["module"] == found.module
-    again = dataclasses.replace(found, stage="update", cause="frozen")
+    again = dataclasses.replace(found, stage="update", detail="frozen")
     told = sentence_of(verdict_on(found, again))
-    assert told.endswith(": clipped before the sum (layers.3.attn.wo, backward), frozen")
+    assert told.endswith(": other clipping (before the sum) (layers.3.attn.wo, backward), frozen")
     assert facts_of(LOCAL, verdict)["where"] == (
         "forward, step 1; replicas 0, 1; bn_0, bn_1, bn_2 and 12 more"
     )
@@ -122,7 +182,9 @@ def test_findings_say_where_why_and_what_to_do():
     assert stages == ["clean"]
     without = describe([verdict]).splitlines()
     assert lines[:3] == without[:3] and "rounding allows" not in "".join(without)
-    assert line_of(CLIPPED, verdict).startswith("clipped before the sum in clipping, every step")
+    assert line_of(CLIPPED, verdict).startswith(
+        "other clipping (before the sum) in clipping, every step"
+    )
 
 
 def test_a_cause_in_several_stages_is_explained_once():
@@ -131,7 +193,7 @@ def test_a_cause_in_several_stages_is_explained_once():
     verdict = verdict_on(LOCAL, CLIPPED, lost, same)
     (fault, facts), (design, local) = explanations([verdict])
     assert (fault, design) == (
-        "fit, fault: clipped before the sum",
+        "fit, fault: other clipping (before the sum)",
         "fit, by design: local statistics",
     )
     assert facts["why"] == CLIPPED.text and local == facts_of(LOCAL, verdict)
@@ -141,7 +203,7 @@ def test_a_cause_in_several_stages_is_explained_once():
     ((_, facts),) = explanations([verdict_on(here, elsewhere)])
     assert "a, forward" in facts["where"] and facts["also agreement"] == "every step"
     (both, _), _ = explanations([verdict, dataclasses.replace(verdict, name="again")])
-    assert both == "fit, again, fault: clipped before the sum"
+    assert both == "fit, again, fault: other clipping (before the sum)"
 
 
 def test_a_difference_from_zero_has_no_relative_size():
@@ -158,7 +220,7 @@ def test_findings_of_all_steps_replicas_and_tensors_are_one():
 
 def test_parts_of_a_training_are_joined_under_the_names_of_their_steps():
     first = verdict_on(CLIPPED, step_names={0: "step 1", 1: "step 2", 2: "step 3"})
-    found = dataclasses.replace(CLIPPED, stage="evaluation", cause="other_metric", steps=(0,))
+    found = dataclasses.replace(CLIPPED, stage="evaluation", detail="other_metric", steps=(0,))
     last = verdict_on(
         found, steps=(0,), step_names={0: "an evaluation"}, checked=("evaluation",)
     )  # fmt: skip

@@ -125,7 +125,7 @@ def test_a_fault_that_begins_later_is_found_and_named(tmp_path):
         tmp_path, strategy="mirrored", verify_every=4, epochs=3,
         inject="drop_gradient:replica=1,step=6",
     )  # fmt: skip
-    assert "mirrored has a mismatch: lost replica in all-reduce, step 8; replica 1; " in text
+    assert "mirrored has a mismatch: lost part (replica) in all-reduce, step 8; replica 1; " in text
     assert "the sum does not contain the gradient of replica 1" in text
     assert "the last verified step without a mismatch is 5" in text
     assert "the state after step 7 is saved" in text
@@ -144,8 +144,8 @@ def test_a_fault_that_begins_later_is_found_and_named(tmp_path):
 @pytest.mark.parametrize(
     ("inject", "options", "said"),
     [
-        ("stale_stage", {"strategy": "pipeline"}, "stale stage in forward, step 4; "),
-        ("perturb_weight:step=2", {}, "diverged replicas in start, step 4; replica 1; "),
+        ("stale_stage", {"strategy": "pipeline"}, "stale weights (of a stage) in forward, step 4;"),
+        ("perturb_weight:step=2", {}, "ranks disagree in start, step 4; replica 1; "),
     ],
 )  # fmt: skip
 def test_a_fault_is_found_where_it_shows(tmp_path, inject, options, said):
@@ -161,7 +161,7 @@ def test_a_warning_lets_the_training_go_on(tmp_path, capsys):
     assert summary.verified_line() == "5 of 10 steps verified against one device, 2 mismatches"
     assert load_summary(tmp_path).mismatches == 2
     warned = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
-    assert len([line for line in warned if "lost replica" in line]) == 2
+    assert len([line for line in warned if "lost part (replica)" in line]) == 2
     trace = trace_file.load(tmp_path / MISMATCH_DIRECTORY / TRACE_FILE)
     assert trace.steps[-1] == 5  # The first one is kept.
 
@@ -286,10 +286,10 @@ def test_a_batch_is_that_of_the_data_set():
 @pytest.mark.parametrize(
     ("inject", "said"),
     [
-        ("drop_gradient:step=2", "lost replica in all-reduce, step 2"),
+        ("drop_gradient:step=2", "lost part (replica) in all-reduce, step 2"),
         ("scale_gradient:factor=3,step=3", "scaled gradient in all-reduce, step 3"),
         ("perturb_weight:step=2", "changed on its own in update, step 2"),
-        ("same_shard", "same examples in examples, step 1"),
+        ("same_shard", "batch not split (same examples) in examples, step 1"),
     ],
 )
 def test_each_step_names_the_fault(tmp_path, inject, said):

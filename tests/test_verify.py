@@ -115,19 +115,19 @@ def test_a_fault_is_caught_named_and_marked(tmp_path, request, in_processes):
     assert result.returncode == 9
     last = result.stderr.splitlines()[-1]
     assert last == f"error: mismatch in mirrored; see {out}/report.html"
-    verdict = "mirrored is not the training on one device: lost replica"
+    verdict = "mirrored is not the training on one device: lost part (replica)"
     assert result.stdout.count(verdict) == 1
     assert "the sum does not contain the gradient of replica 1" in result.stdout
     assert "Traceback" not in result.stderr
     assert "manual and mirrored: different\n" in result.stdout
     assert re.search(r"^ +where +all-reduce, every step; ", result.stdout, re.MULTILINE)
     assert f"injected fault: {fault}" in result.stderr
-    assert "lost replica" in (out / "report.html").read_text(encoding="utf-8")
+    assert "lost part (replica)" in (out / "report.html").read_text(encoding="utf-8")
     record = load(out)
     assert record["injected_fault"] == fault
     assert record["trainings"]["manual"]["findings"] == []
     (finding,) = record["trainings"]["mirrored"]["findings"]
-    assert finding["cause"] == "lost_replica"
+    assert finding["detail"] == "lost_replica"
     for name in ("config.json", "log.txt"):
         assert "drop_gradient" in (out / name).read_text()
     assert not (out / "traces").exists()

@@ -36,7 +36,7 @@ def test_verdicts_are_printed_before_tables_and_findings(capsys):
     assert rows["start"] == ["–", "clean", "clean"]
     titles = [line for line in lines if re.match(r"\w.*, (fault|by design):", line)]
     assert titles == [
-        "keras_fit, fault: clipped before the sum",
+        "keras_fit, fault: other clipping (before the sum)",
         "mirrored, keras_fit, by design: local statistics",
     ]
     at, end = map(lines.index, titles)
@@ -50,12 +50,12 @@ def test_every_file_of_a_verification(tmp_path, capsys):
     assert names == {"config.json", "report.html", "verify.json", "verify.png", "verify.svg"}
     text = (tmp_path / "run" / "verify.json").read_text()
     record = json.loads(text, parse_constant=pytest.fail)
-    assert (record["format"], record["version"], record["model"]) == ("lockstep verify", 2, "lenet")
+    assert (record["format"], record["version"], record["model"]) == ("lockstep verify", 3, "lenet")
     schema = json.loads((ROOT / "lockstep" / "verify.schema.json").read_text("utf-8"))
     jsonschema.validate(record, schema)
     assert record["exit_code"] == MismatchError.exit_code
     manual = record["trainings"]["manual"]
-    assert manual["findings"][0]["cause"] == "lost_replica" and manual["about"].startswith("2 sh")
+    assert manual["findings"][0]["detail"] == "lost_replica" and manual["about"].startswith("2 sh")
     assert len({len(column) for column in manual["measurements"].values()}) == 1
     assert record["pairs"][0]["outcome"] == "different"
     figure = (tmp_path / "run" / "verify.svg").read_text()

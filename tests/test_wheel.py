@@ -53,4 +53,4 @@ def test_an_empty_environment_verifies_two_files(tmp_path):
         done = run(*command, *files, "--json", cwd=tmp_path)
         trainings = json.loads(done.stdout)["trainings"]
         assert done.returncode == 9 and trainings["one.npz"]["status"] == "clean"
-        assert "not_all_reduced" in {each["cause"] for each in trainings["two.npz"]["findings"]}
+        assert "not_all_reduced" in {each["detail"] for each in trainings["two.npz"]["findings"]}

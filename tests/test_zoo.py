@@ -49,5 +49,5 @@ def test_a_right_pair_is_clean_and_a_wrong_one_is_not(monkeypatch, clipping, is_
     clipped = {"nesterov": lambda: keras.optimizers.SGD(0.1, **clipping)}
     monkeypatch.setattr(optimizers, "OPTIMIZERS", clipped)
     text = optimizers.search("attention/nesterov/mixed_bfloat16", seed=1)
-    assert (text == "") == is_clean == ("clipped before the sum" not in text)
+    assert (text == "") == is_clean == ("other clipping (before the sum)" not in text)
     assert keras.config.dtype_policy().name == "float32"

@@ -35,7 +35,7 @@ from lockstep.engine import check
 from lockstep.oracles.keras import KerasOracle
 from lockstep.record_keras import Recorder, is_float, leaves
 from lockstep.trace import Trace
-from lockstep.verdict import FAULT, NOTHING, Finding, Verdict, in_sequence
+from lockstep.verdict import NOTHING, Finding, Verdict, finding_of, in_sequence
 from strategies.tf_private import reset_layer_numbers
 
 State = Sequence[np.ndarray]  # All variables of a replica.
@@ -90,7 +90,7 @@ def verify_with(
         verify(data.part([AFTER_RESUME]))
         if changed:
             text = f"{len(changed)} variables are not what was saved"
-            first = Finding("start", FAULT, "not_restored", text, (0,), tensors=tuple(changed))
+            first = finding_of("start", "not_restored", text, (0,), tensors=changed)
             findings = first, *verdicts[-1].findings
             verdicts[-1] = dataclasses.replace(verdicts[-1], findings=findings)
     if options.thorough:

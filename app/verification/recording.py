@@ -184,7 +184,7 @@ def _check(
     from app.verification.recorder import find_straggler
     from app.verification.strategy_oracle import StrategyOracle
     from lockstep.engine import check
-    from lockstep.verdict import FAULT, Finding
+    from lockstep.verdict import finding_of
 
     trace = trace_file.load(path)
     about = trace.about
@@ -201,8 +201,8 @@ def _check(
     for shard in about.shards:
         weights[shard.replica] += shard.weight
     if late := find_straggler(recorded.send_sec, weights):
-        items = (f"replica {late[0]}",)
-        findings.append(Finding("time", FAULT, "slow_replica", late[1], verdict.steps, items))
+        items = [f"replica {late[0]}"]
+        findings.append(finding_of("time", "slow_replica", late[1], verdict.steps, items=items))
     names = {step: f"step {step + 1}" for step in verdict.steps}
     verdict = dataclasses.replace(verdict, step_names=names, findings=tuple(findings))
     facts = {

@@ -307,7 +307,7 @@ class StepVerifier:
 def _is_of_step(fault: Finding) -> bool:
     """Returns whether a fault arises within a step, from its state and its examples alone."""
     is_earlier = fault.stage in ("start", "random numbers", "examples")
-    return not is_earlier and not fault.cause.startswith("stale")
+    return not is_earlier and not fault.detail.startswith("stale")
 
 
 def _last_step(trace: Trace) -> Trace:

@@ -68,7 +68,7 @@ def verify_strategies(config: Config) -> dict[str, Run]:
             loaded = {name: trace_file.load(traces / f"{name}.npz") for name in checked}
             wrong = {
                 name for name, each in checked.items()
-                if any(finding.cause != "slow_replica" for finding in each.run.verdict.faults)
+                if any(finding.detail != "slow_replica" for finding in each.run.verdict.faults)
             }  # fmt: skip
             pairs = [
                 compare_traces((a, b), (loaded[a], loaded[b]), has_fault=bool(wrong & {a, b}))

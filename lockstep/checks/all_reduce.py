@@ -336,7 +336,7 @@ def _have_equal_parts(context: Context, ranks: Sequence[int]) -> bool:
 def _is_without_common_sum(context: Context, sums: Sequence[Named]) -> bool:
     """Returns whether the replicas do not clip the same gradient."""
     first, *others = sums
-    return any(found.cause in _OWN for found in context.findings) or any(
+    return any(found.detail in _OWN for found in context.findings) or any(
         first.keys() != other.keys() or any(is_far(other[n], first[n]) for n in first)
         for other in others
     )

@@ -335,7 +335,7 @@ class Claim:
             return []
         if any(x.share is None or self.pair.has("unclipped") for x in self.changes):
             return []
-        refuted = [f for f in findings if f.stage == "update" and f.cause == "unexplained"]
+        refuted = [f for f in findings if f.stage == "update" and f.detail == "unexplained"]
         if not self.owned:
             refuted = []
         refuted += [
@@ -348,7 +348,7 @@ class Claim:
             refuted += [
                 f for f in findings
                 if f.stage in ("gradients", "all-reduce", "agreement", "loss")
-                and f.cause in _REDUCTIONS
+                and f.detail in _REDUCTIONS
                 and {*f.tensors} <= wrong
             ]  # fmt: skip
         return [finding for finding in refuted if finding.status == FAULT]
@@ -496,4 +496,4 @@ class Summary:
         """Returns whether a finding only says that ranks own different state."""
         names = {*finding.tensors}
         is_of_state = bool(names) and names <= self.owned - self.shared
-        return finding.cause == "diverged_replicas" and is_of_state
+        return finding.detail == "diverged_replicas" and is_of_state

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from lockstep.arithmetic import EPS, MARGIN, ratio
-from lockstep.verdict import BY_DESIGN, FAULT, Finding
+from lockstep.verdict import BY_DESIGN, FAULT, Finding, finding_of
 
 Evaluate = Callable[[int], float]  # Number of a replica → loss of its shard with its state.
 
@@ -30,14 +30,17 @@ def check_evaluation(
         return []
     text = "; ".join(f"{n} is {logs[n]:.6g}, one device has {expected[n]:.6g}" for n in wrong)
     # A wrongly summed metric does not affect the loss; wrong examples change both.
-    status, cause = FAULT, "other_evaluation" if "loss" in wrong else "other_metric"
+    status, detail = FAULT, "other_evaluation" if "loss" in wrong else "other_metric"
     if "loss" in wrong and loss_of_local_states:
         local = loss_of_local_states()
         if ratio(abs(logs["loss"] - local), abs(local)) <= allowed:
-            status, cause = BY_DESIGN, "local_statistics"
+            status, detail = BY_DESIGN, "local_statistics"
             text += "; each replica evaluates with different moving statistics"
     if drawn:  # Replicas, and other orders of examples, use different random numbers.
-        status, cause = BY_DESIGN, "random_evaluation"
+        status, detail = BY_DESIGN, "random_evaluation"
         text += f"; the evaluation draws random numbers from {drawn[0]}"
     by = float(np.max([apart[name] for name in wrong]))
-    return [Finding("evaluation", status, cause, text, (0,), (), tuple(wrong), by, allowed)]
+    found = finding_of(
+        "evaluation", detail, text, (0,), status=status, tensors=wrong, distance=by, allowed=allowed
+    )
+    return [found]

@@ -45,7 +45,7 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
         if odd and not context.is_wrong("loss"):
             yield context.found("not_finite", "the gradients are NaN or infinite", items=odd)
         return
-    if context.overflows or any(found.cause == "other_loss" for found in context.findings):
+    if context.overflows or any(found.detail == "other_loss" for found in context.findings):
         return
     if len(context.exact) == len(context.shards):
         context.mark_checked()
@@ -95,7 +95,7 @@ def _check_shard(context: Context, shard: int) -> Iterator[Finding]:
 
 def _check_together(context: Context) -> Iterator[Finding]:
     """Checks the sum of the gradients of layers that normalise over all shards."""
-    if context.is_wrong("loss") or any(f.cause == "random_layers" for f in context.findings):
+    if context.is_wrong("loss") or any(f.detail == "random_layers" for f in context.findings):
         return
     if not context.has("y_pred") and context.draws_outside:
         yield context.found("random_layers", DRAWS_OUTSIDE, design=True)

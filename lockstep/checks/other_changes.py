@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.answer.causes import DETAILS
 from lockstep.arithmetic import (
     EPS,
     MARGIN,
@@ -20,9 +21,8 @@ from lockstep.arithmetic import (
     same_bits,
     unit_of,
 )
-from lockstep.causes import CAUSES
 from lockstep.checks.other_updates import compare_rules, settings_of, text_of
-from lockstep.oracles.rules import COUNTERS, cause_of
+from lockstep.oracles.rules import COUNTERS, detail_of
 from lockstep.reference import SAME_START, StepPair
 from lockstep.verdict import Finding
 
@@ -181,7 +181,7 @@ def _why(
     settings = settings_of(pair.first, first), settings_of(pair.second, second)
     for name in sorted((settings[0].keys() & settings[1].keys()) - _NO_EFFECT):
         if settings[0][name] != settings[1][name]:
-            cause = cause_of(name) if cause_of(name) in CAUSES else "other_optimizer"
+            cause = detail_of(name) if detail_of(name) in DETAILS else "other_optimizer"
             return cause, text_of(name, settings[0][name], settings[1][name])
     classes = [step.trace.about.optimizer.get("class") for step in (pair.first, pair.second)]
     if classes[0] != classes[1]:

@@ -56,7 +56,7 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
     for cause, text, names in not_reduced(pair):
         causes.append(pair.second.found(cause, text, tensors=names))
         wrong = [name for name in wrong if name not in names]
-    if any(f.status == FAULT and f.cause != "other_loss" for f in pair.found_in("loss")):
+    if any(f.status == FAULT and f.detail != "other_loss" for f in pair.found_in("loss")):
         causes, frozen, wrong = causes + _settings(pair, list(far)), [], []
     elif left_out:
         text = (
@@ -67,7 +67,7 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
         text = f"the gradient of {len(frozen)} weights is 0 in one recording"
         causes.append(pair.second.found("frozen", text, tensors=frozen))
     if wrong and (fitting := list(_explanations(pair, wrong))):
-        may_be = (*fitting[0].may_be, *(other.cause for other in fitting[1:]))
+        may_be = (*fitting[0].may_be, *(other.detail for other in fitting[1:]))
         causes.append(dataclasses.replace(fitting[0], may_be=may_be))
     elif wrong:
         causes += _frozen_on_some(pair, wrong)
@@ -367,8 +367,8 @@ def _by_tensor(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
 def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
     """Returns what differs before the backward pass: in the loss, or in the layers."""
     earlier = [each for each in pair.findings if each.stage in ("forward", "loss")]
-    known = [each for each in earlier if each.cause != "unexplained"]
-    causes = [(each.cause, each.text, each.status == BY_DESIGN) for each in known]
+    known = [each for each in earlier if each.detail != "unexplained"]
+    causes = [(each.detail, each.text, each.status == BY_DESIGN) for each in known]
     if not causes and (text := _other_dtypes(pair)):
         causes = [("reduced_precision", text, False)]
     causes = causes or other_layers(pair)

@@ -29,7 +29,7 @@ class Wrong(NamedTuple):
 
     Attributes:
         module: the module, with the name of the pass.
-        cause: a key of `causes.CAUSES`.
+        detail: a key of `causes.DETAILS`.
         text: what is wrong.
         shards: the shards on which it is.
         distance: the largest relative distance of an example's array.
@@ -37,7 +37,7 @@ class Wrong(NamedTuple):
     """
 
     module: str
-    cause: str
+    detail: str
     text: str
     shards: list[int]
     distance: float
@@ -60,16 +60,16 @@ def with_modules(pair: StepPair) -> list[Finding]:
 
 
 def _is_unexplained(finding: Finding) -> bool:
-    return finding.stage == "gradients" and finding.cause == "unexplained"
+    return finding.stage == "gradients" and finding.detail == "unexplained"
 
 
 def _named(pair: StepPair, finding: Finding, found: Wrong) -> Finding:
-    if finding.cause not in _UNKNOWN:
+    if finding.detail not in _UNKNOWN:
         return dataclasses.replace(finding, module=found.module)
     shards = [] if found.shards == [*pair.second.shards] else found.shards
-    of_module = pair.second.found(found.cause, found.text, items=shards)
+    of_module = pair.second.found(found.detail, found.text, items=shards)
     return dataclasses.replace(
-        finding, module=found.module, cause=found.cause, text=found.text, items=of_module.items
+        finding, module=found.module, detail=found.detail, text=found.text, items=of_module.items
     )
 
 
@@ -184,7 +184,7 @@ class _Step:
         what = "the gradient of its input" if is_backward else "its output"
         text = f"each rank along {axis} has its own part of {what}: the sum over {axis} is right"
         cause = "forgotten_backward_sum" if is_backward else "partial_not_reduced"
-        return found._replace(module=where, cause=cause, text=f"{text}, and is not reduced")
+        return found._replace(module=where, detail=cause, text=f"{text}, and is not reduced")
 
     def allowed(self, number: int) -> float:
         """Returns the relative distance that rounding can cause after a number of events.

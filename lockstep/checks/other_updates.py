@@ -21,7 +21,7 @@ from lockstep.arithmetic import (
 )
 from lockstep.checks.statistics import is_of_norm
 from lockstep.context import Context
-from lockstep.oracles.rules import Rule, RuleOracle, cause_of
+from lockstep.oracles.rules import Rule, RuleOracle, detail_of
 from lockstep.reference import StepPair, Tolerance
 from lockstep.trace import STATISTIC, Array, Named
 from lockstep.verdict import BY_DESIGN, Finding
@@ -55,7 +55,7 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
         return
     settings = [field.name for field in dataclasses.fields(Rule)]
     if any(
-        each.cause == "regularisation_in_the_loss" and each.status == BY_DESIGN
+        each.detail == "regularisation_in_the_loss" and each.status == BY_DESIGN
         for each in pair.findings
     ):
         settings = [name for name in settings if name not in ("weight_decay", "decay_placement")]
@@ -66,7 +66,7 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
             yield from _velocity(pair, rules)
         elif different and (effect := _effect(pair, rules, setting)) > _NO_EFFECT:
             yield found(
-                cause_of(setting), text_of(setting, *different[0]),
+                detail_of(setting), text_of(setting, *different[0]),
                 # Each framework has a fixed placement of epsilon, without a setting.
                 design=setting == "epsilon_placement", distance=effect,
             )  # fmt: skip
@@ -92,7 +92,7 @@ def _other_settings(pair: StepPair) -> Iterator[Finding]:
                 a, b = bool(a), bool(b)
             if a is None or b is None or _are_equal(a, b):
                 continue
-            cause = "other_optimizer" if setting in _FORMS else cause_of(setting)
+            cause = "other_optimizer" if setting in _FORMS else detail_of(setting)
             found.setdefault(cause, text_of(setting, a, b))
     for cause, text in found.items():
         yield pair.second.found(cause, text)

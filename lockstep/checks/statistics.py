@@ -143,7 +143,7 @@ def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Fi
         yield context.found("inference_mode", text, **where)
         return
     cause, text = _why(context, shard, left, before, own, wrong)
-    if any(finding.cause == "random_layers" for finding in context.findings):
+    if any(finding.detail == "random_layers" for finding in context.findings):
         return
     if context.oracle.synchronized_layers and cause == "unexplained":
         cause = "local_statistics"

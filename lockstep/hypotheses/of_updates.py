@@ -19,7 +19,7 @@ from lockstep.context import Context
 from lockstep.hypotheses import Hypothesis
 from lockstep.hypotheses.of_states import with_exchanged_elements
 from lockstep.hypotheses.of_tensors import SHORT, mixed
-from lockstep.oracles.rules import COUNTERS, IN_GRADIENT, RuleOracle, cause_of
+from lockstep.oracles.rules import COUNTERS, IN_GRADIENT, RuleOracle, detail_of
 from lockstep.trace import STATE, WEIGHT, Named
 
 
@@ -122,8 +122,8 @@ def _with_settings_of_replicas(
                 for name, (a, b) in different.items()
             )
             if replica == copy:
-                yield cause_of(setting), text, partial(own[copy].update, before, applied)
-            yield cause_of(setting), text, of_rows
+                yield detail_of(setting), text, partial(own[copy].update, before, applied)
+            yield detail_of(setting), text, of_rows
 
 
 def _with_other_gradients(

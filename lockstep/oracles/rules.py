@@ -164,7 +164,7 @@ def _adam(
     return change, {"first_moment": first, "second_moment": second}
 
 
-_CAUSES = {
+_DETAILS = {
     "family": "other_optimizer",
     "decay_placement": "weight_decay_placement",
     "epsilon_placement": "epsilon_placement",
@@ -173,9 +173,9 @@ _CAUSES = {
 }
 
 
-def cause_of(setting: str) -> str:
-    """Returns the cause of a difference in a field of `Rule`."""
-    return _CAUSES.get(setting, f"other_{setting}")
+def detail_of(setting: str) -> str:
+    """Returns the detail of a difference in a field of `Rule`."""
+    return _DETAILS.get(setting, f"other_{setting}")
 
 
 class RuleOracle:

@@ -49,8 +49,8 @@ class Entry(NamedTuple):
         script: name of the file without suffix.
         name: the change in words.
         changes: pairs of a text that occurs once in the file, and the text that replaces it.
-        causes: names of the bug that are right, or the verdict "nothing to verify"; empty if the
-            program is right.
+        causes: details of findings that name the bug, or the verdict "nothing to verify"; empty
+            if the program is right.
         replay: whether the states of the reference are loaded before each step.
         permuted: whether the tolerance is computed from a recording with permuted examples.
         both: whether the reference has the change, too.
@@ -85,7 +85,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         is_caught: whether there is a fault; of a right program, also in the reference.
-        is_named: whether the first fault has one of the causes that are right.
+        is_named: whether the first fault has one of the details that are right.
         text: the faults, or why there is no verdict.
         has_verdict: whether the recordings could be compared.
         has_run: whether there is a verdict, or an error of a recorder or of the comparison.
@@ -234,14 +234,14 @@ def _outcome(
     told += [f"note: {note}" for note in notes_of(verdict)]
     is_idle = verdict.status == NOTHING
     told += [verdict.status] if verdict.status in (NOTHING, NOT_VERIFIED) else []
-    named = faults[0].cause if faults else verdict.status
+    named = faults[0].detail if faults else verdict.status
     return Outcome(bool(faults) or is_idle, named in entry.causes, "\n    ".join(told))
 
 
 def shown(finding: Finding) -> str:
     steps = ", ".join(map(str, finding.steps))
     where = ", ".join([f"steps {steps}", *finding.items, *filter(None, [finding.module])])
-    return f"{finding.status}: {finding.stage}/{finding.cause} ({where}): {finding.text}"
+    return f"{finding.status}: {finding.stage}/{finding.detail} ({where}): {finding.text}"
 
 
 def _told(entry: Entry, outcome: Outcome, counts: collections.Counter) -> str:

@@ -80,11 +80,14 @@ def search(program: Program, num_replicas: int) -> Sequence[Finding]:
 
 def problems(case: Case, found: Sequence[Finding]) -> list[str]:
     """Returns what differs from what the case says is to be found."""
-    expected = case.stage, case.cause, case.status
-    named = [f for f in found if (f.stage, f.cause, f.status) == expected]
-    wrong = [] if named else [f"not found: {case.stage}/{case.cause}"]
+    expected = case.stage, case.detail, case.status
+    named = [f for f in found if (f.stage, f.detail, f.status) == expected]
+    wrong = [] if named else [f"not found: {case.stage}/{case.detail}"]
     for finding in found:
-        if finding not in named and (finding.stage, finding.cause, finding.status) not in case.also:
+        if (
+            finding not in named
+            and (finding.stage, finding.detail, finding.status) not in case.also
+        ):
             wrong.append(f"also: {finding}")
     for finding in named:
         if case.steps not in (None, finding.steps):
@@ -120,5 +123,5 @@ def run(
         counts["bugs found at their stage and named"] += not wrong
         counts["clean twins"] += not twin
         told = "\n  ".join([*wrong, *twin]) or "ok"
-        yield f"{name} ({case.link}), {case.stage}/{case.cause}: {told}"
+        yield f"{name} ({case.link}), {case.stage}/{case.detail}: {told}"
     check(len({*counts.values()}) == 1, "not every bug was named, with a clean twin")

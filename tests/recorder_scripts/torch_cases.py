@@ -870,7 +870,7 @@ def case_bypass():
     trace = of_all_ranks("bypass")
     assert not trace.kind("sums", 0) and trace.kind("sums", 1)
     assert_equal(trace.kind("raw", 0), trace.kind("clipped", 0))
-    assert [(f.stage, f.cause) for f in compare("bypass.npz").faults] == [
+    assert [(f.stage, f.detail) for f in compare("bypass.npz").faults] == [
         ("clipping", "clipped_on_one_replica"),
         ("all-reduce", "not_all_reduced"),
     ]

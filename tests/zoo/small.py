@@ -49,18 +49,18 @@ class Case:
 
     Attributes:
         thread: where it is reported, after `https://github.com/`.
-        stage, cause, status: of the finding.
+        stage, detail, status: of the finding.
         wrong: a program with the bug.
         right: its twin, which is corrected.
         steps, replicas: of the finding; None for any.
         tensors: a part of the names of the finding's tensors.
-        also: further findings that belong to the case, as (stage, cause, status).
+        also: further findings that belong to the case, as (stage, detail, status).
         num_replicas: number of replicas to train on.
     """
 
     thread: str
     stage: str
-    cause: str
+    detail: str
     wrong: Program
     right: Program
     status: str = "fault"

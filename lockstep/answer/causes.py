@@ -1,6 +1,11 @@
-"""Lists every cause of a difference, with what to do about it, in words and in code."""
+"""Lists every cause of a difference, with what to do about it, in words and in code.
 
-CAUSES = {  # Cause → remedy, in any framework.
+A check emits a detail, the most exact name that it has confirmed. A cause is the kind that
+the detail belongs to: other values of beta_1 and of beta_2 are both `other_optimizer`. What to do
+depends on the detail.
+"""
+
+DETAILS = {  # Detail → remedy, in any framework.
     # Before the step.
     "other_initial_weights": "load the same initial weights into both models, or record the second"
     " script with replay=",
@@ -213,7 +218,7 @@ IN_FRAMEWORK = {  # Framework → remedies that can be said more precisely for i
     },
 }
 
-CODE = {  # Framework → cause → an example: a line to remove, and one to add; "" for none.
+CODE = {  # Framework → detail → an example: a line to remove, and one to add; "" for none.
     "keras": {
         "diverged_replicas": ("", "with strategy.scope(): model = build_model()"),
         "inference_mode": ("model(x)", "model(x, training=True)"),
@@ -259,23 +264,163 @@ CODE = {  # Framework → cause → an example: a line to remove, and one to add
     },
 }
 
+# Cause → its details → the words that tell them apart. Any other detail is a cause of its own.
+MERGED = {
+    "other_start": {
+        "other_initial_weights": "initial weights",
+        "other_initial_state": "initial state",
+        "other_initialiser": "initialiser",
+    },
+    "state_lost": {
+        "reset_state": "reset",
+        "zeroed_state": "zeroed",
+        "not_restored": "not restored",
+        "shifted_state": "shifted",
+    },
+    # Sums that differ between replicas are weights that do, one stage earlier.
+    "ranks_disagree": {"diverged_replicas": "", "unequal_sums": "sums"},
+    "batch_not_split": {
+        "same_examples": "same examples",
+        "repeated_examples": "repeated examples",
+        "lost_examples": "lost examples",
+        "row_of_two_parts": "row of two parts",
+    },
+    # In another order, each step and each replica has other examples.
+    "other_examples": {"other_examples": "", "other_order": "other order"},
+    "other_batch": {
+        "other_batch_size": "size",
+        "last_batch_dropped": "last batch dropped",
+        "sampler_padding": "sampler padding",
+    },
+    "other_input_format": {"other_normalisation": "normalisation", "other_layout": "layout"},
+    "other_loss": {"other_loss": "", "label_smoothing": "label smoothing"},
+    "mean_of_means": {
+        "mean_of_means": "",
+        "weighted_mean_of_means": "weighted",
+        "wrong_count": "wrong count",
+    },
+    "sum_instead_of_mean": {"sum_instead_of_mean": "", "scalar_loss_not_divided": "scalar loss"},
+    "loss_scale": {
+        "loss_scale_left": "left in the gradients",
+        "other_loss_scale": "not equal on all replicas",
+    },
+    "regularisation_count": {
+        "regulariser_repeated": "repeated",
+        "regulariser_missing": "missing",
+    },
+    "weight_decay_placement": {
+        "weight_decay_placement": "",
+        "weight_decay_on_top": "in both places",
+        "regularisation_in_the_loss": "in the loss",
+    },
+    "stale_weights": {"stale_weights": "", "stale_stage": "of a stage"},
+    "not_all_reduced": {"not_all_reduced": "", "partly_all_reduced": "some weights"},
+    "partial_not_reduced": {
+        "partial_not_reduced": "",
+        "own_gradient_only": "own gradient only",
+        "forgotten_backward_sum": "backward sum",
+    },
+    "lost_part": {"lost_replica": "replica", "lost_micro_batch": "micro-batch"},
+    "repeated_part": {"repeated_gradient": "gradient", "repeated_bias": "bias"},
+    "swapped_parts": {"swapped_parts": "", "other_order_of_parts": "order of devices"},
+    "lossy_communication": {"sparsified": "sparsified", "quantised": "quantised"},
+    "other_clipping": {
+        "other_clipping": "",
+        "clipped_before_the_sum": "before the sum",
+        "clipped_by_local_norm": "by the local norm",
+        "clipped_on_one_replica": "on one replica",
+        "clipped_before_unscale": "before the loss scale is removed",
+    },
+    "changed_between_micro_batches": {
+        "unscaled_between_micro_batches": "unscaled",
+        "clipped_in_each_micro_batch": "clipped",
+    },
+    "updated_twice": {
+        "updated_twice": "",
+        "schedule_stepped_too_often": "schedule",
+        "doubled_average": "moving statistics",  # They move by two updates in one step.
+    },
+    "other_optimizer": {
+        "other_optimizer": "",
+        "other_momentum": "momentum",
+        "other_dampening": "dampening",
+        "other_nesterov": "Nesterov",
+        "other_beta_1": "beta 1",
+        "other_beta_2": "beta 2",
+        "other_epsilon": "epsilon",
+        "bias_not_corrected": "bias correction",
+    },
+    "framework_rule": {
+        "epsilon_placement": "placement of epsilon",
+        "learning_rate_in_velocity": "learning rate in the velocity",
+        "unbiased_variance": "unbiased variance",
+    },
+    "other_layer_settings": {
+        "other_layer_settings": "",
+        "other_padding": "padding",
+        "other_batch_norm_epsilon": "epsilon of BatchNorm",
+        "other_batch_norm_momentum": "momentum of BatchNorm",
+    },
+    "statistics_not_averaged": {
+        "statistics_not_averaged": "",
+        "weighted_average": "weighted",
+    },
+    "other_evaluation": {
+        "other_evaluation": "",
+        "other_metric": "metric",
+        "random_evaluation": "random numbers",
+    },
+}
 
-def remedy_of(cause: str, framework: str = "") -> str:
-    """Returns what to do about a cause.
+_CAUSE_OF = {detail: cause for cause, details in MERGED.items() for detail in details}
+CAUSES = tuple(dict.fromkeys(_CAUSE_OF.get(detail, detail) for detail in DETAILS))
+_TITLES = {  # Causes whose names do not read as words.
+    "changed_between_micro_batches": "changed between micro-batches",
+    "framework_rule": "rule of the framework",
+    "loss_scale": "wrong loss scale",
+    "micro_batches_not_averaged": "micro-batches not averaged",
+    "not_all_reduced": "not all-reduced",
+    "other_backward": "other backward pass",
+    "reduced_over_other_axis": "reduced over another axis",
+    "regularisation_count": "regularisation not counted once",
+    "whole_batch_norm": "BatchNorm over the whole batch",
+}
+
+
+def cause_of(detail: str) -> str:
+    """Returns the cause that a detail belongs to.
+
+    Raises:
+        KeyError: the detail is not in `DETAILS`.
+    """
+    if detail not in DETAILS:
+        raise KeyError(f"{detail!r} is not a detail that lockstep/answer/causes.py lists")
+    return _CAUSE_OF.get(detail, detail)
+
+
+def remedy_of(detail: str, framework: str = "") -> str:
+    """Returns what to do about a difference.
 
     Args:
-        cause: a key of `CAUSES`.
+        detail: a key of `DETAILS`.
         framework: that of the trace, as in `About.framework`; "lockstep" for our own strategies.
     """
-    return IN_FRAMEWORK.get(framework, {}).get(cause) or CAUSES[cause]
+    return IN_FRAMEWORK.get(framework, {}).get(detail) or DETAILS[detail]
 
 
 def title_of(cause: str) -> str:
-    """Returns a cause in words, as in "clipped before the sum"."""
-    return cause.replace("_", " ")
+    """Returns a cause in words, as in "state lost"."""
+    return _TITLES.get(cause, cause.replace("_", " "))
 
 
-def code_of(cause: str, framework: str) -> dict[str, str]:
+def words_of(detail: str) -> str:
+    """Returns the cause in words, with what the detail adds, as in "state lost (shifted)"."""
+    cause = cause_of(detail)
+    more = MERGED.get(cause, {}).get(detail)
+    return title_of(cause) + (f" ({more})" if more else "")
+
+
+def code_of(detail: str, framework: str) -> dict[str, str]:
     """Returns an example of the remedy: "-" → a line to remove, "+" → the one to write instead."""
-    lines = zip("-+", CODE.get(framework, {}).get(cause, ("", "")), strict=True)
+    lines = zip("-+", CODE.get(framework, {}).get(detail, ("", "")), strict=True)
     return {sign: line for sign, line in lines if line}
