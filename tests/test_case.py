@@ -321,8 +321,8 @@ def test_faults_are_named_with_remedy_and_exit_code(write, verify, tmp_path):
     assert result.returncode == 9, result.stdout + result.stderr
     out = tmp_path / "run"
     verdict = (
-        "keras_fit is not the training that my_case.py defines on one device: clipped before the"
-        " sum"
+        "keras_fit is not the training that my_case.py defines on one device: other clipping"
+        " (before the sum)"
     )
     lines = result.stdout.splitlines()
     assert verdict in lines and lines[-1].startswith(f"open {out}/report.html ")

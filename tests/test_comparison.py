@@ -21,7 +21,6 @@ from lockstep.comparison import (
     verify_against,
     verify_alone,
 )
-from lockstep.hypotheses.of_layers import reordered_rows
 from lockstep.text import notes_of, sentence_of
 from lockstep.trace import SEED, STATE, STATISTIC, WEIGHT, About, Trace, Variable
 from lockstep.verdict import FAULT
@@ -830,7 +829,9 @@ FAULTS = {
         "update: weight_decay_placement"),
     "hidden decay without one": ({}, {**TWO, **with_settings(weight_decay=0.05)},
         "update: other_weight_decay"),
-    "hidden clipping": ({}, {**TWO, "update": clipped_inside}, "update: other_clipping"),
+    "hidden clipping": ({}, {**TWO, "update": clipped_inside}, "update: scaled_gradient"),
+    "recorded clipping": ({}, {**TWO, "update": clipped_inside, **settings(max_grad_norm=0.1)},
+        "update: other_clipping"),
     "no correction of one moment": (ADAM, {"update": first_moment_corrected},
         "update: bias_not_corrected"),
     "hidden nesterov": ({}, {**TWO, **with_settings(nesterov=True)}, "update: other_nesterov"),
@@ -1314,24 +1315,67 @@ def test_a_factor_of_one_explains_nothing():
     assert [each.detail for each in verdict.faults] == ["unexplained"]
 
 
-@pytest.mark.parametrize("channels_first", [True, False])
-@pytest.mark.parametrize(("channels", "pixels"), [(16, 9), (16, 49)])
-def test_the_order_of_flattened_axes_is_named_by_the_sizes_of_rows(
-    channels, pixels, channels_first
+def flattening(order, gradient_of, layout="", **changes):
+    """Returns a script whose model has its features in an order, and records its outputs.
+
+    The script has the gradients of its outputs only if `gradient_of`.
+    """
+    restore = np.argsort(order)
+
+    def add_outputs(script):
+        for number, step in enumerate(script.steps, start=1):
+            for r in range(script.replicas):
+                x = script.arrays[f"{number}/data/{r}/0"]
+                kernel, bias = (script.arrays[f"{number}/before/{r}/{i}"] for i in range(2))
+                script.arrays[f"{number}/y_pred/{r}/0"] = outputs = x @ kernel + bias
+                rows = split_evenly(batch_of(step), r, script.replicas)
+                wrong = outputs - examples()[1][rows]
+                if gradient_of:
+                    script.arrays[f"{number}/y_grad/{r}/0"] = 2 * wrong / np.float32(wrong.size)
+                script.arrays[f"{number}/data/{r}/0"] = x[:, restore]
+
+    given = {"about": {"data_layout": layout}, "edit": add_outputs, "inputs": lambda x: x[:, order]}
+    return Script(**given | changes)
+
+
+def named(first, second):
+    found = [(f.detail, f.text) for f in compared(first, second).faults if f.stage == "gradients"]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("channels", [2, 3, 4, 6])
+@pytest.mark.parametrize("of_first", [True, False])
+def test_the_order_of_flattened_axes_is_named_where_it_gives_the_outputs(
+    layout, channels, of_first
 ):
-    """Under replay, the logits differ: the rows of the gradient are only of similar size."""
-    generator = np.random.default_rng(0)
-    activity = generator.random((channels * pixels, 1)) ** 2
-    first, second = (activity * generator.normal(size=(len(activity), 10)) for _ in range(2))
-    assert not reordered_rows("dense", first, second, "", channels_first=channels_first)
-    outer, inner = (channels, pixels) if channels_first else (pixels, channels)
-    order = np.arange(len(activity)).reshape(outer, inner).T.ravel()
-    text = reordered_rows("dense", first, second[order], "", channels_first=channels_first)
-    assert f" {channels} channels are flattened first" in text
-    transposed = reordered_rows(
-        "dense", first.T, second[order].T, "OI", channels_first=channels_first
-    )
-    assert transposed == text
+    """Under replay, the logits differ, and so do the losses: no row of the gradient is another."""
+    usual = np.arange(12)
+    shape = (channels, -1) if layout == "NCHW" else (-1, channels)
+    order = usual.reshape(shape).T.ravel()
+    first = flattening(usual, of_first, layout)
+    second = flattening(order, not of_first, replay=first, framework="keras", replicas=2)
+    ((detail, text),) = named(first, second) if of_first else named(
+        first, flattening(order, True, replay=first, framework="keras")
+    )  # fmt: skip
+    assert detail == "flatten_order" and f" {channels} channels are flattened first" in text
+
+
+def test_another_difference_is_no_order_of_flattened_axes():
+    first = flattening(np.arange(12), True, "NCHW")
+    mixed = np.random.default_rng(0).permutation(12)
+    noise = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)
+    for order, changes in (
+        (mixed, {}),  # Channels are exchanged, too.
+        (np.arange(12).reshape(3, 4).T.ravel(), {  # An order, and another fault.
+            "gradient": lambda script, r, own: [own[0] + 0.01 * noise, own[1]]}),
+        (np.arange(12), {"gradient": lambda script, r, own: [own[0] + noise, own[1]]}),
+    ):  # fmt: skip
+        second = flattening(order, True, replay=first, **changes)
+        assert {detail for detail, _ in named(first, second)} <= {"unexplained", "other_outputs"}
+    same = flattening(np.arange(12), False, replay=first)
+    assert not compared(first, same).faults
 
 
 def test_a_cause_has_to_fit_all_steps(one):

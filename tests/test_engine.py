@@ -16,6 +16,7 @@ import tensorflow as tf
 import lockstep
 from lockstep.arithmetic import add_named
 from lockstep.checks.evaluation import check_evaluation
+from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.oracles import Ask
 from lockstep.oracles.keras import KerasOracle
 from lockstep.record_keras import Recorder
@@ -411,6 +412,12 @@ def int8(array):
     return np.round(array / scale) * scale
 
 
+def coarse(array):
+    """Returns whole multiples of a scale that is not that of some bits."""
+    scale = np.float32(0.3) * np.max(np.abs(array))
+    return np.round(array / scale) * scale
+
+
 def signs(array):
     return np.sign(array) * np.mean(np.abs(array))
 
@@ -473,6 +480,9 @@ GRADIENT_FAULTS = [
     ("raw", times(3), "scaled_gradient", (2,), REPLICAS),
     ("raw", rounded, "reduced_precision", None, (2,)),
     ("raw", top_k, "sparsified", None, (0,)),
+    ("raw", int8, "quantised", (1,), (0,)),
+    ("raw", signs, "quantised", (1,), (0,)),
+    ("raw", coarse, "unexplained", (0,), (0,)),
     ("raw", clipped_values, "clipped_before_the_sum", (2,), REPLICAS),
     ("raw", noisy, "unexplained", (2,), REPLICAS),
     ("clipped", to_norm, "clipped_on_one_replica", None, (1,)),
@@ -649,6 +659,14 @@ def first_half_twice(faulty):
     faulty.update(step)
 
 
+def test_one_number_is_a_multiple_of_any_other():
+    one, two = np.array([0.3, 0.0]), np.array([0.3, 0.2])
+    assert why_tensor(1.7 * two, two, 0.0, 3)[0] == "scaled_gradient"
+    assert why_tensor(1.7 * one, one, 0.0, 3)[0] == why_tensor(0.9 * one, one, 0.0, 3)[0]
+    assert why_tensor(0.9 * one, one, 0.0, 3)[0] == "unexplained"
+    assert why_tensor(one / 3, one, 0.0, 3)[0] == "scaled_gradient"  # A number that is known.
+
+
 ONE, ALL = (1,), REPLICAS
 # Model, positions of the copied steps, what is changed, stage, cause, replicas, part of the text.
 FAULTS = [
@@ -707,6 +725,8 @@ FAULTS = [
      "update", "changed_on_its_own", ONE, "1 elements"),
     ("adamw", (0,), lambda f: edit("after", 1, end=clock(f), change=lambda i: i + 1)(f),
      "update", "schedule_stepped_too_often", ONE, "by 2"),
+    ("adamw", (0,), updated(sums=lambda f, step: {n: 0.37 * g for n, g in step["sums", 1].items()}),
+     "update", "scaled_gradient", ONE, "by 0.37, to norm"),
     ("plain", (0,), first_half_twice, "all-reduce", "row_of_two_parts", ALL, "added twice"),
     ("normalised", (0,), statistics_of_the_whole_batch,
      "statistics", "whole_batch_norm", ONE, "over the whole batch"),

@@ -129,14 +129,8 @@ def _explanations(pair: StepPair, wrong: Sequence[str]) -> Iterator[Finding]:
         yield found("stale_gradient", text, tensors=wrong)
     if wrong[0] in pair.earlier_gradients and _explains(pair, wrong, pair.earlier_gradients):
         yield found("stale_gradient", "the gradients are those of the previous step", tensors=wrong)
-    about = pair.first.trace.about
-    layouts = {variable.name: variable.layout for variable in about.variables}
     for name in wrong:
-        text = reordered_rows(
-            name, first[name], second[name], layouts.get(name, ""),
-            channels_first=about.data_layout == "NCHW",
-        )  # fmt: skip
-        if text:
+        if text := reordered_rows(pair, name):
             yield found("flatten_order", text, tensors=[name])
             break
 

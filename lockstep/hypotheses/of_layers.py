@@ -5,16 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.arithmetic import dense, distance, norm
+from lockstep.arithmetic import MARGIN, dense, distance, factor_of, norm
 from lockstep.context import Context
 from lockstep.reference import StepPair
-from lockstep.trace import STATISTIC, Array
+from lockstep.trace import STATISTIC
 
 _MOST_INNER = 4096
-# Another order of inputs changes the loss, which scales the examples of a batch, so that the rows
-# of a gradient agree only in their size.
-_ALIKE, _MORE_ALIKE = 0.5, 0.3
-_BY_CHANCE = 6  # Times 1 / sqrt(n), the standard deviation of a correlation of n random values.
+_CLEAR = 0.1  # Rounding may be this part of a difference that is to show an order.
 _SAME_BATCH = 1e-4
 Layer = Mapping[str, Any]
 
@@ -134,34 +131,98 @@ def _pair_of(value: Any) -> tuple[int, ...]:
     return tuple(values * 2 if len(values) == 1 else values)
 
 
-def reordered_rows(
-    name: str, first: Array, second: Array, layout: str, *, channels_first: bool
-) -> str:
+def reordered_rows(pair: StepPair, name: str) -> str:
     """Explains a different gradient by the order of the flattened axes; "" if it does not.
 
-    The rows of a dense kernel's gradient are of similar size in another order.
+    Both scripts multiply their inputs, in an own order of the features, with the kernel of the last
+    layer, W. The gradient of W is G = Xᵀ · D, with the gradient D of the outputs. In an order p of
+    the features, the outputs of one script differ from those of the other by (X[:, p] - X) · W, so
+    that (G[p] - G)ᵀ · W = Dᵀ · (their difference), whatever the inputs are.
 
     Args:
-        name: name of the weight.
-        first, second: the gradients.
-        layout: order of their axes; "" if unknown.
-        channels_first: whether the first script flattens channels first.
+        pair: the step in both traces.
+        name: name of the kernel.
     """
-    a, b = dense(first), dense(second)
-    if a.ndim != 2:
+    layout = pair.first.trace.variables[name].layout
+    weights = pair.states("before")[0].get(name)
+    if weights is None or np.ndim(weights) != 2:
         return ""
-    axis = 0 if layout == "OI" else 1
-    sizes = np.linalg.norm(a, axis=axis), np.linalg.norm(b, axis=axis)
-    num = len(sizes[0])
-    alike = [(_correlation(sizes[0], sizes[1][order]), n) for n, order in _orders(num)]
-    correlation, inner = max(alike, default=(0.0, 0))
-    if correlation <= max(_ALIKE, _BY_CHANCE / num**0.5, _correlation(*sizes) + _MORE_ALIKE):
+    steps, orders = (pair.first, pair.second), _orders_of_examples(pair)
+    outputs = [_rows_of(steps[i], orders[i], "y_pred") for i in (0, 1)]
+    found, num = set[int](), 0
+    for own, step in enumerate(steps):
+        of_outputs = _rows_of(step, orders[own], "y_grad")
+        by_outputs = _by_outputs(of_outputs, outputs[1 - own], outputs[own])
+        if by_outputs is None:
+            continue
+        gradient, kernel = dense(pair.gradients[own][name]), dense(weights)
+        if layout == "OI":
+            gradient, kernel = gradient.T, kernel.T
+        num = len(gradient)
+        inner = _order_that_fits(gradient, kernel, by_outputs, pair.tolerance.allowed([name]))
+        found.add(num // inner if own and inner else inner)
+    if len(found) != 1 or not any(found):  # Each gradient of outputs has to give the same order.
         return ""
+    inner = found.pop()
+    channels = inner if pair.first.trace.about.data_layout == "NCHW" else num // inner
     return (
-        f"the inputs of {name} are in another order:"
-        f" {num // inner if channels_first else inner} channels are flattened first in one script"
-        " and last in the other"
+        f"the inputs of {name} are in another order: {channels} channels are flattened first in one"
+        " script and last in the other; so ordered, the gradient gives the outputs"
     )
+
+
+def _orders_of_examples(pair: StepPair) -> list[np.ndarray | slice]:
+    """Returns the order that sorts the examples of each trace by their bytes.
+
+    They stay as they are if both have them in other forms, as of axes.
+    """
+    orders, sets = list[np.ndarray | slice](), []
+    for step in (pair.first, pair.second):
+        rows = [row.tobytes() for batch in step.data for row in (batch[0] if batch else ())]
+        orders.append(np.array(sorted(range(len(rows)), key=rows.__getitem__), int))
+        sets.append(sorted(rows))
+    return orders if sets[0] == sets[1] else [slice(None), slice(None)]
+
+
+def _rows_of(step: Context, order: np.ndarray | slice, kind: str) -> np.ndarray | None:
+    """Returns the first array of outputs of all examples, `(n, m)`; None if it is not known."""
+    found = [shard[0] for shard in step.arrays(kind) if shard] if step.has(kind) else []
+    if len(found) != len(step.shards) or any(array.ndim != 2 for array in found):
+        return None
+    if any(step.trace.micro_batches(step.position, shard) != 1 for shard in step.shards):
+        return None
+    return np.asarray(np.concatenate([dense(array) for array in found])[order])
+
+
+def _by_outputs(
+    gradient: np.ndarray | None, other: np.ndarray | None, own: np.ndarray | None
+) -> np.ndarray | None:
+    """Returns what the difference of the outputs adds to the product of gradient and outputs."""
+    if gradient is None or other is None or own is None:
+        return None
+    if not gradient.shape == other.shape == own.shape:
+        return None
+    return np.asarray(gradient.T @ (other - own))
+
+
+def _order_that_fits(
+    gradient: np.ndarray, weights: np.ndarray, by_outputs: np.ndarray, allowed: float
+) -> int:
+    """Returns the length of the inner axis of the only order that fits; 0 if none or several do.
+
+    The loss of a replica may be a mean or a sum: a common factor is solved.
+    """
+    if by_outputs.shape[0] != gradient.shape[1]:
+        return 0
+    size, found = norm(gradient) * norm(weights), []
+    for inner, order in _orders(len(gradient)):
+        predicted = (gradient[order] - gradient).T @ weights
+        factor = factor_of([by_outputs], [predicted])
+        limit = MARGIN * allowed * abs(factor) * size
+        is_clear = factor > 0 and limit < _CLEAR * norm(by_outputs)
+        if is_clear and distance(by_outputs, factor * predicted) <= limit:
+            found.append(inner)
+    return found[0] if len(found) == 1 else 0
 
 
 def _orders(count: int) -> Iterator[tuple[int, np.ndarray]]:
@@ -169,9 +230,3 @@ def _orders(count: int) -> Iterator[tuple[int, np.ndarray]]:
     for inner in range(2, min(count, _MOST_INNER)):
         if count % inner == 0:
             yield inner, np.arange(count).reshape(inner, -1).T.ravel()
-
-
-def _correlation(first: np.ndarray, second: np.ndarray) -> float:
-    a, b = first - first.mean(), second - second.mean()
-    size = norm(a) * norm(b)
-    return float(a @ b) / size if size else 0.0

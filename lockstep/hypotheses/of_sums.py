@@ -25,7 +25,15 @@ from lockstep.arithmetic import (
     unit_of,
 )
 from lockstep.context import Context
-from lockstep.hypotheses.of_tensors import SHORT, moved_parts, why_tensor
+from lockstep.hypotheses.of_tensors import (
+    BITS,
+    SHORT,
+    levels_of,
+    moved_parts,
+    to_levels,
+    to_signs,
+    why_tensor,
+)
 from lockstep.trace import Array
 
 Why = tuple[str, str, tuple[int, ...]]  # Cause, text, and shards if other than the receiver.
@@ -276,12 +284,11 @@ def reduced_sums(parts: Sequence[Array]) -> Iterator[tuple[str, str, np.ndarray]
         yield "reduced_precision", f"{text} and summed in it", added
         whole = rounded(np.sum(arrays, axis=0))
         yield "reduced_precision", f"the sum is rounded to {name}", whole
-    for levels in (127, 128, 7):
-        scales = [float(np.max(np.abs(array), initial=0)) / levels or 1.0 for array in arrays]
-        sent = [np.round(a / scale) * scale for a, scale in zip(arrays, scales, strict=True)]
-        bits = levels.bit_length() + 1 if levels & 1 else levels.bit_length()
-        yield "quantised", f"gradients are quantised to {bits} bits", np.sum(sent, axis=0)
-    signs = [np.sign(array) * np.mean(np.abs(array)) for array in arrays]
+    for bits in BITS:
+        for levels in levels_of(bits):
+            sent = [to_levels(array, levels) for array in arrays]
+            yield "quantised", f"gradients are quantised to {bits} bits", np.sum(sent, axis=0)
+    signs = [to_signs(array) for array in arrays]
     yield "quantised", "gradients are quantised to their signs", np.sum(signs, axis=0)
 
 

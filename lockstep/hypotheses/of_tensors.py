@@ -9,6 +9,9 @@ from lockstep.arithmetic import EPS, dense, factor_of, length, ratio
 from lockstep.context import Context
 from lockstep.trace import Named
 
+BITS = (8, 4)  # Of quantised gradients.
+_FEW = 4  # Numbers of which chance makes each a whole multiple, within rounding, in one of 10,000.
+
 
 def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> tuple[str, str]:
     """Explains one wrong gradient independently of other replicas and tensors."""
@@ -25,6 +28,8 @@ def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> t
             num_replicas: " (the number of replicas)",
         }
         why = next((text for k, text in known.items() if abs(factor / k - 1) < 1e-3), "")
+        if np.count_nonzero(e) < 2 and not why:  # One number is some multiple of any other.
+            return "unexplained", f"it is {factor:.4g} times what it should be, in one element"
         return (
             "scaled_gradient",
             f"the gradient is {factor:.4g} times as large as it should be{why}",
@@ -36,7 +41,8 @@ def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> t
             f"{np.mean(~kept):.0%} of the gradient's elements are 0, all others are right",
         )
     largest = float(np.max(np.abs(a)))
-    if length(a - np.clip(e, -largest, largest)) <= limit:
+    is_partly_clipped = np.any(np.abs(e) < largest)
+    if is_partly_clipped and length(a - np.clip(e, -largest, largest)) <= limit:
         return (
             "clipped_before_the_sum",
             f"the gradient's elements are clipped to values of {largest:.4g}",
@@ -44,14 +50,52 @@ def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> t
     for name, bits in (("bfloat16", 16), ("float16", 13)):
         if has_short_mantissa(a, bits) and length(a - e) <= 2.0 ** (bits - 23) * length(e):
             return "reduced_precision", f"the gradient is rounded to {name}"
-    if len(np.unique(a)) <= min(256, a.size // 4):
-        return "quantised", f"the {a.size} elements have only {len(np.unique(a))} different values"
+    for bits in BITS:
+        if _is_rounded_to_levels(a, e, bits, limit):
+            return "quantised", f"the gradient is rounded to whole multiples, in {bits} bits"
+    if length(a - to_signs(e)) <= limit:
+        return "quantised", "the gradient has the signs of the right one, and its mean size"
     apart = ratio(length(a - e), length(e))
     return (
         "unexplained",
         f"the relative difference is {apart:.2g}; no scale, shift, other examples, previous step,"
         " regularisation, precision or lost element explains it",
     )
+
+
+def levels_of(bits: int) -> tuple[int, ...]:
+    """Returns how many levels above 0 numbers of some bits have: with or without the lowest one."""
+    most = 1 << (bits - 1)
+    return most - 1, most
+
+
+def to_levels(array: np.ndarray, levels: int) -> np.ndarray:
+    """Rounds to whole multiples of the largest absolute value over the number of levels."""
+    scale = float(np.max(np.abs(array), initial=0)) / levels or 1.0
+    return np.asarray(np.round(array / scale) * scale)
+
+
+def to_signs(array: np.ndarray) -> np.ndarray:
+    """Returns the signs of an array, times the mean of the absolute values."""
+    return np.asarray(np.sign(array) * np.mean(np.abs(array)))
+
+
+def _is_rounded_to_levels(actual: np.ndarray, right: np.ndarray, bits: int, limit: float) -> bool:
+    """Returns whether an array has whole multiples of a scale, each next to the right number.
+
+    The scale is that of the array itself. The largest number is a multiple in any case, and so are
+    0 and its opposite: others have to show it.
+    """
+    largest = float(np.max(np.abs(actual)))
+    if np.count_nonzero((actual != 0) & (np.abs(actual) != largest)) < _FEW:
+        return False
+    for levels in levels_of(bits):
+        scale = largest / levels
+        whole = np.round(actual / scale)
+        is_whole = np.abs(actual - whole * scale) <= 4 * EPS * np.abs(actual)
+        if is_whole.all() and np.all(np.abs(actual - right) <= scale / 2 + limit):
+            return True
+    return False
 
 
 def has_short_mantissa(array: np.ndarray, bits: int) -> bool:
@@ -109,6 +153,8 @@ def factor_of_part(
         return None
     for text, mask in parts_of(context, a.shape):
         factor = factor_of([a[mask]], [e[mask]])
+        if np.count_nonzero(e[mask]) < 2 and factor:
+            continue  # One number is some multiple of any other.
         if not np.isfinite(factor) or abs(factor - 1) < 1e-3:
             continue
         predicted = np.where(mask, factor * e, e)

@@ -22,6 +22,8 @@ from lockstep.hypotheses.of_tensors import SHORT, mixed
 from lockstep.oracles.rules import COUNTERS, IN_GRADIENT, RuleOracle, detail_of
 from lockstep.trace import STATE, WEIGHT, Named
 
+_LIMITS = ("clipnorm", "global_clipnorm", "max_grad_norm")  # Of norms, in settings of optimizers.
+
 
 def update_hypotheses(
     context: Context, copy: int, expected: Named, wrong: Sequence[str]
@@ -57,7 +59,8 @@ def update_hypotheses(
         yield cause, text, partial(update, applied, **settings)
     yield from _with_fitted_decay(context, copy, expected, wrong)
     yield from _with_fitted_momentum(context, copy, expected, wrong, context.updater.momentum)
-    yield from _with_fitted_gradients(context, copy, expected)
+    if isinstance(context.updater, RuleOracle):
+        yield from _with_fitted_gradients(context, copy, expected)
     for name, rounded in SHORT.items():
         text = f"the weights are rounded to {name} after the update"
         short = {n: rounded(expected[n]) for n in applied}
@@ -76,12 +79,8 @@ def update_hypotheses(
             rolled = {name: np.roll(expected[name], shift, axis) for name in moved}
             text = f"the optimizer state is moved by {shift} along axis {axis}"
             yield "shifted_state", text, partial(dict, expected | rolled)
-    norms = total_norm(applied)
-    for factor in (1.0, 0.1, 5.0, 10.0):
-        if norms > factor:
-            clipped = scaled_all(applied, factor / norms)
-            text = f"the sum is clipped to norm {factor:g} before the update"
-            yield "clipped_on_one_replica", text, partial(update, clipped)
+    if not isinstance(context.updater, RuleOracle):  # Those of a rule are fitted above.
+        yield from _with_fitted_gradients(context, copy, expected)
 
 
 def _with_settings_of_replicas(
@@ -227,7 +226,7 @@ def _of_one_device(
     for twice, _ in twice_as_far:
         for part, doubled in mixed(context, expected, twice, names):
             slope = [dense(doubled[n]) - dense(expected[n]) for n in names]
-            if np.isfinite(more := factor_of(apart, slope)):
+            if np.isfinite(more := _factor(apart, slope)):
                 pairs = zip(names, slope, strict=True)
                 moved = {n: dense(expected[n]) + more * change for n, change in pairs}
                 text = f"{part} are updated with {1 + more:.4g} times the learning rate, or the sum"
@@ -252,10 +251,18 @@ def _of_exchanged_parts(
 
 def _fitted(names: Sequence[str], expected: Named, moved: Named, actual: Named) -> float:
     """Returns the factor x for which expected + x · (moved - expected) is nearest to the actual."""
-    return factor_of(
+    return _factor(
         [dense(actual[name]) - dense(expected[name]) for name in names],
         [dense(moved[name]) - dense(expected[name]) for name in names],
     )
+
+
+def _factor(apart: Sequence[np.ndarray], slope: Sequence[np.ndarray]) -> float:
+    """Returns the factor x for which x · slope is nearest; NaN if one number alone gives it.
+
+    Some factor explains any single number.
+    """
+    return factor_of(apart, slope) if sum(map(np.count_nonzero, slope)) > 1 else np.nan
 
 
 def _with_fitted_decay(
@@ -279,21 +286,41 @@ def _with_fitted_decay(
 
 
 def _with_fitted_gradients(context: Context, copy: int, expected: Named) -> Iterator[Hypothesis]:
-    """Yields the update with the factor of all gradients that fits best, as of clipping."""
+    """Yields the update with the factor of all gradients that fits best, as of clipping.
+
+    State that is linear in the gradients gives the factor: that of a rule, or the state of each
+    slot in turn, as the whole update has to fit. It is clipping where a limit that the script has
+    recorded is the norm.
+    """
     oracle = context.updater
-    if not isinstance(oracle, RuleOracle):
-        return
     before, after = context.named("before")[copy], context.named("after")[copy]
     applied = context.applied(copy)
-    twice = oracle.update(before, scaled_all(applied, 2.0))
-    names = [name for name in oracle.sums if name in after]
-    factor = 1 + _fitted(names, expected, twice, after)
-    if np.isfinite(factor) and factor > 0:
-        size = factor * total_norm(applied)
-        is_clipped = factor < 1 and abs(float(f"{size:.2g}") - size) < 1e-4 * size
-        text = f"the optimizer multiplies the gradients by {factor:.4g}, to norm {size:.4g}"
-        cause = "other_clipping" if is_clipped else "scaled_gradient"
-        yield cause, text, partial(oracle.update, before, scaled_all(applied, factor))
+    update = partial(context.updated, before)
+    twice = update(scaled_all(applied, 2.0))
+    slots: dict[str, list[str]] = {}
+    for name in oracle.sums if isinstance(oracle, RuleOracle) else context.of_kind(STATE):
+        if name in after and name in twice and after[name].ndim:
+            slot = "" if isinstance(oracle, RuleOracle) else context.trace.variables[name].slot
+            slots.setdefault(slot, []).append(name)
+    limits = _recorded_norms(context, copy)
+    for names in slots.values():
+        factor = 1 + _fitted(names, expected, twice, after)
+        if np.isfinite(factor) and factor > 0:
+            size = factor * total_norm(applied)
+            is_clipped = factor < 1 and any(abs(limit - size) < 1e-4 * size for limit in limits)
+            text = f"the optimizer multiplies the gradients by {factor:.4g}, to norm {size:.4g}"
+            cause = "other_clipping" if is_clipped else "scaled_gradient"
+            yield cause, text, partial(update, scaled_all(applied, factor))
+
+
+def _recorded_norms(context: Context, copy: int) -> list[float]:
+    """Returns the norms to which a script clips gradients, as it has recorded them."""
+    calls = [call.split() for call in context.trace.calls(context.position, copy)]
+    norms = [float(call[-1]) for call in calls if call[:2] == ["clip", "norm"]]
+    about = context.trace.about
+    groups = about.settings[context.position] if about.settings else ()
+    found = [own.get(name) for own in (about.optimizer, *groups) for name in _LIMITS]
+    return norms + [float(norm) for norm in found if isinstance(norm, int | float)]
 
 
 def _with_fitted_momentum(
@@ -326,7 +353,7 @@ def _with_fitted_numbers(
     apart = [dense(after[n]) - dense(expected[n]) for n in chosen]
     for twice, decays in twice_as_far:
         slope = [dense(twice[n]) - dense(expected[n]) for n in chosen]
-        rate = 1 + factor_of(apart, slope)
+        rate = 1 + _factor(apart, slope)
         if np.isfinite(rate):
             yield (
                 "other_learning_rate",
@@ -336,14 +363,14 @@ def _with_fitted_numbers(
     decayed = {n: dense(g) + dense(before[n]) for n, g in applied.items()}
     if all(np.shape(g) == np.shape(before[n]) for n, g in applied.items()):
         moved = context.updated(before, {n: g.astype(np.float32) for n, g in decayed.items()})
-        decay = factor_of(apart, [dense(moved[n]) - dense(expected[n]) for n in chosen])
+        decay = _factor(apart, [dense(moved[n]) - dense(expected[n]) for n in chosen])
         if np.isfinite(decay) and decay > 0:
             more = {n: dense(g) + decay * dense(before[n]) for n, g in applied.items()}
             short = {n: g.astype(np.float32) for n, g in more.items()}
             text = f"{decay:.3g} times the weight is added to the gradient"
             yield "weight_decay_on_top", text, partial(context.updated, before, short)
     for base in (expected, before):
-        decay = -factor_of(apart, [dense(base[n]) for n in chosen])
+        decay = -_factor(apart, [dense(base[n]) for n in chosen])
         if decay > 0:
             less = {n: dense(expected[n]) - decay * dense(base[n]) for n in applied}
             yield (
