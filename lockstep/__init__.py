@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.answer.verdict import Finding, Measurement, Verdict
     from lockstep.testing import assert_same_training
     from lockstep.trace import Trace
     from lockstep.trace_file import TraceError
-    from lockstep.verdict import Finding, Measurement, Verdict
 
 __all__ = [
     "Finding",
@@ -103,7 +103,7 @@ def _trace_of(training: Any) -> "Trace":
 
 
 _MODULES = {  # Name → its module, which imports NumPy and is imported when it is needed.
-    **dict.fromkeys(("Finding", "Measurement", "Verdict"), "lockstep.verdict"),
+    **dict.fromkeys(("Finding", "Measurement", "Verdict"), "lockstep.answer.verdict"),
     "Trace": "lockstep.trace",
     "TraceError": "lockstep.trace_file",
     "assert_same_training": "lockstep.testing",

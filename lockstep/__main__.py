@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import lockstep
-from lockstep.text import describe, one_line
-from lockstep.verify_json import EXIT_CODES, record_of_all
+from lockstep.answer.json import EXIT_CODES, record_of_all
+from lockstep.answer.text import describe, one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,9 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_show = words[:1] == ["show"]
     options = _parser(is_show).parse_args(words[is_show:])
+    from lockstep.answer.show import contents_of
     from lockstep.comparison import compare_traces
     from lockstep.match import NamesError
-    from lockstep.show import contents_of
     from lockstep.trace_file import load
 
     try:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from lockstep.answer.causes import title_of
+from lockstep.answer.text import first_names, named_steps
+from lockstep.answer.verdict import BY_DESIGN, NOTHING, Finding, Verdict, finding_of
 from lockstep.arithmetic import EPS, MARGIN, UNITS
 from lockstep.checks.claim import Claim, Summary, between
 from lockstep.checks.other_changes import compare_updates
@@ -32,9 +34,7 @@ from lockstep.context import Context
 from lockstep.engine import Result, check_step, require_steps, verdict_of
 from lockstep.match import Matching
 from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
-from lockstep.text import first_names, named_steps
 from lockstep.trace import STATISTIC, WEIGHT, Trace
-from lockstep.verdict import BY_DESIGN, NOTHING, Finding, Verdict, finding_of
 
 DEFAULT_TOLERANCE = 1e-4
 # A larger effect is a fault that the permuted recording also has, not float32 rounding.

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding, Measurement, finding_of
 from lockstep.arithmetic import (
     MARGIN,
     TINY,
@@ -24,7 +25,6 @@ from lockstep.oracles import Ask, Batch, Computed, Oracle
 from lockstep.oracles.rules import RuleOracle
 from lockstep.rounding import Expected, measure, widened
 from lockstep.trace import CLIP_FIRST, REDUCE_FIRST, SEED, STATISTIC, Array, Named, Trace
-from lockstep.verdict import BY_DESIGN, FAULT, Finding, Measurement, finding_of
 
 _LIKE_STALE_AT_FIRST = ("frozen", "lost_replica", "lost_micro_batch", "not_updated")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.answer.verdict import NOTHING, STAGES, Finding, Measurement, Verdict, merged
 from lockstep.arithmetic import all_same_bits, are_finite, same_bits
 from lockstep.checks.all_reduce import check_all_reduce, check_clipping
 from lockstep.checks.examples import check_examples
@@ -20,7 +21,6 @@ from lockstep.checks.update import check_update
 from lockstep.context import Actual, Context
 from lockstep.oracles import Batch, Computed, Oracle
 from lockstep.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Rows, Trace
-from lockstep.verdict import NOTHING, STAGES, Finding, Measurement, Verdict, merged
 
 Check = Callable[[Context], Iterator[Finding | Actual]]
 CHECKS: dict[str, Check] = {  # Stage → its check.

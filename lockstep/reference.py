@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import (
     EPS,
     SMALL_PART,
@@ -25,7 +26,6 @@ from lockstep.context import Context
 from lockstep.match import Matching
 from lockstep.oracles.rules import Rule, RuleOracle
 from lockstep.trace import STATISTIC, WEIGHT, Named, Trace
-from lockstep.verdict import Finding
 
 KERNELS = 64 * EPS  # Relative difference of correct kernels of two frameworks.
 _CLOSE = 1e-3  # Relative; of factors.

@@ -29,11 +29,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lockstep.answer.json import record_of_all
+from lockstep.answer.text import describe
+from lockstep.answer.verdict import Verdict, note_of_repetition
 from lockstep.comparison import compare_traces
-from lockstep.text import describe
 from lockstep.trace_file import Path, TraceError, load
-from lockstep.verdict import Verdict, note_of_repetition
-from lockstep.verify_json import record_of_all
 
 VARIABLE = "LOCKSTEP_RECORD"  # Read by the recorders.
 _MOST_LINES = 15  # Of what a failed command printed.

@@ -15,7 +15,7 @@ from app.records.history import write_history, write_summary
 from app.runtime.errors import MismatchError
 from app.verification.comparison import EXPECTED
 from app.verification.output import IDENTICAL, Pair, Run, report
-from lockstep.verdict import BY_DESIGN, FAULT, STAGES, Finding, Measurement, Verdict, merged
+from lockstep.answer.verdict import BY_DESIGN, FAULT, STAGES, Finding, Measurement, Verdict, merged
 from test_records import make_history, make_summary
 
 CPUS = ["/device:CPU:0", "/device:CPU:1"]

@@ -8,7 +8,7 @@ import pytest
 from campaigns import fuzz, network, scripts
 from conftest import ROOT
 from lockstep.answer.causes import DETAILS
-from lockstep.verdict import NOTHING
+from lockstep.answer.verdict import NOTHING
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)

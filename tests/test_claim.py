@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 
+from lockstep.answer.text import notes_of, sentence_of
+from lockstep.answer.verdict import CLEAN, EXIT_CODE_OF, FAULT, NOT_VERIFIED
 from lockstep.bounds import of_change, of_start, spread_of
 from lockstep.comparison import given_tolerance, verify_against, verify_alone
-from lockstep.text import notes_of, sentence_of
 from lockstep.trace import STATE, STATISTIC, WEIGHT, Trace, Variable
-from lockstep.verdict import CLEAN, EXIT_CODE_OF, FAULT, NOT_VERIFIED
 from script_samples import NORM, Script, sgd
 
 # A weight that a second optimizer updates after the recorded one, and a codebook that is no

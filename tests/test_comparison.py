@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from in_process import run_here
+from lockstep.answer.text import notes_of, sentence_of
+from lockstep.answer.verdict import FAULT
 from lockstep.checks import other_examples
 from lockstep.comparison import (
     between_frameworks,
@@ -21,9 +23,7 @@ from lockstep.comparison import (
     verify_against,
     verify_alone,
 )
-from lockstep.text import notes_of, sentence_of
 from lockstep.trace import SEED, STATE, STATISTIC, WEIGHT, About, Trace, Variable
-from lockstep.verdict import FAULT
 from script_samples import WEIGHTS, Script, adam, batch_of, examples, mean_of, sgd, split_evenly
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}

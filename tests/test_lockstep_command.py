@@ -12,8 +12,8 @@ import pytest
 import lockstep
 from conftest import ROOT, assert_ok, run_python
 from lockstep.__main__ import main
+from lockstep.answer.verdict import EXIT_CODE_OF, STAGES
 from lockstep.trace_file import load
-from lockstep.verdict import EXIT_CODE_OF, STAGES
 from script_samples import Script
 
 

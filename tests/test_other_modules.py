@@ -12,13 +12,13 @@ import pytest
 
 from conftest import ROOT
 from lockstep import trace_file
+from lockstep.answer.json import record_of
 from lockstep.checks.module_arrays import Event, events_of
 from lockstep.checks.other_modules import first_wrong_module
 from lockstep.comparison import compare_traces, given_tolerance
 from lockstep.context import Context
 from lockstep.reference import StepPair, match_traces
 from lockstep.trace import OF_MODULES, About, Trace, Variable
-from lockstep.verify_json import record_of
 from recorder_scripts import FOLDER, interpreter
 
 NUM, WIDTH, CLASSES = 12, 6, 4

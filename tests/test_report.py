@@ -21,7 +21,7 @@ from app.report.result import Result, Table
 from app.report.training_result import settings_table
 from app.runtime.errors import OutputError
 from conftest import ROOT, assert_ok, run_python
-from lockstep.verdict import Measurement
+from lockstep.answer.verdict import Measurement
 from report_samples import CLIPPED, make_run, write_case, write_config
 
 VOID = {"meta", "link", "br", "img"}

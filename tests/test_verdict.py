@@ -20,7 +20,8 @@ from lockstep.answer.causes import (
     remedy_of,
     words_of,
 )
-from lockstep.text import (
+from lockstep.answer.json import record_of
+from lockstep.answer.text import (
     describe,
     explanations,
     facts_of,
@@ -29,8 +30,7 @@ from lockstep.text import (
     named_steps,
     sentence_of,
 )
-from lockstep.verdict import Measurement, Verdict, finding_of, in_sequence, merged
-from lockstep.verify_json import record_of
+from lockstep.answer.verdict import Measurement, Verdict, finding_of, in_sequence, merged
 from report_samples import CLIPPED, LOCAL
 
 

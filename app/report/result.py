@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.runtime import console
-from lockstep.text import facts_lines
+from lockstep.answer.text import facts_lines
 
 GOOD, BAD, BY_DESIGN = "good", "bad", "by design"  # Statuses of verdicts.
 

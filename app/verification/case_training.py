@@ -29,13 +29,13 @@ from app.verification.case_file import CaseFile
 from app.verification.output import Run
 from app.verification.recording import Send
 from lockstep import trace_file
+from lockstep.answer.verdict import NOTHING, Finding, Verdict, finding_of, in_sequence
 from lockstep.arithmetic import same_bits
 from lockstep.checks.evaluation import check_evaluation
 from lockstep.engine import check
 from lockstep.oracles.keras import KerasOracle
 from lockstep.record_keras import Recorder, is_float, leaves
 from lockstep.trace import Trace
-from lockstep.verdict import NOTHING, Finding, Verdict, finding_of, in_sequence
 from strategies.tf_private import reset_layer_numbers
 
 State = Sequence[np.ndarray]  # All variables of a replica.

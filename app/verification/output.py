@@ -16,7 +16,8 @@ from app.report.page import REPORT_FILE, write_report
 from app.report.result import Block, Facts, Result, Table
 from app.runtime import console
 from app.runtime.errors import DataError, MismatchError
-from lockstep.text import (
+from lockstep.answer.json import columns_of, finite, record_of, record_of_all
+from lockstep.answer.text import (
     explanations,
     largest_of,
     named_steps,
@@ -25,7 +26,7 @@ from lockstep.text import (
     sentence_of,
     share_of,
 )
-from lockstep.verdict import (
+from lockstep.answer.verdict import (
     BY_DESIGN,
     CLEAN,
     FAULT,
@@ -35,7 +36,6 @@ from lockstep.verdict import (
     Measurement,
     Verdict,
 )
-from lockstep.verify_json import columns_of, finite, record_of, record_of_all
 
 IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
 OTHER_TRAINING = "another training by design"

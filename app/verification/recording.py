@@ -24,9 +24,9 @@ from app.runtime.processes import Channel
 from app.runtime.versions import versions
 from app.verification.output import Run
 from lockstep import trace_file
+from lockstep.answer.verdict import Verdict
 from lockstep.arithmetic import are_finite
 from lockstep.trace import Trace
-from lockstep.verdict import Verdict
 
 if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
     from app.training.training_spec import TrainingSpec
@@ -183,8 +183,8 @@ def _check(
     """Compares every step with one device, and looks for a slow replica."""
     from app.verification.recorder import find_straggler
     from app.verification.strategy_oracle import StrategyOracle
+    from lockstep.answer.verdict import finding_of
     from lockstep.engine import check
-    from lockstep.verdict import finding_of
 
     trace = trace_file.load(path)
     about = trace.about

@@ -9,9 +9,9 @@ from app.runtime.errors import ConfigError, DataError
 from app.runtime.progress_bar import StepProgress
 from app.verification import output
 from app.verification.output import Run
+from lockstep.answer.text import count, one_line
 from lockstep.comparison import compare_traces
 from lockstep.match import NamesError
-from lockstep.text import count, one_line
 from lockstep.trace import Trace
 from lockstep.trace_file import load
 

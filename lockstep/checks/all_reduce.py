@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import (
     add_named,
     are_finite,
@@ -26,7 +27,6 @@ from lockstep.hypotheses import explain
 from lockstep.hypotheses.of_sums import SumOf, why_sum
 from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.trace import Array, Named
-from lockstep.verdict import Finding
 
 _SCALED = 1e-5  # Relative deviation of factors that are equal.
 _OWN = "not_all_reduced", "partly_all_reduced"  # Causes: a replica applies what it has sent.

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep import bounds
+from lockstep.answer.text import count
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.arithmetic import dense, distance, norm, ratio, same_bits
 from lockstep.context import Context
 from lockstep.oracles.rules import RuleOracle
 from lockstep.reference import StepPair
-from lockstep.text import count
 from lockstep.trace import STATE, STATISTIC, WEIGHT, Array, Named
-from lockstep.verdict import BY_DESIGN, FAULT, Finding
 
 # Stages that come before what the optimizer leaves: an optimizer may reduce gradients itself.
 _REDUCTIONS = (

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding, finding_of
 from lockstep.arithmetic import EPS, MARGIN, ratio
-from lockstep.verdict import BY_DESIGN, FAULT, Finding, finding_of
 
 Evaluate = Callable[[int], float]  # Number of a replica → loss of its shard with its state.
 

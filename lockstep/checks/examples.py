@@ -4,10 +4,10 @@ import collections
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import rows_of, same_bits
 from lockstep.context import Context
 from lockstep.oracles import Batch
-from lockstep.verdict import Finding
 
 _DIFFERENT_PART = 0.9
 _SAME_PART = 0.5  # Replicas that share a larger part of their examples are a fault.

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import (
     MARGIN,
     are_finite,
@@ -15,7 +16,6 @@ from lockstep.arithmetic import (
 )
 from lockstep.context import Actual, Context
 from lockstep.hypotheses.of_states import other_steps
-from lockstep.verdict import Finding
 
 DRAWS_OUTSIDE = (
     "the model or its train_step draws random numbers outside of layers, so that BatchNorm over the"

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from lockstep.answer.verdict import NOTHING, Finding
 from lockstep.arithmetic import (
     EPS,
     MARGIN,
@@ -30,7 +31,6 @@ from lockstep.hypotheses import Hypothesis, explain, predicted_by
 from lockstep.hypotheses.of_gradients import gradient_hypotheses, synchronized_hypotheses
 from lockstep.hypotheses.of_tensors import factor_of_part, why_tensor
 from lockstep.trace import Array, Named
-from lockstep.verdict import NOTHING, Finding
 
 
 def check_gradients(context: Context) -> Iterator[Finding | Actual]:

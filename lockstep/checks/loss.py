@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import EPS, MARGIN, TINY, are_finite, dense, factor_of, joined
 from lockstep.context import Actual, Context
 from lockstep.hypotheses.of_gradients import shifted_targets
 from lockstep.trace import Named
-from lockstep.verdict import Finding
 
 
 def check_loss(context: Context) -> Iterator[Finding | Actual]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.answer.causes import DETAILS
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import (
     EPS,
     MARGIN,
@@ -24,7 +25,6 @@ from lockstep.arithmetic import (
 from lockstep.checks.other_updates import compare_rules, settings_of, text_of
 from lockstep.oracles.rules import COUNTERS, detail_of
 from lockstep.reference import SAME_START, StepPair
-from lockstep.verdict import Finding
 
 _NEAR = 1e-4  # Least relative difference of the elements of gradients whose changes are compared.
 _SENSITIVE = 10  # Times this difference, changes are those of other settings.

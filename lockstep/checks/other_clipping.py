@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import dense, factor_of, is_far, norm, scaled_all, total_norm
 from lockstep.checks.other_gradients import names_of_factor
 from lockstep.context import Context
 from lockstep.hypotheses.of_axes import clipped_by_local_norm, reduced_over_parts
 from lockstep.reference import StepPair
 from lockstep.trace import Named
-from lockstep.verdict import Finding
 
 _CLOSE = 1e-3  # Relative deviation of factors and norms; limits are short numbers.
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.answer.text import count
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import (
     add_named,
     dense,
@@ -22,9 +24,7 @@ from lockstep.checks.examples import why_rows
 from lockstep.context import Context
 from lockstep.hypotheses.of_axes import order_of_parts
 from lockstep.reference import SAME_START, StepPair, Tolerance, common_steps
-from lockstep.text import count
 from lockstep.trace import Named, Trace
-from lockstep.verdict import Finding
 
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
 _OTHER_SPREAD = 0.2  # Larger than random deviations for that number.

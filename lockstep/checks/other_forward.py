@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lockstep.answer.text import first_names
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import MARGIN, UNITS, dense
 from lockstep.checks.random_numbers import draws, draws_other_numbers, is_random
 from lockstep.context import Context
@@ -17,9 +19,7 @@ from lockstep.hypotheses.of_layers import num_local_norms, other_settings
 from lockstep.hypotheses.of_targets import why_targets
 from lockstep.matched_examples import Matched, Pairs, matched_examples
 from lockstep.reference import StepPair
-from lockstep.text import first_names
 from lockstep.trace import Trace
-from lockstep.verdict import Finding
 
 _OF_OUTPUTS = 1e-4  # Relative to the usual size of an example's outputs.
 _OF_LOSS = 1e-3  # The gradient of a loss is a difference that may cancel.

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.arithmetic import (
     EPS,
     MARGIN,
@@ -31,7 +32,6 @@ from lockstep.matched_examples import matched_examples
 from lockstep.oracles.rules import IN_GRADIENT
 from lockstep.reference import StepPair
 from lockstep.trace import Named
-from lockstep.verdict import BY_DESIGN, FAULT, Finding
 
 # Of gradients and losses that differ by design.
 _OTHER_SCALE, _ROUGHLY, _MUCH_LESS = 1.5, 0.2, 3

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import EPS, MARGIN, TINY, UNITS, dense, norm
 from lockstep.checks.module_arrays import Event, ModuleArrays, Rows, apart, events_of
 from lockstep.checks.other_forward import usual_factor
 from lockstep.hypotheses.of_axes import sizes_of_axes
 from lockstep.matched_examples import Located, located_examples
 from lockstep.reference import StepPair
-from lockstep.verdict import Finding
 
 _UNKNOWN = {"unexplained", "other_outputs", "other_loss", "other_statistics", "scaled_gradient"}
 _STAGES = ("forward", "loss", "gradients", "statistics")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.answer.verdict import BY_DESIGN, Finding
 from lockstep.arithmetic import (
     EPS,
     MARGIN,
@@ -24,7 +25,6 @@ from lockstep.context import Context
 from lockstep.oracles.rules import Rule, RuleOracle, detail_of
 from lockstep.reference import StepPair, Tolerance
 from lockstep.trace import STATISTIC, Array, Named
-from lockstep.verdict import BY_DESIGN, Finding
 
 _NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
 _FORMS = ("amsgrad", "maximize")  # Settings that make another rule.

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import MARGIN, relative_distance, relative_norm, same_arrays, same_bits
 from lockstep.context import Context
 from lockstep.reference import StepPair
 from lockstep.trace import SEED
-from lockstep.verdict import Finding
 
 
 def check_random_numbers(context: Context) -> Iterator[Finding]:

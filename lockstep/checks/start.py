@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
+from lockstep.answer.text import count
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import all_same_bits, farthest, is_far, norm, same_bits
 from lockstep.checks.random_numbers import draws
 from lockstep.context import Context
-from lockstep.text import count
 from lockstep.trace import STATE, STATISTIC, WEIGHT, Named
-from lockstep.verdict import Finding
 
 
 def check_start(context: Context) -> Iterator[Finding]:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.answer.text import first_names
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import (
     MARGIN,
     TINY,
@@ -22,9 +24,7 @@ from lockstep.arithmetic import (
 from lockstep.checks.random_numbers import is_random
 from lockstep.context import Context
 from lockstep.hypotheses import explain
-from lockstep.text import first_names
 from lockstep.trace import SEED, STATISTIC, Array, Named
-from lockstep.verdict import Finding
 
 
 def check_statistics(context: Context) -> Iterator[Finding]:

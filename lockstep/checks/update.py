@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from lockstep.answer.verdict import Finding
 from lockstep.arithmetic import (
     EPS,
     MARGIN,
@@ -21,7 +22,6 @@ from lockstep.hypotheses import explain, predicted_by
 from lockstep.hypotheses.of_updates import update_hypotheses
 from lockstep.oracles.rules import RuleOracle
 from lockstep.trace import SEED, WEIGHT, Array, Named, Rows
-from lockstep.verdict import Finding
 
 
 def check_update(context: Context) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from lockstep.answer.text import count
 from lockstep.arithmetic import (
     dense,
     factor_of,
@@ -16,7 +17,6 @@ from lockstep.arithmetic import (
 )
 from lockstep.context import Context
 from lockstep.reference import StepPair
-from lockstep.text import count
 from lockstep.trace import Named
 
 _CLOSE = 1e-3  # Relative; of gradients that have a common factor.

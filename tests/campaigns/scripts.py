@@ -20,10 +20,10 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from lockstep.answer.text import notes_of
+from lockstep.answer.verdict import NOT_VERIFIED, NOTHING, Finding
 from lockstep.comparison import compare_traces
-from lockstep.text import notes_of
 from lockstep.trace_file import load
-from lockstep.verdict import NOT_VERIFIED, NOTHING, Finding
 
 from . import check
 

@@ -16,10 +16,10 @@ import tensorflow as tf
 
 import lockstep
 from app.verification.case_training import compare_evaluation
+from lockstep.answer.verdict import Finding, Verdict
 from lockstep.record_keras import Recorder
 from lockstep.trace import Trace
 from lockstep.trace_file import from_parts
-from lockstep.verdict import Finding, Verdict
 from zoo import CASES, Case, Program
 
 from . import check

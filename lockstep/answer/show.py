@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.text import count, facts_lines, first_names, named_steps, one_line
+from lockstep.answer.text import count, facts_lines, first_names, named_steps, one_line
 from lockstep.trace import OF_GRADIENTS, OF_VARIABLES, WEIGHT, Trace
 
 _MOST_WEIGHTS, _LONGEST = 10, 48

@@ -1,4 +1,4 @@
-"""Describes verdicts in sentences for people; `verify_json` has them as plain data."""
+"""Describes verdicts in sentences for people; `json.py` has them as plain data."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from lockstep.answer.causes import code_of, remedy_of, words_of
-from lockstep.verdict import (
+from lockstep.answer.verdict import (
     BY_DESIGN,
     FAULT,
     NOT_VERIFIED,

@@ -9,8 +9,8 @@ from typing import Any
 
 import lockstep
 from lockstep.answer.causes import code_of, remedy_of, words_of
-from lockstep.text import notes_of, sentence_of
-from lockstep.verdict import EXIT_CODE_OF, STAGES, Finding, Verdict, worst
+from lockstep.answer.text import notes_of, sentence_of
+from lockstep.answer.verdict import EXIT_CODE_OF, STAGES, Finding, Verdict, worst
 
 EXIT_CODES = {  # The same as of `verify`.
     0: "no fault",

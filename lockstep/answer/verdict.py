@@ -187,13 +187,13 @@ class Verdict:
         return worst(found) if found or stage in self.checked else "not checked"
 
     def __str__(self) -> str:
-        from lockstep.text import describe
+        from lockstep.answer.text import describe
 
         return describe([self], details=True)
 
     def to_json(self) -> str:
         """Returns the verdict as JSON text; see docs/for_agents.md."""
-        from lockstep.verify_json import record_of
+        from lockstep.answer.json import record_of
 
         return json.dumps(record_of(self), indent=1)
 
