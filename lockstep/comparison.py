@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -12,10 +11,9 @@ import numpy as np
 from lockstep.answer.causes import title_of
 from lockstep.answer.text import first_names, named_steps
 from lockstep.answer.verdict import BY_DESIGN, NOTHING, Finding, Verdict, finding_of
-from lockstep.arithmetic import EPS, MARGIN, UNITS
+from lockstep.arithmetic import EPS, MARGIN, UNITS, distance, norm, ratio, unit_of
 from lockstep.checks.claim import Claim, Summary, between
 from lockstep.checks.other_changes import compare_updates
-from lockstep.checks.other_clipping import compare_clipping
 from lockstep.checks.other_examples import (
     compare_examples,
     compare_losses,
@@ -26,20 +24,20 @@ from lockstep.checks.other_examples import (
     replaced_start,
 )
 from lockstep.checks.other_forward import compare_each_example
-from lockstep.checks.other_gradients import compare_gradients
 from lockstep.checks.other_modules import with_modules
 from lockstep.checks.other_updates import compare_statistics
 from lockstep.checks.random_numbers import compare_keys
 from lockstep.context import Context
-from lockstep.engine import Result, check_step, require_steps, verdict_of
+from lockstep.engine import CHECKS, OF_GRADIENTS, Result, check_step, require_steps, verdict_of
 from lockstep.match import Matching
-from lockstep.reference import KERNELS, StepPair, Tolerance, common_steps, match_traces
+from lockstep.matched_examples import has_ties
+from lockstep.numeric.tolerance import IN_16_BITS, WITH_SPREAD, WITHOUT_SPREAD, Tolerance
+from lockstep.reference import StepPair, common_steps, match_traces
+from lockstep.stages.gradients import FACTORS, compare_gradients, divides_what_it_kept
 from lockstep.trace import STATISTIC, WEIGHT, Trace
 
-DEFAULT_TOLERANCE = 1e-4
-# A larger effect is a fault that the permuted recording also has, not float32 rounding.
-_MOST_BY_ROUNDING = 1e-2
-_UNITS_OF_PARTS = 4  # Of the rounding of parts of activations, before they are added.
+_AFTER_GRADIENTS = {"statistics": compare_statistics, "update": compare_updates}
+_LARGE = 16  # Elements that tell the dtype in which they were kept.
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")  # Of trainings that overflow.
@@ -75,12 +73,11 @@ def compare_traces(
             f"{permuted[1].name}: is the second recording with permute=; pass only one"
         )
     first, *others = to_verify
-    allowed = given_tolerance(tolerance)
-    if tolerance is None:
-        allowed = in_dtype_of(first, allowed)
-        if permuted:
-            is_of_first = permuted[0].about.gradients == first.about.gradients
-            allowed = computed_tolerance(first, permuted[0], {} if is_of_first else names)
+    of_order = permuted[0] if permuted else None
+    if of_order and of_order.about.gradients == first.about.gradients:
+        allowed = tolerance_of(first, of_order, {}, tolerance)
+    else:
+        allowed = tolerance_of(first, of_order, names, tolerance)
     numbers = itertools.count(1)
 
     def count(step: int) -> None:
@@ -90,9 +87,7 @@ def compare_traces(
     if others:
         verdicts[0] = dataclasses.replace(verdicts[0], tolerance=allowed.text)
     for other in others:
-        of_pair = between_frameworks(allowed, first, other)
-        of_pair = of_pair if tolerance is not None else on_ranks(first, other, of_pair)
-        verdict = verify_against(first, other, names, of_pair, count)
+        verdict = verify_against(first, other, names, of_pair(allowed, first, other), count)
         verdicts.append(dataclasses.replace(verdict, reference=f"training of {short[0]}"))
     return {
         name: dataclasses.replace(verdict, name=name)
@@ -163,42 +158,42 @@ def verify_against(
         ValueError: the recordings have no step or no weight in common.
     """
     matching = match_traces(first, second, names)
-    comparisons: dict[str, Callable[[StepPair], Iterator[Finding]]] = {
-        "start": compare_starts,
-        "random numbers": compare_keys,
-        "examples": functools.partial(compare_examples, other_examples(first, second)),
-        "forward": compare_each_example,
-        "gradients": compare_gradients,  # Their cause is that of other losses and statistics, too.
-        "loss": compare_losses,
-        "statistics": compare_statistics,
-        "clipping": compare_clipping,
-        "update": compare_updates,
-    }
+    of_examples = other_examples(first, second)
     result = Result()
     skipped, is_compared, removed = list[int](), False, list[Finding]()
     summary, last = Summary(), None  # The latter: the claim of the last common step.
-    note = ""  # On the first step.
-    for step in _checked_steps(second, result, on_step):
-        if step.number not in first.steps:
+    note, divides_later = "", False  # On the first step; whether a script divides what it kept.
+    require_steps(second)
+    for position, number in enumerate(second.steps):
+        pair = None
+        if number in first.steps:
+            reference = Context(first, first.steps.index(number))
+            pair = StepPair(reference, Context(second, position), matching, tolerance)
+        step = check_step(
+            second, position, None, None, result,
+            gradients=functools.partial(_compare_until_update, pair, of_examples) if pair else None,
+            context=pair.second if pair else None,
+        )  # fmt: skip
+        on_step(position + 1)
+        if pair is None:
             continue
-        reference_step = Context(first, first.steps.index(step.number))
-        pair = StepPair(reference_step, step, matching, tolerance)
         note = note or replaced_start(pair)
-        for stage, compare in comparisons.items():
-            step.stage = stage
+        for step.stage, compare in (
+            ("statistics", compare_statistics),
+            ("update", compare_updates),
+        ):
             pair.findings += compare(pair)
-            if stage == "examples":
-                removed += pair.remove_false_factors()
+        divides_later = divides_later or (pair.is_comparable and divides_what_it_kept(pair))
         pair.findings = with_modules(pair)
         num_removed = len(removed)
         last = _with_claim(pair, last, summary, removed)
         is_compared = is_compared or len(removed) > num_removed  # By what the step leaves.
         result.findings += pair.findings
-        is_compared = is_compared or bool(pair.gradients[0] and pair.computes_the_same)
+        is_compared = is_compared or pair.is_comparable
         if not pair.starts_equally:
             skipped.append(step.number)
     # Steps that cannot be compared divide in the same place as the others.
-    details = {finding.detail for finding in removed}
+    details = FACTORS if divides_later else {finding.detail for finding in removed}
     stages = {"all-reduce", "agreement"}
     result.findings = [
         f
@@ -236,6 +231,36 @@ def verify_against(
         verdict, tolerance=tolerance.text, notes=notes, idle=idle, unverified=unverified,
         unknown_elements=summary.unknown,
     )  # fmt: skip
+
+
+def _compare_until_update(
+    pair: StepPair, of_examples: Mapping[int, tuple[str, str]] | None, step: Context
+) -> Iterator[Finding]:
+    """Compares a step up to its gradients, and checks these alone if the reference has none."""
+    step.compared = pair.findings
+    comparisons: dict[str, Callable[[StepPair], Iterator[Finding]]] = {
+        "start": compare_starts,
+        "random numbers": compare_keys,
+        "examples": functools.partial(compare_examples, of_examples),
+        "forward": compare_each_example,
+        "gradients": gradients_or_alone,  # Their cause is that of other losses, too.
+        "loss": compare_losses,
+    }
+    for step.stage, compare in comparisons.items():
+        if step.stage == "forward" and has_ties(pair):
+            pair.allow_ties()
+        pair.findings += compare(pair)
+    yield from ()
+
+
+def gradients_or_alone(pair: StepPair) -> Iterator[Finding]:
+    """Compares gradients, or checks those of a step alone that the reference cannot judge."""
+    step = pair.second
+    if pair.is_comparable:
+        yield from compare_gradients(pair)
+        return
+    for step.stage in OF_GRADIENTS:
+        yield from CHECKS[step.stage](step)  # type: ignore[misc]
 
 
 def _with_claim(
@@ -297,7 +322,7 @@ def not_trained(first: Trace, second: Trace) -> Iterator[Finding]:
 
 def _hidden(first: Trace, second: Trace, result: Result) -> Iterator[str]:
     """Yields what is not checked, as gradients differ by design, and how to check it."""
-    causes = {f.cause for f in result.findings if f.stage == "gradients" and f.status == BY_DESIGN}
+    causes = {f.detail for f in result.findings if f.stage == "gradients" and f.status == BY_DESIGN}
     if causes := causes & {"local_statistics", "random_layers"}:
         why = " and ".join(map(title_of, sorted(causes)))
         text = f"gradients differ by {why}, by design: a fault that changes them less is not seen"
@@ -319,92 +344,99 @@ def _checked_steps(
         on_step(position + 1)
 
 
-def given_tolerance(value: float | None) -> Tolerance:
-    """Returns the tolerance of a flag, or the default."""
-    if value is not None:
-        return Tolerance(value, f"{value:g}, given by --tolerance")
-    text = (
-        f"{DEFAULT_TOLERANCE:g}, the default; record a third time with permute=1 to compute it from"
-        " the effect of rounding"
-    )
-    return Tolerance(DEFAULT_TOLERANCE, text)
+def tolerance_of(
+    first: Trace, permuted: Trace | None, names: Mapping[str, str], given: float | None
+) -> Tolerance:
+    """Returns the bound of the gradients of a reference; see `numeric.tolerance`.
 
-
-def between_frameworks(tolerance: Tolerance, first: Trace, second: Trace) -> Tolerance:
-    """Returns a tolerance of at least the difference of kernels of two frameworks.
-
-    Permuting the examples changes the order of sums over examples; another framework also sums
-    pixels and channels in another order.
-    """
-    if first.about.framework == second.about.framework or not tolerance.of_weight:
-        return tolerance
-    return _at_least(tolerance, KERNELS, "between two frameworks")
-
-
-def in_dtype_of(trace: Trace, tolerance: Tolerance) -> Tolerance:
-    """Returns a tolerance of at least the rounding of the dtype in which a training computes.
-
-    Each matrix product rounds its sum over examples to this dtype, so that another batch size
-    changes a gradient by some units, even where permuting the examples changes no bit.
-    """
-    dtype = trace.about.computed_in
-    if dtype not in UNITS:
-        return tolerance
-    return _at_least(tolerance, min(MARGIN * UNITS[dtype], _MOST_BY_ROUNDING), f"in {dtype}")
-
-
-def on_ranks(first: Trace, trace: Trace, tolerance: Tolerance) -> Tolerance:
-    """Returns a tolerance of at least the rounding of the parts that ranks of a model compute.
-
-    The ranks of tensor or sequence parallelism round each part of an activation and of its gradient
-    to the dtype of the layers, before they are added.
-    """
-    dtype = trace.about.computed_in
-    is_same = dtype == first.about.computed_in
-    if dtype not in UNITS or not (is_same and trace.model_axes):
-        return tolerance
-    return _at_least(tolerance, _UNITS_OF_PARTS * UNITS[dtype], f"in {dtype} on ranks of a model")
-
-
-def _at_least(tolerance: Tolerance, least: float, where: str) -> Tolerance:
-    of_weight = {name: max(value, least) for name, value in tolerance.of_weight.items()}
-    text = f"{tolerance.text}, and at least {least:.2g} {where}"
-    return Tolerance(max(tolerance.usual, least), text, of_weight)
-
-
-def computed_tolerance(first: Trace, permuted: Trace, names: Mapping[str, str]) -> Tolerance:
-    """Computes the tolerance from a recording with permuted examples: another order of sums.
+    Args:
+        first: the reference.
+        permuted: the same training with permuted examples; None without one.
+        names: names of weights in one recording → names in the other, where they do not match.
+        given: relative difference that a user allows; None to compute it.
 
     Raises:
-        ValueError: none of its steps starts from a state of the first recording.
+        ValueError: no step of the permuted recording starts from a state of the reference.
+    """
+    if given is not None:
+        return Tolerance(f"{given:g}, relative, given by --tolerance", given=given)
+    unit, dtype = _unit_of(first)
+    if unit > EPS:
+        text = f"{IN_16_BITS:g} unit in the last place of {dtype}"
+        return Tolerance(_told(text, 2 * IN_16_BITS * unit), IN_16_BITS, unit)
+    if permuted is None:
+        least = StepPair(
+            Context(first, 0), Context(first, 0), Matching(first, first, {}), Tolerance()
+        )
+        text = (
+            f"{least.tolerance.times:.3g} units in the last place of float32, by the size of the"
+            " batch; record a third time with permute=1 to compute it from the effect of rounding"
+        )
+        return Tolerance(_told(text, least.tolerance.usual))
+    spread, num_steps = _spread(first, permuted, names)
+    text = (
+        f"{WITH_SPREAD:g} units in the last place of float32 and {MARGIN} times the effect of"
+        f" permuting the examples in {num_steps} steps of {permuted.name}"
+    )
+    tolerance = Tolerance("", WITH_SPREAD, unit, spread)
+    return dataclasses.replace(tolerance, text=_told(text, tolerance.usual))
+
+
+def _told(text: str, least: float) -> str:
+    return f"{text}: a fault that changes a gradient by less than {least:.1g} may not be seen"
+
+
+def _unit_of(trace: Trace) -> tuple[float, str]:
+    """Returns the unit in which a training computes its gradients, and its dtype."""
+    if trace.about.computed_in in UNITS:
+        return UNITS[trace.about.computed_in], trace.about.computed_in
+    weights = [key for key, kind in trace.kinds.items() if kind == WEIGHT]
+    before = trace.named(0, "before", 0) or {} if trace.steps else {}
+    kept = [np.asarray(before[key]) for key in weights if key in before and np.any(before[key])]
+    unit = min([unit_of(array) for array in kept if array.size >= _LARGE], default=EPS)
+    return next(((UNITS[dtype], dtype) for dtype in UNITS if UNITS[dtype] == unit), (EPS, ""))
+
+
+def of_pair(tolerance: Tolerance, first: Trace, second: Trace) -> Tolerance:
+    """Returns the bound for one recording.
+
+    Permuting the examples changes the order of sums over examples; another framework also sums
+    pixels and channels in another order. The ranks of tensor or sequence parallelism round each
+    part of an activation and of its gradient to the dtype of the layers, before they are added.
+    """
+    if tolerance.given:
+        return tolerance
+    if tolerance.unit > EPS and second.model_axes:
+        text = f"{tolerance.text}, twice as much on ranks of a model"
+        return dataclasses.replace(tolerance, times=2 * tolerance.times, text=text)
+    if first.about.framework == second.about.framework or tolerance.times >= WITHOUT_SPREAD:
+        return tolerance
+    text = f"{tolerance.text}, and at least {WITHOUT_SPREAD:g} units between two frameworks"
+    times = tolerance.times if tolerance.unit > EPS else WITHOUT_SPREAD
+    return dataclasses.replace(tolerance, times=times, text=text)
+
+
+def _spread(
+    first: Trace, permuted: Trace, names: Mapping[str, str]
+) -> tuple[dict[str, float], int]:
+    """Returns weight → distance of its gradient with permuted examples, and the number of steps.
+
+    Distances are parts of the largest gradient of a step.
     """
     spread: dict[str, float] = {}
-    num_steps = 0
-    matching = match_traces(first, permuted, names)
+    num_steps, matching = 0, match_traces(first, permuted, names)
     for own, other in common_steps(first, permuted):
-        pair = StepPair(own, other, matching, Tolerance(0.0))
-        if pair.gradients[0] and pair.starts_equally:
+        pair = StepPair(own, other, matching, Tolerance())
+        terms = pair.gradients
+        if terms.names and pair.starts_equally:
             num_steps += 1
-            for name in pair.gradients[0]:
-                apart = pair.different_gradients.get(name, 0.0)
+            largest = max(map(norm, terms.reference.values()))
+            for name, gradient in terms.reference.items():
+                apart = ratio(distance(terms.given[0][name], gradient), largest)
                 spread[name] = max(spread.get(name, 0.0), apart)
     if not spread:
         raise ValueError(
             f"{permuted.name}: no step starts from the state of {first.name}; record it with"
             " replay= and the same steps"
         )
-    # If examples are summed in higher precision, permuting them has no effect and is not
-    # conclusive.
-    usual = statistics.median([far for far in spread.values() if far] or [EPS])
-    of_weight = {
-        name: min(MARGIN * max(far, usual, EPS), _MOST_BY_ROUNDING) for name, far in spread.items()
-    }
-    low, high = min(of_weight.values()), max(of_weight.values())
-    text = (
-        f"{low:.2g} to {high:.2g}, relative, {MARGIN} times the effect of permuting the examples"
-        f" in {num_steps} steps of {permuted.name}"
-    )
-    if high == _MOST_BY_ROUNDING:
-        text += ", limited to 0.01: a larger effect is not rounding"
-    usual = min(MARGIN * max(usual, EPS), _MOST_BY_ROUNDING)
-    return in_dtype_of(first, Tolerance(usual, text, of_weight))
+    return spread, num_steps

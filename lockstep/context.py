@@ -55,6 +55,8 @@ class Context:
         number: number of the step, from 0.
         stage: the current stage.
         findings: what was found in this step so far.
+        compared: what was found in comparison with a reference so far.
+        reduced_inside: weights whose gradients the optimizer reduces by itself.
         measurements: every array that was compared with a computed one.
         exact: shards whose loss, gradients and statistics are bitwise those of one device.
         in_float64: whether gradients are computed in float64: until a step depends on its dtype.
@@ -70,6 +72,8 @@ class Context:
         self._oracle, self.checked = oracle, {} if checked is None else checked
         self.number, self.stage = trace.steps[position], "start"
         self.findings: list[Finding] = []
+        self.compared: list[Finding] = []
+        self.reduced_inside: set[str] = set()
         self.measurements: list[Measurement] = []
         self.exact: frozenset[int] = frozenset()
         self.in_float64 = oracle is not None and not oracle.why_not_exact
@@ -428,7 +432,7 @@ class Context:
         return any(
             finding.stage in stages
             and (finding.status == FAULT or finding.detail == "not_a_sum_over_examples")
-            for finding in self.findings
+            for finding in (*self.findings, *self.compared)
         )
 
     def found(

@@ -9,7 +9,6 @@ import numpy as np
 
 from lockstep.answer.verdict import NOTHING, STAGES, Finding, Measurement, Verdict, merged
 from lockstep.arithmetic import all_same_bits, are_finite, same_bits
-from lockstep.checks.all_reduce import check_all_reduce, check_clipping
 from lockstep.checks.examples import check_examples
 from lockstep.checks.forward import check_forward
 from lockstep.checks.gradients import check_gradients
@@ -20,7 +19,10 @@ from lockstep.checks.statistics import check_statistics
 from lockstep.checks.update import check_update
 from lockstep.context import Actual, Context
 from lockstep.oracles import Batch, Computed, Oracle
-from lockstep.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Rows, Trace
+from lockstep.stages.clipping import check_clipping
+from lockstep.stages.reduce import check_all_reduce
+from lockstep.trace import OF_GRADIENTS as KINDS_OF_GRADIENTS
+from lockstep.trace import STATISTIC, WEIGHT, Rows, Trace
 
 Check = Callable[[Context], Iterator[Finding | Actual]]
 CHECKS: dict[str, Check] = {  # Stage → its check.
@@ -37,6 +39,7 @@ CHECKS: dict[str, Check] = {  # Stage → its check.
     "statistics": check_statistics,
     "agreement": check_agreement,
 }
+OF_GRADIENTS = "gradients", "all-reduce", "clipping"  # The stages that a reference judges.
 BITWISE = "bitwise equal to one device in float32"
 SPREAD = "spread over orders of summation and weights changed by one unit in the last place"
 
@@ -130,8 +133,9 @@ def _tolerance(result: Result, oracle: Oracle | None) -> str:
 
 
 def check_step(
-    trace: Trace, position: int, oracle: Oracle | None, batch: Batch | None, result: Result
-) -> Context:
+    trace: Trace, position: int, oracle: Oracle | None, batch: Batch | None, result: Result, *,
+    gradients: Check | None = None, context: Context | None = None,
+) -> Context:  # fmt: skip
     """Checks every stage of one step, adds what it finds to a result, and returns the step.
 
     Args:
@@ -140,8 +144,11 @@ def check_step(
         oracle: computes what is right; None to check consistency alone.
         batch: leaves of the global batch as defined by the data set, if known.
         result: gets the findings.
+        gradients: judges the gradients, in place of the checks of `OF_GRADIENTS`.
+        context: the step, if it was read before.
     """
-    context = Context(trace, position, oracle, batch, result.checked)
+    context = context or Context(trace, position, oracle, batch)
+    context.checked = result.checked
     if context.has("before") and not all(map(are_finite, context.named("before"))):
         text = "the step starts from weights that are NaN or infinite, so it cannot be compared"
         result.findings.append(
@@ -154,7 +161,11 @@ def check_step(
     # Of trainings that overflow.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         context.exact = exact_shards(context)
-        for stage, check_stage in CHECKS.items():
+        checks = dict(CHECKS)
+        if gradients:
+            checks = {s: c for s, c in CHECKS.items() if s not in OF_GRADIENTS[1:]}
+            checks["gradients"] = gradients
+        for stage, check_stage in checks.items():
             context.stage = stage
             for found in check_stage(context):
                 if isinstance(found, Finding):
@@ -181,7 +192,7 @@ def why_idle(context: Context, trained: dict[str, bool]) -> str:
         trained: name of a weight → whether one of its gradients is not 0; updated.
     """
     found: dict[str, bool] = {}
-    for gradients in itertools.chain.from_iterable(map(context.named, OF_GRADIENTS)):
+    for gradients in itertools.chain.from_iterable(map(context.named, KINDS_OF_GRADIENTS)):
         for name, gradient in gradients.items():
             values = gradient.values if isinstance(gradient, Rows) else gradient
             found[name] = found.get(name, False) or bool(np.any(values))

@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.arithmetic import distance, norm, ratio
 from lockstep.context import Context
 from lockstep.hypotheses.of_targets import targets_of
 from lockstep.reference import StepPair
 
 KINDS = ("data", "y_pred", "y_grad")
+_BY_ROUNDING = 3e-5  # Relative difference of outputs.
 Place = tuple[int, int]  # Number of a forward pass, and row.
 Pairs = list[tuple[np.ndarray, np.ndarray]]
 
@@ -69,12 +71,28 @@ def matched_examples(pair: StepPair) -> list[Matched]:
     return found
 
 
+def has_ties(pair: StepPair) -> bool:
+    """Returns whether outputs of the same examples differ, and by rounding alone.
+
+    Asked where gradients differ: where no outputs are recorded, layers that normalise over all
+    replicas say that they may.
+    """
+    if not pair.is_comparable or pair.are_gradients_right:
+        return False
+    pairs = [each for matched in matched_examples(pair) for each in matched.pairs["y_pred"]]
+    if not pairs:
+        is_recorded = pair.has("y_pred") and pair.has("data")
+        return not is_recorded and pair.second.trace.about.syncs_batch_norm
+    apart = [ratio(distance(b, a), norm(a)) for a, b in pairs]
+    return 0 < max(apart) <= _BY_ROUNDING
+
+
 def located_examples(pair: StepPair) -> list[Located]:
     """Finds the examples whose inputs are bitwise equal, for each forward pass of the second.
 
     Inputs that occur twice in a trace are left out.
     """
-    first, second = _parts(pair.first), _parts(pair.second)
+    first, second = parts_of(pair.first), parts_of(pair.second)
     places: list[dict[int, Place]] = []
     for num_leaves in (1, None):  # All arrays, if few examples have another first one.
         places = [_places(parts, num_leaves) for parts in (first, second)]
@@ -90,7 +108,7 @@ def located_examples(pair: StepPair) -> list[Located]:
     return found
 
 
-def _parts(step: Context) -> list[Part]:
+def parts_of(step: Context) -> list[Part]:
     """Returns the forward passes of a step in order."""
     parts = []
     for shard in step.shards:

@@ -10,7 +10,8 @@ import pytest
 from lockstep.answer.text import notes_of, sentence_of
 from lockstep.answer.verdict import CLEAN, EXIT_CODE_OF, FAULT, NOT_VERIFIED
 from lockstep.bounds import of_change, of_start, spread_of
-from lockstep.comparison import given_tolerance, verify_against, verify_alone
+from lockstep.comparison import verify_against, verify_alone
+from lockstep.numeric.tolerance import Tolerance
 from lockstep.trace import STATE, STATISTIC, WEIGHT, Trace, Variable
 from script_samples import NORM, Script, sgd
 
@@ -28,7 +29,7 @@ def one():
 
 
 def compared(first, second):
-    return verify_against(first.trace(), second.trace("two.npz"), {}, given_tolerance(None))
+    return verify_against(first.trace(), second.trace("two.npz"), {}, Tolerance())
 
 
 def shown(verdict):

@@ -27,16 +27,17 @@ def squares(outputs, targets, smoothing):
 
 def trained(
     *, replicas=1, framework="torch", parts=1, loss=softmax, sequences=False, smoothing=(0.0, 0.0),
-    seed=0, given=True, layers=(), **changes,
+    seed=0, given=True, layers=(), on_all=False, **changes,
 ):  # fmt: skip
-    """Returns a recording of one step of a linear model, some of whose arrays replica 1 changes.
+    """Returns a recording of one step of a linear model, some of whose arrays a replica changes.
 
     Args:
         parts: number of micro-batches.
         sequences: whether an example is a sequence.
         smoothing: label smoothing of replicas 0 and 1.
         given: whether targets are arguments of the step.
-        changes: functions of inputs, targets, outputs and the gradient of the loss, on replica 1.
+        changes: functions of inputs, targets, outputs and the gradient of the loss.
+        on_all: whether all replicas have these changes, not only replica 1.
     """
     random = np.random.default_rng(seed)
     shape = (NUM, LENGTH, FEATURES) if sequences else (NUM, FEATURES)
@@ -50,7 +51,7 @@ def trained(
     trace = Trace(about, name=f"{'one' if replicas == 1 else 'two'}.npz")
     raw = []
     for replica in range(replicas):
-        change = AS_IS | (changes if replica == 1 or replicas == 1 else {})
+        change = AS_IS | (changes if replica == 1 or replicas == 1 or on_all else {})
         total, arrays = 0.0, {"data": [], "y_pred": [], "y_grad": []}
         own = [each[replica::replicas] for each in (x, y)]
         for inputs, targets in zip(*(np.split(each, parts) for each in own), strict=True):
@@ -168,10 +169,42 @@ def test_outputs_of_a_port():
     assert {stage for stage, *_ in faults} == {"gradients"}
 
 
+def moved(outputs):
+    """Returns outputs as of a layer that normalises other examples."""
+    return outputs * np.float32(1.05) + np.float32(0.02)
+
+
+NORM = ({"name": "norm", "class": "BatchNorm1d", "weights": []},)
+BEHIND = {
+    "right": ({}, []),
+    "doubled": ({"of_loss": lambda g: 2 * g}, ["sum_instead_of_mean"]),
+    "halved": ({"of_loss": lambda g: g / 2}, ["mean_instead_of_sum"]),
+    "times 1.3": ({"of_loss": lambda g: 1.3 * g}, ["scaled_gradient"]),
+    "label smoothing": ({"smoothing": (0.1, 0.1)}, ["label_smoothing"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEHIND)
+@pytest.mark.parametrize("loss", [softmax, sigmoid])
+def test_the_weight_of_an_example_is_known_behind_batch_norm(name, loss):
+    """Outputs differ by design: the form of the loss tells how much each example counts."""
+    changes, causes = BEHIND[name]
+    if loss is sigmoid and name == "label smoothing":
+        return
+    given = {"layers": NORM, "loss": loss, **HIDDEN}
+    one = trained(**given)
+    two = trained(replicas=2, on_all=True, output=moved, **given, **changes)
+    verdict = compare_traces([one, two], {})["two.npz"]
+    assert [f.cause for f in verdict.faults if f.stage == "gradients"] == causes
+
+
 def test_backward_pass():
     """Outputs and losses agree, gradients do not."""
     one, two = trained(**HIDDEN), trained(replicas=2, **HIDDEN)
     two.put(0, "raw", 1, [np.sin(two.arrays(0, "raw", 1)[0])])
+    mean = np.mean([two.arrays(0, "raw", replica)[0] for replica in (0, 1)], axis=0)
+    for replica in (0, 1):
+        two.put(0, "sums", replica, [mean])
     verdict = compare_traces([one, two], {})["two.npz"]
     text = next(f.text for f in verdict.faults if f.stage == "gradients")
     assert "outputs and losses agree, so that it is in the backward pass" in text

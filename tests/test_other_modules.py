@@ -15,8 +15,9 @@ from lockstep import trace_file
 from lockstep.answer.json import record_of
 from lockstep.checks.module_arrays import Event, events_of
 from lockstep.checks.other_modules import first_wrong_module
-from lockstep.comparison import compare_traces, given_tolerance
+from lockstep.comparison import compare_traces
 from lockstep.context import Context
+from lockstep.numeric.tolerance import Tolerance
 from lockstep.reference import StepPair, match_traces
 from lockstep.trace import OF_MODULES, About, Trace, Variable
 from recorder_scripts import FOLDER, interpreter
@@ -162,16 +163,8 @@ def test_a_repeated_bias_and_a_factor_are_recognised():
     assert "it is 3 times the right one" in verdict.faults[0].text
 
 
-def test_gradients_in_16_bits_that_differ_as_far_as_modules_are_right():
-    def rounded(array):
-        return array * (1 + 0.009 * np.sin(np.arange(array.size)).reshape(array.shape))
-
+def test_gradients_of_one_module_in_16_bits():
     about = {"computed_in": "bfloat16"}
-    for modules, is_right in ((MODULES, True), ((), False)):
-        wrong = {"head gradient": rounded, "layers.0.act gradient": rounded}
-        second = trained(modules=modules, wrong=wrong, **about)
-        *_, verdict = compare_traces([trained(modules=modules, **about), second], {}).values()
-        assert verdict.ok == is_right, str(verdict)
     second = trained(replicas=2, wrong={"layers.0.linear weight": lambda g: g * 1.2}, **about)
     *_, verdict = compare_traces([trained(**about), second], {}).values()
     assert modules_of(verdict) == {"layers.0.linear, backward"}
@@ -207,7 +200,7 @@ def on_two_ranks(wrong=None, **changes):
     second.views_of = views
     steps = Context(first, 0), Context(second, 0)
     return first_wrong_module(
-        StepPair(*steps, match_traces(first, second, {}), given_tolerance(1e-5))
+        StepPair(*steps, match_traces(first, second, {}), Tolerance(given=1e-5))
     )
 
 

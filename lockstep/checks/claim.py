@@ -119,16 +119,13 @@ class Claim:
 
     # What the step does.
 
-    def _applied(self, copy: int) -> tuple[Named, Named]:
-        first, second = self.pair.first.applied(0), self.pair.second.applied(copy)
-        return self.pair._common_gradients(first, second)
-
     @functools.cached_property
     def _gradients(self) -> list[tuple[Named, Named, set[str]]]:
         """For each copy the gradients that both apply, and the names of those that disagree."""
         found = []
         for copy in self.pair.second.copies:
-            first, second = self._applied(copy)
+            terms = self.pair.gradients
+            first, second = terms.reference_applied, terms.applied[copy] if terms.names else {}
             found.append((first, second, {*self.pair.tolerance.wrong(second, first)}))
         return found
 

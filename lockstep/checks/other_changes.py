@@ -19,6 +19,7 @@ from lockstep.arithmetic import (
     distance,
     factor_of,
     norm,
+    plain,
     same_bits,
     unit_of,
 )
@@ -89,7 +90,8 @@ def compare_updates(pair: StepPair) -> Iterator[Finding]:
     known = {*pair.rules(), *(p.first for p in pair.matching.pairs if p.second in wrong_alone)}
     near = {name: each for name, each in _near(pair).items() if name not in known}
     fixed = [x.weight for x in changes if not x.slot and x.weight not in known and _is_fixed(x)]
-    if fixed := [name for name in fixed if all(norm(g.get(name, 0)) for g in pair.applied)]:
+    applied = pair.gradients.reference_applied, pair.gradients.applied[0]
+    if fixed := [name for name in fixed if all(norm(g.get(name, 0)) for g in applied)]:
         text = f"{len(fixed)} weights have a gradient, and only the first recording updates them"
         yield pair.second.found("not_updated", text, kind="after", tensors=fixed)
     allowed = _SENSITIVE * max(_NEAR, pair.tolerance.usual)
@@ -136,7 +138,8 @@ def _changes(pair: StepPair) -> Iterator[_Change]:
 def _kept_in_short(pair: StepPair, changes: Sequence[_Change]) -> Iterator[Finding]:
     """Finds weights or optimizer state that only the second trace keeps in 16 bits."""
     # State of gradients in 16 bits may have these bits, too.
-    whole = {n for n, g in pair.applied[1].items() if unit_of(np.asarray(g)) == EPS}
+    applied = pair.matching.to_first(pair.second.applied(0))
+    whole = {n for n, g in applied.items() if unit_of(plain(g)) == EPS}
     changes = [x for x in changes if x.weight in whole and all(map(np.any, x.after))]
     for slot in dict.fromkeys(x.slot for x in changes if x.slot not in COUNTERS):
         kept = [x for x in changes if x.slot == slot]
@@ -154,8 +157,8 @@ def _kept_in_short(pair: StepPair, changes: Sequence[_Change]) -> Iterator[Findi
 def _near(pair: StepPair) -> Mapping[str, np.ndarray]:
     """Returns name of a weight → which elements have nearly equal gradients; most of them."""
     allowed, found = max(_NEAR, pair.tolerance.usual), {}
-    for name, gradient in pair.applied[0].items():
-        first, second = dense(gradient), dense(pair.applied[1][name])
+    for name, first in pair.gradients.reference_applied.items():
+        second = pair.gradients.applied[0][name]
         is_near = np.abs(second - first) <= allowed * np.abs(first)
         if is_near.size and np.mean(is_near) > _MOST:
             found[name] = is_near

@@ -23,12 +23,14 @@ from lockstep.arithmetic import (
 from lockstep.checks.examples import why_rows
 from lockstep.context import Context
 from lockstep.hypotheses.of_axes import order_of_parts
-from lockstep.reference import SAME_START, StepPair, Tolerance, common_steps
+from lockstep.numeric.tolerance import Tolerance
+from lockstep.reference import StepPair, common_steps
 from lockstep.trace import Named, Trace
 
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
 _OTHER_SPREAD = 0.2  # Larger than random deviations for that number.
 _CLOSE = 1e-4  # For inputs that were scaled in float32.
+_DRIFT = 1e-4  # Relative; of states after some steps from equal weights.
 _NEAR = 0.1  # Gradients from inputs of another scale differ by more than this.
 
 Why = tuple[str, str]  # Cause and text.
@@ -83,7 +85,7 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
 
 def _unlike(pair: StepPair, first: Named, second: Named) -> list[str]:
     """Returns the variables that differ by more than the rounding of steps before the recording."""
-    allowed = max(SAME_START, pair.tolerance.usual)
+    allowed = max(_DRIFT, pair.tolerance.usual)
     return [n for n, a in first.items() if distance(second[n], a) > allowed * norm(a)]
 
 
@@ -326,10 +328,9 @@ def _is_converted_inside(pair: StepPair, cause: str) -> bool:
     One of the models then scales or transposes its inputs, and a remaining difference has another
     cause.
     """
-    first, second = pair.gradients
-    near = Tolerance(max(pair.tolerance.allowed(list(first)), _NEAR))
+    terms, near = pair.gradients, Tolerance(given=max(pair.tolerance.usual, _NEAR))
     is_form = cause in ("other_normalisation", "other_layout")
-    return is_form and bool(first) and not near.wrong(second, first)
+    return is_form and bool(terms.names) and near.fits(terms.given[0], [(1.0, terms.reference)])
 
 
 def _inputs_of(context: Context) -> _Inputs:

@@ -31,8 +31,7 @@ def compare_each_example(pair: StepPair) -> Iterator[Finding]:
     if not (pair.computes_the_same and pair.has("data")):
         return
     stages = [s for s, kind in (("forward", "y_pred"), ("loss", "y_grad")) if pair.has(kind)]
-    is_equal = pair.gradients[0] and not pair.different_gradients
-    matched = [] if is_equal else matched_examples(pair)
+    matched = [] if pair.are_gradients_right else matched_examples(pair)
     step.stage = "examples"
     if found := list(_other_arguments(pair, matched)):
         yield from found

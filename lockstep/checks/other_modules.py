@@ -45,22 +45,13 @@ class Wrong(NamedTuple):
 
 
 def with_modules(pair: StepPair) -> list[Finding]:
-    """Returns the findings of a step with the first wrong module, which may be their cause.
-
-    Where no module is wrong, gradients of weights that differ by rounding are no finding.
-    """
+    """Returns the findings of a step with the first wrong module, which may be their cause."""
     affected = [finding for finding in pair.findings if finding.stage in _STAGES]
     if not (affected and pair.computes_the_same and pair.has("data", "module_out")):
         return pair.findings
-    step = _Step(pair)
-    if found := step.first_wrong_of_all():
-        return [_named(pair, f, found) if f in affected else f for f in pair.findings]
-    limit = step.limit_of_weights()
-    return [f for f in pair.findings if not (_is_unexplained(f) and f.distance <= limit)]
-
-
-def _is_unexplained(finding: Finding) -> bool:
-    return finding.stage == "gradients" and finding.detail == "unexplained"
+    if not (found := first_wrong_module(pair)):
+        return pair.findings
+    return [_named(pair, f, found) if f in affected else f for f in pair.findings]
 
 
 def _named(pair: StepPair, finding: Finding, found: Wrong) -> Finding:
@@ -96,7 +87,6 @@ class _Step:
         shards = [(step, shard) for step, _ in pair.both for shard in step.shards]
         dtypes = {step.trace.about_of(shard).computed_in for step, shard in shards}
         self._unit = max(UNITS.get(dtype, MARGIN * EPS) for dtype in dtypes)
-        self._largest = 0.0  # Distance of a right array.
         self._compared = set[Event]()
         self._factors: dict[int, float] = {}  # Number in `_located` → that of its gradients.
 
@@ -107,15 +97,6 @@ class _Step:
         if any(finding.stage == "loss" for finding in self._pair.findings):
             return None
         return self.first_wrong(is_backward=True) or self._of_own_weights()
-
-    def limit_of_weights(self) -> float:
-        """Returns how far gradients of weights may be by rounding in 16 bits; 0 if unknown.
-
-        Such a gradient is the product of an input and the gradient of an output, which have their
-        own errors, and is rounded.
-        """
-        is_known = self._factors and self._unit > MARGIN * EPS
-        return 2 * self._largest + self._unit if is_known else 0.0
 
     def first_wrong(self, *, is_backward: bool) -> Wrong | None:
         """Returns what is wrong in the first wrong event of a pass.
@@ -144,8 +125,7 @@ class _Step:
                 continue
             factor = self._factor(place, copies[0]) if is_backward else 1.0
             worst = max(copies, key=lambda rows: apart(rows, factor))
-            if (far := apart(worst, factor)) <= allowed:
-                self._largest = max(self._largest, far)
+            if apart(worst, factor) <= allowed:
                 continue
             if axis := self._axis_of_summands(event, located, is_backward, factor, allowed):
                 axes.add(axis)

@@ -148,7 +148,8 @@ def check_agreement(context: Context) -> Iterator[Finding]:
 def _unlike_gradients(context: Context, applied: Sequence[Named]) -> Iterator[Finding]:
     """Finds copies that apply different gradients, where nothing before the update is recorded."""
     first, *others = applied
-    names = [n for n in first if any(n in other and is_far(other[n], first[n]) for other in others)]
+    left = [name for name in first if name not in context.reduced_inside]
+    names = [n for n in left if any(n in other and is_far(other[n], first[n]) for other in others)]
     if idle := [n for n in names if not all(norm(own.get(n, 0.0)) for own in applied)]:
         text = (
             f"copies apply a gradient of 0 to {count('weight', len(idle))}, and other copies do not"

@@ -29,7 +29,7 @@ def not_reduced(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
     is that of the reference.
     """
     step, mesh = pair.second, pair.second.trace.mesh
-    left = [] if step.is_wrong("all-reduce") else [*pair.gradients[0]]
+    left = [] if step.is_wrong("all-reduce") else [*pair.gradients.names]
     for axis in mesh.axes if mesh else ():
         ranks = mesh.along(axis, 0) if mesh else []
         own = [pair.matching.to_first(step.entering(r) or step.applied(r)) for r in ranks]
@@ -68,7 +68,7 @@ def _common_factor(pair: StepPair, own: Named) -> float:
 
     A rank that clips by the norm of wrong gradients changes the right ones, too.
     """
-    first, factors = pair.gradients[0], list[float]()
+    first, factors = pair.gradients.reference, list[float]()
     for name in first:
         if name in own and norm(first[name]):
             factor = factor_of([own[name]], [first[name]])
@@ -81,7 +81,7 @@ def _common_factor(pair: StepPair, own: Named) -> float:
 
 def _that_give(pair: StepPair, names: Sequence[str], terms: Sequence[Named]) -> list[str]:
     """Returns the names of the gradients of the reference that are the sum of some terms."""
-    first = {name: pair.gradients[0][name] for name in names}
+    first = {name: pair.gradients.reference[name] for name in names}
     wrong = pair.tolerance.wrong(first, *terms)
     return [name for name in names if name not in wrong]
 
@@ -89,7 +89,7 @@ def _that_give(pair: StepPair, names: Sequence[str], terms: Sequence[Named]) -> 
 def clipped_by_local_norm(pair: StepPair) -> tuple[str, str] | None:
     """Explains gradients that each rank clips by the norm of the parts that it holds itself."""
     trace, position = pair.second.trace, pair.second.position
-    limit, size = total_norm(pair.applied[0]), total_norm(pair.gradients[0])
+    limit, size = total_norm(pair.gradients.reference_applied), pair.gradients.size
     if not trace.mesh or limit > (1 - _CLOSE) * size:
         return None
     norms, factors, counted = list[float](), list[float](), set[str]()
@@ -120,7 +120,7 @@ def clipped_by_local_norm(pair: StepPair) -> tuple[str, str] | None:
 
 def reduced_over_parts(pair: StepPair) -> tuple[str, str] | None:
     """Explains gradients that a script reduces over ranks that hold other parts of a weight."""
-    trace, first = pair.second.trace, pair.gradients[0]
+    trace, first = pair.second.trace, pair.gradients.reference
     for axis in trace.model_axes:
         ranks = trace.mesh.along(axis, 0) if trace.mesh else []
         held = [trace.local(pair.second.position, "unclipped", rank) for rank in ranks]

@@ -150,12 +150,13 @@ def reordered_rows(pair: StepPair, name: str) -> str:
     steps, orders = (pair.first, pair.second), _orders_of_examples(pair)
     outputs = [_rows_of(steps[i], orders[i], "y_pred") for i in (0, 1)]
     found, num = set[int](), 0
+    gradients = pair.gradients.reference, pair.gradients.given[0]
     for own, step in enumerate(steps):
         of_outputs = _rows_of(step, orders[own], "y_grad")
         by_outputs = _by_outputs(of_outputs, outputs[1 - own], outputs[own])
         if by_outputs is None:
             continue
-        gradient, kernel = dense(pair.gradients[own][name]), dense(weights)
+        gradient, kernel = gradients[own][name], dense(weights)
         if layout == "OI":
             gradient, kernel = gradient.T, kernel.T
         num = len(gradient)

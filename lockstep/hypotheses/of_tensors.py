@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.arithmetic import EPS, dense, factor_of, length, ratio
+from lockstep.arithmetic import EPS, NOTHING_BUT_ROUNDING, dense, factor_of, length, ratio
 from lockstep.context import Context
 from lockstep.trace import Named
 
@@ -21,8 +21,14 @@ def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> t
     if not np.any(a):
         return "frozen", "all elements of the gradient are 0"
     limit = max(limit, 64 * EPS * length(e))
-    factor = factor_of([a], [e])
-    if length(a - factor * e) <= abs(factor) * limit:
+    factor, apart = factor_of([a], [e]), ratio(length(a - e), length(e))
+    unknown = (
+        f"the relative difference is {apart:.2g}; no scale, shift, other examples, previous step,"
+        " regularisation, precision or lost element explains it"
+    )
+    if limit > NOTHING_BUT_ROUNDING * length(a - e):  # What follows would explain rounding, too.
+        return "unexplained", unknown
+    if a.size > 1 and length(a - factor * e) <= abs(factor) * limit:
         known = {
             1 / num_replicas: " (1 / number of replicas)",
             num_replicas: " (the number of replicas)",
@@ -55,12 +61,7 @@ def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> t
             return "quantised", f"the gradient is rounded to whole multiples, in {bits} bits"
     if length(a - to_signs(e)) <= limit:
         return "quantised", "the gradient has the signs of the right one, and its mean size"
-    apart = ratio(length(a - e), length(e))
-    return (
-        "unexplained",
-        f"the relative difference is {apart:.2g}; no scale, shift, other examples, previous step,"
-        " regularisation, precision or lost element explains it",
-    )
+    return "unexplained", unknown
 
 
 def levels_of(bits: int) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""Fits recorded arrays by sums of others, and says what their coefficients mean."""

@@ -1,0 +1,337 @@
+"""Rows of the node `raw`: what the shards send, as the reference's gradient of the whole batch."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lockstep.arithmetic import EPS, are_finite, dense, norm, total_norm
+from lockstep.explain.factors import meanings
+from lockstep.explain.rows import Meaning, Row
+from lockstep.explain.solve import solve
+from lockstep.oracles.rules import IN_GRADIENT
+from lockstep.reference import StepPair
+from lockstep.step import Gradients
+from lockstep.trace import Named
+
+_CLOSE = 1e-4  # Relative; of solved coefficients to those of a pattern.
+_UNKNOWN = [Meaning("scaled_gradient", "")]
+
+
+def raw_rows(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
+    """Yields rows that may give the reference's gradient, the most specific first.
+
+    Args:
+        pair: the step.
+        raw: what each shard sends, or the whole gradient as that of one shard.
+        share: the factor of what is sent in the right sum.
+    """
+    terms, right = pair.gradients, [share] * len(raw)
+    yield from _rows_of_sizes(pair, raw, share)
+    yield from _rows_of_micro_batches(pair, terms, raw, right)
+    yield from _rows_of_previous(pair, terms, raw, right)
+    yield from _rows_of_factors(pair, raw, share)
+    yield from _rows_of_weights(pair, raw, share)
+
+
+def _of(raw: Sequence[Named], factors: Sequence[float] | np.ndarray) -> list[tuple[float, Named]]:
+    return list(zip(map(float, factors), raw, strict=True))
+
+
+def _rows_of_sizes(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
+    sizes, num = np.array(pair.second.sizes, float), len(raw)
+    if num < 2 or num != len(sizes) or not sizes.all() or not np.ptp(sizes):
+        return
+    factors = share * num * sizes / sizes.sum()
+    shown = ", ".join(f"{size:g}" for size in sizes)
+    listed = ", ".join(f"{factor / share:.4g}" for factor in factors)
+    text = (
+        f"the replicas count equally; counted {listed} times, as they have {shown} examples, their"
+        " gradients give that of the whole batch"
+    )
+    yield Row("mean_of_means", text, _of(raw, factors), factors=tuple(factors))
+
+
+def _rows_of_micro_batches(
+    pair: StepPair, terms: Gradients, raw: Sequence[Named], right: Sequence[float]
+) -> Iterator[Row]:
+    """Yields gradients that a script changes between micro-batches, or the reference alone does."""
+    step, own = pair.second, [each for each in terms.removed if each]
+    own = own if step.has("raw") else own[:1]  # Sharded gradients have been summed already.
+    of_first = terms.reference_removed
+    if not own:
+        if of_first:
+            text = "gradients are added that the first recording clears before the step's own ones"
+            expression = [*_of(raw, right), (-1.0, of_first)]
+            yield Row("stale_gradient", text, expression, factors=tuple(right))
+            before = terms.previous
+            if before:  # The second recording adds up those of all steps.
+                more = [(-1.0, before.applied[0]), (1.0, before.reference_applied)]
+                yield Row("stale_gradient", text, [*expression, *more], factors=tuple(right))
+        return
+    calls = step.trace.calls(step.position, 0)
+    ends = [i for i, call in enumerate(calls) if call.startswith("backward")]
+    between = set(calls[ends[0] : ends[-1]]) if ends else set()
+    if clips := sorted(call for call in between if call.startswith("clip")):
+        text = f"gradients are clipped ({clips[0].removeprefix('clip ')}) after each micro-batch"
+        why = "clipped_in_each_micro_batch", f"{text}, not only their sum"
+    elif "unscale" in between:
+        text = "gradients are divided by the loss scale (unscale_) between the micro-batches of a"
+        why = "unscaled_between_micro_batches", f"{text} step, and those after it are not"
+    elif "clear" in between:
+        text = f"gradients are cleared between the {len(ends)} micro-batches of a step"
+        why = "lost_micro_batch", f"{text}: only those after it count"
+    else:
+        text = f"the script changes gradients between the {len(ends)} micro-batches of a step"
+        why = "scaled_gradient", text
+    share = terms.share if step.has("raw") else 1.0
+    expression = [*_of(raw, right), *((share, each) for each in own)]
+    expression += [(-1.0, of_first)] if of_first else []
+    yield Row(*why, expression, factors=tuple(right))
+
+
+def _rows_of_previous(
+    pair: StepPair, terms: Gradients, raw: Sequence[Named], right: Sequence[float]
+) -> Iterator[Row]:
+    before = terms.previous
+    kept = pair.second.previous
+    if kept is None:
+        return
+    applied = pair.matching.to_first(kept.applied(0))
+    if applied:
+        text = "the gradients of the previous step are not cleared, and those of this one are added"
+        expression = [*_of(raw, right), (-1.0, applied)]
+        yield Row("stale_gradient", text, expression, factors=tuple(right))
+    if before and before.reference:
+        # What is sent is that of the step before: this one's reference is not a sum of it.
+        old, text = before.reference, "the gradients are those of the previous step"
+        sent = _sum(raw, right)
+        bound = pair.tolerance
+        names = [name for name in sent if name in old]
+        is_old = bool(names) and bound.fits(sent, [(1.0, old)], names)
+        if is_old and total_norm(sent):
+            yield Row("stale_gradient", text, [(1.0, terms.reference)], factors=tuple(right))
+
+
+def _sum(raw: Sequence[Named], factors: Sequence[float]) -> Named:
+    names = dict.fromkeys(name for own in raw for name in own)
+    return {
+        name: np.sum([f * own[name] for f, own in zip(factors, raw, strict=True) if name in own], 0)
+        for name in names
+    }
+
+
+def _rows_of_factors(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
+    """Yields rows whose factors are solved: one of all shards, or one of each."""
+    terms, num = pair.gradients, len(raw)
+    observed = terms.reference
+    whole = _sum(raw, [share] * num)
+    one, known = solve(observed, [whole])
+    if known.all() and np.isfinite(one).all() and one[0]:
+        times = 1 / float(one[0])
+        yield from _rows_of_one_factor(pair, raw, share, times, [*observed])
+    if num > 1:
+        yield from _rows_of_each_factor(pair, raw, share)
+    yield from _rows_of_some(pair, raw, share, whole)
+
+
+def _rows_of_one_factor(
+    pair: StepPair, raw: Sequence[Named], share: float, times: float, names: Sequence[str]
+) -> Iterator[Row]:
+    factors = tuple([share / times] * len(raw))
+    text = f"each gradient is {times:.6g} times that of the first recording"
+    for cause, reason in meanings(pair, times) or _UNKNOWN:
+        why = f"{text}: {reason}" if reason else text
+        yield Row(cause, why, _of(raw, factors), factors=factors)
+
+
+def _rows_of_each_factor(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
+    """Yields the row of a factor for each shard."""
+    observed, num = pair.gradients.reference, len(raw)
+    factors, known = solve(observed, raw)
+    if not (known.all() and np.isfinite(factors).all()) or not np.ptp(factors):
+        return
+    expression, of_each = _of(raw, factors), tuple(map(float, factors))
+    listed = ", ".join(f"{factor / share:.4g}" for factor in factors)
+    norms = [total_norm(own) for own in raw]
+    if np.ptp(norms) < _CLOSE * max(norms) and min(factors) > share:
+        text = f"each replica clips its own gradient to norm {norms[0]:.4g} before the sum"
+        text += f": they are {listed} times as large"
+        yield Row("clipped_before_the_sum", text, expression, factors=of_each)
+    if abs(sum(factors) - num * share) < 1e-3 and np.ptp(factors) > 1e-3 * max(factors):
+        text = (
+            f"the replicas count equally; counted {listed} times, as with other sums of sample"
+            " weights or masks, their gradients give that of the whole batch"
+        )
+        yield Row("mean_of_means", text, expression, factors=of_each)
+    odd = tuple(r for r, f in enumerate(factors) if abs(f / share - 1) > _CLOSE)
+    shown = ", ".join(f"{share / f:.4g}" if f else "0" for f in factors)
+    scales = [pair.second.trace.loss_scale(pair.second.position, s) for s in pair.second.shards]
+    cause = "other_loss_scale" if np.ptp(scales) and len(odd) < num else "scaled_gradient"
+    text = f"the gradients of the replicas are {shown} times their parts of that of the whole batch"
+    yield Row(cause, text, expression, odd if len(odd) < num else (), factors=of_each)
+
+
+def _rows_of_some(
+    pair: StepPair, raw: Sequence[Named], share: float, whole: Named
+) -> Iterator[Row]:
+    """Yields factors that some tensors have, and other ones not."""
+    observed, num = pair.gradients.reference, len(raw)
+    groups: dict[float, list[str]] = {}
+    for name in observed:
+        if pair.tolerance.fits(observed, [(1.0, whole)], [name]):
+            continue
+        factor, known = solve(observed, [whole], [name])
+        times = float(factor[0])
+        if known.all() and times > 0 and pair.tolerance.fits(observed, [(times, whole)], [name]):
+            near = (f for f in groups if abs(f - times) < _CLOSE * f)
+            groups.setdefault(next(near, times), []).append(name)
+    for of_group, names in groups.items():
+        times = 1 / of_group
+        text = f"the gradients of {len(names)} weights are {times:.6g} times that of the first"
+        text += " recording"
+        # The loss, and mostly the number of micro-batches, changes all of them.
+        known_causes = [m for m in meanings(pair, times) if m.detail != "other_loss_reduction"]
+        known_causes.sort(key=lambda each: each.detail == "micro_batches_not_averaged")
+        own = [{name: each[name] for name in names if name in each} for each in raw]
+        for cause, reason in known_causes or _UNKNOWN:
+            why = f"{text}: {reason}" if reason else text
+            expression = _of(own, [share * of_group] * num)
+            yield Row(cause, why, expression, factors=tuple([share] * num))
+
+
+# --- Regularisation ------------------------------------------------------------------------------
+
+
+def _rows_of_weights(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
+    """Yields rows with a term λ · weight that only one of the losses adds.
+
+    One λ for all tensors that are wrong, or one for each; the others may have a common factor.
+    """
+    terms, num = pair.gradients, len(raw)
+    observed, weights = terms.reference, terms.weights
+    whole = _sum(raw, [share] * num)
+    if not all(map(are_finite, (observed, whole))):
+        return
+    wrong = [n for n in pair.tolerance.wrong(observed, whole) if n in weights]
+    for scale, names in _scales(pair, whole, wrong):
+        left = [name for name in wrong if name not in names]
+        if not left:
+            continue
+        decay, known = solve(
+            {n: observed[n] - scale * whole[n] for n in left}, [{n: weights[n] for n in left}]
+        )
+        decays = {name: float(decay[0]) for name in left}
+        if not known.all() or not _confirms(pair, whole, scale, decays):
+            decays = _decay_of_each(pair, whole, scale, left)
+        if not decays or not _confirms(pair, whole, scale, decays):
+            continue
+        more = {name: factor * weights[name] for name, factor in decays.items()}
+        expression = [(scale, whole), (1.0, more)]
+        usual = float(np.median([*decays.values()]))
+        factors = tuple([share * scale] * num)
+        if scale != 1:
+            text = (
+                f"each gradient is {1 / scale:.6g} times that of the first recording, without its"
+                f" part {abs(usual / (1 - scale)):.4g} · weight, the regularisation"
+            )
+            for cause, reason in meanings(pair, 1 / scale) or _UNKNOWN:
+                why = f"{text}: {reason}" if reason else text
+                yield Row(cause, why, expression, factors=factors)
+            continue
+        yield Row(*_meaning_of_decay(pair, left, -usual), expression, factors=factors)
+
+
+def _scales(
+    pair: StepPair, whole: Named, wrong: Sequence[str]
+) -> Iterator[tuple[float, Sequence[str]]]:
+    """Yields factors that some of the wrong tensors have exactly, with their names."""
+    yield 1.0, []
+    observed = pair.gradients.reference
+    found: dict[float, list[str]] = {}
+    for name in wrong:
+        factor, known = solve(observed, [whole], [name])
+        times = float(factor[0])
+        if known.all() and times > 0 and pair.tolerance.fits(observed, [(times, whole)], [name]):
+            near = (f for f in found if abs(f - times) < _CLOSE * f)
+            found.setdefault(next(near, times), []).append(name)
+    yield from sorted(found.items(), key=lambda each: -len(each[1]))
+
+
+def _confirms(pair: StepPair, whole: Named, scale: float, decays: dict[str, float]) -> bool:
+    """Returns whether λ · weight explains tensors, and each term is more than rounding."""
+    observed, weights = pair.gradients.reference, pair.gradients.weights
+    more = {name: factor * weights[name] for name, factor in decays.items()}
+    names = [*decays]
+    expression = [(scale, whole), (1.0, more)]
+    has_effect = not any(
+        pair.tolerance.fits(observed, [(scale, whole)], [name])
+        for name in names
+        if norm(more[name])
+    )
+    return has_effect and pair.tolerance.fits(observed, expression, names)
+
+
+def _decay_of_each(
+    pair: StepPair, whole: Named, scale: float, names: Sequence[str]
+) -> dict[str, float]:
+    observed, weights = pair.gradients.reference, pair.gradients.weights
+    found = {}
+    for name in names:
+        rest = {name: observed[name] - scale * whole[name]}
+        decay, known = solve(rest, [{name: weights[name]}])
+        if not known.all():
+            return {}
+        found[name] = float(decay[0])
+    return found
+
+
+def _meaning_of_decay(pair: StepPair, names: Sequence[str], decay: float) -> tuple[str, str]:
+    """Returns cause and text of gradients that contain decay · weight more than the reference."""
+    if times := _times_regularised(pair, names, decay):
+        cause = "regulariser_repeated" if times > 0 else "regulariser_missing"
+        return cause, (
+            f"the loss contains {1 + times} times the regularisation of the first recording, whose"
+            f" gradient is {decay / times:.4g} · weight"
+        )
+    return "regularisation_in_the_loss", (
+        f"the gradients of the {'second' if decay > 0 else 'first'} recording contain"
+        f" {abs(decay):.4g} · weight: a regularisation in its loss"
+    )
+
+
+def _times_regularised(pair: StepPair, names: Sequence[str], decay: float) -> int:
+    """Returns how many times more often the second loss has the L2 regularisation of the first.
+
+    The sum of the model's regularisation losses, λ · |weights|², is recorded; its gradient is
+    2 · λ · weight. Returns 0 if it is unknown, or not a multiple of it.
+    """
+    arrays, weights = pair.first.arrays(pair.first.kind_of_loss), pair.gradients.weights
+    regular = sum(float(np.sum(each[1])) for each in arrays if len(each) > 1)
+    usual = 2 * regular / max(total_norm({name: weights[name] for name in names}) ** 2, EPS)
+    times = decay / usual if usual else 0.0
+    return round(times) if abs(times - round(times)) < 1e-3 and times > -1.5 else 0
+
+
+def decays_equally(pair: StepPair) -> bool:
+    """Returns whether one script has in its loss the weight decay of the other's optimizer.
+
+    Gradient + λ · weight is then the same in both, if the gradient without decay is not clipped.
+    """
+    terms, rules, weights = pair.gradients, pair.rules(), pair.gradients.weights
+    first, second = terms.reference, terms.given[0]
+    if not all(name in rules and name in weights for name in first):
+        return False
+    own, other = (
+        {
+            name: rules[name][side].weight_decay * weights[name]
+            for name in first
+            if rules[name][side].decay_placement == IN_GRADIENT
+        }
+        for side in (0, 1)
+    )
+    total = {name: dense(g) + other.get(name, 0.0) for name, g in second.items()}
+    is_clipped = not pair.tolerance.fits(terms.reference_applied, [(1.0, first)]) or any(
+        not pair.tolerance.fits(applied, [(1.0, given)])
+        for applied, given in zip(terms.applied, terms.given, strict=True)
+    )
+    return not is_clipped and pair.tolerance.fits(total, [(1.0, first), (1.0, own)])

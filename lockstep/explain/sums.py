@@ -1,0 +1,515 @@
+"""Rows of the node `sum`: what a copy is given, as a sum of what the shards sent.
+
+The same rows serve a recording alone, where the wrapper says how it adds, an oracle, and a
+comparison with a reference, whose gradient says with which factors the sum is right.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from lockstep.arithmetic import (
+    EPS,
+    NOTHING_BUT_ROUNDING,
+    UNITS,
+    add,
+    are_finite,
+    dense,
+    distance,
+    length,
+    plain,
+    same_bits,
+    scaled,
+    sum_bound,
+    total_norm,
+    unit_of,
+)
+from lockstep.context import Context
+from lockstep.explain.rows import Choice, Meaning, Row, choose
+from lockstep.explain.solve import solve
+from lockstep.hypotheses.of_tensors import SHORT, moved_parts, why_tensor
+from lockstep.numeric.tolerance import Expression
+from lockstep.trace import Named
+
+_CLOSE = 1e-4  # Relative; of solved factors to those of a pattern.
+_OF_NORM = 64  # Units of rounding of the norm by which a script clips.
+_MOST_SUBSETS = 8  # Shards of whose gradients all subsets are tried.
+
+
+@dataclasses.dataclass
+class Sums:
+    """The gradients that the copies are given, and those that the shards sent.
+
+    Attributes:
+        context: the step.
+        received: for each copy, the gradients that it is given.
+        factors: for each shard, the factor of its gradient in the right sum.
+        means: says what a common factor of all gradients means; None if nothing is known.
+        is_clipped: whether the factors contain that of a clipping whose norm was rounded.
+        slack: name of a weight → how far rounding may move each element of what is received, in
+            addition.
+    """
+
+    context: Context
+    received: Sequence[Named]
+    factors: Sequence[float]
+    means: Callable[[float], Sequence[Meaning]] | None = None
+    is_clipped: bool = False
+    slack: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def kinds(self) -> dict[str, np.ndarray]:
+        """Name of a weight → a gradient of its shape and dtype."""
+        return {name: plain(array) for own in self.received for name, array in own.items()}
+
+    @functools.cached_property
+    def sent(self) -> list[Named]:
+        """For each shard, what it sent; 0 where it has no gradient."""
+        return [
+            {name: own.get(name, np.zeros_like(like)) for name, like in self.kinds.items()}
+            for own in self.context.named(self.context.kind_sent)
+        ]
+
+    @property
+    def num(self) -> int:
+        """The number of shards."""
+        return len(self.sent)
+
+    def right(self, name: str) -> np.ndarray:
+        """Returns the right sum of a weight, in the dtype of its gradients if it is a mean."""
+        own = [sent[name] for sent in self.sent]
+        if np.ptp(self.factors):
+            return np.sum([f * dense(g) for f, g in zip(self.factors, own, strict=True)], axis=0)
+        total = add(own)
+        return total if self.factors[0] == 1 else scaled(total, float(self.factors[0]))
+
+    def of(self, factors: Sequence[float] | np.ndarray) -> Expression:
+        """Returns the sum of what was sent with other factors."""
+        return list(zip(map(float, factors), self.sent, strict=True))
+
+    @functools.cached_property
+    def common(self) -> set[str]:
+        """The weights of which all copies are given the same gradient."""
+        first, *others = self.received
+        return {
+            name
+            for name in first
+            if all(name in own and same_bits(own[name], first[name]) for own in others)
+        }
+
+    def shares(
+        self, observed: Named, expression: Expression, names: Sequence[str] | None = None, *,
+        of_largest: bool = False,
+    ) -> dict[str, float]:  # fmt: skip
+        """Returns name → largest distance of an element from an expression, over its bound.
+
+        Only recorded arrays are added: each element has the rounding of its own sum, in the dtype
+        of these arrays and of the reduction.
+        """
+        found = {}
+        for name in observed if names is None else names:
+            actual = dense(observed[name])
+            parts = [factor * dense(term[name]) for factor, term in expression if name in term]
+            parts = parts or [np.zeros(actual.shape)]
+            value = np.sum(parts, axis=0)
+            if value.shape != actual.shape:
+                found[name] = np.inf
+                continue
+            with np.errstate(invalid="ignore"):
+                gap, bound = np.abs(actual - value), self.bound(name, parts)
+                bound = np.max(bound, initial=0) if of_largest else bound
+                is_same = ~np.isfinite(actual) & ~np.isfinite(value)
+                far = np.where(is_same, 0.0, gap / bound)
+            found[name] = float(np.max(np.where(np.isnan(far), np.inf, far), initial=0.0))
+        return found
+
+    def bound(self, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the bound of each element's error in a sum."""
+        context = self.context
+        unit = UNITS.get(context.trace.about.reduced_in, EPS)
+        own = [unit_of(plain(sent[name])) for sent in self.sent if np.any(dense(sent[name]))]
+        unit = max(unit, min(own, default=EPS))  # Of 16-bit weights.
+        if context.computes:
+            unit = max(unit, context.oracle.units.get(name, EPS))
+        bound, axes = sum_bound(parts, unit), context.trace.model_axes
+        if self.is_clipped:
+            bound = bound + _OF_NORM * unit * np.abs(np.sum(parts, axis=0))
+        bound = bound + self.slack.get(name, 0.0)
+        if axes:  # Each part is a sum over ranks, whose terms may cancel.
+            bound = np.full_like(bound, math.prod(axes.values()) * np.max(bound, initial=0))
+        return bound
+
+    @property
+    def senders(self) -> str:
+        """What sends the gradients, in words."""
+        is_split = self.num > self.context.trace.about.num_replicas
+        return f"{self.num} {'micro-batches' if is_split else 'replicas'}"
+
+    @functools.cached_property
+    def previous(self) -> list[Named]:
+        """What the shards sent in the previous step; empty if it is unknown."""
+        before, kind = self.context.previous, self.context.kind_sent
+        return before.named(kind) if before and before.has(kind) else []
+
+    @functools.cached_property
+    def loss_scales(self) -> np.ndarray:
+        """The loss scale of each shard."""
+        context = self.context
+        return np.array([context.trace.loss_scale(context.position, s) for s in context.shards])
+
+
+def explained_sums(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Choice]:
+    """Yields the explanations of the wrong sums of a copy."""
+    left, received = list(wrong), sums.received[copy]
+    for name in wrong:
+        if why := _not_finite(received[name], [own[name] for own in sums.sent]):
+            left.remove(name)
+            yield Choice(Row(*why, []), (name,))
+    # Fitted factors have an error of the same size as that of the sum.
+    bound = _Wide(sums)
+    chosen, left = choose(received, left, _rows(sums, copy, left), bound, 0)
+    yield from chosen
+    if left:
+        chosen, left = choose(received, left, _solved_rows(sums, copy, left), bound, sums.num)
+        yield from chosen
+    for name in left:
+        yield Choice(Row(*_why_one(sums, copy, name), []), (name,))
+
+
+class _Wide:
+    """Twice the bound of a sum: for what is predicted from rounded numbers.
+
+    Args:
+        sums: the sums.
+        of_largest: whether each element has the rounding of the largest one.
+    """
+
+    def __init__(self, sums: Sums, of_largest: bool = False):
+        self._sums, self._of_largest = sums, of_largest
+
+    def shares(
+        self, observed: Named, expression: Expression, names: Sequence[str] | None = None
+    ) -> dict[str, float]:
+        """Returns name → distance over the bound; see `Sums.shares`."""
+        found = self._sums.shares(observed, expression, names, of_largest=self._of_largest)
+        return {name: far / 2 for name, far in found.items()}
+
+
+def _not_finite(got: np.ndarray, sent: Sequence[np.ndarray]) -> tuple[str, str] | None:
+    if are_finite([got]) and not are_finite(sent):
+        text = "gradients overflow, and a finite sum is received: the step is not skipped"
+        return "overflow_not_skipped", text
+    if not are_finite([got]) and are_finite(sent):
+        text = "what is received is NaN or infinite, although what is sent is finite"
+        return "not_finite", text
+    return None
+
+
+# --- Rows with fixed coefficients ----------------------------------------------------------------
+
+
+def _rows(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row]:
+    """Yields rows without solved coefficients, the most specific first."""
+    yield from _rows_of_clipping(sums, wrong)
+    yield from _rows_of_scales(sums, copy)
+    yield from _rows_of_axes(sums, copy, wrong)
+    yield from _rows_of_shards(sums, copy, wrong)
+    yield from _rows_of_previous(sums)
+    yield from _rows_of_dtypes(sums, wrong)
+    yield from _rows_of_copies(sums, copy, wrong)
+
+
+def _rows_of_clipping(sums: Sums, wrong: Sequence[str]) -> Iterator[Row]:
+    context, limits = sums.context, ""
+    if context.computes and context.clips_sum and (limits := context.oracle.limits()):
+        clipped = [context.oracle.clip(own) for own in context.named(context.kind_sent)]
+        text = f"{limits} is applied on each replica, not to the sum"
+        factors = map(float, sums.factors)
+        yield Row("clipped_before_the_sum", text, list(zip(factors, clipped, strict=True)))
+
+
+def _rows_of_scales(sums: Sums, copy: int) -> Iterator[Row]:
+    scales, own = sums.loss_scales, sums.context.trace.shards_of(copy)
+    if np.ptp(scales) and own:
+        listed = ", ".join(f"{scale:g}" for scale in scales)
+        text = f"the loss scales of the {sums.senders} are {listed}"
+        yield Row(
+            "other_loss_scale", text, sums.of(np.asarray(sums.factors) * scales / scales[own[0]])
+        )
+
+
+def _rows_of_shards(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row]:
+    """Yields sums of some shards' gradients, or with another number of them."""
+    num, factors, context = sums.num, np.asarray(sums.factors), sums.context
+    own = np.array([shard in context.trace.shards_of(copy) for shard in range(num)], float)
+    if context.has("sums") and all(sums.received[copy] is not own for own in context.named("sums")):
+        yield Row("frozen", "the gradient is 0 after the sum", [])
+    else:
+        yield Row("lost_replica", "the sum is 0", [])
+    if num == 1:
+        return
+    is_mean = bool(np.allclose(factors, 1 / num))
+    if is_mean:
+        text = f"it is the sum of what {sums.senders} send, not the mean"
+        yield Row("sum_instead_of_mean", text, sums.of(factors * num))
+        text = f"the mean is divided by the {sums.senders} once more"
+        yield Row("scaled_gradient", text, sums.of(factors / num))
+    else:
+        text = f"the gradients are averaged over {sums.senders}, not summed"
+        yield Row("mean_instead_of_sum", text, sums.of(factors / num))
+    if 0 < own.sum() < num and not {*wrong} <= sums.common:
+        text = f"it is the gradient of this replica, not the sum over {sums.senders}"
+        yield Row("not_all_reduced", text, sums.of(own))
+        yield Row("not_all_reduced", text, sums.of(own * factors))
+    for shard in range(num):
+        kept, name = np.arange(num) != shard, context.trace.name_of("raw", shard)
+        cause = "lost_replica" if num == context.trace.about.num_replicas else "lost_micro_batch"
+        text = f"the sum does not contain the gradient of {name}"
+        yield Row(cause, text, sums.of(factors * kept), (shard,))
+        if is_mean:
+            yield Row(cause, text, sums.of(kept / (num - 1)), (shard,))
+        text = f"the sum contains the gradient of {name} twice"
+        yield Row("repeated_gradient", text, sums.of(factors * (2 - kept)), (shard,))
+    yield from _rows_of_replicas(sums)
+
+
+def _rows_of_replicas(sums: Sums) -> Iterator[Row]:
+    """Yields sums that lack all micro-batches of a replica, or have those of one only."""
+    trace = sums.context.trace
+    of_replica = np.array([trace.replica_of(shard) for shard in range(sums.num)])
+    replicas = sorted({*of_replica.tolist()})
+    for replica in replicas if len(replicas) > 1 else ():
+        own = of_replica == replica
+        lost = tuple(int(s) for s in np.flatnonzero(own))
+        others = tuple(int(s) for s in np.flatnonzero(~own))
+        for shards, kept in ((lost, ~own), (others, own)):
+            names = ", ".join(trace.name_of("raw", shard) for shard in shards)
+            text = f"the sum does not contain the gradient of {names}"
+            for times in (1.0, sums.num / kept.sum()):
+                yield Row(
+                    "lost_replica", text, sums.of(np.asarray(sums.factors) * kept * times), shards
+                )
+
+
+def _rows_of_previous(sums: Sums) -> Iterator[Row]:
+    """Yields sums of what was sent in the previous step."""
+    old, factors = sums.previous, [*map(float, sums.factors)]
+    if not old or any(name not in own for own in old for name in sums.kinds):
+        return
+    text = "the sum is that of the previous step"
+    yield Row("stale_gradient", text, list(zip(factors, old, strict=True)))
+    for shard in range(sums.num):
+        name = sums.context.trace.name_of("raw", shard)
+        text = f"the sum contains the gradient that {name} sent in the previous step"
+        mixed = [*sums.sent[:shard], old[shard], *sums.sent[shard + 1 :]]
+        yield Row("stale_gradient", text, list(zip(factors, mixed, strict=True)), (shard,))
+
+
+def _rows_of_dtypes(sums: Sums, wrong: Sequence[str]) -> Iterator[Row]:
+    """Yields sums of rounded gradients."""
+    arrays = {name: [dense(own[name]) for own in sums.sent] for name in wrong}
+
+    def row(cause: str, text: str, value: dict[str, np.ndarray]) -> Row:
+        # The error of a quantised element is that of the largest one.
+        own = _Wide(sums, of_largest=True) if cause == "quantised" else None
+        return Row(cause, text, [(1.0, value)], bound=own)
+
+    def added(parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.sum([f * p for f, p in zip(sums.factors, parts, strict=True)], axis=0)
+
+    times = float(sums.factors[0])
+    for dtype, rounded in SHORT.items():
+        text = f"gradients are rounded to {dtype}"
+        short = {name: [rounded(a) for a in own] for name, own in arrays.items()}
+        value = {name: added(own) for name, own in short.items()}
+        yield row("reduced_precision", f"{text} before the sum", value)
+        value = {
+            name: times * functools.reduce(lambda a, b, r=rounded: r(a + b), own)  # type: ignore[misc]
+            for name, own in short.items()
+        }
+        yield row("reduced_precision", f"{text} and summed in it", value)
+        value = {name: times * rounded(np.sum(own, axis=0)) for name, own in arrays.items()}
+        yield row("reduced_precision", f"the sum is rounded to {dtype}", value)
+        value = {name: rounded(added(own)) for name, own in arrays.items()}
+        yield row("reduced_precision", f"the mean is rounded to {dtype}", value)
+    for levels in (127, 128, 7):
+        bits = levels.bit_length() + (levels & 1)
+        value = {name: added([_quantised(a, levels) for a in own]) for name, own in arrays.items()}
+        yield row("quantised", f"gradients are quantised to {bits} bits", value)
+    value = {
+        name: added([np.sign(a) * np.mean(np.abs(a)) for a in own]) for name, own in arrays.items()
+    }
+    yield row("quantised", "gradients are quantised to their signs", value)
+
+
+def _quantised(array: np.ndarray, levels: int) -> np.ndarray:
+    scale = float(np.max(np.abs(array), initial=0)) / levels or 1.0
+    return np.round(array / scale) * scale
+
+
+def _rows_of_axes(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row]:
+    """Yields sums over ranks that hold different parts of a weight, and moved parts."""
+    context = sums.context
+    own, *_ = *context.trace.shards_of(copy), 0
+    bound = _Wide(sums, of_largest=True)
+    right = {name: dense(sums.right(name)) for name in wrong}
+    got = sums.received[copy]
+    for axis, size in context.trace.model_axes.items():
+        for whole, also in ((sums.sent[own], ""), (right, ", too")):
+            for word, share in (("summed", 1.0), ("averaged", 1 / size)):
+                text = f"gradients are {word} over {axis}{also}, whose ranks hold other parts"
+                tiled = {n: _tiled(dense(whole[n]), size, share, got[n]) for n in wrong}
+                tiled = {name: value for name, value in tiled.items() if value is not None}
+                if tiled and size > 1:
+                    row = Row("reduced_over_other_axis", text, [(1.0, tiled)], bound=bound)
+                    yield row
+    moved: dict[str, dict[str, np.ndarray]] = {}
+    for name in wrong:
+        for text, value in moved_parts(context, right[name]):
+            moved.setdefault(text, {})[name] = value
+    for text, values in moved.items():
+        yield Row("swapped_parts", text, [(1.0, values)], bound=bound)
+
+
+def _tiled(whole: np.ndarray, size: int, share: float, like: np.ndarray) -> np.ndarray | None:
+    """Returns the sum of the parts of an array in place of each part; None if it has none.
+
+    Of the dimensions that may be split, that with which it is nearest to another array.
+    """
+    found = []
+    for dimension, length_of in enumerate(whole.shape):
+        if length_of % size == 0:
+            total = share * np.sum(np.split(whole, size, dimension), axis=0)
+            repeats = [size if d == dimension else 1 for d in range(whole.ndim)]
+            found.append(np.tile(total, repeats))
+    return min(found, key=lambda each: distance(like, each), default=None)
+
+
+def _rows_of_copies(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row]:
+    """Yields what a copy lacks of the mean of all copies: parts that it keeps for itself."""
+    others = [own for number, own in enumerate(sums.received) if number != copy]
+    names = [n for n in wrong if n not in sums.common and all(n in own for own in others)]
+    if names and len(sums.received) == sums.num > 1:
+        right = {name: dense(sums.right(name)) for name in names}
+        num = len(sums.received)
+        text = (
+            "the replicas receive different gradients, and their mean is the right one: each keeps"
+            " a part of its own, as of micro-batches that are not all-reduced"
+        )
+        yield Row("not_all_reduced", text, [(float(num), right), *((-1.0, own) for own in others)])
+
+
+# --- Rows with solved coefficients ---------------------------------------------------------------
+
+
+def _solved_rows(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row]:
+    """Yields rows whose coefficients are solved from all wrong sums of a copy, then from each."""
+    received = {name: sums.received[copy][name] for name in wrong}
+    clear = [name for name in wrong if _is_clear(sums, received[name], name)]
+    for names in ([clear] if len(clear) > 1 else []) + [[name] for name in clear]:
+        coefficients, determined = solve(received, sums.sent, names)
+        if determined.all() and np.isfinite(coefficients).all():
+            right = np.asarray(sums.factors)
+            factors = coefficients / np.where(right == 0, 1, right)
+            factors = np.where(np.abs(factors) < _CLOSE, 0, factors)
+            of_names = [{name: own[name] for name in names} for own in sums.sent]
+            expression = list(zip(map(float, factors * right), of_names, strict=True))
+            for cause, text, items in _meanings(sums, copy, factors, {*names} <= sums.common):
+                yield Row(cause, text, expression, items)
+
+
+def _is_clear(sums: Sums, got: np.ndarray, name: str) -> bool:
+    """Returns whether a sum is further from the right one than solved factors explain anyway."""
+    parts = [f * dense(own[name]) for f, own in zip(sums.factors, sums.sent, strict=True)]
+    apart = distance(got, sums.right(name))
+    return 2 * length(sums.bound(name, parts)) <= NOTHING_BUT_ROUNDING * apart
+
+
+def _meanings(
+    sums: Sums, copy: int, factors: np.ndarray, is_common: bool
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yields causes, texts and shards of a sum with these factors, 1 where they are right."""
+    if sums.means and np.ptp(factors) <= _CLOSE * abs(factors[0]):
+        times = float(np.mean(factors))
+        for cause, reason in sums.means(times):
+            yield (
+                cause,
+                f"after the backward pass, gradients are multiplied by {times:.6g}: {reason}",
+                (),
+            )
+    yield _meaning(sums, copy, factors, is_common)
+
+
+def _meaning(
+    sums: Sums, copy: int, factors: np.ndarray, is_common: bool
+) -> tuple[str, str, tuple[int, ...]]:
+    """Returns cause, text and shards of a sum with these factors, 1 where they are right."""
+    context, num = sums.context, sums.num
+    own = [] if is_common else context.trace.shards_of(copy)
+    if own and all(factors[own]) and not np.any(np.delete(factors, own)) and num > 1:
+        text = f"it is the gradient of this replica, not the sum over {sums.senders}"
+        return "not_all_reduced", f"{text}, times {factors[own[0]]:.4g}", ()
+    odd = tuple(int(q) for q in np.flatnonzero(np.abs(factors - 1) > _CLOSE))
+    names = ", ".join(context.trace.name_of("raw", shard) for shard in odd)
+    if odd and len(odd) < num and not any(factors[q] for q in odd):
+        cause = "lost_replica" if num == context.trace.about.num_replicas else "lost_micro_batch"
+        return cause, f"the sum does not contain the gradient of {names}", odd
+    sizes = np.array(context.sizes, float) if context.has("data") else np.ones(num)
+    of_means = sizes.sum() / (num * sizes) if np.ptp(sizes) and np.all(sizes) else sizes
+    if np.ptp(of_means) and np.allclose(factors, of_means, rtol=_CLOSE):
+        shown = "/".join(f"{size:g}" for size in sizes)
+        text = f"it is the mean of the means of shards of {shown} examples, which weigh the same"
+        return "mean_of_means", text, ()
+    norms = [total_norm(own) * f for own, f in zip(sums.sent, factors, strict=True)]
+    are_smaller = np.all((factors > 0) & (factors < 1)) and np.ptp(factors) > _CLOSE * factors[0]
+    if are_smaller and np.allclose(norms, norms[0], rtol=_CLOSE):
+        text = f"each replica's gradient is clipped to norm {norms[0]:.4g} before the sum"
+        return "clipped_before_the_sum", text, ()
+    shown = ", ".join(f"{factor:.8g}" for factor in factors)
+    text = f"the sum contains the gradients of the {sums.senders} multiplied by {shown}"
+    return "scaled_gradient", text, odd if len(odd) < num else ()
+
+
+# --- One tensor, in parts ------------------------------------------------------------------------
+
+
+def _why_one(sums: Sums, copy: int, name: str) -> tuple[str, str]:
+    """Explains one sum that no row explains as a whole."""
+    got, right = sums.received[copy][name], sums.right(name)
+    if np.shape(dense(got)) != np.shape(dense(right)):
+        return "unexplained", f"the sum has shape {np.shape(got)}, not {np.shape(right)}"
+    return _sum_of_some(sums, name, dense(got)) or why_tensor(got, right, 0.0, sums.num)
+
+
+def _sum_of_some(sums: Sums, name: str, got: np.ndarray) -> tuple[str, str] | None:
+    """Explains a sum that is right in some elements and lacks or repeats a shard in the others."""
+    parts = [f * dense(own[name]) for f, own in zip(sums.factors, sums.sent, strict=True)]
+    rows = np.stack([part.ravel() for part in parts])
+    flat, limit, num = got.ravel(), sums.bound(name, parts).ravel(), len(rows)
+    total = rows.sum(axis=0)
+    wrong = np.abs(total - flat) > limit
+    if num > _MOST_SUBSETS or not wrong.any():
+        return None
+
+    def fit(terms: np.ndarray) -> np.ndarray:
+        return np.abs(terms - flat)[wrong] <= 2 * limit[wrong]
+
+    where = np.flatnonzero(wrong)
+    shown = f"in {np.mean(wrong):.0%} of the elements, numbers {where[0]} to {where[-1]},"
+    if np.any([fit(row) for row in rows], axis=0).all():
+        return "own_gradient_only", f"{shown} it is the gradient of one replica, not the sum"
+    if fit(2 * total).all() or np.any([fit(total + row) for row in rows], axis=0).all():
+        return (
+            "row_of_two_parts",
+            f"{shown} the gradient of a replica, or all of it, is added twice",
+        )
+    found = np.zeros(len(where), bool)
+    for subset in range(1 << num):
+        chosen = [shard for shard in range(num) if subset >> shard & 1]
+        found |= fit(rows[chosen].sum(axis=0))
+    if found.all():
+        return "sparsified", f"{shown} the part of some replicas is 0"
+    return None

@@ -1,0 +1,173 @@
+"""How far rounding can move the gradients of a training: every bound, with its derivation.
+
+Two correct trainings compute a gradient from the same state and examples in other orders: another
+split of the batch, other kernels. With coefficients c and terms t, of which it is to be the sum,
+the 2-norm of the difference is bounded, for each tensor, by
+
+    K · u · (‖Σ |c||t|‖ + that of the largest tensor) + 8 · max |c| · spread
+
+- u is the unit of the *reference's* arithmetic: of its autocast dtype, or of its weights if these
+  are kept in 16 bits, else of float32. With the coarser unit of both, a training that computes in
+  16 bits would pass.
+- The largest tensor is there for gradients that are 0 but for rounding, such as that of a bias
+  before BatchNorm: what was summed to them is of the size of other gradients.
+- The spread is the distance of the reference's gradient from itself with permuted examples, as part
+  of the largest tensor: a ReLU or a maximum near a tie turns over with the last bits. It is 8 times
+  that of a few permutations, and at most `MOST_BY_ROUNDING` of the tensor: a larger one is a fault
+  that the permuted recording also has.
+- K is `WITH_SPREAD` beside a spread. Without one, it is √n / `OF_ROOT`, at least `WITH_SPREAD`: the
+  errors of a sum of n numbers grow like a random walk, and n is at most the number of inputs of a
+  batch. Between two frameworks, whose kernels add pixels and channels in other orders, it is
+  at least `WITHOUT_SPREAD`, which it also is where no inputs are recorded.
+- In 16 bits, sums over examples are accumulated in float32, so that a permutation moves nothing; K
+  is `IN_16_BITS`, and twice that on ranks of a model, which round each part of an activation before
+  the parts are added.
+- Where the outputs of the same examples differ in their last bits, as behind a BatchNorm that adds
+  in another order, units whose inputs are nearly 0 turn over, each with its part of the gradient:
+  `TIES` of the tensor is allowed in addition.
+
+Measured with `make campaign ARGS=bounds` (residual over u · (size + largest)), batches of 16 to
+2,048: MLP 0.25 to 1.0, convolutions with GroupNorm 3.1 to 39, transformer of 8 layers 0.8 to 11;
+beside a spread nothing, with BatchNorm and a smooth function at most 1.5; in bfloat16 0.12 to 0.43.
+Behind BatchNorm and ReLU, ties move gradients by up to 3.5e-3 of their size.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lockstep.arithmetic import EPS, MARGIN, TINY, UNITS, are_finite, dense, length, ratio
+from lockstep.trace import Named
+
+WITH_SPREAD, WITHOUT_SPREAD, IN_16_BITS = 8.0, 64.0, 1.0
+OF_ROOT = 5.0
+TIES = 1e-2
+MOST_BY_ROUNDING = 1e-2
+_SMALL_PART = 1e-2  # Of the largest tensor; the spread of a smaller one may be larger than it is.
+KERNELS = 64 * EPS  # Relative difference of correct kernels of two frameworks.
+
+Expression = Sequence[tuple[float, Named]]  # Coefficients and terms of a sum.
+
+
+def value_of(expression: Expression, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns an expression's value for one tensor; terms without it are 0."""
+    total = np.zeros(shape)
+    for factor, term in expression:
+        if factor and name in term:
+            total = total + factor * dense(term[name])
+    return total
+
+
+def size_of(expression: Expression, name: str) -> float:
+    """Returns ‖Σ |c||t|‖ for one tensor: rounding is relative to each term, as it does not cancel.
+
+    An upper bound that needs no array: the sum of the norms.
+    """
+    return sum(
+        abs(factor) * length(dense(term[name])) for factor, term in expression if name in term
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """The bound of gradients of one reference; see above.
+
+    Attributes:
+        text: how it was computed, and what it misses.
+        times: K.
+        unit: u.
+        spread: name of a weight in the reference → spread, as part of the largest tensor.
+        given: relative difference that a user allows, in place of all others; 0 without it.
+        ties: part of a tensor that units which turn over may change.
+    """
+
+    text: str = ""
+    times: float = WITHOUT_SPREAD
+    unit: float = EPS
+    spread: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    given: float = 0.0
+    ties: float = 0.0
+
+    def shares(
+        self, observed: Named, expression: Expression, names: Sequence[str] | None = None
+    ) -> dict[str, float]:
+        """Returns name → distance of an array from an expression, over its bound.
+
+        Args:
+            observed: the arrays.
+            expression: what they are to be; names that no term has are left out.
+            names: the arrays to compare; None for all.
+        """
+        chosen = observed if names is None else names
+        known = {n: None for n in chosen if any(n in term for _, term in expression)}
+        sizes = {name: size_of(expression, name) for name in known}
+        most = max((abs(factor) for factor, _ in expression), default=0.0)
+        largest = max(sizes.values(), default=0.0)
+        found = {}
+        for name, size in sizes.items():
+            actual = dense(observed[name])
+            value = value_of(expression, name, actual.shape) if actual.size else actual
+            if value.shape != actual.shape or not are_finite([actual, value]):
+                is_same = np.array_equal(actual, value, equal_nan=True)
+                found[name] = 0.0 if is_same else np.inf
+                continue
+            allowed = self._allowed(name, size, largest, most)
+            found[name] = length(actual - value) / allowed
+        return found
+
+    def _allowed(self, name: str, size: float, largest: float, most: float) -> float:
+        if self.given:
+            return self.given * max(size, _SMALL_PART * largest) + TINY
+        by_order = MARGIN * self.spread.get(name, 0.0) * max(most, 1.0) * largest
+        by_order = min(by_order, MOST_BY_ROUNDING * max(size, _SMALL_PART * largest))
+        return self.times * self.unit * (size + largest) + by_order + self.ties * size + TINY
+
+    def fits(
+        self, observed: Named, expression: Expression, names: Sequence[str] | None = None
+    ) -> bool:
+        """Returns whether all arrays are an expression, within rounding."""
+        return max(self.shares(observed, expression, names).values(), default=0.0) <= 1
+
+    def wrong(self, observed: Named, *terms: Named) -> dict[str, float]:
+        """Returns name → relative distance of the arrays that are not the sum of some terms."""
+        expression = [(1.0, term) for term in terms]
+        sizes = {name: size_of(expression, name) for name in observed}
+        least = max(_SMALL_PART * max(sizes.values(), default=0.0), TINY)
+        found = {}
+        for name, share in self.shares(observed, expression).items():
+            if not share <= 1:
+                actual = dense(observed[name])
+                value = value_of(expression, name, actual.shape)
+                far = length(actual - value) if are_finite([actual, value]) else np.inf
+                found[name] = ratio(far, max(sizes[name], least))
+        return found
+
+    def allowed(self, names: Sequence[str]) -> float:
+        """Returns the largest relative difference that rounding can cause in large tensors."""
+        spreads = [MARGIN * self.spread.get(name, 0.0) for name in names]
+        own = 2 * self.times * self.unit + min(max(spreads, default=0.0), MOST_BY_ROUNDING)
+        return self.given or own + self.ties
+
+    @property
+    def usual(self) -> float:
+        """The relative difference of an ordinary gradient that rounding can cause."""
+        spreads = sorted(self.spread.values())
+        middle = MARGIN * spreads[len(spreads) // 2] if spreads else 0.0
+        return self.given or 2 * self.times * self.unit + min(middle, MOST_BY_ROUNDING)
+
+    def of_inputs(self, number: int, *, least: float) -> "Tolerance":
+        """Returns the bound of a batch with so many numbers as inputs, where there is no spread."""
+        if self.given or self.spread or self.unit > EPS or not number:
+            return self
+        return dataclasses.replace(self, times=max(least, number**0.5 / OF_ROOT))
+
+    @property
+    def of_batch(self) -> float:
+        """The relative difference of a loss, or of the statistics of a batch."""
+        return max(self.usual, KERNELS)
+
+
+def unit_of_dtype(dtype: str) -> float:
+    """Returns the unit of a dtype in words; that of float32 for others."""
+    return UNITS.get(dtype, EPS)

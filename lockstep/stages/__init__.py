@@ -1,0 +1,1 @@
+"""What a step computes, one node of it in each file."""

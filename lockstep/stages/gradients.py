@@ -1,0 +1,431 @@
+"""The node `raw`: what the shards send adds up to the gradient of the whole batch in the reference.
+
+It is judged together with the sum, by two solved expressions: reference = Σ b · raw, and
+given = Σ a · raw. a / b is what is wrong with the sum and b with the loss, whatever a script calls
+a sum or a mean: a script may divide by hand, before or after it adds.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
+from lockstep.arithmetic import EPS, MARGIN, UNITS, distance, is_far, norm, ratio, total_norm
+from lockstep.checks.other_forward import other_layers
+from lockstep.checks.other_updates import is_left_out
+from lockstep.explain.factors import meanings
+from lockstep.explain.losses import other_form, weights_of_losses
+from lockstep.explain.raw_rows import decays_equally, raw_rows
+from lockstep.explain.rows import choose
+from lockstep.explain.solve import solve
+from lockstep.explain.sums import Sums
+from lockstep.explain.used import used_gradients
+from lockstep.hypotheses.of_axes import not_reduced
+from lockstep.hypotheses.of_layers import reordered_rows
+from lockstep.hypotheses.of_tensors import why_tensor
+from lockstep.reference import StepPair
+from lockstep.stages.clipping import (
+    check_clipping,
+    clipped_in_parts,
+    compare_clipping,
+    other_limits,
+    summed_after_clipping,
+)
+from lockstep.stages.reduce import (
+    applied_without_sum,
+    check_all_reduce,
+    check_sums,
+    own_gradients,
+    unequal_sums,
+)
+from lockstep.step import given_of
+from lockstep.trace import Named
+
+# Causes of a factor of what is sent, which the sum may take back.
+FACTORS = (
+    *("scaled_gradient", "sum_instead_of_mean", "mean_instead_of_sum", "other_loss_reduction"),
+    *("micro_batches_not_averaged", "wrong_count", "loss_scale_left"),
+)
+_NO_CLIPPING = 1e-6  # Relative; of the factor of a gradient that is not clipped.
+_EPSILON_OF_CLIPPING = 1e-6  # PyTorch divides by the norm and this.
+_CLOSE = 1e-4  # Relative; of solved factors.
+
+
+def compare_gradients(pair: StepPair) -> Iterator[Finding]:
+    """Compares the gradients of a step with the reference's, backwards from what is applied."""
+    step = pair.second
+    for step.stage in ("gradients", "all-reduce", "clipping"):
+        step.mark_checked()
+    step.stage = "gradients"
+    is_given, is_applied = pair.is_given_right, pair.is_applied_right
+    if is_given and is_applied:
+        yield from _rounded_apart(pair)
+    elif is_given:
+        yield from compare_clipping(pair)
+    elif not is_applied or _is_hidden(pair):
+        step.stage = "clipping"
+        first = [*summed_after_clipping(step)]
+        yield from first
+        found = [*_explained(pair, is_clipped_first=bool(first))]
+        yield from found
+        if not first:
+            step.stage = "clipping"
+            is_own = any(each.detail == "not_all_reduced" for each in found)
+            clipped = [*check_clipping(step, has_own=is_own)]
+            yield from clipped
+            if not clipped and any(each.stage == "gradients" for each in found):
+                yield from other_limits(pair)
+    # Else, what was kept is divided, or added, before the optimizer uses it.
+
+
+def _rounded_apart(pair: StepPair) -> Iterator[Finding]:
+    """Finds copies that add in different orders: their weights drift apart."""
+    step, kind = pair.second, "sums" if pair.second.has("sums") else ""
+    if kind and step.trace.about.reduction and len(step.copies) > 1:
+        step.stage = "all-reduce"
+        yield from unequal_sums(step, kind)
+
+
+def divides_what_it_kept(pair: StepPair) -> bool:
+    """Returns whether a right script divides gradients after it has kept what it sends."""
+    step = pair.second
+    if not (pair.is_given_right and step.has("sums") and pair.gradients.raw):
+        return False
+    share = [pair.gradients.share] * len(pair.gradients.raw)
+    return not _are_right(Sums(step, step.named("sums"), share))
+
+
+def _is_hidden(pair: StepPair) -> bool:
+    """Returns whether clipping hides that the gradients that enter it are wrong.
+
+    A script that clips by hand shows what it leaves, and what it sends. In JAX, a script says
+    itself what it keeps: it may divide it later.
+    """
+    terms = pair.gradients
+    factor, _ = terms.clipping
+    if abs(factor - 1) <= _NO_CLIPPING:
+        return False
+    if clips_by_hand(pair):
+        right = [(terms.share, raw) for raw in terms.raw]
+        return bool(right) and not pair.tolerance.fits(terms.reference, right)
+    if pair.second.trace.about.framework != "jax":
+        return True
+    own, other = pair.second.trace.about.num_replicas, pair.first.trace.about.num_replicas
+    times = [_common_factor(pair, given) for given in terms.given]
+    known = {own / other, other / own}
+    return not all(time and min(abs(time - k) for k in known) > _CLOSE for time in times)
+
+
+def clips_by_hand(pair: StepPair) -> bool:
+    """Returns whether the reference clips, and no clipping of the other recording was seen."""
+    step = pair.second
+    calls = {call for copy in step.copies for call in step.trace.calls(step.position, copy)}
+    is_seen = step.has("unclipped") or any(call.startswith("clip") for call in calls)
+    is_kept = step.has("clipped") and not calls  # Of JAX, and of Keras.
+    return pair.gradients.clipping[0] < 1 - _NO_CLIPPING and not (is_seen or is_kept)
+
+
+def _common_factor(pair: StepPair, given: Named) -> float:
+    """Returns the factor of all gradients that a copy is given; 0 if they do not have one."""
+    reference = pair.gradients.reference
+    factor, known = solve(given, [reference])
+    times = float(factor[0])
+    is_common = known.all() and pair.tolerance.fits(given, [(times, reference)])
+    return times if is_common else 0.0
+
+
+# --- What explains it ----------------------------------------------------------------------------
+
+
+def _explained(pair: StepPair, *, is_clipped_first: bool) -> Iterator[Finding]:
+    """Explains gradients that are not those of the reference, from what is sent onwards."""
+    step, terms = pair.second, pair.gradients
+    if not terms.raw:
+        yield from _without_raw(pair)
+        return
+    share, num = terms.share, len(terms.raw)
+    findings, factors = _sent(pair, terms.raw, share)
+    if is_clipped_first:
+        yield from findings
+        return
+    received = [_given_by_own_names(pair, copy) for copy in step.copies]
+    is_declared = step.trace.about.reduction and _are_right(_sums(pair, received, [share] * num))
+    # The sum is as the wrapper makes it: what it was sent is wrong.
+    is_of_sent = factors is None or is_declared
+    right = [share] * num if factors is None else factors
+    found = [*_of_sums(pair, received, right)]
+    if is_declared:
+        found = []
+    elif any(each.detail == "unexplained" for each in found):
+        # Ranks of one replica may have summands of what they are given.
+        step.stage = "gradients"
+        parts = [step.found(cause, text, tensors=names) for cause, text, names in not_reduced(pair)]
+        found = [each for each in found if not (parts and each.detail == "unexplained")] + parts
+    found = _reduced_inside(pair, found, right)
+    kept = findings if is_of_sent or not found else [f for f in findings if f.detail not in FACTORS]
+    yield from (*kept, *found)
+
+
+def _reduced_inside(
+    pair: StepPair, found: list[Finding], factors: Sequence[float]
+) -> list[Finding]:
+    """Replaces findings of gradients that are not reduced by what the optimizers have used.
+
+    An optimizer may reduce gradients by itself: what it used is then the sum that is judged.
+    """
+    step = pair.second
+    own = [each for each in found if each.detail in ("not_all_reduced", "partly_all_reduced")]
+    names = list(dict.fromkeys(name for each in own for name in each.tensors))
+    used = used_gradients(pair, names) if names else None
+    if used is None or not any(
+        is_far(gradients[name], step.applied(copy).get(name, 0.0))
+        for copy, gradients in enumerate(used.of_copies)
+        for name in names
+    ):
+        return found  # What the optimizers were given is what they have used.
+    step.reduced_inside.update(names)
+    sums = dataclasses.replace(_sums(pair, used.of_copies, factors), slack=used.slack)
+    return [each for each in found if each not in own] + [*check_sums(sums)]
+
+
+def _without_raw(pair: StepPair) -> Iterator[Finding]:
+    """Explains gradients of which only what the copies are given is known."""
+    step, terms, known = pair.second, pair.gradients, list[str]()
+    step.stage = "all-reduce"
+    found = [*check_all_reduce(step)]
+    yield from found
+    step.stage = "gradients"
+    for cause, text, names in not_reduced(pair):
+        known += names
+        yield step.found(cause, text, tensors=names)
+    if found and not step.trace.mesh:
+        return
+    if clips_by_hand(pair) and (why := clipped_in_parts(pair)):
+        yield step.found(*why, stage="clipping")
+        return
+    scale = 1.0
+    if clips_by_hand(pair):  # What enters clipping is a multiple of what it leaves.
+        factor, _ = terms.clipping
+        scale = 1 / factor
+    findings, _ = _sent(pair, [terms.given[0]], scale, known)
+    yield from findings
+
+
+def _of_sums(
+    pair: StepPair, received: Sequence[Named], factors: Sequence[float]
+) -> Iterator[Finding]:
+    """Explains what the copies are given by what was sent; a script may clip it by hand."""
+    step = pair.second
+    step.stage = "all-reduce"
+    if not clips_by_hand(pair):
+        sent = step.named(step.kind_sent)
+        own = applied_without_sum(step, sent) if step.has("sums") else []
+        yield from own_gradients(step, own)
+        yield from check_sums(_sums(pair, received, factors), own)
+        return
+    clipped = _sums(pair, received, factors)
+    if _are_right(clipped):
+        return
+    if why := clipped_in_parts(pair):
+        yield step.found(*why, stage="clipping")
+        return
+    plain = [*check_sums(dataclasses.replace(clipped, factors=factors, is_clipped=False))]
+    is_known = not any(found.detail in ("scaled_gradient", "unexplained") for found in plain)
+    yield from plain if is_known else check_sums(clipped)
+
+
+def _sums(pair: StepPair, received: Sequence[Named], factors: Sequence[float]) -> Sums:
+    """Returns the sums of what was sent, clipped as in the reference if a script does so itself."""
+    if clips_by_hand(pair):
+        terms = pair.gradients
+        total = {
+            name: np.sum([f * raw[name] for f, raw in zip(factors, terms.raw, strict=True)], axis=0)
+            for name in terms.names
+        }
+        times = min(1.0, terms.clipping[1] / (total_norm(total) + _EPSILON_OF_CLIPPING))
+        factors = [factor * times for factor in factors]
+    means = functools.partial(meanings, pair, of_sum=True)
+    return Sums(pair.second, received, factors, means, clips_by_hand(pair))
+
+
+def _given_by_own_names(pair: StepPair, copy: int) -> Named:
+    own = given_of(pair.second, copy)
+    names = {pair.in_second(name) for name in pair.gradients.names}
+    return {name: gradient for name, gradient in own.items() if name in names}
+
+
+def _are_right(sums: Sums) -> bool:
+    return all(
+        share <= 1
+        for received in sums.received
+        for share in sums.shares(received, sums.of(sums.factors)).values()
+    )
+
+
+def _sent(
+    pair: StepPair, raw: Sequence[Named], share: float, known: Sequence[str] = ()
+) -> tuple[list[Finding], Sequence[float] | None]:
+    """Compares what is sent with the reference's gradient.
+
+    Args:
+        pair: the step.
+        raw: what each shard sends.
+        share: the factor with which it is added.
+        known: weights with a finding already.
+
+    Returns:
+        Findings, and the factors with which what is sent gives the reference's gradient; None if
+        they are unknown.
+    """
+    step, terms, right = pair.second, pair.gradients, [share] * len(raw)
+    step.stage = "gradients"
+    observed, as_sent = terms.reference, list(zip(right, raw, strict=True))
+    shares = pair.tolerance.shares(observed, as_sent)
+    wrong = [name for name, far in shares.items() if far > 1 and name not in known]
+    if not wrong:
+        return [], right
+    # Where layers differ by design, a gradient may be 0 on a replica by chance.
+    findings = [] if _differ_by_design(pair) else [*_without_gradient(pair, raw, wrong)]
+    left = [n for n in wrong if not any(n in finding.tensors for finding in findings)]
+    if any(f.status == FAULT and f.detail != "other_loss" for f in pair.found_in("loss")):
+        return _measured(pair, _settings(pair, wrong), wrong, raw, right), None
+    factors: Sequence[float] | None = right
+    if left:
+        chosen, left = choose(observed, left, raw_rows(pair, raw, share), pair.tolerance, len(raw))
+        for choice in chosen:
+            row, text = choice.row, choice.row.text
+            design = row.detail == "regularisation_in_the_loss" and decays_equally(pair)
+            if design:
+                text += ", and the optimizer of the other one decays the weights by as much"
+            found = step.found(
+                row.detail, text, items=row.items, tensors=choice.names, design=design
+            )
+            findings.append(dataclasses.replace(found, may_be=(*found.may_be, *choice.may_be)))
+        of_all = [c.row.factors for c in chosen if {*c.names} >= {*wrong} and c.row.factors]
+        factors = of_all[0] if of_all else right
+    if left:
+        factors = None
+        others = _reordered(pair, left) or _by_tensor(pair, raw, right, left)
+        findings += others or _settings(pair, left)
+    return _measured(pair, findings, wrong, raw, right), factors
+
+
+def _differ_by_design(pair: StepPair) -> bool:
+    """Returns whether the outputs of a right training would differ, too."""
+    causes = other_layers(pair)
+    return bool(causes) and all(design for *_, design in causes)
+
+
+def _measured(
+    pair: StepPair, findings: Sequence[Finding], wrong: Sequence[str], raw: Sequence[Named],
+    right: Sequence[float],
+) -> list[Finding]:  # fmt: skip
+    """Returns findings with the largest relative difference, and what rounding allows."""
+    reference, apart = pair.gradients.reference, 0.0
+    for name in wrong:
+        total = np.sum([f * own[name] for f, own in zip(right, raw, strict=True)], axis=0)
+        apart = max(apart, ratio(distance(total, reference[name]), norm(reference[name])))
+    allowed = pair.tolerance.allowed(wrong)
+    return [dataclasses.replace(f, distance=apart, allowed=allowed) for f in findings]
+
+
+def _without_gradient(
+    pair: StepPair, raw: Sequence[Named], wrong: Sequence[str]
+) -> Iterator[Finding]:
+    """Finds weights without a gradient in one recording, or on some replicas only.
+
+    Examples that do not use a weight have no gradient either; the gradient of the whole batch is
+    then right.
+    """
+    step, reference = pair.second, pair.gradients.reference
+    of_raw = {name: [r for r, own in enumerate(raw) if not np.any(own[name])] for name in wrong}
+    frozen = [name for name in wrong if len(of_raw[name]) == len(raw) or not norm(reference[name])]
+    left_out = [name for name in wrong if name not in frozen and is_left_out(pair, name)]
+    if left_out:
+        text = (
+            f"the optimizer does not have {len(left_out)} weights, and clears no gradient of them"
+        )
+        yield step.found("not_updated", text, tensors=left_out)
+    if frozen:
+        text = f"the gradient of {len(frozen)} weights is 0 in one recording"
+        yield step.found("frozen", text, tensors=frozen)
+    if len(raw) != len(step.shards) or len(raw) < 2:
+        return
+    idle = {s for s, size in enumerate(step.sizes) if not size and step.has("data")}
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name in wrong:
+        without = tuple(shard for shard in of_raw[name] if shard not in idle)
+        if without and name not in (*frozen, *left_out):
+            groups.setdefault(without, []).append(name)
+    for shards, names in groups.items():
+        text = f"the gradient of {len(names)} weights is 0 or missing on these replicas only"
+        yield step.found("frozen", text, items=shards, tensors=names)
+
+
+def _reordered(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
+    """Finds a weight whose inputs are in another order in both scripts."""
+    for name in wrong:
+        if text := reordered_rows(pair, name):
+            return [pair.second.found("flatten_order", text, tensors=[name])]
+    return []
+
+
+def _by_tensor(
+    pair: StepPair, raw: Sequence[Named], right: Sequence[float], wrong: Sequence[str]
+) -> list[Finding]:
+    """Explains gradients one by one, and groups them; empty if one of them is unexplained."""
+    reference = pair.gradients.reference
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in wrong:
+        total = np.sum([f * own[name] for f, own in zip(right, raw, strict=True)], axis=0)
+        limit = pair.tolerance.allowed([name]) * norm(reference[name])
+        why = why_tensor(total, reference[name], limit, len(raw))
+        if why[0] in ("unexplained", "scaled_gradient") or total.size < 2:
+            return []
+        groups.setdefault(why, []).append(name)
+    return [pair.second.found(*why, tensors=names) for why, names in groups.items()]
+
+
+def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
+    """Returns what differs before the backward pass: in the loss, or in the layers."""
+    earlier = [each for each in pair.findings if each.stage in ("forward", "loss")]
+    known = [each for each in earlier if each.detail != "unexplained"]
+    causes = [(each.detail, each.text, each.status == BY_DESIGN) for each in known]
+    if not causes and (text := _other_dtypes(pair)):
+        causes = [("reduced_precision", text, False)]
+    causes = causes or other_layers(pair)
+    if causes and all(design for *_, design in causes):
+        others = weights_of_losses(pair)
+        if text := other_form(pair):
+            others.append(("other_loss", text))
+        causes = [(*why, False) for why in others] or causes
+    if not causes:
+        num = len(pair.gradients.names)
+        text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
+        if pair.has("data", "y_pred", "y_grad") and not earlier:
+            text += "; outputs and losses agree, so that it is in the backward pass or after it"
+        causes.append(("unexplained", text, False))
+    return [
+        pair.second.found(cause, text, tensors=wrong, design=design)
+        for cause, text, design in causes
+    ]
+
+
+def _other_dtypes(pair: StepPair) -> str:
+    """Explains gradients by layers that compute in another dtype; "" if they do not.
+
+    It is also "" if rounding to this dtype does not have such an effect.
+    """
+    used = [
+        {step.trace.computed_in(shard) for shard in step.shards}
+        for step in (pair.first, pair.second)
+    ]
+    if used[0] == used[1]:
+        return ""
+    unit = max(UNITS.get(dtype, EPS) for dtype in used[0] | used[1])
+    if np.median([*pair.different_gradients.values()]) > MARGIN * unit:
+        return ""
+    first, second = (" and ".join(sorted(each)) for each in used)
+    return f"layers compute in {first} in the first recording, and in {second} in the second"

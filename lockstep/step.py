@@ -1,0 +1,178 @@
+"""The gradients of one step in two recordings: the terms of what explains them.
+
+On its way to the update, a gradient is `raw` on each shard, then `given`: what enters clipping, or
+the optimizer where nothing is clipped, whatever a script calls it, and then `applied`. All have the
+names and layouts of the reference, in float64; the gradient of a weight that a loss does not use is
+0.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.arithmetic import dense, norm, plain, same_bits, total_norm
+from lockstep.context import Context
+from lockstep.match import Matching
+from lockstep.trace import WEIGHT, Named
+
+
+class Gradients:
+    """The gradients of a step of a reference, and of the recording that is checked.
+
+    Args:
+        first: the step in the reference.
+        second: the step in the recording that is checked.
+        matching: pairs of variables of both.
+    """
+
+    def __init__(self, first: Context, second: Context, matching: Matching):
+        self.first, self.second, self._matching = first, second, matching
+
+    # Names.
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The weights whose gradients both recordings have, or lists as 0."""
+        first, second = given_of(self.first, 0), self._to_first(given_of(self.second, 0))
+        for copy in self.second.copies[1:]:  # Copies of a pipeline have other weights.
+            second = self._to_first(given_of(self.second, copy)) | second
+        if not (first and second):
+            return []
+        listed = [{*step.trace.about.gradients} for step in (self.first, self.second)]
+        return [
+            pair.first
+            for pair in self._matching.pairs
+            if (pair.first in first or pair.first in second)
+            and (pair.first in first or pair.first in listed[0])
+            and (pair.first in second or pair.second in listed[1])
+        ]
+
+    def _to_first(self, named: Named) -> Named:
+        return self._matching.to_first(named) if named else {}
+
+    def _filled(self, own: Named) -> Named:
+        return {
+            name: dense(own[name]) if name in own else np.zeros(self._shapes[name])
+            for name in self.names
+        }
+
+    @functools.cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        arrays = self._to_first(given_of(self.second, 0)) | given_of(self.first, 0)
+        for copy in self.second.copies[1:]:
+            arrays = self._to_first(given_of(self.second, copy)) | arrays
+        return {name: plain(array).shape for name, array in arrays.items()}
+
+    # The way of a gradient.
+
+    @functools.cached_property
+    def reference(self) -> Named:
+        """The gradient of the whole batch before clipping, in the reference."""
+        return self._filled(given_of(self.first, 0)) if self.names else {}
+
+    @functools.cached_property
+    def reference_applied(self) -> Named:
+        """The gradient that the reference applies."""
+        return self._filled(self.first.applied(0)) if self.names else {}
+
+    @functools.cached_property
+    def given(self) -> list[Named]:
+        """What enters clipping, or the optimizer, on each copy."""
+        return self._of_copies([given_of(self.second, copy) for copy in self.second.copies])
+
+    @functools.cached_property
+    def applied(self) -> list[Named]:
+        """What the optimizer of each copy applies."""
+        return self._of_copies([self.second.applied(copy) for copy in self.second.copies])
+
+    def _of_copies(self, copies: Sequence[Named]) -> list[Named]:
+        """Returns arrays of each copy; those with the bits of copy 0 are converted once."""
+        found: list[Named] = []
+        for own in copies:
+            if found and own.keys() == copies[0].keys():
+                is_same = all(same_bits(own[name], copies[0][name]) for name in own)
+                found.append(found[0] if is_same else self._filled(self._to_first(own)))
+            else:
+                found.append(self._filled(self._to_first(own)))
+        return found
+
+    @functools.cached_property
+    def raw(self) -> list[Named]:
+        """What each shard sends; empty if it is not recorded."""
+        step = self.second
+        if not step.has("raw"):
+            return []
+        return [self._filled(self._to_first(own)) for own in step.named("raw")]
+
+    @functools.cached_property
+    def removed(self) -> list[Named]:
+        """What the script took from the gradient of each shard between micro-batches."""
+        return [self._to_first(own) for own in self._removed(self.second)]
+
+    @functools.cached_property
+    def reference_removed(self) -> Named:
+        """The same in the reference."""
+        return next(iter(self._removed(self.first)), {})
+
+    @staticmethod
+    def _removed(step: Context) -> list[Named]:
+        return [step.trace.named(step.position, "removed", shard) or {} for shard in step.shards]
+
+    @functools.cached_property
+    def previous(self) -> "Gradients | None":
+        """The gradients of the previous step; None if it was not recorded in both."""
+        first, second = self.first.previous, self.second.previous
+        return Gradients(first, second, self._matching) if first and second else None
+
+    @functools.cached_property
+    def weights(self) -> Named:
+        """The weights before the step."""
+        kinds, before = self.first.trace.kinds, self.first.named("before")[0]
+        return {name: dense(a) for name, a in before.items() if kinds[name] == WEIGHT}
+
+    # Numbers.
+
+    @property
+    def share(self) -> float:
+        """The factor of what a shard sends in the sum, as the recording says; that of a mean else.
+
+        A script may add by hand: which factor is right is solved with the reference's gradient.
+        """
+        is_known = len(self.second.shards) == 1 or self.second.trace.about.reduction
+        return self.second.share(0) if is_known else 1 / len(self.second.shards)
+
+    @functools.cached_property
+    def clipping(self) -> tuple[float, float]:
+        """The factor by which the reference clips its gradient, and the norm that it leaves."""
+        given, applied = self.reference, self.reference_applied
+        squares = sum(norm(g) ** 2 for g in given.values())
+        product = sum(float(np.sum(applied[name] * g)) for name, g in given.items())
+        factor = product / squares if squares else 1.0
+        return factor, factor * squares**0.5
+
+    @property
+    def size(self) -> float:
+        """The norm of the reference's gradient."""
+        return total_norm(self.reference)
+
+
+def given_of(step: Context, copy: int) -> Named:
+    """Returns what enters clipping, or the optimizer, on a copy; empty if it is unknown."""
+    if not step.clips_sum:  # Each replica clips what it sends: what it computes enters.
+        return _sum_of_raw(step)
+    if own := step.entering(copy):
+        return own
+    for kind in ("sums", "clipped"):
+        if step.has(kind):
+            return step.named(kind)[copy]
+    return step.applied(copy)
+
+
+def _sum_of_raw(step: Context) -> Named:
+    total: Named = {}
+    if step.has("raw"):
+        for own in step.named("raw"):
+            for name, gradient in own.items():
+                total[name] = total.get(name, 0.0) + step.share(0) * dense(gradient)
+    return total
