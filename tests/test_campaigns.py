@@ -1,11 +1,12 @@
 """A short run of each campaign; what they need of the machine is a reason to skip it."""
 
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from campaigns import fuzz, network, scripts
+from campaigns import fuzz, network, scripts, sensitivity
 from conftest import ROOT
 from lockstep.answer.causes import DETAILS
 from lockstep.answer.verdict import NOTHING
@@ -39,14 +40,32 @@ def test_the_scripts_of_the_zoo_can_be_changed_as_listed():
     assert sum(bool(entry.causes) for entry in entries) >= 60
 
 
+def test_faults_of_each_size_can_be_injected():
+    for fault, causes in sensitivity.CAUSES.items():
+        compile(sensitivity.source_of(sensitivity.SIZES, FAULT=fault), fault, "exec")
+        assert not {*causes} - {*CAUSES}
+
+
+def test_the_smallest_size_is_found_together_with_all_larger_ones():
+    assert sensitivity.smallest([1e-2, 1e-3, 1e-5]) == "1e-03"
+    assert sensitivity.smallest([1e-3]) == "none"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    ["kills --cycles=2 --seed=3 --only=manual", "bits --cycles=20", "network --only=worker-killed"],
+    [
+        *("kills --cycles=2 --seed=3 --only=manual", "bits --cycles=20"),
+        "network --only=worker-killed",
+        "sensitivity --only=whole-loss",
+        "bounds --cycles=1 --seed=0 --only=MLP",
+    ],
 )
 def test_a_short_campaign(words):
     if words.startswith("network") and (reason := network.unavailable()):
         pytest.skip(reason)
+    if words.startswith(("sensitivity", "bounds")) and not shutil.which(scripts.python_of("torch")):
+        pytest.skip("no interpreter with PyTorch: make frameworks")
     command = [sys.executable, "-m", "tests.campaigns", *words.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

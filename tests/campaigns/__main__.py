@@ -29,6 +29,8 @@ CAMPAIGNS = {
     "zoo": (0, "a reported bug of Keras programs, and its correction"),
     "scripts": (0, "a training script with a bug, or a right one, in PyTorch, JAX or Keras"),
     "layouts": (8, "a seed of small right trainings in 13 parallel layouts and two dtypes"),
+    "bounds": (2, "a seed of right trainings of five networks, with batches of 16 to 2,048"),
+    "sensitivity": (0, "a fault in six sizes, in float32 and bfloat16"),
     "optimizers": (0, "a right program with one of Keras' optimizers"),
 }
 

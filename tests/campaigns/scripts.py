@@ -123,16 +123,21 @@ def listed() -> list[Entry]:
     return entries
 
 
+def python_of(framework: str) -> str:
+    """Returns the path of an interpreter that has a framework; it may not exist."""
+    found = [os.environ.get(f"LOCKSTEP_{framework.upper()}_PYTHON")]
+    found += [sys.executable] if importlib.util.find_spec(framework) else []
+    found += [str(ROOT / ".venv-bench" / "bin" / "python")]
+    return next(filter(None, found))
+
+
 class Server:
     """A process that has imported a framework, and runs programs one after another."""
 
     def __init__(self, framework: str) -> None:
-        found = [os.environ.get(f"LOCKSTEP_{framework.upper()}_PYTHON")]
-        found += [sys.executable] if importlib.util.find_spec(framework) else []
-        found += [str(ROOT / ".venv-bench" / "bin" / "python")]
         environment = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, SCRIPTS)))}
         self.process = subprocess.Popen(
-            [next(filter(None, found)), str(SCRIPTS / "serve.py"), *PRELOADED[framework]],
+            [python_of(framework), str(SCRIPTS / "serve.py"), *PRELOADED[framework]],
             env={**os.environ, **environment, "JAX_PLATFORMS": "cpu"},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip

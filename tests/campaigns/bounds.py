@@ -1,0 +1,198 @@
+"""Measures which share of the bounds right trainings use: several networks, batches and dtypes.
+
+Each network of `torch_networks.py` is trained with each size of a batch and in each dtype: in one
+process, which is the reference, once more with permuted examples, and in two processes with DDP.
+Of the gradients of the whole batch is listed how far they are apart, and of all recorded state
+which share of its bound a step uses. A cycle is a seed: even ones train with SGD, odd ones with
+AdamW. Fails if a comparison has a finding, or a share is more than half.
+"""
+
+import collections
+import itertools
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lockstep.arithmetic import EPS, UNITS, dense, distance, norm
+from lockstep.checks.claim import Claim
+from lockstep.comparison import (
+    compare_traces,
+    computed_tolerance,
+    given_tolerance,
+    in_dtype_of,
+)
+from lockstep.reference import StepPair, Tolerance, common_steps, match_traces
+from lockstep.trace import Named, Trace
+from lockstep.trace_file import load
+
+from . import check
+from .scripts import Servers, record, running_servers, shown
+
+PROGRAM = pathlib.Path(__file__).with_name("torch_networks.py")
+CONSTANTS = 'NETWORK, GLOBAL_BATCH_SIZE, BFLOAT16, SEEDS = "MLP", 16, False, (0,)'
+NETWORKS = ("MLP", "BatchNorm", "BatchNorm and SiLU", "GroupNorm", "transformer")
+GLOBAL_BATCH_SIZES = (16, 128, 512, 2048)
+MOST = 0.5  # Of the bound.
+_OCTAVES = 12  # Shares from 2^-12 to 2^12 are told apart.
+_HALVINGS = 9
+
+
+class Gradient(NamedTuple):
+    """How far the gradient of a weight is from that of the reference; all are norms.
+
+    Attributes:
+        residual: ‖reference − Σ c·t‖, for the gradients t of the processes and their factors c.
+        size: Σ |c|·‖t‖.
+        largest: the largest size of all weights in this step.
+        spread: ‖reference − gradient with permuted examples‖.
+    """
+
+    residual: float
+    size: float
+    largest: float
+    spread: float
+
+
+class Measured(NamedTuple):
+    """What the recordings of a seed show.
+
+    Attributes:
+        gradients: of each weight in each step.
+        share: the largest share that a gradient uses of the bound without permuted examples.
+        permuted_share: the same of the bound that is computed from permuted examples.
+        state: kind of state → the largest share of its bound.
+        findings: what the comparison reports, in words.
+    """
+
+    gradients: list[Gradient]
+    share: float
+    permuted_share: float
+    state: dict[str, float]
+    findings: list[str]
+
+
+def share_of(tolerance: Tolerance, actual: Named, expected: Named) -> float:
+    """Returns which share of its bound the farthest gradient uses.
+
+    Differences are multiplied, and the factor is halved in search of the smallest that is reported.
+    """
+    gaps = {name: dense(actual[name]) - dense(expected[name]) for name in expected}
+    low = dict.fromkeys(gaps, -float(_OCTAVES))
+    high = dict.fromkeys(gaps, float(_OCTAVES))
+    for _ in range(_HALVINGS):
+        middle = {name: (low[name] + high[name]) / 2 for name in gaps}
+        tried = {n: dense(expected[n]) + gaps[n] * 2 ** middle[n] for n in gaps}
+        wrong = tolerance.wrong(tried, expected)
+        for name, value in middle.items():
+            (high if name in wrong else low)[name] = value
+    return max(2 ** -high[name] for name in gaps)
+
+
+def measured(one: Trace, two: Trace, permuted: Trace) -> Measured:
+    """Compares the recordings of a seed."""
+    usual = in_dtype_of(one, given_tolerance(None))
+    computed = computed_tolerance(one, permuted, {})
+    others = {step.number: (own, step) for own, step in common_steps(one, permuted)}
+    gradients, state = list[Gradient](), dict[str, float]()
+    shares: dict[bool, list[float]] = {False: [], True: []}
+    for reference, step in common_steps(one, two):
+        pair = StepPair(reference, step, match_traces(one, two, {}), usual)
+        first, second = pair.gradients
+        check(first and pair.computes_the_same, f"step {step.number} is not compared")
+        own = StepPair(*others[step.number], match_traces(one, permuted, {}), usual)
+        gradients += _apart(pair, own.gradients[1])
+        for is_permuted, tolerance in ((False, usual), (True, computed)):
+            shares[is_permuted].append(share_of(tolerance, second, first))
+        for change in Claim(pair).changes:
+            kind = change.variable.kind
+            state[kind] = max(state.get(kind, 0.0), change.share or 0.0)
+    told = list[str]()
+    for traces in ([one, two], [one, two, permuted]):
+        for verdict in compare_traces(traces, {}).values():
+            told += map(shown, verdict.findings)
+    return Measured(gradients, max(shares[False]), max(shares[True]), state, told)
+
+
+def _apart(pair: StepPair, permuted: Named) -> Iterator[Gradient]:
+    """Yields how far the gradient of each weight is from the reference."""
+    first, second = pair.gradients
+    sent = [pair.matching.to_first(own) for own in pair.second.named("raw")]
+    factors = [pair.second.share(shard) for shard in pair.second.shards]
+    sizes = {
+        name: sum(abs(c) * norm(own[name]) for c, own in zip(factors, sent, strict=True))
+        for name in first
+    }
+    largest = max(sizes.values())
+    for name in first:
+        residual = distance(second[name], first[name])
+        spread = distance(permuted[name], first[name])
+        yield Gradient(residual, sizes[name], largest, spread)
+
+
+def _recorded(
+    servers: Servers, network: str, number: int, is_short: bool, seeds: Sequence[int],
+    folder: pathlib.Path,
+) -> Iterator[tuple[Trace, Trace, Trace]]:  # fmt: skip
+    """Records a network with all seeds; yields the three recordings of each."""
+    source = PROGRAM.read_text("utf-8")
+    check(source.count(CONSTANTS) == 1, f"{PROGRAM.name} has other constants")
+    constants = CONSTANTS.split("=")[0]
+    source = source.replace(CONSTANTS, f"{constants}= {network!r}, {number}, {is_short}, {seeds!r}")
+    for num_replicas, *files in (
+        (1, "one.npz"), (1, "permuted.npz", "one.npz", "1"), (2, "two.npz", "one.npz"),
+    ):  # fmt: skip
+        failed = record(servers, source, PROGRAM.stem, folder, num_replicas, *files)
+        check(not failed, f"{network}, batch of {number}: {failed}")
+    for seed in seeds:
+        one, two, permuted = (
+            load(folder / f"{kind}{seed}.npz") for kind in ("one", "two", "permuted")
+        )
+        yield one, two, permuted
+
+
+def told(name: str, found: Sequence[Measured], unit: float) -> str:
+    """Returns the largest of each measure, of some seeds, in words."""
+    gradients = [gradient for one in found for gradient in one.gradients]
+    alone = max(g.residual / (unit * g.size) for g in gradients if g.size)
+    floored = max(g.residual / (unit * (g.size + g.largest)) for g in gradients)
+    spread = max(g.spread / (unit * (g.size + g.largest)) for g in gradients)
+    kinds = dict.fromkeys(kind for one in found for kind in one.state)
+    state = ", ".join(f"{k} {max(one.state.get(k, 0.0) for one in found):.2g}" for k in kinds)
+    share, permuted = max(x.share for x in found), max(x.permuted_share for x in found)
+    lines = [
+        f"{name}: gradients use {share:.2g} of the bound, {permuted:.2g} with permuted examples;",
+        f"    residual {alone:.2g} u·size, {floored:.2g} u·(size + largest);",
+        f"    with permuted examples {spread:.2g} u·(size + largest);",
+        f"    shares of state: {state}",
+        *(f"    {finding}" for one in found for finding in one.findings),
+    ]
+    return "\n".join(lines)
+
+
+def run(
+    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
+) -> Iterator[str]:
+    """Measures each network, dtype and size of a batch; yields the largest shares of each."""
+    first = seed % 10**6
+    seeds, above = tuple(range(first, first + cycles)), 0
+    cases = [
+        (f"{network}, {'bfloat16' if is_short else 'float32'}, batch of {number}", *case)
+        for case in itertools.product(NETWORKS, (False, True), GLOBAL_BATCH_SIZES)
+        for network, is_short, number in [case]
+    ]
+    with running_servers([PROGRAM.stem]) as servers:
+        for index, (name, network, is_short, number) in enumerate(cases):
+            if only and not any(kind in name for kind in only):
+                continue
+            place = folder / f"{index}"
+            traces = _recorded(servers, network, number, is_short, seeds, place)
+            found = [measured(*each) for each in traces]
+            for one in found:
+                largest = max(one.share, one.permuted_share, *one.state.values())
+                counts["comparisons"] += 1
+                counts["findings"] += len(one.findings)
+                above += not largest <= MOST
+            yield told(name, found, UNITS["bfloat16"] if is_short else EPS)
+    counts["comparisons above half of a bound"] = above
+    check(not counts["findings"], "a right program has a finding")
+    check(not above, "a right program uses more than half of a bound")
