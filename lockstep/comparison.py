@@ -178,10 +178,7 @@ def verify_against(
         if pair is None:
             continue
         note = note or replaced_start(pair)
-        for step.stage, compare in (
-            ("statistics", compare_statistics),
-            ("update", compare_updates),
-        ):
+        for step.stage, compare in _AFTER_GRADIENTS.items():
             pair.findings += compare(pair)
         divides_later = divides_later or (pair.is_comparable and divides_what_it_kept(pair))
         pair.findings = with_modules(pair)

@@ -30,7 +30,15 @@ from lockstep.arithmetic import (
 from lockstep.context import Context
 from lockstep.explain.rows import Choice, Meaning, Row, choose
 from lockstep.explain.solve import solve
-from lockstep.hypotheses.of_tensors import SHORT, moved_parts, why_tensor
+from lockstep.hypotheses.of_tensors import (
+    BITS,
+    SHORT,
+    levels_of,
+    moved_parts,
+    to_levels,
+    to_signs,
+    why_tensor,
+)
 from lockstep.numeric.tolerance import Expression
 from lockstep.trace import Named
 
@@ -335,19 +343,11 @@ def _rows_of_dtypes(sums: Sums, wrong: Sequence[str]) -> Iterator[Row]:
         yield row("reduced_precision", f"the sum is rounded to {dtype}", value)
         value = {name: rounded(added(own)) for name, own in arrays.items()}
         yield row("reduced_precision", f"the mean is rounded to {dtype}", value)
-    for levels in (127, 128, 7):
-        bits = levels.bit_length() + (levels & 1)
-        value = {name: added([_quantised(a, levels) for a in own]) for name, own in arrays.items()}
-        yield row("quantised", f"gradients are quantised to {bits} bits", value)
-    value = {
-        name: added([np.sign(a) * np.mean(np.abs(a)) for a in own]) for name, own in arrays.items()
-    }
+    for number, levels in [(n, levels) for n in BITS for levels in levels_of(n)]:
+        value = {name: added([to_levels(a, levels) for a in own]) for name, own in arrays.items()}
+        yield row("quantised", f"gradients are quantised to {number} bits", value)
+    value = {name: added([to_signs(a) for a in own]) for name, own in arrays.items()}
     yield row("quantised", "gradients are quantised to their signs", value)
-
-
-def _quantised(array: np.ndarray, levels: int) -> np.ndarray:
-    scale = float(np.max(np.abs(array), initial=0)) / levels or 1.0
-    return np.round(array / scale) * scale
 
 
 def _rows_of_axes(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row]:

@@ -37,7 +37,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lockstep.arithmetic import EPS, MARGIN, TINY, UNITS, are_finite, dense, length, ratio
+from lockstep.arithmetic import EPS, MARGIN, TINY, are_finite, dense, length, ratio
 from lockstep.trace import Named
 
 WITH_SPREAD, WITHOUT_SPREAD, IN_16_BITS = 8.0, 64.0, 1.0
@@ -166,8 +166,3 @@ class Tolerance:
     def of_batch(self) -> float:
         """The relative difference of a loss, or of the statistics of a batch."""
         return max(self.usual, KERNELS)
-
-
-def unit_of_dtype(dtype: str) -> float:
-    """Returns the unit of a dtype in words; that of float32 for others."""
-    return UNITS.get(dtype, EPS)
