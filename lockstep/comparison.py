@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -80,14 +81,14 @@ def compare_traces(
         allowed = tolerance_of(first, of_order, names, tolerance)
     numbers = itertools.count(1)
 
-    def count(step: int) -> None:
+    def count_step(step: int) -> None:
         on_step(next(numbers))
 
-    short, verdicts = _short_names(to_verify), [verify_alone(first, count)]
+    short, verdicts = _short_names(to_verify), [verify_alone(first, count_step)]
     if others:
         verdicts[0] = dataclasses.replace(verdicts[0], tolerance=allowed.text)
     for other in others:
-        verdict = verify_against(first, other, names, of_pair(allowed, first, other), count)
+        verdict = verify_against(first, other, names, of_pair(allowed, first, other), count_step)
         verdicts.append(dataclasses.replace(verdict, reference=f"training of {short[0]}"))
     return {
         name: dataclasses.replace(verdict, name=name)
@@ -98,8 +99,8 @@ def compare_traces(
 def _short_names(traces: Sequence[Trace]) -> list[str]:
     """Returns file names, with as many parent folders as needed to distinguish them."""
     paths = [pathlib.Path(trace.name or "recording").absolute() for trace in traces]
-    for count in range(1, max(len(path.parts) for path in paths) + 1):
-        short = [str(pathlib.Path(*path.parts[-count:])) for path in paths]
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        short = [str(pathlib.Path(*path.parts[-length:])) for path in paths]
         if len(set(short)) == len(short):
             return short
     # The same file twice.
@@ -158,99 +159,103 @@ def verify_against(
         ValueError: the recordings have no step or no weight in common.
     """
     matching = match_traces(first, second, names)
-    of_examples = other_examples(first, second)
-    result = Result()
-    skipped, is_compared, removed = list[int](), False, list[Finding]()
-    summary, last = Summary(), None  # The latter: the claim of the last common step.
-    note, divides_later = "", False  # On the first step; whether a script divides what it kept.
+    result, compared = Result(), _Compared(other_examples(first, second))
     require_steps(second)
     for position, number in enumerate(second.steps):
-        pair = None
         if number in first.steps:
             reference = Context(first, first.steps.index(number))
             pair = StepPair(reference, Context(second, position), matching, tolerance)
-        step = check_step(
-            second, position, None, None, result,
-            gradients=functools.partial(_compare_until_update, pair, of_examples) if pair else None,
-            context=pair.second if pair else None,
-        )  # fmt: skip
+            gradients = functools.partial(compared.until_update, pair)
+            check_step(
+                second, position, None, None, result, gradients=gradients, context=pair.second
+            )
+            compared.add(pair)
+            result.findings += pair.findings
+        else:
+            check_step(second, position, None, None, result)
         on_step(position + 1)
-        if pair is None:
-            continue
-        note = note or replaced_start(pair)
-        for step.stage, compare in _AFTER_GRADIENTS.items():
-            pair.findings += compare(pair)
-        divides_later = divides_later or (pair.is_comparable and divides_what_it_kept(pair))
-        pair.findings = with_modules(pair)
-        num_removed = len(removed)
-        last = _with_claim(pair, last, summary, removed)
-        is_compared = is_compared or len(removed) > num_removed  # By what the step leaves.
-        result.findings += pair.findings
-        is_compared = is_compared or pair.is_comparable
-        if not pair.starts_equally:
-            skipped.append(step.number)
-    # Steps that cannot be compared divide in the same place as the others.
-    details = FACTORS if divides_later else {finding.detail for finding in removed}
-    stages = {"all-reduce", "agreement"}
-    result.findings = [
-        f
-        for f in result.findings
-        if f not in removed
-        and not summary.is_owned(f)
-        and not (f.stage in stages and f.detail in details and f.steps[0] in skipped)
-    ]
+    result.findings = [f for f in result.findings if not compared.is_refuted(f)]
     result.findings += not_trained(first, second)
     verdict = verdict_of(second, result, None, name="", reference=first.name)
     wrong = {step for finding in verdict.faults for step in finding.steps}
-    apart = "the step starts from another state: record it with replay="
-    reasons = dict.fromkeys(
-        {*second.steps} - {*first.steps}, "the first recording does not have it"
-    )
-    reasons |= dict.fromkeys(skipped, apart)
-    idle = {s: reasons[s] for s in sorted(reasons) if s not in wrong} | dict(verdict.idle)
-    if not (is_compared or verdict.faults):
-        text = (
-            "gradients of no step could be compared: record them in both scripts, and the second"
-            " one with replay="
-        )
-        idle = {**dict.fromkeys(verdict.steps, text), **idle}
+    idle = _idle_steps(first, verdict, compared, wrong)
     notes = *_not_compared(matching), *_hidden(first, second, result), *_untrained(result)
-    notes += (note,) if note else ()
-    notes += (*_ended_early(second),)
-    if wrong & {*skipped} and "not_replayed" not in {f.detail for f in verdict.faults}:
-        steps = ", ".join(map(str, sorted(wrong & {*skipped})))
-        notes += (f"gradients of steps {steps} are not compared: record them with replay=",)
-    hiding = {finding.stage for finding in verdict.faults} & {"start", "examples", "all-reduce"}
-    if hiding and not is_compared and not skipped:
-        notes += ("gradients are not compared: fix the fault above, then record again",)
-    unverified = *_incomplete(second), *_incomplete(first, "the first recording's training")
+    notes += (compared.note,) if compared.note else ()
+    notes += (*_ended_early(second), *_to_record(verdict, compared, wrong))
+    unverified = [*_incomplete(second), *_incomplete(first, "the first recording's training")]
+    unknown = {}
+    if not verdict.faults and {*second.steps} - {*idle}:
+        unknown = _unknown_weights(matching, compared.summary)
+        unverified += [why.format(first_names(names)) for why, names in unknown.items()]
     return dataclasses.replace(
-        verdict, tolerance=tolerance.text, notes=notes, idle=idle, unverified=unverified,
-        unknown_elements=summary.unknown,
+        verdict, tolerance=tolerance.text, notes=notes, idle=idle, unverified=tuple(unverified),
+        unknown_elements=compared.summary.unknown,
+        unknown_weights=tuple(itertools.chain.from_iterable(unknown.values())),
     )  # fmt: skip
 
 
-def _compare_until_update(
-    pair: StepPair, of_examples: Mapping[int, tuple[str, str]] | None, step: Context
-) -> Iterator[Finding]:
-    """Compares a step up to its gradients, and checks these alone if the reference has none."""
-    step.compared = pair.findings
-    comparisons: dict[str, Callable[[StepPair], Iterator[Finding]]] = {
-        "start": compare_starts,
-        "random numbers": compare_keys,
-        "examples": functools.partial(compare_examples, of_examples),
-        "forward": compare_each_example,
-        "gradients": gradients_or_alone,  # Their cause is that of other losses, too.
-        "loss": compare_losses,
-    }
-    for step.stage, compare in comparisons.items():
-        if step.stage == "forward" and has_ties(pair):
-            pair.allow_ties()
-        pair.findings += compare(pair)
-    yield from ()
+class _Compared:
+    """Compares steps of two recordings, one after the other, and keeps what all of them show.
+
+    Args:
+        examples: what is known of the examples of all steps; see `other_examples`.
+
+    Attributes:
+        skipped: numbers of the steps that start from other states.
+        is_compared: whether the gradients of some step were compared.
+        removed: findings that what a step leaves refutes.
+        divides_later: whether the script divides gradients after it has kept what it sends.
+        summary: what the claims have shown.
+        note: on the state that the first step replaced; "" without one.
+    """
+
+    def __init__(self, examples: Any) -> None:
+        self._comparisons: dict[str, Callable[[StepPair], Iterator[Finding]]] = {
+            "start": compare_starts,
+            "random numbers": compare_keys,
+            "examples": functools.partial(compare_examples, examples),
+            "forward": compare_each_example,
+            "gradients": _gradients_or_alone,  # Their cause is that of other losses, too.
+            "loss": compare_losses,
+        }
+        self.skipped, self.is_compared, self.removed = list[int](), False, list[Finding]()
+        self.divides_later, self.summary, self.note = False, Summary(), ""
+        self._last: Claim | None = None  # The claim of the last common step.
+
+    def until_update(self, pair: StepPair, step: Context) -> Iterator[Finding]:
+        """Compares a step up to its gradients; the pair gets the findings."""
+        step.compared = pair.findings
+        for step.stage, compare in self._comparisons.items():
+            if step.stage == "forward" and has_ties(pair):
+                pair.allow_ties()
+            pair.findings += compare(pair)
+        yield from ()
+
+    def add(self, pair: StepPair) -> None:
+        """Compares what follows the gradients of a step; the pair gets the findings."""
+        self.note = self.note or replaced_start(pair)
+        for pair.second.stage, compare in _AFTER_GRADIENTS.items():
+            pair.findings += compare(pair)
+        self.divides_later |= pair.is_comparable and divides_what_it_kept(pair)
+        pair.findings = with_modules(pair)
+        num_removed = len(self.removed)
+        self._last = _with_claim(pair, self._last, self.summary, self.removed)
+        is_refuting = len(self.removed) > num_removed  # By what the step leaves.
+        self.is_compared |= is_refuting or pair.is_comparable
+        if not pair.starts_equally:
+            self.skipped.append(pair.second.number)
+
+    def is_refuted(self, finding: Finding) -> bool:
+        """Returns whether other steps, or what a step leaves, refute a finding."""
+        if finding in self.removed or self.summary.is_owned(finding):
+            return True
+        # Steps that cannot be compared divide in the same place as the others.
+        details = FACTORS if self.divides_later else {each.detail for each in self.removed}
+        is_like_removed = finding.stage in ("all-reduce", "agreement") and finding.detail in details
+        return is_like_removed and finding.steps[0] in self.skipped
 
 
-def gradients_or_alone(pair: StepPair) -> Iterator[Finding]:
+def _gradients_or_alone(pair: StepPair) -> Iterator[Finding]:
     """Compares gradients, or checks those of a step alone that the reference cannot judge."""
     step = pair.second
     if pair.is_comparable:
@@ -258,6 +263,67 @@ def gradients_or_alone(pair: StepPair) -> Iterator[Finding]:
         return
     for step.stage in OF_GRADIENTS:
         yield from CHECKS[step.stage](step)  # type: ignore[misc]
+
+
+def _idle_steps(
+    first: Trace, verdict: Verdict, compared: _Compared, wrong: Collection[int]
+) -> dict[int, str]:
+    """Returns number of a step of which nothing is verified → why.
+
+    Args:
+        first: the reference.
+        verdict: what was found.
+        compared: the compared steps.
+        wrong: numbers of the steps with a fault.
+    """
+    reasons = dict.fromkeys(
+        {*verdict.steps} - {*first.steps}, "the first recording does not have it"
+    )
+    apart = "the step starts from another state: record it with replay="
+    reasons |= dict.fromkeys(compared.skipped, apart)
+    idle = {s: reasons[s] for s in sorted(reasons) if s not in wrong} | dict(verdict.idle)
+    if not (compared.is_compared or verdict.faults):
+        text = (
+            "gradients of no step could be compared: record them in both scripts, and the second"
+            " one with replay="
+        )
+        idle = {**dict.fromkeys(verdict.steps, text), **idle}
+    return idle
+
+
+def _to_record(verdict: Verdict, compared: _Compared, wrong: Collection[int]) -> Iterator[str]:
+    """Yields which gradients are not compared beside a fault, and how to compare them."""
+    skipped = {*compared.skipped}
+    if {*wrong} & skipped and "not_replayed" not in {f.detail for f in verdict.faults}:
+        steps = ", ".join(map(str, sorted({*wrong} & skipped)))
+        yield f"gradients of steps {steps} are not compared: record them with replay="
+    hiding = {finding.stage for finding in verdict.faults} & {"start", "examples", "all-reduce"}
+    if hiding and not compared.is_compared and not skipped:
+        yield "gradients are not compared: fix the fault above, then record again"
+
+
+def _unknown_weights(matching: Matching, summary: Summary) -> dict[str, list[str]]:
+    """Returns why updates were compared in no step → names of these weights, if they are trained.
+
+    A reason has {} in place of the names. Each of the weights may be updated in any way.
+    """
+    first, second = summary.trained
+    found = {
+        "this recording has no weight that matches {} of the first one: pass --name_map": [
+            name for name in matching.unmatched_first if name in first
+        ],
+        "the first recording has no weight that matches {}: pass --name_map": [
+            name for name in matching.unmatched_second if name in second
+        ],
+        "no step was compared that updates {}: record the state before and after the same steps,"
+        " the second time with replay=": [
+            pair.second
+            for pair in matching.pairs
+            if (pair.first in first or pair.second in second)
+            and pair.second not in summary.compared
+        ],
+    }
+    return {why: names for why, names in found.items() if names}
 
 
 def _with_claim(

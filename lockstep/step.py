@@ -103,7 +103,11 @@ class Gradients:
         step = self.second
         if not step.has("raw"):
             return []
-        return [self._filled(self._to_first(own)) for own in step.named("raw")]
+        sent = [self._to_first(own) for own in step.named("raw")]
+        known = {name for own in sent for name in own}
+        if any(np.any(self.given[0][name]) for name in self.names if name not in known):
+            return []  # Of sharded weights, only what is reduced is recorded.
+        return [self._filled(own) for own in sent]
 
     @functools.cached_property
     def removed(self) -> list[Named]:

@@ -43,7 +43,7 @@ def test_the_scripts_of_the_zoo_can_be_changed_as_listed():
 def test_faults_of_each_size_can_be_injected():
     for fault, causes in sensitivity.CAUSES.items():
         compile(sensitivity.source_of(sensitivity.SIZES, FAULT=fault), fault, "exec")
-        assert not {*causes} - {*CAUSES}
+        assert not {*causes} - {*DETAILS}
 
 
 def test_the_smallest_size_is_found_together_with_all_larger_ones():

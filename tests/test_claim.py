@@ -282,6 +282,52 @@ def test_a_training_that_did_not_end_is_not_verified(one, about, reason):
     assert wrong.status == FAULT and reason in notes_of(wrong)[-1]
 
 
+def bias_in(*steps):
+    """The bias has a gradient in some steps only."""
+
+    def gradient(script, replica, gradients):
+        return [gradients[0], gradients[1] * (len(script.states) - 1 in steps)]
+
+    return {"gradient": gradient}
+
+
+EXTRA = with_more(HEAD, lambda position, kind, replica: position + (kind == "after"))
+NOT_COMPARED = {  # Both trainings, and why the weights of the second one are not compared.
+    "steps from other states": (
+        bias_in(3), {}, {},
+        "no step was compared that updates dense/bias",
+    ),
+    "without the state after a step": (
+        {"edit": lambda s: [s.arrays.pop(n) for n in [*s.arrays] if "/after/" in n]},
+        {}, {}, "no step was compared that updates dense/kernel, dense/bias:",
+    ),
+    "only in the second": ({}, {}, EXTRA, "the first recording has no weight that matches head:"),
+    "only in the first": (
+        {}, EXTRA, {}, "this recording has no weight that matches head",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", [{}, UNKNOWN])
+@pytest.mark.parametrize("name", NOT_COMPARED)
+def test_a_trained_weight_has_to_be_compared_in_some_step(name, optimizer):
+    both, of_first, of_second, why = NOT_COMPARED[name]
+    first = Script(**both, **of_first, **optimizer)
+    replay = {} if name == "steps from other states" else {"replay": first}
+    verdict = compared(first, Script(**TWO, **both, **of_second, **optimizer, **replay))
+    assert verdict.status == NOT_VERIFIED, str(verdict)
+    assert why in sentence_of(verdict)
+    record = json.loads(verdict.to_json())["not_checked"]
+    assert record["weights"] and any(record["weights"][0] in why for why in record["training"])
+
+
+def test_weights_that_no_training_trains_need_not_be_compared():
+    """The bias has no gradient; the head has none either, and is in one recording only."""
+    still = with_more(HEAD, lambda *_: 1.0)
+    first = Script(**bias_in())
+    assert compared(first, Script(**TWO, **bias_in(), **still, replay=first)).status == CLEAN
+
+
 def test_a_replica_that_ends_early_does_not_hide_the_others(one):
     """The last batch has examples for replica 0 only."""
 

@@ -368,6 +368,7 @@ def test_ranks_may_have_the_losses_of_parts():
     traces = []
     for mesh, losses in ((Mesh({"dp": 1}, ("dp",)), [2]), (Mesh({"sp": 2}, ()), [1.5, 2.5])):
         of = {"data/0": x, "before/0": weights["w"], "clipped/0": gradients["w"]}
+        of["after/0"] = weights["w"] - gradients["w"]
         of = {kind: [array] * mesh.size for kind, array in of.items()}
         traces.append(load(write(mesh, of | {"loss/0": [*map(np.float32, losses)]})))
         traces[-1].name = f"{mesh.size}.npz"

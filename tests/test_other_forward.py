@@ -195,7 +195,7 @@ def test_the_weight_of_an_example_is_known_behind_batch_norm(name, loss):
     one = trained(**given)
     two = trained(replicas=2, on_all=True, output=moved, **given, **changes)
     verdict = compare_traces([one, two], {})["two.npz"]
-    assert [f.cause for f in verdict.faults if f.stage == "gradients"] == causes
+    assert [f.detail for f in verdict.faults if f.stage == "gradients"] == causes
 
 
 def test_backward_pass():

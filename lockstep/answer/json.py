@@ -54,6 +54,7 @@ def record_of(verdict: Verdict) -> dict[str, Any]:
             "steps": {verdict.name_of(step): why for step, why in verdict.idle.items()},
             "training": list(verdict.unverified),
             "elements": verdict.unknown_elements,
+            "weights": list(verdict.unknown_weights),
         },
     }
 

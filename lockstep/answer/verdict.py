@@ -135,6 +135,7 @@ class Verdict:
             that ended it.
         unknown_elements: number of elements of the state whose change was not compared, over all
             steps, as their gradients are rounding alone.
+        unknown_weights: names of trained weights whose update was compared in no step.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Verdict:
     step_names: Mapping[int, str] = dataclasses.field(default_factory=dict)
     unverified: tuple[str, ...] = ()
     unknown_elements: int = 0
+    unknown_weights: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -272,5 +274,6 @@ def in_sequence(parts: Sequence[Verdict]) -> Verdict:
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
         unverified=tuple(dict.fromkeys(why for part in parts for why in part.unverified)),
         unknown_elements=sum(part.unknown_elements for part in parts),
+        unknown_weights=tuple(dict.fromkeys(n for part in parts for n in part.unknown_weights)),
         idle=idle,
     )

@@ -13,15 +13,11 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lockstep.arithmetic import EPS, UNITS, dense, distance, norm
+from lockstep.arithmetic import EPS, UNITS, distance, norm
 from lockstep.checks.claim import Claim
-from lockstep.comparison import (
-    compare_traces,
-    computed_tolerance,
-    given_tolerance,
-    in_dtype_of,
-)
-from lockstep.reference import StepPair, Tolerance, common_steps, match_traces
+from lockstep.comparison import compare_traces, tolerance_of
+from lockstep.matched_examples import has_ties
+from lockstep.reference import StepPair, common_steps, match_traces
 from lockstep.trace import Named, Trace
 from lockstep.trace_file import load
 
@@ -33,8 +29,6 @@ CONSTANTS = 'NETWORK, GLOBAL_BATCH_SIZE, BFLOAT16, SEEDS = "MLP", 16, False, (0,
 NETWORKS = ("MLP", "BatchNorm", "BatchNorm and SiLU", "GroupNorm", "transformer")
 GLOBAL_BATCH_SIZES = (16, 128, 512, 2048)
 MOST = 0.5  # Of the bound.
-_OCTAVES = 12  # Shares from 2^-12 to 2^12 are told apart.
-_HALVINGS = 9
 
 
 class Gradient(NamedTuple):
@@ -71,38 +65,24 @@ class Measured(NamedTuple):
     findings: list[str]
 
 
-def share_of(tolerance: Tolerance, actual: Named, expected: Named) -> float:
-    """Returns which share of its bound the farthest gradient uses.
-
-    Differences are multiplied, and the factor is halved in search of the smallest that is reported.
-    """
-    gaps = {name: dense(actual[name]) - dense(expected[name]) for name in expected}
-    low = dict.fromkeys(gaps, -float(_OCTAVES))
-    high = dict.fromkeys(gaps, float(_OCTAVES))
-    for _ in range(_HALVINGS):
-        middle = {name: (low[name] + high[name]) / 2 for name in gaps}
-        tried = {n: dense(expected[n]) + gaps[n] * 2 ** middle[n] for n in gaps}
-        wrong = tolerance.wrong(tried, expected)
-        for name, value in middle.items():
-            (high if name in wrong else low)[name] = value
-    return max(2 ** -high[name] for name in gaps)
-
-
 def measured(one: Trace, two: Trace, permuted: Trace) -> Measured:
     """Compares the recordings of a seed."""
-    usual = in_dtype_of(one, given_tolerance(None))
-    computed = computed_tolerance(one, permuted, {})
+    tolerances = [tolerance_of(one, order, {}, None) for order in (None, permuted)]
     others = {step.number: (own, step) for own, step in common_steps(one, permuted)}
     gradients, state = list[Gradient](), dict[str, float]()
-    shares: dict[bool, list[float]] = {False: [], True: []}
+    shares: list[list[float]] = [[], []]
     for reference, step in common_steps(one, two):
-        pair = StepPair(reference, step, match_traces(one, two, {}), usual)
-        first, second = pair.gradients
-        check(first and pair.computes_the_same, f"step {step.number} is not compared")
-        own = StepPair(*others[step.number], match_traces(one, permuted, {}), usual)
-        gradients += _apart(pair, own.gradients[1])
-        for is_permuted, tolerance in ((False, usual), (True, computed)):
-            shares[is_permuted].append(share_of(tolerance, second, first))
+        matching = match_traces(one, two, {})
+        for own_shares, tolerance in zip(shares, tolerances, strict=True):
+            pair = StepPair(reference, step, matching, tolerance)
+            check(pair.is_comparable, f"step {step.number} is not compared")
+            if has_ties(pair):
+                pair.allow_ties()
+            terms = pair.gradients
+            right = [(1.0, terms.reference)]
+            own_shares += [max(pair.tolerance.shares(g, right).values()) for g in terms.given]
+        own = StepPair(*others[step.number], match_traces(one, permuted, {}), tolerances[0])
+        gradients += _apart(pair, own.gradients.given[0])
         for change in Claim(pair).changes:
             kind = change.variable.kind
             state[kind] = max(state.get(kind, 0.0), change.share or 0.0)
@@ -110,18 +90,14 @@ def measured(one: Trace, two: Trace, permuted: Trace) -> Measured:
     for traces in ([one, two], [one, two, permuted]):
         for verdict in compare_traces(traces, {}).values():
             told += map(shown, verdict.findings)
-    return Measured(gradients, max(shares[False]), max(shares[True]), state, told)
+    return Measured(gradients, max(shares[0]), max(shares[1]), state, told)
 
 
 def _apart(pair: StepPair, permuted: Named) -> Iterator[Gradient]:
     """Yields how far the gradient of each weight is from the reference."""
-    first, second = pair.gradients
-    sent = [pair.matching.to_first(own) for own in pair.second.named("raw")]
-    factors = [pair.second.share(shard) for shard in pair.second.shards]
-    sizes = {
-        name: sum(abs(c) * norm(own[name]) for c, own in zip(factors, sent, strict=True))
-        for name in first
-    }
+    terms = pair.gradients
+    first, second = terms.reference, terms.given[0]
+    sizes = {name: sum(terms.share * norm(own[name]) for own in terms.raw) for name in first}
     largest = max(sizes.values())
     for name in first:
         residual = distance(second[name], first[name])

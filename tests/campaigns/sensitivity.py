@@ -131,7 +131,7 @@ def compared(file: pathlib.Path, references: Sequence[Trace]) -> Iterator[Found]
     for size in SIZES:
         traces = [one, load(file.with_name(f"{file.stem}{size}.npz")), *permuted]
         _, verdict = compare_traces(traces, {}).values()
-        cause = verdict.faults[0].cause if verdict.faults else ""
+        cause = verdict.faults[0].detail if verdict.faults else ""
         yield Found(size, cause, "; ".join(map(shown, verdict.findings)))
 
 
