@@ -86,6 +86,10 @@ def _sums_alone(pair: StepPair) -> Iterator[Finding]:
     """
     terms, step = pair.gradients, pair.second
     right = [(terms.share, raw) for raw in terms.raw]
+    if not step.clips_sum:  # What is sent is clipped.
+        step.stage = "all-reduce"
+        yield from check_all_reduce(step)
+        return
     is_known = len(right) > 1 and bool(step.trace.about.reduction)
     if is_known and pair.tolerance.fits(terms.reference, right):
         received = [_given_by_own_names(pair, copy) for copy in step.copies]
@@ -160,8 +164,10 @@ def _explained(pair: StepPair, *, is_clipped_first: bool) -> Iterator[Finding]:
         return
     share, num = terms.share, len(terms.raw)
     findings, factors = _sent(pair, terms.raw, share)
-    if is_clipped_first:
+    if is_clipped_first or not step.clips_sum:
         yield from findings
+        step.stage = "all-reduce"
+        yield from () if is_clipped_first else check_all_reduce(step)
         return
     received = [_given_by_own_names(pair, copy) for copy in step.copies]
     is_declared = step.trace.about.reduction and _are_right(_sums(pair, received, [share] * num))
