@@ -422,7 +422,7 @@ def tolerance_of(
         ValueError: no step of the permuted recording starts from a state of the reference.
     """
     if given is not None:
-        return Tolerance(f"{given:g}, relative, given by --tolerance", given=given)
+        return Tolerance(f"{given:g}, given by --tolerance", given=given)
     unit, dtype = _unit_of(first)
     if unit > EPS:
         text = f"{IN_16_BITS:g} unit in the last place of {dtype}"

@@ -926,7 +926,7 @@ PLACES = {
     "broadcast": ((0,), SECOND, KERNEL),
     "seeds": (ALL, BOTH, ("drop/seed",)),
     "repeated": (ALL[1:], BOTH, ()),
-    "bypassed": (ALL, (), KERNEL + BIAS),
+    "bypassed": (ALL, BOTH, KERNEL + BIAS),
     "without the last": (ALL, ("replica 2",), KERNEL + BIAS),
     "clipped on one": (ALL, FIRST, ()),
     "clipped first": (ALL, BOTH, ()),

@@ -170,7 +170,7 @@ def test_data_and_model_parallelism_faults_are_named_with_their_place(
         ("tensor 2 × 2", False, "not_all_reduced", 6),
         ("tensor 2 × 2", True, "own_gradient_only", 6),  # Of the channels of these devices.
         ("pipeline 2 × 2", False, "not_all_reduced", 6),
-        ("pipeline 2 × 2", True, "not_all_reduced", 4),  # Of the second stage.
+        ("pipeline 2 × 2", True, "partly_all_reduced", 4),  # Of the second stage.
     ],
 )
 def test_gradients_that_are_not_summed_over_the_replicas_are_named(

@@ -239,8 +239,8 @@ class Verification:
         " not match.", ("verify",), metavar="OTHER=FIRST,…", **_COMMON, parts=("traces",))
     tolerance: float | None = option(None,
         "Relative difference of gradients that counts as rounding. Default: from a recording with"
-        " permute=, else the size of the batch.", ("verify",), metavar="X", above=0.0, high=1.0, **_COMMON,
-        parts=("traces",))
+        " permute=, else the size of the batch.", ("verify",), metavar="X", above=0.0, high=1.0,
+        **_COMMON, parts=("traces",))
     keep_traces: bool = option(False,
         "Keep the recorded traces in a directory for each strategy.", ("verify",), **_OWN_AND_CASE)
     inject: str | None = option(None,

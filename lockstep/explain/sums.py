@@ -269,7 +269,7 @@ def _rows_of_shards(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row
         text = f"the gradients are averaged over {sums.senders}, not summed"
         yield Row("mean_instead_of_sum", text, sums.of(factors / num))
     if 0 < own.sum() < num and not {*wrong} <= sums.common:
-        text = f"it is the gradient of this replica, not the sum over {sums.senders}"
+        text = f"it is the gradient of the replica's own examples, not that of {sums.senders}"
         yield Row("not_all_reduced", text, sums.of(own))
         yield Row("not_all_reduced", text, sums.of(own * factors))
     for shard in range(num):
@@ -450,7 +450,7 @@ def _meaning(
     context, num = sums.context, sums.num
     own = [] if is_common else context.trace.shards_of(copy)
     if own and all(factors[own]) and not np.any(np.delete(factors, own)) and num > 1:
-        text = f"it is the gradient of this replica, not the sum over {sums.senders}"
+        text = f"it is the gradient of the replica's own examples, not that of {sums.senders}"
         return "not_all_reduced", f"{text}, times {factors[own[0]]:.4g}", ()
     odd = tuple(int(q) for q in np.flatnonzero(np.abs(factors - 1) > _CLOSE))
     names = ", ".join(context.trace.name_of("raw", shard) for shard in odd)

@@ -69,7 +69,7 @@ def check_sums(sums: Sums, known_names: Sequence[str] = ()) -> Iterator[Finding]
             )
         yield context.found(
             cause, text, kind=context.kind_sent if lost else "sums",
-            items=lost or (() if is_of_all else copies), tensors=names, distance=max(apart),
+            items=lost or copies, tensors=names, distance=max(apart),
         )  # fmt: skip
 
 

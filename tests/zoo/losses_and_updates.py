@@ -335,7 +335,7 @@ UPDATES = {
     ),
     # PPO runs the forward pass of one head past the wrapper that arms the all-reduce.
     "head_not_reduced": Case(
-        "jingyaogong/minimind/issues/853", "all-reduce", "not_all_reduced", replicas=(0, 1),
+        "jingyaogong/minimind/issues/853", "all-reduce", "partly_all_reduced", replicas=(0, 1),
         tensors="critic",
         wrong=Program(lambda: actor_critic(PastTheWrapper(0.01)), two_targets),
         right=Program(lambda: actor_critic(optimizers.Adam(0.01)), two_targets),
