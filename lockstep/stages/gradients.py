@@ -11,17 +11,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
-from lockstep.arithmetic import EPS, MARGIN, UNITS, distance, is_far, norm, ratio, total_norm
-from lockstep.checks.other_forward import other_layers
+from lockstep.answer.verdict import FAULT, Finding
+from lockstep.arithmetic import distance, is_far, norm, ratio, total_norm
 from lockstep.checks.other_updates import is_left_out
 from lockstep.explain.factors import meanings
-from lockstep.explain.losses import other_form, weights_of_losses
 from lockstep.explain.raw_rows import decays_equally, raw_rows
 from lockstep.explain.rows import choose
 from lockstep.explain.solve import solve
-from lockstep.explain.sums import Sums
+from lockstep.explain.terms import Sums
 from lockstep.explain.used import used_gradients
+from lockstep.explain.variants import differ_by_design, other_settings_of
 from lockstep.hypotheses.of_axes import not_reduced
 from lockstep.hypotheses.of_layers import reordered_rows
 from lockstep.hypotheses.of_tensors import why_tensor
@@ -306,10 +305,10 @@ def _sent(
     if not wrong:
         return [], right
     # Where layers differ by design, a gradient may be 0 on a replica by chance.
-    findings = [] if _differ_by_design(pair) else [*_without_gradient(pair, raw, wrong)]
+    findings = [] if differ_by_design(pair) else [*_without_gradient(pair, raw, wrong)]
     left = [n for n in wrong if not any(n in finding.tensors for finding in findings)]
     if any(f.status == FAULT and f.detail != "other_loss" for f in pair.found_in("loss")):
-        return _measured(pair, _settings(pair, wrong), wrong, raw, right), None
+        return _measured(pair, other_settings_of(pair, wrong), wrong, raw, right), None
     factors: Sequence[float] | None = right
     if left:
         chosen, left = choose(observed, left, raw_rows(pair, raw, share), pair.tolerance, len(raw))
@@ -327,14 +326,8 @@ def _sent(
     if left:
         factors = None
         others = _reordered(pair, left) or _by_tensor(pair, raw, right, left)
-        findings += others or _settings(pair, left)
+        findings += others or other_settings_of(pair, left)
     return _measured(pair, findings, wrong, raw, right), factors
-
-
-def _differ_by_design(pair: StepPair) -> bool:
-    """Returns whether the outputs of a right training would differ, too."""
-    causes = other_layers(pair)
-    return bool(causes) and all(design for *_, design in causes)
 
 
 def _measured(
@@ -405,46 +398,3 @@ def _by_tensor(
             return []
         groups.setdefault(why, []).append(name)
     return [pair.second.found(*why, tensors=names) for why, names in groups.items()]
-
-
-def _settings(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
-    """Returns what differs before the backward pass: in the loss, or in the layers."""
-    earlier = [each for each in pair.findings if each.stage in ("forward", "loss")]
-    known = [each for each in earlier if each.detail != "unexplained"]
-    causes = [(each.detail, each.text, each.status == BY_DESIGN) for each in known]
-    if not causes and (text := _other_dtypes(pair)):
-        causes = [("reduced_precision", text, False)]
-    causes = causes or other_layers(pair)
-    if causes and all(design for *_, design in causes):
-        others = weights_of_losses(pair)
-        if text := other_form(pair):
-            others.append(("other_loss", text))
-        causes = [(*why, False) for why in others] or causes
-    if not causes:
-        num = len(pair.gradients.names)
-        text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
-        if pair.has("data", "y_pred", "y_grad") and not earlier:
-            text += "; outputs and losses agree, so that it is in the backward pass or after it"
-        causes.append(("unexplained", text, False))
-    return [
-        pair.second.found(cause, text, tensors=wrong, design=design)
-        for cause, text, design in causes
-    ]
-
-
-def _other_dtypes(pair: StepPair) -> str:
-    """Explains gradients by layers that compute in another dtype; "" if they do not.
-
-    It is also "" if rounding to this dtype does not have such an effect.
-    """
-    used = [
-        {step.trace.computed_in(shard) for shard in step.shards}
-        for step in (pair.first, pair.second)
-    ]
-    if used[0] == used[1]:
-        return ""
-    unit = max(UNITS.get(dtype, EPS) for dtype in used[0] | used[1])
-    if np.median([*pair.different_gradients.values()]) > MARGIN * unit:
-        return ""
-    first, second = (" and ".join(sorted(each)) for each in used)
-    return f"layers compute in {first} in the first recording, and in {second} in the second"

@@ -22,7 +22,8 @@ from lockstep.arithmetic import (
 from lockstep.checks.update import rounding_bounds
 from lockstep.context import Context
 from lockstep.explain.rows import Choice
-from lockstep.explain.sums import Sums, explained_sums
+from lockstep.explain.sums import explained_sums
+from lockstep.explain.terms import Sums
 from lockstep.trace import Array, Named
 
 _CLOSE_SUMS = 1e-5  # Relative; of sums that differ by rounding alone.

@@ -1,0 +1,148 @@
+"""What may be added to explain a sum: what the copies are given, and what the shards sent."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from lockstep.arithmetic import (
+    EPS,
+    UNITS,
+    add,
+    dense,
+    plain,
+    same_bits,
+    scaled,
+    sum_bound,
+    unit_of,
+)
+from lockstep.context import Context
+from lockstep.explain.rows import Meaning
+from lockstep.numeric.tolerance import Expression
+from lockstep.trace import Named
+
+_OF_NORM = 64  # Units of rounding of the norm by which a script clips.
+
+
+@dataclasses.dataclass
+class Sums:
+    """The gradients that the copies are given, and those that the shards sent.
+
+    Attributes:
+        context: the step.
+        received: for each copy, the gradients that it is given.
+        factors: for each shard, the factor of its gradient in the right sum.
+        means: says what a common factor of all gradients means; None if nothing is known.
+        is_clipped: whether the factors contain that of a clipping whose norm was rounded.
+        slack: name of a weight → how far rounding may move each element of what is received, in
+            addition.
+    """
+
+    context: Context
+    received: Sequence[Named]
+    factors: Sequence[float]
+    means: Callable[[float], Sequence[Meaning]] | None = None
+    is_clipped: bool = False
+    slack: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def kinds(self) -> dict[str, np.ndarray]:
+        """Name of a weight → a gradient of its shape and dtype."""
+        return {name: plain(array) for own in self.received for name, array in own.items()}
+
+    @functools.cached_property
+    def sent(self) -> list[Named]:
+        """For each shard, what it sent; 0 where it has no gradient."""
+        return [
+            {name: own.get(name, np.zeros_like(like)) for name, like in self.kinds.items()}
+            for own in self.context.named(self.context.kind_sent)
+        ]
+
+    @property
+    def num(self) -> int:
+        """The number of shards."""
+        return len(self.sent)
+
+    def right(self, name: str) -> np.ndarray:
+        """Returns the right sum of a weight, in the dtype of its gradients if it is a mean."""
+        own = [sent[name] for sent in self.sent]
+        if np.ptp(self.factors):
+            return np.sum([f * dense(g) for f, g in zip(self.factors, own, strict=True)], axis=0)
+        total = add(own)
+        return total if self.factors[0] == 1 else scaled(total, float(self.factors[0]))
+
+    def of(self, factors: Sequence[float] | np.ndarray) -> Expression:
+        """Returns the sum of what was sent with other factors."""
+        return list(zip(map(float, factors), self.sent, strict=True))
+
+    @functools.cached_property
+    def common(self) -> set[str]:
+        """The weights of which all copies are given the same gradient."""
+        first, *others = self.received
+        return {
+            name
+            for name in first
+            if all(name in own and same_bits(own[name], first[name]) for own in others)
+        }
+
+    def shares(
+        self, observed: Named, expression: Expression, names: Sequence[str] | None = None, *,
+        of_largest: bool = False,
+    ) -> dict[str, float]:  # fmt: skip
+        """Returns name → largest distance of an element from an expression, over its bound.
+
+        Only recorded arrays are added: each element has the rounding of its own sum, in the dtype
+        of these arrays and of the reduction.
+        """
+        found = {}
+        for name in observed if names is None else names:
+            actual = dense(observed[name])
+            parts = [factor * dense(term[name]) for factor, term in expression if name in term]
+            parts = parts or [np.zeros(actual.shape)]
+            value = np.sum(parts, axis=0)
+            if value.shape != actual.shape:
+                found[name] = np.inf
+                continue
+            with np.errstate(invalid="ignore"):
+                gap, bound = np.abs(actual - value), self.bound(name, parts)
+                bound = np.max(bound, initial=0) if of_largest else bound
+                is_same = ~np.isfinite(actual) & ~np.isfinite(value)
+                far = np.where(is_same, 0.0, gap / bound)
+            found[name] = float(np.max(np.where(np.isnan(far), np.inf, far), initial=0.0))
+        return found
+
+    def bound(self, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the bound of each element's error in a sum."""
+        context = self.context
+        unit = UNITS.get(context.trace.about.reduced_in, EPS)
+        own = [unit_of(plain(sent[name])) for sent in self.sent if np.any(dense(sent[name]))]
+        unit = max(unit, min(own, default=EPS))  # Of 16-bit weights.
+        if context.computes:
+            unit = max(unit, context.oracle.units.get(name, EPS))
+        bound, axes = sum_bound(parts, unit), context.trace.model_axes
+        if self.is_clipped:
+            bound = bound + _OF_NORM * unit * np.abs(np.sum(parts, axis=0))
+        bound = bound + self.slack.get(name, 0.0)
+        if axes:  # Each part is a sum over ranks, whose terms may cancel.
+            bound = np.full_like(bound, math.prod(axes.values()) * np.max(bound, initial=0))
+        return bound
+
+    @property
+    def senders(self) -> str:
+        """What sends the gradients, in words."""
+        is_split = self.num > self.context.trace.about.num_replicas
+        return f"{self.num} {'micro-batches' if is_split else 'replicas'}"
+
+    @functools.cached_property
+    def previous(self) -> list[Named]:
+        """What the shards sent in the previous step; empty if it is unknown."""
+        before, kind = self.context.previous, self.context.kind_sent
+        return before.named(kind) if before and before.has(kind) else []
+
+    @functools.cached_property
+    def loss_scales(self) -> np.ndarray:
+        """The loss scale of each shard."""
+        context = self.context
+        return np.array([context.trace.loss_scale(context.position, s) for s in context.shards])
