@@ -30,9 +30,16 @@ from lockstep.checks.other_updates import compare_statistics
 from lockstep.checks.random_numbers import compare_keys
 from lockstep.context import Context
 from lockstep.engine import CHECKS, OF_GRADIENTS, Result, check_step, require_steps, verdict_of
+from lockstep.hypotheses.of_layers import has_batch_norms
 from lockstep.match import Matching
 from lockstep.matched_examples import has_ties
-from lockstep.numeric.tolerance import IN_16_BITS, WITH_SPREAD, WITHOUT_SPREAD, Tolerance
+from lockstep.numeric.tolerance import (
+    IN_16_BITS,
+    OF_LARGEST,
+    WITH_SPREAD,
+    WITHOUT_SPREAD,
+    Tolerance,
+)
 from lockstep.reference import StepPair, common_steps, match_traces
 from lockstep.stages.gradients import FACTORS, compare_gradients, divides_what_it_kept
 from lockstep.trace import STATISTIC, WEIGHT, Trace
@@ -426,7 +433,9 @@ def tolerance_of(
     unit, dtype = _unit_of(first)
     if unit > EPS:
         text = f"{IN_16_BITS:g} unit in the last place of {dtype}"
-        return Tolerance(_told(text, 2 * IN_16_BITS * unit), IN_16_BITS, unit)
+        part = 1.0 if has_batch_norms(Context(first, 0)) else OF_LARGEST
+        tolerance = Tolerance("", IN_16_BITS, unit, of_largest=part)
+        return dataclasses.replace(tolerance, text=_told(text, tolerance.usual))
     if permuted is None:
         least = StepPair(
             Context(first, 0), Context(first, 0), Matching(first, first, {}), Tolerance()
