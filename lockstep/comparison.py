@@ -30,7 +30,6 @@ from lockstep.checks.other_updates import compare_statistics
 from lockstep.checks.random_numbers import compare_keys
 from lockstep.context import Context
 from lockstep.engine import CHECKS, OF_GRADIENTS, Result, check_step, require_steps, verdict_of
-from lockstep.hypotheses.of_layers import has_batch_norms
 from lockstep.match import Matching
 from lockstep.matched_examples import has_ties
 from lockstep.numeric.tolerance import (
@@ -42,6 +41,7 @@ from lockstep.numeric.tolerance import (
 )
 from lockstep.reference import StepPair, common_steps, match_traces
 from lockstep.stages.gradients import FACTORS, compare_gradients, divides_what_it_kept
+from lockstep.step import has_batch_norms
 from lockstep.trace import STATISTIC, WEIGHT, Trace
 
 _AFTER_GRADIENTS = {"statistics": compare_statistics, "update": compare_updates}
@@ -432,9 +432,10 @@ def tolerance_of(
         return Tolerance(f"{given:g}, given by --tolerance", given=given)
     unit, dtype = _unit_of(first)
     if unit > EPS:
-        text = f"{IN_16_BITS:g} unit in the last place of {dtype}"
-        part = 1.0 if has_batch_norms(Context(first, 0)) else OF_LARGEST
-        tolerance = Tolerance("", IN_16_BITS, unit, of_largest=part)
+        tolerance = Tolerance("", IN_16_BITS, unit, of_largest=OF_LARGEST)
+        if has_batch_norms(Context(first, 0)):
+            tolerance = Tolerance("", 2 * IN_16_BITS, unit)
+        text = f"{tolerance.times:g} units in the last place of {dtype}"
         return dataclasses.replace(tolerance, text=_told(text, tolerance.usual))
     if permuted is None:
         least = StepPair(

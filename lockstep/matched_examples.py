@@ -7,9 +7,9 @@ import numpy as np
 
 from lockstep.arithmetic import distance, norm, ratio
 from lockstep.context import Context
-from lockstep.hypotheses.of_layers import has_batch_norms
 from lockstep.hypotheses.of_targets import targets_of
 from lockstep.reference import StepPair
+from lockstep.step import has_batch_norms
 
 KINDS = ("data", "y_pred", "y_grad")
 _BY_ROUNDING = 3e-5  # Relative difference of outputs.

@@ -17,7 +17,7 @@ from lockstep.context import Context
 from lockstep.match import Matching
 from lockstep.numeric.tolerance import TIES, WITH_SPREAD, WITHOUT_SPREAD, Tolerance
 from lockstep.oracles.rules import Rule, RuleOracle
-from lockstep.step import Gradients
+from lockstep.step import Gradients, has_batch_norms
 from lockstep.trace import STATISTIC, WEIGHT, Named, Trace
 
 _EPSILON_OF_CLIPPING = 1e-6  # PyTorch divides by the norm and this.
@@ -42,7 +42,7 @@ class StepPair:
         self.first, self.second, self.matching = first, second, matching
         is_port = first.trace.about.framework != second.trace.about.framework
         numbers = [x.size for shard in first.shards for x in first.inputs(shard)]
-        least = WITHOUT_SPREAD if is_port else WITH_SPREAD
+        least = WITHOUT_SPREAD if is_port or has_batch_norms(first) else WITH_SPREAD
         self.tolerance = tolerance.of_inputs(sum(numbers), least=least)
         self.both = (second, "second"), (first, "first")
         self.findings: list[Finding] = []
@@ -126,8 +126,14 @@ class StepPair:
         return self._agree(self.gradients.applied, self.gradients.reference_applied)
 
     def allow_ties(self) -> None:
-        """Allows that units whose inputs are nearly 0 turn over."""
-        self.tolerance = dataclasses.replace(self.tolerance, ties=TIES)
+        """Allows that units whose inputs are nearly 0 turn over, if that explains all gradients."""
+        tight = self.tolerance
+        self._set_tolerance(dataclasses.replace(tight, ties=TIES))
+        if not (self.is_given_right and self.is_applied_right):
+            self._set_tolerance(tight)
+
+    def _set_tolerance(self, tolerance: Tolerance) -> None:
+        self.tolerance = tolerance
         for name in ("is_given_right", "is_applied_right", "different_gradients"):
             self.__dict__.pop(name, None)
 

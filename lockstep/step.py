@@ -180,3 +180,10 @@ def _sum_of_raw(step: Context) -> Named:
             for name, gradient in own.items():
                 total[name] = total.get(name, 0.0) + step.share(0) * dense(gradient)
     return total
+
+
+def has_batch_norms(step: Context) -> bool:
+    """Returns whether layers normalise over examples of a batch, in training mode."""
+    off = set.intersection(*(step.trace.in_evaluation(step.position, s) for s in step.shards))
+    layers = [x for x in step.trace.about.layers if "batchnorm" in str(x.get("class")).lower()]
+    return any(layer.get("name") not in off for layer in layers)

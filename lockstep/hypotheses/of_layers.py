@@ -32,13 +32,6 @@ def kind_of(layer: Layer) -> str:
     return next((kind for kind in KINDS if kind in name), "")
 
 
-def has_batch_norms(step: Context) -> bool:
-    """Returns whether layers normalise over examples of a batch, in training mode."""
-    off = set.intersection(*(step.trace.in_evaluation(step.position, s) for s in step.shards))
-    layers = [x for x in step.trace.about.layers if kind_of(x) == "batchnorm"]
-    return any(layer.get("name") not in off for layer in layers)
-
-
 def num_local_norms(step: Context) -> int:
     """Returns how many BatchNorm layers normalise the examples of a shard on their own."""
     off = set.intersection(*(step.trace.in_evaluation(step.position, s) for s in step.shards))
