@@ -39,7 +39,7 @@ from lockstep.numeric.tolerance import (
     WITHOUT_SPREAD,
     Tolerance,
 )
-from lockstep.reference import StepPair, common_steps, match_traces
+from lockstep.reference import StepPair, common_steps, match_traces, of_step
 from lockstep.stages.gradients import FACTORS, compare_gradients, divides_what_it_kept
 from lockstep.step import has_batch_norms
 from lockstep.trace import STATISTIC, WEIGHT, Trace
@@ -438,14 +438,12 @@ def tolerance_of(
         text = f"{tolerance.times:g} units in the last place of {dtype}"
         return dataclasses.replace(tolerance, text=_told(text, tolerance.usual))
     if permuted is None:
-        least = StepPair(
-            Context(first, 0), Context(first, 0), Matching(first, first, {}), Tolerance()
-        )
+        of_first = of_step(Tolerance(), Context(first, 0))
         text = (
-            f"{least.tolerance.times:.3g} units in the last place of float32, by the size of the"
-            " batch; record a third time with permute=1 to compute it from the effect of rounding"
+            f"{of_first.times:.3g} units in the last place of float32, by the size of the batch;"
+            " record a third time with permute=1 to compute it from the effect of rounding"
         )
-        return Tolerance(_told(text, least.tolerance.usual))
+        return Tolerance(_told(text, of_first.usual))
     spread, num_steps = _spread(first, permuted, names)
     text = (
         f"{WITH_SPREAD:g} units in the last place of float32 and {MARGIN} times the effect of"

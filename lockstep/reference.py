@@ -41,9 +41,7 @@ class StepPair:
     def __init__(self, first: Context, second: Context, matching: Matching, tolerance: Tolerance):
         self.first, self.second, self.matching = first, second, matching
         is_port = first.trace.about.framework != second.trace.about.framework
-        numbers = [x.size for shard in first.shards for x in first.inputs(shard)]
-        least = WITHOUT_SPREAD if is_port or has_batch_norms(first) else WITH_SPREAD
-        self.tolerance = tolerance.of_inputs(sum(numbers), least=least)
+        self.tolerance = of_step(tolerance, first, is_port=is_port)
         self.both = (second, "second"), (first, "first")
         self.findings: list[Finding] = []
 
@@ -128,6 +126,8 @@ class StepPair:
     def allow_ties(self) -> None:
         """Allows that units whose inputs are nearly 0 turn over, if that explains all gradients."""
         tight = self.tolerance
+        if tight.given:
+            return
         self._set_tolerance(dataclasses.replace(tight, ties=TIES))
         if not (self.is_given_right and self.is_applied_right):
             self._set_tolerance(tight)
@@ -188,6 +188,19 @@ class StepPair:
             return finding
         why = causes[0]
         return dataclasses.replace(finding, status=why.status, detail=why.detail, may_be=why.may_be)
+
+
+def of_step(tolerance: Tolerance, first: Context, *, is_port: bool = False) -> Tolerance:
+    """Returns the bound of a step of the reference, by the size of its batch.
+
+    Args:
+        tolerance: the bound of the reference.
+        first: the step.
+        is_port: whether it is compared with another framework.
+    """
+    numbers = [x.size for shard in first.shards for x in first.inputs(shard)]
+    least = WITHOUT_SPREAD if is_port or has_batch_norms(first) else WITH_SPREAD
+    return tolerance.of_inputs(sum(numbers), least=least)
 
 
 def match_traces(first: Trace, second: Trace, names: Mapping[str, str]) -> Matching:

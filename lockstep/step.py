@@ -182,6 +182,31 @@ def _sum_of_raw(step: Context) -> Named:
     return total
 
 
+States = tuple[np.ndarray, np.ndarray]  # Before and after the step.
+
+
+def joined_states(states: Sequence[States], shape: tuple[int, ...]) -> list[States]:
+    """Returns whole states; parts that the copies hold are joined in their order.
+
+    Args:
+        states: for each copy, a variable before and after the step.
+        shape: shape of the whole variable.
+
+    Returns:
+        For each copy its state, or the joined one; empty if they do not make up the whole.
+    """
+    if all(array.shape == shape for state in states for array in state):
+        return list(states)
+    own = states[0][1].shape
+    axes = [
+        axis for axis in range(len(shape)) if len(own) == len(shape) and own[axis] != shape[axis]
+    ]
+    if len(axes) != 1:
+        return []
+    old, new = (np.concatenate([state[i] for state in states], axes[0]) for i in (0, 1))
+    return [(old, new)] * len(states) if old.shape == new.shape == shape else []
+
+
 def has_batch_norms(step: Context) -> bool:
     """Returns whether layers normalise over examples of a batch, in training mode."""
     off = set.intersection(*(step.trace.in_evaluation(step.position, s) for s in step.shards))

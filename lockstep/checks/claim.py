@@ -25,6 +25,7 @@ from lockstep.arithmetic import dense, distance, norm, ratio, same_bits
 from lockstep.context import Context
 from lockstep.oracles.rules import RuleOracle
 from lockstep.reference import StepPair
+from lockstep.step import joined_states
 from lockstep.trace import OF_GRADIENTS, STATE, STATISTIC, WEIGHT, Array, Named, Rows
 
 # Stages that come before what the optimizer leaves: an optimizer may reduce gradients itself.
@@ -192,7 +193,7 @@ class Claim:
             return Change(variable, copy, 0.0, first)
         own = [variable.as_first(each) for each in state]
         if own[0].shape != first.shape:
-            own = self._joined(variable, first.shape)
+            own = [*self._joined(variable, first.shape)]
         if not own:
             return Change(variable, copy, np.inf, first)
         if distance(own[0], old) > _NEAR_START * norm(old):
@@ -211,21 +212,11 @@ class Claim:
         betas = {beta for rule in rules for beta in (rule.beta_1, rule.beta_2)}
         return bounds.correction_error(betas, self.pair.second.number + 1)
 
-    def _joined(self, variable: Variable, shape: tuple[int, ...]) -> list[np.ndarray]:
+    def _joined(self, variable: Variable, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
         """Returns a state before and after the step whose parts the copies hold, in their order."""
-        found = []
         states = [self._state(variable, copy) for copy in self.pair.second.copies]
-        for parts in zip(*(state for state in states if state), strict=True):
-            own = [variable.as_first(part) for part in parts]
-            axes = [i for i, n in enumerate(shape) if own[0].ndim == len(shape) != n]
-            axes = [i for i in axes if own[0].shape[i] != shape[i]]
-            if not axes or len(own) != len(states):
-                return []
-            whole = np.concatenate(own, axes[0])
-            if whole.shape != shape:
-                return []
-            found.append(whole)
-        return found
+        own = [(variable.as_first(s[0]), variable.as_first(s[1])) for s in states if s]
+        return next(iter(joined_states(own, shape)), ()) if len(own) == len(states) else ()
 
     def _of_elements(
         self, variable: Variable, copy: int, first: np.ndarray, second: np.ndarray,

@@ -6,7 +6,7 @@ import numpy as np
 
 from lockstep.arithmetic import EPS, are_finite, dense, norm, total_norm
 from lockstep.explain.factors import meanings
-from lockstep.explain.rows import Meaning, Row
+from lockstep.explain.rows import Row
 from lockstep.explain.solve import solve
 from lockstep.oracles.rules import IN_GRADIENT
 from lockstep.reference import StepPair
@@ -14,7 +14,7 @@ from lockstep.step import Gradients
 from lockstep.trace import Named
 
 _CLOSE = 1e-4  # Relative; of solved coefficients to those of a pattern.
-_UNKNOWN = [Meaning("scaled_gradient", "")]
+_OF_ALL = ("other_loss_reduction",)  # Causes of factors that no tensor escapes.
 
 
 def raw_rows(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
@@ -128,20 +128,13 @@ def _rows_of_factors(pair: StepPair, raw: Sequence[Named], share: float) -> Iter
     one, known = solve(observed, [whole])
     if known.all() and np.isfinite(one).all() and one[0]:
         times = 1 / float(one[0])
-        yield from _rows_of_one_factor(pair, raw, share, times, [*observed])
+        text = f"each gradient is {times:.6g} times that of the first recording"
+        for why in _named(pair, text, times):
+            factors = tuple([share / times] * num)
+            yield Row(*why, _of(raw, factors), factors=factors)
     if num > 1:
         yield from _rows_of_each_factor(pair, raw, share)
     yield from _rows_of_some(pair, raw, share, whole)
-
-
-def _rows_of_one_factor(
-    pair: StepPair, raw: Sequence[Named], share: float, times: float, names: Sequence[str]
-) -> Iterator[Row]:
-    factors = tuple([share / times] * len(raw))
-    text = f"each gradient is {times:.6g} times that of the first recording"
-    for cause, reason in meanings(pair, times) or _UNKNOWN:
-        why = f"{text}: {reason}" if reason else text
-        yield Row(cause, why, _of(raw, factors), factors=factors)
 
 
 def _rows_of_each_factor(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
@@ -176,27 +169,40 @@ def _rows_of_some(
 ) -> Iterator[Row]:
     """Yields factors that some tensors have, and other ones not."""
     observed, num = pair.gradients.reference, len(raw)
-    groups: dict[float, list[str]] = {}
-    for name in observed:
-        if pair.tolerance.fits(observed, [(1.0, whole)], [name]):
-            continue
+    bound = pair.tolerance
+    wrong = [name for name in observed if not bound.fits(observed, [(1.0, whole)], [name])]
+    for of_group, names in _groups(pair, whole, wrong):
+        times = 1 / of_group
+        text = f"the gradients of {len(names)} weights are {times:.6g} times that of the first"
+        # The loss, and mostly the number of micro-batches, changes all of them.
+        known = [m for m in _named(pair, f"{text} recording", times) if m[0] not in _OF_ALL]
+        known.sort(key=lambda each: each[0] == "micro_batches_not_averaged")
+        own = [{name: each[name] for name in names if name in each} for each in raw]
+        for why in known or [("scaled_gradient", f"{text} recording")]:
+            expression = _of(own, [share * of_group] * num)
+            yield Row(*why, expression, factors=tuple([share] * num))
+
+
+def _groups(pair: StepPair, whole: Named, wrong: Sequence[str]) -> list[tuple[float, list[str]]]:
+    """Returns factors that some of the wrong tensors have exactly, with their names.
+
+    The factor that most tensors have comes first.
+    """
+    observed = pair.gradients.reference
+    found: dict[float, list[str]] = {}
+    for name in wrong:
         factor, known = solve(observed, [whole], [name])
         times = float(factor[0])
         if known.all() and times > 0 and pair.tolerance.fits(observed, [(times, whole)], [name]):
-            near = (f for f in groups if abs(f - times) < _CLOSE * f)
-            groups.setdefault(next(near, times), []).append(name)
-    for of_group, names in groups.items():
-        times = 1 / of_group
-        text = f"the gradients of {len(names)} weights are {times:.6g} times that of the first"
-        text += " recording"
-        # The loss, and mostly the number of micro-batches, changes all of them.
-        known_causes = [m for m in meanings(pair, times) if m.detail != "other_loss_reduction"]
-        known_causes.sort(key=lambda each: each.detail == "micro_batches_not_averaged")
-        own = [{name: each[name] for name in names if name in each} for each in raw]
-        for cause, reason in known_causes or _UNKNOWN:
-            why = f"{text}: {reason}" if reason else text
-            expression = _of(own, [share * of_group] * num)
-            yield Row(cause, why, expression, factors=tuple([share] * num))
+            near = (f for f in found if abs(f - times) < _CLOSE * f)
+            found.setdefault(next(near, times), []).append(name)
+    return sorted(found.items(), key=lambda each: -len(each[1]))
+
+
+def _named(pair: StepPair, text: str, times: float) -> list[tuple[str, str]]:
+    """Returns detail and sentence of each meaning of a factor; it is a scaled gradient else."""
+    known = [(detail, f"{text}: {reason}") for detail, reason in meanings(pair, times)]
+    return known or [("scaled_gradient", text)]
 
 
 # --- Regularisation ------------------------------------------------------------------------------
@@ -213,7 +219,7 @@ def _rows_of_weights(pair: StepPair, raw: Sequence[Named], share: float) -> Iter
     if not all(map(are_finite, (observed, whole))):
         return
     wrong = [n for n in pair.tolerance.wrong(observed, whole) if n in weights]
-    for scale, names in _scales(pair, whole, wrong):
+    for scale, names in [(1.0, []), *_groups(pair, whole, wrong)]:
         left = [name for name in wrong if name not in names]
         if not left:
             continue
@@ -234,27 +240,10 @@ def _rows_of_weights(pair: StepPair, raw: Sequence[Named], share: float) -> Iter
                 f"each gradient is {1 / scale:.6g} times that of the first recording, without its"
                 f" part {abs(usual / (1 - scale)):.4g} · weight, the regularisation"
             )
-            for cause, reason in meanings(pair, 1 / scale) or _UNKNOWN:
-                why = f"{text}: {reason}" if reason else text
-                yield Row(cause, why, expression, factors=factors)
+            for why in _named(pair, text, 1 / scale):
+                yield Row(*why, expression, factors=factors)
             continue
         yield Row(*_meaning_of_decay(pair, left, -usual), expression, factors=factors)
-
-
-def _scales(
-    pair: StepPair, whole: Named, wrong: Sequence[str]
-) -> Iterator[tuple[float, Sequence[str]]]:
-    """Yields factors that some of the wrong tensors have exactly, with their names."""
-    yield 1.0, []
-    observed = pair.gradients.reference
-    found: dict[float, list[str]] = {}
-    for name in wrong:
-        factor, known = solve(observed, [whole], [name])
-        times = float(factor[0])
-        if known.all() and times > 0 and pair.tolerance.fits(observed, [(times, whole)], [name]):
-            near = (f for f in found if abs(f - times) < _CLOSE * f)
-            found.setdefault(next(near, times), []).append(name)
-    yield from sorted(found.items(), key=lambda each: -len(each[1]))
 
 
 def _confirms(pair: StepPair, whole: Named, scale: float, decays: dict[str, float]) -> bool:

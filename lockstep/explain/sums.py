@@ -111,14 +111,12 @@ def _rows_of_scales(sums: Sums, copy: int) -> Iterator[Row]:
     if np.ptp(scales) and own:
         listed = ", ".join(f"{scale:g}" for scale in scales)
         text = f"the loss scales of the {sums.senders} are {listed}"
-        yield Row(
-            "other_loss_scale", text, sums.of(np.asarray(sums.factors) * scales / scales[own[0]])
-        )
+        yield Row("other_loss_scale", text, sums.of(sums.factors * scales / scales[own[0]]))
 
 
 def _rows_of_shards(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row]:
     """Yields sums of some shards' gradients, or with another number of them."""
-    num, factors, context = sums.num, np.asarray(sums.factors), sums.context
+    num, factors, context = sums.num, sums.factors, sums.context
     own = np.array([shard in context.trace.shards_of(copy) for shard in range(num)], float)
     if context.has("sums") and all(sums.received[copy] is not own for own in context.named("sums")):
         yield Row("frozen", "the gradient is 0 after the sum", [])
@@ -164,9 +162,7 @@ def _rows_of_replicas(sums: Sums) -> Iterator[Row]:
             names = ", ".join(trace.name_of("raw", shard) for shard in shards)
             text = f"the sum does not contain the gradient of {names}"
             for times in (1.0, sums.num / kept.sum()):
-                yield Row(
-                    "lost_replica", text, sums.of(np.asarray(sums.factors) * kept * times), shards
-                )
+                yield Row("lost_replica", text, sums.of(sums.factors * kept * times), shards)
 
 
 def _rows_of_previous(sums: Sums) -> Iterator[Row]:
@@ -279,7 +275,7 @@ def _solved_rows(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row]:
     for names in ([clear] if len(clear) > 1 else []) + [[name] for name in clear]:
         coefficients, determined = solve(received, sums.sent, names)
         if determined.all() and np.isfinite(coefficients).all():
-            right = np.asarray(sums.factors)
+            right = sums.factors
             factors = coefficients / np.where(right == 0, 1, right)
             factors = np.where(np.abs(factors) < _CLOSE, 0, factors)
             of_names = [{name: own[name] for name in names} for own in sums.sent]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -42,10 +43,13 @@ class Sums:
 
     context: Context
     received: Sequence[Named]
-    factors: Sequence[float]
+    factors: Any  # Becomes an array.
     means: Callable[[float], Sequence[Meaning]] | None = None
     is_clipped: bool = False
     slack: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.factors = np.asarray(self.factors, np.float64)
 
     @functools.cached_property
     def kinds(self) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ import numpy as np
 from lockstep.arithmetic import EPS, TINY, dense
 from lockstep.explain.solve import solve
 from lockstep.reference import StepPair
+from lockstep.step import joined_states
 from lockstep.trace import Named
 
 _UNITS = 8  # Of rounding of the state, before and after.
@@ -69,8 +70,8 @@ def _add(found: Used, pair: StepPair, weight: str, own: str, keys: tuple[str, st
     states = [_states(pair, copy, keys[1]) for copy in pair.second.copies]
     if any(state is None for state in states):
         return False
-    wholes = _joined([state for state in states if state is not None], gradient.shape)
-    if wholes is None:
+    wholes = joined_states([state for state in states if state is not None], gradient.shape)
+    if not wholes:
         return False
     for copy, (own_old, own_new) in enumerate(wholes):
         used = (own_new - kept * own_old) / times
@@ -86,21 +87,3 @@ def _states(pair: StepPair, copy: int, key: str) -> tuple[np.ndarray, np.ndarray
         return None
     new = dense(after[key])
     return (dense(before[key]) if key in before else np.zeros(new.shape)), new
-
-
-def _joined(
-    states: Sequence[tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...]
-) -> list[tuple[np.ndarray, np.ndarray]] | None:
-    """Returns whole states; parts that the copies hold are joined in their order."""
-    if all(new.shape == shape == old.shape for old, new in states):
-        return list(states)
-    own = states[0][1].shape
-    axes = [
-        axis for axis in range(len(shape)) if len(own) == len(shape) and own[axis] < shape[axis]
-    ]
-    if len(axes) != 1:
-        return None
-    whole = [np.concatenate([state[i] for state in states], axes[0]) for i in (0, 1)]
-    if any(array.shape != shape for array in whole):
-        return None
-    return [(whole[0], whole[1])] * len(states)

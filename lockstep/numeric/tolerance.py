@@ -46,7 +46,7 @@ from lockstep.trace import Named
 
 WITH_SPREAD, WITHOUT_SPREAD, IN_16_BITS = 8.0, 64.0, 1.0
 OF_ROOT = 5.0
-OF_LARGEST = 0.25
+OF_LARGEST = 0.02
 TIES = 1e-2
 ALONG, NEARLY_ALONG = 0.5, 0.95
 MANY, FEW = 64, 4

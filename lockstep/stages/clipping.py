@@ -213,11 +213,8 @@ def compare_clipping(pair: StepPair) -> Iterator[Finding]:
 
 def _why_other(pair: StepPair, entering: Named, applied: Named) -> tuple[str, str]:
     """Explains applied gradients that differ although what is given is equal."""
-    terms, step, scale = (
-        pair.gradients,
-        pair.second,
-        pair.second.trace.loss_scale(pair.second.position, 0),
-    )
+    terms, step = pair.gradients, pair.second
+    scale = step.trace.loss_scale(step.position, 0)
     calls = step.trace.calls(step.position, 0)
     factors = _factor(applied, entering), _factor(terms.reference_applied, terms.reference)
     limits = [limits_of(each) for each in (step, pair.first)]
@@ -258,10 +255,8 @@ def _why_other(pair: StepPair, entering: Named, applied: Named) -> tuple[str, st
 
 def _of_previous_step(pair: StepPair, applied: Named) -> tuple[str, str] | None:
     """Explains applied gradients of some weights by those of the previous step."""
-    before, wrong = (
-        pair.second.previous,
-        [*pair.tolerance.wrong(applied, pair.gradients.reference_applied)],
-    )
+    before = pair.second.previous
+    wrong = [*pair.tolerance.wrong(applied, pair.gradients.reference_applied)]
     old = pair.matching.to_first(before.entering(0)) if before else {}
     names = [name for name in wrong if name in old]
     factor = factor_of([applied[n] for n in names], [old[n] for n in names])

@@ -98,10 +98,10 @@ def _sums_alone(pair: StepPair) -> Iterator[Finding]:
 
 def _rounded_apart(pair: StepPair) -> Iterator[Finding]:
     """Finds copies that add in different orders: their weights drift apart."""
-    step, kind = pair.second, "sums" if pair.second.has("sums") else ""
-    if kind and step.trace.about.reduction and len(step.copies) > 1:
+    step = pair.second
+    if step.has("sums") and step.trace.about.reduction and len(step.copies) > 1:
         step.stage = "all-reduce"
-        yield from unequal_sums(step, kind)
+        yield from unequal_sums(step)
 
 
 def divides_what_it_kept(pair: StepPair) -> bool:

@@ -119,18 +119,18 @@ def check_all_reduce(context: Context) -> Iterator[Finding]:
     found = [*check_sums(Sums(context, received, [context.share(0)] * len(sent)), own)]
     yield from found
     if not (own or found):
-        yield from unequal_sums(context, "sums")
+        yield from unequal_sums(context)
 
 
-def unequal_sums(context: Context, kind: str) -> Iterator[Finding]:
+def unequal_sums(context: Context) -> Iterator[Finding]:
     """Finds sums that are right on each copy, but differ by rounding."""
     text = (
         "these replicas received sums that differ by rounding from that of replica 0: they add in"
         " different orders, and their weights diverge"
     )
-    for name, copies, apart in context.unlike_first(kind):
+    for name, copies, apart in context.unlike_first("sums"):
         yield context.found(
-            "unequal_sums", text, kind=kind, items=copies, tensors=(name,), distance=apart
+            "unequal_sums", text, kind="sums", items=copies, tensors=(name,), distance=apart
         )
 
 
@@ -178,7 +178,7 @@ def _unlike_sums(context: Context) -> Iterator[Finding]:
             distance=max(far.values()),
         )  # fmt: skip
     elif unlike:
-        yield from unequal_sums(context, "sums")
+        yield from unequal_sums(context)
 
 
 def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
