@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.answer.verdict import Finding, Measurement, Verdict
+    from lockstep.data.file import TraceError
+    from lockstep.data.trace import Trace
     from lockstep.testing import assert_same_training
-    from lockstep.trace import Trace
-    from lockstep.trace_file import TraceError
 
 __all__ = [
     "Finding",
@@ -67,9 +67,9 @@ def compare(
         return list(verdicts.values())[-1]
     if two is not None:
         raise ValueError("compare takes either a second training or model=, not both")
-    from lockstep.engine import check, require_steps
     from lockstep.oracles.keras import KerasOracle
     from lockstep.record_keras import leaves
+    from lockstep.run import check, require_steps
 
     trace = _trace_of(one)
     require_steps(trace)
@@ -92,8 +92,8 @@ def compare(
 
 def _trace_of(training: Any) -> "Trace":
     """Returns the trace of a path, a recorder or a trace."""
-    from lockstep import trace_file
-    from lockstep.trace import Trace
+    from lockstep.data import file as trace_file
+    from lockstep.data.trace import Trace
 
     if isinstance(training, Trace):
         return training
@@ -104,8 +104,8 @@ def _trace_of(training: Any) -> "Trace":
 
 _MODULES = {  # Name → its module, which imports NumPy and is imported when it is needed.
     **dict.fromkeys(("Finding", "Measurement", "Verdict"), "lockstep.answer.verdict"),
-    "Trace": "lockstep.trace",
-    "TraceError": "lockstep.trace_file",
+    "Trace": "lockstep.data.trace",
+    "TraceError": "lockstep.data.file",
     "assert_same_training": "lockstep.testing",
 }
 

@@ -28,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser(is_show).parse_args(words[is_show:])
     from lockstep.answer.show import contents_of
     from lockstep.comparison import compare_traces
-    from lockstep.match import NamesError
-    from lockstep.trace_file import load
+    from lockstep.data.file import load
+    from lockstep.data.match import NamesError
 
     try:
         traces = [load(file) for file in options.files]

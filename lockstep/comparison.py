@@ -12,26 +12,11 @@ import numpy as np
 from lockstep.answer.causes import title_of
 from lockstep.answer.text import first_names, named_steps
 from lockstep.answer.verdict import BY_DESIGN, NOTHING, Finding, Verdict, finding_of
-from lockstep.arithmetic import EPS, MARGIN, UNITS, distance, norm, ratio, unit_of
-from lockstep.checks.claim import Claim, Summary, between
-from lockstep.checks.other_changes import compare_updates
-from lockstep.checks.other_examples import (
-    compare_examples,
-    compare_losses,
-    compare_starts,
-    has_examples_second,
-    other_examples,
-    repeated_batch,
-    replaced_start,
-)
-from lockstep.checks.other_forward import compare_each_example
-from lockstep.checks.other_modules import with_modules
-from lockstep.checks.other_updates import compare_statistics
-from lockstep.checks.random_numbers import compare_keys
 from lockstep.context import Context
-from lockstep.engine import CHECKS, OF_GRADIENTS, Result, check_step, require_steps, verdict_of
-from lockstep.match import Matching
-from lockstep.matched_examples import has_ties
+from lockstep.data.match import Matching
+from lockstep.data.trace import STATISTIC, WEIGHT, Trace
+from lockstep.explain.pairing import has_ties
+from lockstep.numeric.arrays import EPS, MARGIN, UNITS, distance, norm, ratio, unit_of
 from lockstep.numeric.tolerance import (
     IN_16_BITS,
     OF_LARGEST,
@@ -40,9 +25,24 @@ from lockstep.numeric.tolerance import (
     Tolerance,
 )
 from lockstep.reference import StepPair, common_steps, match_traces, of_step
+from lockstep.run import CHECKS, OF_GRADIENTS, Result, check_step, require_steps, verdict_of
+from lockstep.stages.claim import Claim, Summary, between
 from lockstep.stages.gradients import FACTORS, compare_gradients, divides_what_it_kept
+from lockstep.stages.modules import with_modules
+from lockstep.stages.other_changes import compare_updates
+from lockstep.stages.other_examples import (
+    compare_examples,
+    compare_losses,
+    compare_starts,
+    has_examples_second,
+    other_examples,
+    repeated_batch,
+    replaced_start,
+)
+from lockstep.stages.other_forward import compare_each_example
+from lockstep.stages.other_updates import compare_statistics
+from lockstep.stages.random_numbers import compare_keys
 from lockstep.step import has_batch_norms
-from lockstep.trace import STATISTIC, WEIGHT, Trace
 
 _AFTER_GRADIENTS = {"statistics": compare_statistics, "update": compare_updates}
 _LARGE = 16  # Elements that tell the dtype in which they were kept.

@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding, Measurement, finding_of
-from lockstep.arithmetic import (
+from lockstep.data.trace import CLIP_FIRST, REDUCE_FIRST, SEED, STATISTIC, Trace
+from lockstep.numeric.arrays import (
     MARGIN,
     TINY,
+    Array,
+    Named,
     add_named,
     all_same_bits,
     are_finite,
@@ -22,9 +25,8 @@ from lockstep.arithmetic import (
     scaled_all,
 )
 from lockstep.oracles import Ask, Batch, Computed, Oracle
+from lockstep.oracles.rounding import Expected, measure, widened
 from lockstep.oracles.rules import RuleOracle
-from lockstep.rounding import Expected, measure, widened
-from lockstep.trace import CLIP_FIRST, REDUCE_FIRST, SEED, STATISTIC, Array, Named, Trace
 
 _LIKE_STALE_AT_FIRST = ("frozen", "lost_replica", "lost_micro_batch", "not_updated")
 

@@ -5,20 +5,21 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 from lockstep.answer.verdict import Finding
-from lockstep.arithmetic import (
+from lockstep.context import Context
+from lockstep.data.match import Matching
+from lockstep.data.trace import STATISTIC, WEIGHT, Trace
+from lockstep.numeric.arrays import (
     EPS,
     TINY,
+    Named,
     distance,
     hashes_of,
     norm,
     ratio,
 )
-from lockstep.context import Context
-from lockstep.match import Matching
 from lockstep.numeric.tolerance import TIES, WITH_SPREAD, WITHOUT_SPREAD, Tolerance
 from lockstep.oracles.rules import Rule, RuleOracle
 from lockstep.step import Gradients, has_batch_norms
-from lockstep.trace import STATISTIC, WEIGHT, Named, Trace
 
 _EPSILON_OF_CLIPPING = 1e-6  # PyTorch divides by the norm and this.
 SAME_START = 1e-7  # Relative; states that are only transposed have a distance of 0.

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.arithmetic import dense, norm, plain, same_bits, total_norm
 from lockstep.context import Context
-from lockstep.match import Matching
-from lockstep.trace import WEIGHT, Named
+from lockstep.data.match import Matching
+from lockstep.data.trace import WEIGHT
+from lockstep.numeric.arrays import Named, dense, norm, plain, same_bits, total_norm
 
 
 class Gradients:

@@ -33,7 +33,7 @@ from lockstep.answer.json import record_of_all
 from lockstep.answer.text import describe
 from lockstep.answer.verdict import Verdict, note_of_repetition
 from lockstep.comparison import compare_traces
-from lockstep.trace_file import Path, TraceError, load
+from lockstep.data.file import Path, TraceError, load
 
 VARIABLE = "LOCKSTEP_RECORD"  # Read by the recorders.
 _MOST_LINES = 15  # Of what a failed command printed.

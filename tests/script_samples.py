@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
-from lockstep.trace_file import save
+from lockstep.data.file import save
+from lockstep.data.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
 
 NUM_EXAMPLES, BATCH, FEATURES, OUTPUTS = 40, 16, 12, 3
 STEPS_PER_EPOCH = 3  # Batches of 16, 16 and 8.

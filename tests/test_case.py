@@ -19,8 +19,8 @@ from app.verification.case_file import CaseFile
 from app.verification.case_training import CaseTraining
 from conftest import CPUS, run_main
 from in_process import run_here
-from lockstep import trace_file
-from lockstep.trace import About, Trace
+from lockstep.data import file as trace_file
+from lockstep.data.trace import About, Trace
 from small_models import mirrored
 
 ROOT = pathlib.Path(__file__).parents[1]

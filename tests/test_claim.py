@@ -9,10 +9,10 @@ import pytest
 
 from lockstep.answer.text import notes_of, sentence_of
 from lockstep.answer.verdict import CLEAN, EXIT_CODE_OF, FAULT, NOT_VERIFIED
-from lockstep.bounds import of_change, of_start, spread_of
 from lockstep.comparison import verify_against, verify_alone
+from lockstep.data.trace import STATE, STATISTIC, WEIGHT, Trace, Variable
+from lockstep.numeric.state_bounds import of_change, of_start, spread_of
 from lockstep.numeric.tolerance import Tolerance
-from lockstep.trace import STATE, STATISTIC, WEIGHT, Trace, Variable
 from script_samples import NORM, Script, sgd
 
 # A weight that a second optimizer updates after the recorded one, and a codebook that is no

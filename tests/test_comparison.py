@@ -11,7 +11,6 @@ import pytest
 from in_process import run_here
 from lockstep.answer.text import notes_of, sentence_of
 from lockstep.answer.verdict import FAULT
-from lockstep.checks import other_examples
 from lockstep.comparison import (
     compare_traces,
     not_trained,
@@ -20,8 +19,9 @@ from lockstep.comparison import (
     verify_against,
     verify_alone,
 )
+from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT, About, Trace, Variable
 from lockstep.numeric.tolerance import Tolerance
-from lockstep.trace import SEED, STATE, STATISTIC, WEIGHT, About, Trace, Variable
+from lockstep.stages import other_examples
 from script_samples import WEIGHTS, Script, adam, batch_of, examples, mean_of, sgd, split_evenly
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}

@@ -15,14 +15,23 @@ import tensorflow as tf
 
 import lockstep
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOTHING, STAGES
-from lockstep.arithmetic import add_named
-from lockstep.checks.evaluation import check_evaluation
-from lockstep.hypotheses.of_tensors import why_tensor
+from lockstep.data.file import from_parts
+from lockstep.data.trace import (
+    OF_GRADIENTS,
+    OF_VARIABLES,
+    SEED,
+    STATE,
+    STATISTIC,
+    WEIGHT,
+    Shard,
+    Trace,
+)
+from lockstep.explain.tensors import why_tensor
+from lockstep.numeric.arrays import add_named
 from lockstep.oracles import Ask
 from lockstep.oracles.keras import KerasOracle
 from lockstep.record_keras import Recorder
-from lockstep.trace import OF_GRADIENTS, OF_VARIABLES, SEED, STATE, STATISTIC, WEIGHT, Shard, Trace
-from lockstep.trace_file import from_parts
+from lockstep.stages.evaluation import check_evaluation
 from small_models import mirrored
 from zoo.small import OwnStep, dense, num_replicas, regression_arrays, replica_id
 

@@ -8,8 +8,8 @@ import pytest
 
 from app.runtime.errors import DataError
 from app.verification.framework_trace import convert
-from lockstep import trace_file
-from lockstep.trace import STATISTIC, WEIGHT, Trace, Variable
+from lockstep.data import file as trace_file
+from lockstep.data.trace import STATISTIC, WEIGHT, Trace, Variable
 from verification_samples import Training, norm, record
 
 TORCH_NAMES = {

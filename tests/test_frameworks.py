@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 from conftest import ROOT
-from lockstep import compare, record_keras, trace_file
+from lockstep import compare, record_keras
+from lockstep.data import file as trace_file
 from models.lenet import build_lenet
 
 PROGRAMS = {

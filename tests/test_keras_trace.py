@@ -15,9 +15,10 @@ import tensorflow as tf
 
 from conftest import ROOT, program_environment
 from in_process import run_here
-from lockstep import compare, trace_file
+from lockstep import compare
+from lockstep.data import file as trace_file
+from lockstep.numeric.arrays import Rows
 from lockstep.record_keras import Recorder, record
-from lockstep.trace import Rows
 from small_models import mirrored
 
 layers, optimizers = keras.layers, keras.optimizers

@@ -13,7 +13,7 @@ import lockstep
 from conftest import ROOT, assert_ok, run_python
 from lockstep.__main__ import main
 from lockstep.answer.verdict import EXIT_CODE_OF, STAGES
-from lockstep.trace_file import load
+from lockstep.data.file import load
 from script_samples import Script
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from lockstep.comparison import compare_traces
-from lockstep.trace import Mesh
-from lockstep.trace_file import TraceError, load
+from lockstep.data.file import TraceError, load
+from lockstep.data.trace import Mesh
 
 DP_TP = {"dp": 2, "tp": 2}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lockstep.comparison import compare_traces
-from lockstep.trace import About, Trace, Variable
+from lockstep.data.trace import About, Trace, Variable
 
 NUM, FEATURES, CLASSES, LENGTH = 12, 6, 4, 3
 AS_IS = {"x": lambda x: x, "y": lambda y: y, "output": lambda y: y, "of_loss": lambda g: g}

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from lockstep import trace_file
 from lockstep.answer.json import record_of
-from lockstep.checks.module_arrays import Event, events_of
-from lockstep.checks.other_modules import first_wrong_module
 from lockstep.comparison import compare_traces
 from lockstep.context import Context
+from lockstep.data import file as trace_file
+from lockstep.data.trace import OF_MODULES, About, Trace, Variable
 from lockstep.numeric.tolerance import Tolerance
 from lockstep.reference import StepPair, match_traces
-from lockstep.trace import OF_MODULES, About, Trace, Variable
+from lockstep.stages.module_arrays import Event, events_of
+from lockstep.stages.modules import first_wrong_module
 from recorder_scripts import FOLDER, interpreter
 
 NUM, WIDTH, CLASSES = 12, 6, 4

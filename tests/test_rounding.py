@@ -5,9 +5,9 @@ import types
 import numpy as np
 import pytest
 
-from lockstep.arithmetic import EPS, MARGIN
+from lockstep.numeric.arrays import EPS, MARGIN
 from lockstep.oracles import Ask, Computed
-from lockstep.rounding import measure, widened
+from lockstep.oracles.rounding import measure, widened
 
 WEIGHT = np.ones(4, np.float32)
 FAR = 1e-2  # Change of the gradient if the sign of a ReLU's input changes.

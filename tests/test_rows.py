@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.arithmetic import EPS
 from lockstep.comparison import verify_alone
+from lockstep.data.trace import About, Trace, Variable
 from lockstep.explain.rows import Row, choose
 from lockstep.explain.solve import solve
+from lockstep.numeric.arrays import EPS
 from lockstep.numeric.tolerance import WITHOUT_SPREAD, Tolerance
-from lockstep.trace import About, Trace, Variable
 
 NAMES = ("kernel", "bias", "scale")
 SHAPES = {"kernel": (7, 5), "bias": (5,), "scale": (9,)}

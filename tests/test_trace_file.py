@@ -16,11 +16,12 @@ import pytest
 
 import trace_samples
 from conftest import ROOT
-from lockstep import about as about_module
-from lockstep import trace_file
 from lockstep.comparison import verify_alone
-from lockstep.trace import About, Rows, Shard, Trace, Variable
-from lockstep.trace_file import TraceError, Writer, load, save
+from lockstep.data import about as about_module
+from lockstep.data import file as trace_file
+from lockstep.data.file import TraceError, Writer, load, save
+from lockstep.data.trace import About, Shard, Trace, Variable
+from lockstep.numeric.arrays import Rows
 from trace_samples import about, arrays, write_ranks, write_trace
 
 

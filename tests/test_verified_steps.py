@@ -31,9 +31,9 @@ from app.verification.step_verifier import (
 )
 from conftest import CPUS
 from failing_steps import InjectedError, after_step
-from lockstep import trace_file
-from lockstep.arithmetic import same_bits
-from lockstep.trace import About, Shard, Trace, Variable
+from lockstep.data import file as trace_file
+from lockstep.data.trace import About, Shard, Trace, Variable
+from lockstep.numeric.arrays import same_bits
 from models import MODELS
 from strategies.base import Strategy
 from strategies.manual import ManualStrategy

@@ -14,8 +14,8 @@ from app.verification.comparison import compare_traces
 from app.verification.strategies import shards_of_single
 from conftest import run_main
 from in_process import run_here, run_here_ok
-from lockstep.trace import STATISTIC, WEIGHT, About, Shard, Trace, Variable
-from lockstep.trace_file import load as load_trace
+from lockstep.data.file import load as load_trace
+from lockstep.data.trace import STATISTIC, WEIGHT, About, Shard, Trace, Variable
 from models import MODELS
 
 SMALL = [

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from lockstep import trace_file
+from lockstep.data import file as trace_file
 
 WEIGHTS = {"dense/kernel": (3, 2), "dense/bias": (2,), "embedding": (5, 2)}
 VARIABLES = [

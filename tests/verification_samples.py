@@ -14,8 +14,8 @@ from app.training.fault_injection import inject_data_fault, inject_fault
 from app.verification.recorder import StepRecorder
 from app.verification.strategy_oracle import StrategyOracle
 from conftest import CPUS
-from lockstep.engine import check
-from lockstep.trace import Trace
+from lockstep.data.trace import Trace
+from lockstep.run import check
 from models.resnet import build_resnet
 from small_models import seeded
 from strategies import load_strategy_class

@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from app.runtime.errors import DataError
 from app.verification.case_file import CaseFile, is_none
-from lockstep.arithmetic import rows_of
+from lockstep.data.trace import Trace
+from lockstep.numeric.arrays import rows_of
 from lockstep.record_keras import leaves, plain_copy
-from lockstep.trace import Trace
 
 Batch = list[np.ndarray]  # Leaves of inputs, targets and sample weights.
 

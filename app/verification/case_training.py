@@ -28,14 +28,14 @@ from app.verification.case_data import AFTER_RESUME, CaseData, Part
 from app.verification.case_file import CaseFile
 from app.verification.output import Run
 from app.verification.recording import Send
-from lockstep import trace_file
 from lockstep.answer.verdict import NOTHING, Finding, Verdict, finding_of, in_sequence
-from lockstep.arithmetic import same_bits
-from lockstep.checks.evaluation import check_evaluation
-from lockstep.engine import check
+from lockstep.data import file as trace_file
+from lockstep.data.trace import Trace
+from lockstep.numeric.arrays import same_bits
 from lockstep.oracles.keras import KerasOracle
 from lockstep.record_keras import Recorder, is_float, leaves
-from lockstep.trace import Trace
+from lockstep.run import check
+from lockstep.stages.evaluation import check_evaluation
 from strategies.tf_private import reset_layer_numbers
 
 State = Sequence[np.ndarray]  # All variables of a replica.

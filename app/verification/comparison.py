@@ -12,8 +12,8 @@ from app.records.history import Summary, load_required_summary
 from app.runtime.console import count
 from app.runtime.errors import CheckpointError, DataError
 from app.verification.output import DIFFERENT, EQUAL, IDENTICAL, OTHER_TRAINING, Pair
-from lockstep.arithmetic import all_same_bits, relative_norm, same_bits
-from lockstep.trace import STATISTIC, WEIGHT, About, Named, Trace
+from lockstep.data.trace import STATISTIC, WEIGHT, About, Trace
+from lockstep.numeric.arrays import Named, all_same_bits, relative_norm, same_bits
 
 if TYPE_CHECKING:  # Imports TensorFlow.
     from strategies.copies import State

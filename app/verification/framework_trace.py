@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from app.runtime.errors import DataError
-from lockstep import trace_file
-from lockstep.match import Matching
-from lockstep.trace import STATE, STATISTIC, WEIGHT, About, Shard, Trace, Variable
+from lockstep.data import file as trace_file
+from lockstep.data.match import Matching
+from lockstep.data.trace import STATE, STATISTIC, WEIGHT, About, Shard, Trace, Variable
 
 _LAYOUTS = {4: "HWIO", 2: "IO"}
 _COUNTERS = ("iteration", "learning_rate")  # Of Keras' optimizer.

@@ -20,7 +20,7 @@ from app.runtime.errors import ConfigError, DeviceError
 from app.runtime.subprocesses import Subprocess, child_environment, output_of
 from app.verification.framework_trace import convert
 from app.verification.recording import Recorded, set_up
-from lockstep import trace_file
+from lockstep.data import file as trace_file
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _ENVIRONMENT = _ROOT / ".venv-bench"  # Created by `make frameworks`.

@@ -12,8 +12,8 @@ import tensorflow as tf
 from app.options.fault import MIN_STRAGGLER_STEPS
 from app.runtime.errors import ConfigError
 from app.runtime.versions import versions
-from lockstep import trace as traces
-from lockstep.trace import About, Trace, Variable
+from lockstep.data import trace as traces
+from lockstep.data.trace import About, Trace, Variable
 from strategies.base import Strategy
 from strategies.observer import Observer, Shard
 

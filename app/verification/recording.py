@@ -23,10 +23,10 @@ from app.runtime.errors import DiskFullError
 from app.runtime.processes import Channel
 from app.runtime.versions import versions
 from app.verification.output import Run
-from lockstep import trace_file
 from lockstep.answer.verdict import Verdict
-from lockstep.arithmetic import are_finite
-from lockstep.trace import Trace
+from lockstep.data import file as trace_file
+from lockstep.data.trace import Trace
+from lockstep.numeric.arrays import are_finite
 
 if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
     from app.training.training_spec import TrainingSpec
@@ -184,7 +184,7 @@ def _check(
     from app.verification.recorder import find_straggler
     from app.verification.strategy_oracle import StrategyOracle
     from lockstep.answer.verdict import finding_of
-    from lockstep.engine import check
+    from lockstep.run import check
 
     trace = trace_file.load(path)
     about = trace.about

@@ -21,12 +21,12 @@ from app.runtime.errors import ConfigError, LockstepError
 from app.training.training_spec import TrainingSpec
 from app.verification.recorder import SendTime, StepRecorder, check_repeatable, find_straggler
 from app.verification.strategy_oracle import StrategyOracle
-from lockstep import trace_file
 from lockstep.answer.text import line_of
 from lockstep.answer.verdict import Finding, Verdict, note_of_repetition
-from lockstep.arithmetic import bits
-from lockstep.engine import Result, check_step, verdict_of
-from lockstep.trace import OF_COPIES, Trace
+from lockstep.data import file as trace_file
+from lockstep.data.trace import OF_COPIES, Trace
+from lockstep.numeric.arrays import bits
+from lockstep.run import Result, check_step, verdict_of
 from strategies.base import Strategy
 from strategies.copies import State
 from strategies.step_totals import StepTotals

@@ -37,8 +37,8 @@ from app.verification.recording import (
     record_and_check,
     record_on_workers,
 )
-from lockstep import trace_file
-from lockstep.trace import About
+from lockstep.data import file as trace_file
+from lockstep.data.trace import About
 
 
 def verify_strategies(config: Config) -> dict[str, Run]:

@@ -16,11 +16,11 @@ import tensorflow as tf
 
 from app.training.optimizers import FusedSGD
 from app.training.training_spec import TrainingSpec
-from lockstep.arithmetic import EPS, are_finite, rows_of
+from lockstep.data.trace import Trace
+from lockstep.numeric.arrays import EPS, Named, are_finite, rows_of
 from lockstep.oracles import Ask, Computed
 from lockstep.oracles.keras import KerasOracle, OneDevice, in_dtype, in_float64, to_numpy
 from lockstep.record_keras import Hooks
-from lockstep.trace import Named, Trace
 from strategies.tf_private import flatten_layers
 
 _LOSS_SCALE = "optimizer/loss_scale"  # The optimizer's variable, with gradients in float16.

@@ -11,9 +11,9 @@ from app.verification import output
 from app.verification.output import Run
 from lockstep.answer.text import count, one_line
 from lockstep.comparison import compare_traces
-from lockstep.match import NamesError
-from lockstep.trace import Trace
-from lockstep.trace_file import load
+from lockstep.data.file import load
+from lockstep.data.match import NamesError
+from lockstep.data.trace import Trace
 
 
 def verify_traces(config: Config) -> dict[str, Run]:

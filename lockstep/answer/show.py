@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.answer.text import count, facts_lines, first_names, named_steps, one_line
-from lockstep.trace import OF_GRADIENTS, OF_VARIABLES, WEIGHT, Trace
+from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, WEIGHT, Trace
 
 _MOST_WEIGHTS, _LONGEST = 10, 48
 # Keys of the description that are shown otherwise, or that no reader needs.

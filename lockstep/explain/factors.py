@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from lockstep.context import Context
+from lockstep.explain.axes import sizes_of_axes
 from lockstep.explain.rows import Meaning
-from lockstep.hypotheses.of_axes import sizes_of_axes
 from lockstep.reference import StepPair
 
 _SHARE = 1e-4  # Relative; of factors that arrays give.

@@ -11,9 +11,9 @@ import numpy as np
 
 from lockstep.context import Context
 from lockstep.explain.factors import meanings
+from lockstep.explain.pairing import Part, parts_of
 from lockstep.explain.rows import Meaning
-from lockstep.hypotheses.of_targets import NO_TARGET, targets_of
-from lockstep.matched_examples import Part, parts_of
+from lockstep.explain.targets import NO_TARGET, targets_of
 from lockstep.reference import StepPair
 
 _CLOSE = 1e-3  # Relative; of weights that are read off 32-bit outputs.

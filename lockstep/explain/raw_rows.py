@@ -4,14 +4,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.arithmetic import EPS, are_finite, dense, norm, total_norm
 from lockstep.explain.factors import meanings
 from lockstep.explain.rows import Row
 from lockstep.explain.solve import solve
+from lockstep.numeric.arrays import EPS, Named, are_finite, dense, norm, total_norm
 from lockstep.oracles.rules import IN_GRADIENT
 from lockstep.reference import StepPair
 from lockstep.step import Gradients
-from lockstep.trace import Named
 
 _CLOSE = 1e-4  # Relative; of solved coefficients to those of a pattern.
 _OF_ALL = ("other_loss_reduction",)  # Causes of factors that no tensor escapes.

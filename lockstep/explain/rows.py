@@ -5,10 +5,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from lockstep.arithmetic import dense
 from lockstep.explain.solve import is_large
+from lockstep.numeric.arrays import Named, dense
 from lockstep.numeric.tolerance import Expression
-from lockstep.trace import Named
 
 
 class Meaning(NamedTuple):

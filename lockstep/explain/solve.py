@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.arithmetic import dense
-from lockstep.trace import Named
+from lockstep.numeric.arrays import Named, dense
 
 _DEPENDENT = 1e-10  # Eigenvalues of a Gram matrix of unit terms: collinear below it.
 _LOST = 1e-3  # Part of a term in directions that others give, from which on it is not determined.

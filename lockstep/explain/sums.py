@@ -9,18 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.arithmetic import (
-    NOTHING_BUT_ROUNDING,
-    are_finite,
-    dense,
-    distance,
-    length,
-    total_norm,
-)
 from lockstep.explain.rows import Choice, Row, choose
 from lockstep.explain.solve import solve
-from lockstep.explain.terms import Sums
-from lockstep.hypotheses.of_tensors import (
+from lockstep.explain.tensors import (
     BITS,
     SHORT,
     levels_of,
@@ -29,8 +20,17 @@ from lockstep.hypotheses.of_tensors import (
     to_signs,
     why_tensor,
 )
+from lockstep.explain.terms import Sums
+from lockstep.numeric.arrays import (
+    NOTHING_BUT_ROUNDING,
+    Named,
+    are_finite,
+    dense,
+    distance,
+    length,
+    total_norm,
+)
 from lockstep.numeric.tolerance import Expression
-from lockstep.trace import Named
 
 _CLOSE = 1e-4  # Relative; of solved factors to those of a pattern.
 _MOST_SUBSETS = 8  # Shards of whose gradients all subsets are tried.

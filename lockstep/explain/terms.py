@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.arithmetic import (
+from lockstep.context import Context
+from lockstep.explain.rows import Meaning
+from lockstep.numeric.arrays import (
     EPS,
     UNITS,
+    Named,
     add,
     dense,
     plain,
@@ -19,10 +22,7 @@ from lockstep.arithmetic import (
     sum_bound,
     unit_of,
 )
-from lockstep.context import Context
-from lockstep.explain.rows import Meaning
 from lockstep.numeric.tolerance import Expression
-from lockstep.trace import Named
 
 _OF_NORM = 64  # Units of rounding of the norm by which a script clips.
 

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.arithmetic import EPS, TINY, dense
 from lockstep.explain.solve import solve
+from lockstep.numeric.arrays import EPS, TINY, Named, dense
 from lockstep.reference import StepPair
 from lockstep.step import joined_states
-from lockstep.trace import Named
 
 _UNITS = 8  # Of rounding of the state, before and after.
 

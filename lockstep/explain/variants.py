@@ -4,10 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lockstep.answer.text import first_names
 from lockstep.answer.verdict import BY_DESIGN, Finding
-from lockstep.arithmetic import EPS, MARGIN, UNITS
-from lockstep.checks.other_forward import other_layers
+from lockstep.context import Context
+from lockstep.data.trace import Trace
+from lockstep.explain.layers import num_local_norms, other_settings
 from lockstep.explain.losses import other_form, weights_of_losses
+from lockstep.explain.random_layers import draws, draws_other_numbers, is_random
+from lockstep.numeric.arrays import EPS, MARGIN, UNITS
 from lockstep.reference import StepPair
 
 
@@ -58,3 +62,66 @@ def _other_dtypes(pair: StepPair) -> str:
         return ""
     first, second = (" and ".join(sorted(each)) for each in used)
     return f"layers compute in {first} in the first recording, and in {second} in the second"
+
+
+def other_layers(pair: StepPair) -> list[tuple[str, str, bool]]:
+    """Returns what is different in the layers of two trainings, as none of it can be computed.
+
+    Returns:
+        Cause, text, and whether it is by design.
+    """
+    if text := _other_modes(pair):
+        return [("inference_mode", text, False)]
+    if text := _other_replicas(pair.second.trace):
+        return [("other_layer_settings", text, False)]
+    causes = []
+    # If neither script synchronizes BatchNorm, it is by design.
+    is_choice = all(num_local_norms(step) for step, _ in pair.both)
+    for step, which in pair.both if not pair.has_same_shards else ():
+        count = num_local_norms(step)
+        if count and step.trace.about.num_replicas > 1:
+            text = (
+                f"{count} BatchNorm layers of the {which} recording normalise the examples of each"
+                " replica apart"
+            )
+            causes.append(("local_statistics", text, is_choice))
+    causes += [(cause, text, False) for cause, text in other_settings(pair)]
+    is_random = draws_other_numbers(pair) or any(_has_random_layers(step) for step, _ in pair.both)
+    if not causes and not pair.has_same_shards and is_random:
+        text = "random layers draw other numbers in the two recordings"
+        causes.append(("random_layers", text, True))
+    return causes
+
+
+def _other_replicas(trace: Trace) -> str:
+    """Returns a sentence if layers of a replica have other settings than those of replica 0."""
+    for replica, about in trace.of_replica.items():
+        for own, usual in zip(about.layers, trace.about.layers, strict=False):
+            for setting in own.keys() & usual.keys() - {"weights"}:
+                if own[setting] != usual[setting]:
+                    return (
+                        f"{own.get('name')} has {setting} {own[setting]} on replica {replica}, and"
+                        f" {usual[setting]} on replica 0"
+                    )
+    return ""
+
+
+def _has_random_layers(step: Context) -> bool:
+    """Returns whether layers, or functions between them, draw random numbers."""
+    is_used = step.has("random_after") and any(draws(step, shard) for shard in step.shards)
+    return is_used or any(map(is_random, step.trace.about.layers))
+
+
+def _other_modes(pair: StepPair) -> str:
+    """Returns a sentence if layers are in evaluation mode in one recording only; else ""."""
+    used = [
+        set().union(*(step.trace.in_evaluation(step.position, shard) for shard in step.shards))
+        for step, _ in pair.both
+    ]
+    layers = [[layer.get("name") for layer in step.trace.about.layers] for step, _ in pair.both]
+    are_known = all(step.trace.about.in_evaluation for step, _ in pair.both)
+    names = sorted(used[0] ^ used[1])
+    if layers[0] != layers[1] or not (are_known and names):
+        return ""
+    text = f"{len(names)} layers ({first_names(names)}) are in evaluation mode"
+    return f"{text} in one recording only"

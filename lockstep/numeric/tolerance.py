@@ -41,8 +41,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lockstep.arithmetic import EPS, MARGIN, TINY, are_finite, dense, length, ratio
-from lockstep.trace import Named
+from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, are_finite, dense, length, ratio
 
 WITH_SPREAD, WITHOUT_SPREAD, IN_16_BITS = 8.0, 64.0, 1.0
 OF_ROOT = 5.0

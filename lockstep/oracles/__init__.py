@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lockstep.trace import Named
+from lockstep.numeric.arrays import Named
 
 Batch = list[np.ndarray]  # Leaves of the examples: inputs, targets and sample weights.
 OtherSetting = tuple[str, str, dict[str, Any]]  # Cause, text, other settings of the optimizer.

@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import set_keras_mask  # Masks have no public access.
 
-from lockstep.arithmetic import EPS, UNITS, same_bits
+from lockstep.data.trace import SEED, Trace
+from lockstep.numeric.arrays import EPS, UNITS, Array, Named, Rows, same_bits
 from lockstep.oracles import Ask, Batch, Computed, Oracle, OtherSetting
 from lockstep.oracles.keras_shards import as_replica, by_shard, separate_layers
 from lockstep.record_keras import (
@@ -20,7 +21,6 @@ from lockstep.record_keras import (
     regularisation,
     to_numpy_dtype,
 )
-from lockstep.trace import SEED, Array, Named, Rows, Trace
 
 _LIMITS = ("clipnorm", "global_clipnorm", "clipvalue")
 

@@ -11,9 +11,9 @@ import tensorflow as tf
 from keras import tree
 from keras.src.backend import get_keras_mask, set_keras_mask  # Masks have no public access.
 
+from lockstep.numeric.arrays import Named
 from lockstep.oracles import Ask
 from lockstep.record_keras import Hooks, to_numpy_dtype
-from lockstep.trace import Named
 
 
 @contextlib.contextmanager

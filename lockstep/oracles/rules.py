@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.arithmetic import EPS, dense, unit_of
+from lockstep.data.trace import STATE, Trace
+from lockstep.numeric.arrays import EPS, Array, Named, dense, unit_of
 from lockstep.oracles import OtherSetting
-from lockstep.trace import STATE, Array, Named, Trace
 
 IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
 OF_GRADIENTS, OF_UPDATES = "of gradients", "of updates"

@@ -5,7 +5,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lockstep.answer.verdict import Finding
-from lockstep.arithmetic import (
+from lockstep.context import Context
+from lockstep.explain.axes import clipped_by_local_norm, reduced_over_parts
+from lockstep.explain.factors import meanings
+from lockstep.explain.hypothesis import explain
+from lockstep.explain.tensors import why_tensor
+from lockstep.numeric.arrays import (
+    Array,
+    Named,
     add_named,
     are_finite,
     dense,
@@ -18,13 +25,7 @@ from lockstep.arithmetic import (
     scaled_all,
     total_norm,
 )
-from lockstep.context import Context
-from lockstep.explain.factors import meanings
-from lockstep.hypotheses import explain
-from lockstep.hypotheses.of_axes import clipped_by_local_norm, reduced_over_parts
-from lockstep.hypotheses.of_tensors import why_tensor
 from lockstep.reference import StepPair
-from lockstep.trace import Array, Named
 
 _SCALED = 1e-5  # Relative deviation of factors that are equal.
 _CLOSE = 1e-3  # The same beside limits, which are short numbers.

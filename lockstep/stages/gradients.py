@@ -12,18 +12,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lockstep.answer.verdict import FAULT, Finding
-from lockstep.arithmetic import distance, is_far, norm, ratio, total_norm
-from lockstep.checks.other_updates import is_left_out
+from lockstep.explain.axes import not_reduced
 from lockstep.explain.factors import meanings
+from lockstep.explain.layers import reordered_rows
 from lockstep.explain.raw_rows import decays_equally, raw_rows
 from lockstep.explain.rows import choose
 from lockstep.explain.solve import solve
+from lockstep.explain.tensors import why_tensor
 from lockstep.explain.terms import Sums
 from lockstep.explain.used import used_gradients
 from lockstep.explain.variants import differ_by_design, other_settings_of
-from lockstep.hypotheses.of_axes import not_reduced
-from lockstep.hypotheses.of_layers import reordered_rows
-from lockstep.hypotheses.of_tensors import why_tensor
+from lockstep.numeric.arrays import Named, distance, is_far, norm, ratio, total_norm
 from lockstep.reference import StepPair
 from lockstep.stages.clipping import (
     check_clipping,
@@ -32,6 +31,7 @@ from lockstep.stages.clipping import (
     other_limits,
     summed_after_clipping,
 )
+from lockstep.stages.other_updates import is_left_out
 from lockstep.stages.reduce import (
     applied_without_sum,
     check_all_reduce,
@@ -40,7 +40,6 @@ from lockstep.stages.reduce import (
     unequal_sums,
 )
 from lockstep.step import given_of
-from lockstep.trace import Named
 
 # Causes of a factor of what is sent, which the sum may take back.
 FACTORS = (

@@ -5,7 +5,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lockstep.answer.verdict import Finding
-from lockstep.arithmetic import (
+from lockstep.context import Context
+from lockstep.explain.rows import Choice
+from lockstep.explain.sums import explained_sums
+from lockstep.explain.terms import Sums
+from lockstep.numeric.arrays import (
+    Array,
+    Named,
     add_named,
     are_finite,
     dense,
@@ -19,12 +25,7 @@ from lockstep.arithmetic import (
     same_bits,
     scaled_all,
 )
-from lockstep.checks.update import rounding_bounds
-from lockstep.context import Context
-from lockstep.explain.rows import Choice
-from lockstep.explain.sums import explained_sums
-from lockstep.explain.terms import Sums
-from lockstep.trace import Array, Named
+from lockstep.stages.update import rounding_bounds
 
 _CLOSE_SUMS = 1e-5  # Relative; of sums that differ by rounding alone.
 

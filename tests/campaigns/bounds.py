@@ -13,13 +13,13 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lockstep.arithmetic import EPS, UNITS, distance, norm
-from lockstep.checks.claim import Claim
 from lockstep.comparison import compare_traces, tolerance_of
-from lockstep.matched_examples import has_ties
+from lockstep.data.file import load
+from lockstep.data.trace import Trace
+from lockstep.explain.pairing import has_ties
+from lockstep.numeric.arrays import EPS, UNITS, Named, distance, norm
 from lockstep.reference import StepPair, common_steps, match_traces
-from lockstep.trace import Named, Trace
-from lockstep.trace_file import load
+from lockstep.stages.claim import Claim
 
 from . import check
 from .scripts import Servers, record, running_servers, shown

@@ -34,8 +34,8 @@ from app.records import checkpoint as checkpoints
 from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
 from conftest import idx_files
 from in_process import parse_here
-from lockstep.trace import Rows
-from lockstep.trace_file import TraceError, load
+from lockstep.data.file import TraceError, load
+from lockstep.numeric.arrays import Rows
 from trace_samples import about, arrays
 
 LIMIT_SEC, LIMIT_BYTES = 10, 32 << 20

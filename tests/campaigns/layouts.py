@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lockstep.comparison import compare_traces
-from lockstep.trace_file import load
+from lockstep.data.file import load
 
 from . import check
 from .scripts import Entry, Servers, record, running_servers, shown

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from lockstep.answer.text import notes_of
 from lockstep.answer.verdict import NOT_VERIFIED, NOTHING, Finding
 from lockstep.comparison import compare_traces
-from lockstep.trace_file import load
+from lockstep.data.file import load
 
 from . import check
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.arithmetic import dense, norm
 from lockstep.comparison import compare_traces
-from lockstep.trace import Trace
-from lockstep.trace_file import load
+from lockstep.data.file import load
+from lockstep.data.trace import Trace
+from lockstep.numeric.arrays import dense, norm
 
 from . import check
 from .scripts import Entry, Servers, record, running_servers, shown

@@ -17,9 +17,9 @@ import tensorflow as tf
 import lockstep
 from app.verification.case_training import compare_evaluation
 from lockstep.answer.verdict import Finding, Verdict
+from lockstep.data.file import from_parts
+from lockstep.data.trace import Trace
 from lockstep.record_keras import Recorder
-from lockstep.trace import Trace
-from lockstep.trace_file import from_parts
 from zoo import CASES, Case, Program
 
 from . import check

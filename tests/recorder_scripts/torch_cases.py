@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep import compare, record_torch, trace_file
+from lockstep import compare, record_torch
+from lockstep.data import file as trace_file
 from recording import Trace, run_cases
 
 torch.set_num_threads(1)

@@ -1,1 +1,0 @@
-"""Checks one stage of a step each."""

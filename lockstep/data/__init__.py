@@ -1,0 +1,1 @@
+"""What a recording is: its arrays, its description, its file; parts and names put together."""

@@ -1,0 +1,442 @@
+"""Reads and writes traces as `.npz` files, in the format of docs/trace_format.md, version 2.
+
+Another program may have written a file, or it may be damaged: names, sizes, dtypes and shapes are
+checked when it is opened, and an array is read, with its checksum, when it is asked for.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import glob
+import hashlib
+import json
+import math
+import os
+import pathlib
+import re
+import stat
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from lockstep.data.about import MAX_MICRO_BATCHES, Fault, about_from, json_of, shown
+from lockstep.data.layout import Whole, assemble
+from lockstep.data.trace import OF_MODULES, About, Trace
+from lockstep.numeric.arrays import Rows
+
+MAX_MEMBERS, MAX_RATIO = 250_000, 1000  # Deflate reaches a ratio of 1032.
+Path = str | os.PathLike[str]
+
+_MAX_ABOUT_BYTES, _MAX_HEADER_BYTES = 64 << 20, 1024
+_NUMBER = r"(?:0|[1-9]\d{0,8})"
+_NAME = re.compile(
+    rf"{_NUMBER}/[a-z_]{{1,40}}/{_NUMBER}/{_NUMBER}(/values|/indices|/rows)?", re.ASCII
+)
+_RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
+_OWN_KEYS = (  # Keys in which the files of the ranks may differ.
+    *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
+    *("in_evaluation", "calls", "loss_scale", "permuted", "modules", "asked", "ended_with"),
+)
+_OF_STAGES = ("ranks", "placements", "names", "modules", "variables", "gradients")  # On a mesh.
+_GROWING = (  # Keys that are longer with each step.
+    *("steps", "variables", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale"),
+)
+_ADVICE = "pass a file that a recorder of Lockstep wrote"
+
+
+class TraceError(ValueError):
+    """A file is not a trace, or is damaged; the text is one line with the file and advice."""
+
+
+class _Member(NamedTuple):
+    """An array in a file."""
+
+    file: str  # Its name in messages.
+    archive: zipfile.ZipFile
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        with _errors_of(self.file), self.archive.open(self.name) as member:
+            return np.lib.format.read_array(member, allow_pickle=False)  # Compares the checksum.
+
+
+class _Arrays(collections.UserDict[str, Any]):
+    """Arrays by name; a member of a file is read when it is asked for."""
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        array = self.data[name]
+        return array.read() if isinstance(array, _Member | Whole) else array
+
+
+# --- Writing -------------------------------------------------------------------------------------
+
+
+class Writer(_Arrays):
+    """Writes arrays to a new file as they come; one that repeats earlier bits becomes an alias.
+
+    Until `close`, the file has a temporary name; without it, a `with` block leaves no file.
+
+    Args:
+        target: path of the file, or an open file such as `io.BytesIO`.
+    """
+
+    def __init__(self, target: Path | BinaryIO):
+        super().__init__()
+        self._path = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
+        self._temporary = f"{self._path}.{os.getpid()}.tmp"
+        self._file: Any = open(self._temporary, "w+b") if self._path else target  # noqa: SIM115
+        self._zip = zipfile.ZipFile(self._file, "w")
+        self._names: dict[bytes, str] = {}  # Checksum → name of the first array with these bits.
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._path and not self._file.closed:
+            self._zip.close()
+            self._file.close()
+            os.unlink(self._temporary)
+
+    def __setitem__(self, name: str, array: np.ndarray) -> None:
+        array = np.asarray(array)
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
+        checksum = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=20)
+        checksum.update(array.reshape(-1).view(np.uint8).data)
+        first = self._names.setdefault(checksum.digest(), name)
+        if first == name:
+            self._write(name, array)
+        member = _Member(self._path, self._zip, f"{first}.npy", array.dtype, array.shape)
+        self.data[name] = member
+
+    def __delitem__(self, name: str) -> None:
+        raise ValueError(f"{name} is written already")
+
+    def _write(self, name: str, array: np.ndarray) -> None:
+        with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
+            np.lib.format.write_array(member, array, allow_pickle=False)
+
+    def close(self, about: About) -> None:
+        """Writes the description, and gives the file its name."""
+        firsts = {name: each.name.removesuffix(".npy") for name, each in self.data.items()}
+        aliases = {name: first for name, first in firsts.items() if name != first}
+        self._write("about", np.array(json_of(about, aliases)))
+        self._zip.close()
+        if self._path:
+            self._file.flush()
+            os.fsync(self._file.fileno())  # A power cut leaves the whole file, or none.
+            self._file.close()
+            os.replace(self._temporary, self._path)
+
+
+def save(trace: Trace, target: Path | BinaryIO) -> None:
+    """Writes a trace to a path, or to an open file such as `io.BytesIO`."""
+    about = trace.about
+    if trace.mesh:  # Its arrays are put together.
+        about = dataclasses.replace(about, mesh={}, data_axes=(), num_copies=trace.mesh.size)
+    with Writer(target) as writer:
+        writer.update(trace.stored())
+        writer.close(about)
+
+
+# --- Reading -------------------------------------------------------------------------------------
+
+
+def load(source: Path | BinaryIO | Sequence[BinaryIO]) -> Trace:
+    """Opens a trace; its arrays are read when they are asked for.
+
+    Args:
+        source: `two.npz`, for one file or one for each rank (`two.rank0.npz`, …), or any of the
+            ranks' files; or an open file, or those of all processes.
+
+    Raises:
+        TraceError: a file is missing, incomplete, damaged, or of another version; also raised
+            later, by reading a damaged array.
+    """
+    if isinstance(source, str | os.PathLike):
+        name, paths = _find_files(pathlib.Path(source))
+        files = [_read_file(str(path), _open(path)) for path in paths]
+    else:
+        opened: Sequence[Any] = source if isinstance(source, Sequence) else [source]
+        name = "the trace"
+        files = [_read_file(f"part {i} of the trace", file) for i, file in enumerate(opened)]
+    files = _with_equal_steps(files)
+    arrays = _Arrays({key: array for file in files for key, array in file.arrays.data.items()})
+    with _errors_of(name):
+        about = _common_description(files)
+        if len(arrays) < sum(len(file.arrays) for file in files):
+            raise Fault("has an array in two of its files; record it again")
+        if about.mesh:
+            return _load_on_mesh(files, name)
+    trace = Trace(_with_ends(about, files), arrays, name)
+    trace.of_replica = {item: file.about for file in files for item in file.items}
+    return trace
+
+
+def _load_on_mesh(files: Sequence["_File"], name: str) -> Trace:
+    """Returns the trace of ranks of several parallel axes, put together."""
+    whole = assemble([(file.about, file.arrays.data) for file in files])
+    arrays = _Arrays(whole.arrays)
+    _check_arrays(whole.about, arrays)
+    trace = Trace(_with_ends(whole.about, files), arrays, name)
+    trace.of_replica, trace.views_of = whole.of_replica, whole.views
+    trace.parts_of = whole.parts
+    return trace
+
+
+def from_parts(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Trace:
+    """Returns the trace of a recorder's `about` and `arrays`, as if it had been saved and loaded.
+
+    Raises:
+        TraceError: they do not describe a trace.
+    """
+    with _errors_of("the recording"):
+        checked, _ = about_from(json.dumps(about, default=str))
+        _check_arrays(checked, _Arrays(arrays))
+    return Trace(checked, dict(arrays))
+
+
+class _File(NamedTuple):
+    """A file whose description, names, sizes, dtypes and shapes are checked."""
+
+    name: str
+    about: About
+    arrays: _Arrays
+
+    @property
+    def items(self) -> Sequence[int]:
+        """The replicas, or the ranks of a mesh, in this file."""
+        return self.about.ranks or self.about.replicas or range(self.about.num_replicas)
+
+
+def _read_file(name: str, file: BinaryIO) -> _File:
+    with _errors_of(name):
+        archive = zipfile.ZipFile(file)
+        members = _members_of(name, archive, file.seek(0, os.SEEK_END))
+        text = members.pop("about")
+        if text.dtype.kind != "U" or text.shape or text.dtype.itemsize > _MAX_ABOUT_BYTES:
+            raise Fault("has an 'about' that is not one text of at most 64 MiB; record it again")
+        about, aliases = about_from(str(text.read()))
+        if members and not about.steps:
+            raise Fault("has no steps; record it again")
+        for alias, of in aliases.items():
+            if alias in members or of not in members or not _NAME.fullmatch(alias):
+                raise Fault(f"has a wrong alias {shown(alias)}; record it again")
+        arrays = _Arrays(members | {alias: members[of] for alias, of in aliases.items()})
+        _check_arrays(about, arrays)
+    return _File(name, about, arrays)
+
+
+@contextlib.contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Raises any error of reading a file, which may be damaged anywhere, as a `TraceError`."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:
+        line = f"{name}: {_text_of(error)}"
+        raise TraceError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line)) from error
+
+
+def _text_of(error: Exception) -> str:
+    if isinstance(error, Fault):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "needs more memory than there is; record fewer steps or a smaller batch"
+    if isinstance(error, OSError):
+        text = f"cannot be read ({error.strerror or error})"
+    else:
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        text = f"is no .npz file or is damaged ({reason})"
+    return f"{text}; {_ADVICE}"
+
+
+def _find_files(path: pathlib.Path) -> tuple[str, list[pathlib.Path]]:
+    """Returns the name of the whole trace, and its files in order of ranks."""
+    match = _RANK.fullmatch(path.name)
+    name = path.with_name(f"{match[1]}.npz") if match else path
+    stem = name.name.removesuffix(".npz")
+    with _errors_of(str(path)):
+        found = path.parent.glob(f"{glob.escape(stem)}.rank*.npz")
+        ranks = [file for file in found if _RANK.fullmatch(file.name)]
+        ranks.sort(key=lambda file: (len(file.name), file.name))
+        if match is None and os.path.lexists(path):
+            if ranks:
+                raise Fault(
+                    f"there is {ranks[0].name}, too; remove the older recording, or pass the name"
+                    " of a rank's file"
+                )
+            return str(name), [path]
+        if not ranks:
+            raise Fault(f"does not exist, nor does {stem}.rank0.npz; {_ADVICE}")
+    return str(name), ranks
+
+
+def _open(path: pathlib.Path) -> BinaryIO:
+    with _errors_of(str(path)):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # Opening a pipe would wait.
+            raise Fault(f"is not a regular file; {_ADVICE}")
+        return open(path, "rb")
+
+
+def _members_of(name: str, archive: zipfile.ZipFile, size_bytes: int) -> dict[str, _Member]:
+    """Returns the members of a file by their names without suffix, if they are those of a trace."""
+    infos, found = archive.infolist(), dict[str, zipfile.ZipInfo]()
+    if len(infos) > MAX_MEMBERS:
+        raise Fault(f"has more than {MAX_MEMBERS:,} members; record fewer steps")
+    if sum(info.file_size for info in infos) > MAX_RATIO * size_bytes:
+        raise Fault(
+            f"would be more than {MAX_RATIO:,} times as large uncompressed; record it again"
+        )
+    for info in infos:
+        key = info.orig_filename.removesuffix(".npy")
+        if key == info.orig_filename or not (key == "about" or _NAME.fullmatch(key)):
+            raise Fault(f"has a member {shown(info.orig_filename)}, which no trace has; {_ADVICE}")
+        if key in found:
+            raise Fault(f"has the member {shown(key)} twice; record it again")
+        found[key] = info
+    if "about" not in found:
+        raise Fault(f"has no member 'about'; {_ADVICE}")
+    return {key: _member_of(name, archive, info) for key, info in found.items()}
+
+
+def _member_of(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
+    """Returns a member whose size is as its header says."""
+    with archive.open(info) as member:
+        if np.lib.format.read_magic(member) != (1, 0):  # Others are for longer headers.
+            raise Fault(f"has a long header in {info.filename}; record it again")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(member, _MAX_HEADER_BYTES)
+        is_text = dtype.kind in "SU" and (info.filename == "about.npy" or "/data/" in info.filename)
+        is_number = dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.str[0] != ">"
+        if not (is_number or is_text):
+            raise Fault(
+                f"has dtype {shown(dtype.str)} in {info.filename}, which no trace has; record"
+                " numbers of at most 64 bits, little-endian (bfloat16 as float32)"
+            )
+        expected = member.tell() + math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or info.file_size != expected:
+            sizes = f"has {info.file_size:,} of {expected:,} bytes"
+            raise Fault(f"{sizes} in {info.filename}; record it again")
+    return _Member(name, archive, info.filename, dtype, shape)
+
+
+def _check_arrays(about: About, arrays: _Arrays) -> None:
+    """Checks that the description has the place of each array, and its variable that shape."""
+    trace, shapes = Trace(about), dict[str, tuple[int, ...]]()
+    is_local = bool(about.ranks)  # Each rank has its own part of an array.
+    parts = collections.defaultdict[str, set[str]](set)  # "1/raw/0/2" → "values", … or "".
+    for name in arrays:
+        place = "/".join(name.split("/")[:4])
+        parts[place].add(name.removeprefix(place).removeprefix("/"))
+    counts = collections.Counter(place.rpartition("/")[0] for place in parts)
+    for place in sorted(parts):
+        position, kind, item, index = place.split("/")
+        group, names = f"{position}/{kind}/{item}", trace.names_of(kind)
+        items = trace.copies if is_local else trace.items(kind)
+        if not (0 < int(position) <= len(about.steps) and int(item) in items):
+            raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
+        count = counts[group] if names is None else len(names)
+        if kind in OF_MODULES:  # Some of each forward pass may have none.
+            count = len(about.modules) * MAX_MICRO_BATCHES
+        if int(index) >= count:
+            raise Fault(f"has an array {place} of {count} in {group}; record it again")
+        shape = _shape_of(place, parts[place], arrays)
+        if is_local or names is None:
+            continue
+        expected = shapes.setdefault(names[int(index)], shape)
+        if shape != expected:
+            raise Fault(
+                f"has shape {shape} in {place}, and {expected} for its variable elsewhere; record"
+                " it again"
+            )
+
+
+def _shape_of(place: str, parts: set[str], arrays: _Arrays) -> tuple[int, ...]:
+    """Returns the shape of an array, and of the whole weight for a gradient of some rows."""
+    if parts == {""}:
+        return arrays.data[place].shape
+    if parts == {*Rows._fields}:
+        values, indices, rows = (arrays.data[f"{place}/{part}"] for part in Rows._fields)
+        are_integers = {indices.dtype.kind, rows.dtype.kind} <= {"i", "u"}
+        have_shapes = rows.shape == () and values.shape[:1] == indices.shape != ()
+        if are_integers and have_shapes:
+            number, numbers = int(arrays[f"{place}/rows"]), arrays[f"{place}/indices"]
+            if numbers.size and not 0 <= numbers.min() <= numbers.max() < number:
+                rows_of = f"has a row outside of 0 to {number - 1} in {place}"
+                raise Fault(f"{rows_of}/indices; record it again")
+            return (number, *values.shape[1:])
+    raise Fault(f"has wrong rows in {place}; record it again")
+
+
+def _with_equal_steps(files: Sequence[_File]) -> list[_File]:
+    """Returns the files with equal steps: those that end early lack the arrays of later steps.
+
+    A rank that calls its optimizer less often than the others has fewer steps.
+    """
+    longest = max((file.about for file in files), key=lambda about: len(about.steps))
+    found = []
+    for file in files:
+        own, changes = file.about, dict[str, Any]()
+        for key in _GROWING if own.steps != longest.steps else ():
+            values, further = getattr(own, key), getattr(longest, key)
+            is_part = key not in ("steps", "variables") or values == further[: len(values)]
+            changes |= {key: (*values, *further[len(values) :])} if is_part else {}
+        found.append(file._replace(about=dataclasses.replace(own, **changes)))
+    return found
+
+
+def _with_ends(about: About, files: Sequence[_File]) -> About:
+    """Returns a description with the exception that ended any rank, and the steps of all."""
+    ended_with = next((file.about.ended_with for file in files if file.about.ended_with), "")
+    asked = sorted({step for file in files for step in file.about.asked})
+    return dataclasses.replace(about, ended_with=ended_with, asked=tuple(asked))
+
+
+def _only_one_has(key: str, *values: Sequence[Any]) -> str:
+    """Returns which weights or gradients only one of two ranks has, in words."""
+    if key not in ("variables", "gradients"):
+        return ""
+    first, second = ({getattr(each, "name", each): None for each in value} for value in values)
+    only = [name for name in (*first, *second) if (name in first) != (name in second)]
+    names = ", ".join(only[:3])
+    return f": only one has {names}, whose gradient the other may lack" if names else ""
+
+
+def _common_description(files: Sequence[_File]) -> About:
+    """Returns the description of a training whose files hold each replica once."""
+    first = files[0]
+    if not first.about.steps:
+        raise Fault("has no steps; record it again")
+    for file in files[1:]:
+        replayed = [each.about.replayed for each in (first, file)]
+        if not all(replayed) and any(replayed):
+            without = first if replayed[1] else file
+            raise Fault(
+                f"{without.name} is recorded without replay=, and other ranks with it; record it"
+                " again, with replay= on every rank"
+            )
+        for field in dataclasses.fields(About):
+            values = getattr(file.about, field.name), getattr(first.about, field.name)
+            own_keys = (*_OWN_KEYS, *_OF_STAGES) if first.about.mesh else _OWN_KEYS
+            if field.name not in own_keys and any(values) and values[0] != values[1]:
+                raise Fault(
+                    f"{field.name!r} of {file.name} differs from that of {first.name}"
+                    f"{_only_one_has(field.name, *values)}; remove files of other recordings, or"
+                    " record it again"
+                )
+        if (file.about.permuted is None) != (first.about.permuted is None):
+            raise Fault("only some of its files are permuted; record it again")
+    counts = collections.Counter(item for file in files for item in file.items)
+    mesh = first.about.on_mesh
+    number, what = (mesh.size, "rank") if mesh else (first.about.num_replicas, "replica")
+    for item in range(number):
+        if counts[item] != 1:
+            raise Fault(
+                f"has {what} {item} {counts[item]} times, of {number} {what}s; pass one file for"
+                " each process of one training"
+            )
+    return dataclasses.replace(first.about, replicas=())

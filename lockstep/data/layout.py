@@ -1,0 +1,330 @@
+"""Puts the arrays of the ranks of a mesh together: tensor, sequence, context or pipeline parallel.
+
+Each rank has recorded the arrays that it holds. A *placement* says how they are parts of a global
+array: `"o[tp] i"` is a matrix whose first dimension is split over the axis tp. Along axes that a
+placement does not name, every rank has a copy; only data axes make replicas.
+`docs/trace_format.md` describes the notation.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+
+from lockstep.data.about import Fault, shown
+from lockstep.data.layout_about import merged, moves, renamed
+from lockstep.data.trace import (
+    OF_GRADIENTS,
+    About,
+    Mesh,
+    is_of_copies,
+)
+from lockstep.numeric.arrays import is_far
+
+_DIMENSION = re.compile(r"(?:(\d{1,4})\*)?(\w+)(?:\[([\w,]+)(:zigzag)?\])?")
+_SUMMAND = re.compile(r"(sum|mean)\(([\w,]+)\)")
+
+
+class Dimension(NamedTuple):
+    """A dimension of a global array.
+
+    Attributes:
+        axes: the axes over which it is split, the outer one first.
+        blocks: number of parts of the dimension, each of which is split, as of fused matrices.
+        is_zigzag: whether rank r of n holds the chunks r and 2·n − 1 − r of 2·n.
+    """
+
+    axes: tuple[str, ...] = ()
+    blocks: int = 1
+    is_zigzag: bool = False
+
+
+class Placement(NamedTuple):
+    """How the arrays of ranks are parts of a global array.
+
+    Attributes:
+        dimensions: the dimensions; none if no axis splits one.
+        sums, means: axes along which the ranks hold summands of a sum or a mean.
+    """
+
+    dimensions: tuple[Dimension, ...] = ()
+    sums: tuple[str, ...] = ()
+    means: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> set[str]:
+        """All axes that the placement names."""
+        return {*self.sums, *self.means, *(axis for d in self.dimensions for axis in d.axes)}
+
+
+def placement_from(text: str, mesh: Mesh) -> Placement:
+    """Parses a placement, as in `"b s[cp:zigzag] d"` or `"o i sum(tp)"`.
+
+    Raises:
+        Fault: it is no placement on this mesh.
+    """
+    dimensions, reduced = [], {"sum": list[str](), "mean": list[str]()}
+    for word in text.split():
+        if match := _SUMMAND.fullmatch(word):
+            reduced[match[1]] += match[2].split(",")
+        elif match := _DIMENSION.fullmatch(word):
+            axes = tuple(match[3].split(",")) if match[3] else ()
+            dimensions.append(Dimension(axes, int(match[1] or 1), bool(match[4])))
+        else:
+            raise Fault(f"has a placement {shown(text)}, which cannot be read; use 'o[tp] i'")
+    found = Placement(tuple(dimensions), tuple(reduced["sum"]), tuple(reduced["mean"]))
+    named = [*found.sums, *found.means, *(axis for d in found.dimensions for axis in d.axes)]
+    if len(named) > len({*named} & {*mesh.axes}) or any(d.blocks < 1 for d in dimensions):
+        raise Fault(
+            f"has a placement {shown(text)} with an axis twice, or not on the mesh with axes"
+            f" {', '.join(mesh.axes)}; record it again"
+        )
+    return found
+
+
+class Whole:
+    """A global array, which is put together from those of some ranks when it is read.
+
+    Args:
+        parts: coordinates on `axes` → member of a file: an object with `shape`, `dtype`, `read`.
+        axes: the axes of the coordinates.
+        placement: how the parts are put together.
+
+    Raises:
+        Fault: the shapes of the parts do not fit together.
+    """
+
+    def __init__(
+        self, parts: Mapping[tuple[int, ...], Any], axes: tuple[str, ...], placement: Placement
+    ):
+        self._parts, self._axes, self._placement = parts, axes, placement
+        first = next(iter(parts.values()))
+        self.dtype = first.dtype
+        number = len(placement.dimensions)
+        if placement.dimensions and any(len(part.shape) != number for part in parts.values()):
+            raise Fault(f"has {len(first.shape)} dimensions in an array placed on {number}")
+        shapes = {place: list(part.shape) for place, part in parts.items()}
+        self.shape: tuple[int, ...] = tuple(self._joined(shapes, _add_sizes, _equal_shapes))
+        self._array: Callable[[], np.ndarray | None] = lambda: None
+
+    def read(self) -> np.ndarray:
+        """Returns the array; the same one as long as it is in use."""
+        array = self._array()
+        if array is None:
+            parts = {place: part.read() for place, part in self._parts.items()}
+            array = self._joined(parts, _concatenate, np.add)
+            for axis in self._placement.means:
+                array = array / self._size(axis)
+            array = np.asarray(array, self.dtype)
+            self._array = ref(array)
+        return array
+
+    def _size(self, axis: str) -> int:
+        where = self._axes.index(axis)
+        return 1 + max(place[where] for place in self._parts)
+
+    def _joined(self, parts: Mapping[tuple[int, ...], Any], join: Any, reduce: Any) -> Any:
+        """Returns one object for those of all ranks, joined along axis after axis."""
+        left, axes = dict(parts), list(self._axes)
+        steps = [
+            (axis, functools.partial(functools.reduce, reduce))
+            for axis in (*self._placement.sums, *self._placement.means)
+        ]
+        for number, dimension in enumerate(self._placement.dimensions):
+            along = functools.partial(join, axis=number, dimension=dimension)
+            steps += [(axis, along) for axis in reversed(dimension.axes)]
+        for axis, join_group in steps:
+            if axis in axes:
+                where, groups = axes.index(axis), dict[Any, list[Any]]()
+                for place in sorted(left):
+                    groups.setdefault((*place[:where], *place[where + 1 :]), []).append(left[place])
+                axes.remove(axis)
+                left = {place: join_group(group) for place, group in groups.items()}
+        (whole,) = left.values()
+        return whole
+
+
+def _equal_shapes(first: list[int], second: list[int]) -> list[int]:
+    if first != second:
+        raise Fault(f"has summands of shapes {first} and {second}; record it again")
+    return first
+
+
+def _add_sizes(shapes: Sequence[list[int]], axis: int, dimension: Dimension) -> list[int]:
+    whole = list(shapes[0])
+    whole[axis] = sum(shape[axis] for shape in shapes)
+    least = 2 if dimension.is_zigzag else dimension.blocks
+    for shape in shapes:
+        if shape[axis] % least:
+            raise Fault(f"has a part of size {shape[axis]} that has no {least} blocks")
+        if shape[:axis] + shape[axis + 1 :] != whole[:axis] + whole[axis + 1 :]:
+            raise Fault(f"has parts of shapes {shapes[0]} and {shape}; record it again")
+    return whole
+
+
+def _concatenate(parts: Sequence[np.ndarray], axis: int, dimension: Dimension) -> np.ndarray:
+    """Joins parts along a dimension, in the order of its chunks."""
+    if dimension.is_zigzag:
+        halves = [np.array_split(part, 2, axis) for part in parts]
+        return np.concatenate([h[0] for h in halves] + [h[1] for h in reversed(halves)], axis)
+    blocks = [np.array_split(part, dimension.blocks, axis) for part in parts]
+    return np.concatenate([own[b] for b in range(dimension.blocks) for own in blocks], axis)
+
+
+class Assembled(NamedTuple):
+    """A trace of several ranks as one.
+
+    Attributes:
+        about: the common description.
+        of_replica: replica → description of its ranks.
+        arrays: name of an array of a shard or a copy → the array.
+        views: the same for arrays that several ranks of a shard hold → rank → its array.
+        parts: name of a gradient on a rank → the part that it holds.
+    """
+
+    about: About
+    of_replica: dict[int, About]
+    arrays: dict[str, Any]
+    views: dict[str, dict[int, Any]]
+    parts: dict[str, Any]
+
+
+def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
+    """Puts the arrays of the files of all ranks together.
+
+    Args:
+        files: description and arrays of each file; together, they have each rank once.
+
+    Raises:
+        Fault: arrays do not fit together.
+    """
+    files = [(renamed(about), arrays) for about, arrays in files]
+    mesh = files[0][0].on_mesh
+    assert mesh is not None
+    common = merged([about for about, _ in files])
+    of_rank = {rank: about for about, _ in files for rank in about.ranks}
+    of_replica = {
+        replica: merged([of_rank[rank] for rank in mesh.ranks_of(replica)])
+        for replica in range(mesh.num_replicas)
+    }
+    found, collected = Assembled(common, of_replica, {}, {}, {}), _collected(files, common)
+    recorded = {tuple(name.split("/")[::2][:2]) for _, own in files for name in own}
+    numbers = {"": "", **{key: str(number) for number, key in enumerate(common.keys)}}
+    left_out = set[tuple[str, str]]()  # Positions and kinds.
+    for (position, kind, index), by_text in collected.items():
+        placed = {text: placement_from(text, mesh) for text in by_text}
+        if "/" in index and any(placement.axes for placement in placed.values()):
+            left_out.add((position, kind))  # Rows of a weight, which are not put together.
+            continue
+        of_copies, of_gradients = is_of_copies(kind, common), kind in OF_GRADIENTS
+        weight = common.gradients[int(index)] if of_gradients and index.isdecimal() else ""
+        zeros = _zeros_like(collected.get((position, "before", numbers[weight]), {}), by_text)
+        # FSDP2 splits gradients over data axes, too.
+        ignored = set[str]() if of_copies or of_gradients else {*mesh.data_axes}
+        wholes: dict[int, Any] = {}
+        for text, held in by_text.items():
+            wholes |= _wholes(held, placed[text], mesh, ignored, zeros)
+            for rank, part in held.items() if of_gradients else ():
+                found.parts[f"{position}/{kind}/{rank}/{index}"] = part
+        of_replicas = [_of_replica(wholes, replica, mesh) for replica in of_replica]
+        if kind in ("raw", "sums") and any(map(_differ, of_replicas)):
+            left_out.add((position, kind))
+        for item in range(mesh.size if of_copies else mesh.num_replicas):
+            own = _nearest(wholes, item, mesh) if of_copies else of_replicas[item]
+            name = f"{position}/{kind}/{item}/{index}"
+            if own and (not of_copies or (position, str(item)) in recorded):
+                found.arrays[name] = next(iter(own.values()))
+            if len(own) > 1:
+                found.views[name] = own
+    for name in [n for n in found.arrays if (*n.split("/")[:2],) in left_out]:
+        del found.arrays[name]
+    return found
+
+
+_Place = tuple[str, str, str]  # Position, kind, INDEX and suffix.
+_Held = Mapping[str, Mapping[int, Any]]  # Placement → rank → array of the rank.
+
+
+def _collected(
+    files: Sequence[tuple[About, Mapping[str, Any]]], common: About
+) -> dict[_Place, dict[str, dict[int, Any]]]:
+    """Returns the place of each array → placement → rank → array of the rank."""
+    found: dict[_Place, dict[str, dict[int, Any]]] = {}
+    for about, arrays in files:
+        move = moves(about, common)
+        for name, array in arrays.items():
+            position, kind, rank, index, *suffix = name.split("/")
+            place = position, kind, "/".join([str(move(kind, int(index))), *suffix])
+            text = about.placements.get(f"{kind}/{index}", "")
+            found.setdefault(place, {}).setdefault(text, {})[int(rank)] = array
+    return dict(sorted(found.items()))
+
+
+def _differ(own: Mapping[int, Any]) -> bool:
+    """Returns whether ranks of a replica hold parts of a sum that the script reduces later."""
+    distinct = [*own.values()]
+    return any(is_far(each.read(), distinct[0].read()) for each in distinct[1:])
+
+
+class _Zeros(NamedTuple):
+    """The gradient of a part of a weight that the loss of a rank does not use."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self) -> np.ndarray:
+        return np.zeros(self.shape, self.dtype)
+
+
+def _zeros_like(weight: _Held, gradient: _Held) -> dict[int, _Zeros]:
+    """Returns rank → zeros, for those that have a part of a weight and no gradient of it."""
+    parts = {rank: part for held in weight.values() for rank, part in held.items()}
+    without = parts.keys() - {rank for held in gradient.values() for rank in held}
+    return {rank: _Zeros(parts[rank].shape, parts[rank].dtype) for rank in without}
+
+
+def _wholes(
+    held: Mapping[int, Any],
+    placement: Placement,
+    mesh: Mesh,
+    ignored: Iterable[str],
+    zeros: Mapping[int, Any],
+) -> dict[int, Any]:
+    """Returns rank → the global array that it has a part of; `zeros` has parts of other ranks."""
+    axes = tuple(axis for axis in mesh.axes if axis in placement.axes.difference(ignored))
+    if not axes:
+        return dict(held)
+    groups: dict[Hashable, dict[tuple[int, ...], int]] = {}
+    parts = {**zeros, **held}
+    for rank in parts:
+        at = mesh.coordinates(rank)
+        others = tuple(at[axis] for axis in mesh.axes if axis not in axes)
+        groups.setdefault(others, {})[tuple(at[axis] for axis in axes)] = rank
+    number = math.prod(mesh.axes[axis] for axis in axes)
+    wholes: dict[int, Any] = {}
+    for ranks in groups.values():
+        # Otherwise, some ranks have no such array, or none has one.
+        if len(ranks) == number and not held.keys().isdisjoint(ranks.values()):
+            whole = Whole({place: parts[rank] for place, rank in ranks.items()}, axes, placement)
+            wholes |= dict.fromkeys(ranks.values(), whole)
+    return wholes
+
+
+def _nearest(wholes: Mapping[int, Any], rank: int, mesh: Mesh) -> dict[int, Any]:
+    """Returns a rank's array, or that of the rank of another stage that has it."""
+    if rank in wholes or not wholes:
+        return {rank: wholes[rank]} if rank in wholes else {}
+    own = mesh.coordinates(rank).items()
+    nearest = max(sorted(wholes), key=lambda each: len(own & mesh.coordinates(each).items()))
+    return {nearest: wholes[nearest]}
+
+
+def _of_replica(wholes: Mapping[int, Any], replica: int, mesh: Mesh) -> dict[int, Any]:
+    """Returns the first rank of a replica that has a global array → the array, for each."""
+    own = {rank: wholes[rank] for rank in reversed(mesh.ranks_of(replica)) if rank in wholes}
+    firsts = {id(whole): rank for rank, whole in own.items()}
+    return {rank: own[rank] for rank in sorted(firsts.values())}

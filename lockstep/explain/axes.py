@@ -1,0 +1,182 @@
+"""Explains gradients by the axes of a mesh: parts of a sum that is not reduced, its size."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from lockstep.answer.text import count
+from lockstep.context import Context
+from lockstep.numeric.arrays import (
+    Named,
+    dense,
+    factor_of,
+    is_far,
+    norm,
+    rows_of,
+    same_bits,
+    scaled_all,
+    total_norm,
+)
+from lockstep.reference import StepPair
+
+_CLOSE = 1e-3  # Relative; of gradients that have a common factor.
+
+
+def not_reduced(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
+    """Yields cause, sentence, and the weights of whose gradients each rank has a summand only.
+
+    Along an axis, the ranks then update the weights with different gradients, and their sum or mean
+    is that of the reference.
+    """
+    step, mesh = pair.second, pair.second.trace.mesh
+    left = [] if step.is_wrong("all-reduce") else [*pair.gradients.names]
+    for axis in mesh.axes if mesh else ():
+        ranks = mesh.along(axis, 0) if mesh else []
+        own = [pair.matching.to_first(step.entering(r) or step.applied(r)) for r in ranks]
+        odd = [name for name in left if _differs(step, pair.in_second(name), name, ranks, own)]
+        if not odd:
+            continue
+        own = [scaled_all(each, 1 / _common_factor(pair, each)) for each in own]
+        odd = [name for name in odd if any(is_far(g[name], own[0][name], _CLOSE) for g in own[1:])]
+        for word, share in (("sum", 1.0), ("mean", 1 / len(ranks))):
+            found = _that_give(pair, odd, [scaled_all(each, share) for each in own])
+            left = [name for name in left if name not in found]
+            if found:
+                is_of_model = axis in step.trace.model_axes
+                yield (
+                    "partial_not_reduced" if is_of_model else "not_all_reduced",
+                    f"each rank along {axis} has its own part of the gradients of"
+                    f" {count('weight', len(found))}: their {word} over {axis} is right, and is"
+                    " not reduced",
+                    found,
+                )
+
+
+def _differs(
+    step: Context, name: str, of_first: str, ranks: Sequence[int], own: Sequence[Named]
+) -> bool:
+    """Returns whether ranks have different gradients of a weight, and update it differently."""
+    gradients = [each[of_first] for each in own if norm(each.get(of_first, 0.0))]
+    if len(gradients) < len(ranks) or not any(is_far(g, gradients[0]) for g in gradients[1:]):
+        return False
+    after = [step.named("after")[rank].get(name) for rank in ranks] if step.has("after") else []
+    return not after or not all(x is not None and same_bits(x, after[0]) for x in after)
+
+
+def _common_factor(pair: StepPair, own: Named) -> float:
+    """Returns by what a rank multiplies all gradients that are right up to that, as it clips; or 1.
+
+    A rank that clips by the norm of wrong gradients changes the right ones, too.
+    """
+    first, factors = pair.gradients.reference, list[float]()
+    for name in first:
+        if name in own and norm(first[name]):
+            factor = factor_of([own[name]], [first[name]])
+            if factor > 0 and not is_far(own[name], factor * dense(first[name]), _CLOSE):
+                factors.append(factor)
+    middle = sorted(factors)[len(factors) // 2] if factors else 1.0
+    is_common = sum(abs(factor - middle) < _CLOSE * middle for factor in factors) > 1
+    return middle if is_common else 1.0
+
+
+def _that_give(pair: StepPair, names: Sequence[str], terms: Sequence[Named]) -> list[str]:
+    """Returns the names of the gradients of the reference that are the sum of some terms."""
+    first = {name: pair.gradients.reference[name] for name in names}
+    wrong = pair.tolerance.wrong(first, *terms)
+    return [name for name in names if name not in wrong]
+
+
+def clipped_by_local_norm(pair: StepPair) -> tuple[str, str] | None:
+    """Explains gradients that each rank clips by the norm of the parts that it holds itself."""
+    trace, position = pair.second.trace, pair.second.position
+    limit, size = total_norm(pair.gradients.reference_applied), pair.gradients.size
+    if not trace.mesh or limit > (1 - _CLOSE) * size:
+        return None
+    norms, factors, counted = list[float](), list[float](), set[str]()
+    for rank in trace.copies:
+        kinds = ("unclipped", "sums", "raw")
+        before = next(filter(None, (trace.local(position, kind, rank) for kind in kinds)), {})
+        after = trace.local(position, "clipped", rank)
+        if not (before and before.keys() <= after.keys()):
+            return None
+        # Of copies on several ranks, one may count.
+        for names in ([*before], [name for name in before if name not in counted]):
+            own = total_norm({name: before[name] for name in names})
+            factor = min(1.0, limit / own) if own else 1.0
+            if not any(is_far(after[n], factor * dense(g), _CLOSE) for n, g in before.items()):
+                norms.append(own)
+                factors.append(factor)
+                break
+        else:
+            return None
+        whole = trace.named(position, "clipped", rank) or {}
+        counted |= {n for n, x in before.items() if n in whole and x.shape == whole[n].shape}
+    if max(norms) <= limit or np.ptp([limit / size, *factors]) <= _CLOSE * max(factors):
+        return None
+    listed = ", ".join(f"{each:.4g}" for each in norms)
+    text = f"each rank clips to norm {limit:.4g} by the norm of the parts that it holds"
+    return "clipped_by_local_norm", f"{text}, {listed}, and not by that of all, {size:.4g}"
+
+
+def reduced_over_parts(pair: StepPair) -> tuple[str, str] | None:
+    """Explains gradients that a script reduces over ranks that hold other parts of a weight."""
+    trace, first = pair.second.trace, pair.gradients.reference
+    for axis in trace.model_axes:
+        ranks = trace.mesh.along(axis, 0) if trace.mesh else []
+        held = [trace.local(pair.second.position, "unclipped", rank) for rank in ranks]
+        held = [pair.matching.to_first(own) for own in held]
+        for word, share in (("averaged", 1 / len(ranks)), ("summed", 1.0)):
+            names = [
+                name
+                for name, whole in first.items()
+                if all(name in own for own in held)
+                and _is_sum_of_parts(dense(whole), [dense(own[name]) for own in held], share)
+            ]
+            if names and len(ranks) > 1:
+                text = f"gradients of {count('weight', len(names))} are {word} over {axis}"
+                return "reduced_over_other_axis", f"{text}, whose ranks hold other parts"
+    return None
+
+
+def _is_sum_of_parts(whole: np.ndarray, held: Sequence[np.ndarray], share: float) -> bool:
+    """Returns whether each rank holds the sum of all parts of an array, in place of its own."""
+    shape, size = held[0].shape, len(held)
+    split = [d for d in range(whole.ndim) if shape[d : d + 1] != whole.shape[d : d + 1]]
+    if len(split) != 1 or shape[split[0]] * size != whole.shape[split[0]]:
+        return False
+    parts = np.split(whole, size, split[0])
+    total = share * np.sum(parts, axis=0)
+    is_total = not any(is_far(own, total, _CLOSE) for own in held)
+    return is_total and any(is_far(part, total, _CLOSE) for part in parts)
+
+
+def order_of_parts(first: np.ndarray, second: np.ndarray, axes: Mapping[str, int]) -> str:
+    """Explains rows by parts of a sequence in another order; "" if they are not.
+
+    Args:
+        first, second: rows of the reference and of the checked trace.
+        axes: the axes over which a sequence may be split, with their sizes.
+    """
+    if first.shape != second.shape or first.ndim < 2:
+        return ""
+    for axis, num in axes.items():
+        zigzag = [place for rank in range(num) for place in (rank, 2 * num - 1 - rank)]
+        for order, held, named in (
+            (zigzag, "one after another", "in zigzag order"),
+            ([*np.argsort(zigzag)], "in zigzag order", "one after another"),
+        ):
+            if num > 1 and first.shape[1] % len(order) == 0:
+                parts = np.split(second, len(order), axis=1)
+                if rows_of([np.concatenate([parts[i] for i in order], 1)]) == rows_of([first]):
+                    return f"the ranks along {axis} hold parts {held}, recorded as {named}"
+    return ""
+
+
+def sizes_of_axes(pair: StepPair) -> list[tuple[float, str, str]]:
+    """Returns the factors that the sizes of axes make, with cause and reason."""
+    found = list[tuple[float, str, str]]()
+    for axis, size in pair.second.trace.model_axes.items():
+        if size > 1:
+            found.append((size, "sum_instead_of_mean", f"the size of {axis}"))
+            found.append((1 / size, "mean_instead_of_sum", f"one over the size of {axis}"))
+    return found

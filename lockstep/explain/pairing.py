@@ -1,0 +1,160 @@
+"""Finds the same examples in a step of two traces, and puts their arrays side by side."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.context import Context
+from lockstep.explain.targets import targets_of
+from lockstep.numeric.arrays import distance, norm, ratio
+from lockstep.reference import StepPair
+from lockstep.step import has_batch_norms
+
+KINDS = ("data", "y_pred", "y_grad")
+_BY_ROUNDING = 3e-5  # Relative difference of outputs.
+Place = tuple[int, int]  # Number of a forward pass, and row.
+Pairs = list[tuple[np.ndarray, np.ndarray]]
+
+
+class Part(NamedTuple):
+    """Arrays of one forward pass; their first axis is the examples.
+
+    Attributes:
+        shard: the shard.
+        number: number of the forward pass of the shard.
+        smoothings: label smoothing of each output; 0 if it is unknown.
+        arrays: kind, or "targets" → arrays. The latter have no columns if they are unknown.
+    """
+
+    shard: int
+    number: int
+    smoothings: list[float]
+    arrays: dict[str, list[np.ndarray]]
+
+
+class Matched(NamedTuple):
+    """The examples of one forward pass that both traces have.
+
+    Attributes:
+        shard: the shard of the second trace.
+        smoothings: label smoothing of each output in both.
+        pairs: kind, or "targets" → arrays of both traces; empty if their shapes differ.
+    """
+
+    shard: int
+    smoothings: list[tuple[float, float]]
+    pairs: dict[str, Pairs]
+
+
+class Located(NamedTuple):
+    """The examples of one forward pass that both traces have, and where they are.
+
+    Attributes:
+        part: the forward pass of the second trace.
+        rows: rows in it.
+        sources: for each row, the forward pass of the first trace, and the row in it.
+    """
+
+    part: Part
+    rows: list[int]
+    sources: list[tuple[Part, int]]
+
+
+def matched_examples(pair: StepPair) -> list[Matched]:
+    """Returns arrays of the examples that `located_examples` finds."""
+    found = []
+    for located in located_examples(pair):
+        part = located.part
+        pairs = {kind: pairs_of(kind, located) for kind in part.arrays}
+        smoothings = list(zip(located.sources[0][0].smoothings, part.smoothings, strict=False))
+        found.append(Matched(part.shard, smoothings, pairs))
+    return found
+
+
+def has_ties(pair: StepPair) -> bool:
+    """Returns whether outputs differ by rounding alone, behind layers that normalise a batch.
+
+    Asked where gradients differ: units whose inputs are nearly 0 may turn over.
+    """
+    if not pair.is_comparable or pair.are_gradients_right or not has_batch_norms(pair.second):
+        return False
+    pairs = [each for matched in matched_examples(pair) for each in matched.pairs["y_pred"]]
+    apart = [ratio(distance(b, a), norm(a)) for a, b in pairs]
+    # Outputs that are not recorded may differ.
+    return 0 < max(apart, default=_BY_ROUNDING) <= _BY_ROUNDING
+
+
+def located_examples(pair: StepPair) -> list[Located]:
+    """Finds the examples whose inputs are bitwise equal, for each forward pass of the second.
+
+    Inputs that occur twice in a trace are left out.
+    """
+    first, second = parts_of(pair.first), parts_of(pair.second)
+    places: list[dict[int, Place]] = []
+    for num_leaves in (1, None):  # All arrays, if few examples have another first one.
+        places = [_places(parts, num_leaves) for parts in (first, second)]
+        if len(places[1]) > sum(map(_num_rows, second)) / 2:
+            break
+    found = []
+    for number, part in enumerate(second):
+        common = [k for k, (own, _) in places[1].items() if own == number and k in places[0]]
+        if common:
+            rows = [places[1][key][1] for key in common]
+            sources = [(first[n], row) for n, row in (places[0][key] for key in common)]
+            found.append(Located(part, rows, sources))
+    return found
+
+
+def parts_of(step: Context) -> list[Part]:
+    """Returns the forward passes of a step in order."""
+    parts = []
+    for shard in step.shards:
+        count = step.trace.micro_batches(step.position, shard)
+        for number in range(count):
+            arrays = {}
+            for kind in KINDS:
+                found = step.arrays(kind)[shard] if step.has(kind) else []
+                each = len(found) // count
+                arrays[kind] = found[number * each :][:each] if each * count == len(found) else []
+            size = next((len(a) for a in arrays["data"] if a.ndim), 0)
+            rows = {k: [a for a in own if a.ndim and len(a) == size] for k, own in arrays.items()}
+            outputs = zip(rows["y_pred"], rows["y_grad"], strict=False)
+            read = [targets_of(*each) for each in outputs if np.shape(each[0]) == each[1].shape]
+            rows["targets"] = [targets for targets, _ in read]
+            smoothings = [smoothing for _, smoothing in read]
+            parts.append(Part(shard, number, smoothings, rows))
+    return parts
+
+
+def _num_rows(part: Part) -> int:
+    return len(part.arrays["data"][0]) if part.arrays["data"] else 0
+
+
+def _places(parts: Sequence[Part], num_leaves: int | None) -> dict[int, Place]:
+    """Returns hash of the inputs → place of each example whose inputs occur once."""
+    found: dict[int, list[Place]] = {}
+    for number, part in enumerate(parts):
+        leaves = [_comparable(array) for array in part.arrays["data"][:num_leaves]]
+        for row in range(_num_rows(part)):
+            key = hash(b"".join(leaf[row].tobytes() for leaf in leaves))
+            found.setdefault(key, []).append((number, row))
+    return {key: places[0] for key, places in found.items() if len(places) == 1}
+
+
+def _comparable(array: np.ndarray) -> np.ndarray:
+    """Returns an array in the dtype that any framework may use for it."""
+    kinds = {"f": np.float32, "i": np.int64, "u": np.int64, "b": np.int64}
+    return array.astype(kinds.get(array.dtype.kind, array.dtype))
+
+
+def pairs_of(kind: str, located: Located) -> Pairs:
+    """Returns the arrays of a kind for the same examples in both traces."""
+    part, rows, sources = located
+    found = []
+    for index, own in enumerate(part.arrays[kind]):
+        others = [p.arrays[kind][index][row] for p, row in sources if index < len(p.arrays[kind])]
+        if len(others) < len(rows) or {other.shape for other in others} != {own.shape[1:]}:
+            return []
+        found.append((_comparable(np.stack(others)), _comparable(own[rows])))
+    return found

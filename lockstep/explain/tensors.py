@@ -1,0 +1,200 @@
+"""Explains one wrong tensor, and describes its parts on the devices and in lower precision."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.context import Context
+from lockstep.numeric.arrays import (
+    EPS,
+    NOTHING_BUT_ROUNDING,
+    Named,
+    dense,
+    factor_of,
+    length,
+    ratio,
+)
+
+BITS = (8, 4)  # Of quantised gradients.
+_FEW = 4  # Numbers of which chance makes each a whole multiple, within rounding, in one of 10,000.
+
+
+def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> tuple[str, str]:
+    """Explains one wrong gradient independently of other replicas and tensors."""
+    a, e = dense(actual), dense(expected)
+    if a.shape != e.shape:
+        return "unexplained", f"the gradient has shape {a.shape}, not {e.shape}"
+    if not np.any(a):
+        return "frozen", "all elements of the gradient are 0"
+    limit = max(limit, 64 * EPS * length(e))
+    factor, apart = factor_of([a], [e]), ratio(length(a - e), length(e))
+    unknown = (
+        f"the relative difference is {apart:.2g}; no scale, shift, other examples, previous step,"
+        " regularisation, precision or lost element explains it"
+    )
+    if limit > NOTHING_BUT_ROUNDING * length(a - e):  # What follows would explain rounding, too.
+        return "unexplained", unknown
+    if a.size > 1 and length(a - factor * e) <= abs(factor) * limit:
+        known = {
+            1 / num_replicas: " (1 / number of replicas)",
+            num_replicas: " (the number of replicas)",
+        }
+        why = next((text for k, text in known.items() if abs(factor / k - 1) < 1e-3), "")
+        if np.count_nonzero(e) < 2 and not why:  # One number is some multiple of any other.
+            return "unexplained", f"it is {factor:.4g} times what it should be, in one element"
+        return (
+            "scaled_gradient",
+            f"the gradient is {factor:.4g} times as large as it should be{why}",
+        )
+    kept = a != 0
+    if np.mean(kept) < 0.9 and length((a - e)[kept]) <= limit:
+        return (
+            "sparsified",
+            f"{np.mean(~kept):.0%} of the gradient's elements are 0, all others are right",
+        )
+    largest = float(np.max(np.abs(a)))
+    is_partly_clipped = np.any(np.abs(e) < largest)
+    if is_partly_clipped and length(a - np.clip(e, -largest, largest)) <= limit:
+        return (
+            "clipped_before_the_sum",
+            f"the gradient's elements are clipped to values of {largest:.4g}",
+        )
+    for name, bits in (("bfloat16", 16), ("float16", 13)):
+        if has_short_mantissa(a, bits) and length(a - e) <= 2.0 ** (bits - 23) * length(e):
+            return "reduced_precision", f"the gradient is rounded to {name}"
+    for bits in BITS:
+        if _is_rounded_to_levels(a, e, bits, limit):
+            return "quantised", f"the gradient is rounded to whole multiples, in {bits} bits"
+    if length(a - to_signs(e)) <= limit:
+        return "quantised", "the gradient has the signs of the right one, and its mean size"
+    return "unexplained", unknown
+
+
+def levels_of(bits: int) -> tuple[int, ...]:
+    """Returns how many levels above 0 numbers of some bits have: with or without the lowest one."""
+    most = 1 << (bits - 1)
+    return most - 1, most
+
+
+def to_levels(array: np.ndarray, levels: int) -> np.ndarray:
+    """Rounds to whole multiples of the largest absolute value over the number of levels."""
+    scale = float(np.max(np.abs(array), initial=0)) / levels or 1.0
+    return np.asarray(np.round(array / scale) * scale)
+
+
+def to_signs(array: np.ndarray) -> np.ndarray:
+    """Returns the signs of an array, times the mean of the absolute values."""
+    return np.asarray(np.sign(array) * np.mean(np.abs(array)))
+
+
+def _is_rounded_to_levels(actual: np.ndarray, right: np.ndarray, bits: int, limit: float) -> bool:
+    """Returns whether an array has whole multiples of a scale, each next to the right number.
+
+    The scale is that of the array itself. The largest number is a multiple in any case, and so are
+    0 and its opposite: others have to show it.
+    """
+    largest = float(np.max(np.abs(actual)))
+    if np.count_nonzero((actual != 0) & (np.abs(actual) != largest)) < _FEW:
+        return False
+    for levels in levels_of(bits):
+        scale = largest / levels
+        whole = np.round(actual / scale)
+        is_whole = np.abs(actual - whole * scale) <= 4 * EPS * np.abs(actual)
+        if is_whole.all() and np.all(np.abs(actual - right) <= scale / 2 + limit):
+            return True
+    return False
+
+
+def has_short_mantissa(array: np.ndarray, bits: int) -> bool:
+    """Returns whether the last `bits` bits of all float32 mantissas are 0."""
+    numbers = array.astype(np.float32)
+    return bool(np.all(numbers == array)) and not np.any(
+        numbers.view(np.uint32) & ((1 << bits) - 1)
+    )
+
+
+def bounds(size: int, num: int) -> list[tuple[int, int]]:
+    """Returns the ranges of `num` nearly equal parts; the first ones are larger."""
+    sizes = [size // num + (part < size % num) for part in range(num)]
+    return [(sum(sizes[:part]), sum(sizes[: part + 1])) for part in range(num)]
+
+
+def numbers_of_devices(context: Context) -> list[int]:
+    """Returns over how many devices an array may be split: those of a replica, or all."""
+    about = context.trace.about
+    return sorted({len(about.parts), len(about.parts) // about.num_replicas} - {0, 1})
+
+
+def parts_of(context: Context, shape: Sequence[int]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields, in words, the elements and the channels that each device may hold, and a mask."""
+    size = int(np.prod(shape, dtype=int))
+    for num in numbers_of_devices(context):
+        for device, (start, end) in enumerate(bounds(size, num)):
+            mask = np.zeros(size, bool)
+            mask[start:end] = True
+            yield f"the elements of device {device} of {num}", mask.reshape(shape)
+        for device, (start, end) in enumerate(bounds(shape[-1], num) if shape else ()):
+            mask = np.zeros(shape, bool)
+            mask[..., start:end] = True
+            yield f"the channels of device {device} of {num}", mask
+
+
+def mixed(
+    context: Context, right: Named, other: Named, names: Sequence[str]
+) -> Iterator[tuple[str, Named]]:
+    """Yields arrays of which one device's part is another one, in words and by name."""
+    found: dict[str, Named] = {}
+    for name in names:
+        for text, mask in parts_of(context, np.shape(right[name])):
+            changed = np.where(mask, dense(other[name]), right[name])
+            found.setdefault(text, {})[name] = changed.astype(np.asarray(right[name]).dtype)
+    yield from found.items()
+
+
+def factor_of_part(
+    context: Context, actual: Any, expected: Any, limit: float
+) -> tuple[str, str] | None:
+    """Explains a tensor of which one device's part is multiplied by a factor."""
+    a, e = dense(actual), dense(expected)
+    if a.shape != e.shape or not np.isfinite(a).all():
+        return None
+    for text, mask in parts_of(context, a.shape):
+        factor = factor_of([a[mask]], [e[mask]])
+        if np.count_nonzero(e[mask]) < 2 and factor:
+            continue  # One number is some multiple of any other.
+        if not np.isfinite(factor) or abs(factor - 1) < 1e-3:
+            continue
+        predicted = np.where(mask, factor * e, e)
+        if length(a - predicted) <= max(1, abs(factor)) * limit:
+            if abs(factor) < 1e-6:
+                return "frozen", f"{text} are 0"
+            return "scaled_gradient", f"{text} are {factor:.4g} times as large as they should be"
+    return None
+
+
+def moved_parts(context: Context, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields an array whose parts are each that of another device, in words."""
+    flat = array.ravel()
+    for num in numbers_of_devices(context):
+        ranges = [flat[start:end] for start, end in bounds(flat.size, num)]
+        for shift in range(1, num):
+            moved = [np.resize(ranges[(d + shift) % num], ranges[d].size) for d in range(num)]
+            text = f"each device's elements are those of the device {shift} further on"
+            yield text, np.concatenate(moved).reshape(array.shape)
+
+
+def to_bfloat16(array: np.ndarray) -> np.ndarray:
+    """Rounds float32 to bfloat16, ties to even; the result is float32."""
+    words = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = (words + 0x7FFF + ((words >> 16) & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32).reshape(np.shape(array))
+
+
+def to_float16(array: np.ndarray) -> np.ndarray:
+    """Rounds float32 to float16; the result is float32."""
+    with np.errstate(over="ignore"):
+        return np.asarray(array, np.float32).astype(np.float16).astype(np.float32)
+
+
+SHORT = {"bfloat16": to_bfloat16, "float16": to_float16}

@@ -1,0 +1,527 @@
+"""Compares what a step does to all recorded state, on each copy, with that of a reference.
+
+Other checks explain differences; this one finds what they did not look at. A step takes a state S
+to S'. From equal states and examples, each element of S' − S has to agree within rounding, on every
+copy; and between two recorded steps, only what changes in the reference may change. The bounds are
+those of `bounds`.
+
+State that agrees on one copy at least, or whose parts agree when they are joined in the order of
+the copies, and whose weight agrees on all copies, is *owned* by a rank: an optimizer that splits
+its state over the ranks needs no other copy of it.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.answer.text import count
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
+from lockstep.context import Context
+from lockstep.data.trace import OF_GRADIENTS, STATE, STATISTIC, WEIGHT
+from lockstep.numeric import state_bounds as bounds
+from lockstep.numeric.arrays import Array, Named, Rows, dense, distance, norm, ratio, same_bits
+from lockstep.oracles.rules import RuleOracle
+from lockstep.reference import StepPair
+from lockstep.step import joined_states
+
+# Stages that come before what the optimizer leaves: an optimizer may reduce gradients itself.
+_REDUCTIONS = (
+    *("not_all_reduced", "partly_all_reduced", "partial_not_reduced", "unequal_sums"),
+    *("lost_replica", "sum_instead_of_mean", "mean_instead_of_sum", "scaled_gradient"),
+)
+_NEAR_START = 1e-4  # Relative; state that has drifted further is another one.
+_VISIBLE = 4  # Times its bound, a wrong gradient has to change the state.
+
+
+class Variable(NamedTuple):
+    """A variable of both trainings.
+
+    Attributes:
+        first, second: its keys.
+        transpose: permutation of the second's axes to those of the first.
+        kind: "weight", "statistic" or "optimizer state".
+        weight: the reference's name of its weight; "" for statistics and common counters.
+    """
+
+    first: str
+    second: str
+    transpose: tuple[int, ...]
+    kind: str
+    weight: str
+
+    def as_first(self, array: Array) -> np.ndarray:
+        """Returns an array of the second training in the layout of the first."""
+        found = dense(array)
+        return found.transpose(self.transpose) if found.ndim == len(self.transpose) else found
+
+
+class Change(NamedTuple):
+    """A variable on a copy, compared with the reference.
+
+    Attributes:
+        variable: the variable.
+        copy: number of the copy.
+        share: the largest difference over its bound; None if it was not compared.
+        first: by how much the reference changes it.
+        num_unknown: number of elements that were not compared, as their gradients are rounding.
+        is_kept: whether the step leaves it as it was, or 0, as a rank that does not own it does.
+    """
+
+    variable: Variable
+    copy: int
+    share: float | None
+    first: np.ndarray
+    num_unknown: int = 0
+    is_kept: bool = False
+
+    @property
+    def differs(self) -> bool:
+        """Whether it was compared, and does not agree."""
+        return self.share is not None and not self.share <= 1
+
+    @property
+    def is_compared_weight(self) -> bool:
+        """Whether it is a weight that was compared, or whose gradients are rounding alone."""
+        return self.variable.kind == WEIGHT and (self.share is not None or self.num_unknown > 0)
+
+
+def variables_of(pair: StepPair) -> list[Variable]:
+    """Returns the weights, statistics and optimizer state that both trainings have."""
+    kinds, found = pair.first.trace.kinds, list[Variable]()
+    first, second = (step.trace.slots for step in (pair.first, pair.second))
+    for names in pair.matching.pairs:
+        kind = kinds[names.first]
+        weight = names.first if kind == WEIGHT else ""
+        found.append(Variable(*names, kind, weight))
+        others = second.get(names.second, {})
+        slots = first.get(names.first, {})
+        for slot in slots.keys() & others.keys() if weight else ():
+            found.append(Variable(slots[slot], others[slot], names.transpose, STATE, weight))
+    for slot in first.get("", {}).keys() & second.get("", {}).keys():
+        found.append(Variable(first[""][slot], second[""][slot], (), STATE, ""))
+    rates = {key for key, v in pair.first.trace.variables.items() if v.slot == "learning_rate"}
+    return [variable for variable in found if variable.first not in rates]
+
+
+class Claim:
+    """Compares the states before and after one step of both trainings.
+
+    Args:
+        pair: the step.
+
+    Attributes:
+        changes: what was compared; empty if the step starts from other states or examples.
+    """
+
+    def __init__(self, pair: StepPair):
+        self.pair = pair
+        frameworks = {step.trace.about.framework for step, _ in pair.both}
+        is_known = len(frameworks) == 1 and pair.has("before", "after") and pair.computes_the_same
+        self.variables = variables_of(pair) if len(frameworks) == 1 else []
+        self.changes = [*self._compare()] if is_known else []
+
+    # What the step does.
+
+    @functools.cached_property
+    def _gradients(self) -> list[tuple[Named, Named, set[str]]]:
+        """For each copy the gradients that both apply, and the names of those that disagree."""
+        found = []
+        for copy in self.pair.second.copies:
+            terms = self.pair.gradients
+            first, second = terms.reference_applied, terms.applied[copy] if terms.names else {}
+            found.append((first, second, {*self.pair.tolerance.wrong(second, first)}))
+        return found
+
+    def _gradient(self, weight: str, copy: int) -> tuple[Array | None, Array | None, float]:
+        """Returns the gradients of a weight, and how far they may differ: 0 if they disagree."""
+        first, second, wrong = self._gradients[copy]
+        allowed = 0.0 if weight in wrong else self.pair.tolerance.allowed([weight])
+        return first.get(weight), second.get(weight), allowed
+
+    def spread(self, variable: Variable, copy: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns the relative difference of a variable's gradients, for each element."""
+        first, second, allowed = self._gradient(variable.weight, copy)
+        spread = bounds.spread_of(first, second, allowed)
+        if spread.shape in ((), shape):
+            return spread
+        # State of another shape, as means of rows.
+        return np.asarray(bounds.distance_of_gradients(first, second, allowed))
+
+    def _state(self, variable: Variable, copy: int) -> tuple[Array, Array] | None:
+        """Returns a variable of a copy before and after the step; 0 before it is created."""
+        before, after = (self.pair.second.named(kind)[copy] for kind in ("before", "after"))
+        if variable.second not in after:
+            return None
+        new = after[variable.second]
+        return before.get(variable.second, np.zeros_like(np.asarray(new))), new
+
+    def _compare(self) -> Iterator[Change]:
+        before, after = (self.pair.first.named(kind)[0] for kind in ("before", "after"))
+        for variable in self.variables:
+            if variable.first not in after:
+                continue
+            new = after[variable.first]
+            old = before.get(variable.first, np.zeros_like(np.asarray(new)))
+            change, known = dense(new) - dense(old), dict[int, Change]()
+            for copy in self.pair.second.copies:
+                found = self._compare_copy(variable, copy, old, new, change, known.get(0))
+                known[copy] = found._replace(is_kept=self._is_kept(variable, copy))
+            yield from known.values()
+
+    def _is_kept(self, variable: Variable, copy: int) -> bool:
+        state = self._state(variable, copy) if variable.kind == STATE else None
+        return state is None or same_bits(*state) or not norm(state[1])
+
+    def _compare_copy(
+        self, variable: Variable, copy: int, old: Array, new: Array, first: np.ndarray,
+        of_copy_0: Change | None,
+    ) -> Change:  # fmt: skip
+        """Compares a variable of a copy; one with the bits of copy 0 is compared once."""
+        state = self._state(variable, copy)
+        if state is None or (
+            variable.kind == STATISTIC and copy and self.pair.has_same_shards
+        ):  # A reference that ran shard by shard has one set of statistics.
+            return Change(variable, copy, None, first)
+        zero = None if of_copy_0 is None else self._state(variable, 0)
+        if of_copy_0 and zero and all(map(same_bits, state, zero)):
+            return of_copy_0._replace(copy=copy)
+        if not variable.transpose and all(map(same_bits, state, (old, new))):
+            return Change(variable, copy, 0.0, first)
+        own = [variable.as_first(each) for each in state]
+        if own[0].shape != first.shape:
+            own = [*self._joined(variable, first.shape)]
+        if not own:
+            return Change(variable, copy, np.inf, first)
+        if distance(own[0], old) > _NEAR_START * norm(old):
+            # Only state can differ here: it is the rank's own, or the step is not comparable.
+            is_state = variable.kind == STATE and len(self.pair.second.copies) > 1
+            return Change(variable, copy, np.inf if is_state else None, first)
+        return self._of_elements(variable, copy, first, own[1] - own[0], [old, new, *own])
+
+    @functools.cached_property
+    def _correction(self) -> float:
+        """The relative error of Adam's correction of bias, which PyTorch computes in float64."""
+        oracle = self.pair.first.updater
+        if self.pair.first.trace.about.framework == "torch" or not isinstance(oracle, RuleOracle):
+            return 0.0
+        rules = [rule for rule in oracle.rules.values() if rule.family == "Adam"]
+        betas = {beta for rule in rules for beta in (rule.beta_1, rule.beta_2)}
+        return bounds.correction_error(betas, self.pair.second.number + 1)
+
+    def _joined(self, variable: Variable, shape: tuple[int, ...]) -> Sequence[np.ndarray]:
+        """Returns a state before and after the step whose parts the copies hold, in their order."""
+        states = [self._state(variable, copy) for copy in self.pair.second.copies]
+        own = [(variable.as_first(s[0]), variable.as_first(s[1])) for s in states if s]
+        return next(iter(joined_states(own, shape)), ()) if len(own) == len(states) else ()
+
+    def _of_elements(
+        self, variable: Variable, copy: int, first: np.ndarray, second: np.ndarray,
+        states: Sequence[Array],
+    ) -> Change:  # fmt: skip
+        old, new, own_old, own_new = map(dense, states)
+        size = np.maximum(np.abs(old) + np.abs(new), np.abs(own_old) + np.abs(own_new))
+        if variable.kind == STATISTIC:
+            allowed = bounds.of_statistics(size, self.pair.tolerance.of_batch)
+        else:
+            mixes = 0.0
+            if first.size > 1 and not isinstance(self.pair.first.updater, RuleOracle):
+                mixes = bounds.distance_of_gradients(*self._gradient(variable.weight, copy))
+            stored = self.pair.first.named("after")[0], self.pair.second.named("after")[copy]
+            keys = variable.first, variable.second
+            unit = bounds.unit_of_state(*(a[k] for a, k in zip(stored, keys, strict=True)))
+            allowed = bounds.of_change(
+                first, second, size, unit, self.spread(variable, copy, first.shape),
+                is_weight=variable.kind == WEIGHT, mixes=mixes,
+            )  # fmt: skip
+            allowed = allowed + self._correction * np.abs(first)
+        allowed = allowed + 2 * np.abs(own_old - old)  # Of state that has drifted by rounding.
+        known, gap = np.isfinite(allowed), np.abs(second - first)
+        gap = np.where(np.isnan(second) & np.isnan(first), 0, np.where(np.isnan(gap), np.inf, gap))
+        share = np.max(np.where(known, gap / np.where(known, allowed, 1), 0), initial=0.0)
+        num_unknown = int(np.sum(~known))
+        is_compared = num_unknown < first.size or not first.size
+        return Change(variable, copy, float(share) if is_compared else None, first, num_unknown)
+
+    @functools.cached_property
+    def owned(self) -> set[str]:
+        """The second training's names of state that its rank owns."""
+        kinds: dict[str, list[Change]] = {}
+        for change in self.changes:
+            kinds.setdefault(change.variable.first, []).append(change)
+        found = set()
+        for changes in kinds.values():
+            variable = changes[0].variable
+            compared = [change for change in changes if change.share is not None]
+            of_weight = kinds.get(variable.weight, [])
+            is_right = of_weight and not any(x.differs or x.share is None for x in of_weight)
+            is_mixed = {change.differs for change in compared} == {True, False}
+            is_mixed = is_mixed and all(x.is_kept for x in compared if x.differs)
+            if variable.kind == STATE and is_right and (is_mixed or self._is_part(variable)):
+                found.add(variable.second)
+        return found
+
+    def _is_part(self, variable: Variable) -> bool:
+        """Returns whether the copies hold parts of a state that agree when they are joined."""
+        state, after = self._state(variable, 0), self.pair.first.named("after")[0]
+        is_part = state is not None and np.shape(state[1]) != np.shape(after[variable.first])
+        return is_part and not any(
+            change.differs for change in self.changes if change.variable == variable
+        )
+
+    @property
+    def differing(self) -> list[Change]:
+        """What differs from the reference, and is not owned by another rank."""
+        return [x for x in self.changes if x.differs and x.variable.second not in self.owned]
+
+    def unexplained(self, found: Sequence[Finding]) -> Iterator[Finding]:
+        """Finds what differs in a step in which no other check has found a reason.
+
+        Args:
+            found: all findings of this step.
+        """
+        if any(finding.status == FAULT for finding in found):
+            return
+        by_design = [finding for finding in found if finding.status == BY_DESIGN]
+        if any(finding.stage not in ("statistics", "update") for finding in by_design):
+            return  # The gradients differ by design.
+        excused = {name for finding in by_design for name in finding.tensors}
+        differing = [
+            x for x in self.differing if not excused & {x.variable.first, x.variable.second}
+        ]
+        for kind, stage in ((WEIGHT, "update"), (STATE, "update"), (STATISTIC, "statistics")):
+            if changes := [x for x in differing if x.variable.kind == kind]:
+                yield self._found(stage, kind, changes)
+
+    def _found(self, stage: str, kind: str, changes: Sequence[Change]) -> Finding:
+        worst = max(changes, key=lambda change: change.share or 0)
+        names = dict.fromkeys(change.variable.second for change in changes)
+        copies = dict.fromkeys(change.copy for change in changes)
+        noun = {WEIGHT: "weight", STATE: "array of optimizer state", STATISTIC: "buffer"}[kind]
+        noun = noun.replace("array", "arrays") if len(names) > 1 and kind == STATE else noun
+        number = f"{len(names)} {noun}" if kind == STATE else count(noun, len(names))
+        text = f"the step changes {number} differently from the reference"
+        if np.isfinite(worst.share or 0):
+            text += f": {worst.variable.second} by {worst.share:.3g} times what rounding allows"
+        else:
+            text += f": {worst.variable.second} is another state, or has another shape"
+        items = copies if len(copies) < len(self.pair.second.copies) else ()
+        return self.pair.second.found(
+            "unexplained", text, stage=stage, kind="after", items=items, tensors=names
+        )
+
+    # What S' decides.
+
+    def confirms(self, findings: Sequence[Finding]) -> list[Finding]:
+        """Returns the findings that what the step leaves refutes: the optimizer reduces by itself.
+
+        They are refuted only if all state was compared and agrees, if the gradients that look wrong
+        would have been visible in it, and if nothing that saturates, as clipping, is in between.
+        """
+        calls = [
+            call for c in self.pair.second.copies
+            for call in self.pair.second.trace.calls(self.pair.second.position, c)
+        ]  # fmt: skip
+        if not self.changes or self.differing or any(call.startswith("clip") for call in calls):
+            return []
+        if any(x.share is None or self.pair.has("unclipped") for x in self.changes):
+            return []
+        refuted = [f for f in findings if f.stage == "update" and f.detail == "unexplained"]
+        if not self.owned:
+            refuted = []
+        refuted += [
+            f for f in findings
+            if f.stage == "agreement" and {*f.tensors} <= self.owned and f.tensors
+        ]  # fmt: skip
+        wrong = set().union(*(names for *_, names in self._gradients))
+        wrong = {v.second for v in self.variables if v.first in wrong}
+        if wrong and self._are_visible():
+            refuted += [
+                f for f in findings
+                if f.stage in ("gradients", "all-reduce", "agreement", "loss")
+                and f.detail in _REDUCTIONS
+                and {*f.tensors} <= wrong
+            ]  # fmt: skip
+        return [finding for finding in refuted if finding.status == FAULT]
+
+    def _are_visible(self) -> bool:
+        """Returns whether each gradient that differs would change a state that is linear in it."""
+        for copy, (first, second, wrong) in enumerate(self._gradients):
+            for weight in wrong:
+                apart = ratio(
+                    norm(dense(second[weight]) - dense(first[weight])), norm(first[weight])
+                )
+                effects = [
+                    min(apart, 1) * norm(x.first) / self._size(x)
+                    for x in self.changes
+                    if x.variable.weight == weight and x.copy == copy
+                ]
+                if not effects or max(effects) < _VISIBLE:
+                    return False
+        return True
+
+    def _size(self, change: Change) -> float:
+        """Returns the norm of the bound of a change whose gradient agrees."""
+        before, after = (self.pair.first.named(kind)[0] for kind in ("before", "after"))
+        name = change.variable.first
+        size = np.abs(dense(after[name])) + np.abs(dense(before.get(name, 0.0)))
+        unit = bounds.unit_of_state(after[name])
+        return norm(bounds.STORED * unit * size) + bounds.COMPUTED * unit * norm(change.first)
+
+
+def between(previous: Claim, claim: Claim, found: Sequence[Finding]) -> Iterator[Finding]:
+    """Finds state that changes between the end of a step and the start of the next one.
+
+    What does not change in the reference may change no bit; what does, as an average of weights or
+    the weights of a second optimizer, has to change equally within rounding.
+
+    Args:
+        previous: the step before.
+        claim: the step.
+        found: findings of both steps, which this would repeat.
+    """
+    first, second = claim.pair.first, claim.pair.second
+    has_own = second.trace.about.replayed is None or second.has("replaced")
+    is_known = previous.pair.second.has("after") and previous.pair.first.has("after")
+    if first.trace.about.replayed or not (has_own and is_known):
+        return
+    if any(f.status == FAULT and f.stage != "start" for f in found if f.steps[0] < second.number):
+        return  # The change may be a consequence.
+    known = {name for f in found if f.stage == "start" for name in f.tensors}
+    starts = second.named("replaced" if second.has("replaced") else "before")
+    lost, changed = dict[str, list[int]](), dict[str, list[int]]()
+    for variable in claim.variables:
+        if known & {variable.first, variable.second, variable.weight}:
+            continue
+        for copy in second.copies:
+            ends = previous.pair.second.named("after")
+            own = _moved(ends[copy], starts[copy], variable.second)
+            of_first = _moved(previous.pair.first.named("after")[0], first.named("before")[0],
+                              variable.first)  # fmt: skip
+            if own is None or of_first is None or not (np.any(own[0]) or np.any(of_first[0])):
+                continue
+            if _is_like_copy_0(variable, copy, starts):
+                continue
+            if _differ(previous, variable, copy, of_first, variable.as_first(own[0])):
+                is_lost = variable.kind == STATE and not norm(starts[copy].get(variable.second, 0))
+                (lost if is_lost else changed).setdefault(variable.second, []).append(copy)
+    if lost:
+        text = (
+            f"{count('array', len(lost))} of optimizer state are 0 or missing after the last step"
+        )
+        yield _found_between(second, "reset_state", text, lost)
+    if changed:
+        text = (
+            f"{count('variable', len(changed))} changed between the end of the last step and this"
+            " one, and not so in the reference"
+        )
+        yield _found_between(second, "changed_on_its_own", text, changed)
+
+
+def _found_between(
+    step: Context, cause: str, text: str, found: Mapping[str, Sequence[int]]
+) -> Finding:
+    copies = sorted({copy for own in found.values() for copy in own})
+    items = copies if len(copies) < len(step.copies) else ()
+    return step.found(cause, text, stage="start", kind="before", items=items, tensors=found)
+
+
+def _moved(end: Named, start: Named, key: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns the change of a variable between two steps, and its size; None if it is unknown."""
+    if key not in end or not start:
+        return None
+    old = dense(end[key])
+    new = dense(start[key]) if key in start else np.zeros_like(old)
+    if new.shape != old.shape:
+        return None
+    if key in start and same_bits(start[key], end[key]):
+        return np.zeros_like(old), np.abs(old)
+    return new - old, np.abs(old)
+
+
+def _is_like_copy_0(variable: Variable, copy: int, starts: Sequence[Named]) -> bool:
+    """Returns whether a buffer has the value of copy 0, which DDP sends to all before a step."""
+    key = variable.second
+    is_known = variable.kind == STATISTIC and copy and key in starts[0] and key in starts[copy]
+    return bool(is_known) and same_bits(starts[0][key], starts[copy][key])
+
+
+def _differ(
+    previous: Claim, variable: Variable, copy: int, first: tuple[np.ndarray, np.ndarray],
+    second: np.ndarray,
+) -> bool:  # fmt: skip
+    """Returns whether a change between two steps is not that of the reference."""
+    change, size = first
+    if change.shape != second.shape:
+        return False  # A part, which its rank owns.
+    if not np.any(change):
+        return bool(np.any(second))
+    if not previous.changes:
+        return False  # The step before started from another state.
+    spread = previous.spread(variable, copy, change.shape)
+    allowed = bounds.of_start(change, size, spread)
+    return not bool(np.all(np.abs(second - change) <= allowed))
+
+
+@dataclasses.dataclass
+class Summary:
+    """What the claims of all steps have shown.
+
+    Attributes:
+        owned: names of state that its rank owns.
+        shared: names of state that differs on every copy in some step.
+        unknown: number of elements whose change was not compared, over all steps.
+        compared: names of weights whose update was compared in a step that trains them.
+        trained: names of the weights that both trainings train, in some step.
+    """
+
+    owned: set[str] = dataclasses.field(default_factory=set)
+    shared: set[str] = dataclasses.field(default_factory=set)
+    unknown: int = 0
+    compared: set[str] = dataclasses.field(default_factory=set)
+    trained: tuple[set[str], set[str]] = dataclasses.field(default_factory=lambda: (set(), set()))
+
+    def add(self, claim: Claim) -> None:
+        """Adds a step."""
+        self.owned |= claim.owned
+        self.shared |= {x.variable.second for x in claim.differing if x.variable.kind == STATE}
+        self.unknown += sum(change.num_unknown for change in claim.changes if not change.copy)
+        compared = {x.variable.second for x in claim.changes if x.is_compared_weight}
+        compared |= _compared_by_rules(claim.pair)
+        first, second = _trained_in(claim.pair.first), _trained_in(claim.pair.second)
+        for trained, of_step in zip(self.trained, (first, second), strict=True):
+            trained |= of_step
+        second |= {claim.pair.in_second(name) for name in first}
+        self.compared |= compared & second
+
+    def is_owned(self, finding: Finding) -> bool:
+        """Returns whether a finding only says that ranks own different state."""
+        names = {*finding.tensors}
+        is_of_state = bool(names) and names <= self.owned - self.shared
+        return finding.detail == "diverged_replicas" and is_of_state
+
+
+def _trained_in(step: Context) -> set[str]:
+    """Returns the weights of which a step has a gradient that is not 0, or that it changes."""
+    found = set()
+    for gradients in itertools.chain.from_iterable(map(step.named, OF_GRADIENTS)):
+        for name, gradient in gradients.items():
+            values = gradient.values if isinstance(gradient, Rows) else gradient
+            found |= {name} if np.any(values) else set()
+    for before, after in zip(step.named("before"), step.named("after"), strict=False):
+        both = [name for name in step.of_kind(WEIGHT) if name in before and name in after]
+        found |= {name for name in both if not same_bits(before[name], after[name])}
+    return found
+
+
+def _compared_by_rules(pair: StepPair) -> set[str]:
+    """Returns the weights whose gradients were compared, and whose updates the rules compute.
+
+    Each recording's own update is checked by its optimizer's rule, and both rules are compared.
+    """
+    if not pair.computes_the_same:
+        return set()
+    return {pair.in_second(name) for name in pair.rules() if name in pair.gradients.names}

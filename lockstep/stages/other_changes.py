@@ -1,0 +1,204 @@
+"""Compares what a step does to weights and optimizer state with the same step of another trace.
+
+This needs no rule of the optimizer: equal weights, state and gradients change equally.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.answer.causes import DETAILS
+from lockstep.answer.verdict import Finding
+from lockstep.numeric.arrays import (
+    EPS,
+    MARGIN,
+    TINY,
+    UNITS,
+    dense,
+    distance,
+    factor_of,
+    norm,
+    plain,
+    same_bits,
+    unit_of,
+)
+from lockstep.oracles.rules import COUNTERS, detail_of
+from lockstep.reference import SAME_START, StepPair
+from lockstep.stages.other_updates import compare_rules, settings_of, text_of
+
+_NEAR = 1e-4  # Least relative difference of the elements of gradients whose changes are compared.
+_SENSITIVE = 10  # Times this difference, changes are those of other settings.
+_FEW, _MOST = 0.1, 0.5  # Parts of the elements: signs of few may differ by rounding.
+_LEAST = 16  # Elements that tell the dtype in which they were kept.
+# Settings that choose an implementation, or that only a scheduler uses.
+_NO_EFFECT = {"weights", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
+
+
+class _Change(NamedTuple):
+    """A weight, or a state of it, before and after the step in both traces.
+
+    Attributes:
+        weight: name of the weight in the first trace.
+        slot: name of the state; "" for the weight itself.
+        before, after: its arrays in both traces, in the layout of the first.
+    """
+
+    weight: str
+    slot: str
+    before: Sequence[np.ndarray]
+    after: Sequence[np.ndarray]
+
+    @property
+    def by(self) -> list[np.ndarray]:
+        """By how much it changes in both traces."""
+        return [dense(new) - dense(old) for old, new in zip(self.before, self.after, strict=True)]
+
+    @property
+    def rounding(self) -> np.ndarray:
+        """How far rounding can move each element."""
+        unit = max(unit_of(array) for array in self.after)
+        return MARGIN * unit * np.sum([np.abs(dense(a)) for a in self.after], axis=0) + TINY
+
+    def differs(self, is_near: np.ndarray, allowed: float, factor: float = 1.0) -> bool:
+        """Returns whether more than a few elements change by another factor.
+
+        Args:
+            is_near: which elements have nearly equal gradients.
+            allowed: relative difference of changes.
+            factor: factor over the change in the first trace.
+        """
+        first, second = self.by
+        if is_near.shape != first.shape:  # Factored state has means of rows.
+            is_near = np.ones(first.shape, bool)
+        size = np.maximum(np.abs(factor * first), np.abs(second))
+        far = np.abs(second - factor * first) > allowed * size + self.rounding
+        return bool(np.any(is_near)) and float(np.mean(far[is_near])) > _FEW
+
+
+def compare_updates(pair: StepPair) -> Iterator[Finding]:
+    """Compares settings of optimizers, and what the step does to weights and their state."""
+    of_settings = list(compare_rules(pair))
+    yield from of_settings
+    frameworks = {step.trace.about.framework for step, _ in pair.both}
+    if len(frameworks) > 1 or not (pair.starts_equally and pair.states("after")[0]):
+        return
+    changes = list(_changes(pair))
+    yield from _kept_in_short(pair, changes)
+    # Each recording alone is checked where a rule computes the update.
+    wrong_alone = {n for f in pair.second.findings if f.stage == "update" for n in f.tensors}
+    known = {*pair.rules(), *(p.first for p in pair.matching.pairs if p.second in wrong_alone)}
+    near = {name: each for name, each in _near(pair).items() if name not in known}
+    fixed = [x.weight for x in changes if not x.slot and x.weight not in known and _is_fixed(x)]
+    applied = pair.gradients.reference_applied, pair.gradients.applied[0]
+    if fixed := [name for name in fixed if all(norm(g.get(name, 0)) for g in applied)]:
+        text = f"{len(fixed)} weights have a gradient, and only the first recording updates them"
+        yield pair.second.found("not_updated", text, kind="after", tensors=fixed)
+    allowed = _SENSITIVE * max(_NEAR, pair.tolerance.usual)
+    compared = [x for x in changes if x.weight in near and x.weight not in fixed]
+    if compared:
+        pair.second.mark_checked()
+    wrong = [x for x in compared if x.differs(near[x.weight], allowed)]
+    if wrong and not of_settings:
+        yield pair.second.found(
+            *_why(pair, wrong, compared, near, allowed),
+            kind="after", tensors=dict.fromkeys(x.weight for x in wrong),
+        )  # fmt: skip
+
+
+def _changes(pair: StepPair) -> Iterator[_Change]:
+    """Yields the weights, and their optimizer state, that both traces have after the step.
+
+    A weight whose state differs before the step, or was not recorded, is left out.
+    """
+    before, after = (
+        [step.named(kind)[0] for step in (pair.first, pair.second)] for kind in ("before", "after")
+    )
+    slots = [step.trace.slots for step in (pair.first, pair.second)]
+    for names in pair.matching.pairs:
+        weights = names.first, names.second
+        own = [{"": w, **found.get(w, {})} for found, w in zip(slots, weights, strict=True)]
+        if any(key not in after[i] for i in (0, 1) for key in own[i].values()):
+            continue
+        found = []
+        for slot in own[0].keys() & own[1].keys():
+            keys = [each[slot] for each in own]
+            new = [np.asarray(arrays[key]) for arrays, key in zip(after, keys, strict=True)]
+            old = [
+                np.asarray(a.get(k, np.zeros_like(x)))
+                for a, k, x in zip(before, keys, new, strict=True)
+            ]
+            if new[1].ndim == len(names.transpose):
+                old[1], new[1] = (each[1].transpose(names.transpose) for each in (old, new))
+            found.append(_Change(names.first, slot, old, new))
+        if all(distance(*x.before) <= SAME_START * norm(x.before[0]) for x in found):
+            yield from found
+
+
+def _kept_in_short(pair: StepPair, changes: Sequence[_Change]) -> Iterator[Finding]:
+    """Finds weights or optimizer state that only the second trace keeps in 16 bits."""
+    # State of gradients in 16 bits may have these bits, too.
+    applied = pair.matching.to_first(pair.second.applied(0))
+    whole = {n for n, g in applied.items() if unit_of(plain(g)) == EPS}
+    changes = [x for x in changes if x.weight in whole and all(map(np.any, x.after))]
+    for slot in dict.fromkeys(x.slot for x in changes if x.slot not in COUNTERS):
+        kept = [x for x in changes if x.slot == slot]
+        first = max((unit_of(x.after[0]) for x in kept), default=0.0)
+        least = min((unit_of(x.after[1]) for x in kept), default=0.0)
+        names = [name for name, unit in UNITS.items() if unit == least]
+        if names and first < least and sum(np.count_nonzero(x.after[1]) for x in kept) >= _LEAST:
+            what = f"optimizer state {slot!r}" if slot else "the weights"
+            yield pair.second.found(
+                "reduced_precision", f"{what} of the second recording is kept in {names[0]}",
+                kind="after", tensors=[x.weight for x in kept],
+            )  # fmt: skip
+
+
+def _near(pair: StepPair) -> Mapping[str, np.ndarray]:
+    """Returns name of a weight → which elements have nearly equal gradients; most of them."""
+    allowed, found = max(_NEAR, pair.tolerance.usual), {}
+    for name, first in pair.gradients.reference_applied.items():
+        second = pair.gradients.applied[0][name]
+        is_near = np.abs(second - first) <= allowed * np.abs(first)
+        if is_near.size and np.mean(is_near) > _MOST:
+            found[name] = is_near
+    return found
+
+
+def _is_fixed(change: _Change) -> bool:
+    """Returns whether the first trace changes a weight, and the second one changes no bit of it."""
+    is_changed = norm(change.by[0]) > norm(change.rounding)
+    return is_changed and same_bits(change.before[1], change.after[1])
+
+
+def _why(
+    pair: StepPair, wrong: Sequence[_Change], compared: Sequence[_Change],
+    near: Mapping[str, np.ndarray], allowed: float,
+) -> tuple[str, str]:  # fmt: skip
+    """Returns the cause of different changes, and a sentence."""
+    first, second = wrong[0].weight, pair.in_second(wrong[0].weight)
+    counted = [x.by for x in wrong if x.slot in COUNTERS]
+    if counted and all(one == 1 and several > 1 for one, several in counted):
+        text = f"the optimizer counts {counted[0][1]:g} updates in this step, not 1"
+        return "updated_twice", text
+    settings = settings_of(pair.first, first), settings_of(pair.second, second)
+    for name in sorted((settings[0].keys() & settings[1].keys()) - _NO_EFFECT):
+        if settings[0][name] != settings[1][name]:
+            cause = detail_of(name) if detail_of(name) in DETAILS else "other_optimizer"
+            return cause, text_of(name, settings[0][name], settings[1][name])
+    classes = [step.trace.about.optimizer.get("class") for step in (pair.first, pair.second)]
+    if classes[0] != classes[1]:
+        text = f"{classes[0]} in the first recording, {classes[1]} in the second: other updates"
+        return "other_optimizer", text
+    weights = [x for x in wrong if not x.slot]
+    chosen = [[by * near[x.weight] for by in x.by] for x in weights]
+    factor = factor_of([by for _, by in chosen], [by for by, _ in chosen])
+    if len(weights) == len(wrong) and not any(
+        x.differs(near[x.weight], allowed, factor) for x in compared if not x.slot
+    ):
+        text = f"each weight changes {factor:.6g} times as much as in the first recording"
+        return "other_learning_rate", text
+    return "unexplained", (
+        f"{len({x.weight for x in wrong})} weights or their optimizer state change differently from"
+        " equal states and gradients"
+    )

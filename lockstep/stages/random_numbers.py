@@ -1,0 +1,116 @@
+"""Checks that random layers use different random numbers on each replica."""
+
+import itertools
+from collections.abc import Iterator
+
+from lockstep.answer.verdict import Finding
+from lockstep.context import Context
+from lockstep.data.trace import SEED
+from lockstep.explain.random_layers import (
+    draws,
+    has_keys,
+    own_states,
+)
+from lockstep.numeric.arrays import MARGIN, relative_distance, relative_norm, same_arrays, same_bits
+from lockstep.reference import StepPair
+
+
+def check_random_numbers(context: Context) -> Iterator[Finding]:
+    """Checks the seeds and the states of generators that a step uses."""
+    if not context.computes:
+        yield from _repeated(context)
+    elif not context.oracle.random_layers:
+        return
+    before, left = (
+        [each(shard) for shard in context.shards] for each in (context.state, context.left)
+    )
+    seeds = [
+        name
+        for name in context.of_kind(SEED)
+        if any(
+            name in b and not same_bits(b[name], a.get(name, b[name]))
+            for b, a in zip(before, left, strict=True)
+        )
+    ]
+    drawing = [s for s in context.shards if not context.computes and draws(context, s)]
+    for pair in itertools.combinations(context.shards, 2):
+        both_draw = {*pair} <= {*drawing}
+        if not seeds and not both_draw:
+            continue
+        context.mark_checked()
+        equal = [name for name in seeds if same_bits(*(before[shard][name] for shard in pair))]
+        if context.computes:  # Layers may also draw by the number of the replica.
+            equal = [name for name in equal if not _looks_at_number(context, pair[1], name)]
+        if equal or (both_draw and same_arrays(*(context.arrays("random")[s] for s in pair))):
+            text = f"replicas {pair[0]} and {pair[1]} draw from the same random state"
+            yield context.found("same_random_numbers", text, items=pair, tensors=equal)
+
+
+def _looks_at_number(context: Context, shard: int, seed: str) -> bool:
+    """Returns whether random numbers depend on the number of the replica, not only on the seed.
+
+    The step then differs from the step with number 0.
+
+    Args:
+        context: the step.
+        shard: the shard.
+        seed: name of a seed; layers with other seeds are switched off.
+    """
+    oracle = context.oracle
+    own = oracle.layers_of([seed])
+    off = tuple(index for index in oracle.random_layers if index not in own)
+    mine, first = (
+        oracle.compute(context.ask(shard, replica=number, off=off, scales=(1.0, 1.0)))
+        for number in (context.trace.replica_of(shard), 0)
+    )
+    expected = context.expected(shard)
+    if mine.y_pred:
+        return relative_distance(mine.y_pred, first.y_pred) > MARGIN * expected.forward
+    return relative_norm(mine.raw, first.raw) > MARGIN * expected.backward
+
+
+def _repeated(context: Context) -> Iterator[Finding]:
+    """Finds steps that draw the same numbers as an earlier one."""
+    for position in range(context.position):
+        earlier = Context(context.trace, position)
+        for shard in context.shards:
+            if not (draws(earlier, shard) and draws(context, shard)):
+                continue
+            context.mark_checked()
+            states = [own_states(each, shard) for each in (earlier, context)]
+            if states[0] and same_arrays(*states):
+                text = (
+                    f"step {context.number} starts from the random state of step {earlier.number}"
+                )
+                yield context.found("random_numbers_repeated", text, items=(shard,))
+
+
+def compare_keys(pair: StepPair) -> Iterator[Finding]:
+    """Compares the keys that a script passes to its step with those of the reference.
+
+    A step may make other keys of a key that is always the same; then it is so in the reference,
+    too. Another stream of numbers is no less random.
+    """
+    own, right = own_states(pair.second, 0), pair.first.arrays("random")[0]
+    if not (own and right and has_keys(pair)):
+        return
+    pair.second.mark_checked()
+    for number in pair.first.trace.steps[: pair.first.position]:
+        if number not in pair.second.trace.steps:
+            continue
+        first, second = (
+            Context(step.trace, step.trace.steps.index(number))
+            for step in (pair.first, pair.second)
+        )
+        earlier = own_states(second, 0)
+        if same_arrays(own, earlier) and not same_arrays(right, first.arrays("random")[0]):
+            text = f"the key of step {number} is passed to step {pair.second.number} again"
+            yield pair.second.found("random_numbers_repeated", text)
+            return
+    states = filter(None, pair.second.arrays("random"))  # Replicas may have keys of their own.
+    if (
+        not same_arrays(own, right)
+        and len({tuple(s.tobytes() for s in each) for each in states}) < 2
+    ):
+        text = "the keys that the script passes are not those of the first recording"
+        yield pair.second.found("random_layers", text, design=True)

@@ -1,0 +1,385 @@
+"""Checks each shard's gradients, before clipping, and their sum against the whole batch."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from lockstep.answer.verdict import NOTHING, Finding
+from lockstep.context import Actual, Context
+from lockstep.explain.gradients import gradient_hypotheses, synchronized_hypotheses
+from lockstep.explain.hypothesis import Hypothesis, explain, predicted_by
+from lockstep.explain.tensors import factor_of_part, why_tensor
+from lockstep.numeric.arrays import (
+    EPS,
+    MARGIN,
+    NOTHING_BUT_ROUNDING,
+    SMALL_PART,
+    TINY,
+    Array,
+    Named,
+    add_named,
+    all_same_bits,
+    are_finite,
+    dense,
+    distance,
+    factor_of,
+    farthest,
+    fitted,
+    norm,
+    relative_norm,
+    same_bits,
+    scaled_all,
+)
+from lockstep.stages.forward import DRAWS_OUTSIDE
+
+
+def check_gradients(context: Context) -> Iterator[Finding | Actual]:
+    """Checks the gradients that each shard computes, and their sum."""
+    if not context.has("raw"):
+        return
+    raw = context.named("raw")
+    odd = [shard for shard in context.shards if not are_finite(raw[shard])]
+    if not context.computes:
+        if odd:
+            context.mark_checked()
+        if odd and not context.is_wrong("loss"):
+            yield context.found("not_finite", "the gradients are NaN or infinite", items=odd)
+        return
+    if context.overflows or any(found.detail == "other_loss" for found in context.findings):
+        return
+    if len(context.exact) == len(context.shards):
+        context.mark_checked()
+        for shard in context.shards:
+            for name, value in raw[shard].items():
+                context.measure(name, "raw", shard, value, value, 0.0, same=True)
+        return
+    if odd := [shard for shard in odd if not are_finite(context.expected(shard).step.raw)]:
+        text = "gradients are NaN or infinite, on one device too: nothing to compare with"
+        yield dataclasses.replace(context.found("not_finite", text, items=odd), status=NOTHING)
+        return
+    if _are_sums(context) and (found := _check_sums(context)) is not None:
+        yield from found
+        return
+    context.mark_checked()
+    if not context.has("loss"):
+        for shard, scales in enumerate(_scales_that_fit(context)):
+            yield Actual(shard, {"scales": scales})
+    if context.oracle.synchronized_layers:
+        yield from _check_together(context)
+        return
+    for shard in context.shards:
+        if shard not in context.exact:
+            yield from _check_shard(context, shard)
+    yield from _check_whole_batch(context)
+
+
+def _check_shard(context: Context, shard: int) -> Iterator[Finding]:
+    """Checks the gradients of a shard, and explains them by what it may have computed."""
+    actual, expected = context.named("raw")[shard], context.gradients(shard)
+    if actual.keys() != expected.keys():
+        yield context.found(
+            "frozen", f"{len(actual)} weights have a gradient, {len(expected)} on one device",
+            items=(shard,), tensors=sorted(actual.keys() ^ expected.keys()),
+        )  # fmt: skip
+        return
+    is_far = any(
+        distance(value, expected[name]) > context.limit(shard, name, expected[name])
+        for name, value in actual.items()
+    )
+    # Eight units of 16 bits would excuse a fault.
+    if is_far and context.oracle.unit <= EPS and not context.is_wrong("forward", "loss"):
+        context.widen(shard)
+    hypotheses = gradient_hypotheses(context, shard)
+    yield from _compare(context, shard, actual, expected, (shard,), hypotheses)
+
+
+def _check_together(context: Context) -> Iterator[Finding]:
+    """Checks the sum of the gradients of layers that normalise over all shards."""
+    if context.is_wrong("loss") or any(f.detail == "random_layers" for f in context.findings):
+        return
+    if not context.has("y_pred") and context.draws_outside:
+        yield context.found("random_layers", DRAWS_OUTSIDE, design=True)
+        return
+    total, expected = add_named(context.named("raw")), context.expected(0).step.raw
+    hypotheses = synchronized_hypotheses(context)
+    yield from _compare(context, 0, total, expected, context.shards, hypotheses)
+
+
+def _compare(
+    context: Context, shard: int, actual: Named, expected: Named, items: Sequence[int],
+    hypotheses: Iterable[Hypothesis],
+) -> Iterator[Finding]:  # fmt: skip
+    """Compares gradients, and explains the wrong ones.
+
+    Args:
+        context: the step.
+        shard: the shard whose rounding error is that of the gradients.
+        actual, expected: the gradients.
+        items: the shards that have sent them.
+        hypotheses: what these shards may have computed.
+    """
+    least = SMALL_PART * max(map(norm, expected.values()), default=0.0)
+    limits = {name: context.limit(shard, name, right) for name, right in expected.items()}
+    wrong = [
+        name
+        for name, value in actual.items()
+        if not context.measure(name, "raw", shard, value, expected[name], limits[name], least=least)
+    ]
+    odd = [n for n in wrong if not are_finite([actual[n]]) and are_finite([expected[n]])]
+    if odd:
+        senders = [s for s in items if not are_finite(context.named("raw")[s])]
+        text = "gradients are NaN or infinite, and finite on one device"
+        yield context.found("not_finite", text, items=senders, tensors=odd)
+    left = [name for name in wrong if name not in odd]
+
+    def is_predicted(name: str, predicted: Named) -> bool:
+        sent, right = {name: actual[name]}, {name: expected[name]}
+        near = context.near(shard, sent, predicted)
+        return bool(near) and not context.near(shard, right, predicted)
+
+    known = predicted_by(hypotheses, left, is_predicted)
+
+    def why(name: str) -> tuple[str, str]:
+        if name in known:
+            cause, text, _ = known[name]
+            return cause, f"the gradients are {text}"
+        asked = actual[name], expected[name], limits[name]
+        alone = why_tensor(*asked, len(context.shards))
+        of_part = factor_of_part(context, *asked) if alone[0] == "unexplained" else None
+        return of_part or alone
+
+    unknown = [name for name in left if name not in known]
+    for (cause, text), names in explain([*known, *unknown], why).items():
+        yield context.found(
+            cause, text, items=items, tensors=names, distance=farthest(actual, expected, names),
+            allowed=MARGIN * context.expected(shard).backward,
+        )  # fmt: skip
+
+
+# Steps that show no loss, or sum gradients themselves.
+
+
+def _scales_that_fit(context: Context) -> list[tuple[float, float]]:
+    """Returns the factors of each shard's data loss and regularisation, where no loss is recorded.
+
+    The sum over the shards shows whether they are right. A shard whose factors explain none of its
+    gradients gets the median of those that do.
+    """
+    fits = [_factors_of(context, shard) for shard in context.shards]
+    known = [fit for fit in fits if fit] or [(1 / len(fits), 1 / len(fits))]
+    usual = tuple(np.median(known, axis=0).tolist())
+    return [fit or usual for fit in fits]
+
+
+def _factors_of(context: Context, shard: int) -> tuple[float, float] | None:
+    """Returns two factors that explain most gradients of a shard; None if none explains any.
+
+    A step may divide the data loss by the global batch, and regularisation by the number of
+    replicas. Each gradient gives factors, because some may be wrong; the best ones are fitted again
+    to all gradients that they explain.
+    """
+    actual, own = context.named("raw")[shard], context.expected(shard).step.raw
+    if actual.keys() != own.keys() or not are_finite(actual) or not are_finite(own):
+        return None
+    ask = context.right[shard]
+    regular = context.oracle.regular_gradients(ask.state, ask.data)
+    both = {n: dense(regular.get(n, np.zeros(np.shape(dense(own[n]))))) for n in own}
+    rest = {name: dense(own[name]) - both[name] for name in own}
+
+    def explained(a: float, b: float) -> list[str]:
+        expected = {name: a * rest[name] + b * both[name] for name in own}
+        return context.near(shard, actual, expected, max(abs(a), abs(b)))
+
+    def fit(names: Sequence[str]) -> list[tuple[float, float]]:
+        parts = [np.concatenate([dense(g[n]).ravel() for n in names]) for g in (actual, rest, both)]
+        equal = factor_of(parts[:1], [parts[1] + parts[2]])
+        found = [(equal, equal)] if np.isfinite(equal) else []
+        return [*found, *_two_factors(*parts)]
+
+    sizes = {name: norm(value) for name, value in own.items()}
+    large = [n for n in own if sizes[n] > NOTHING_BUT_ROUNDING * np.mean([*sizes.values()])]
+    candidates = [pair for name in large for pair in fit([name])]
+    best = max(candidates, key=lambda pair: len(explained(*pair)), default=None)
+    if best is None or not (names := explained(*best)):
+        return None
+    return max(fit(names), key=lambda pair: len(explained(*pair)), default=best)
+
+
+def _two_factors(
+    actual: np.ndarray, first: np.ndarray, second: np.ndarray
+) -> Iterator[tuple[float, float]]:
+    """Yields (a, b) with `a * first + b * second` closest to `actual`, if both are determined."""
+    sizes = norm(first), norm(second)
+    if not all(sizes) or abs(np.vdot(first, second)) > 0.99 * sizes[0] * sizes[1]:
+        return
+    columns = np.stack([first / sizes[0], second / sizes[1]], axis=1)
+    a, b = fitted(columns, actual)
+    yield float(a / sizes[0]), float(b / sizes[1])
+
+
+def _are_sums(context: Context) -> bool:
+    """Returns whether each shard sends the same sum, of a custom step that sums gradients itself.
+
+    They are equal although the examples differ, and no shard's own gradients.
+    """
+    raw, used = context.named("raw"), [ask.data for ask in context.actual]
+    if len(raw) == 1 or context.oracle.synchronized_layers:
+        return False
+    if any(ask.off for ask in context.actual):
+        return False
+    if not any(map(norm, raw[0].values())):
+        return False
+    if not all(all_same_bits(other, raw[0]) for other in raw[1:]):
+        return False
+    if all(all(map(same_bits, other, used[0])) for other in used[1:]):
+        return False
+    for shard in context.shards:
+        own = context.expected(shard).step.raw
+        if own.keys() != raw[0].keys():
+            return False
+        factor = factor_of(list(raw[0].values()), [own[name] for name in raw[0]])
+        # Gradients of one shard's examples, or of a loss that does not depend on examples.
+        multiple = scaled_all(own, factor) if np.isfinite(factor) else {}
+        if len(context.near(shard, raw[0], multiple, factor)) == len(raw[0]):
+            return False
+    return True
+
+
+def _check_sums(context: Context) -> list[Finding] | None:
+    """Compares sums of a custom step with the whole batch, if it can be computed.
+
+    Returns None if they are no multiple of its gradient.
+    """
+    if context.modal_layers or context.is_wrong("loss"):
+        return []
+    raw = context.named("raw")
+    expected = context.expected_of(context.ask(0, data=context.used, scales=(1.0, 1.0)))
+    total, whole = add_named(raw), expected.step.raw
+    factor = factor_of(list(total.values()), [whole[name] for name in total])
+    limits = {
+        name: MARGIN * max(expected.gradients[name], expected.backward * norm(g)) + TINY
+        for name, g in whole.items()
+    }
+
+    def wrong(times: float) -> list[str]:
+        by = max(1, abs(times))
+        return [n for n in whole if _apart(total[n], whole[n], times) > by * limits[n]]
+
+    if wrong(factor):
+        return None
+    context.mark_checked()
+    if not (names := wrong(1.0)):
+        return []
+    text = (
+        "the train_step sums the gradients over the replicas; the sum of what they then send adds"
+        f" up to {factor:.4g} times the gradient of the whole batch"
+    )
+    far = relative_norm(total, whole)
+    return [context.found("scaled_gradient", text, tensors=names, distance=far)]
+
+
+def _apart(actual: Array, expected: Array, times: float = 1.0) -> float:
+    return distance(actual, times * dense(expected))
+
+
+# The gradient of the whole batch.
+
+
+def _check_whole_batch(context: Context) -> Iterator[Finding]:
+    """Compares the sum over the shards with the gradient of the whole batch."""
+    if len(context.shards) == 1 or context.is_wrong("loss", "forward"):
+        return
+    if not context.oracle.may_mix and context.has("loss"):
+        return  # The loss is a sum over examples, and each shard's part of it is right.
+    state, off = context.state(0), context.modal_layers
+    of_regular = sum(ask.scales[1] for ask in context.actual) if context.has("loss") else 1.0
+    ask = context.ask(
+        0, state=state, data=context.used, scales=(1.0, of_regular), starts=None, off=off
+    )
+    shards = [context.gradients(s, state=state, off=off) for s in context.shards]
+    whole = context.compute(ask).raw
+    if any(shard.keys() != whole.keys() for shard in shards):  # One of them overflows.
+        return
+    sums, each = add_named(shards), [context.expected(s) for s in context.shards]
+    backward = max(expected.backward for expected in each)
+    # The shards' gradients may cancel each other, but not their rounding errors.
+    limits = {
+        name: MARGIN
+        * max(
+            sum(expected.gradients.get(name, 0.0) for expected in each),
+            backward * sum(norm(shard[name]) for shard in shards),
+        )
+        + TINY
+        for name in whole
+    }
+    apart = {name: _apart(sums[name], whole[name]) for name in whole}
+    if any(apart[name] > limits[name] for name in whole):
+        gradients = context.expected_of(ask).gradients
+        limits = {n: limit + MARGIN * gradients[n] for n, limit in limits.items()}
+    if wrong := [name for name, limit in limits.items() if apart[name] > limit]:
+        cause, text = _why_whole(context, sums, whole, limits, wrong)
+        # Losses may be equal by chance when their gradients are not.
+        stage = "loss" if cause == "weighted_mean_of_means" else ""
+        yield context.found(
+            cause, text, tensors=wrong, distance=relative_norm(sums, whole), stage=stage,
+            design=cause == "not_a_sum_over_examples",
+        )  # fmt: skip
+
+
+def _why_whole(
+    context: Context, sums: Named, whole: Named, limits: dict[str, float], wrong: Sequence[str]
+) -> tuple[str, str]:
+    """Explains why the shards' gradients do not add up to the gradient of the whole batch."""
+
+    def are_near(actual: Named, expected: Named, times: float = 1.0) -> bool:
+        by = max(1, abs(times))
+        return all(_apart(actual[n], expected[n], times) <= by * limits[n] for n in wrong)
+
+    sizes = context.sizes
+    by_size = [size / sum(sizes) for size in sizes]
+    is_mean = not context.has("loss") and len(set(sizes)) > 1
+    if is_mean and are_near(context.weighted_sum(by_size, context.modal_layers), whole):
+        return "mean_of_means", f"shards of {'/'.join(map(str, sizes))} examples have equal weights"
+    weights = _weights_of_shards(context)
+    if weights and are_near(context.weighted_sum(weights, context.modal_layers), whole):
+        return "weighted_mean_of_means", (
+            "shards have equal weights; their shares of the sample weights, or unmasked steps, are"
+            f" {'/'.join(f'{weight:.3g}' for weight in weights)}"
+        )
+    factor = factor_of([sums[n] for n in whole], list(whole.values()))
+    if are_near(sums, whole, factor):
+        cause = "scaled_gradient" if factor < 1 else "scalar_loss_not_divided"
+        why = "is divided more than once"
+        if factor >= 1:
+            why = "is the mean over a replica's examples, not divided by the number of replicas"
+        return cause, (
+            f"the sum of the gradients over {len(context.shards)} replicas is {factor:.4g} times"
+            f" the gradient of the whole batch: the loss {why}"
+        )
+    if regular := context.oracle.regular_gradients(context.state(0), context.used):
+        apart = [dense(sums[name]) - dense(whole[name]) for name in wrong]
+        extra = factor_of(apart, [regular[name] for name in wrong])
+        more = {name: dense(whole[name]) + extra * dense(regular[name]) for name in wrong}
+        if are_near(sums, more):
+            return (
+                "regulariser_repeated" if extra > 0 else "regulariser_missing",
+                f"the replicas' gradients contain {1 + extra:.4g} times the regularisation of one"
+                " device",
+            )
+    return (
+        "not_a_sum_over_examples",
+        f"the gradient of the whole batch differs by {relative_norm(sums, whole):.1%} from the sum"
+        " over the shards, also on one device",
+    )
+
+
+def _weights_of_shards(context: Context) -> list[float]:
+    """Returns the fractions of the shards' sample weights, or of their unmasked steps."""
+    if not context.has("mask"):
+        return []
+    sums = []
+    for ask, masks in zip(context.actual, context.arrays("mask"), strict=True):
+        arrays = [mask for mask in masks if mask.ndim] + context.oracle.targets(ask.data)[1]
+        sums.append(sum(float(np.sum(array)) for array in arrays))
+    return [number / sum(sums) for number in sums] if sum(sums) else []

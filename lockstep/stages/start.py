@@ -1,0 +1,201 @@
+"""Checks the state before a step, and that copies agree after it."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+from lockstep.answer.text import count
+from lockstep.answer.verdict import Finding
+from lockstep.context import Context
+from lockstep.data.trace import STATE, STATISTIC, WEIGHT
+from lockstep.explain.random_layers import draws
+from lockstep.numeric.arrays import Named, all_same_bits, farthest, is_far, norm, same_bits
+
+
+def check_start(context: Context) -> Iterator[Finding]:
+    """Checks that copies start from equal weights: those of the previous step, or as defined."""
+    if not context.has("before"):
+        return
+    context.mark_checked()
+    # The copies' own state, also where that of another recording was loaded in its place.
+    kind = "replaced" if context.has("replaced") else "before"
+    before = context.named(kind)
+    yield from _without_state(context, before)
+    previous, is_own = context.previous, kind == "replaced" or context.trace.about.replayed is None
+    if not (is_own and previous and previous.has("after")):
+        yield from _differing_copies(context, kind, "before the step")
+    else:
+        after, fixed = previous.named("after"), _kept_between_steps(previous, context)
+        yield from _lost_state(context, after, before)
+        yield from _changed(context, after, before, fixed)
+        yield from _differing_copies(context, kind, "before the step", but=fixed)
+    if context.computes and context.number == 0:
+        yield from _initial_state(context)
+
+
+def _changed(
+    context: Context, after: Sequence[Named], before: Sequence[Named], fixed: Sequence[str]
+) -> Iterator[Finding]:
+    """Finds variables that changed since the end of the previous step.
+
+    Args:
+        context: the step.
+        after: the variables of each copy at the end of the previous step.
+        before: the same at the start of this one.
+        fixed: names of those that may not change.
+    """
+    for name in fixed:
+        changed = [
+            copy
+            for copy in context.copies
+            if name in before[copy]
+            and name in after[copy]
+            and not same_bits(before[copy][name], after[copy][name])
+            and not _is_broadcast(context, name, before[copy], before[0])
+        ]
+        is_state = context.trace.kinds[name] == STATE
+        if changed and is_state and not any(norm(before[copy][name]) for copy in changed):
+            text = f"{name} is 0 again between two steps"
+            yield context.found("reset_state", text, kind="before", items=changed, tensors=(name,))
+        elif changed:
+            text = f"{name} changed between two steps"
+            yield context.found(
+                "changed_on_its_own", text, kind="before", items=changed, tensors=(name,)
+            )
+
+
+def _kept_between_steps(previous: Context, context: Context) -> list[str]:
+    """Returns the variables that a step leaves to the next one: all but those of the script.
+
+    A script may assign to the weights that the optimizer does not update, such as a moving average
+    of the others, and a callback to the learning rate; then all copies have to do it.
+    """
+    about = context.trace.about
+    own = {variable.name for variable in about.variables if variable.slot == "learning_rate"}
+    for position in (previous.position, context.position) if about.settings else ():
+        groups = about.settings[position]
+        if all("weights" in group for group in groups):
+            updated = {name for group in groups for name in group["weights"]}
+            own.update(name for name in context.of_kind(WEIGHT) if name not in updated)
+    return [name for name in context.trace.keys if name not in own]
+
+
+def _without_state(context: Context, before: Sequence[Named]) -> Iterator[Finding]:
+    """Finds replicas without any optimizer state, where another one has that of all weights."""
+    of = {key: v.of for key, v in context.trace.variables.items() if v.kind == STATE}
+    counts = [len({of[name] for name in own if name in of}) for own in before]
+    empty = [copy for copy, count in enumerate(counts) if not count]
+    if empty and max(counts) == len({*of.values()}) > 0:
+        text = "before the step, these replicas have no optimizer state, and others have it"
+        yield context.found("diverged_replicas", text, kind="before", items=empty)
+
+
+def _lost_state(
+    context: Context, after: Sequence[Named], before: Sequence[Named]
+) -> Iterator[Finding]:
+    """Finds optimizer state that a step leaves, and the next one does not have."""
+    names = context.of_kind(STATE)
+    lost = {c: [n for n in names if n in after[c] and n not in before[c]] for c in context.copies}
+    if copies := [copy for copy, missing in lost.items() if missing]:
+        tensors = [name for name in names if any(name in lost[copy] for copy in copies)]
+        text = f"{len(tensors)} arrays of optimizer state are lost between two steps"
+        yield context.found("reset_state", text, kind="before", items=copies, tensors=tensors)
+
+
+def _is_broadcast(context: Context, name: str, own: Named, first: Named) -> bool:
+    """Returns whether PyTorch's DDP may have sent the statistics of replica 0 to all replicas."""
+    of_torch = context.trace.about.framework == "torch"
+    return of_torch and context.trace.kinds[name] == STATISTIC and same_bits(own[name], first[name])
+
+
+def _initial_state(context: Context) -> Iterator[Finding]:
+    """Checks the state before the first step, if the oracle defines it."""
+    if (expected := context.oracle.start()) is None:
+        return
+    for shard in context.shards:
+        state = context.state(shard)
+        wrong = [n for n in expected if n in state and not same_bits(state[n], expected[n])]
+        if wrong:
+            weights = [n for n in wrong if context.trace.kinds[n] == WEIGHT]
+            what = "weights" if weights else "optimizer state or statistics"
+            is_state = all(context.trace.kinds[n] == STATE for n in wrong)
+            yield context.found(
+                "other_initial_state" if is_state else "other_initial_weights",
+                f"{len(wrong)} variables start from {what} other than those that model, recipe and"
+                " seed define",
+                kind="before", items=(context.trace.copy_of(shard),), tensors=wrong,
+                distance=farthest(state, expected, wrong),
+            )  # fmt: skip
+
+
+def check_agreement(context: Context) -> Iterator[Finding]:
+    """Checks that weights and optimizer state are bitwise identical on all copies."""
+    if len(context.copies) == 1 or not context.has("after"):
+        return
+    # Earlier differences, and differences of the sums, are findings of earlier stages.
+    applied = [context.applied(copy) for copy in context.copies]
+    is_same = all(all_same_bits(other, applied[0]) for other in applied[1:])
+    if not is_same and not context.is_wrong("all-reduce", "clipping", "update"):
+        context.mark_checked()
+        found = [*_unlike_gradients(context, applied)]
+        yield from found
+        is_same = not found  # Gradients that differ by rounding only.
+    if context.is_wrong("update") or not is_same:
+        return
+    context.mark_checked()
+    known = {name for name, *_ in context.unlike_first("before")} if context.has("before") else {}
+    yield from _differing_copies(context, "after", "after the step", but=known)
+
+
+def _unlike_gradients(context: Context, applied: Sequence[Named]) -> Iterator[Finding]:
+    """Finds copies that apply different gradients, where nothing before the update is recorded."""
+    first, *others = applied
+    left = [name for name in first if name not in context.reduced_inside]
+    names = [n for n in left if any(n in other and is_far(other[n], first[n]) for other in others)]
+    if idle := [n for n in names if not all(norm(own.get(n, 0.0)) for own in applied)]:
+        text = (
+            f"copies apply a gradient of 0 to {count('weight', len(idle))}, and other copies do not"
+        )
+        yield context.found("not_updated", text, items=(), tensors=idle)
+        names = [name for name in names if name not in idle]
+    if names:
+        cause = _why_unlike(context, applied, names)
+        text = f"the copies apply different gradients of {count('weight', len(names))}, and diverge"
+        yield context.found(cause, text, items=(), tensors=names)
+
+
+def _why_unlike(context: Context, applied: Sequence[Named], names: Sequence[str]) -> str:
+    """Returns the cause of different gradients, which may be those of ranks of one replica."""
+    mesh = context.trace.mesh
+    firsts = [mesh.ranks_of(mesh.replica_of(copy))[0] if mesh else copy for copy in context.copies]
+
+    def are_unlike(gradients: Sequence[Named]) -> bool:
+        pairs = [(own, gradients[first]) for own, first in zip(gradients, firsts, strict=True)]
+        return any(is_far(a[n], b[n]) for a, b in pairs for n in names if n in a and n in b)
+
+    if not are_unlike(applied):
+        return "not_all_reduced"
+    entering = [context.entering(copy) for copy in context.copies]
+    if context.has("unclipped") and not are_unlike(entering):
+        return "clipped_by_local_norm"
+    return "other_random_numbers" if _draw_apart(context) else "partial_not_reduced"
+
+
+def _draw_apart(context: Context) -> bool:
+    """Returns whether ranks of one replica begin with different random states, and draw numbers."""
+    for shard in context.shards:
+        states = [*context.trace.views(context.position, "random", shard, 0).values()]
+        if draws(context, shard) and not all(same_bits(each, states[0]) for each in states):
+            return True
+    return False
+
+
+def _differing_copies(
+    context: Context, kind: str, when: str, but: Collection[str] = ()
+) -> Iterator[Finding]:
+    """Yields a finding for each weight or state that differs from that of replica 0."""
+    what = "rank" if context.trace.model_axes else "replica"
+    text = f"{when}, these {what}s have other values than {what} 0"
+    for name, copies, apart in context.unlike_first(kind):
+        if context.trace.kinds[name] in (WEIGHT, STATE) and name not in but:
+            yield context.found(
+                "diverged_replicas", text, kind=kind, items=copies, tensors=(name,), distance=apart
+            )

@@ -1,0 +1,269 @@
+"""Checks weights and optimizer state after the update."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from lockstep.answer.verdict import Finding
+from lockstep.context import Context
+from lockstep.data.trace import SEED, WEIGHT
+from lockstep.explain.hypothesis import explain, predicted_by
+from lockstep.explain.updates import update_hypotheses
+from lockstep.numeric.arrays import (
+    EPS,
+    MARGIN,
+    TINY,
+    Array,
+    Named,
+    Rows,
+    all_same_bits,
+    are_finite,
+    dense,
+    farthest,
+    is_within,
+    length,
+    same_bits,
+)
+from lockstep.oracles.rules import RuleOracle
+
+
+def check_update(context: Context) -> Iterator[Finding]:
+    """Checks the update of each copy, with the gradients that it applies."""
+    updates = [bool(own) for own in context.named("after")]
+    if any(updates) and not all(updates):
+        text = "nothing of this step was recorded on these replicas: they update no weights in it"
+        states = zip(updates, context.named("before"), strict=True)
+        # Arrays of other kinds show that the recording continues without this one.
+        items = [
+            copy for copy, (has_update, before) in enumerate(states) if not (has_update or before)
+        ]
+        if items:
+            yield context.found("not_updated", text, kind="after", items=items)
+    oracle = context.updater
+    if oracle is None or not context.has("after"):
+        return
+    if not isinstance(oracle, RuleOracle):
+        skips_unseen = oracle.scales_loss and not oracle.records_overflow
+        if skips_unseen and (context.overflows or not context.has("raw")):
+            yield from _check_skipped(context)
+            return
+        if not context.applied(0):
+            yield from _check_unseen(context)
+            return
+        weights = set(context.of_kind(WEIGHT))
+    elif all(are_finite(context.applied(copy)) for copy in context.copies):
+        weights = set(oracle.rules)
+    else:
+        return
+    context.mark_checked()
+    before, after = context.named("before"), context.named("after")
+    updated = weights | oracle.tracks
+    watched = [n for n in context.trace.keys if n in updated and all(n in each for each in after)]
+    last: tuple[Named, Named] | None = None  # State and gradients of the copy before.
+    for copy, own in enumerate(after):
+        given = {n: before[copy][n] for n in watched if n in before[copy]}, context.applied(copy)
+        if last is None or not all(map(all_same_bits, given, last)):
+            expected, reach = context.updated(before[copy], given[1]), Named()
+        last = given
+        differing = [name for name in watched if not same_bits(own[name], expected[name])]
+        bounds = reach or least_bounds(context, before[copy], expected, differing)
+        wrong = [n for n in differing if not is_within(own[n], expected[n], bounds[n])]
+        if wrong and not reach:
+            bounds = reach = rounding_bounds(context, before[copy], given[1])
+            wrong = [n for n in wrong if not is_within(own[n], expected[n], bounds[n])]
+        for name in watched:
+            same = name not in differing
+            allowed = 0.0 if same else length(bounds[name])
+            context.measure(name, "after", copy, own[name], expected[name], allowed, same=same)
+        if wrong:
+            yield from _explain(context, copy, expected, bounds, wrong)
+
+
+def least_bounds(context: Context, before: Named, after: Named, names: Iterable[str]) -> Named:
+    """Returns the part of `rounding_bounds` that needs no other update: of the last addition."""
+
+    def size(array: Array) -> np.ndarray:
+        return np.abs(np.where(np.isfinite(array), dense(array), 0))
+
+    assert context.updater is not None
+    units = context.updater.units
+    return {
+        n: MARGIN * units[n] * (size(after[n]) + size(before.get(n, 0))) + TINY
+        for n in names
+        if n in units
+    }
+
+
+def rounding_bounds(context: Context, before: Named, sums: Named) -> Named:
+    """Returns the possible rounding error of each element of the optimizer's update.
+
+    Repeats the update from gradients and states changed by one unit in the last place.
+    """
+    generator, oracle = np.random.default_rng(context.position), context.updater
+    assert oracle is not None
+    base, units = context.updated(before, sums), oracle.units
+    apart = {name: np.zeros(array.shape) for name, array in base.items()}
+
+    def near(array: Array, unit: float) -> Array:
+        if isinstance(array, Rows):
+            return array._replace(values=near(array.values, unit))
+        if not np.issubdtype(array.dtype, np.floating):
+            return array
+        return array * (1 + unit * generator.choice([-1, 1], array.shape)).astype(array.dtype)
+
+    for _ in range(3):
+        # Step counters of schedules and accumulated factors are not changed.
+        state = {
+            n: near(a, units.get(n, EPS)) if context.trace.kinds[n] != SEED and a.ndim else a
+            for n, a in before.items()
+        }
+        gradients = {n: near(g, units[n]) for n, g in sums.items()}
+        if isinstance(oracle, RuleOracle):
+            moved = oracle.rounded(generator).update(state, gradients)
+        else:
+            moved = context.updated(state, gradients)
+        for name, array in moved.items():
+            far = np.abs(dense(array) - dense(base[name]))
+            apart[name] = np.maximum(apart[name], np.where(np.isfinite(far), far, 0))
+
+    least = least_bounds(context, before, base, apart)
+    return {n: least[n] + MARGIN * (apart[n] + np.sqrt(np.mean(apart[n] ** 2))) for n in least}
+
+
+def _explain(
+    context: Context, copy: int, expected: Named, bounds: Named, wrong: Sequence[str]
+) -> Iterator[Finding]:
+    """Explains an update that differs from the optimizer's."""
+    before, after = context.named("before")[copy], context.named("after")[copy]
+    kinds = context.trace.kinds
+    if not are_finite(context.applied(copy)):
+        text = "a gradient overflows, so that every copy must skip the step, but this copy does not"
+        yield context.found(
+            "overflow_not_skipped", text, kind="after", items=(copy,), tensors=wrong
+        )
+        return
+    counters = [name for name in wrong if name.endswith("iteration")]
+    others = [name for name in wrong if name not in counters]
+    # A wrong weight may result from a wrong state: one explanation for both.
+    weights = [name for name in others if kinds[name] == WEIGHT] or others
+    hypotheses = update_hypotheses(context, copy, expected, weights) if weights else ()
+    fits = _fits(context, copy, expected, bounds)
+    known = predicted_by(hypotheses, weights, fits)
+    unknown = [name for name in weights if name not in known]
+    alone = _alone(after, expected, bounds, unknown)
+    reasons = explain([*known, *unknown], lambda n: known[n][:2] if n in known else alone[n])
+    for (cause, text), names in reasons.items():
+        predicted = known[names[0]][2] if names[0] in known else {}
+        counted = [n for n in counters if n in predicted and same_bits(after[n], predicted[n])]
+        counters = [name for name in counters if name not in counted]
+        yield context.found(
+            cause, text, kind="after", items=(copy,), tensors=[*names, *counted],
+            distance=farthest(after, expected, names),
+        )  # fmt: skip
+    if {cause for cause, _ in reasons} == {"changed_on_its_own"} and len(weights) < len(others):
+        states = [name for name in others if name not in weights]
+        yield from _explain(context, copy, expected, bounds, states)
+    if counters:
+        made = int(after[counters[0]]) - int(before[counters[0]])
+        yield context.found(
+            "schedule_stepped_too_often" if made else "not_updated",
+            f"`iterations` advances by {made} in one step, so a learning rate schedule runs {made}"
+            " times as fast",
+            kind="after", items=(copy,), tensors=counters,
+        )  # fmt: skip
+
+
+def _fits(
+    context: Context, copy: int, expected: Named, bounds: Named
+) -> Callable[[str, Named], bool]:
+    """Returns a function that returns whether a prediction alone explains a variable.
+
+    What an update does to a weight and to its state has one cause.
+    """
+    before, after = context.named("before")[copy], context.named("after")[copy]
+    groups: dict[str, list[str]] = {name: [name] for name in bounds if name in after}
+    for key, variable in context.trace.variables.items():
+        if key in groups and variable.of in groups:
+            groups[variable.of].append(key)
+            groups[key] = groups[variable.of]
+
+    def fits(name: str, predicted: Named) -> bool:
+        if not all(each in predicted for each in groups[name]):
+            return False
+        # What is predicted may be larger than what is expected, and then its rounding is, too.
+        least = least_bounds(context, before, predicted, groups[name])
+        is_predicted = all(
+            is_within(after[each], predicted[each], np.maximum(bounds[each], least[each]))
+            for each in groups[name]
+        )
+        return is_predicted and not is_within(expected[name], predicted[name], bounds[name])
+
+    return fits
+
+
+def _alone(
+    after: Named, expected: Named, bounds: Named, names: Sequence[str]
+) -> dict[str, tuple[str, str]]:
+    """Returns cause and text of variables that no hypothesis explains."""
+    few = {}
+    for name in names:
+        num = int(np.sum(~(np.abs(dense(after[name]) - dense(expected[name])) <= bounds[name])))
+        if num <= max(1, np.size(after[name]) // 100):
+            few[name] = num
+    changed = f"{sum(few.values())} elements differ from the update, all other elements are right"
+    found = {}
+    for name in names:
+        if not are_finite([after[name]]) and are_finite([expected[name]]):
+            text = "NaN or infinite, although weights and gradients are finite"
+            found[name] = "not_finite", text
+        elif name in few:
+            found[name] = "changed_on_its_own", changed
+        else:
+            text = "the optimizer makes a different update with these gradients"
+            found[name] = "unexplained", text
+    return found
+
+
+def _changed(context: Context) -> dict[str, list[int]]:
+    """Returns weight → the copies on which it changes."""
+    pairs = list(zip(context.named("before"), context.named("after"), strict=True))
+    return {
+        name: copies
+        for name in context.of_kind(WEIGHT)
+        if (copies := [c for c, (b, a) in enumerate(pairs) if not same_bits(b[name], a[name])])
+    }
+
+
+def _check_unseen(context: Context) -> Iterator[Finding]:
+    """Reports that a step changes weights without the optimizer, so that little can be checked."""
+    if changed := _changed(context):
+        context.mark_checked()
+        yield context.found(
+            "update_not_seen",
+            "weights change, and the compiled optimizer was given no gradients: gradients,"
+            " all-reduce and update could not be checked",
+            tensors=changed, design=True,
+        )  # fmt: skip
+
+
+def _check_skipped(context: Context) -> Iterator[Finding]:
+    """Checks a step that one device skips, or that was skipped, because gradients overflowed."""
+    context.mark_checked()
+    overflows, changed = context.overflows, _changed(context)
+    if context.has("raw"):
+        names = ", ".join(context.trace.name_of("raw", shard) for shard in overflows)
+        yield context.found(
+            "overflow_not_skipped",
+            f"gradients overflow on {names}, and the step is not skipped: infinite gradients are"
+            " applied",
+            items=overflows,
+        )  # fmt: skip
+        return
+    whole = context.right[0]._replace(data=context.whole)
+    if not overflows and context.oracle.compute(whole).raw:
+        text = "the step is skipped although gradients overflow on no replica"
+        yield context.found("not_updated", text)
+    if changed:
+        copies = sorted({copy for found in changed.values() for copy in found})
+        text = "weights change in a skipped step"
+        yield context.found("changed_on_its_own", text, kind="after", items=copies, tensors=changed)
