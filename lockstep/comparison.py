@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.answer.causes import title_of
 from lockstep.answer.text import first_names, named_steps
 from lockstep.answer.verdict import BY_DESIGN, NOTHING, Finding, Verdict, finding_of
 from lockstep.context import Context
@@ -121,7 +120,7 @@ def verify_alone(trace: Trace, on_step: Callable[[int], None] = lambda step: Non
         if text := repeated_batch(context):
             context.stage = "examples"
             context.mark_checked()
-            result.findings.append(context.found("not_reshuffled", text, design=True))
+            result.findings.append(context.found("not_reshuffled", text, status=BY_DESIGN))
     verdict = verdict_of(trace, result, None, name="", reference="")
     whole = tuple(_incomplete(trace))
     notes = *_untrained(result), *_ended_early(trace)
@@ -186,8 +185,7 @@ def verify_against(
     verdict = verdict_of(second, result, None, name="", reference=first.name)
     wrong = {step for finding in verdict.faults for step in finding.steps}
     idle = _idle_steps(first, verdict, compared, wrong)
-    notes = *_not_compared(matching), *_hidden(first, second, result), *_untrained(result)
-    notes += (compared.note,) if compared.note else ()
+    notes = *_not_compared(matching), *_untrained(result), *compared.notes
     notes += (*_ended_early(second), *_to_record(verdict, compared, wrong))
     unverified = [*_incomplete(second), *_incomplete(first, "the first recording's training")]
     unknown = {}
@@ -229,6 +227,17 @@ class _Compared:
         self.divides_later, self.summary, self.note = False, Summary(), ""
         self._last: Claim | None = None  # The claim of the last common step.
 
+    @property
+    def notes(self) -> Iterator[str]:
+        """What was not compared, as the recordings do not have it."""
+        if self.note:
+            yield self.note
+        if names := sorted(self.summary.local):
+            yield (
+                f"not compared: {first_names(names)} on replicas other than 0, of which the first"
+                " recording, shard by shard, has no statistics"
+            )
+
     def until_update(self, pair: StepPair, step: Context) -> Iterator[Finding]:
         """Compares a step up to its gradients; the pair gets the findings."""
         step.compared = pair.findings
@@ -256,6 +265,9 @@ class _Compared:
         """Returns whether other steps, or what a step leaves, refute a finding."""
         if finding in self.removed or self.summary.is_owned(finding):
             return True
+        if (finding.stage, finding.status) == ("statistics", BY_DESIGN):
+            # A recording alone says that statistics are local; only the reference computes them.
+            return finding.detail == "local_statistics"
         # Steps that cannot be compared divide in the same place as the others.
         details = FACTORS if self.divides_later else {each.detail for each in self.removed}
         is_like_removed = finding.stage in ("all-reduce", "agreement") and finding.detail in details
@@ -388,20 +400,6 @@ def not_trained(first: Trace, second: Trace) -> Iterator[Finding]:
         if names:
             text = f"not trained in the {which} recording: {first_names(names)}"
             yield finding_of("gradients", "frozen", text, second.steps, tensors=names)
-
-
-def _hidden(first: Trace, second: Trace, result: Result) -> Iterator[str]:
-    """Yields what is not checked, as gradients differ by design, and how to check it."""
-    causes = {f.detail for f in result.findings if f.stage == "gradients" and f.status == BY_DESIGN}
-    if causes := causes & {"local_statistics", "random_layers"}:
-        why = " and ".join(map(title_of, sorted(causes)))
-        text = f"gradients differ by {why}, by design: a fault that changes them less is not seen"
-        if {first.about.framework, second.about.framework} == {"torch"}:
-            text += (
-                "; record the first script again, in one process, with"
-                f' replay="{pathlib.Path(second.name).name}", shards="each"'
-            )
-        yield text
 
 
 def _checked_steps(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding, Measurement, finding_of
+from lockstep.answer.verdict import FAULT, Finding, Measurement, finding_of
 from lockstep.data.trace import CLIP_FIRST, REDUCE_FIRST, SEED, STATISTIC, Trace
 from lockstep.numeric.arrays import (
     MARGIN,
@@ -438,7 +438,7 @@ class Context:
         )
 
     def found(
-        self, detail: str, text: str, *, design: bool = False, stage: str = "",
+        self, detail: str, text: str, *, status: str = FAULT, stage: str = "",
         kind: str = "raw", items: Iterable[int] = (), tensors: Iterable[str] = (),
         distance: float = 0.0, allowed: float = 0.0,
     ) -> Finding:  # fmt: skip
@@ -447,7 +447,7 @@ class Context:
         Args:
             detail: a key of `causes.DETAILS`.
             text: one sentence with the numbers.
-            design: whether it is by design, not a fault.
+            status: `FAULT`, `BY_DESIGN`, `NOT_COMPARED` or `NOTHING`; see `Finding`.
             stage: stage of the finding; "" for the current one.
             kind: kind of the arrays that differ; tells what `items` are.
             items: numbers of the shards or copies with the difference; empty for all.
@@ -459,7 +459,7 @@ class Context:
         is_first = self.position == 0 and detail in _LIKE_STALE_AT_FIRST
         return finding_of(
             stage or self.stage, detail, text, (self.number,),
-            status=BY_DESIGN if design else FAULT, items=names, tensors=tensors,
+            status=status, items=names, tensors=tensors,
             distance=distance, allowed=allowed, may_be=("stale_gradient",) if is_first else (),
         )  # fmt: skip
 

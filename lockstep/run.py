@@ -151,9 +151,7 @@ def check_step(
     context.checked = result.checked
     if context.has("before") and not all(map(are_finite, context.named("before"))):
         text = "the step starts from weights that are NaN or infinite, so it cannot be compared"
-        result.findings.append(
-            dataclasses.replace(context.found("not_finite", text), status=NOTHING)
-        )
+        result.findings.append(context.found("not_finite", text, status=NOTHING))
         result.idle[context.number] = text
         return context
     if why := why_idle(context, result.trained):

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import lockstep
-from lockstep.answer.verdict import BY_DESIGN, FAULT, NOTHING, STAGES
+from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, NOTHING, STAGES
 from lockstep.data.file import from_parts
 from lockstep.data.trace import (
     OF_GRADIENTS,
@@ -211,7 +211,8 @@ MODELS = {
         lambda: regularised(ClipsTheSumOnly), (X, Y), [("gradients", FAULT, "scaled_gradient")],
     ),
     "without an optimizer": (
-        lambda: regularised(WithoutOptimizer), (X, Y), [("update", BY_DESIGN, "update_not_seen")],
+        lambda: regularised(WithoutOptimizer), (X, Y),
+        [("update", NOT_COMPARED, "update_not_seen")],
     ),
     "mixes a little": (lambda: dense(MixesALittle()), (X, Y), MIXED + NOT_A_SUM),
 }  # fmt: skip
@@ -1034,7 +1035,7 @@ def test_examples_of_the_batch():
         ({}, {}, []),
         ({"mae": 1.01}, {}, [(FAULT, "other_metric", ("mae",))]),
         ({"loss": np.nan}, {}, [(FAULT, "other_evaluation", ("loss",))]),
-        ({"loss": 2.1}, {"drawn": ["seed"]}, [(BY_DESIGN, "random_evaluation", ("loss",))]),
+        ({"loss": 2.1}, {"drawn": ["seed"]}, [(NOT_COMPARED, "random_evaluation", ("loss",))]),
         (
             {"loss": 2.1}, {"loss_of_local_states": lambda: 2.1},
             [(BY_DESIGN, "local_statistics", ("loss",))],

@@ -408,6 +408,33 @@ def remedy_of(detail: str, framework: str = "") -> str:
     return IN_FRAMEWORK.get(framework, {}).get(detail) or DETAILS[detail]
 
 
+def comparison_of(detail: str, framework: str, file: str) -> str:
+    """Returns how to compare what was not, as its layers mix examples or draw per replica.
+
+    Args:
+        detail: a key of `DETAILS`.
+        framework: that of the trace; see `remedy_of`.
+        file: name of the recording, as in "two.npz".
+    """
+    if detail not in ("local_statistics", "random_layers"):
+        return remedy_of(detail, framework)
+    if framework == "torch":
+        return (
+            f'record the first script again, in one process, with replay="{file}", shards="each",'
+            " which computes each replica's part of the batch as the replica does; `lockstep run`"
+            " does so itself"
+        )
+    if framework == "keras" and detail == "local_statistics":
+        return (
+            f'`lockstep.compare("{file}", model=build_model)` computes each replica\'s step; or'
+            " synchronise BatchNorm in both scripts"
+        )
+    return (
+        "while you verify, normalise over the whole batch, and set the rate of random layers to 0,"
+        " in both scripts"
+    )
+
+
 def title_of(cause: str) -> str:
     """Returns a cause in words, as in "state lost"."""
     return _TITLES.get(cause, cause.replace("_", " "))

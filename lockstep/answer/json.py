@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import lockstep
-from lockstep.answer.causes import code_of, remedy_of, words_of
-from lockstep.answer.text import notes_of, sentence_of
+from lockstep.answer.causes import code_of, words_of
+from lockstep.answer.text import advice_of, notes_of, sentence_of
 from lockstep.answer.verdict import EXIT_CODE_OF, STAGES, Finding, Verdict, worst
 
 EXIT_CODES = {  # The same as of `verify`.
     0: "no fault",
     9: "a fault",
-    3: "a recording cannot be read, has nothing to verify or is not verified",
+    3: "a recording cannot be read, has nothing to verify, or is not verified or not compared",
     2: "wrong arguments",
 }
 
@@ -65,7 +65,7 @@ def _record_of_finding(finding: Finding, verdict: Verdict) -> dict[str, Any]:
     return {name: getattr(finding, name) for name in shown} | {
         "title": words_of(finding.detail),
         "steps": [verdict.name_of(step) for step in finding.steps],
-        "remedy": remedy_of(finding.detail, verdict.framework),
+        "remedy": advice_of(finding, verdict),
         "code": "\n".join(f"{sign} {line}" for sign, line in code.items()),
         "distance": finite(finding.distance),
         "allowed": finite(finding.allowed),

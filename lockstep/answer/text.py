@@ -6,10 +6,11 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
-from lockstep.answer.causes import code_of, remedy_of, words_of
+from lockstep.answer.causes import code_of, comparison_of, remedy_of, words_of
 from lockstep.answer.verdict import (
     BY_DESIGN,
     FAULT,
+    NOT_COMPARED,
     NOT_VERIFIED,
     NOTHING,
     STAGES,
@@ -34,6 +35,9 @@ def sentence_of(verdict: Verdict) -> str:
         return f"{name} {what}: {', '.join(faults)}{more}"
     if verdict.status == NOT_VERIFIED:
         return f"{name}: {NOT_VERIFIED}: {'; '.join(verdict.unverified)}"
+    if missing := _causes(verdict, NOT_COMPARED):
+        what = f" with the {training}" if training else ""
+        return f"{name}: {NOT_COMPARED}{what}: {', '.join(missing)}; no fault in what was compared"
     if verdict.status == NOTHING:
         return f"{name}: {NOTHING}: {'; '.join(dict.fromkeys(verdict.idle.values()))}"
     if not training:
@@ -48,7 +52,7 @@ def sentence_of(verdict: Verdict) -> str:
 
 
 def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | None = None) -> str:
-    """Returns the verdicts in a sentence each, then the findings, then what was not verified.
+    """Returns the verdicts in a sentence each, then what was not verified, then the findings.
 
     Args:
         verdicts: the verdicts, of different names.
@@ -56,6 +60,7 @@ def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | 
         most: number of findings to explain; None for all.
     """
     lines = [one_line(sentence_of(verdict)) for verdict in verdicts]
+    lines += [one_line(f"{each.name}: {note}") for each in verdicts for note in notes_of(each)]
     explained = explanations(verdicts, all_names=details)
     for title, facts in explained[:most]:
         if not details:
@@ -63,8 +68,6 @@ def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | 
         lines += ["", *facts_lines(title, facts)]
     if most is not None and len(explained) > most:
         lines += ["", f"{count('finding', len(explained) - most)} more"]
-    if notes := [f"{verdict.name}: {note}" for verdict in verdicts for note in notes_of(verdict)]:
-        lines += ["", *map(one_line, notes)]
     for verdict in verdicts if details else ():
         steps, replicas = count("step", len(verdict.steps)), count("replica", verdict.num_replicas)
         title = one_line(f"{verdict.name}: {steps} on {replicas}")
@@ -163,20 +166,30 @@ def notes_of(verdict: Verdict) -> list[str]:
         notes.append(f"{NOTHING} in {', '.join(named_steps(steps))}: {reason}")
     if verdict.status != NOT_VERIFIED:
         notes += [f"{NOT_VERIFIED}: {reason}" for reason in verdict.unverified]
+    if verdict.unknown_elements:
+        number = count("element", verdict.unknown_elements)
+        notes.append(f"{NOT_COMPARED}: {number} of the state, whose gradients are rounding alone")
     return notes
 
 
 def facts_of(finding: Finding, verdict: Verdict) -> dict[str, str]:
     """Returns where a finding is, why, what to do and, if it has a size, the difference."""
-    facts = {
-        "where": _where(finding, verdict),
-        "why": finding.text,
-        "remedy": remedy_of(finding.detail, verdict.framework),
-        **code_of(finding.detail, verdict.framework),
-    }
+    facts = {"where": _where(finding, verdict), "why": finding.text}
+    if finding.status == NOT_COMPARED:
+        facts["to compare"] = advice_of(finding, verdict)
+    else:
+        facts["remedy"] = advice_of(finding, verdict)
+        facts |= code_of(finding.detail, verdict.framework)
     if difference := _difference(finding):
         facts["difference"] = difference
     return {name: one_line(text) for name, text in facts.items()}
+
+
+def advice_of(finding: Finding, verdict: Verdict) -> str:
+    """Returns what to do about a difference, or how to compare what was not."""
+    if finding.status == NOT_COMPARED:
+        return comparison_of(finding.detail, verdict.framework, verdict.name)
+    return remedy_of(finding.detail, verdict.framework)
 
 
 def line_of(finding: Finding, verdict: Verdict) -> str:

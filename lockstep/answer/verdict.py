@@ -8,9 +8,11 @@ from functools import partial
 from lockstep.answer.causes import cause_of
 
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
-NOTHING, NOT_VERIFIED = "nothing to verify", "not verified"
-# Status of a verdict → exit code of the command, from the best status to the worst.
-EXIT_CODE_OF = {CLEAN: 0, BY_DESIGN: 0, NOTHING: 3, NOT_VERIFIED: 3, FAULT: 9}
+NOTHING, NOT_COMPARED = "nothing to verify", "not compared"
+NOT_VERIFIED = "not verified"
+# Status of a verdict → exit code of the command, from the best status to the worst. "By design" is
+# what a computation predicts; a difference that nothing could compute is "not compared".
+EXIT_CODE_OF = {CLEAN: 0, BY_DESIGN: 0, NOTHING: 3, NOT_COMPARED: 3, NOT_VERIFIED: 3, FAULT: 9}
 
 STAGES = {
     "start": "weights and optimizer state before the step: equal on all replicas, and as expected",
@@ -36,7 +38,8 @@ class Finding:
 
     Attributes:
         stage: a key of `STAGES`.
-        status: `BY_DESIGN`, `FAULT`, or `NOTHING` for values that are not finite on one device.
+        status: `BY_DESIGN`, `FAULT`, `NOT_COMPARED`, or `NOTHING` for values that are not finite on
+            one device.
         detail: the most exact name of the difference, a key of `causes.DETAILS`.
         text: one sentence with the numbers.
         steps: numbers of the steps with this difference, from 0.
@@ -166,7 +169,7 @@ class Verdict:
 
     @property
     def status(self) -> str:
-        """`CLEAN`, `BY_DESIGN`, `FAULT` or, without a fault, `NOT_VERIFIED` or `NOTHING`.
+        """The worst status of what was found, a key of `EXIT_CODE_OF`.
 
         A training that is not finite on one device either has nothing to verify from there on.
         """

@@ -281,6 +281,14 @@ def _meaning_of_decay(pair: StepPair, names: Sequence[str], decay: float) -> tup
             f"the loss contains {1 + times} times the regularisation of the first recording, whose"
             f" gradient is {decay / times:.4g} · weight"
         )
+    rules = pair.rules()
+    if all(name in rules and not any(rule.weight_decay for rule in rules[name]) for name in names):
+        more, less = ("second", "first") if decay > 0 else ("first", "second")
+        return "regulariser_repeated" if decay > 0 else "regulariser_missing", (
+            f"the gradients of the {more} recording contain {abs(decay):.4g} · weight more, and no"
+            " optimizer decays weights: its loss counts regularisation more often, as once on each"
+            f" replica, or the loss of the {less} recording has none"
+        )
     return "regularisation_in_the_loss", (
         f"the gradients of the {'second' if decay > 0 else 'first'} recording contain"
         f" {abs(decay):.4g} · weight: a regularisation in its loss"

@@ -362,7 +362,7 @@ def _with_fitted_numbers(
                 partial(context.updated, before, applied, rate=rate, decays=decays),
             )  # fmt: skip
     decayed = {n: dense(g) + dense(before[n]) for n, g in applied.items()}
-    if all(np.shape(g) == np.shape(before[n]) for n, g in applied.items()):
+    if all(dense(g).shape == np.shape(before[n]) for n, g in applied.items()):
         moved = context.updated(before, {n: g.astype(np.float32) for n, g in decayed.items()})
         decay = _factor(apart, [dense(moved[n]) - dense(expected[n]) for n in chosen])
         if np.isfinite(decay) and decay > 0:

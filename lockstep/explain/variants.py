@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.answer.text import first_names
-from lockstep.answer.verdict import BY_DESIGN, Finding
+from lockstep.answer.verdict import FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import Trace
 from lockstep.explain.layers import num_local_norms, other_settings
@@ -15,34 +15,34 @@ from lockstep.numeric.arrays import EPS, MARGIN, UNITS
 from lockstep.reference import StepPair
 
 
-def differ_by_design(pair: StepPair) -> bool:
+def differ_by_layers(pair: StepPair) -> bool:
     """Returns whether the outputs of a right training would differ, too."""
     causes = other_layers(pair)
-    return bool(causes) and all(design for *_, design in causes)
+    return bool(causes) and all(status != FAULT for *_, status in causes)
 
 
 def other_settings_of(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
     """Returns what differs before the backward pass: in the loss, or in the layers."""
     earlier = [each for each in pair.findings if each.stage in ("forward", "loss")]
     known = [each for each in earlier if each.detail != "unexplained"]
-    causes = [(each.detail, each.text, each.status == BY_DESIGN) for each in known]
+    causes = [(each.detail, each.text, each.status) for each in known]
     if not causes and (text := _other_dtypes(pair)):
-        causes = [("reduced_precision", text, False)]
+        causes = [("reduced_precision", text, FAULT)]
     causes = causes or other_layers(pair)
-    if causes and all(design for *_, design in causes):
+    if causes and all(status != FAULT for *_, status in causes):
         others = weights_of_losses(pair)
         if text := other_form(pair):
             others.append(("other_loss", text))
-        causes = [(*why, False) for why in others] or causes
+        causes = [(*why, FAULT) for why in others] or causes
     if not causes:
         num = len(pair.gradients.names)
         text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
         if pair.has("data", "y_pred", "y_grad") and not earlier:
             text += "; outputs and losses agree, so that it is in the backward pass or after it"
-        causes.append(("unexplained", text, False))
+        causes.append(("unexplained", text, FAULT))
     return [
-        pair.second.found(cause, text, tensors=wrong, design=design)
-        for cause, text, design in causes
+        pair.second.found(cause, text, tensors=wrong, status=status)
+        for cause, text, status in causes
     ]
 
 
@@ -64,19 +64,20 @@ def _other_dtypes(pair: StepPair) -> str:
     return f"layers compute in {first} in the first recording, and in {second} in the second"
 
 
-def other_layers(pair: StepPair) -> list[tuple[str, str, bool]]:
+def other_layers(pair: StepPair) -> list[tuple[str, str, str]]:
     """Returns what is different in the layers of two trainings, as none of it can be computed.
 
     Returns:
-        Cause, text, and whether it is by design.
+        Cause, text and status: `NOT_COMPARED` of layers that mix or draw per replica.
     """
     if text := _other_modes(pair):
-        return [("inference_mode", text, False)]
+        return [("inference_mode", text, FAULT)]
     if text := _other_replicas(pair.second.trace):
-        return [("other_layer_settings", text, False)]
+        return [("other_layer_settings", text, FAULT)]
     causes = []
-    # If neither script synchronizes BatchNorm, it is by design.
+    # If neither script synchronizes BatchNorm, it is no fault.
     is_choice = all(num_local_norms(step) for step, _ in pair.both)
+    status = NOT_COMPARED if is_choice else FAULT
     for step, which in pair.both if not pair.has_same_shards else ():
         count = num_local_norms(step)
         if count and step.trace.about.num_replicas > 1:
@@ -84,12 +85,12 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, bool]]:
                 f"{count} BatchNorm layers of the {which} recording normalise the examples of each"
                 " replica apart"
             )
-            causes.append(("local_statistics", text, is_choice))
-    causes += [(cause, text, False) for cause, text in other_settings(pair)]
+            causes.append(("local_statistics", text, status))
+    causes += [(cause, text, FAULT) for cause, text in other_settings(pair)]
     is_random = draws_other_numbers(pair) or any(_has_random_layers(step) for step, _ in pair.both)
     if not causes and not pair.has_same_shards and is_random:
         text = "random layers draw other numbers in the two recordings"
-        causes.append(("random_layers", text, True))
+        causes.append(("random_layers", text, NOT_COMPARED))
     return causes
 
 

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.trace import STATE, Trace
-from lockstep.numeric.arrays import EPS, Array, Named, dense, unit_of
+from lockstep.numeric.arrays import EPS, Array, Named, Rows, dense, unit_of
 from lockstep.oracles import OtherSetting
 
 IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
 OF_GRADIENTS, OF_UPDATES = "of gradients", "of updates"
 AFTER_CORRECTION, BEFORE_CORRECTION = "after bias correction", "before bias correction"
 UNDER_ROOT = "under the root"
+OF_SUM, OF_ROWS = "of the sum of its rows", "of each of its rows"
 
 # Role of optimizer state → its names in PyTorch, Keras and Optax.
 COUNTERS = ("step", "iterations", "iteration", "count")
@@ -56,6 +57,8 @@ class Rule:
             (PyTorch, Optax) or `BEFORE_CORRECTION` (Keras), or `UNDER_ROOT`.
         corrects_bias: whether Adam corrects the bias of its moments.
         corrects_second_bias: whether it corrects that of the second one, too.
+        squares: what Adam squares of a gradient of rows that occur several times: `OF_SUM`, or
+            `OF_ROWS` (Keras with TensorFlow).
     """
 
     family: str
@@ -72,6 +75,7 @@ class Rule:
     epsilon_placement: str = AFTER_CORRECTION
     corrects_bias: bool = True
     corrects_second_bias: bool = True
+    squares: str = OF_SUM
 
 
 def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule | None:
@@ -92,6 +96,7 @@ def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule |
         "velocity": OF_UPDATES if is_keras else OF_GRADIENTS,
         "decay_placement": IN_WEIGHTS if is_keras or name == "adamw" else IN_GRADIENT,
         "epsilon_placement": BEFORE_CORRECTION if is_keras else AFTER_CORRECTION,
+        "squares": OF_ROWS if is_keras else OF_SUM,
     }
     names = [field.name for field in dataclasses.fields(Rule)]
     return Rule(**of_framework | {n: settings[n] for n in names if settings.get(n) is not None})
@@ -114,6 +119,9 @@ def updated(
         "weight" and the roles that the rule has → value after the step.
     """
     w, g = dense(weight), dense(gradient)
+    square = None
+    if isinstance(gradient, Rows) and rule.squares == OF_ROWS:
+        square = gradient._replace(values=gradient.values.astype(np.float64) ** 2).dense()
     if rule.decay_placement == IN_GRADIENT:
         g = g + rule.weight_decay * w
     else:
@@ -121,7 +129,7 @@ def updated(
     if rule.family == "SGD":
         change, after = _sgd(rule, g, state)
     else:
-        change, after = _adam(rule, g, state, correction)
+        change, after = _adam(rule, g, g**2 if square is None else square, state, correction)
     return {"weight": w + change, "number": dense(state.get("number", 0)) + 1, **after}
 
 
@@ -141,14 +149,14 @@ def _sgd(rule: Rule, gradient: np.ndarray, state: Named) -> tuple[np.ndarray, Na
 
 
 def _adam(
-    rule: Rule, gradient: np.ndarray, state: Named, correction: Sequence[float]
+    rule: Rule, gradient: np.ndarray, square: np.ndarray, state: Named, correction: Sequence[float]
 ) -> tuple[np.ndarray, Named]:
     """Returns the change of the weight, and both moments after it."""
     old_first, old_second = state.get("first_moment", 0.0), state.get("second_moment", 0.0)
     # In NumPy, as a wrong number may overflow.
     number = np.sum(np.ravel(state.get("number", 0.0))[:1]) + 1
     first = rule.beta_1 * old_first + (1 - rule.beta_1) * gradient
-    second = rule.beta_2 * old_second + (1 - rule.beta_2) * gradient**2
+    second = rule.beta_2 * old_second + (1 - rule.beta_2) * square
     first_left = 1 - (correction[0] * rule.beta_1) ** number if rule.corrects_bias else 1.0
     second_left = 1.0
     if rule.corrects_bias and rule.corrects_second_bias:
@@ -170,6 +178,7 @@ _DETAILS = {
     "epsilon_placement": "epsilon_placement",
     "corrects_bias": "bias_not_corrected",
     "corrects_second_bias": "bias_not_corrected",
+    "squares": "other_optimizer",
 }
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.answer.text import count
-from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
+from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import OF_GRADIENTS, STATE, STATISTIC, WEIGHT
 from lockstep.numeric import state_bounds as bounds
@@ -285,10 +285,10 @@ class Claim:
         """
         if any(finding.status == FAULT for finding in found):
             return
-        by_design = [finding for finding in found if finding.status == BY_DESIGN]
-        if any(finding.stage not in ("statistics", "update") for finding in by_design):
-            return  # The gradients differ by design.
-        excused = {name for finding in by_design for name in finding.tensors}
+        excuses = [each for each in found if each.status in (BY_DESIGN, NOT_COMPARED)]
+        if any(finding.stage not in ("statistics", "update") for finding in excuses):
+            return  # The gradients differ by design, or were not compared.
+        excused = {name for finding in excuses for name in finding.tensors}
         differing = [
             x for x in self.differing if not excused & {x.variable.first, x.variable.second}
         ]
@@ -476,6 +476,7 @@ class Summary:
         unknown: number of elements whose change was not compared, over all steps.
         compared: names of weights whose update was compared in a step that trains them.
         trained: names of the weights that both trainings train, in some step.
+        local: names of moving statistics that the reference, shard by shard, has of copy 0 alone.
     """
 
     owned: set[str] = dataclasses.field(default_factory=set)
@@ -483,11 +484,18 @@ class Summary:
     unknown: int = 0
     compared: set[str] = dataclasses.field(default_factory=set)
     trained: tuple[set[str], set[str]] = dataclasses.field(default_factory=lambda: (set(), set()))
+    local: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, claim: Claim) -> None:
         """Adds a step."""
         self.owned |= claim.owned
         self.shared |= {x.variable.second for x in claim.differing if x.variable.kind == STATE}
+        if claim.pair.has_same_shards:
+            self.local |= {
+                x.variable.second
+                for x in claim.changes
+                if x.variable.kind == STATISTIC and x.copy and x.share is None
+            }
         self.unknown += sum(change.num_unknown for change in claim.changes if not change.copy)
         compared = {x.variable.second for x in claim.changes if x.is_compared_weight}
         compared |= _compared_by_rules(claim.pair)

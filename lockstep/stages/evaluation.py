@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding, finding_of
+from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding, finding_of
 from lockstep.numeric.arrays import EPS, MARGIN, ratio
 
 Evaluate = Callable[[int], float]  # Number of a replica → loss of its shard with its state.
@@ -37,7 +37,7 @@ def check_evaluation(
             status, detail = BY_DESIGN, "local_statistics"
             text += "; each replica evaluates with different moving statistics"
     if drawn:  # Replicas, and other orders of examples, use different random numbers.
-        status, detail = BY_DESIGN, "random_evaluation"
+        status, detail = NOT_COMPARED, "random_evaluation"
         text += f"; the evaluation draws random numbers from {drawn[0]}"
     by = float(np.max([apart[name] for name in wrong]))
     found = finding_of(

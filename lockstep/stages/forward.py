@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.answer.verdict import Finding
+from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.context import Actual, Context
 from lockstep.explain.states import other_steps
 from lockstep.numeric.arrays import (
@@ -44,7 +44,7 @@ def check_forward(context: Context) -> Iterator[Finding | Actual]:
         yield Actual(shard, changes)
         yield context.found(
             cause, text, kind="y_pred", items=(shard,), distance=apart, allowed=allowed,
-            design=cause == "random_layers",
+            status=NOT_COMPARED if cause == "random_layers" else FAULT,
         )  # fmt: skip
     if len(context.shards) > 1:
         yield from _mixing(context)
@@ -67,14 +67,14 @@ def _mixing(context: Context) -> Iterator[Finding]:
             f"{', '.join(statistics[:3])} normalise{'s' * (len(statistics) == 1)} over each"
             " replica's examples, not over the whole batch, whose gradient differs by"
             f" {gradient:.1%}. In inference mode, shards and batch agree",
-            design=True, tensors=statistics, distance=gradient,
+            status=BY_DESIGN, tensors=statistics, distance=gradient,
         )  # fmt: skip
     else:
         yield context.found(
             "mixes_examples",
             "the prediction for an example depends on other examples of its shard; the gradient"
             f" of the whole batch differs by {gradient:.1%}",
-            design=True, distance=gradient,
+            status=BY_DESIGN, distance=gradient,
         )  # fmt: skip
 
 

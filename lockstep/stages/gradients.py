@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.answer.verdict import FAULT, Finding
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.explain.axes import not_reduced
 from lockstep.explain.factors import meanings
 from lockstep.explain.layers import reordered_rows
@@ -21,7 +21,7 @@ from lockstep.explain.solve import solve
 from lockstep.explain.tensors import why_tensor
 from lockstep.explain.terms import Sums
 from lockstep.explain.used import used_gradients
-from lockstep.explain.variants import differ_by_design, other_settings_of
+from lockstep.explain.variants import differ_by_layers, other_settings_of
 from lockstep.numeric.arrays import Named, distance, is_far, norm, ratio, total_norm
 from lockstep.reference import StepPair
 from lockstep.stages.clipping import (
@@ -303,8 +303,8 @@ def _sent(
     wrong = [name for name, far in shares.items() if far > 1 and name not in known]
     if not wrong:
         return [], right
-    # Where layers differ by design, a gradient may be 0 on a replica by chance.
-    findings = [] if differ_by_design(pair) else [*_without_gradient(pair, raw, wrong)]
+    # Where layers mix or draw per replica, a gradient may be 0 on a replica by chance.
+    findings = [] if differ_by_layers(pair) else [*_without_gradient(pair, raw, wrong)]
     left = [n for n in wrong if not any(n in finding.tensors for finding in findings)]
     if any(f.status == FAULT and f.detail != "other_loss" for f in pair.found_in("loss")):
         return _measured(pair, other_settings_of(pair, wrong), wrong, raw, right), None
@@ -313,11 +313,12 @@ def _sent(
         chosen, left = choose(observed, left, raw_rows(pair, raw, share), pair.tolerance, len(raw))
         for choice in chosen:
             row, text = choice.row, choice.row.text
-            design = row.detail == "regularisation_in_the_loss" and decays_equally(pair)
-            if design:
+            status = FAULT
+            if row.detail == "regularisation_in_the_loss" and decays_equally(pair):
+                status = BY_DESIGN
                 text += ", and the optimizer of the other one decays the weights by as much"
             found = step.found(
-                row.detail, text, items=row.items, tensors=choice.names, design=design
+                row.detail, text, items=row.items, tensors=choice.names, status=status
             )
             findings.append(dataclasses.replace(found, may_be=(*found.may_be, *choice.may_be)))
         of_all = [c.row.factors for c in chosen if {*c.names} >= {*wrong} and c.row.factors]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.answer.verdict import Finding
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Actual, Context
 from lockstep.explain.gradients import shifted_targets
 from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, are_finite, dense, factor_of, joined
@@ -69,8 +69,9 @@ def _check_losses(context: Context) -> Iterator[Finding | Actual]:
             )
     if not explained:
         yield context.found(
-            cause, text, design=cause == "not_a_sum_over_examples", distance=losses.apart,
-            allowed=losses.allowed, items=losses.odd if cause == "other_loss" else (),
+            cause, text, status=BY_DESIGN if cause == "not_a_sum_over_examples" else FAULT,
+            items=losses.odd if cause == "other_loss" else (), distance=losses.apart,
+            allowed=losses.allowed,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.answer.text import count
-from lockstep.answer.verdict import Finding
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
 from lockstep.data.trace import Trace
 from lockstep.explain.axes import order_of_parts
@@ -320,7 +320,7 @@ def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterat
     pair.second.mark_checked()
     why = others.get(pair.first.number)
     if why and not (pair.starts_equally and _is_converted_inside(pair, why[0])):
-        yield pair.second.found(*why, design=why[0] == "sampler_padding")
+        yield pair.second.found(*why, status=BY_DESIGN if why[0] == "sampler_padding" else FAULT)
 
 
 def _is_converted_inside(pair: StepPair, cause: str) -> bool:

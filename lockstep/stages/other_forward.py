@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.answer.verdict import Finding
+from lockstep.answer.verdict import FAULT, Finding
 from lockstep.explain.axes import order_of_parts
 from lockstep.explain.pairing import Matched, Pairs, matched_examples
 from lockstep.explain.targets import why_targets
@@ -64,12 +64,12 @@ def _other_outputs(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Findi
     causes = [why for why in other_layers(pair) if of_all or why[0] != "local_statistics"]
     unit = max(UNITS.get(_computed_in(pair, m.shard), 0.0) for m in wrong)
     if not causes and limit < far.max() <= MARGIN * unit:
-        causes = [("reduced_precision", "layers compute in a dtype of 16 bits", False)]
+        causes = [("reduced_precision", "layers compute in a dtype of 16 bits", FAULT)]
     if not causes and all(map(_is_loss, wrong)):
-        causes = [("other_loss", "they are the losses of the examples", False)]
+        causes = [("other_loss", "they are the losses of the examples", FAULT)]
     unknown = "equal weights, examples, modes and settings of layers do not give equal outputs"
-    for cause, why, design in causes or [("other_outputs", unknown, False)]:
-        yield _found(pair, wrong, cause, f"{text}: {why}", design=design, distance=far.max())
+    for cause, why, status in causes or [("other_outputs", unknown, FAULT)]:
+        yield _found(pair, wrong, cause, f"{text}: {why}", status=status, distance=far.max())
 
 
 def _is_loss(matched: Matched) -> bool:
@@ -156,14 +156,14 @@ def _why_factors(
 
 
 def _found(
-    pair: StepPair, matched: Sequence[Matched], cause: str, text: str, *, design: bool = False,
+    pair: StepPair, matched: Sequence[Matched], cause: str, text: str, *, status: str = FAULT,
     distance: float = 0.0,
 ) -> Finding:  # fmt: skip
     """Returns a finding on the shards of some forward passes."""
     items = sorted({m.shard for m in matched})
     items = [] if items == [*pair.second.shards] else items
     return pair.second.found(
-        cause, text, design=design, kind="y_pred", items=items, distance=float(distance)
+        cause, text, status=status, kind="y_pred", items=items, distance=float(distance)
     )
 
 

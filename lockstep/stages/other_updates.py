@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.answer.verdict import BY_DESIGN, Finding
+from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import STATISTIC
 from lockstep.numeric.arrays import (
@@ -30,6 +30,7 @@ from lockstep.reference import StepPair
 from lockstep.stages.statistics import is_of_norm
 
 _NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
+_OF_FRAMEWORKS = ("epsilon_placement", "squares")
 _FORMS = ("amsgrad", "maximize")  # Settings that make another rule.
 _CLOSE = 1e-4
 _OTHER_SHARE = 1e-3  # Momentum settings are short numbers.
@@ -70,8 +71,8 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
         elif different and (effect := _effect(pair, rules, setting)) > _NO_EFFECT:
             yield found(
                 detail_of(setting), text_of(setting, *different[0]),
-                # Each framework has a fixed placement of epsilon, without a setting.
-                design=setting == "epsilon_placement", distance=effect,
+                # Each framework has its own form of these, without a setting.
+                status=BY_DESIGN if setting in _OF_FRAMEWORKS else FAULT, distance=effect,
             )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ def _velocity(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]]) -> Iterato
             f"the velocity is a sum {first.velocity} in the first recording and {second.velocity}"
             " in the second, and the learning rate changes"
         )
-        yield pair.second.found("learning_rate_in_velocity", text, design=True)
+        yield pair.second.found("learning_rate_in_velocity", text, status=BY_DESIGN)
 
 
 # --- Moving statistics of BatchNorm --------------------------------------------------------------
@@ -218,8 +219,9 @@ def _why_statistics(
     variances = [n for n in left if _is_variance(n) and _layer_of(n) not in means]
     if text := _unbiased(pair, [batches[name] for name in variances]):
         frameworks = {step.trace.about.framework for step, _ in pair.both}
-        design = len(frameworks) > 1  # Each framework has its own form.
-        yield found("unbiased_variance", text, tensors=variances, design=design)
+        # Each framework has its own form.
+        status = BY_DESIGN if len(frameworks) > 1 else FAULT
+        yield found("unbiased_variance", text, tensors=variances, status=status)
         left = [name for name in left if name not in variances]
     if not left:
         return
@@ -240,7 +242,8 @@ def _why_statistics(
             is_fault = _normalises_all(pair, left)
             if is_fault:
                 text += ", and gradients are those of layers that normalise the whole batch"
-            yield found("local_statistics", text, tensors=left, design=not is_fault)
+            status = FAULT if is_fault else NOT_COMPARED
+            yield found("local_statistics", text, tensors=left, status=status)
             return
     text = f"{len(left)} moving statistics differ"
     yield pair.explained(found("other_statistics", text, tensors=left))

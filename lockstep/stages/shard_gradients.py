@@ -1,11 +1,10 @@
 """Checks each shard's gradients, before clipping, and their sum against the whole batch."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from lockstep.answer.verdict import NOTHING, Finding
+from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, NOTHING, Finding
 from lockstep.context import Actual, Context
 from lockstep.explain.gradients import gradient_hypotheses, synchronized_hypotheses
 from lockstep.explain.hypothesis import Hypothesis, explain, predicted_by
@@ -56,7 +55,7 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
         return
     if odd := [shard for shard in odd if not are_finite(context.expected(shard).step.raw)]:
         text = "gradients are NaN or infinite, on one device too: nothing to compare with"
-        yield dataclasses.replace(context.found("not_finite", text, items=odd), status=NOTHING)
+        yield context.found("not_finite", text, items=odd, status=NOTHING)
         return
     if _are_sums(context) and (found := _check_sums(context)) is not None:
         yield from found
@@ -99,7 +98,7 @@ def _check_together(context: Context) -> Iterator[Finding]:
     if context.is_wrong("loss") or any(f.detail == "random_layers" for f in context.findings):
         return
     if not context.has("y_pred") and context.draws_outside:
-        yield context.found("random_layers", DRAWS_OUTSIDE, design=True)
+        yield context.found("random_layers", DRAWS_OUTSIDE, status=NOT_COMPARED)
         return
     total, expected = add_named(context.named("raw")), context.expected(0).step.raw
     hypotheses = synchronized_hypotheses(context)
@@ -323,7 +322,7 @@ def _check_whole_batch(context: Context) -> Iterator[Finding]:
         stage = "loss" if cause == "weighted_mean_of_means" else ""
         yield context.found(
             cause, text, tensors=wrong, distance=relative_norm(sums, whole), stage=stage,
-            design=cause == "not_a_sum_over_examples",
+            status=BY_DESIGN if cause == "not_a_sum_over_examples" else FAULT,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.answer.text import first_names
-from lockstep.answer.verdict import Finding
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
 from lockstep.data.trace import SEED, STATISTIC
 from lockstep.explain.hypothesis import explain
@@ -93,15 +93,16 @@ def _local(context: Context) -> Iterator[Finding]:
             "each replica normalises its own examples and has moving statistics that differ from"
             " those of replica 0"
         )
-        layer, design = layers.get(name, {}), True
+        layer, status = layers.get(name, {}), BY_DESIGN
         if "Sync" in str(layer.get("class")) or layer.get("synchronized"):
-            design = _are_of_groups([each[name] for each in context.named("after")])
+            if not _are_of_groups([each[name] for each in context.named("after")]):
+                status = FAULT
             text = (
                 f"{layer.get('name')} is synchronised, but its moving statistics differ from those"
                 " of replica 0"
             )
         yield context.found(
-            "local_statistics", text, design=design, kind="after", items=copies, tensors=(name,),
+            "local_statistics", text, status=status, kind="after", items=copies, tensors=(name,),
             distance=apart,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from lockstep.answer.verdict import Finding
+from lockstep.answer.verdict import NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import SEED, WEIGHT
 from lockstep.explain.hypothesis import explain, predicted_by
@@ -242,7 +242,7 @@ def _check_unseen(context: Context) -> Iterator[Finding]:
             "update_not_seen",
             "weights change, and the compiled optimizer was given no gradients: gradients,"
             " all-reduce and update could not be checked",
-            tensors=changed, design=True,
+            tensors=changed, status=NOT_COMPARED,
         )  # fmt: skip
 
 

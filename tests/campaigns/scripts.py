@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lockstep.answer.text import notes_of
-from lockstep.answer.verdict import NOT_VERIFIED, NOTHING, Finding
+from lockstep.answer.verdict import NOT_COMPARED, NOT_VERIFIED, NOTHING, Finding
 from lockstep.comparison import compare_traces
 from lockstep.data.file import load
 
@@ -31,6 +31,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "zoo" / "scripts"
 TIMEOUT_SEC = 240
 AT_ONCE = 2
+UNKNOWN = NOTHING, NOT_COMPARED, NOT_VERIFIED  # Statuses of what was not, or not all, compared.
 PRELOADED = {  # Framework → modules that its scripts import.
     "torch": (
         *("numpy", "torch", "torch.distributed.fsdp", "torch._dynamo", "torch.optim.swa_utils"),
@@ -222,15 +223,21 @@ def _outcome(
     start = [str(one.with_name("one.npz"))] if entry.replay and not entry.by_shard else []
     num = entry.processes
     failed = record(servers, entry.source, entry.script, folder, num, "two.npz", *start)
+    source = (entry if entry.both else plain).source
+    shards = servers, source, entry.script, folder, 1, "by_shard.npz", "two.npz", "", "each"
     if entry.by_shard and not failed:
-        one, source = folder / "one.npz", (entry if entry.both else plain).source
-        failed = record(servers, source, entry.script, folder, 1, one.name, "two.npz", "", "each")
+        one, failed = folder / "by_shard.npz", record(*shards)
     if failed:
         is_refusal = "/lockstep/record_" in failed
         return Outcome(False, False, f"no recording: {failed[-600:].strip()}", False, is_refusal)
+    note = ""
     try:
         traces = [load(path) for path in (one, folder / f"two{entry.part}.npz", permuted) if path]
         alone, verdict = compare_traces(traces, {}).values()
+        if verdict.status == NOT_COMPARED and "torch" in entry.script and not record(*shards):
+            note = f"{NOT_COMPARED}; with the reference shard by shard:"
+            traces[0] = load(folder / "by_shard.npz")
+            alone, verdict = compare_traces(traces[:2], {}).values()
     except Exception as error:  # A recording that cannot be read, or a bug of the comparison.
         return Outcome(False, False, f"no verdict: {type(error).__name__}: {error}", False)
     faults = verdict.faults if entry.causes else [*alone.faults, *verdict.faults]
@@ -238,7 +245,8 @@ def _outcome(
     told += [shown(finding) for finding in verdict.findings]
     told += [f"note: {note}" for note in notes_of(verdict)]
     is_idle = verdict.status == NOTHING
-    told += [verdict.status] if verdict.status in (NOTHING, NOT_VERIFIED) else []
+    told += [verdict.status] if verdict.status in UNKNOWN else []
+    told = [note, *told] if note else told
     named = faults[0].detail if faults else verdict.status
     return Outcome(bool(faults) or is_idle, named in entry.causes, "\n    ".join(told))
 
@@ -256,8 +264,11 @@ def _told(entry: Entry, outcome: Outcome, counts: collections.Counter) -> str:
         counts["right programs"] += 1
         counts["right programs with a fault"] += outcome.is_caught
         counts["right programs without a verdict"] += not outcome.has_verdict
-        is_verified = not {NOTHING, NOT_VERIFIED} & {*map(str.strip, outcome.text.splitlines())}
-        counts["right programs not verified"] += not is_verified
+        lines = [*map(str.strip, outcome.text.splitlines())]
+        counts["right programs not verified"] += bool({NOTHING, NOT_VERIFIED} & {*lines})
+        counts["right programs not compared"] += NOT_COMPARED in lines
+        is_by_shard = any(line.startswith(f"{NOT_COMPARED};") for line in lines)
+        counts["right programs compared shard by shard"] += is_by_shard
         told = "FALSE ALARM" if outcome.is_caught else "clean"
     else:
         counts["bugs"] += 1
