@@ -55,6 +55,7 @@ class Context:
 
     Attributes:
         number: number of the step, from 0.
+        num_absent: number of replicas that have ended before this step.
         stage: the current stage.
         findings: what was found in this step so far.
         compared: what was found in comparison with a reference so far.
@@ -68,8 +69,10 @@ class Context:
         self, trace: Trace, position: int, oracle: Oracle | None = None,
         batch: Batch | None = None, checked: dict[str, None] | None = None,
     ):  # fmt: skip
-        if absent := trace.absent(position) if oracle is None else []:
+        absent = trace.absent(position) if oracle is None else []
+        if absent:
             trace = trace.without(absent)  # A replica that ends early does not hide the others.
+        self.num_absent = len(absent)
         self.trace, self.position, self.batch = trace, position, batch
         self._oracle, self.checked = oracle, {} if checked is None else checked
         self.number, self.stage = trace.steps[position], "start"

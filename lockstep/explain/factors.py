@@ -25,7 +25,7 @@ def meanings(
         within: relative error of the factor.
     """
     of_parts = [*_of_micro_batches(pair), *sizes_of_axes(pair)]
-    of_replicas = list(_of_replicas(pair))
+    of_replicas = [*_of_ended_replicas(pair), *_of_replicas(pair)]
     known = of_replicas + of_parts if of_sum else _in_order(pair, of_parts, of_replicas)
     known += _of_examples(pair)
     of_short = list(_of_short_batch(pair))
@@ -58,6 +58,14 @@ def _of_replicas(pair: StepPair) -> Iterator[Known]:
     if second != first:
         yield second / first, "sum_instead_of_mean", "the number of replicas"
         yield first / second, "mean_instead_of_sum", "one over the number of replicas"
+
+
+def _of_ended_replicas(pair: StepPair) -> Iterator[Known]:
+    """Yields the factor of a mean over all replicas, some of which have no batch left."""
+    left, ended = pair.second.trace.about.num_replicas, pair.second.num_absent
+    if ended:
+        why = f"it is divided by {left + ended} replicas, and {ended} of them have no batch left"
+        yield left / (left + ended), "wrong_count", why
 
 
 def _of_micro_batches(pair: StepPair) -> Iterator[Known]:

@@ -373,24 +373,34 @@ def _why_other_order(step: _Step) -> Why | None:
         first, second = map(np.concatenate, inputs)
         if order := order_of_parts(first, second, step.second.trace.model_axes):
             return "swapped_parts", order
-    return _why_scaled(*inputs)
+        return _why_transposed(step) or _why_scaled(first, second)
+    return None
 
 
-def _why_scaled(*inputs: _Inputs) -> Why | None:
-    """Explains second inputs that are a · first + b in any order."""
-    if len({part.shape[1] for parts in inputs for part in parts}) != 1:
+def _why_transposed(step: _Step) -> Why | None:
+    """Explains inputs of which the axes of each example have another order."""
+    arrays = [array for shard in step.first.shards for array in step.first.inputs(shard)]
+    if {array.ndim for array in arrays} - {3, 4, 5} or len({a.ndim for a in arrays}) != 1:
         return None
-    first, second = map(np.concatenate, inputs)
+    for axes in itertools.permutations(range(1, arrays[0].ndim)):
+        moved = [array.transpose(0, *axes) for array in arrays]
+        rows = [array.reshape(len(array), -1).astype(np.float32) for array in moved if len(array)]
+        if _rows(rows) == step.used:
+            shown = " × ".join(map(str, moved[0].shape[1:]))
+            return "other_layout", f"the axes of each example have another order: {shown}"
+    return None
+
+
+def _why_scaled(first: np.ndarray, second: np.ndarray) -> Why | None:
+    """Explains second inputs that are a · first + b, with the examples in any order."""
     if first.shape != second.shape or not first.std() or not second.std():
         return None
     first, second = first.astype(np.float64), second.astype(np.float64)
     scale = second.std() / first.std()
     shift = second.mean() - scale * first.mean()
-    a, b = (np.sort((x**2).sum(axis=1)) for x in (scale * first + shift, second))
+    a, b = (x[np.argsort((x**2).sum(axis=1))] for x in (scale * first + shift, second))
     if not np.allclose(a, b, rtol=_CLOSE, atol=_CLOSE * np.abs(b).max()):
         return None
-    if abs(scale - 1) < _CLOSE and abs(shift) < _CLOSE:
-        return "other_layout", "each example has the same values in another order"
     return "other_normalisation", (
         f"the inputs of the second recording are {scale:.6g} · x + {shift:.6g}, where x are those"
         " of the first"
