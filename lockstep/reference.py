@@ -4,22 +4,37 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from lockstep.answer.verdict import Finding
 from lockstep.context import Context
 from lockstep.data.match import Matching
 from lockstep.data.trace import STATISTIC, WEIGHT, Trace
 from lockstep.numeric.arrays import (
     EPS,
+    MARGIN,
     TINY,
+    UNITS,
     Named,
     distance,
     hashes_of,
     norm,
     ratio,
+    unit_of,
 )
-from lockstep.numeric.tolerance import TIES, WITH_SPREAD, WITHOUT_SPREAD, Tolerance
+from lockstep.numeric.tolerance import (
+    IN_16_BITS,
+    OF_LARGEST,
+    TIES,
+    WITH_SPREAD,
+    WITHOUT_SPREAD,
+    Tolerance,
+)
 from lockstep.oracles.rules import Rule, RuleOracle
 from lockstep.step import Gradients, has_batch_norms
+
+_LARGE = 16  # Elements that tell the dtype in which they were kept.
+
 
 _EPSILON_OF_CLIPPING = 1e-6  # PyTorch divides by the norm and this.
 SAME_START = 1e-7  # Relative; states that are only transposed have a distance of 0.
@@ -236,3 +251,102 @@ def common_steps(first: Trace, second: Trace) -> Iterator[tuple[Context, Context
                 Context(first, first.steps.index(number)),
                 Context(second, second.steps.index(number)),
             )
+
+
+def tolerance_of(
+    first: Trace, permuted: Trace | None, names: Mapping[str, str], given: float | None
+) -> Tolerance:
+    """Returns the bound of the gradients of a reference; see `numeric.tolerance`.
+
+    Args:
+        first: the reference.
+        permuted: the same training with permuted examples; None without one.
+        names: names of weights in one recording → names in the other, where they do not match.
+        given: relative difference that a user allows; None to compute it.
+
+    Raises:
+        ValueError: no step of the permuted recording starts from a state of the reference.
+    """
+    if given is not None:
+        return Tolerance(f"{given:g}, given by --tolerance", given=given)
+    unit, dtype = _unit_of(first)
+    if unit > EPS:
+        tolerance = Tolerance("", IN_16_BITS, unit, of_largest=OF_LARGEST)
+        if has_batch_norms(Context(first, 0)):
+            tolerance = Tolerance("", 2 * IN_16_BITS, unit)
+        text = f"{tolerance.times:g} units in the last place of {dtype}"
+        return dataclasses.replace(tolerance, text=_told(text, tolerance.usual))
+    if permuted is None:
+        of_first = of_step(Tolerance(), Context(first, 0))
+        text = (
+            f"{of_first.times:.3g} units in the last place of float32, by the size of the batch;"
+            " record a third time with permute=1 to compute it from the effect of rounding"
+        )
+        return Tolerance(_told(text, of_first.usual))
+    spread, num_steps = _spread(first, permuted, names)
+    text = (
+        f"{WITH_SPREAD:g} units in the last place of float32 and {MARGIN} times the effect of"
+        f" permuting the examples in {num_steps} steps of {permuted.name}"
+    )
+    tolerance = Tolerance("", WITH_SPREAD, unit, spread)
+    return dataclasses.replace(tolerance, text=_told(text, tolerance.usual))
+
+
+def _told(text: str, least: float) -> str:
+    return f"{text}: a fault that changes a gradient by less than {least:.1g} may not be seen"
+
+
+def _unit_of(trace: Trace) -> tuple[float, str]:
+    """Returns the unit in which a training computes its gradients, and its dtype."""
+    if trace.about.computed_in in UNITS:
+        return UNITS[trace.about.computed_in], trace.about.computed_in
+    weights = [key for key, kind in trace.kinds.items() if kind == WEIGHT]
+    before = trace.named(0, "before", 0) or {} if trace.steps else {}
+    kept = [np.asarray(before[key]) for key in weights if key in before and np.any(before[key])]
+    unit = min([unit_of(array) for array in kept if array.size >= _LARGE], default=EPS)
+    return next(((UNITS[dtype], dtype) for dtype in UNITS if UNITS[dtype] == unit), (EPS, ""))
+
+
+def of_pair(tolerance: Tolerance, first: Trace, second: Trace) -> Tolerance:
+    """Returns the bound for one recording.
+
+    Permuting the examples changes the order of sums over examples; another framework also sums
+    pixels and channels in another order. The ranks of tensor or sequence parallelism round each
+    part of an activation and of its gradient to the dtype of the layers, before they are added.
+    """
+    if tolerance.given:
+        return tolerance
+    if tolerance.unit > EPS and second.model_axes:
+        text = f"{tolerance.text}, twice as much on ranks of a model"
+        return dataclasses.replace(tolerance, times=2 * tolerance.times, text=text)
+    if first.about.framework == second.about.framework or tolerance.times >= WITHOUT_SPREAD:
+        return tolerance
+    text = f"{tolerance.text}, and at least {WITHOUT_SPREAD:g} units between two frameworks"
+    times = tolerance.times if tolerance.unit > EPS else WITHOUT_SPREAD
+    return dataclasses.replace(tolerance, times=times, text=text)
+
+
+def _spread(
+    first: Trace, permuted: Trace, names: Mapping[str, str]
+) -> tuple[dict[str, float], int]:
+    """Returns weight → distance of its gradient with permuted examples, and the number of steps.
+
+    Distances are parts of the largest gradient of a step.
+    """
+    spread: dict[str, float] = {}
+    num_steps, matching = 0, match_traces(first, permuted, names)
+    for own, other in common_steps(first, permuted):
+        pair = StepPair(own, other, matching, Tolerance())
+        terms = pair.gradients
+        if terms.names and pair.starts_equally:
+            num_steps += 1
+            largest = max(map(norm, terms.reference.values()))
+            for name, gradient in terms.reference.items():
+                apart = ratio(distance(terms.given[0][name], gradient), largest)
+                spread[name] = max(spread.get(name, 0.0), apart)
+    if not spread:
+        raise ValueError(
+            f"{permuted.name}: no step starts from the state of {first.name}; record it with"
+            " replay= and the same steps"
+        )
+    return spread, num_steps

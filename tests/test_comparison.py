@@ -11,17 +11,11 @@ import pytest
 from in_process import run_here
 from lockstep.answer.text import notes_of, sentence_of
 from lockstep.answer.verdict import FAULT
-from lockstep.comparison import (
-    compare_traces,
-    not_trained,
-    of_pair,
-    tolerance_of,
-    verify_against,
-    verify_alone,
-)
+from lockstep.comparison import compare_traces, not_trained, verify_against, verify_alone
 from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT, About, Trace, Variable
 from lockstep.numeric.tolerance import Tolerance
-from lockstep.stages import other_examples
+from lockstep.reference import of_pair, tolerance_of
+from lockstep.stages.examples import other_examples
 from script_samples import WEIGHTS, Script, adam, batch_of, examples, mean_of, sgd, split_evenly
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}

@@ -5,7 +5,7 @@ import pytest
 
 from lockstep.data.match import Matching
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
-from lockstep.stages.other_examples import has_examples_second
+from lockstep.stages.examples import has_examples_second
 
 LENET = {
     "conv1": (3, 3, 1, 20), "conv2": (5, 5, 20, 50), "hidden": (800, 128), "logits": (128, 10),

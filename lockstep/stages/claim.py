@@ -10,20 +10,17 @@ the copies, and whose weight agrees on all copies, is *owned* by a rank: an opti
 its state over the ranks needs no other copy of it.
 """
 
-import dataclasses
 import functools
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
-from lockstep.context import Context
-from lockstep.data.trace import OF_GRADIENTS, STATE, STATISTIC, WEIGHT
+from lockstep.data.trace import STATE, STATISTIC, WEIGHT
 from lockstep.numeric import state_bounds as bounds
-from lockstep.numeric.arrays import Array, Named, Rows, dense, distance, norm, ratio, same_bits
+from lockstep.numeric.arrays import Array, Named, dense, distance, norm, ratio, same_bits
 from lockstep.oracles.rules import RuleOracle
 from lockstep.reference import StepPair
 from lockstep.step import joined_states
@@ -370,166 +367,3 @@ class Claim:
         size = np.abs(dense(after[name])) + np.abs(dense(before.get(name, 0.0)))
         unit = bounds.unit_of_state(after[name])
         return norm(bounds.STORED * unit * size) + bounds.COMPUTED * unit * norm(change.first)
-
-
-def between(previous: Claim, claim: Claim, found: Sequence[Finding]) -> Iterator[Finding]:
-    """Finds state that changes between the end of a step and the start of the next one.
-
-    What does not change in the reference may change no bit; what does, as an average of weights or
-    the weights of a second optimizer, has to change equally within rounding.
-
-    Args:
-        previous: the step before.
-        claim: the step.
-        found: findings of both steps, which this would repeat.
-    """
-    first, second = claim.pair.first, claim.pair.second
-    has_own = second.trace.about.replayed is None or second.has("replaced")
-    is_known = previous.pair.second.has("after") and previous.pair.first.has("after")
-    if first.trace.about.replayed or not (has_own and is_known):
-        return
-    if any(f.status == FAULT and f.stage != "start" for f in found if f.steps[0] < second.number):
-        return  # The change may be a consequence.
-    known = {name for f in found if f.stage == "start" for name in f.tensors}
-    starts = second.named("replaced" if second.has("replaced") else "before")
-    lost, changed = dict[str, list[int]](), dict[str, list[int]]()
-    for variable in claim.variables:
-        if known & {variable.first, variable.second, variable.weight}:
-            continue
-        for copy in second.copies:
-            ends = previous.pair.second.named("after")
-            own = _moved(ends[copy], starts[copy], variable.second)
-            of_first = _moved(previous.pair.first.named("after")[0], first.named("before")[0],
-                              variable.first)  # fmt: skip
-            if own is None or of_first is None or not (np.any(own[0]) or np.any(of_first[0])):
-                continue
-            if _is_like_copy_0(variable, copy, starts):
-                continue
-            if _differ(previous, variable, copy, of_first, variable.as_first(own[0])):
-                is_lost = variable.kind == STATE and not norm(starts[copy].get(variable.second, 0))
-                (lost if is_lost else changed).setdefault(variable.second, []).append(copy)
-    if lost:
-        text = (
-            f"{count('array', len(lost))} of optimizer state are 0 or missing after the last step"
-        )
-        yield _found_between(second, "reset_state", text, lost)
-    if changed:
-        text = (
-            f"{count('variable', len(changed))} changed between the end of the last step and this"
-            " one, and not so in the reference"
-        )
-        yield _found_between(second, "changed_on_its_own", text, changed)
-
-
-def _found_between(
-    step: Context, cause: str, text: str, found: Mapping[str, Sequence[int]]
-) -> Finding:
-    copies = sorted({copy for own in found.values() for copy in own})
-    items = copies if len(copies) < len(step.copies) else ()
-    return step.found(cause, text, stage="start", kind="before", items=items, tensors=found)
-
-
-def _moved(end: Named, start: Named, key: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the change of a variable between two steps, and its size; None if it is unknown."""
-    if key not in end or not start:
-        return None
-    old = dense(end[key])
-    new = dense(start[key]) if key in start else np.zeros_like(old)
-    if new.shape != old.shape:
-        return None
-    if key in start and same_bits(start[key], end[key]):
-        return np.zeros_like(old), np.abs(old)
-    return new - old, np.abs(old)
-
-
-def _is_like_copy_0(variable: Variable, copy: int, starts: Sequence[Named]) -> bool:
-    """Returns whether a buffer has the value of copy 0, which DDP sends to all before a step."""
-    key = variable.second
-    is_known = variable.kind == STATISTIC and copy and key in starts[0] and key in starts[copy]
-    return bool(is_known) and same_bits(starts[0][key], starts[copy][key])
-
-
-def _differ(
-    previous: Claim, variable: Variable, copy: int, first: tuple[np.ndarray, np.ndarray],
-    second: np.ndarray,
-) -> bool:  # fmt: skip
-    """Returns whether a change between two steps is not that of the reference."""
-    change, size = first
-    if change.shape != second.shape:
-        return False  # A part, which its rank owns.
-    if not np.any(change):
-        return bool(np.any(second))
-    if not previous.changes:
-        return False  # The step before started from another state.
-    spread = previous.spread(variable, copy, change.shape)
-    allowed = bounds.of_start(change, size, spread)
-    return not bool(np.all(np.abs(second - change) <= allowed))
-
-
-@dataclasses.dataclass
-class Summary:
-    """What the claims of all steps have shown.
-
-    Attributes:
-        owned: names of state that its rank owns.
-        shared: names of state that differs on every copy in some step.
-        unknown: number of elements whose change was not compared, over all steps.
-        compared: names of weights whose update was compared in a step that trains them.
-        trained: names of the weights that both trainings train, in some step.
-        local: names of moving statistics that the reference, shard by shard, has of copy 0 alone.
-    """
-
-    owned: set[str] = dataclasses.field(default_factory=set)
-    shared: set[str] = dataclasses.field(default_factory=set)
-    unknown: int = 0
-    compared: set[str] = dataclasses.field(default_factory=set)
-    trained: tuple[set[str], set[str]] = dataclasses.field(default_factory=lambda: (set(), set()))
-    local: set[str] = dataclasses.field(default_factory=set)
-
-    def add(self, claim: Claim) -> None:
-        """Adds a step."""
-        self.owned |= claim.owned
-        self.shared |= {x.variable.second for x in claim.differing if x.variable.kind == STATE}
-        if claim.pair.has_same_shards:
-            self.local |= {
-                x.variable.second
-                for x in claim.changes
-                if x.variable.kind == STATISTIC and x.copy and x.share is None
-            }
-        self.unknown += sum(change.num_unknown for change in claim.changes if not change.copy)
-        compared = {x.variable.second for x in claim.changes if x.is_compared_weight}
-        compared |= _compared_by_rules(claim.pair)
-        first, second = _trained_in(claim.pair.first), _trained_in(claim.pair.second)
-        for trained, of_step in zip(self.trained, (first, second), strict=True):
-            trained |= of_step
-        second |= {claim.pair.in_second(name) for name in first}
-        self.compared |= compared & second
-
-    def is_owned(self, finding: Finding) -> bool:
-        """Returns whether a finding only says that ranks own different state."""
-        names = {*finding.tensors}
-        is_of_state = bool(names) and names <= self.owned - self.shared
-        return finding.detail == "diverged_replicas" and is_of_state
-
-
-def _trained_in(step: Context) -> set[str]:
-    """Returns the weights of which a step has a gradient that is not 0, or that it changes."""
-    found = set()
-    for gradients in itertools.chain.from_iterable(map(step.named, OF_GRADIENTS)):
-        for name, gradient in gradients.items():
-            values = gradient.values if isinstance(gradient, Rows) else gradient
-            found |= {name} if np.any(values) else set()
-    for before, after in zip(step.named("before"), step.named("after"), strict=False):
-        both = [name for name in step.of_kind(WEIGHT) if name in before and name in after]
-        found |= {name for name in both if not same_bits(before[name], after[name])}
-    return found
-
-
-def _compared_by_rules(pair: StepPair) -> set[str]:
-    """Returns the weights whose gradients were compared, and whose updates the rules compute.
-
-    Each recording's own update is checked by its optimizer's rule, and both rules are compared.
-    """
-    if not pair.computes_the_same:
-        return set()
-    return {pair.in_second(name) for name in pair.rules() if name in pair.gradients.names}

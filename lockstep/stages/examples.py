@@ -1,13 +1,38 @@
-"""Checks that each example of the global batch is on one replica."""
+"""Checks that every example of the batch is on one replica, and compares them with others."""
 
 import collections
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from lockstep.answer.verdict import Finding
+import numpy as np
+
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
-from lockstep.numeric.arrays import rows_of, same_bits
+from lockstep.data.trace import Trace
+from lockstep.explain.batches import (
+    StepInputs,
+    count_rows,
+    inputs_of,
+    why_other_order,
+    why_other_size,
+    why_padded,
+    why_rows,
+    why_size,
+)
+from lockstep.numeric.arrays import (
+    rows_of,
+    same_arrays,
+    same_bits,
+)
+from lockstep.numeric.tolerance import Tolerance
 from lockstep.oracles import Batch
+from lockstep.reference import StepPair, common_steps
+
+_NEAR = 0.1  # Gradients from inputs of another scale differ by more than this.
+Why = tuple[str, str]  # Cause and text.
+_Rows = collections.Counter  # Row → how often it occurs.
+_Inputs = Sequence[np.ndarray]  # Rows of each forward pass.
+
 
 _DIFFERENT_PART = 0.9
 _SAME_PART = 0.5  # Replicas that share a larger part of their examples are a fault.
@@ -76,41 +101,6 @@ def _against_batch(context: Context, batch: Batch) -> Iterator[Finding]:
     yield context.found(*why, items=wrong)
 
 
-def why_rows(
-    asked: collections.Counter,
-    given: collections.Counter,
-    shard_sizes: Sequence[int],
-    of_data_set: Collection[int],
-) -> tuple[str, str]:
-    """Returns cause and text for unexpected or missing rows.
-
-    Args:
-        asked: the examples of the batch.
-        given: the examples that the shards received.
-        shard_sizes: numbers of the shards' examples.
-        of_data_set: the examples of other batches, if known.
-    """
-    missing, extra = asked - given, given - asked
-    sizes, num = "/".join(map(str, shard_sizes)), asked.total()
-    if extra and not extra.keys() - asked.keys():
-        return "repeated_examples", (
-            f"{extra.total()} examples were received twice and {missing.total()} not at all; shards"
-            f" of {sizes}, batch of {num}"
-        )
-    if extra:
-        if of_data_set and not extra.keys() - {*of_data_set}:
-            return "other_order", (
-                f"{extra.total()} of {given.total()} examples belong to other batches: another"
-                " order of examples"
-            )
-        return "other_examples", (
-            f"{extra.total()} of {given.total()} examples are not in the batch of the reference"
-        )
-    return "lost_examples", (
-        f"{missing.total()} of {num} examples were received by no replica; shards of {sizes}"
-    )
-
-
 def _different_examples(context: Context) -> Iterator[Finding]:
     """Finds shards that train on the same examples, without knowing the batch."""
     rows = [rows_of(context.inputs(shard)[:1]) for shard in context.shards]
@@ -127,3 +117,140 @@ def _different_examples(context: Context) -> Iterator[Finding]:
                 f"replicas {first} and {second} train on the same examples: {shared} of {size}",
                 items=(first, second),
             )
+
+
+def repeated_batch(context: Context, every: bool = True) -> str:
+    """Returns a sentence if an earlier step has the same examples in order.
+
+    Args:
+        context: the step.
+        every: whether every shard has to have the same examples again, or only some.
+    """
+    for position in range(context.position if context.has("data") else 0):
+        earlier = [context.trace.arrays(position, "data", s) or [] for s in context.shards]
+        data = list(zip(earlier, context.data, strict=True))
+        same = [s for s, (a, b) in enumerate(data) if a and a[0].size and same_arrays(a, b)]
+        if same and (len(same) == len(data) or not every):
+            whose = "step" if len(same) == len(data) else "replica"
+            who = context.number if whose == "step" else ", ".join(map(str, same))
+            step = f"step {context.trace.steps[position]}"
+            return f"{whose} {who} has the examples of {step} again, in the same order"
+    return ""
+
+
+def has_examples_second(first: Trace, second: Trace) -> bool:
+    """Returns whether the examples are the second axis of the inputs, as in (time, batch).
+
+    The first axis then has the same length everywhere, and the second axis of the reference that
+    of all replicas together.
+    """
+    if len(first.shards) > 1 or len(second.shards) < 2:
+        return False
+    shapes = [
+        [[a.shape for shard in step.shards for a in step.inputs(shard)] for step in pair]
+        for pair in common_steps(first, second)
+    ]
+    are_known = all(
+        own and other and all(len(s) > 1 for s in (*own, *other)) for own, other in shapes
+    )
+    return are_known and all(
+        {s[0] for s in own} == {s[0] for s in other}
+        and sum(s[1] for s in own) == sum(s[1] for s in other)
+        and len(own) < len(other)
+        for own, other in shapes
+    )
+
+
+def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
+    """Compares the inputs of all steps, ignoring the order within a step and the replica.
+
+    Returns:
+        Number of a step → why its inputs differ; None if a trace has no inputs, or if their first
+        axis is not the examples.
+    """
+    if has_examples_second(first, second):
+        return None
+    both = list(common_steps(first, second))
+    counted = _counted([(inputs_of(own), inputs_of(other)) for own, other in both])
+    if not all(map(all, counted)):
+        return None
+    steps = [
+        StepInputs(given, used, own, other)
+        for (given, used), (own, other) in zip(counted, both, strict=True)
+    ]
+    of_first = set().union(*(step.given for step in steps))
+    other_size = why_other_size(steps)
+    found: dict[int, Why] = {}
+    dropped: Why | None = None  # After a batch that was dropped, all batches are shifted.
+    for step in steps:
+        if step.given == step.used:
+            continue
+        if why := other_size or why_padded(step, steps):
+            found[step.first.number] = why
+            continue
+        dropped = dropped or why_size(step.sizes, steps[0].sizes)
+        if dropped:
+            why = dropped
+        elif repeated := repeated_batch(step.second, every=False):
+            why = "not_reshuffled", repeated
+        else:
+            why = why_rows(step.given, step.used, step.second.sizes, of_first)
+        if why[0] == "other_examples":
+            why = why_other_order(step) or why
+        found[step.first.number] = why
+    # Another order in each epoch does not begin with that of a script that shuffles once.
+    once = [why for why in found.values() if why[0] == "not_reshuffled"]
+    return {n: once[0] if once and why[0] == "other_order" else why for n, why in found.items()}
+
+
+def _counted(steps: Sequence[tuple[_Inputs, _Inputs]]) -> list[tuple[_Rows, _Rows]]:
+    """Counts the rows of both recordings in each step, without padding if they differ in length.
+
+    Batches that are padded to their longest example have other shapes on each replica.
+    """
+    parts = [part for pair in steps for inputs in pair for part in inputs]
+    if len({part.shape[1] for part in parts}) <= 1:
+        return [(count_rows(own), count_rows(other)) for own, other in steps]
+    # Tokens that are more frequent at the end of rows than padding are removed from all rows, too.
+    ends = collections.Counter(value for part in parts for value in part[:, -1:].ravel())
+    starts = collections.Counter(value for part in parts for value in part[:, :1].ravel())
+    found = []
+    for end, start in itertools.product(*(each.most_common(2) for each in (ends, starts))):
+        found.append(
+            [
+                (
+                    count_rows(a, start[0], end[0]),
+                    count_rows(b, start[0], end[0]),
+                )
+                for a, b in steps
+            ]
+        )
+        if all(given == used for given, used in found[-1]):
+            return found[-1]
+    return found[0]
+
+
+def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterator[Finding]:
+    """Compares the inputs of a step.
+
+    Args:
+        others: the result of `other_examples`.
+        pair: the step.
+    """
+    if others is None:
+        return
+    pair.second.mark_checked()
+    why = others.get(pair.first.number)
+    if why and not (pair.starts_equally and _is_converted_inside(pair, why[0])):
+        yield pair.second.found(*why, status=BY_DESIGN if why[0] == "sampler_padding" else FAULT)
+
+
+def _is_converted_inside(pair: StepPair, cause: str) -> bool:
+    """Returns whether inputs of another scale or layout give approximately equal gradients.
+
+    One of the models then scales or transposes its inputs, and a remaining difference has another
+    cause.
+    """
+    terms, near = pair.gradients, Tolerance(given=max(pair.tolerance.usual, _NEAR))
+    is_form = cause in ("other_normalisation", "other_layout")
+    return is_form and bool(terms.names) and near.fits(terms.given[0], [(1.0, terms.reference)])

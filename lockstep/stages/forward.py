@@ -1,21 +1,36 @@
 """Checks each shard's predictions."""
 
+import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from lockstep.answer.text import first_names
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.context import Actual, Context
+from lockstep.data.trace import STATISTIC
+from lockstep.explain.axes import order_of_parts
+from lockstep.explain.pairing import Matched, Pairs, matched_examples
+from lockstep.explain.random_layers import is_random
 from lockstep.explain.states import other_steps
+from lockstep.explain.targets import why_targets
+from lockstep.explain.variants import other_layers
 from lockstep.numeric.arrays import (
     MARGIN,
+    UNITS,
     are_finite,
+    dense,
     joined,
     norm,
     relative_distance,
     relative_norm,
 )
+from lockstep.reference import StepPair
+
+_OF_OUTPUTS = 1e-4  # Relative to the usual size of an example's outputs.
+_OF_LOSS = 1e-3  # The gradient of a loss is a difference that may cancel.
+
 
 DRAWS_OUTSIDE = (
     "the model or its train_step draws random numbers outside of layers, so that BatchNorm over the"
@@ -125,3 +140,212 @@ def _why(context: Context, shard: int, allowed: float) -> tuple[str, str, Mappin
     if oracle.synchronized_layers and context.draws_outside:
         return "random_layers", DRAWS_OUTSIDE, {}
     return "unexplained", "one device makes other predictions for the same examples", {}
+
+
+def compare_each_example(pair: StepPair) -> Iterator[Finding]:
+    """Compares examples that both traces have, if their gradients differ or are unknown."""
+    step = pair.second
+    if not (pair.computes_the_same and pair.has("data")):
+        return
+    stages = [s for s, kind in (("forward", "y_pred"), ("loss", "y_grad")) if pair.has(kind)]
+    matched = [] if pair.are_gradients_right else matched_examples(pair)
+    step.stage = "examples"
+    if found := list(_other_arguments(pair, matched)):
+        yield from found
+        return
+    for step.stage in stages:
+        step.mark_checked()
+        yield from (_other_outputs if step.stage == "forward" else _other_losses)(pair, matched)
+
+
+def _other_arguments(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
+    """Compares the further arrays of examples with equal inputs, such as their targets."""
+    for index in range(1, max((len(m.pairs["data"]) for m in matched), default=0)):
+        own = [m for m in matched if index < len(m.pairs["data"])]
+        other = [m for m in own if not np.array_equal(*m.pairs["data"][index], equal_nan=True)]
+        if other:
+            cause, text = why_targets(_flat(other, "data", [index]), "other_examples")
+            a, b = (np.concatenate([m.pairs["data"][index][i] for m in other]) for i in (0, 1))
+            if order := order_of_parts(a, b, pair.second.trace.model_axes):
+                cause, text = "swapped_parts", order
+            text = f"array {index + 1} of the step's batch, next to equal inputs: {text}"
+            yield _found(pair, other, cause, text)
+
+
+def _other_outputs(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
+    """Compares outputs."""
+    limit, apart = _limit(pair, _OF_OUTPUTS), [rows_apart(m.pairs["y_pred"]) for m in matched]
+    wrong = [m for m, far in zip(matched, apart, strict=True) if np.any(far > limit)]
+    is_port = pair.first.trace.about.framework != pair.second.trace.about.framework
+    if is_port or not wrong:  # Of a port, one model may return probabilities, the other one logits.
+        return
+    far = np.concatenate(apart)
+    text = f"the outputs of {np.sum(far > limit)} of {len(far)} examples differ"
+    of_all = {m.shard for m in wrong} == {m.shard for m in matched}
+    causes = [why for why in other_layers(pair) if of_all or why[0] != "local_statistics"]
+    unit = max(UNITS.get(_computed_in(pair, m.shard), 0.0) for m in wrong)
+    if not causes and limit < far.max() <= MARGIN * unit:
+        causes = [("reduced_precision", "layers compute in a dtype of 16 bits", FAULT)]
+    if not causes and all(map(_is_loss, wrong)):
+        causes = [("other_loss", "they are the losses of the examples", FAULT)]
+    unknown = "equal weights, examples, modes and settings of layers do not give equal outputs"
+    for cause, why, status in causes or [("other_outputs", unknown, FAULT)]:
+        yield _found(pair, wrong, cause, f"{text}: {why}", status=status, distance=far.max())
+
+
+def _is_loss(matched: Matched) -> bool:
+    """Returns whether the output is the loss of each example, whose mean or sum is minimised."""
+    gradients = [each for pairs in matched.pairs["y_grad"] for each in pairs]
+    return bool(gradients) and all(g.ndim == 1 and g[0] and not np.ptp(g) for g in gradients)
+
+
+def _computed_in(pair: StepPair, shard: int) -> str:
+    """Returns the dtype in which a replica computes, if it is not that of the reference."""
+    dtype = pair.second.trace.about_of(shard).computed_in
+    return dtype if dtype != pair.first.trace.about.computed_in else ""
+
+
+def _other_losses(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
+    """Compares targets, as far as they can be read, then gradients of the loss."""
+    other = [m for m in matched if any(not np.array_equal(*each) for each in m.pairs["targets"])]
+    smoothed = [m for m in matched for a, b in m.smoothings if abs(a - b) > _OF_LOSS]
+    if other:
+        yield _found(pair, other, *why_targets(_flat(other, "targets"), "other_targets"))
+    elif smoothed and smoothed[0].pairs["targets"]:
+        first, second = max(smoothed[0].smoothings, key=np.ptp)
+        text = f"label smoothing of {second:.3g}, and of {first:.3g} in the first recording"
+        yield _found(pair, smoothed, "label_smoothing", text)
+    else:
+        limit = _limit(pair, _OF_OUTPUTS)
+        equal = [m for m in matched if m.pairs["y_grad"] and m.pairs["y_pred"]]
+        yield from _scaled(
+            pair, [m for m in equal if np.all(rows_apart(m.pairs["y_pred"]) <= limit)]
+        )
+
+
+def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
+    """Compares gradients of the loss at equal outputs, up to a factor of the whole step."""
+    limit, factors, wrong, far = _limit(pair, _OF_LOSS), [], [], 0.0
+    for m in matched:
+        factors.append(usual_factor(m.pairs["y_grad"]))
+        apart = rows_apart(m.pairs["y_grad"], factors[-1])
+        wrong += [m] * int(np.sum(apart > limit))
+        far = max(far, *apart)
+    if wrong:
+        text = (
+            f"the losses of {len(wrong)} examples differ: their outputs are equal, and the"
+            " gradients of the loss with respect to these are not"
+        )
+        yield _found(pair, wrong, "other_loss", text, distance=far)
+    elif factors and max(factors) - min(factors) > limit * max(map(abs, factors)):
+        # A mean over replicas divides what each of them sends.
+        right = 1 / pair.second.share(0)
+        usual = min(factors, key=lambda factor: abs(factor - right))
+        usual = usual if abs(usual - right) <= limit * right else max(factors, key=abs)
+        factors = [factor / usual for factor in factors]
+        unusual = [m for m, f in zip(matched, factors, strict=True) if abs(f - 1) > limit]
+        yield _found(pair, unusual, *_why_factors(matched, factors, limit))
+
+
+def _why_factors(
+    matched: Sequence[Matched], factors: Sequence[float], limit: float
+) -> tuple[str, str]:
+    """Returns cause and text for parts of a step whose losses count differently.
+
+    Args:
+        matched: the parts.
+        factors: how often each one counts, relative to the usual ones.
+        limit: their relative error.
+    """
+    lost = {m.shard for m, factor in zip(matched, factors, strict=True) if factor == 0}
+    if lost:
+        kept = {m.shard for m, factor in zip(matched, factors, strict=True) if factor}
+        text = f"{factors.count(0.0)} of {len(factors)} forward passes do not count in the loss"
+        return "lost_micro_batch" if lost <= kept else "lost_replica", text
+    listed = ", ".join(f"{factor:.4g}" for factor in factors)
+    text = f"compared with the first recording, the losses of forward passes count {listed} times"
+    counts = [int(sum(np.count_nonzero(b) for _, b in m.pairs["y_grad"])) for m in matched]
+    of_shard = collections.Counter[int]()
+    for m, count in zip(matched, counts, strict=True):
+        of_shard[m.shard] += count
+    of_shards = [of_shard[m.shard] for m in matched]
+    for which, whose in ((counts, "its own examples"), (of_shards, "its replica's examples")):
+        shares = [factor * count for factor, count in zip(factors, which, strict=True)]
+        if len(set(which)) > 1 and np.ptp(shares) <= limit * max(map(abs, shares)):
+            return "mean_of_means", f"{text}: each is a mean over {whose} that are not masked"
+    return "scaled_gradient", text
+
+
+def _found(
+    pair: StepPair, matched: Sequence[Matched], cause: str, text: str, *, status: str = FAULT,
+    distance: float = 0.0,
+) -> Finding:  # fmt: skip
+    """Returns a finding on the shards of some forward passes."""
+    items = sorted({m.shard for m in matched})
+    items = [] if items == [*pair.second.shards] else items
+    return pair.second.found(
+        cause, text, status=status, kind="y_pred", items=items, distance=float(distance)
+    )
+
+
+def _limit(pair: StepPair, least: float) -> float:
+    """Returns the relative difference that rounding can cause in the arrays of an example."""
+    units = [UNITS.get(step.trace.about.computed_in, 0.0) for step, _ in pair.both]
+    return max(least, pair.tolerance.usual, MARGIN * min(units))
+
+
+def _flat(matched: Sequence[Matched], kind: str, which: Sequence[int] | None = None) -> Pairs:
+    """Returns pairs of arrays with one row for each example."""
+    pairs = [m.pairs[kind][i] for m in matched for i in which or range(len(m.pairs[kind]))]
+    return [(a.reshape(len(a), -1), b.reshape(len(b), -1)) for a, b in pairs]
+
+
+def rows_apart(pairs: Pairs, factor: float = 1.0) -> np.ndarray:
+    """Returns the largest distance of each example's arrays, relative to their usual size."""
+    found = [np.zeros(len(pairs[0][0]))] if pairs else [np.zeros(0)]
+    for first, second in pairs:
+        a, b = (dense(each).reshape(len(each), -1) for each in (first, second))
+        with np.errstate(invalid="ignore"):
+            far = np.linalg.norm(
+                np.where(np.isfinite(a) | np.isfinite(b), b - factor * a, 0), axis=1
+            )
+        size = abs(factor) * np.linalg.norm(np.where(np.isfinite(a), a, 0), axis=1)
+        usual = np.maximum(size, np.sqrt(np.mean(size**2)))
+        found.append(np.divide(far, usual, out=np.where(far > 0, np.inf, 0.0), where=usual > 0))
+    return np.max(found, axis=0)
+
+
+def usual_factor(pairs: Pairs) -> float:
+    """Returns the median over examples of the second array divided by the first."""
+    a, b = (np.concatenate([dense(p[i]).reshape(len(p[i]), -1) for p in pairs], 1) for i in (0, 1))
+    squares = np.sum(a * a, axis=1)
+    used = squares > 0
+    return float(np.median(np.sum(a * b, axis=1)[used] / squares[used])) if used.any() else 0.0
+
+
+def other_modes(context: Context) -> Iterator[Finding]:
+    """Finds layers that only some shards compute in evaluation mode."""
+    trace, kinds = context.trace, context.trace.kinds
+    modal = [
+        str(layer.get("name"))
+        for layer in trace.about.layers
+        if is_random(layer) or any(kinds.get(n) == STATISTIC for n in layer.get("weights", ()))
+    ]
+    modes = {shard: trace.in_evaluation(context.position, shard) for shard in context.shards}
+    names = [n for n in modal if 0 < sum(n in off for off in modes.values()) < len(modes)]
+    if names:
+        shards = [shard for shard, off in modes.items() if not off.isdisjoint(names)]
+        text = (
+            f"{len(names)} layers ({first_names(names)}) are in evaluation mode on these replicas,"
+            " and in training mode on others"
+        )
+        yield context.found("inference_mode", text, stage="forward", items=shards)
+
+
+def other_dtypes(context: Context) -> Iterator[Finding]:
+    """Finds shards whose layers compute in another dtype than those of the first."""
+    first, *others = [context.trace.computed_in(shard) for shard in context.shards]
+    odd = [shard for shard, dtype in enumerate(others, start=1) if dtype != first]
+    if odd:
+        text = f"layers compute in {others[odd[0] - 1]} on these replicas, and in {first} on others"
+        yield context.found("reduced_precision", text, stage="forward", items=odd)

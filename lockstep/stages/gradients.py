@@ -31,7 +31,6 @@ from lockstep.stages.clipping import (
     other_limits,
     summed_after_clipping,
 )
-from lockstep.stages.other_updates import is_left_out
 from lockstep.stages.reduce import (
     applied_without_sum,
     check_all_reduce,
@@ -39,6 +38,7 @@ from lockstep.stages.reduce import (
     own_gradients,
     unequal_sums,
 )
+from lockstep.stages.rules import is_left_out
 from lockstep.step import given_of
 
 # Causes of a factor of what is sent, which the sum may take back.

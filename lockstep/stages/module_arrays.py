@@ -9,7 +9,7 @@ from lockstep.context import Context
 from lockstep.data.trace import Mesh
 from lockstep.explain.pairing import Located, Part
 from lockstep.numeric.arrays import dense
-from lockstep.stages.other_forward import rows_apart
+from lockstep.stages.forward import rows_apart
 
 _BLOCKS = (1, 2, 3, 4, 6, 8)  # Of a dimension, each of which is split.
 

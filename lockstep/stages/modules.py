@@ -16,8 +16,8 @@ from lockstep.explain.axes import sizes_of_axes
 from lockstep.explain.pairing import Located, located_examples
 from lockstep.numeric.arrays import EPS, MARGIN, TINY, UNITS, dense, norm
 from lockstep.reference import StepPair
+from lockstep.stages.forward import usual_factor
 from lockstep.stages.module_arrays import Event, ModuleArrays, Rows, apart, events_of
-from lockstep.stages.other_forward import usual_factor
 
 _UNKNOWN = {"unexplained", "other_outputs", "other_loss", "other_statistics", "scaled_gradient"}
 _STAGES = ("forward", "loss", "gradients", "statistics")

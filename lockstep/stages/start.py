@@ -2,12 +2,28 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
+import numpy as np
+
 from lockstep.answer.text import count
 from lockstep.answer.verdict import Finding
 from lockstep.context import Context
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
 from lockstep.explain.random_layers import draws
-from lockstep.numeric.arrays import Named, all_same_bits, farthest, is_far, norm, same_bits
+from lockstep.numeric.arrays import (
+    Named,
+    all_same_bits,
+    distance,
+    farthest,
+    is_far,
+    norm,
+    same_bits,
+)
+from lockstep.reference import StepPair
+
+_LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
+_OTHER_SPREAD = 0.2  # Larger than random deviations for that number.
+_DRIFT = 1e-4  # Relative; of states after some steps from equal weights.
+Why = tuple[str, str]  # Cause and text.
 
 
 def check_start(context: Context) -> Iterator[Finding]:
@@ -199,3 +215,96 @@ def _differing_copies(
             yield context.found(
                 "diverged_replicas", text, kind=kind, items=copies, tensors=(name,), distance=apart
             )
+
+
+def compare_starts(pair: StepPair) -> Iterator[Finding]:
+    """Compares weights and statistics before a step; later states may differ by rounding."""
+    second = pair.second
+    second.mark_checked()
+    is_first = pair.first.number == min({*pair.first.trace.steps} & {*second.trace.steps})
+    if is_first:
+        yield from _not_restored(pair)
+        yield from _replaced(pair)
+    if not (apart := pair.start_distances):
+        return
+    far = max(apart.values())
+    if second.trace.about.replayed:
+        text = "the step was to start from the state of the first recording, and does not"
+        yield second.found("not_replayed", text, distance=far)
+    elif is_first:
+        why = _why_start(*pair.states("before"), list(apart))
+        yield second.found(*why, tensors=apart, distance=far)
+
+
+def _not_restored(pair: StepPair) -> Iterator[Finding]:
+    """Finds optimizer state that a training lacks that starts from the weights of the first."""
+    first, second = pair.first, pair.second
+    kind = "replaced" if second.has("replaced") else "before"
+    rules = [step.trace.about.optimizer.get("class") for step in (first, second)]
+    weights = pair.states("before", kind)
+    if rules[0] != rules[1] or not weights[0]:
+        return
+    if _unlike(pair, *weights):
+        return
+    given, own = first.named("before")[0], second.named(kind)[0]
+    num_arrays, lost = 0, list[str]()  # The latter: names of the weights.
+    for weight, slots in first.trace.slots.items():
+        keys = second.trace.slots.get(pair.in_second(weight), {})
+        for slot, key in slots.items() if weight else ():
+            num_arrays += key in given
+            if norm(given.get(key, 0.0)) and not norm(own.get(keys.get(slot, ""), 0.0)):
+                lost.append(weight)
+    if lost:
+        text = (
+            f"{len(lost)} of {num_arrays} arrays of optimizer state are 0 or missing before the"
+            " first step, which starts from the weights of the first recording"
+        )
+        yield second.found("not_restored", text, tensors=dict.fromkeys(lost))
+
+
+def _unlike(pair: StepPair, first: Named, second: Named) -> list[str]:
+    """Returns the variables that differ by more than the rounding of steps before the recording."""
+    allowed = max(_DRIFT, pair.tolerance.usual)
+    return [n for n, a in first.items() if distance(second[n], a) > allowed * norm(a)]
+
+
+def _replaced(pair: StepPair) -> Iterator[Finding]:
+    """Finds other initial weights that replay= has replaced: a training without it differs."""
+    frameworks = {step.trace.about.framework for step, _ in pair.both}
+    if pair.second.number or len(frameworks) > 1 or not pair.second.has("replaced"):
+        return
+    first, second = pair.states("before", "replaced")
+    if unlike := _unlike(pair, first, second):
+        cause, text = _why_start(first, second, unlike)
+        text += ", before replay= replaced them"
+        yield pair.second.found(cause, text, kind="before", tensors=unlike)
+
+
+def replaced_start(pair: StepPair) -> str:
+    """Returns a sentence if replay= has replaced the initial weights of another framework."""
+    frameworks = {step.trace.about.framework for step, _ in pair.both}
+    if pair.second.number or len(frameworks) == 1 or not pair.second.has("replaced"):
+        return ""
+    first, second = pair.states("before", "replaced")
+    if not (unlike := _unlike(pair, first, second)):
+        return ""
+    return (
+        f"{len(unlike)} of {len(first)} variables started from other values than in the first"
+        " recording, before replay= replaced them"
+    )
+
+
+def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:
+    """Returns the cause of different initial values."""
+    for name in names:
+        a, b = float(np.std(first[name])), float(np.std(second[name]))
+        if np.size(first[name]) >= _LARGE and abs(b - a) > _OTHER_SPREAD * max(a, b):
+            return "other_initialiser", (
+                f"the initial values of {len(names)} of {len(first)} variables come from another"
+                f" distribution: {name} has standard deviation {a:.4g} in the first recording and"
+                f" {b:.4g} in the second"
+            )
+    text = f"{len(names)} of {len(first)} variables have other initial values"
+    if all(not norm(first[name]) or not norm(second[name]) for name in names):
+        return "other_initialiser", f"{text}: zero in one recording"
+    return "other_initial_weights", text

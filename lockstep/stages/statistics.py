@@ -1,38 +1,46 @@
 """Checks moving statistics and seeds after the step."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from lockstep.answer.text import first_names
-from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
+from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import SEED, STATISTIC
 from lockstep.explain.hypothesis import explain
-from lockstep.explain.random_layers import is_random
 from lockstep.numeric.arrays import (
+    EPS,
     MARGIN,
     TINY,
     Array,
     Named,
     dense,
+    distance,
+    factor_of,
     farthest,
     fitted,
     is_far,
     is_within,
     length,
     norm,
+    ratio,
     same_bits,
     sum_bound,
 )
+from lockstep.reference import StepPair
+from lockstep.stages.forward import other_dtypes, other_modes
+
+_CLOSE = 1e-4
+_OTHER_SHARE = 1e-3  # Momentum settings are short numbers.
 
 
 def check_statistics(context: Context) -> Iterator[Finding]:
     """Checks moving statistics and seeds of each shard, and their averages."""
-    yield from _other_modes(context)
-    yield from _other_dtypes(context)
+    yield from other_modes(context)
+    yield from other_dtypes(context)
     names = context.of_kind(STATISTIC, SEED)
     if not names or not context.has("after"):
         return
@@ -47,34 +55,6 @@ def check_statistics(context: Context) -> Iterator[Finding]:
     if context.has("own_after"):
         context.mark_checked()
         yield from _averages(context)
-
-
-def _other_modes(context: Context) -> Iterator[Finding]:
-    """Finds layers that only some shards compute in evaluation mode."""
-    trace, kinds = context.trace, context.trace.kinds
-    modal = [
-        str(layer.get("name"))
-        for layer in trace.about.layers
-        if is_random(layer) or any(kinds.get(n) == STATISTIC for n in layer.get("weights", ()))
-    ]
-    modes = {shard: trace.in_evaluation(context.position, shard) for shard in context.shards}
-    names = [n for n in modal if 0 < sum(n in off for off in modes.values()) < len(modes)]
-    if names:
-        shards = [shard for shard, off in modes.items() if not off.isdisjoint(names)]
-        text = (
-            f"{len(names)} layers ({first_names(names)}) are in evaluation mode on these replicas,"
-            " and in training mode on others"
-        )
-        yield context.found("inference_mode", text, stage="forward", items=shards)
-
-
-def _other_dtypes(context: Context) -> Iterator[Finding]:
-    """Finds shards whose layers compute in another dtype than those of the first."""
-    first, *others = [context.trace.computed_in(shard) for shard in context.shards]
-    odd = [shard for shard, dtype in enumerate(others, start=1) if dtype != first]
-    if odd:
-        text = f"layers compute in {others[odd[0] - 1]} on these replicas, and in {first} on others"
-        yield context.found("reduced_precision", text, stage="forward", items=odd)
 
 
 def _local(context: Context) -> Iterator[Finding]:
@@ -258,3 +238,146 @@ def _why_average(
         shown = ", ".join(f"{weight:.3g}" for weight in factors)
         return "weighted_average", f"moving statistics are averaged with the weights {shown}"
     return "unexplained", "moving statistics are not the mean over the replicas"
+
+
+def compare_statistics(pair: StepPair) -> Iterator[Finding]:
+    """Compares the statistics after a step that starts from equal ones."""
+    before, (first, second) = pair.states("before")[0], pair.states("after")
+    names = [n for n in pair.first.of_kind(STATISTIC) if n in before and n in second]
+    names = [name for name in names if before[name].dtype.kind == "f"]
+    if not (names and pair.computes_the_same):
+        return
+    pair.second.mark_checked()
+    changes = [{n: dense(after[n]) - dense(before[n]) for n in names} for after in (first, second)]
+    far = {n: ratio(distance(changes[1][n], changes[0][n]), norm(changes[0][n])) for n in names}
+    for finding in _why_statistics(pair, before, *changes):
+        apart = max(far[name] for name in finding.tensors)
+        yield dataclasses.replace(finding, distance=apart, allowed=pair.tolerance.of_batch)
+
+
+def _why_statistics(
+    pair: StepPair, before: Named, first: Named, second: Named
+) -> Iterator[Finding]:
+    """Explains different changes of statistics.
+
+    Args:
+        pair: the step.
+        before: the statistics before it.
+        first, second: the changes of all statistics in both traces.
+    """
+    found, allowed = pair.second.found, max(pair.tolerance.of_batch, _CLOSE)
+    others: dict[str, tuple[float, float]] = {}  # Different shares of a batch in the average.
+    batches: dict[str, tuple[Array, Array, float]] = {}  # Of both; difference by rounding.
+    for name, own in first.items():
+        other, old = second[name], dense(before[name])
+        shares = _share(pair.first, name), _share(pair.second, pair.in_second(name))
+        if not all(shares):
+            shares = 1.0, 1.0
+        rounding = MARGIN * EPS * (norm(old) + max(norm(own), norm(other))) + TINY
+        if abs(shares[1] - shares[0]) > _OTHER_SHARE * shares[0] and norm(other - own) > rounding:
+            others[name] = shares
+        batches[name] = old + own / shares[0], old + other / shares[1], rounding / min(shares)
+    if others:
+        shares = next(iter(others.values()))
+        text = (
+            f"{shares[0]:.4g} of each batch is added to the moving statistics in the first"
+            f" recording, and {shares[1]:.4g} in the second"
+        )
+        yield found("other_batch_norm_momentum", text, tensors=others)
+    left = [n for n, (a, b, by) in batches.items() if distance(b, a) > allowed * norm(a) + by]
+    means = {_layer_of(name) for name in left if not _is_variance(name)}
+    # If the mean of a layer differs, its batch differs.
+    variances = [n for n in left if _is_variance(n) and _layer_of(n) not in means]
+    if text := _unbiased(pair, [batches[name] for name in variances]):
+        frameworks = {step.trace.about.framework for step, _ in pair.both}
+        # Each framework has its own form.
+        status = BY_DESIGN if len(frameworks) > 1 else FAULT
+        yield found("unbiased_variance", text, tensors=variances, status=status)
+        left = [name for name in left if name not in variances]
+    if not left:
+        return
+    scale = factor_of([second[n] for n in left], [first[n] for n in left])
+    scaled = {name: scale * first[name] for name in left}
+    is_scaled = abs(scale - 1) > _OTHER_SHARE and not any(
+        is_far(second[name], change, _CLOSE) for name, change in scaled.items()
+    )
+    if is_scaled and not others:
+        text = f"each statistic changes {scale:.4g} times as much as in the first recording"
+        yield found("other_batch_norm_momentum", text, tensors=left)
+        return
+    of_norm = [name for name in left if _is_of_norm(pair.first, name)]
+    for step, which in pair.both if of_norm == left and not pair.has_same_shards else ():
+        names, after = step.of_kind(STATISTIC), step.named("after")
+        if any(not same_bits(after[0][n], other[n]) for other in after[1:] for n in names):
+            text = f"each replica of the {which} recording has the statistics of its own examples"
+            is_fault = _normalises_all(pair, left)
+            if is_fault:
+                text += ", and gradients are those of layers that normalise the whole batch"
+            status = FAULT if is_fault else NOT_COMPARED
+            yield found("local_statistics", text, tensors=left, status=status)
+            return
+    text = f"{len(left)} moving statistics differ"
+    yield pair.explained(found("other_statistics", text, tensors=left))
+
+
+def _normalises_all(pair: StepPair, names: Sequence[str]) -> bool:
+    """Returns whether gradients show that statistics of other replicas are known to each one.
+
+    Of a trace without layers, nothing else tells whether BatchNorm is synchronised.
+    """
+    last = [name.replace("/", ".").split(".")[-1].lower() for name in names]
+    is_norm = all("mean" in name or "var" in name for name in last)
+    is_known = not pair.second.trace.about.layers
+    return bool(is_norm and is_known) and pair.are_gradients_right
+
+
+def _is_of_norm(step: Context, name: str) -> bool:
+    """Returns whether a statistic belongs to a layer that normalises, or to an unknown one."""
+    layers = [layer for layer in step.trace.about.layers if name in layer.get("weights", ())]
+    return is_of_norm(layers[0] if layers else None)
+
+
+def _share(step: Context, name: str) -> float:
+    """Returns the weight with which the statistic of a batch is added; 0 if it is unknown.
+
+    It is 0.1 for a momentum of 0.1 in PyTorch and of 0.9 in Keras.
+    """
+    layers = [layer for layer in step.trace.about.layers if "BatchNorm" in str(layer.get("class"))]
+    own = [layer for layer in layers if name in layer.get("weights", ())]
+    for layer in own or layers:
+        if isinstance(momentum := layer.get("momentum"), float):
+            return max(0.0, 1 - momentum if layer["class"] == "BatchNormalization" else momentum)
+    return 0.0
+
+
+def _is_variance(name: str) -> bool:
+    return "var" in name.replace("/", ".").split(".")[-1].lower()
+
+
+def _layer_of(name: str) -> str:
+    return name.replace("/", ".").rpartition(".")[0]
+
+
+def _unbiased(pair: StepPair, variances: Sequence[tuple[Array, Array, float]]) -> str:
+    """Explains variances by n / (n - 1); n is at least the number of examples.
+
+    Args:
+        pair: the step.
+        variances: variances of a batch in both traces, and the difference that rounding can cause.
+    """
+    times = []
+    for first, second, slack in variances:
+        factor = factor_of([second], [first])
+        allowed = 20 * _CLOSE * norm(second) + slack
+        if not factor > 0 or distance(second, factor * first) > allowed:
+            return ""
+        times.append(max(factor, 1 / factor))
+    smallest = max(2, min(size for step, _ in pair.both for size in step.sizes))
+    if not times or max(times) > smallest / (smallest - 1) * 1.01:
+        return ""
+    first, second, _ = variances[int(np.argmax(times))]
+    return (
+        f"the variance of a batch is up to {max(times):.6g} times as large in the"
+        f" {'second' if norm(second) > norm(first) else 'first'} recording: n / (n - 1), the"
+        " unbiased one"
+    )

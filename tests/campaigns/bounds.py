@@ -13,12 +13,12 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lockstep.comparison import compare_traces, tolerance_of
+from lockstep.comparison import compare_traces
 from lockstep.data.file import load
 from lockstep.data.trace import Trace
 from lockstep.explain.pairing import has_ties
 from lockstep.numeric.arrays import EPS, UNITS, Named, distance, norm
-from lockstep.reference import StepPair, common_steps, match_traces
+from lockstep.reference import StepPair, common_steps, match_traces, tolerance_of
 from lockstep.stages.claim import Claim
 
 from . import check

@@ -1,38 +1,44 @@
-"""Compares what a step does to weights and optimizer state with the same step of another trace.
+"""Compares rules of optimizers, and what a step does to weights and state, with another trace."""
 
-This needs no rule of the optimizer: equal weights, state and gradients change equally.
-"""
-
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lockstep.answer.causes import DETAILS
-from lockstep.answer.verdict import Finding
+from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
+from lockstep.context import Context
 from lockstep.numeric.arrays import (
     EPS,
     MARGIN,
     TINY,
     UNITS,
+    are_finite,
     dense,
     distance,
     factor_of,
     norm,
     plain,
+    relative_norm,
     same_bits,
     unit_of,
 )
-from lockstep.oracles.rules import COUNTERS, detail_of
+from lockstep.oracles.rules import COUNTERS, Rule, RuleOracle, detail_of
 from lockstep.reference import SAME_START, StepPair
-from lockstep.stages.other_updates import compare_rules, settings_of, text_of
+
+_NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
+_OF_FRAMEWORKS = ("epsilon_placement", "squares")
+_FORMS = ("amsgrad", "maximize")  # Settings that make another rule.
+_CLOSE = 1e-4
+
 
 _NEAR = 1e-4  # Least relative difference of the elements of gradients whose changes are compared.
 _SENSITIVE = 10  # Times this difference, changes are those of other settings.
 _FEW, _MOST = 0.1, 0.5  # Parts of the elements: signs of few may differ by rounding.
 _LEAST = 16  # Elements that tell the dtype in which they were kept.
 # Settings that choose an implementation, or that only a scheduler uses.
-_NO_EFFECT = {"weights", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
+_IMPLEMENTATIONS = {"weights", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
 
 
 class _Change(NamedTuple):
@@ -182,7 +188,7 @@ def _why(
         text = f"the optimizer counts {counted[0][1]:g} updates in this step, not 1"
         return "updated_twice", text
     settings = settings_of(pair.first, first), settings_of(pair.second, second)
-    for name in sorted((settings[0].keys() & settings[1].keys()) - _NO_EFFECT):
+    for name in sorted((settings[0].keys() & settings[1].keys()) - _IMPLEMENTATIONS):
         if settings[0][name] != settings[1][name]:
             cause = detail_of(name) if detail_of(name) in DETAILS else "other_optimizer"
             return cause, text_of(name, settings[0][name], settings[1][name])
@@ -202,3 +208,131 @@ def _why(
         f"{len({x.weight for x in wrong})} weights or their optimizer state change differently from"
         " equal states and gradients"
     )
+
+
+def compare_rules(pair: StepPair) -> Iterator[Finding]:
+    """Finds different optimizer settings that change the update of this step.
+
+    Each setting of the first trace's rule replaces that of the second, and the second trace's step
+    is recomputed.
+    """
+    rules, found = pair.rules(), pair.second.found
+    if not rules:
+        yield from _other_settings(pair)
+        return
+    if not are_finite(pair.second.applied(0)):
+        return
+    pair.second.mark_checked()
+    families = {(a.family, b.family) for a, b in rules.values()}
+    if any(x != y for x, y in families):
+        first, second = ("/".join(sorted({each[i] for each in families})) for i in (0, 1))
+        text = f"{first} in the first recording, {second} in the second"
+        yield found("other_optimizer", text)
+        return
+    settings = [field.name for field in dataclasses.fields(Rule)]
+    if any(
+        each.detail == "regularisation_in_the_loss" and each.status == BY_DESIGN
+        for each in pair.findings
+    ):
+        settings = [name for name in settings if name not in ("weight_decay", "decay_placement")]
+    for setting in settings:
+        values = {(getattr(a, setting), getattr(b, setting)) for a, b in rules.values()}
+        different = sorted(((x, y) for x, y in values if x != y), key=str)
+        if different and setting == "velocity":
+            yield from _velocity(pair, rules)
+        elif different and (effect := _effect(pair, rules, setting)) > _NO_EFFECT:
+            yield found(
+                detail_of(setting), text_of(setting, *different[0]),
+                # Each framework has its own form of these, without a setting.
+                status=BY_DESIGN if setting in _OF_FRAMEWORKS else FAULT, distance=effect,
+            )  # fmt: skip
+
+
+def _other_settings(pair: StepPair) -> Iterator[Finding]:
+    """Compares the settings of optimizers whose updates cannot be computed.
+
+    Classes alone are not compared: wrappers of an optimizer have its settings and another class.
+    """
+    if pair.first.trace.about.framework != pair.second.trace.about.framework:
+        return
+    found: dict[str, str] = {}  # Cause → text.
+    for names in pair.matching.pairs:
+        first = settings_of(pair.first, names.first)
+        second = settings_of(pair.second, names.second)
+        if not (first and second):
+            continue
+        pair.second.mark_checked()
+        for setting in (*_FORMS, *(field.name for field in dataclasses.fields(Rule))):
+            a, b = first.get(setting), second.get(setting)
+            if setting in _FORMS:
+                a, b = bool(a), bool(b)
+            if a is None or b is None or _are_equal(a, b):
+                continue
+            cause = "other_optimizer" if setting in _FORMS else detail_of(setting)
+            found.setdefault(cause, text_of(setting, a, b))
+    for cause, text in found.items():
+        yield pair.second.found(cause, text)
+
+
+def settings_of(step: Context, weight: str) -> Mapping[str, Any]:
+    """Returns the recorded settings with which a weight is updated; empty if unknown."""
+    settings = step.trace.about.settings
+    groups = settings[step.position] if settings else ()
+    return next((group for group in groups if weight in group.get("weights", (weight,))), {})
+
+
+def is_left_out(pair: StepPair, weight: str) -> bool:
+    """Returns whether the optimizer of the first trace has a weight, and that of the second not."""
+    has_settings = all(step.trace.about.settings for step, _ in pair.both)
+    second = settings_of(pair.second, pair.in_second(weight))
+    return has_settings and bool(settings_of(pair.first, weight)) and not second
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, float) or isinstance(second, float):
+        return abs(second - first) <= _NO_EFFECT * abs(first)
+    return bool(first == second)
+
+
+def text_of(setting: str, first: Any, second: Any) -> str:
+    """Returns the values of a setting in both recordings, in words."""
+    shown = [f"{v:g}" if isinstance(v, float) else str(v) for v in (first, second)]
+    noun = setting.replace("_", " ")
+    text = f"{noun} {shown[0]} in the first recording, {shown[1]} in the second"
+    if setting == "learning_rate" and first:
+        text += f": {second / first:.6g} times as large"
+    return text
+
+
+def _effect(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]], setting: str) -> float:
+    """Returns how much a setting of the first trace changes an update, relative to its change."""
+    if setting == "momentum" and not all(a.momentum and b.momentum for a, b in rules.values()):
+        return 1.0  # It affects the next steps, even if there is no state before this one.
+    before, applied = pair.second.named("before")[0], pair.second.applied(0)
+    oracle = pair.second.updater
+    assert isinstance(oracle, RuleOracle)
+    others = {
+        pair.in_second(name): dataclasses.replace(b, **{setting: getattr(a, setting)})
+        for name, (a, b) in rules.items()
+    }
+    changes = []
+    for each in (oracle.with_rules(others), oracle):
+        after = each.update(before, applied)
+        names = [*others, *oracle.tracks]
+        changes.append({n: dense(after[n]) - dense(before.get(n, 0)) for n in names})
+    of_weights = [{name: change[name] for name in others} for change in changes]
+    # With momentum, some settings affect the next steps alone, through the state.
+    return max(relative_norm(*of_weights), relative_norm(*changes))
+
+
+def _velocity(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]]) -> Iterator[Finding]:
+    """Reports different forms of momentum, if the learning rate has changed."""
+    settings = pair.second.trace.about.settings
+    rates = {group.get("learning_rate") for groups in settings for group in groups}
+    first, second = next(iter(rules.values()))
+    if len(rates) > 1 and first.momentum:
+        text = (
+            f"the velocity is a sum {first.velocity} in the first recording and {second.velocity}"
+            " in the second, and the learning rate changes"
+        )
+        yield pair.second.found("learning_rate_in_velocity", text, status=BY_DESIGN)
