@@ -15,7 +15,7 @@ from lockstep.comparison import compare_traces, not_trained, verify_against, ver
 from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT, About, Trace, Variable
 from lockstep.numeric.tolerance import Tolerance
 from lockstep.reference import of_pair, tolerance_of
-from lockstep.stages.examples import other_examples
+from lockstep.stages import start
 from script_samples import WEIGHTS, Script, adam, batch_of, examples, mean_of, sgd, split_evenly
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
@@ -944,7 +944,7 @@ def test_a_finding_names_steps_replicas_and_weights(tolerance, name):
 
 
 def test_initial_values_of_another_spread_have_another_initialiser(one, monkeypatch):
-    monkeypatch.setattr(other_examples, "_LARGE", 36)  # The kernel has fewer than 100 values.
+    monkeypatch.setattr(start, "_LARGE", 36)  # The kernel has fewer than 100 values.
     for scale, cause in ((0.1, "other_initial_weights"), (0.2, "other_initialiser")):
         second = Script(seed=1, initial_scale=scale)
         assert shown(compared(one, second)) == [f"start: {cause}"]
