@@ -55,6 +55,29 @@ def records_nothing():
     pass
 
 
+def records_a_part():
+    path = pathlib.Path(json.loads(os.environ["LOCKSTEP_RECORD"])["path"])
+    path.write_bytes(b"PK")
+
+
+def normalised_by_each_replica():
+    record(replicas=2, local_norm=True)
+
+
+def run_by_part():
+    """A reference that records once more for the parts of the batch of a recorded variant."""
+    given = json.loads(os.environ["LOCKSTEP_RECORD"])
+    assert given.get("shards") in (None, "each")
+    assert ("variant1-a" in (given["replay"] or "")) == ("shards" in given)
+    record()
+
+
+def run_by_part_in_vain():
+    if "shards" in json.loads(os.environ["LOCKSTEP_RECORD"]):
+        raise ValueError("shards='each': the model returns the loss")
+    record()
+
+
 def test_the_same_training_passes():
     code = "import test_same_training as t; t.two()"
     command = [
@@ -118,8 +141,10 @@ def test_a_fault_that_a_second_run_does_not_have_is_told():
 @pytest.mark.parametrize(
     "training, told",
     [
-        (fails, "a: the training ended with exit code 1 in process 0"),
-        (records_nothing, "a: the training recorded nothing that can be read"),
+        (fails, r"a: the training ended with exit code 1\n(.*\n)+RuntimeError: no such device"),
+        ((fails, 2), "a: the training ended with exit code 1 in process [01]"),
+        (records_nothing, "a: the training recorded nothing; put its steps into `with lockstep"),
+        (records_a_part, r"a: the training recorded nothing that can be read \(.*damaged"),
         (f"{sys.executable} -c 'print(5); raise SystemExit(3)'", "ended with exit code 3"),
         ("no-such-command --x", "could not be started: no-such-command --x"),
     ],
@@ -161,6 +186,24 @@ def test_any_text_is_a_name():
     assert [*verdicts] == names and all(verdict.ok for verdict in verdicts.values())
 
 
+@pytest.mark.parametrize(
+    "reference, note",
+    [
+        (run_by_part, "the reference was run once for each replica's part of the batch"),
+        (
+            run_by_part_in_vain,
+            "the reference could not be run once for each replica's part of the batch: ValueError:"
+            " shards='each': the model returns the loss",
+        ),
+        (one, None),
+    ],
+)
+def test_the_reference_is_run_by_part_where_layers_compute_per_replica(reference, note):
+    variant = normalised_by_each_replica if note else two
+    verdicts = lockstep.assert_same_training(reference, {"a": variant}, steps=1, tolerance=1e-4)
+    assert (note in verdicts["a"].notes) if note else verdicts["a"].notes == ()
+
+
 def records_once():
     """Records once; the folder is one for each test."""
     folder = pathlib.Path(json.loads(os.environ["LOCKSTEP_RECORD"])["path"]).parent
@@ -170,7 +213,7 @@ def records_once():
 
 
 def test_the_recording_of_the_first_run_is_not_that_of_the_second():
-    with pytest.raises(AssertionError, match="a: the training recorded nothing"):
+    with pytest.raises(AssertionError, match="a, second run: the training recorded nothing"):
         lockstep.assert_same_training(one, {"a": records_once}, tolerance=1e-4)
 
 
