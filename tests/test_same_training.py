@@ -237,3 +237,25 @@ def test_a_small_gpt_in_five_layouts_is_the_training_of_one_process():
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not interpreter("torch"), reason="needs torch")
+def test_a_fault_behind_layers_that_compute_per_replica_is_found(tmp_path):
+    script = ROOT / "tests" / "recorder_scripts" / "torch_per_replica.py"
+    two = f"torchrun --nproc_per_node=2 {script}"
+    done = subprocess.run(
+        [interpreter("torch"), "-m", "lockstep", "run", "--json", "--tolerance=1e-5",
+         f"--reference=python {script}", f"--variant=right={two}", f"--variant=wrong={two} wrong"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 9, done.stderr[-3000:]
+    trainings = json.loads(done.stdout)["trainings"]
+    (right,) = trainings["right"]["findings"]  # The moving statistics alone.
+    assert (right["status"], right["stage"]) == ("by design", "statistics")
+    wrong = trainings["wrong"]["findings"][0]
+    assert (wrong["detail"], wrong["stage"]) == ("scaled_gradient", "loss")
+    assert wrong["items"] == ["replica 1"] and "count 1, 1.01 times" in wrong["text"]
+    note = "the reference was run once for each replica's part of the batch"
+    assert all(note in training["notes"] for training in trainings.values())
