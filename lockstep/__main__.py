@@ -110,9 +110,9 @@ def _named(variants: Sequence[tuple[str, str]]) -> dict[str, str]:
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """Raises SystemExit when this process is to be ended, so that it ends its trainings first."""
-    numbers = signal.SIGTERM, signal.SIGHUP
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    for number in before:
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
         yield

@@ -200,7 +200,7 @@ def _wait(processes: Sequence[_Process], timeout_sec: float, on_wait: Callable[[
         if None not in codes:
             return ""
         if time.monotonic() > end:
-            return f"did not end within {timeout_sec:g} s"
+            return f"did not end within {timeout_sec:g} s; let it train for few steps"
         on_wait()
         time.sleep(_POLL_SEC)
 

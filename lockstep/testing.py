@@ -6,7 +6,9 @@
         )
 
 `python -m lockstep run` does the same from a terminal. In the script, the training steps are in
-`with lockstep.record(model, optimizer):`. The training runs to its end: give it few steps.
+`with lockstep.record(model, optimizer):`. The training runs to its end: give it few steps. Where
+layers such as BatchNorm or dropout compute for each replica, a reference in PyTorch is run again,
+once for each replica's part of the batch.
 """
 
 import json
@@ -39,8 +41,6 @@ def assert_same_training(
     A command is run without a shell. A function must be importable; its processes have the
     variables that `torchrun` sets, so that `dist.init_process_group("gloo")` needs no argument. A
     variant with a fault is run a second time, which tells a bug from a race or broken hardware.
-    Where layers such as BatchNorm or dropout compute for each replica, a reference in PyTorch is
-    run again, once for each replica's part of the batch.
 
     Args:
         reference: the training on one device.
@@ -49,11 +49,9 @@ def assert_same_training(
         names: name of a weight in the variants → its name in the reference, if they do not match.
         tolerance: relative difference of gradients to allow; None to compute it from a second run
             of the reference with permuted examples.
-        modules: whether recorders of PyTorch record all modules, so that the first wrong one is
-            named; or a pattern of their names, such as "layers.*.attention".
+        modules: whether recorders of PyTorch record all modules; or a pattern of their names.
         timeout_sec: time limit of each run.
-        json_path: file for the verdicts, whether right or wrong, as docs/for_agents.md describes;
-            after a training that failed, there is none.
+        json_path: file for the verdicts; after a training that failed, there is none.
 
     Returns:
         Name of the variant → its verdict.

@@ -29,7 +29,7 @@ VARIABLE = "LOCKSTEP_RECORD"  # Read by the recorders.
 REFERENCE = "reference"
 _NOT_COMPARED = "not compared"  # Status of gradients of layers that mix or draw for each replica.
 _OF_REPLICAS = {"local_statistics", "random_layers"}  # The same as differences by design.
-_BY_PART = "the reference was run once for each replica's part of the batch"
+_BY_PART = "once for each replica's part of the batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,28 +57,30 @@ class Settings:
     keep: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        self.numbers  # noqa: B018 (it raises ValueError)
+        _numbers(self.steps)
         if self.tolerance is not None and not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance: {self.tolerance!r} is not at least 0 and less than 1")
         if not self.timeout_sec > 0:
             raise ValueError(f"timeout_sec: {self.timeout_sec!r} is not a positive number")
 
-    @property
-    def numbers(self) -> list[int]:
-        """The numbers of the steps to record."""
-        try:
-            given = range(operator.index(self.steps))  # type: ignore[arg-type]
-        except TypeError:
-            given = self.steps  # type: ignore[assignment]
-        try:
-            wanted = [operator.index(step) for step in given]
-        except TypeError:
-            wanted = []
-        if not wanted or wanted != sorted({*wanted}) or wanted[0] < 0:
-            raise ValueError(
-                f"steps: {self.steps!r} are no whole numbers from 0 in ascending order"
-            )
-        return wanted
+
+def _numbers(steps: int | Sequence[int]) -> list[int]:
+    """Returns the numbers of the steps to record.
+
+    Raises:
+        ValueError: they are not whole numbers from 0 in ascending order.
+    """
+    try:
+        given = range(operator.index(steps))  # type: ignore[arg-type]
+    except TypeError:
+        given = steps  # type: ignore[assignment]
+    try:
+        wanted = [operator.index(step) for step in given]
+    except TypeError:
+        wanted = []
+    if not wanted or wanted != sorted({*wanted}) or wanted[0] < 0:
+        raise ValueError(f"steps: {steps!r} are no whole numbers from 0 in ascending order")
+    return wanted
 
 
 def verify_trainings(
@@ -98,7 +100,6 @@ def verify_trainings(
     """
     for name, training in {REFERENCE: reference, **variants}.items():
         require_training(name, training)
-    for name, training in {REFERENCE: reference, **variants}.items():
         require_program(name, training)
     with _folder(settings.keep) as folder:
         session = _Session(folder, settings, reference)
@@ -135,15 +136,14 @@ class _Session:
 
     def __init__(self, folder: pathlib.Path, settings: Settings, reference: Training) -> None:
         self._folder, self._settings, self._reference = folder, settings, reference
-        self._files: list[
-            str
-        ] = []  # Recordings of the reference: as it is, with permuted examples.
-        self._framework = ""
+        self._files: list[str] = []  # Of the reference: as it is, and with permuted examples.
+        self._can_run_by_part = False
 
     def record_reference(self) -> None:
         """Records the reference, and without a given tolerance also with permuted examples."""
         one = self._record(REFERENCE, self._reference, "reference")
-        self._files, self._framework = [one], load(one).about.framework
+        about, self._files = load(one).about, [one]
+        self._can_run_by_part = about.framework == "torch" and about.num_replicas == 1
         if self._settings.tolerance is None:
             title, given = f"{REFERENCE}, examples permuted", {"replay": one, "permute": 1}
             self._files.append(self._record(title, self._reference, "permuted", **given))
@@ -152,7 +152,7 @@ class _Session:
         """Records a variant and returns its verdict."""
         path = self._record(name, training, file, replay=self._files[0])
         verdict = self._compared(name, [*self._files, path])
-        if self._framework == "torch" and _computes_per_replica(verdict):
+        if self._can_run_by_part and _computes_per_replica(verdict):
             return self._by_part(name, verdict, path, f"{file}-reference")
         return verdict
 
@@ -184,10 +184,10 @@ class _Session:
             why = one_line(lines[-1] if lines else error)
         else:
             if not _computes_per_replica(second, ["gradients"]):
-                notes = *second.notes, _BY_PART
+                notes = *second.notes, f"the reference was run {_BY_PART}"
                 return dataclasses.replace(second, notes=notes)
             why = "its parts do not have the examples and random numbers of the replicas"
-        note = f"{_BY_PART.replace('was', 'could not be')}: {why}"
+        note = f"the reference could not be run {_BY_PART}: {why}"
         return dataclasses.replace(verdict, notes=(*verdict.notes, note))
 
     def _record(self, title: str, training: Training, file: str, **given: Any) -> str:
@@ -199,7 +199,7 @@ class _Session:
         settings, path = self._settings, self._folder / f"{file}.npz"
         for old in (path, *self._folder.glob(f"{file}.rank*.npz")):
             old.unlink(missing_ok=True)
-        steps = {"path": str(path), "steps": settings.numbers, "modules": settings.modules}
+        steps = {"path": str(path), "steps": _numbers(settings.steps), "modules": settings.modules}
         options = json.dumps({**steps, "replay": None, "permute": None, **given})
         with _Progress(f"{title}: running", "recorded") as progress:
             try:
@@ -267,7 +267,8 @@ class _Progress:
             columns = shutil.get_terminal_size().columns - 1
             text = text if len(text) <= columns else f"…{text[1 - columns :]}"
             self._width, text = len(text), f"\r{text:<{self._width}}"
-        print(text, end=end, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # Whatever reads it may have ended.
+            print(text, end=end, file=sys.stderr, flush=True)
 
     def __enter__(self) -> "_Progress":
         if self._is_terminal:

@@ -213,7 +213,7 @@ REPORT = "print(chr(10).join(map(str, range(20)))); print(sys.argv[1]); print('x
         ),
         (
             [sys.executable, "-c", "import time; print('at 3 %'); time.sleep(99)"],
-            ["did not end within 1.5 s: ", "\nat 3 %\n"],
+            ["did not end within 1.5 s; let it train for few steps: ", "\nat 3 %\n"],
         ),
     ],
 )  # fmt: skip
