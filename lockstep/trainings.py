@@ -152,7 +152,7 @@ class _Session:
         """Records a variant and returns its verdict."""
         path = self._record(name, training, file, replay=self._files[0])
         verdict = self._compared(name, [*self._files, path])
-        if self._can_run_by_part and _computes_per_replica(verdict):
+        if self._can_run_by_part and computes_per_replica(verdict):
             return self._by_part(name, verdict, path, f"{file}-reference")
         return verdict
 
@@ -183,7 +183,7 @@ class _Session:
             lines = (getattr(error, "tail", "") or str(error)).splitlines()
             why = one_line(lines[-1] if lines else error)
         else:
-            if not _computes_per_replica(second, ["gradients"]):
+            if not computes_per_replica(second, ["gradients"]):
                 notes = *second.notes, f"the reference was run {_BY_PART}"
                 return dataclasses.replace(second, notes=notes)
             why = "its parts do not have the examples and random numbers of the replicas"
@@ -220,7 +220,7 @@ class _Session:
         return str(path)
 
 
-def _computes_per_replica(verdict: Verdict, stages: Collection[str] = STAGES) -> bool:
+def computes_per_replica(verdict: Verdict, stages: Collection[str] = STAGES) -> bool:
     """Returns whether layers that mix or draw for each replica hide a part of the training.
 
     A fault beside such a difference is judged again, too: the numbers of another draw, or of other

@@ -5,11 +5,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
 import lockstep
 from conftest import ROOT
+from lockstep import trainings
 from recorder_scripts import interpreter
 from script_samples import Script
 
@@ -202,6 +204,27 @@ def test_the_reference_is_run_by_part_where_layers_compute_per_replica(reference
     variant = normalised_by_each_replica if note else two
     verdicts = lockstep.assert_same_training(reference, {"a": variant}, steps=1, tolerance=1e-4)
     assert (note in verdicts["a"].notes) if note else verdicts["a"].notes == ()
+
+
+@pytest.mark.parametrize(
+    "status, finding, expected",
+    [
+        ("not compared", None, True),
+        ("by design", ("random_layers", "by design"), True),
+        ("fault", ("local_statistics", "by design"), True),
+        ("fault", ("local_statistics", "fault"), False),
+        ("by design", ("sampler_padding", "by design"), False),
+        ("clean", None, False),
+    ],
+)
+def test_which_verdicts_need_a_reference_by_part(status, finding, expected):
+    findings = []
+    if finding:
+        findings = [types.SimpleNamespace(detail=finding[0], status=finding[1], stage="forward")]
+    verdict = types.SimpleNamespace(status=status, findings=findings)
+    assert trainings.computes_per_replica(verdict) is expected
+    only = trainings.computes_per_replica(verdict, ["gradients"])
+    assert only is (status == "not compared")
 
 
 def records_once():
