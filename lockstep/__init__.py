@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lockstep.answer.verdict import Finding, Measurement, Verdict
     from lockstep.data.file import TraceError
     from lockstep.data.trace import Trace
+    from lockstep.recording import record
     from lockstep.testing import assert_same_training
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Verdict",
     "assert_same_training",
     "compare",
+    "record",
 ]
 __version__ = "2.0.0"
 
@@ -107,6 +109,7 @@ _MODULES = {  # Name → its module, which imports NumPy and is imported when it
     "Trace": "lockstep.data.trace",
     "TraceError": "lockstep.data.file",
     "assert_same_training": "lockstep.testing",
+    "record": "lockstep.recording",
 }
 
 

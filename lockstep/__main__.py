@@ -1,29 +1,41 @@
-"""`python -m lockstep`: verifies recordings of training scripts, and shows what they hold.
+"""`python -m lockstep`: verifies recordings of training scripts, shows them, and makes them.
 
 python -m lockstep one.npz [two.npz …]
 python -m lockstep show one.npz [two.npz …]
+python -m lockstep run --reference "python train.py" --variant "torchrun … train.py"
 """
 
 import argparse
 import contextlib
 import json
 import os
+import re
+import shlex
+import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import lockstep
 from lockstep.answer.json import EXIT_CODES, record_of_all
 from lockstep.answer.text import describe, one_line
 
+_USAGE = """lockstep FILE [FILE …] [options]
+       lockstep show FILE [FILE …] [--details]
+       lockstep run --reference COMMAND --variant [NAME=]COMMAND [options]"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Verifies each recording on its own, and all further ones against the first; or shows them.
+    """Verifies each recording on its own, and all further ones against the first.
+
+    `show` lists what recordings hold, and `run` records trainings and verifies them.
 
     Returns:
-        The exit code, one of `EXIT_CODES`.
+        The exit code, one of `EXIT_CODES`, or 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["run"]:
+        return _run(_run_parser().parse_args(words[1:]))
     is_show = words[:1] == ["show"]
     options = _parser(is_show).parse_args(words[is_show:])
     from lockstep.answer.show import contents_of
@@ -40,10 +52,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, NamesError) else 3
+    return _show(verdicts, options)
+
+
+def _show(verdicts: Mapping[str, Any], options: argparse.Namespace) -> int:
+    """Prints verdicts as text or JSON, and returns the exit code."""
     record = record_of_all(verdicts)
     text = describe([*verdicts.values()], details=options.details)
     _print(json.dumps(record, indent=1) if options.json else text)
     return record["exit_code"]
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Records a reference and its variants, verifies them, and returns the exit code."""
+    from lockstep.data.match import NamesError
+    from lockstep.launch import TrainingError
+    from lockstep.trainings import Settings, verify_trainings
+
+    settings = Settings(
+        options.steps, dict(options.name_map), options.tolerance, options.modules,
+        options.timeout, options.keep,
+    )  # fmt: skip
+    variants = _named(options.variant)
+    try:
+        with _ended_by_signals():
+            verdicts = verify_trainings(options.reference, variants, settings)
+    except KeyboardInterrupt:
+        print("interrupted: all trainings have been ended", file=sys.stderr)
+        return 130
+    except TrainingError as error:
+        more = "\n--keep DIR keeps all that the trainings print" if error.tail else ""
+        print(f"error: {error}{'' if options.keep else more}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {one_line(error.filename or error)}: {error.strerror}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, NamesError) else 3
+    finally:
+        if options.keep:
+            print(f"recordings and output are in {options.keep}", file=sys.stderr)
+    return _show(verdicts, options)
+
+
+def _named(variants: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Returns name → command; one without a name is called "variant", or by its number."""
+    named: dict[str, str] = {}
+    for number, (given, command) in enumerate(variants, 1):
+        name = given or ("variant" if len(variants) == 1 else f"variant {number}")
+        if name in named:
+            _run_parser().error(f"argument --variant: two have the name {name}")
+        named[name] = command
+    return named
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Raises SystemExit when this process is to be ended, so that it ends its trainings first."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _print(text: str) -> None:
@@ -64,30 +139,124 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
 
 
-def _parser(is_show: bool) -> argparse.ArgumentParser:
-    """Returns the parser of `lockstep show`, or of `lockstep`."""
+def _new_parser(program: str, description: str, usage: str | None = None) -> _Parser:
     codes = "exit codes: " + ", ".join(f"{code} {text}" for code, text in EXIT_CODES.items())
-    parser = _Parser("lockstep", epilog=codes, allow_abbrev=False)
-    add = parser.add_argument
-    add("files", nargs="+", metavar="FILE", help="a recording, a .npz file")
+    return _Parser(
+        program, usage=usage, description=description, epilog=codes, allow_abbrev=False
+    )  # fmt: skip
+
+
+def _parser(is_show: bool) -> _Parser:
+    """Returns the parser of `lockstep show`, or of `lockstep`."""
     if is_show:
-        parser.prog, parser.description = "lockstep show", "Lists what recordings hold."
-        add("--details", action="store_true", help="list all variables, not only the first weights")
+        parser = _new_parser("lockstep show", "Lists what recordings hold.")
+    else:
+        parser = _new_parser(
+            "lockstep",
+            "Verifies recordings of training scripts: each on its own, and all further ones against"
+            " the first. A recording with permute= gives the tolerance. `lockstep show` lists what"
+            " a recording holds. `lockstep run` records trainings and verifies them; see `lockstep"
+            " run --help`.",
+            _USAGE,
+        )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a recording, a .npz file")
+    if is_show:
+        more = "list all variables, not only the first weights"
+        parser.add_argument("--details", action="store_true", help=more)
         return parser
-    parser.description = (
-        "Verifies recordings of training scripts: each on its own, and all further ones against"
-        " the first. A recording with permute= gives the tolerance. `lockstep show FILE` lists"
-        " what a recording holds."
+    _add_options(parser, "name of a weight in further recordings = its name in the first")
+    parser.add_argument("--version", action="version", version=lockstep.__version__)
+    return parser
+
+
+def _run_parser() -> _Parser:
+    """Returns the parser of `lockstep run`."""
+    parser = _new_parser(
+        "lockstep run",
+        "Records trainings and verifies that each variant is the training of the reference. Each"
+        " command is run without a shell, the reference twice. In the script, the training steps"
+        " are in `with lockstep.record(model, optimizer):`. The training runs to its end: give it"
+        " few steps.",
     )
+    parser.epilog = f"{parser.epilog}, or a training failed, 130 interrupted"
+    add = parser.add_argument
+    add("--reference", type=_command, required=True, metavar="COMMAND",
+        help='the training on one device, as in "python train.py"')  # fmt: skip
+    add("--variant", type=_variant, action="append", required=True, metavar="[NAME=]COMMAND",
+        help='another way to run it, as in ddp="torchrun --nproc_per_node=2 train.py"; may be'
+             " repeated")  # fmt: skip
+    add("--steps", type=_steps, default=2, metavar="N",
+        help="number of first steps to record, or numbers as in 0,1,234; default: 2")  # fmt: skip
+    _add_options(parser, "name of a weight in the variants = its name in the reference")
+    add("--modules", nargs="?", const=True, default=False, metavar="PATTERN",
+        help="record all modules in PyTorch, or those with such names, so that the first wrong one"
+             " is named")  # fmt: skip
+    add("--timeout", type=_seconds, default=300, metavar="SEC",
+        help="time limit of each run; default: 300")  # fmt: skip
+    add(
+        "--keep",
+        type=_new_folder,
+        metavar="DIR",
+        help="keep recordings and what the trainings print in a folder",
+    )
+    return parser
+
+
+def _add_options(parser: _Parser, of_names: str) -> None:
+    """Adds the options that `lockstep` and `lockstep run` have in common."""
+    add = parser.add_argument
     add("--details", action="store_true", help="show stages, sizes and tolerances, too")
     add("--json", action="store_true", help="print the verdicts as JSON; see docs/for_agents.md")
     add("--tolerance", type=_fraction, metavar="X", help="relative difference to allow")
     add(
         "--name_map", type=_pair, action="append", default=[], metavar="A=B",
-        help="name of a weight in further recordings = its name in the first; may be repeated",
+        help=f"{of_names}; may be repeated",
     )  # fmt: skip
-    add("--version", action="version", version=lockstep.__version__)
-    return parser
+
+
+def _command(text: str) -> str:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command ({error})") from None
+    if not words:
+        raise argparse.ArgumentTypeError(f"{text!r} is no command")
+    return text
+
+
+def _variant(text: str) -> tuple[str, str]:
+    """Returns the name, or "", and the command."""
+    if named := re.match(r"([\w.+-]+)=(.*)", text, re.DOTALL):
+        return named[1], _command(named[2])
+    return "", _command(text)
+
+
+def _steps(text: str) -> int | list[int]:
+    with contextlib.suppress(ValueError):
+        numbers = [int(number) for number in text.split(",")]
+        if "," not in text and numbers[0] > 0:
+            return numbers[0]
+        if "," in text and numbers == sorted({*numbers}) and numbers[0] >= 0:
+            return numbers
+    raise argparse.ArgumentTypeError(
+        f"must be a number from 1, or numbers from 0 in ascending order as in 0,1,234, got {text}"
+    )
+
+
+def _new_folder(text: str) -> str:
+    """Creates a folder, if it does not exist."""
+    try:
+        os.makedirs(text, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; pass a folder") from None
+    return text
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
 
 
 def _fraction(text: str) -> float:

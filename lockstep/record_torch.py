@@ -114,8 +114,9 @@ class record:
         while isinstance(wrapped := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = wrapped  # The wrapper does not have the hooks of an optimizer.
         if given := json.loads(os.environ.get("LOCKSTEP_RECORD", "null")):
-            path, steps = given["path"], given["steps"]
-            replay, permute = given["replay"], given["permute"]
+            path, steps = given["path"], given.get("steps", steps)
+            replay, permute = given.get("replay"), given.get("permute")
+            shards, names = given.get("shards"), given.get("names") or names
             modules = given.get("modules") or modules
         self.is_recording = path is not None
         if path is None:

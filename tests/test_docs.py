@@ -286,18 +286,34 @@ def test_quoted_code_is_in_its_file(page):
             at += len(squeeze(part))
 
 
+# A training with NumPy that records itself; in two processes, it has no all-reduce.
+RECORDED = f"""
+import os, sys
+sys.path.append({str(ROOT / "tests")!r})
+from test_same_training import record
+record(**({{"replicas": 2, "reduce": None}} if "WORLD_SIZE" in os.environ else {{}}))
+"""
+
+
 def test_commands_of_the_package_run_as_written(tmp_path):
     one = Script()
     one.write(tmp_path / "one.npz")
     Script(replay=one, permute=1).write(tmp_path / "permuted.npz")
     Script(replicas=2, replay=one, reduce=None).write(tmp_path / "two.npz")
+    (tmp_path / "train.py").write_text(RECORDED, encoding="utf-8")
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.parent.mkdir()
+    torchrun.write_text('#!/bin/sh\nshift\nWORLD_SIZE=2 exec python "$@"\n', encoding="utf-8")
+    torchrun.chmod(0o755)
+    path = os.pathsep.join([str(torchrun.parent), os.environ["PATH"]])
     lines = {line: page for page in PAGES for line in sh_lines(page.read_text("utf-8"))}
     lines = [line for line in lines if line.startswith("python -m lockstep ")]
-    assert len(lines) >= 3
+    assert len(lines) >= 3 and any("lockstep run " in line for line in lines)
     for line in lines:
         done = subprocess.run(
             line.replace("python", sys.executable, 1), shell=True, cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path},
+            capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == (0 if " show " in line else 9), (line, done.stderr)
         if line in README:
@@ -338,8 +354,9 @@ def test_every_fault_has_its_pitfall():
 
 def test_the_readme_has_commands_of_make_and_of_the_program():
     make = [line for line in sh_lines(README) if line.startswith("make ")]
-    package = ["pip install .", "python -m lockstep one.npz two.npz"]
-    assert [line for line in sh_lines(README) if line in package] == package
+    package = [line for line in sh_lines(README) if line.startswith("python -m lockstep run ")]
+    package = ["pip install .", *package]
+    assert len(package) == 2 and [x for x in sh_lines(README) if x in package] == package
     assert len(make) + len(program_lines(README)) + len(package) == len(sh_lines(README))
     expected = {
         "make train": ".venv/bin/python main.py",

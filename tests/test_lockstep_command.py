@@ -1,10 +1,15 @@
 """The package's command and function: `python -m lockstep`, `lockstep.compare`."""
 
+import io
 import json
 import os
+import pathlib
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import jsonschema
 import pytest
@@ -64,6 +69,19 @@ def test_the_exit_code_and_the_verdict(files, capsys, names, flags, code, told):
         ((), "required: FILE; see lockstep --help"),
         (("show",), "required: FILE; see lockstep show --help"),
         (("show", "a.npz", "--json"), "unrecognized arguments: --json"),
+        (("run", "--reference=a"), "required: --variant; see lockstep run --help"),
+        (("run", "--reference=a", "--variant='"), 'argument --variant: "\'" is no command (No'),
+        (("run", "--reference= ", "--variant=a"), "argument --reference: ' ' is no command;"),
+        (("run", "--reference=a", "--variant", "x=a", "--variant=x=b"), "two have the name x"),
+        (
+            ("run", "--reference=a", "--variant=b", "--steps=1,0"),
+            "--steps: must be a number from 1",
+        ),
+        (
+            ("run", "--reference=a", "--variant=b", "--timeout=0"),
+            "must be a positive number, got 0",
+        ),
+        (("run", "--reference=a", "--variant=b", "--keep=/dev/null"), "--keep: /dev/null: File"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line(capsys, flags, told):
@@ -149,6 +167,110 @@ def test_any_terminal_shows_any_name_and_a_closed_pipe_keeps_the_exit_code(files
             env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
         )  # fmt: skip
         assert (result.returncode, len(result.stderr.splitlines())) == (code, lines), result.stderr
+
+
+NAMES = ("one", "two", "not_all_reduced", "fails", "records_nothing")
+PREPARED = f"import sys; sys.path.append({str(ROOT / 'tests')!r}); import test_same_training as t"
+COMMANDS = {
+    name: shlex.join([sys.executable, "-c", f"{PREPARED}; print(1); t.{name}()"]) for name in NAMES
+}
+
+
+def test_run_records_trainings_and_verifies_them(tmp_path, capsys):
+    flags = "--steps=0,1", "--tolerance=1e-4", f"--keep={tmp_path}", "--json"
+    variants = f"--variant={COMMANDS['two']}", f"--variant=w={COMMANDS['not_all_reduced']}"
+    assert main(["run", f"--reference={COMMANDS['one']}", *variants, *flags]) == 9
+    shown = capsys.readouterr()
+    trainings = json.loads(shown.out)["trainings"]
+    assert {name: each["status"] for name, each in trainings.items()} == {
+        "variant 1": "clean", "w": "fault"
+    }  # fmt: skip
+    assert trainings["w"]["notes"][-1].startswith("reproducible: ")
+    names = ("reference", "variant 1", "w", "w, second run")
+    lines = [line for name in names for line in (f"{name}: running", f"{name}: recorded, N s")]
+    told = re.sub(r"\d+ s$", "N s", shown.err, flags=re.MULTILINE).splitlines()
+    assert told == [*lines, f"recordings and output are in {tmp_path}"]
+    stems = "reference", "variant1-variant-1", "variant2-w", "variant2-w-second"
+    kept = {f"{stem}.{kind}" for stem in stems for kind in ("npz", "log")}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert (tmp_path / "variant2-w.log").read_text() == "1\n"
+
+
+REPORT = "print(chr(10).join(map(str, range(20)))); print(sys.argv[1]); print('x'); sys.exit(1)"
+
+
+@pytest.mark.parametrize(
+    "command, told",
+    [
+        (COMMANDS["records_nothing"], ["the training recorded nothing; put its steps into `with"]),
+        (COMMANDS["fails"], ["ended with exit code 1: ", "RuntimeError: no such device", "--keep"]),
+        ("no-such-program 1", ["there is no program no-such-program; commands are run without"]),
+        (f"{sys.executable} -c 'import os; os.kill(os.getpid(), 9)'", ["by the signal SIGKILL: "]),
+        (
+            [sys.executable, "-c", f"import sys; {REPORT}",
+             "E1127 02:40:00.123000 9 torch/distributed/elastic/multiprocessing/api.py] failed"],
+            ["\n5\n6\n", "\n18\n19\n--keep"],  # Without the report of torchrun.
+        ),
+        (
+            [sys.executable, "-c", "import time; print('at 3 %'); time.sleep(99)"],
+            ["did not end within 1.5 s; let it train for few steps: ", "\nat 3 %\n"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_training_that_fails_ends_run_with_what_it_printed(capsys, command, told):
+    command = command if isinstance(command, str) else shlex.join(command)
+    limit = "--timeout=1.5" if "sleep" in command else "--timeout=60"
+    flags = f"--variant={COMMANDS['two']}", "--tolerance=0.1", limit
+    assert main(["run", f"--reference={command}", *flags]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and "error: reference: the training " in shown.err
+    assert not [each for each in told if each not in shown.err]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_run_and_all_that_it_has_started(tmp_path, number, code):
+    # As torchrun does, the command starts its process in a session of its own.
+    child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(300)"
+    command = (
+        "import subprocess, sys;"
+        f"subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "run", "--variant=true", "--reference",
+         shlex.join([sys.executable, "-c", command])],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        pid = wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        process.send_signal(number)
+        told = process.communicate(timeout=30)[1]
+        assert process.returncode == code and "reference: interrupted, " in told
+    wait_for(lambda: not pathlib.Path("/proc", pid).exists())
+    assert not [*tmp_path.glob("lockstep-*")]
+
+
+def wait_for(condition):
+    """Returns what a condition returns as soon as it is true."""
+    end = time.monotonic() + 30
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+def test_a_terminal_has_one_line_for_each_run(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "50")
+    flags = f"--variant={'n' * 60}={COMMANDS['two']}", "--steps=1", "--tolerance=1e-4"
+    assert main(["run", f"--reference={COMMANDS['one']}", *flags]) == 0
+    first, second, last = (line.split("\r") for line in terminal.getvalue().split("\n"))
+    assert first[1] == "reference: running, 0 s" and re.match(
+        r"reference: recorded, \d+ s", first[-1]
+    )
+    assert all(len(text) < 50 for text in second) and re.search(r"n: recorded, \d+ s", second[-1])
+    assert last[-1] == "" and not last[-2].strip()
 
 
 def test_recordings_are_compared_from_python(files):

@@ -5,11 +5,13 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
 import lockstep
 from conftest import ROOT
+from lockstep import trainings
 from recorder_scripts import interpreter
 from script_samples import Script
 
@@ -55,6 +57,29 @@ def records_nothing():
     pass
 
 
+def records_a_part():
+    path = pathlib.Path(json.loads(os.environ["LOCKSTEP_RECORD"])["path"])
+    path.write_bytes(b"PK")
+
+
+def normalised_by_each_replica():
+    record(replicas=2, local_norm=True)
+
+
+def run_by_part():
+    """A reference that records once more for the parts of the batch of a recorded variant."""
+    given = json.loads(os.environ["LOCKSTEP_RECORD"])
+    assert given.get("shards") in (None, "each")
+    assert ("variant1-a" in (given["replay"] or "")) == ("shards" in given)
+    record()
+
+
+def run_by_part_in_vain():
+    if "shards" in json.loads(os.environ["LOCKSTEP_RECORD"]):
+        raise ValueError("shards='each': the model returns the loss")
+    record()
+
+
 def test_the_same_training_passes():
     code = "import test_same_training as t; t.two()"
     command = [
@@ -87,7 +112,7 @@ def test_another_training_fails_with_its_cause_and_remedy(tmp_path, capsys):
             one, {"right": two, "wrong": not_all_reduced}, tolerance=1e-4, json_path=path
         )
     text, shown = str(failed.value), capsys.readouterr().out
-    assert text.startswith("wrong is not the reference training: not all-reduced\n\n")
+    assert text.startswith("wrong is not the reference training: not all-reduced\n")
     assert "\n  remedy  call the wrapped model, ddp(x) and not ddp.module(x)" in text
     assert "\n  +       output = ddp(x)\n" in text and "right" not in text
     assert "wrong: reproducible: a second run from the same states has the same faults" in text
@@ -118,8 +143,10 @@ def test_a_fault_that_a_second_run_does_not_have_is_told():
 @pytest.mark.parametrize(
     "training, told",
     [
-        (fails, "a: the training ended with exit code 1 in process 0"),
-        (records_nothing, "a: the training recorded nothing that can be read"),
+        (fails, r"a: the training ended with exit code 1\n(.*\n)+RuntimeError: no such device"),
+        ((fails, 2), "a: the training ended with exit code 1 in process [01]"),
+        (records_nothing, "a: the training recorded nothing; put its steps into `with lockstep"),
+        (records_a_part, r"a: the training recorded nothing that can be read \(.*damaged"),
         (f"{sys.executable} -c 'print(5); raise SystemExit(3)'", "ended with exit code 3"),
         ("no-such-command --x", "could not be started: no-such-command --x"),
     ],
@@ -161,6 +188,50 @@ def test_any_text_is_a_name():
     assert [*verdicts] == names and all(verdict.ok for verdict in verdicts.values())
 
 
+@pytest.mark.parametrize(
+    "reference, note",
+    [
+        (run_by_part, "the reference was run once for each replica's part of the batch"),
+        (
+            run_by_part_in_vain,
+            "the reference could not be run once for each replica's part of the batch: ValueError:"
+            " shards='each': the model returns the loss",
+        ),
+        (one, None),
+    ],
+)
+def test_the_reference_is_run_by_part_where_layers_compute_per_replica(reference, note):
+    if note is None:
+        verdicts = lockstep.assert_same_training(reference, {"a": two}, steps=1, tolerance=1e-4)
+        assert verdicts["a"].notes == ()
+        return
+    with pytest.raises(AssertionError, match="a: not compared with") as raised:  # Statistics.
+        lockstep.assert_same_training(
+            reference, {"a": normalised_by_each_replica}, steps=1, tolerance=1e-4
+        )
+    assert f"a: {note}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "status, finding, expected",
+    [
+        ("not compared", ("random_layers", "not compared"), True),
+        ("fault", ("local_statistics", "not compared"), True),
+        ("fault", ("local_statistics", "fault"), False),
+        ("not compared", ("update_not_seen", "not compared"), False),
+        ("by design", ("sampler_padding", "by design"), False),
+        ("clean", None, False),
+    ],
+)
+def test_which_verdicts_need_a_reference_by_part(status, finding, expected):
+    findings = []
+    if finding:
+        findings = [types.SimpleNamespace(detail=finding[0], status=finding[1], stage="forward")]
+    verdict = types.SimpleNamespace(status=status, findings=findings)
+    assert trainings.computes_per_replica(verdict) is expected
+    assert not trainings.computes_per_replica(verdict, ["gradients"])
+
+
 def records_once():
     """Records once; the folder is one for each test."""
     folder = pathlib.Path(json.loads(os.environ["LOCKSTEP_RECORD"])["path"]).parent
@@ -170,7 +241,7 @@ def records_once():
 
 
 def test_the_recording_of_the_first_run_is_not_that_of_the_second():
-    with pytest.raises(AssertionError, match="a: the training recorded nothing"):
+    with pytest.raises(AssertionError, match="a, second run: the training recorded nothing"):
         lockstep.assert_same_training(one, {"a": records_once}, tolerance=1e-4)
 
 
@@ -194,3 +265,26 @@ def test_a_small_gpt_in_five_layouts_is_the_training_of_one_process():
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not interpreter("torch"), reason="needs torch")
+def test_a_fault_behind_layers_that_compute_per_replica_is_found(tmp_path):
+    script = ROOT / "tests" / "recorder_scripts" / "torch_per_replica.py"
+    two = f"torchrun --nproc_per_node=2 {script}"
+    done = subprocess.run(
+        [interpreter("torch"), "-m", "lockstep", "run", "--json", "--tolerance=1e-5",
+         f"--reference=python {script}", f"--variant=right={two}", f"--variant=wrong={two} wrong"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 9, done.stderr[-3000:]
+    trainings = json.loads(done.stdout)["trainings"]
+    right = trainings["right"]
+    assert (right["status"], right["findings"]) == ("clean", [])
+    assert any("on replicas other than 0" in note for note in right["notes"])
+    wrong = trainings["wrong"]["findings"][0]
+    assert (wrong["detail"], wrong["stage"]) == ("scaled_gradient", "loss")
+    assert wrong["items"] == ["replica 1"] and "count 1, 1.01 times" in wrong["text"]
+    note = "the reference was run once for each replica's part of the batch"
+    assert all(note in training["notes"] for training in trainings.values())

@@ -1,0 +1,114 @@
+"""Records a training in the framework of its model, when `python -m lockstep run` runs it.
+
+with lockstep.record(model, optimizer):
+    train(model, optimizer, loader)  # Your loop, unchanged.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_WHAT_TO_PASS = (
+    "lockstep.record(model, optimizer) in PyTorch, lockstep.record(model) in Keras, or"
+    " lockstep.record(train_step, arguments=…, outputs=…) in JAX"
+)
+
+
+def record(
+    model: Any = None, optimizer: Any = None, **options: Any
+) -> contextlib.AbstractContextManager[Any]:
+    """Records the training in a `with` block, if the variable `LOCKSTEP_RECORD` says so.
+
+    `python -m lockstep run` and `lockstep.assert_same_training` set it. In any other run, the block
+    records nothing and changes nothing, and no recorder is imported.
+
+    Args:
+        model: in PyTorch what the training calls, a module, also of DDP or `fully_shard`; in Keras
+            the model; in JAX the training step, from `jax.jit` or `jax.pmap`.
+        optimizer: in PyTorch what ends each step by its method `step`; in Keras the optimizer of a
+            custom loop; in JAX the settings, as in {"class": "SGD", "learning_rate": 0.1}.
+        **options: further arguments of the framework's recorder: `record_torch.record`,
+            `record_keras.Recorder` or `record_jax.record`.
+
+    Returns:
+        A context manager. In JAX, `with … as train_step` gives the step to call; in Keras, `as
+        recorder` gives an object whose method `wrap` takes the step of a custom loop.
+
+    Raises:
+        ValueError: the model is none of a framework that can be recorded, or an argument is wrong.
+    """
+    if "path" in options:
+        raise ValueError(
+            "path: is given by `python -m lockstep run`; leave it out, or call the recorder of the"
+            " framework, as in record_torch.record(path, model, optimizer)"
+        )
+    recorder = _recorder_of(model)
+    if recorder == "record_torch":
+        _require_optimizer(optimizer)
+    if recorder == "record_jax":
+        _require_places(options)
+    if not os.environ.get("LOCKSTEP_RECORD"):
+        return _NotRecording(model if recorder == "record_jax" else None)
+    given = {} if optimizer is None else {"optimizer": optimizer}
+    start: Callable[..., Any] = importlib.import_module(f"lockstep.{recorder}").record
+    return start(None, model, **given, **options)
+
+
+def _recorder_of(model: Any) -> str:
+    """Returns the name of the module that records a model; imports no framework."""
+    keras, torch = sys.modules.get("keras"), sys.modules.get("torch")
+    if keras and isinstance(model, keras.Model):
+        if (backend := keras.backend.backend()) != "tensorflow":
+            raise ValueError(
+                f"model: Keras has the backend {backend}; set KERAS_BACKEND=tensorflow to record it"
+            )
+        return "record_keras"
+    if torch and isinstance(model, torch.nn.Module):
+        return "record_torch"
+    if "jax" in sys.modules and callable(model) and not isinstance(model, type):
+        return "record_jax"
+    raise ValueError(f"model: {_described(model)} cannot be recorded; pass {_WHAT_TO_PASS}")
+
+
+def _require_optimizer(optimizer: Any) -> None:
+    """Raises ValueError unless an argument is an optimizer of PyTorch, or several."""
+    several = optimizer if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
+    if wrong := [each for each in several if not callable(getattr(each, "step", None))]:
+        raise ValueError(
+            f"optimizer: {_described(wrong[0])} is no optimizer; pass the one whose method step()"
+            " ends each step: lockstep.record(model, optimizer)"
+        )
+
+
+def _require_places(options: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the places of arrays in a step of JAX are given."""
+    if missing := [name for name in ("arguments", "outputs") if name not in options]:
+        raise ValueError(
+            f"{' and '.join(missing)}: missing; pass where the arrays of the step are, as in"
+            ' arguments={"params": 0, "opt_state": 1, "batch": 2},'
+            ' outputs={"params": 0, "opt_state": 1, "loss": 2}'
+        )
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"an object of the type {type(value).__name__}"
+
+
+class _NotRecording(contextlib.AbstractContextManager):
+    """Stands for the recorder of a training that is not recorded."""
+
+    def __init__(self, step: Any = None) -> None:
+        self._step = step
+
+    def __enter__(self) -> Any:
+        return self._step or self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wrap(self, step: Callable) -> Callable:
+        """Returns the step of a custom loop of Keras."""
+        return step

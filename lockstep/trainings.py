@@ -1,0 +1,287 @@
+"""Runs a reference and its variants, and compares their recordings.
+
+Each training records itself: it has `with lockstep.record(model, optimizer):`, or a recorder whose
+path may be None. The variable `LOCKSTEP_RECORD` gives the recorder its file, steps, replay and
+permute. `python -m lockstep run` and `lockstep.assert_same_training` both call `verify_trainings`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import operator
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from lockstep.answer.text import one_line
+from lockstep.answer.verdict import NOT_COMPARED, STAGES, Verdict, note_of_repetition
+from lockstep.comparison import compare_traces
+from lockstep.data.file import TraceError, load
+from lockstep.launch import Training, TrainingError, require_program, require_training, run_training
+
+VARIABLE = "LOCKSTEP_RECORD"  # Read by the recorders.
+REFERENCE = "reference"
+_OF_REPLICAS = {"local_statistics", "random_layers"}  # What a reference by part computes.
+_BY_PART = "once for each replica's part of the batch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How trainings are recorded and compared.
+
+    Attributes:
+        steps: numbers of the steps to record, from 0; or the number of first steps.
+        names: name of a weight in the variants → its name in the reference, if they do not match.
+        tolerance: relative difference of gradients to allow; None to compute it from a second run
+            of the reference with permuted examples.
+        modules: whether recorders of PyTorch record all modules; or a pattern of their names.
+        timeout_sec: time limit of each run.
+        keep: folder for recordings and what the trainings print; None to keep nothing.
+
+    Raises:
+        ValueError: a value is wrong.
+    """
+
+    steps: int | Sequence[int] = 2
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tolerance: float | None = None
+    modules: bool | str = False
+    timeout_sec: float = 300
+    keep: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        _numbers(self.steps)
+        if self.tolerance is not None and not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance: {self.tolerance!r} is not at least 0 and less than 1")
+        if not self.timeout_sec > 0:
+            raise ValueError(f"timeout_sec: {self.timeout_sec!r} is not a positive number")
+
+
+def _numbers(steps: int | Sequence[int]) -> list[int]:
+    """Returns the numbers of the steps to record.
+
+    Raises:
+        ValueError: they are not whole numbers from 0 in ascending order.
+    """
+    try:
+        given = range(operator.index(steps))  # type: ignore[arg-type]
+    except TypeError:
+        given = steps  # type: ignore[assignment]
+    try:
+        wanted = [operator.index(step) for step in given]
+    except TypeError:
+        wanted = []
+    if not wanted or wanted != sorted({*wanted}) or wanted[0] < 0:
+        raise ValueError(f"steps: {steps!r} are no whole numbers from 0 in ascending order")
+    return wanted
+
+
+def verify_trainings(
+    reference: Training, variants: Mapping[str, Training], settings: Settings
+) -> dict[str, Verdict]:
+    """Records trainings in processes of their own, and compares each variant with the reference.
+
+    Shows on standard error what is running. A variant with a fault is run a second time, which
+    tells a bug from a race or broken hardware.
+
+    Returns:
+        Name of the variant → its verdict.
+
+    Raises:
+        TrainingError: a training failed, reached its time limit or recorded nothing.
+        ValueError: an argument is wrong, or the recordings have nothing in common.
+    """
+    for name, training in {REFERENCE: reference, **variants}.items():
+        require_training(name, training)
+        require_program(name, training)
+    with _folder(settings.keep) as folder:
+        session = _Session(folder, settings, reference)
+        session.record_reference()
+        files = {name: f"variant{i}{_in_file_name(name)}" for i, name in enumerate(variants, 1)}
+        verdicts = {name: session.verdict_of(name, variants[name], files[name]) for name in files}
+        for name, verdict in verdicts.items():
+            if verdict.faults:
+                file, title = f"{files[name]}-second", f"{name}, second run"
+                second = session.verdict_of(title, variants[name], file)
+                note = note_of_repetition(verdict, second)
+                verdicts[name] = dataclasses.replace(verdict, notes=(*verdict.notes, note))
+    return verdicts
+
+
+@contextlib.contextmanager
+def _folder(keep: str | os.PathLike[str] | None) -> Iterator[pathlib.Path]:
+    """Yields the folder for recordings, which is removed if it is not to be kept."""
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
+            yield pathlib.Path(folder)
+    else:
+        pathlib.Path(keep).mkdir(parents=True, exist_ok=True)
+        yield pathlib.Path(keep).absolute()
+
+
+def _in_file_name(name: str) -> str:
+    short = re.sub(r"\W+", "-", name, flags=re.ASCII).strip("-")[:40]
+    return f"-{short}" if short else ""
+
+
+class _Session:
+    """Records trainings in a folder, and compares variants with the reference."""
+
+    def __init__(self, folder: pathlib.Path, settings: Settings, reference: Training) -> None:
+        self._folder, self._settings, self._reference = folder, settings, reference
+        self._files: list[str] = []  # Of the reference: as it is, and with permuted examples.
+        self._can_run_by_part = False
+
+    def record_reference(self) -> None:
+        """Records the reference, and without a given tolerance also with permuted examples."""
+        one = self._record(REFERENCE, self._reference, "reference")
+        about, self._files = load(one).about, [one]
+        self._can_run_by_part = about.framework == "torch" and about.num_replicas == 1
+        if self._settings.tolerance is None:
+            title, given = f"{REFERENCE}, examples permuted", {"replay": one, "permute": 1}
+            self._files.append(self._record(title, self._reference, "permuted", **given))
+
+    def verdict_of(self, name: str, training: Training, file: str) -> Verdict:
+        """Records a variant and returns its verdict."""
+        path = self._record(name, training, file, replay=self._files[0])
+        verdict = self._compared(name, [*self._files, path])
+        if self._can_run_by_part and computes_per_replica(verdict):
+            return self._by_part(name, verdict, path, f"{file}-reference")
+        return verdict
+
+    def _compared(self, name: str, files: Sequence[str]) -> Verdict:
+        """Returns the verdict on the last recording, compared with the first one."""
+        settings, traces = self._settings, [load(file) for file in files]
+        with _Progress(f"{name}: comparing", is_passing=True) as progress:
+            verdicts = compare_traces(
+                traces, settings.names, settings.tolerance, lambda step: progress.update()
+            )
+        *_, verdict = verdicts.values()
+        return dataclasses.replace(verdict, name=name, reference="reference training")
+
+    def _by_part(self, name: str, verdict: Verdict, path: str, file: str) -> Verdict:
+        """Returns the verdict on a variant, compared with a reference that has its parts.
+
+        Layers such as BatchNorm and dropout mix or draw for each replica: the reference is run
+        again, in one process, once for each replica's part of the batch.
+        """
+        names = {own: other for other, own in self._settings.names.items()}
+        given = {"replay": path, "shards": "each", **({"names": names} if names else {})}
+        try:
+            one = self._record(
+                f"{REFERENCE} for each part of {name}", self._reference, file, **given
+            )
+            second = self._compared(name, [one, path])
+        except (TrainingError, ValueError) as error:
+            lines = (getattr(error, "tail", "") or str(error)).splitlines()
+            why = one_line(lines[-1] if lines else error)
+        else:
+            if not computes_per_replica(second, ["gradients"]):
+                notes = *second.notes, f"the reference was run {_BY_PART}"
+                return dataclasses.replace(second, notes=notes)
+            why = "its parts do not have the examples and random numbers of the replicas"
+        note = f"the reference could not be run {_BY_PART}: {why}"
+        return dataclasses.replace(verdict, notes=(*verdict.notes, note))
+
+    def _record(self, title: str, training: Training, file: str, **given: Any) -> str:
+        """Runs a training that records itself, and returns the path of the recording.
+
+        Raises:
+            TrainingError: it failed, or wrote none.
+        """
+        settings, path = self._settings, self._folder / f"{file}.npz"
+        for old in (path, *self._folder.glob(f"{file}.rank*.npz")):
+            old.unlink(missing_ok=True)
+        steps = {"path": str(path), "steps": _numbers(settings.steps), "modules": settings.modules}
+        options = json.dumps({**steps, "replay": None, "permute": None, **given})
+        with _Progress(f"{title}: running", "recorded") as progress:
+            try:
+                run_training(
+                    training, {VARIABLE: options}, self._folder / f"{file}.log",
+                    settings.timeout_sec, progress.update,
+                )  # fmt: skip
+            except TrainingError as error:
+                text = f"{title}: the training {error.text}"
+                raise TrainingError(text, error.tail) from None
+            try:
+                load(path)
+            except TraceError as unread:
+                is_there = path.exists() or any(self._folder.glob(f"{file}.rank*.npz"))
+                what = f" that can be read ({unread})" if is_there else ""
+                text = f"{title}: the training recorded nothing{what}; put its steps into"
+                raise TrainingError(f"{text} `with lockstep.record(model, optimizer):`") from None
+        return str(path)
+
+
+def computes_per_replica(verdict: Verdict, stages: Collection[str] = STAGES) -> bool:
+    """Returns whether layers that mix or draw for each replica hide a part of the training.
+
+    A fault beside it is judged again, too: the numbers of another draw, or of other
+    statistics, are no sound reason for it.
+
+    Args:
+        verdict: the verdict.
+        stages: where it counts.
+    """
+    return any(
+        finding.status == NOT_COMPARED
+        and finding.detail in _OF_REPLICAS
+        and finding.stage in stages
+        for finding in verdict.findings
+    )
+
+
+class _Progress:
+    """Shows on standard error what is running, in a `with` block.
+
+    A terminal has one line that is updated in place; a file has one line at the start and one at
+    the end.
+
+    Args:
+        title: what is running, as in "reference: running".
+        done: what is said at the end in place of the last word.
+        is_passing: whether only a terminal shows it, and only until the end.
+    """
+
+    def __init__(self, title: str, done: str = "", *, is_passing: bool = False) -> None:
+        self._title, self._done, self._is_passing = one_line(title), done, is_passing
+        self._is_terminal = sys.stderr.isatty()
+        self._start, self._shown_sec, self._width = time.monotonic(), -1, 0
+
+    def update(self) -> None:
+        """Shows the time once a second on a terminal."""
+        seconds = int(time.monotonic() - self._start)
+        if self._is_terminal and seconds > self._shown_sec:
+            self._shown_sec = seconds
+            self._show(f"{self._title}, {seconds} s")
+
+    def _show(self, text: str, end: str = "") -> None:
+        if self._is_terminal:
+            columns = shutil.get_terminal_size().columns - 1
+            text = text if len(text) <= columns else f"…{text[1 - columns :]}"
+            self._width, text = len(text), f"\r{text:<{self._width}}"
+        with contextlib.suppress(OSError):  # Whatever reads it may have ended.
+            print(text, end=end, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "_Progress":
+        if self._is_terminal:
+            self.update()
+        elif not self._is_passing:
+            self._show(self._title, "\n")
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if self._is_passing:
+            if self._is_terminal:
+                self._show("", "\r")
+            return
+        how = self._done if error is None else "failed"
+        how = how if error is None or isinstance(error, Exception) else "interrupted"
+        seconds = time.monotonic() - self._start
+        self._show(f"{self._title.rpartition(' ')[0]} {how}, {seconds:.0f} s", "\n")
