@@ -14,6 +14,7 @@ from lockstep.explain.factors import meanings
 from lockstep.explain.pairing import Part, parts_of
 from lockstep.explain.rows import Meaning
 from lockstep.explain.targets import NO_TARGET, targets_of
+from lockstep.numeric.arrays import norm, unit_of
 from lockstep.reference import StepPair
 
 _CLOSE = 1e-3  # Relative; of weights that are read off 32-bit outputs.
@@ -59,6 +60,7 @@ def _weight_of(part: Part) -> float | None:
     outputs = [*zip(part.arrays["y_pred"], part.arrays["y_grad"], strict=False)]
     if len(outputs) != 1 or np.shape(outputs[0][0]) != np.shape(outputs[0][1]):
         return None
+    unit = max(unit_of(np.asarray(each)) for each in outputs[0])
     output, gradient = (np.asarray(each, np.float64) for each in outputs[0])
     classes, smoothing = targets_of(output, gradient)
     if not classes.size or (smoothing and output.shape[-1] < 2):
@@ -77,7 +79,10 @@ def _weight_of(part: Part) -> float | None:
     else:
         return None
     squares = float(np.sum(form * form))
-    return float(np.sum(form * gradient)) / squares if squares else None
+    weight = float(np.sum(form * gradient)) / squares if squares else 0.0
+    # Examples with weights of their own, or of another loss, have no common one.
+    is_form = norm(gradient - weight * form) <= max(_CLOSE, 4 * unit) * norm(gradient)
+    return weight if weight and is_form else None
 
 
 # --- The value of a loss -------------------------------------------------------------------------
