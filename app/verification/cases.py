@@ -69,6 +69,6 @@ def _verify_with(send: Send, config: Config, strategy: str, traces: pathlib.Path
     console.forward_warnings(lambda text: send(("warning", text)))
     on_devices = "mirrored" if strategy == KERAS_FIT else strategy
     devices = device_setup.set_up(config.for_training(on_devices, inject=None))
-    from app.verification.case_training import verify_with  # Imports TensorFlow.
+    from app.verification.case_verification import verify_with  # Imports TensorFlow.
 
     return verify_with(send, config, devices, strategy, traces)
