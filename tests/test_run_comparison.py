@@ -5,12 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from app.commands.compare import compare_weights, pair_lines
 from app.records.checkpoint import Checkpoint, save_checkpoint, weights_sha256
 from app.records.history import write_summary
 from app.records.run_metadata import Progress
 from app.report.training_result import results_table
 from app.runtime.errors import DataError
-from app.verification.comparison import compare_weights, largest_difference, pair_lines
+from app.verification.comparison import largest_difference
 from test_checkpoint import RUN_METADATA, STATE
 from test_records import make_summary
 

@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from app.commands.compare import compare_weights
 from app.commands.train import _find_result
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
@@ -38,7 +39,6 @@ from app.runtime.errors import (
 from app.training.evaluation import evaluate
 from app.training.loop import Training
 from app.training.training_spec import TrainingSpec
-from app.verification.comparison import compare_weights
 from conftest import CPUS
 from failing_steps import after_step
 from models import MODELS

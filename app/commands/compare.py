@@ -1,15 +1,19 @@
 """`compare`: trains several strategies from equal weights and data."""
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from app.commands.framework_training import train_with_framework
 from app.devices.cluster import is_in_cluster
 from app.devices.device_setup import too_few_gpus
 from app.devices.gpus import query_driver
 from app.options import Config
 from app.options.names import FRAMEWORKS, SINGLE
 from app.records.caveats import caveats
+from app.records.checkpoint import find_newest_checkpoint, weights_sha256
 from app.records.files import write_json
 from app.records.history import FIGURE_FILES, Summary, load_required_summary
 from app.records.run_directory import CONFIG_FILE, default_out, named_path, open_command_directory
@@ -17,15 +21,25 @@ from app.report.page import REPORT_FILE, write_report
 from app.report.result import BAD, GOOD, Result
 from app.report.training_result import results_table
 from app.runtime import console
-from app.runtime.errors import ConfigError, LockstepError, OutputError
+from app.runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LockstepError,
+    OutputError,
+)
 from app.runtime.processes import call_in_child_process
 from app.runtime.shown_command import shown_command
 from app.runtime.subprocesses import train_in_child_process
 from app.runtime.temporary_directories import TemporaryDirectory
-from app.verification.comparison import compare_weights, pair_lines
-from app.verification.framework_training import train_with_framework
+from app.verification.comparison import largest_difference
 from app.verification.frameworks import find_interpreters, write_training_files
 from app.verification.output import DIFFERENT, IDENTICAL, Pair, record_of_pair
+
+if TYPE_CHECKING:  # Imports TensorFlow.
+    from strategies.copies import State
+
+EXPECTED = "different, as expected"
 
 
 def run(config: Config) -> list[Summary]:
@@ -173,3 +187,107 @@ def describe(config: Config, summaries: Sequence[Summary], pairs: Sequence[Pair]
 def _verify_words(config: Config) -> list[str]:
     """Returns command and flags of the verification of the strategies that were compared."""
     return ["verify", *config.flags()]
+
+
+def pair_lines(pairs: Sequence[Pair], num_steps: int) -> list[str]:
+    """Returns the verdict in one sentence, a line for each pair that differs, and explanations."""
+    lines, after = [_summarize(pairs)], f"after {console.count(num_steps, 'step')}"
+    for pair in pairs:
+        if pair.outcome != IDENTICAL:
+            lines.append(
+                f"{' and '.join(pair.names)}: weights {after} differ by at most"
+                f" {pair.absolute:.2g} ({pair.relative:.2g} of the largest, in {pair.where})"
+            )
+    return [*lines, *dict.fromkeys(pair.why for pair in pairs if pair.outcome != IDENTICAL)]
+
+
+def _summarize(pairs: Sequence[Pair]) -> str:
+    outcomes = {pair.outcome for pair in pairs}
+    if outcomes <= {IDENTICAL}:
+        return "All trainings end with bitwise identical weights."
+    if DIFFERENT in outcomes:
+        return "Weights differ that should be bitwise identical."
+    same = [f"{', '.join(names[:-1])} and {names[-1]}" for names in _identical(pairs)]
+    if not same:
+        return "The trainings end with different weights, as expected."
+    return f"{'; '.join(same)} end with bitwise identical weights; the others differ, as expected."
+
+
+def _identical(pairs: Sequence[Pair]) -> list[list[str]]:
+    """Returns the groups of trainings that end with bitwise identical weights."""
+    groups = list[list[str]]()
+    for pair in pairs:
+        if pair.outcome == IDENTICAL:
+            group = next((g for g in groups if not set(g).isdisjoint(pair.names)), [])
+            if not group:
+                groups.append(group)
+            group += [name for name in pair.names if name not in group]
+    return groups
+
+
+def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[Pair]:
+    """Compares the final weights of each pair of runs from equal initial weights.
+
+    The outcome of a pair is `DIFFERENT` if both should be bitwise identical and are not.
+
+    Raises:
+        DataError: the runs were trained on different images.
+        CheckpointError: a run has no weights, or unusable ones.
+    """
+    summaries = list(map(load_required_summary, run_dirs))
+    if len({summary.dataset_sha256 for summary in summaries}) > 1:
+        found = ", ".join(f"{s.strategy} on {s.dataset}" for s in summaries)
+        raise DataError(
+            f"trained on different images: {found}; give the data set with --dataset and use"
+            " --overwrite"
+        )
+    states = [_load_weights(*run) for run in zip(run_dirs, summaries, strict=True)]
+    pairs = itertools.combinations(zip(summaries, states, strict=True), 2)
+    return [_compare((one, two), (a, b)) for (one, a), (two, b) in pairs]
+
+
+def _compare(summaries: tuple[Summary, Summary], states: "tuple[State, State]") -> Pair:
+    weights = [
+        {n.removeprefix("model/"): a for n, a in state.items() if n.startswith("model/")}
+        for state in states
+    ]
+    tensor, absolute, relative = largest_difference(*weights)
+    names = summaries[0].strategy, summaries[1].strategy
+    num_shards, orders = zip(*((s.num_shards, s.all_reduce) for s in summaries), strict=True)
+    splits_differently = num_shards[0] != num_shards[1]
+    if not tensor:
+        return Pair(names, IDENTICAL)
+    kernels = [summary.cpu_kernels for summary in summaries]
+    if not splits_differently and orders[0] == orders[1] and kernels[0] != kernels[1]:
+        why = f"the kernels of the CPU, which round differently, are not the same ({kernels[0]};"
+        why = f"A difference is expected: {why} {kernels[1]})."
+        return Pair(names, EXPECTED, absolute, relative, tensor, why)
+    if not splits_differently and orders[0] == orders[1]:
+        why = "add in the same order, so their weights should be bitwise identical."
+        return Pair(names, DIFFERENT, absolute, relative, tensor, f"{' and '.join(names)} {why}")
+    why = "the summation order differs, and training amplifies rounding errors"
+    if splits_differently and any(name.endswith("/moving_mean") for name in states[0]):
+        why = (
+            "each shard is normalised with its own statistics (--batch_norm=average), so the number"
+            " of shards is part of the training"
+        )
+    elif splits_differently and any("seed_generator" in name for name in states[0]):
+        why = (
+            "random layers draw different numbers on each replica, so the number of replicas is"
+            " part of the training"
+        )
+    return Pair(names, EXPECTED, absolute, relative, tensor, f"A difference is expected: {why}.")
+
+
+def _load_weights(run_dir: pathlib.Path, summary: Summary) -> "State":
+    """Loads the weights whose hash is in the summary."""
+    found = find_newest_checkpoint(run_dir)
+    if found is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint; use --overwrite")
+    state = found.checkpoint.state
+    if weights_sha256(state) != summary.weights_sha256:
+        raise CheckpointError(
+            f"{found.warning() or found.path}: not the weights of step {summary.steps}, which"
+            f" {run_dir}/summary.json names; restore them, or use --overwrite"
+        )
+    return state

@@ -1,19 +1,17 @@
 """Runs `verify --case`: compares a case on several devices with the case on one device."""
 
+import functools
 import pathlib
 
 from app.devices import device_setup
 from app.options import Config
 from app.options.names import KERAS_FIT
-from app.records.run_directory import default_out, named_path, open_command_directory
 from app.report.training_result import devices_text
 from app.runtime import console
 from app.runtime.processes import call_in_child_process
 from app.runtime.progress_bar import StepProgress
-from app.verification import output
-from app.verification.output import Run
+from app.verification.output import Results, Run, verify_in_directory
 from app.verification.recording import Send
-from app.verification.strategies import traces_directory
 
 
 def verify_case(config: Config) -> dict[str, Run]:
@@ -27,9 +25,7 @@ def verify_case(config: Config) -> dict[str, Run]:
         MismatchError: a stage has a fault.
     """
     case = config.verification
-    path = named_path(config.output.out or default_out("verify", case.case_path.stem))
     fields = {
-        "command": "verify",
         "case": str(case.case_path.resolve()),
         "function": case.case_function,
         "strategy": ",".join(config.distribution.strategies),
@@ -39,30 +35,13 @@ def verify_case(config: Config) -> dict[str, Run]:
         "steps": case.steps,
         "thorough": case.thorough,
     }
-    with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
-        with traces_directory(config, run_directory) as traces:
-            runs = _verify_each(config, traces)
-        largest = max(runs.values(), key=lambda run: len(run.devices))
-        facts = {
-            "case": str(case.case_path),
-            "model": largest.facts["model"],
-            "global_batch_size": config.training.global_batch_size,
-            "seed": config.training.seed,
-        }
-        devices = devices_text(list(largest.devices), largest.simulated_devices)
-        model = (
-            f"{facts['model']}, batch {facts['global_batch_size']}, seed {facts['seed']},"
-            f" {devices}, TF32 off"
-        )
-        also = ["traces"] if case.keep_traces else []
-        output.report(path, runs, facts=facts, setup={"model": model}, also=also)
-        output.require_verified(path, runs)
-    return runs
+    verify = functools.partial(_verify_each, config)
+    return verify_in_directory(config, case.case_path.stem, fields, verify)
 
 
-def _verify_each(config: Config, traces: pathlib.Path) -> dict[str, Run]:
+def _verify_each(config: Config, traces: pathlib.Path) -> Results:
     """Verifies a case with each strategy; writes recordings to `traces` if they are kept."""
-    runs = {}
+    runs = dict[str, Run]()
     with StepProgress(config.verification.steps) as progress:
         for strategy in config.distribution.strategies:
             progress.start(f"verifying {strategy}: starting TensorFlow")
@@ -70,7 +49,19 @@ def _verify_each(config: Config, traces: pathlib.Path) -> dict[str, Run]:
                 _verify_with, config, strategy, traces, on_message=progress.message
             )
             runs[run.verdict.name] = run
-    return runs
+    largest = max(runs.values(), key=lambda run: len(run.devices))
+    facts = {
+        "case": str(config.verification.case_path),
+        "model": largest.facts["model"],
+        "global_batch_size": config.training.global_batch_size,
+        "seed": config.training.seed,
+    }
+    devices = devices_text(list(largest.devices), largest.simulated_devices)
+    model = (
+        f"{facts['model']}, batch {facts['global_batch_size']}, seed {facts['seed']}, {devices},"
+        " TF32 off"
+    )
+    return Results(runs, facts, setup={"model": model})
 
 
 def _verify_with(send: Send, config: Config, strategy: str, traces: pathlib.Path) -> Run:
@@ -78,6 +69,6 @@ def _verify_with(send: Send, config: Config, strategy: str, traces: pathlib.Path
     console.forward_warnings(lambda text: send(("warning", text)))
     on_devices = "mirrored" if strategy == KERAS_FIT else strategy
     devices = device_setup.set_up(config.for_training(on_devices, inject=None))
-    from app.verification.case_training import verify_with  # Imports TensorFlow.
+    from app.verification.case_verification import verify_with  # Imports TensorFlow.
 
     return verify_with(send, config, devices, strategy, traces)

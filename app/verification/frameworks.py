@@ -68,14 +68,12 @@ class TrainingFiles(NamedTuple):
         start: initial weights and statistics, by Keras name.
         batches: images, labels and the order of the examples of each epoch.
         learning_rate: peak learning rate.
-        has_batch_norm: whether the model has moving statistics.
         num_epochs: number of epochs with an order of the examples.
     """
 
     start: pathlib.Path
     batches: pathlib.Path
     learning_rate: float
-    has_batch_norm: bool
     num_epochs: int
 
 
@@ -108,8 +106,7 @@ def write_training_files(
         test_images=dataset.test_images,
         test_labels=dataset.test_labels,
     )
-    has_batch_norm = any("/moving_" in variable.path for variable in model.variables)
-    return TrainingFiles(start, batches, spec.learning_rate, has_batch_norm, num_epochs)
+    return TrainingFiles(start, batches, spec.learning_rate, num_epochs)
 
 
 def find_interpreters(names: Sequence[str]) -> dict[str, str]:
@@ -161,19 +158,7 @@ def run_program(
     Raises:
         DeviceError: the program failed.
     """
-    framework, training = FRAMEWORKS[name], config.training
-    paths = {"start": files.start, "batches": files.batches, **written}
-    command = [
-        *(python, str(_ROOT / "frameworks" / framework.program), *framework.flags),
-        f"--model={training.model}",
-        f"--{framework.flag_of_replicas}={num_framework_replicas(config)}",
-        f"--global_batch_size={training.global_batch_size}",
-        f"--learning_rate={files.learning_rate!r}",
-        f"--last_batch={training.last_batch}",
-        f"--epochs={files.num_epochs}",
-        *(f"--{flag}={path}" for flag, path in paths.items()),
-        *flags,
-    ]
+    command = [python, *_program_words(FRAMEWORKS[name], config, files, written), *flags]
     environment = child_environment(PYTHONUNBUFFERED="1")
     with tempfile.TemporaryFile() as errors:
         process = Subprocess(
@@ -193,6 +178,23 @@ def run_program(
             f"the program of {name} ended with exit code {exit_code}: {reason}; run it by hand, see"
             " docs/verify_scripts.md"
         )
+
+
+def _program_words(
+    framework: Framework, config: Config, files: TrainingFiles, written: Mapping[str, pathlib.Path]
+) -> list[str]:
+    """Returns the path of a program, and the flags of the training."""
+    training, paths = config.training, {"start": files.start, "batches": files.batches, **written}
+    return [
+        *(str(_ROOT / "frameworks" / framework.program), *framework.flags),
+        f"--model={training.model}",
+        f"--{framework.flag_of_replicas}={num_framework_replicas(config)}",
+        f"--global_batch_size={training.global_batch_size}",
+        f"--learning_rate={files.learning_rate!r}",
+        f"--last_batch={training.last_batch}",
+        f"--epochs={files.num_epochs}",
+        *(f"--{flag}={path}" for flag, path in paths.items()),
+    ]
 
 
 def record_framework(
@@ -229,8 +231,9 @@ def record_framework(
         f"--num_steps={num_steps}", f"--recorded_steps={num_steps}", on_line=on_line,
     )  # fmt: skip
     script = trace_file.load(script_path)
-    syncs_batch_norm = framework.syncs_batch_norm and files.has_batch_norm
     with np.load(files.start) as start:
+        has_batch_norm = any("/moving_" in name for name in start)
+        syncs_batch_norm = framework.syncs_batch_norm and has_batch_norm
         convert(script, path, start, syncs_batch_norm=syncs_batch_norm)
     num_replicas = num_framework_replicas(config)
     return Recorded(framework.device_names(num_replicas), num_replicas > 1)

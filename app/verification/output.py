@@ -7,15 +7,18 @@ steps, every finding with its cause and remedy, and how far each stage is from w
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from app.records.files import write_json
+from app.options import Config
+from app.records.files import publish, temporary_path, write_json
+from app.records.run_directory import default_out, named_path, open_command_directory
 from app.report import result
 from app.report.page import REPORT_FILE, write_report
 from app.report.result import Block, Facts, Result, Table
 from app.runtime import console
-from app.runtime.errors import DataError, MismatchError
+from app.runtime.errors import DataError, DivergedError, MismatchError
 from lockstep.answer.json import columns_of, finite, record_of, record_of_all
 from lockstep.answer.text import (
     explanations,
@@ -61,6 +64,9 @@ class Run:
         versions: name → version of the software that affects the results.
         about: how it was trained, in words, where other trainings differ from it.
         facts: what `verify.json` has about it in addition.
+        common_facts: what it has about all compared trainings.
+        diverged_step: the first step, from 1, after which a loss or a variable is not finite; 0
+            for none.
     """
 
     verdict: Verdict
@@ -69,6 +75,8 @@ class Run:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     about: str = ""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    common_facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    diverged_step: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +100,63 @@ class Pair:
     why: str = ""
 
 
+class Results(NamedTuple):
+    """The results of the command.
+
+    Attributes:
+        runs: name of each training → its result.
+        facts: what `verify.json` has about the command.
+        setup: label → text: how the trainings were set up.
+        pairs: comparisons of two trainings with each other.
+        caveats: what makes the result differ from what a reader would expect.
+    """
+
+    runs: Mapping[str, Run]
+    facts: Mapping[str, Any]
+    setup: Mapping[str, str]
+    pairs: Sequence[Pair] = ()
+    caveats: Sequence[str] = ()
+
+
+def verify_in_directory(
+    config: Config,
+    name: str,
+    fields: Mapping[str, Any],
+    verify: Callable[[pathlib.Path], Results],
+) -> dict[str, Run]:
+    """Verifies trainings and reports the results in a run directory.
+
+    Earlier results stay in the directory until the verification ends without an error.
+
+    Args:
+        config: options of the command.
+        name: what is verified, for the default name of the directory.
+        fields: what `config.json` has about the command.
+        verify: verifies the trainings, and may write recordings to the path that it is given; they
+            are published if `--keep_traces` asks for them.
+
+    Returns:
+        Name of each training → its result.
+
+    Raises:
+        See `report`.
+    """
+    path = named_path(config.output.out or default_out("verify", name))
+    overwrite, keeps_traces = config.output.overwrite, config.verification.keep_traces
+    fields = {"command": "verify", **fields}
+    with open_command_directory(path, fields, overwrite=overwrite) as run_directory:
+        traces = temporary_path(path / "traces")
+        try:
+            results = verify(traces)
+            run_directory.start(overwrite=overwrite)
+            if keeps_traces:
+                publish(traces, path / "traces")
+        finally:
+            shutil.rmtree(traces, ignore_errors=True)
+        report(path, **results._asdict(), also=["traces"] if keeps_traces else [])
+    return dict(results.runs)
+
+
 def report(
     path: pathlib.Path,
     runs: Mapping[str, Run],
@@ -106,30 +171,16 @@ def report(
 
     Args:
         path: the run directory.
-        runs: name of each training → its result.
-        facts: what `verify.json` has about the command.
-        setup: label → text: how the trainings were set up.
-        pairs: comparisons of two trainings with each other.
-        caveats: what makes the result differ from what a reader would expect.
+        runs, facts, setup, pairs, caveats: see `Results`.
         also: names of other files in the directory.
 
     Raises:
         MismatchError: a training has a fault.
+        DivergedError: every step is right, and a training diverges.
+        DataError: a training has nothing to verify, or is not verified.
     """
     shown = describe(runs, setup, pairs, caveats)
-    versions: dict[str, str] = {}
-    for run in runs.values():
-        versions |= run.versions
-    record = {
-        **record_of_all({name: run.verdict for name, run in runs.items()}),
-        "command": "verify",
-        **facts,
-        "versions": versions,
-        "trainings": {name: _record_of_run(run) for name, run in runs.items()},
-        "pairs": [record_of_pair(pair) for pair in pairs],
-        "shown": shown.to_record(),
-    }
-    write_json(path / VERIFY_FILE, record)
+    write_json(path / VERIFY_FILE, _record_of(runs, facts, pairs, shown))
     shown.print()
     files = [VERIFY_FILE, REPORT_FILE, *also]
     if any(run.verdict.measurements for run in runs.values()):
@@ -143,15 +194,13 @@ def report(
     console.say(f"open {path / REPORT_FILE} for the stages, causes and remedies on one page")
     if faulty := _with_status(FAULT, runs):  # The verdicts are printed above.
         raise MismatchError(f"mismatch in {faulty}; see {path / REPORT_FILE}")
-
-
-def require_verified(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
-    """Raises a DataError if a training has nothing to verify, or is not verified.
-
-    Args:
-        path: the run directory.
-        runs: name of each training → its result.
-    """
+    for name, run in runs.items():
+        if run.diverged_step:
+            raise DivergedError(
+                f"the training diverges: a value of {name} is not finite after step"
+                f" {run.diverged_step}, and every step is right; use a smaller --learning_rate, or"
+                " fewer --steps"
+            )
     for status in (NOTHING, NOT_VERIFIED):
         if names := _with_status(status, runs):
             raise DataError(f"{status} in {names}; see {path / REPORT_FILE}")
@@ -160,6 +209,24 @@ def require_verified(path: pathlib.Path, runs: Mapping[str, Run]) -> None:
 def _with_status(status: str, runs: Mapping[str, Run]) -> str:
     """Returns the names of the trainings whose verdict has a status."""
     return ", ".join(name for name, run in runs.items() if run.verdict.status == status)
+
+
+def _record_of(
+    runs: Mapping[str, Run], facts: Mapping[str, Any], pairs: Sequence[Pair], shown: Result
+) -> dict[str, Any]:
+    """Returns the content of `verify.json`."""
+    versions: dict[str, str] = {}
+    for run in runs.values():
+        versions |= run.versions
+    return {
+        **record_of_all({name: run.verdict for name, run in runs.items()}),
+        "command": "verify",
+        **facts,
+        "versions": versions,
+        "trainings": {name: _record_of_run(run) for name, run in runs.items()},
+        "pairs": [record_of_pair(pair) for pair in pairs],
+        "shown": shown.to_record(),
+    }
 
 
 def record_of_pair(pair: Pair) -> dict[str, Any]:

@@ -6,10 +6,8 @@ the parent.
 """
 
 import dataclasses
-import math
 import pathlib
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.devices import device_setup
@@ -19,11 +17,10 @@ from app.options import Config, rules
 from app.options.names import SINGLE
 from app.records.files import io_errors_as
 from app.runtime import console
-from app.runtime.errors import DiskFullError
 from app.runtime.processes import Channel
 from app.runtime.versions import versions
 from app.verification.output import Run
-from lockstep.answer.verdict import Verdict
+from lockstep.answer.verdict import Finding, Verdict, finding_of
 from lockstep.data import file as trace_file
 from lockstep.data.trace import Trace
 from lockstep.numeric.arrays import are_finite
@@ -31,7 +28,6 @@ from lockstep.numeric.arrays import are_finite
 if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
     from app.training.training_spec import TrainingSpec
     from app.verification.recorder import SendTime
-    from strategies.base import Strategy
 
 Send = Callable[[tuple], None]
 _LOSS_SCALE = "optimizer/loss_scale"  # Variable of the optimizer, with gradients in float16.
@@ -52,58 +48,60 @@ class Recorded(NamedTuple):
     send_sec: "Sequence[Sequence[SendTime]]" = ()
 
 
-class Checked(NamedTuple):
-    """Holds the result of a training whose steps were checked.
-
-    Attributes:
-        run: the verdict and how it was trained.
-        facts: learning rate and data, which all compared trainings share.
-        diverged_step: the first step, from 1, after which a loss or a variable is not finite; 0
-            for none.
-    """
-
-    run: Run
-    facts: dict[str, Any]
-    diverged_step: int
-
-
-def record_and_check(
+def check_training(
     send: Send,
     config: Config,
-    num_steps: int,
+    name: str,
     path: pathlib.Path,
+    num_steps: int,
+    *,
+    recorded: Recorded | None = None,
     shard_weights: Sequence[int] = (),
-) -> Checked:
-    """Trains with the strategy of `config`, writes the trace to `path`, and checks every step.
+) -> Run:
+    """Compares every step of a training with one device, and looks for a slow replica.
 
     Args:
         send: called with messages.
-        config: options of the training.
+        config: options of the training, or of any training with the same steps.
+        name: name of the training.
+        path: file of its trace.
         num_steps: number of steps.
-        path: file of the trace.
+        recorded: what it ran on; None to train with the strategy of `config` and write the trace.
         shard_weights: relative sizes of the shards; empty for those of `config`.
     """
+    from app.verification.strategy_oracle import StrategyOracle
+    from lockstep.run import check
+
     devices, spec = set_up(send, config)
-    recorded = _record(send, spec, devices, num_steps, path, shard_weights)
-    return _check(send, spec, config.distribution.strategy, recorded, path)
+    if recorded is None:
+        recorded = _record(send, spec, devices, num_steps, path, shard_weights)
+    trace = trace_file.load(path)
+    verdict = check(
+        trace,
+        StrategyOracle(spec, trace),
+        batches=[list(spec.batch(step)) for step in trace.steps],
+        name=name,
+        reference="training on one device",
+        on_step=lambda step: send(("step", len(trace.steps) + step)),
+    )
+    names = {step: f"step {step + 1}" for step in verdict.steps}
+    findings = *verdict.findings, *_find_slow_replica(recorded, trace)
+    verdict = dataclasses.replace(verdict, step_names=names, findings=findings)
+    common_facts = {
+        "learning_rate": spec.learning_rate,
+        "dataset": spec.dataset.name,
+        "dataset_sha256": spec.dataset.sha256(),
+        "num_train_examples": len(spec.dataset.train_images),
+    }
+    return _run(recorded, trace, verdict, common_facts)
 
 
-def check_recorded(
-    send: Send, config: Config, name: str, recorded: Recorded, path: pathlib.Path
-) -> Checked:
-    """Checks every step of a trace; `config` is that of any training with the same steps."""
-    _, spec = set_up(send, config)
-    return _check(send, spec, name, recorded, path)
-
-
-def record_on_workers(
-    send: Send, config: Config, num_steps: int, path: pathlib.Path, num_workers: int
-) -> Recorded:
-    """Trains `num_steps` steps with `num_workers` processes; each writes a trace of its replicas.
+def record_on_workers(send: Send, config: Config, num_steps: int, path: pathlib.Path) -> Recorded:
+    """Trains with several worker processes; each writes a trace of its replicas.
 
     The traces are put together from files, independent of the all-reduce that is being verified.
     """
-    shares = split_resources(num_workers, config)
+    shares = split_resources(config.cluster.num_workers or 1, config)
     with WorkerGroup(shares, _record_as_worker, config, num_steps, path) as group:
         while (message := group.receive())[0] == "message":
             send(message[1])
@@ -164,7 +162,6 @@ def _record(
         recorder.inner.begin()
         batches = inject_data_fault(fault, lambda s: spec.batches(seed=s), strategy, seed=seed)
     strategy.observer = recorder
-    _check_space(strategy, num_steps, path)
     iterator = strategy.distribute(batches)
     times = []
     with io_errors_as(path), trace_file.Writer(path) as writer:
@@ -177,77 +174,61 @@ def _record(
     return Recorded(devices.names, devices.simulated and len(devices.names) > 1, times)
 
 
-def _check(
-    send: Send, spec: "TrainingSpec", name: str, recorded: Recorded, path: pathlib.Path
-) -> Checked:
-    """Compares every step with one device, and looks for a slow replica."""
+def _find_slow_replica(recorded: Recorded, trace: Trace) -> Iterator[Finding]:
+    """Finds a replica for which the others had to wait in every step."""
     from app.verification.recorder import find_straggler
-    from app.verification.strategy_oracle import StrategyOracle
-    from lockstep.answer.verdict import finding_of
-    from lockstep.run import check
 
-    trace = trace_file.load(path)
-    about = trace.about
-    verdict = check(
-        trace,
-        StrategyOracle(spec, trace),
-        batches=[list(spec.batch(step)) for step in trace.steps],
-        name=name,
-        reference="training on one device",
-        on_step=lambda step: send(("step", len(trace.steps) + step)),
-    )
-    findings = list(verdict.findings)
-    weights = [0.0] * about.num_replicas
-    for shard in about.shards:
+    weights = [0.0] * trace.about.num_replicas
+    for shard in trace.about.shards:
         weights[shard.replica] += shard.weight
     if late := find_straggler(recorded.send_sec, weights):
         items = [f"replica {late[0]}"]
-        findings.append(finding_of("time", "slow_replica", late[1], verdict.steps, items=items))
-    names = {step: f"step {step + 1}" for step in verdict.steps}
-    verdict = dataclasses.replace(verdict, step_names=names, findings=tuple(findings))
-    facts = {
-        "learning_rate": spec.learning_rate,
-        "dataset": spec.dataset.name,
-        "dataset_sha256": spec.dataset.sha256(),
-        "num_train_examples": len(spec.dataset.train_images),
-    }
-    return Checked(_run(name, recorded, trace, verdict), facts, _diverged_step(trace))
+        yield finding_of("time", "slow_replica", late[1], trace.steps, items=items)
 
 
-def _run(name: str, recorded: Recorded, trace: Trace, verdict: Verdict) -> Run:
-    """Returns the result of a strategy."""
-    about, num_devices, skipped = trace.about, len(recorded.devices), _skipped_steps(trace)
-    num, texts = len(about.shards), []
-    if name == SINGLE and num > 1:
-        texts.append(
-            f"one device, with BatchNorm over {num} shards one after another, as replicas and"
-            " micro-batches have it (--batch_norm=average); `train --strategy=single`, with"
-            " BatchNorm over the whole batch, is another training by design, not a fault"
-        )
-    elif not num == about.num_replicas == num_devices:
-        each = f" of {num // about.num_replicas} micro-batches" if num > about.num_replicas else ""
-        replicas = console.count(about.num_replicas, "replica")
-        texts.append(f"{replicas}{each} on {console.count(num_devices, 'device')}")
-    if skipped:
-        texts.append(
-            f"skipped {console.count(len(skipped), 'step')}, as a gradient overflowed in float16"
-            f" ({', '.join(map(str, skipped))}); others may skip other steps"
-        )
+def _run(
+    recorded: Recorded, trace: Trace, verdict: Verdict, common_facts: Mapping[str, Any]
+) -> Run:
+    """Returns the result of a training."""
+    about, skipped = trace.about, _skipped_steps(trace)
     return Run(
         verdict,
         devices=recorded.devices,
         simulated_devices=recorded.simulated_devices,
         versions={**versions(), **about.versions},
-        about="; ".join(texts),
+        about=_split_text(verdict.name, trace, len(recorded.devices), skipped),
         facts={
-            "num_shards": num,
+            "num_shards": len(about.shards),
             "num_copies": about.num_copies,
             "shard_weights": [int(shard.weight) for shard in about.shards],
             "syncs_batch_norm": about.syncs_batch_norm,
             "skipped_steps": skipped,
             "send_sec": recorded.send_sec,
         },
+        common_facts=common_facts,
+        diverged_step=_diverged_step(trace),
     )
+
+
+def _split_text(name: str, trace: Trace, num_devices: int, skipped: Sequence[int]) -> str:
+    """Describes how a training is split over devices, and which steps it skipped."""
+    num, num_replicas, texts = len(trace.shards), trace.about.num_replicas, []
+    if name == SINGLE and num > 1:
+        texts.append(
+            f"one device, with BatchNorm over {num} shards one after another, as replicas and"
+            " micro-batches have it (--batch_norm=average); `train --strategy=single`, with"
+            " BatchNorm over the whole batch, is another training by design, not a fault"
+        )
+    elif not num == num_replicas == num_devices:
+        each = f" of {num // num_replicas} micro-batches" if num > num_replicas else ""
+        replicas = console.count(num_replicas, "replica")
+        texts.append(f"{replicas}{each} on {console.count(num_devices, 'device')}")
+    if skipped:
+        texts.append(
+            f"skipped {console.count(len(skipped), 'step')}, as a gradient overflowed in float16"
+            f" ({', '.join(map(str, skipped))}); others may skip other steps"
+        )
+    return "; ".join(texts)
 
 
 def _skipped_steps(trace: Trace) -> list[int]:
@@ -270,17 +251,3 @@ def _diverged_step(trace: Trace) -> int:
         if not are_finite([a for arrays in (*states, *losses) for a in arrays if a is not None]):
             return position + 1
     return 0
-
-
-def _check_space(strategy: "Strategy", num_steps: int, path: pathlib.Path) -> None:
-    """Rejects a trace that does not fit on the disk, before a step is run."""
-    state_bytes = sum(v.shape.num_elements() * v.dtype.size for v in strategy.copies()[0].values())
-    weight_bytes = 4 * sum(math.prod(v.shape) for v in strategy.model.trainable_variables)
-    # Gradients of each shard, their sum, and the state.
-    needed = num_steps * ((strategy.num_shards + 1) * weight_bytes + state_bytes)
-    free = shutil.disk_usage(path.parent).free
-    if needed > free:
-        raise DiskFullError(
-            f"--steps={num_steps} needs {needed:,} bytes in {path.parent} for the trace of each"
-            f" strategy, {free:,} are free; use fewer --steps or another --out"
-        )

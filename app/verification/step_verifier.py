@@ -178,16 +178,14 @@ class StepVerifier:
 
     def record_step(self, iterator: Any, step: int) -> tuple[StepTotals, float]:
         """Runs and records a step; returns its totals and the seconds of the call."""
-        previous, self._previous = self._previous, None
+        if self._previous and self._previous.steps != (step - 2,):
+            self._previous = None
         self._trace = Trace(self._recorder.about((step - 1,)))
-        if previous and previous.steps == (step - 2,):
-            about = self._recorder.about((step - 2, step - 1))
-            self._trace = Trace(about, dict(previous.stored()))
 
         def train() -> StepTotals:
             return self._strategy.train_observed_steps(iterator, 1, self._recorder)
 
-        result = self._recorder.record_step(self._trace, len(self._trace.steps) - 1, train)
+        result = self._recorder.record_step(self._trace, 0, train)
         own = np.array(self._recorder.take_times())
         per_worker = self._strategy.workers.gather_arrays([own])
         self._times.append([(float(sec), float(cpu)) for (a,) in per_worker for sec, cpu in a])
@@ -201,19 +199,20 @@ class StepVerifier:
         """
         workers, own = self._strategy.workers, self._trace
         assert own is not None
-        trace = gather_trace(own, workers)
+        trace = gather_trace(self._with_previous(own), workers)
         verdict = self._verdict(trace, self._oracle, before) if self._oracle else None
         text = self._text(trace, verdict) if verdict and verdict.faults else ""
         can_repeat = verdict is not None and all(map(_is_of_step, verdict.faults))
         message = json.dumps([text, can_repeat]).encode()
         text, can_repeat = json.loads(workers.broadcast(message))
         if text and can_repeat:
-            second = gather_trace(self._repeat(own, before), workers)
+            repeated = self._with_previous(self._repeat(own, before))
+            second = gather_trace(repeated, workers)
             if verdict and self._oracle:
                 again = self._verdict(second, self._oracle, before)
                 text += f"; {note_of_repetition(verdict, again)}"
             text = workers.broadcast(text.encode()).decode()
-        self._trace, self._previous = None, _last_step(own) if self._every == 1 else None
+        self._trace, self._previous = None, own if self._every == 1 else None
         late = find_straggler(list(self._times), self._strategy.replica_weights)
         if late and not self._is_slow_reported:  # A straggler does not affect the results.
             console.warn(f"replica {late[0]} is slow: {late[1]}")
@@ -222,6 +221,14 @@ class StepVerifier:
             self._last_right = before.step + 1
             return None
         return StepFinding(text, *(self._state_before(trace) if self._oracle else (None, [])))
+
+    def _with_previous(self, step: Trace) -> Trace:
+        """Returns a trace of a step that has the step before, or its start, if that was kept."""
+        if self._previous is None:
+            return step
+        about = dataclasses.replace(step.about, steps=(*self._previous.steps, *step.steps))
+        later = {f"2/{name.partition('/')[2]}": array for name, array in step.stored().items()}
+        return Trace(about, {**self._previous.stored(), **later})
 
     def _verdict(self, trace: Trace, oracle: StrategyOracle, before: Progress) -> Verdict:
         """Compares the recorded step with one device."""
@@ -244,10 +251,7 @@ class StepVerifier:
         Returns:
             The recording of this worker. The training continues from the first run.
         """
-        last, strategy = len(trace.steps) - 1, self._strategy
-        prefix = f"{last + 1}/"
-        kept = {n: array for n, array in trace.stored().items() if not n.startswith(prefix)}
-        second = Trace(trace.about, kept)
+        strategy, second = self._strategy, Trace(trace.about)
         batches = self._spec.batches(start_step=self._position(before))
         self._iterators.append(strategy.distribute(batches))
 
@@ -255,16 +259,16 @@ class StepVerifier:
             return strategy.train_observed_steps(self._iterators[-1], 1, self._recorder)
 
         self._load(trace, "before")
-        self._recorder.record_step(second, last, train)
+        self._recorder.record_step(second, 0, train)
         self._recorder.take_times()
         self._load(trace, "after")
         return second
 
     def _load(self, trace: Trace, when: str) -> None:
         """Loads the state of this worker "before" or "after" the recorded step."""
-        last, strategy = len(trace.steps) - 1, self._strategy
-        copies = [trace.arrays(last, when, copy) or [] for copy in strategy.local_copy_ids]
-        own = [trace.arrays(last, f"own_{when}", shard) for shard in strategy.local_shard_ids]
+        strategy = self._strategy
+        copies = [trace.arrays(0, when, copy) or [] for copy in strategy.local_copy_ids]
+        own = [trace.arrays(0, f"own_{when}", shard) for shard in strategy.local_shard_ids]
         strategy.states.load_each(copies, [arrays for arrays in own if arrays])
 
     def _text(self, trace: Trace, verdict: Verdict) -> str:
@@ -308,14 +312,6 @@ def _is_of_step(fault: Finding) -> bool:
     """Returns whether a fault arises within a step, from its state and its examples alone."""
     is_earlier = fault.stage in ("start", "random numbers", "examples")
     return not is_earlier and not fault.detail.startswith("stale")
-
-
-def _last_step(trace: Trace) -> Trace:
-    """Returns the last step of a trace alone."""
-    prefix = f"{len(trace.steps)}/"
-    found = {name: a for name, a in trace.stored().items() if name.startswith(prefix)}
-    about = dataclasses.replace(trace.about, steps=trace.steps[-1:])
-    return Trace(about, {f"1/{name.removeprefix(prefix)}": array for name, array in found.items()})
 
 
 def gather_trace(trace: Trace, workers: Workers) -> Trace:

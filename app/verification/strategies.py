@@ -1,42 +1,28 @@
 """Runs `verify --strategies`: records and checks each strategy, and compares pairs."""
 
-import contextlib
 import functools
 import importlib
 import itertools
 import pathlib
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from app.options import Config
 from app.options.names import FRAMEWORKS, MULTI_WORKER, SINGLE
 from app.options.rules import faulty_strategy
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
-from app.records.files import io_errors_as, publish, temporary_path
-from app.records.run_directory import (
-    RunDirectory,
-    default_out,
-    named_path,
-    open_command_directory,
-)
+from app.records.files import io_errors_as
 from app.runtime import console
-from app.runtime.errors import DivergedError
 from app.runtime.processes import call_in_child_process, start_tensorflow_server
 from app.runtime.progress_bar import StepProgress
-from app.verification import output
+from app.runtime.temporary_directories import TemporaryDirectory
 from app.verification.comparison import compare_traces, normalised_by
 from app.verification.frameworks import (
     find_interpreters,
     record_framework,
     write_training_files,
 )
-from app.verification.output import Pair, Run
-from app.verification.recording import (
-    Checked,
-    check_recorded,
-    record_and_check,
-    record_on_workers,
-)
+from app.verification.output import Pair, Results, Run, verify_in_directory
+from app.verification.recording import check_training, record_on_workers
 from lockstep.data import file as trace_file
 from lockstep.data.trace import About
 
@@ -52,97 +38,69 @@ def verify_strategies(config: Config) -> dict[str, Run]:
         DivergedError: every step is right, and the training diverges.
     """
     interpreters = find_interpreters([n for n in config.distribution.strategies if n in FRAMEWORKS])
-    path = named_path(config.output.out or default_out("verify", config.training.model))
     fields = {
-        "command": "verify",
         **config.result_fields(),
         "strategy": ",".join(config.distribution.strategies),
         "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
         "steps": config.verification.steps,
     }
-    with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
-        with traces_directory(config, run_directory) as traces:
-            with io_errors_as(traces):
-                traces.mkdir()
-            checked = _verify_each(config, traces, interpreters)
-            loaded = {name: trace_file.load(traces / f"{name}.npz") for name in checked}
-            wrong = {
-                name for name, each in checked.items()
-                if any(finding.detail != "slow_replica" for finding in each.run.verdict.faults)
-            }  # fmt: skip
-            pairs = [
-                compare_traces((a, b), (loaded[a], loaded[b]), has_fault=bool(wrong & {a, b}))
-                for a, b in itertools.combinations(checked, 2)
-            ]
-        _report(config, path, checked, pairs)
-    return {name: each.run for name, each in checked.items()}
 
+    def verify(traces: pathlib.Path) -> Results:
+        with io_errors_as(traces):
+            traces.mkdir()
+        runs = _verify_each(config, traces, interpreters)
+        return _results(config, runs, _compare_each(runs, traces))
 
-@contextlib.contextmanager
-def traces_directory(config: Config, run_directory: RunDirectory) -> Iterator[pathlib.Path]:
-    """Returns the path of a directory for traces, which are published at the end if asked for.
-
-    Earlier results stay in the run directory until the `with` block ends without an error.
-    """
-    traces = temporary_path(run_directory.path / "traces")
-    try:
-        yield traces
-        run_directory.start(overwrite=config.output.overwrite)
-        run_directory.remove("traces")
-        if config.verification.keep_traces:
-            publish(traces, run_directory.path / "traces")
-    finally:
-        shutil.rmtree(traces, ignore_errors=True)
+    return verify_in_directory(config, config.training.model, fields, verify)
 
 
 def _verify_each(
     config: Config, traces: pathlib.Path, interpreters: Mapping[str, str]
-) -> dict[str, Checked]:
+) -> dict[str, Run]:
     """Records and checks one strategy after another, so that the steps of each are timed alone.
 
     Returns:
         Strategy → result, in the order of the options.
     """
-    names, steps = config.distribution.strategies, config.verification.steps
-    checked, folder = dict[str, Checked](), traces / "frameworks"
+    names, num_steps = config.distribution.strategies, config.verification.steps
+    runs = dict[str, Run]()
     # The messages of the process that imports TensorFlow cannot be shown.
     if has_server := config.output.verbosity < 0:
         start_tensorflow_server()
     importlib.import_module("app.report.verification_plot")  # Meanwhile: matplotlib takes a while.
-    with StepProgress(2 * steps) as progress:
+    with StepProgress(2 * num_steps) as progress, TemporaryDirectory() as folder:
         call = functools.partial(
             call_in_child_process, on_message=progress.message, has_tensorflow=has_server
         )
         if interpreters:
-            folder.mkdir()
             single = config.for_training(SINGLE, inject=None)
-            files = call(write_training_files, single, steps, folder)
+            files = call(write_training_files, single, num_steps, pathlib.Path(folder))
         for name in sorted(names, key=lambda name: name == SINGLE):
             inject = config.verification.inject if name == config.faulty_strategy else None
             child, path = config.for_training(name, inject=inject), traces / f"{name}.npz"
             if name not in (*FRAMEWORKS, MULTI_WORKER):
                 weights: Sequence[int] = ()
                 if name == SINGLE:
-                    others = [trace_file.load(traces / f"{other}.npz").about for other in checked]
-                    weights = shards_of_single(others)
+                    weights = shards_of_single(
+                        trace_file.load(traces / f"{other}.npz").about for other in runs
+                    )
                 if weights:
                     num = len(weights)
                     child = config.for_training(name, inject=inject, accumulate_steps=num)
                 progress.start(f"recording and checking {name}")
-                checked[name] = call(record_and_check, child, steps, path, weights)
+                check = functools.partial(check_training, shard_weights=weights)
+                runs[name] = call(check, child, name, path, num_steps)
                 continue
             progress.start(f"recording {name}")
             if name == MULTI_WORKER:
-                num_workers = config.cluster.num_workers or 1
-                recorded = record_on_workers(progress.message, child, steps, path, num_workers)
+                recorded = record_on_workers(progress.message, child, num_steps, path)
             else:
-                recorded = record_framework(
-                    name, interpreters[name], config, files, path, progress.message
-                )
+                python = interpreters[name]
+                recorded = record_framework(name, python, config, files, path, progress.message)
             progress.start(f"checking {name}")
-            checked[name] = call(check_recorded, config.on_one_machine(), name, recorded, path)
-    shutil.rmtree(folder, ignore_errors=True)  # It has copies of the images.
-    return {name: checked[name] for name in names}
+            check = functools.partial(check_training, recorded=recorded)
+            runs[name] = call(check, config.on_one_machine(), name, path, num_steps)
+    return {name: runs[name] for name in names}
 
 
 def shards_of_single(others: Iterable[About]) -> tuple[int, ...]:
@@ -159,12 +117,31 @@ def shards_of_single(others: Iterable[About]) -> tuple[int, ...]:
     return sizes[0] if sizes else ()
 
 
-def _report(
-    config: Config, path: pathlib.Path, checked: Mapping[str, Checked], pairs: Sequence[Pair]
-) -> None:
-    """Prints and writes the results."""
-    training, runs = config.training, {name: each.run for name, each in checked.items()}
-    fault, about_data = config.verification.fault, next(iter(checked.values())).facts
+def _compare_each(runs: Mapping[str, Run], traces: pathlib.Path) -> list[Pair]:
+    """Compares the traces of each pair of strategies."""
+    loaded = {name: trace_file.load(traces / f"{name}.npz") for name in runs}
+    wrong = {
+        name
+        for name, run in runs.items()
+        if any(finding.detail != "slow_replica" for finding in run.verdict.faults)
+    }
+    return [
+        compare_traces((a, b), (loaded[a], loaded[b]), has_fault=bool(wrong & {a, b}))
+        for a, b in itertools.combinations(runs, 2)
+    ]
+
+
+def _results(config: Config, runs: Mapping[str, Run], pairs: Sequence[Pair]) -> Results:
+    """Returns the results with how all strategies were trained."""
+    training, fault = config.training, config.verification.fault
+    of_data = next(iter(runs.values())).common_facts
+    num_devices, dataset = max(len(run.devices) for run in runs.values()), of_data["dataset"]
+    setup = (
+        f"{training.model} on {dataset}, recipe {training.recipe}, batch"
+        f" {training.global_batch_size}, learning rate {of_data['learning_rate']:g}, seed"
+        f" {training.seed}, {console.count(num_devices, 'device')}, {training.precision},"
+        " TF32 off"
+    )
     facts = {
         "injected_fault": str(fault or ""),
         "model": training.model,
@@ -174,15 +151,8 @@ def _report(
         "batch_norm": config.distribution.batch_norm,
         "precision": training.precision,
         "tf32": False,
-        **about_data,
+        **of_data,
     }
-    num_devices, dataset = max(len(run.devices) for run in runs.values()), about_data["dataset"]
-    setup = (
-        f"{training.model} on {dataset}, recipe {training.recipe}, batch"
-        f" {training.global_batch_size}, learning rate {about_data['learning_rate']:g}, seed"
-        f" {training.seed}, {console.count(num_devices, 'device')}, {training.precision},"
-        " TF32 off"
-    )
     caveats = []
     if fault:
         caveats.append(injected_fault_caveat(f"{fault} in {faulty_strategy(config)}"))
@@ -191,15 +161,4 @@ def _report(
             caveats.append(text)
     if dataset in DATASET_CAVEATS:
         caveats.append(DATASET_CAVEATS[dataset])
-    output.report(
-        path, runs, facts=facts, setup={"training": setup}, pairs=pairs, caveats=caveats,
-        also=["traces"] if config.verification.keep_traces else [],
-    )  # fmt: skip
-    for name, each in checked.items():
-        if each.diverged_step:
-            raise DivergedError(
-                f"the training diverges: a value of {name} is not finite after step"
-                f" {each.diverged_step}, and every step is right; use a smaller --learning_rate, or"
-                " fewer --steps"
-            )
-    output.require_verified(path, runs)
+    return Results(runs, facts, {"training": setup}, pairs, caveats)

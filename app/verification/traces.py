@@ -4,11 +4,9 @@ import pathlib
 from collections.abc import Sequence
 
 from app.options import Config
-from app.records.run_directory import default_out, named_path, open_command_directory
 from app.runtime.errors import ConfigError, DataError
 from app.runtime.progress_bar import StepProgress
-from app.verification import output
-from app.verification.output import Run
+from app.verification.output import Results, Run, verify_in_directory
 from lockstep.answer.text import count, one_line
 from lockstep.comparison import compare_traces
 from lockstep.data.file import load
@@ -28,21 +26,16 @@ def verify_traces(config: Config) -> dict[str, Run]:
     """
     given = config.verification
     traces = [_load(name) for name in given.traces]
-    path = named_path(
-        config.output.out or default_out("verify", pathlib.Path(traces[-1].name).stem)
-    )
     fields = {
-        "command": "verify",
         "traces": [str(pathlib.Path(name).resolve()) for name in given.traces],
         "name_map": list(given.name_map),
         "tolerance": given.tolerance,
     }
-    with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
-        runs = _verify(config, traces)
-        run_directory.start(overwrite=config.output.overwrite)
-        output.report(path, runs, facts={"traces": fields["traces"]}, setup={})
-        output.require_verified(path, runs)
-    return runs
+
+    def verify(_: pathlib.Path) -> Results:
+        return Results(_verify(config, traces), facts={"traces": fields["traces"]}, setup={})
+
+    return verify_in_directory(config, pathlib.Path(traces[-1].name).stem, fields, verify)
 
 
 def _load(name: str) -> Trace:

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 import lockstep
-from app.verification.case_training import compare_evaluation
+from app.verification.case_evaluation import compare_evaluation
 from lockstep.answer.verdict import Finding, Verdict
 from lockstep.data.file import from_parts
 from lockstep.data.trace import Trace

@@ -7,7 +7,7 @@ The directory has a history, a summary, a figure and a checkpoint like that of a
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,19 +110,7 @@ def _write_run(
     own, own_summary = found.checkpoint, load_required_summary(own_run)
     measured: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
     state = _load_state(weights, own.state)
-    history = [
-        checked_record(
-            EpochRecord,
-            {
-                **values,
-                "epoch": epoch.epoch,
-                "step": epoch.step,
-                "images_per_sec": own_summary.num_train_examples / values["epoch_sec"],
-                "learning_rate": epoch.learning_rate,
-            },
-        )
-        for epoch, values in zip(own.progress.history, measured["epochs"], strict=True)
-    ]
+    history = _history(own.progress.history, measured["epochs"], own_summary.num_train_examples)
     history[-1] = dataclasses.replace(history[-1], weights_sha256=weights_sha256(state))
     total_sec = sum(each.epoch_sec + each.evaluation_sec for each in history)
     progress = Progress(own.progress.step, total_sec=total_sec, history=history)
@@ -155,6 +143,25 @@ def _write_run(
     from app.report.accuracy_plot import plot_accuracy
 
     plot_accuracy([run_directory.path], run_directory.path)
+
+
+def _history(
+    own: Sequence[EpochRecord], measured: Sequence[Mapping[str, Any]], num_examples: int
+) -> list[EpochRecord]:
+    """Returns the record of each epoch: what the program has measured, in the steps of `own`."""
+    return [
+        checked_record(
+            EpochRecord,
+            {
+                **values,
+                "epoch": epoch.epoch,
+                "step": epoch.step,
+                "images_per_sec": num_examples / values["epoch_sec"],
+                "learning_rate": epoch.learning_rate,
+            },
+        )
+        for epoch, values in zip(own, measured, strict=True)
+    ]
 
 
 def _load_state(path: pathlib.Path, own: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
