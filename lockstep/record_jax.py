@@ -435,7 +435,7 @@ class _Trace:
         self.about = json.loads(str(self.members["about"]))
         if self.about["version"] != 2:
             raise ValueError(f"replay={path}: is not of version 2; record it again")
-        if "mesh" in self.about:
+        if self.about.get("mesh"):
             raise ValueError(f"replay={path}: is of several devices; record one device")
         self.aliases = self.about.get("aliases", {})
         if missing := sorted(wanted - {*self.about["steps"]}):

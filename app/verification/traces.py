@@ -22,9 +22,11 @@ def verify_traces(config: Config) -> dict[str, Run]:
 
     Raises:
         DataError: a recording is damaged, or has nothing in common with the first.
+        ConfigError: the results would replace a recording.
         MismatchError: a recording has a fault.
     """
     given = config.verification
+    _require_elsewhere(config)
     traces = [_load(name) for name in given.traces]
     fields = {
         "traces": [str(pathlib.Path(name).resolve()) for name in given.traces],
@@ -36,6 +38,17 @@ def verify_traces(config: Config) -> dict[str, Run]:
         return Results(_verify(config, traces), facts={"traces": fields["traces"]}, setup={})
 
     return verify_in_directory(config, pathlib.Path(traces[-1].name).stem, fields, verify)
+
+
+def _require_elsewhere(config: Config) -> None:
+    """Raises ConfigError if the results would replace the recordings."""
+    out = pathlib.Path(config.output.out).expanduser().resolve() if config.output.out else None
+    for name in config.verification.traces:
+        if out and out in pathlib.Path(name).expanduser().resolve().parents:
+            raise ConfigError(
+                f"--out={config.output.out} has the recording {name}, which the results would"
+                " replace; choose another directory"
+            )
 
 
 def _load(name: str) -> Trace:
