@@ -8,10 +8,11 @@ import re
 import jsonschema
 import pytest
 
-from app.runtime.errors import MismatchError
+from app.runtime.errors import DataError, MismatchError
 from app.verification.output import IDENTICAL, Pair, describe, outcome_sentences, report
 from conftest import ROOT
-from report_samples import CLIPPED, LOCAL, make_run, write_verification
+from lockstep.answer.verdict import EXIT_CODE_OF, NOT_VERIFIED
+from report_samples import CLIPPED, LOCAL, make_run, write_run, write_verification
 
 NAMES = ("line\nbreak\x1b[31m", os.fsdecode(b"bytes \xff"), "$\\frac$", "W" * 300)
 RUNS = {
@@ -42,6 +43,20 @@ def test_verdicts_are_printed_before_tables_and_findings(capsys):
     at, end = map(lines.index, titles)
     labels = [line.split()[0] for line in lines[at + 1 : end] if re.match(r"  \w", line)]
     assert labels == ["where", "why", "remedy", "difference"]
+
+
+@pytest.mark.parametrize("status", [status for status, code in EXIT_CODE_OF.items() if code == 3])
+def test_what_was_not_verified_is_an_error_and_said_first(tmp_path, capsys, status):
+    note = "steps differ in their random numbers"
+    found = dataclasses.replace(LOCAL, status=status)
+    run = make_run(*([] if status == NOT_VERIFIED else [found]), name="mirrored")
+    why = ("the training ended",) if status == NOT_VERIFIED else ()
+    verdict = dataclasses.replace(run.verdict, notes=(note,), unverified=why)
+    runs = {"mirrored": dataclasses.replace(run, verdict=verdict)}
+    with pytest.raises(DataError, match=f"^{status} in mirrored; see"):
+        write_run(tmp_path / "run", runs)
+    sentence, *lines = lines_of(capsys, describe(runs, {}))
+    assert status in sentence and f"mirrored: {note}" in lines[:2]
 
 
 def test_every_file_of_a_verification(tmp_path, capsys):

@@ -33,6 +33,7 @@ from lockstep.answer.verdict import (
     BY_DESIGN,
     CLEAN,
     FAULT,
+    NOT_COMPARED,
     NOT_VERIFIED,
     NOTHING,
     STAGES,
@@ -48,6 +49,7 @@ _STATUSES = {
     BY_DESIGN: result.BY_DESIGN,
     FAULT: result.BAD,
     NOTHING: result.BAD,
+    NOT_COMPARED: result.BAD,
     NOT_VERIFIED: result.BAD,
 }
 _MOST_LINES = 3  # Pairs with a line each; more pairs are grouped.
@@ -201,7 +203,7 @@ def report(
                 f" {run.diverged_step}, and every step is right; use a smaller --learning_rate, or"
                 " fewer --steps"
             )
-    for status in (NOTHING, NOT_VERIFIED):
+    for status in (NOTHING, NOT_COMPARED, NOT_VERIFIED):
         if names := _with_status(status, runs):
             raise DataError(f"{status} in {names}; see {path / REPORT_FILE}")
 
@@ -262,11 +264,11 @@ def describe(
     """Describes the results in sentences and tables; see `report` for the arguments."""
     verdicts = [(_STATUSES[run.verdict.status], sentence_of(run.verdict)) for run in runs.values()]
     explained = explanations(run.verdict for run in runs.values())
-    blocks: list[Block] = [*outcome_sentences(pairs), *itertools.starmap(Facts, explained)]
-    blocks.append(_setup(runs, setup))
-    blocks += [
+    notes = [
         one_line(f"{name}: {note}") for name, run in runs.items() for note in notes_of(run.verdict)
     ]
+    blocks: list[Block] = [*notes, *outcome_sentences(pairs), *itertools.starmap(Facts, explained)]
+    blocks.append(_setup(runs, setup))
     blocks += [_stages(runs), *_side_by_side(pairs, runs)]
     if rows := _measured(runs):
         header = ["training", "stage", "difference", "allowed", "of allowed", "bitwise equal"]
