@@ -37,6 +37,7 @@ lint: $(BIN)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version=3.10 lockstep
 	$(BIN)/python tests/plain_language.py
 
 zoo: $(BIN)/.installed-dev

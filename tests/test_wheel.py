@@ -21,8 +21,20 @@ def run(*command, **options):
     return done
 
 
+def numpy_of(which):
+    """Returns the requirement of the oldest NumPy that the package allows, or of the pinned one."""
+    if which == "pinned":
+        text = (ROOT / "requirements.txt").read_text()
+        return re.search(r"^numpy==\S+", text, re.MULTILINE)[0]
+    oldest = re.search(r'"numpy>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    return f"numpy=={oldest}.*"
+
+
 @pytest.mark.slow
-def test_an_empty_environment_verifies_two_files(tmp_path):
+@pytest.mark.parametrize("which", ["oldest", "pinned"])
+def test_an_empty_environment_verifies_two_files(tmp_path, which):
+    if which == "oldest" and sys.version_info >= (3, 13):
+        pytest.skip("the oldest NumPy has no wheel for this Python")
     sources, wheels, env = tmp_path / "sources", tmp_path / "wheels", tmp_path / "env"
     sources.mkdir()
     shutil.copytree(ROOT / "lockstep", sources / "lockstep")
@@ -38,8 +50,7 @@ def test_an_empty_environment_verifies_two_files(tmp_path):
     )
     assert "lockstep/verify.schema.json" in names
     run(sys.executable, "-m", "venv", env)
-    pinned = re.search(r"^numpy==\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    run(env / "bin/python", *pip, "install", wheel, pinned[0])
+    run(env / "bin/python", *pip, "install", wheel, numpy_of(which))
     code = "import importlib.metadata as m; print(*(d.name for d in m.distributions()))"
     installed = {*run(env / "bin/python", "-c", code).stdout.split()}
     assert installed - {"pip", "setuptools"} == {"lockstep", "numpy"}
