@@ -750,6 +750,25 @@ def refused(expected, function, *args, **options):
         raise AssertionError(f"not refused: {expected}")
 
 
+def warnings_of(function, *args, **options):
+    """Returns the texts of the warnings of a call."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        function(*args, **options)
+    return [str(warning.message) for warning in told]
+
+
+def case_replay_in_evaluation():
+    """Where nothing can be loaded, the training continues, and a warning says so."""
+    model = network()
+    model.eval()
+    path, options = "evaluation.npz", {"steps": 1, "replay": "first.npz"}
+    told = warnings_of(train, model, adamw(model), path, **options)
+    text = "evaluation.npz: replay: step 0: the model is called in evaluation mode"
+    assert [each for each in told if each.startswith(text)], told
+    assert Trace("evaluation").replaced
+
+
 def case_errors():
     model = network()
     optimizer, record, larger = adamw(model), record_torch.record, nn.Linear(7, 5)
@@ -757,10 +776,6 @@ def case_errors():
     def with_closure():
         model = CallsItself()
         train_with_closure("twice.npz", model, torch.optim.LBFGS(model.parameters(), 0.01), steps=1)
-
-    def in_evaluation():
-        model.eval()
-        train(model, optimizer, "evaluation.npz", steps=1, replay="first.npz")
 
     def with_one_output():
         whole = network()
@@ -803,7 +818,6 @@ def case_errors():
         expected = f"{path}: must be an .npz file in a folder that exists"
         refused(expected, record, path, model, optimizer)
     refused("optimizer.step: calls its closure twice, which cannot be recorded", with_closure)
-    refused("replay: step 0: the model is called in evaluation mode", in_evaluation)
     refused("shards='each': the model has an output of shape (), without a row", with_one_output)
 
 
@@ -969,7 +983,8 @@ CASES = {
             case_two_models,
             *(case_outputs, case_fed),
         ),
-        *(case_exception, case_nested, case_accelerate, case_lightning, case_errors),
+        *(case_exception, case_nested, case_accelerate, case_lightning, case_replay_in_evaluation),
+        case_errors,
         case_compiled,
     ],
     "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_mesh],
