@@ -1,7 +1,7 @@
 """Compares optimizer rules and moving statistics of a step with those of another trace."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,8 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
     is recomputed.
     """
     rules, found = pair.rules(), pair.second.found
+    yield from _other_settings(pair, rules)
     if not rules:
-        yield from _other_settings(pair)
         return
     if not are_finite(pair.second.applied(0)):
         return
@@ -75,8 +75,10 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _other_settings(pair: StepPair) -> Iterator[Finding]:
+def _other_settings(pair: StepPair, known: Collection[str]) -> Iterator[Finding]:
     """Compares the settings of optimizers whose updates cannot be computed.
+
+    Weights that are `known` have rules, which are compared.
 
     Classes alone are not compared: wrappers of an optimizer have its settings and another class.
     """
@@ -84,6 +86,8 @@ def _other_settings(pair: StepPair) -> Iterator[Finding]:
         return
     found: dict[str, str] = {}  # Cause → text.
     for names in pair.matching.pairs:
+        if names.first in known:
+            continue
         first = settings_of(pair.first, names.first)
         second = settings_of(pair.second, names.second)
         if not (first and second):
@@ -223,16 +227,16 @@ def _why_statistics(
         left = [name for name in left if name not in variances]
     if not left:
         return
+    of_norm = [name for name in left if _is_of_norm(pair.first, name)]
     scale = factor_of([second[n] for n in left], [first[n] for n in left])
     scaled = {name: scale * first[name] for name in left}
     is_scaled = abs(scale - 1) > _OTHER_SHARE and not any(
         is_far(second[name], change, _CLOSE) for name, change in scaled.items()
     )
-    if is_scaled and not others:
+    if is_scaled and not others and of_norm == left:
         text = f"each statistic changes {scale:.4g} times as much as in the first recording"
         yield found("other_batch_norm_momentum", text, tensors=left)
         return
-    of_norm = [name for name in left if _is_of_norm(pair.first, name)]
     for step, which in pair.both if of_norm == left and not pair.has_same_shards else ():
         names, after = step.of_kind(STATISTIC), step.named("after")
         if any(not same_bits(after[0][n], other[n]) for other in after[1:] for n in names):

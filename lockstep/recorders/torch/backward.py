@@ -19,7 +19,7 @@ from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.placement import OF_LOSS
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.values import require, to_array
-from lockstep.recorders.torch.versions import observed
+from lockstep.recorders.torch.versions import check_observed
 
 
 class GradientObserver:
@@ -43,6 +43,8 @@ class GradientObserver:
         self.is_installed = False
         self.depth, self.has_gradients, self.has_after_left = 0, False, False
         self.settings: dict[int, list[dict[str, Any]]] = {}  # Of optimizers that compute now.
+        for owner, name, _ in self._targets():
+            check_observed(owner, name)
 
     def install_always(self) -> list[Any]:
         """Installs what sees updates, in all steps; returns handles."""
@@ -64,7 +66,8 @@ class GradientObserver:
         own.hooks.callback(setattr, self, "is_installed", False)
         for optimizer in own.variables.optimizers:  # After the hooks of the script.
             add(optimizer.register_step_pre_hook(self._before_update))
-        self._replace_functions()
+        for target in self._targets():
+            self._replace(*target)
         for index, (name, p) in enumerate(own.weights.items()):
             if p.requires_grad and p not in own.placement.of_fsdp:
                 hook = functools.partial(self._after_gradient, index, name)
@@ -72,28 +75,31 @@ class GradientObserver:
 
     # Functions of PyTorch.
 
-    def _replace_functions(self) -> None:
-        """Replaces the functions that clip gradients and scale losses, while a step is recorded."""
-        utils = nn.utils
-        self._replace(utils, "clip_grad_norm_", functools.partial(self._clip, "norm"))
-        self._replace(utils, "clip_grad_value_", functools.partial(self._clip, "value"))
-        # These call the last one, however they were imported.
-        for name in ("clip_grad_norm_", "_clip_grads_with_norm_"):
-            self._replace(utils.clip_grad, name, functools.partial(self._clip, "norm"))
-        self._replace(utils.clip_grad, "clip_grad_value_", functools.partial(self._clip, "value"))
+    def _targets(self) -> list[tuple[Any, str, Any]]:
+        """Returns the functions that clip gradients and scale losses, and what replaces each."""
+        utils, scaler = nn.utils, torch.amp.GradScaler
+        of_norm, of_value = (functools.partial(self._clip, kind) for kind in ("norm", "value"))
+        found: list[tuple[Any, str, Any]] = [(utils, "clip_grad_norm_", of_norm)]
+        found += [(utils, "clip_grad_value_", of_value)]
+        found += [(utils.clip_grad, "clip_grad_norm_", of_norm)]
+        found += [(utils.clip_grad, "clip_grad_value_", of_value)]
+        # The others call it, however they were imported.
+        found += [(utils.clip_grad, "_clip_grads_with_norm_", of_norm)]
         if hasattr(utils, "clip_grads_with_norm_"):  # A public name of the same function.
-            self._replace(utils, "clip_grads_with_norm_", functools.partial(self._clip, "norm"))
-        self._replace(torch.amp.GradScaler, "scale", self._scale_loss)
-        self._replace(torch.amp.GradScaler, "unscale_", self._unscale)
-        self._replace(torch.amp.GradScaler, "update", self._update_scale)
+            found += [(utils, "clip_grads_with_norm_", of_norm)]
+        found += [(scaler, "scale", self._scale_loss), (scaler, "unscale_", self._unscale)]
+        found += [(scaler, "update", self._update_scale)]
         if pipelining := sys.modules.get("torch.distributed.pipelining.stage"):
-            stage = observed(pipelining, "_PipelineStageBase")
-            self._replace(stage, "scale_grads", self._average_micro_batches)
-            stage = observed(pipelining, "PipelineStage")
-            self._replace(stage, "_forward_metadata_inference", self._without_recording)
+            for name in ("_PipelineStageBase", "PipelineStage"):
+                check_observed(pipelining, name)
+            base, stage = pipelining._PipelineStageBase, pipelining.PipelineStage
+            found += [(base, "scale_grads", self._average_micro_batches)]
+            found += [(stage, "_forward_metadata_inference", self._without_recording)]
+        return found
 
     def _replace(self, owner: Any, name: str, function: Any) -> None:
-        original = observed(owner, name)
+        check_observed(owner, name)
+        original = getattr(owner, name)
 
         @functools.wraps(original)
         def replaced(*args: Any, **options: Any) -> Any:

@@ -27,17 +27,15 @@ def check_sharded(what: str) -> None:
         raise ValueError(f"model: {what} of PyTorch {torch.__version__}; needs {required} or newer")
 
 
-def observed(owner: Any, name: str) -> Any:
-    """Returns a function that the recorder observes.
+def check_observed(owner: Any, name: str) -> None:
+    """Checks that PyTorch has a function that the recorder observes.
 
     Raises:
-        RuntimeError: this PyTorch does not have it, so that a call of it would not be seen.
+        RuntimeError: it does not, so that a call would not be seen.
     """
-    found = getattr(owner, name, None)
-    if found is None:
+    if not hasattr(owner, name):
         where = getattr(owner, "__name__", "")
         raise RuntimeError(
             f"record_torch: PyTorch {torch.__version__} has no {where}.{name}, which is observed;"
             " use another version of PyTorch, or update Lockstep"
         )
-    return found
