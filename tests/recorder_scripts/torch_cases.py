@@ -860,7 +860,7 @@ def case_optimizers_in_backward():
 
 
 def case_ambiguous_optimizers():
-    """Two optimizers have state of a weight: which one trains has to be said."""
+    """Two optimizers have state of a weight: the script must say which one trains."""
     model = Halves()
     optimizers = [momentum(model), momentum(model)]
     for optimizer in optimizers:
@@ -1240,6 +1240,84 @@ def case_fsdp():
         assert_equal(original.kind("before", step), whole(replayed, "before", step))
 
 
+def record_one_process():
+    """Records the training of one process that the cases of two are compared with."""
+    model = Halves()
+    train_halves("single.npz", lambda model: [adamw(model)], model=model)
+    train_rows("rows_of_one.npz", model=Halves(), replay=None)
+
+
+class OwnRows(torch.optim.SGD):
+    """Sums gradients itself; each rank has the momentum of its rows, and updates these."""
+
+    divides = True
+
+    @torch.no_grad()
+    def step(self):
+        rank, world = (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = p.grad.clone()
+                if world > 1:
+                    dist.all_reduce(gradient)
+                    gradient /= world if self.divides else 1
+                rows = torch.arange(len(p)).chunk(world)[rank]
+                state = self.state[p]
+                if not state:
+                    state["momentum_of_rows"] = torch.zeros_like(p[rows])
+                state["momentum_of_rows"].mul_(0.9).add_(gradient[rows])
+                own = p[rows] - group["lr"] * state["momentum_of_rows"]
+                parts = [torch.empty_like(own) for _ in range(world)]
+                if world > 1:
+                    dist.all_gather(parts, own)
+                p.copy_(torch.cat(parts) if world > 1 else own)
+
+
+def train_rows(path, model, replay, divides=True):
+    rank, world = (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
+    model.second = nn.Linear(8, 6)  # Rows for both ranks.
+    torch.manual_seed(1)
+    for p in model.parameters():
+        nn.init.uniform_(p, -0.1, 0.1)
+    optimizer = OwnRows(model.parameters(), 0.1)
+    optimizer.divides = divides
+    with record_torch.record(path, model, optimizer, replay=replay):
+        for step in range(3):
+            x, y = batch(step, rank, world)
+            optimizer.zero_grad()
+            F.mse_loss(model(x)[:, :5], y).backward()
+            optimizer.step()
+
+
+def case_owned_state():
+    """Optimizers that split their state, or reduce gradients themselves; and wrong twins."""
+    if not HAS_TORCH:
+        return
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for path, rate, is_right in (("zero.npz", 0.01, True), ("other_rate.npz", 0.02, False)):
+        model = DistributedDataParallel(Halves())
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=rate if dist.get_rank() else 0.01
+        )
+        with record_torch.record(path, model, replay="single.npz"):
+            for step in range(3):
+                x, y = batch(step, dist.get_rank(), 2)
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+        verdict = of_all_ranks(path.removesuffix(".npz")) and compare("single.npz", path)
+        assert verdict.ok == is_right, str(verdict)
+    for path, divides in (("rows.npz", True), ("sum.npz", False)):
+        told = warnings_of(train_rows, path, Halves(), "rows_of_one.npz", divides)
+        assert not [text for text in told if "not loaded" in text]
+        trace = of_all_ranks(path.removesuffix(".npz"))
+        verdict = compare("rows_of_one.npz", path)
+        assert verdict.ok == divides, str(verdict)
+        assert trace.kind("before", 2)["first.weight/momentum_of_rows"].shape == (4, 64)
+    assert {f.detail for f in verdict.faults} == {"sum_instead_of_mean"}, str(verdict)
+
+
 def case_mesh():
     """DDP and a mesh that is given: only its data axis makes replicas."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
@@ -1280,7 +1358,7 @@ CASES = {
         case_errors,
         case_compiled,
     ],
-    "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_mesh],
+    "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_owned_state, case_mesh],
 }
 NUM_PROCESSES = {"two": 2, "four": 4}
 
@@ -1292,6 +1370,8 @@ def run(rank, kind):
         CASES[kind] = torch_mesh_cases.CASES
         if rank == 0:
             torch_mesh_cases.record_one_process()  # Before they find each other.
+    if kind == "two" and HAS_TORCH and rank == 0:
+        record_one_process()
     if kind != "one":
         init = f"file://{os.getcwd()}/rendezvous"
         number = NUM_PROCESSES[kind]
