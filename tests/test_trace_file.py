@@ -172,9 +172,7 @@ def test_a_rank_that_ends_early_has_no_arrays_in_later_steps(tmp_path):
     """As a rank that does not call its optimizer; its state has not been seen, then."""
     path = write_ranks(tmp_path)
     for number in (1, 0):
-        description = about(
-            replicas=[1], steps=[0][:number], variables=trace_samples.trace_samples.VARIABLES[:3]
-        )
+        description = about(replicas=[1], steps=[0][:number], variables=trace_samples.VARIABLES[:3])
         for key in ("settings", "micro_batches"):
             description[key] = description[key][:number]
         members = {k: x for k, x in arrays(number, (1,)).items() if not re.match(r"1/\w+/1/3", k)}
@@ -404,8 +402,8 @@ def group(**settings):
 def variable(**changes):
     return {
         "variables": [
-            trace_samples.trace_samples.VARIABLES[0] | changes,
-            *trace_samples.trace_samples.VARIABLES[1:],
+            trace_samples.VARIABLES[0] | changes,
+            *trace_samples.VARIABLES[1:],
         ]
     }
 

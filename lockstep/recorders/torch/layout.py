@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.recorders.torch.values import is_dtensor, require
+from lockstep.recorders.torch.versions import check_observed
 
 DATA, STAGES = (  # Names of axes that split the batch, and the layers of a pipeline.
     re.compile("(dp|data|fsdp|ddp|hsdp|replicate|shard|batch)", re.IGNORECASE),
@@ -186,6 +187,9 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     """Returns the groups of weights that `fully_shard` has split."""
     owners = [owner for _, owner in module.named_modules() if hasattr(owner, "_get_fsdp_state")]
     states = [owner._get_fsdp_state() for owner in owners]
+    for state in states:
+        if not hasattr(state, "_fsdp_param_groups"):  # Older versions have one group.
+            check_observed(state, "_fsdp_param_group")
     groups = [
         getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states
     ]

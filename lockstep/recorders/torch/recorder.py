@@ -119,9 +119,7 @@ class record:
         self.gradients = GradientObserver(
             own, self.forward, self._begin, self._end_step, self._prepare
         )
-        self.has_hooks = False
-        self.counters = contextlib.ExitStack()
-        self.ended_with = ""
+        self.has_hooks, self.counters, self.ended_with = False, contextlib.ExitStack(), ""
 
     def _check_replay(self, shards: str | None, feed_examples: bool) -> None:
         """Raises an error if what the arguments ask for is not in the other recording."""

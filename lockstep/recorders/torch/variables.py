@@ -53,7 +53,10 @@ class Variables:
         """Adds the optimizers of the process that update a weight of the model."""
         for each in gc.get_objects():
             kind = type(each)  # Objects may claim another class, and fail when they are asked.
-            if issubclass(kind, torch.optim.Optimizer) and "param_groups" in vars(each):
+            # A wrapper has no groups of its own.
+            if issubclass(kind, torch.optim.Optimizer) and {"param_groups", "state"} <= {
+                *vars(each)
+            }:
                 self.add(each)
         for name, p in self.weights.items():
             owners = [each for each in self.optimizers if each.state.get(p)]
