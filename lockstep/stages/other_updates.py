@@ -85,8 +85,9 @@ def _other_settings(pair: StepPair, known: Collection[str]) -> Iterator[Finding]
     if pair.first.trace.about.framework != pair.second.trace.about.framework:
         return
     found: dict[str, str] = {}  # Cause → text.
+    used = pair.first.applied(0)
     for names in pair.matching.pairs:
-        if names.first in known:
+        if known and (names.first in known or names.first not in used):
             continue
         first = settings_of(pair.first, names.first)
         second = settings_of(pair.second, names.second)

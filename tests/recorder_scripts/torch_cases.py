@@ -823,6 +823,46 @@ def case_two_optimizers():
     assert compare("one.npz").ok and compare("wrong.npz").ok
 
 
+def train_in_turns(path, in_one_pass=False, rate=0.01, **options):
+    """Updates one half after the other: each after a forward pass, or both after one."""
+    model = Halves()
+    first, second = two_kinds(rate)(model)
+    with record_torch.record(path, model, **options):
+        for step in range(4):
+            x, y = batch(step)
+            outputs = model(x)
+            for each in (first, second) if in_one_pass else (second if step % 2 else first,):
+                model_of = model.second if each is second else model.first
+                for p in model.parameters():
+                    p.grad = None
+                if HAS_TORCH:
+                    inputs = [*model_of.parameters()]
+                    loss = F.mse_loss(outputs, y)
+                    torch.autograd.backward(loss, inputs=inputs, retain_graph=in_one_pass)
+                else:
+                    F.mse_loss(outputs, y).backward()
+                each.step()
+    return [x.clone() for x in model.state_dict().values()]
+
+
+def case_optimizers_in_turns():
+    """As of a generator and a discriminator."""
+    for options in ({}, {"in_one_pass": True}):
+        bits = train_in_turns(None, **options)
+        assert is_equal(bits, train_in_turns("turns.npz", steps=4, **options))
+        trace = Trace("turns")
+        kinds = [[group["optimizer"] for group in each] for each in trace.about["settings"]]
+        expected = [["SGD", "AdamW"]] * 4 if options else [["SGD"], ["AdamW"]] * 2
+        assert trace.about["steps"] == [0, 1, 2, 3] and kinds == expected
+        if not HAS_TORCH and options:
+            continue  # Changed weights give other gradients without a new forward pass.
+        train_in_turns("same.npz", steps=4, replay="turns.npz", **options)
+        assert compare("turns.npz", "same.npz").ok
+        train_in_turns("wrong.npz", steps=4, rate=0.02, replay="turns.npz", **options)
+        found = {f.detail for f in compare("turns.npz", "wrong.npz").faults}
+        assert found == {"other_learning_rate"}, found
+
+
 def train_in_backward(path, every=1, **options):
     """Trains with an optimizer for each weight, which steps in a hook of the backward pass."""
     model = Halves()
@@ -1351,7 +1391,12 @@ CASES = {
             case_two_models,
             *(case_outputs, case_fed),
         ),
-        *(case_two_optimizers, case_optimizers_in_backward, case_ambiguous_optimizers),
+        *(
+            case_two_optimizers,
+            case_optimizers_in_turns,
+            case_optimizers_in_backward,
+            case_ambiguous_optimizers,
+        ),
         *(case_first_step, case_averages_of_weights, case_parts_of_a_model),
         *(case_state_that_does_not_fit, case_missing_functions),
         *(case_exception, case_nested, case_accelerate, case_lightning, case_replay_in_evaluation),
