@@ -73,6 +73,35 @@ def test_one_file_is_read_bit_for_bit(tmp_path, write):
     np.testing.assert_array_equal(gradient.dense(), [[1, 1], *[[0, 0]] * 3, [2, 2]])
 
 
+def test_a_rank_may_have_state_that_others_lack(tmp_path):
+    *own, momentum = trace_samples.VARIABLES
+    other = {**momentum, "name": "m/bias", "of": "dense/bias"}
+    orders = [[*own, momentum, other], [own[0], other, *own[1:]]]
+    for rank, variables in enumerate(orders):
+        members = arrays(replicas=[rank])
+        if rank:
+            numbers = {0: 0, 1: 2, 2: 3, 3: 1}
+            members = {_moved(name, numbers): array for name, array in members.items()}
+        path = tmp_path / f"two.rank{rank}.npz"
+        write_trace(path, about(replicas=[rank], variables=variables), members)
+    trace = load(tmp_path / "two.npz")
+    assert trace.keys == ["dense/kernel", "dense/bias", "embedding", "m/kernel", "m/bias"]
+    first, second = trace.named(0, "after", 0), trace.named(0, "after", 1)
+    assert first.keys() == {*trace.keys} - {"m/bias"}
+    assert second.keys() == {*trace.keys} - {"m/kernel"}
+    assert second["dense/bias"].shape == (2,) and np.all(second["m/bias"] == 113.5)
+    path = tmp_path / "two.rank1.npz"
+    write_trace(path, about(replicas=[1], variables=own[:2]), arrays(replicas=(1,)))
+    with pytest.raises(TraceError, match="variables"):
+        load(tmp_path / "two.npz")
+
+
+def _moved(name, numbers):
+    position, kind, replica, index, *rest = name.split("/")
+    index = numbers[int(index)] if kind in ("before", "after") else index
+    return "/".join([position, kind, replica, str(index), *rest])
+
+
 def test_what_is_saved_is_loaded_and_equal_arrays_are_written_once(tmp_path):
     description = dataclasses.replace(
         trace_samples.trace().about, shards=(Shard(0, 0.5), Shard(0), Shard(1, 0.5), Shard(1)),
@@ -371,7 +400,12 @@ def group(**settings):
 
 
 def variable(**changes):
-    return {"variables": [trace_samples.VARIABLES[0] | changes, *trace_samples.VARIABLES[1:]]}
+    return {
+        "variables": [
+            trace_samples.VARIABLES[0] | changes,
+            *trace_samples.VARIABLES[1:],
+        ]
+    }
 
 
 WRONG = [

@@ -155,6 +155,7 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
         names = group.get("weights", [])
         is_right = isinstance(names, list) and all(name in weights for name in names)
         yield "weights in settings", is_right, "names of weights"
+        yield "optimizer in settings", isinstance(group.get("optimizer", ""), str), "a class"
         for key, wanted in _SETTINGS.items():
             is_right = group.get(key) is None or type(group[key]) in wanted
             yield f"{key} in settings", is_right, "a number, true or false"
@@ -167,6 +168,7 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     yield "in_evaluation", len(modes) in (0, len(steps)), "one list of layers for each step"
     yield "calls", len(about.calls) in (0, len(steps)), "one list of texts for each step"
     yield "calls", all(map(_is_call, itertools.chain(*about.calls))), "'clip norm 1' and the like"
+    yield "passes", len(about.passes) in (0, len(steps)), "one list of texts for each step"
     scales = about.loss_scale
     yield "loss_scale", len(scales) in (0, len(steps)), "one number for each step"
     yield "loss_scale", all(0 < scale < math.inf for scale in scales), "positive numbers"

@@ -23,7 +23,8 @@ import numpy as np
 
 from lockstep.data.about import MAX_MICRO_BATCHES, Fault, about_from, json_of, shown
 from lockstep.data.layout import Whole, assemble
-from lockstep.data.trace import OF_MODULES, About, Trace
+from lockstep.data.layout_about import moves
+from lockstep.data.trace import OF_MODULES, STATE, About, Trace
 from lockstep.numeric.arrays import Rows
 
 MAX_MEMBERS, MAX_RATIO = 250_000, 1000  # Deflate reaches a ratio of 1032.
@@ -38,10 +39,12 @@ _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
 _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
     *("in_evaluation", "calls", "loss_scale", "permuted", "modules", "asked", "ended_with"),
+    *("passes", "tied", "not_loaded"),
 )
 _OF_STAGES = ("ranks", "placements", "names", "modules", "variables", "gradients")  # On a mesh.
 _GROWING = (  # Keys that are longer with each step.
     *("steps", "variables", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale"),
+    "passes",
 )
 _ADVICE = "pass a file that a recorder of Lockstep wrote"
 
@@ -163,7 +166,7 @@ def load(source: Path | BinaryIO | Sequence[BinaryIO]) -> Trace:
         opened: Sequence[Any] = source if isinstance(source, Sequence) else [source]
         name = "the trace"
         files = [_read_file(f"part {i} of the trace", file) for i, file in enumerate(opened)]
-    files = _with_equal_steps(files)
+    files = [*_with_common_state(_with_equal_steps(files))]
     arrays = _Arrays({key: array for file in files for key, array in file.arrays.data.items()})
     with _errors_of(name):
         about = _common_description(files)
@@ -386,6 +389,27 @@ def _with_equal_steps(files: Sequence[_File]) -> list[_File]:
             is_part = key not in ("steps", "variables") or values == further[: len(values)]
             changes |= {key: (*values, *further[len(values) :])} if is_part else {}
         found.append(file._replace(about=dataclasses.replace(own, **changes)))
+    return found
+
+
+def _with_common_state(files: Sequence[_File]) -> Sequence[_File]:
+    """Returns the files with equal variables: a rank may have optimizer state that others lack."""
+    abouts = [file.about for file in files]
+    known = {
+        (tuple(v for v in about.variables if v.kind != STATE), about.gradients) for about in abouts
+    }
+    if abouts[0].mesh or len(known) > 1 or len({about.variables for about in abouts}) == 1:
+        return files
+    keys = {key: v for a in abouts for key, v in zip(a.keys, a.variables, strict=True)}
+    variables, found = tuple(keys.values()), list[_File]()
+    for file in files:
+        about = dataclasses.replace(file.about, variables=variables)
+        move, arrays = moves(file.about, about), dict[str, Any]()
+        for name, array in file.arrays.data.items():
+            position, kind, item, index, *rest = name.split("/")
+            place = "/".join([str(move(kind, int(index))), *rest])
+            arrays[f"{position}/{kind}/{item}/{place}"] = array
+        found.append(file._replace(about=about, arrays=_Arrays(arrays)))
     return found
 
 

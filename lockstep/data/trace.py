@@ -161,7 +161,8 @@ class About:
         optimizer: class and constant settings.
         settings: for each recorded step, a list of the optimizer's parameter groups: "weights"
             (names) and "learning_rate", "momentum", "dampening", "weight_decay", "beta_1",
-            "beta_2", "rho", "epsilon" (numbers or null), "nesterov", "amsgrad" (booleans or null).
+            "beta_2", "rho", "epsilon" (numbers or null), "nesterov", "amsgrad" (booleans or null);
+            "optimizer", its class, where there are several optimizers.
         layers: for each layer "name", "class" and "weights" (names), and where it has them
             "epsilon", "momentum", "strides", "padding", "dilation", "groups", "rate" (of dropout)
             and "synchronized" (BatchNorm).
@@ -174,8 +175,12 @@ class About:
             micro-batches), "unscale", "clip norm 1", "clip value 0.5".
         loss_scale: for each step, the factor of the loss that avoids underflow, by which "raw",
             "removed", "sums", "unclipped" and "loss" are divided; empty for 1.
+        passes: for each step, how the gradients of each forward pass are reduced: "ddp", "no_sync",
+            "module" (the model in DDP was called without it), or "" without DDP; empty if unknown.
+        tied: the names of each weight that has several.
         permuted: seed of the permutation of each replica's examples; None without one.
         replayed: name of the trace whose state was loaded before each step, or None.
+        not_loaded: names of the variables that were not, as they do not fit.
         structure: nesting of the arrays of "data": {"tuple": [0, {"dict": {"a": 1}}]}.
         predicted: nesting of the arrays of "y_pred".
         parts: for each device, weight → shape of the part that it holds; empty for whole copies.
@@ -214,8 +219,11 @@ class About:
     in_evaluation: tuple[Sequence[str], ...] = ()
     calls: tuple[tuple[str, ...], ...] = ()
     loss_scale: tuple[float, ...] = ()
+    passes: tuple[tuple[str, ...], ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
     permuted: int | None = None
     replayed: str | None = None
+    not_loaded: tuple[str, ...] = ()
     structure: Any = None
     predicted: Any = None
     parts: tuple[Mapping[str, tuple[int, ...]], ...] = ()

@@ -224,8 +224,9 @@ class Claim:
         if variable.kind == STATISTIC:
             allowed = bounds.of_statistics(size, self.pair.tolerance.of_batch)
         else:
-            mixes = 0.0
-            if first.size > 1 and not isinstance(self.pair.first.updater, RuleOracle):
+            mixes, oracle = 0.0, self.pair.first.updater
+            has_rule = isinstance(oracle, RuleOracle) and variable.weight in oracle.rules
+            if first.size > 1 and not has_rule:
                 mixes = bounds.distance_of_gradients(*self._gradient(variable.weight, copy))
             stored = self.pair.first.named("after")[0], self.pair.second.named("after")[copy]
             keys = variable.first, variable.second
@@ -280,6 +281,7 @@ class Claim:
         Args:
             found: all findings of this step.
         """
+        yield from self._tied()
         if any(finding.status == FAULT for finding in found):
             return
         excuses = [each for each in found if each.status in (BY_DESIGN, NOT_COMPARED)]
@@ -292,6 +294,17 @@ class Claim:
         for kind, stage in ((WEIGHT, "update"), (STATE, "update"), (STATISTIC, "statistics")):
             if changes := [x for x in differing if x.variable.kind == kind]:
                 yield self._found(stage, kind, changes)
+
+    def _tied(self) -> Iterator[Finding]:
+        """Finds weights that are one weight in one script, and several in the other."""
+        steps = [(self.pair.first, "first"), (self.pair.second, "second")]
+        for (own, which), (other, _) in (steps, steps[::-1]):
+            weights = other.of_kind(WEIGHT)
+            for names in own.trace.about.tied:
+                apart = [name for name in weights if name in names]
+                if len(apart) > 1:
+                    text = f"{' and '.join(names)} are one weight in the {which} recording only"
+                    yield self.pair.second.found("unexplained", text, stage="start", tensors=apart)
 
     def _found(self, stage: str, kind: str, changes: Sequence[Change]) -> Finding:
         worst = max(changes, key=lambda change: change.share or 0)

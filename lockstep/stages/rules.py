@@ -1,7 +1,7 @@
 """Compares rules of optimizers, and what a step does to weights and state, with another trace."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -217,8 +217,8 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
     is recomputed.
     """
     rules, found = pair.rules(), pair.second.found
+    yield from _other_settings(pair, rules)
     if not rules:
-        yield from _other_settings(pair)
         return
     if not are_finite(pair.second.applied(0)):
         return
@@ -248,15 +248,20 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _other_settings(pair: StepPair) -> Iterator[Finding]:
+def _other_settings(pair: StepPair, known: Collection[str]) -> Iterator[Finding]:
     """Compares the settings of optimizers whose updates cannot be computed.
+
+    Weights that are `known` have rules, which are compared.
 
     Classes alone are not compared: wrappers of an optimizer have its settings and another class.
     """
     if pair.first.trace.about.framework != pair.second.trace.about.framework:
         return
     found: dict[str, str] = {}  # Cause → text.
+    used = pair.first.applied(0)
     for names in pair.matching.pairs:
+        if known and (names.first in known or names.first not in used):
+            continue
         first = settings_of(pair.first, names.first)
         second = settings_of(pair.second, names.second)
         if not (first and second):

@@ -296,16 +296,16 @@ def _why_statistics(
         left = [name for name in left if name not in variances]
     if not left:
         return
+    of_norm = [name for name in left if _is_of_norm(pair.first, name)]
     scale = factor_of([second[n] for n in left], [first[n] for n in left])
     scaled = {name: scale * first[name] for name in left}
     is_scaled = abs(scale - 1) > _OTHER_SHARE and not any(
         is_far(second[name], change, _CLOSE) for name, change in scaled.items()
     )
-    if is_scaled and not others:
+    if is_scaled and not others and of_norm == left:
         text = f"each statistic changes {scale:.4g} times as much as in the first recording"
         yield found("other_batch_norm_momentum", text, tensors=left)
         return
-    of_norm = [name for name in left if _is_of_norm(pair.first, name)]
     for step, which in pair.both if of_norm == left and not pair.has_same_shards else ():
         names, after = step.of_kind(STATISTIC), step.named("after")
         if any(not same_bits(after[0][n], other[n]) for other in after[1:] for n in names):

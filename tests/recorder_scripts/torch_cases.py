@@ -516,6 +516,14 @@ def case_tied():
         found = one_step("untied", Tied(False), torch.ones(4, 5), 2, "tied.npz")
     before = found.kind("before", 1)
     np.testing.assert_array_equal(before["second.weight"], before["first.weight"])
+    assert Trace("tied").about["tied"] == [["first.weight", "second.weight"]]
+    assert found.about["tied"] == []
+    one_step("tied_again", Tied(True), torch.ones(4, 5), 2, "tied.npz")
+    assert compare("tied.npz", "tied_again.npz").ok
+    for paths in (("tied.npz", "untied.npz"), ("untied.npz", "tied.npz")):
+        which = "first" if paths[0] == "tied.npz" else "second"
+        text = f"first.weight and second.weight are one weight in the {which} recording only"
+        assert text in str(compare(*paths))
     text = "tied.npz has one weight for first.weight and its copy second.weight"
     assert sum(text in str(warning.message) for warning in told) == 1
 
@@ -750,6 +758,344 @@ def refused(expected, function, *args, **options):
         raise AssertionError(f"not refused: {expected}")
 
 
+class Halves(nn.Module):
+    """Has two parts, each with an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.second(self.first(x.reshape(len(x), -1)))
+
+
+def train_halves(path, optimizers, given=None, model=None, **options):
+    """Trains with several optimizers, which all step after the backward pass."""
+    model = Halves() if model is None else model
+    both = optimizers(model)
+    chosen = {"optimizer": given(both)} if given else {}
+    with record_torch.record(path, model, **chosen, **options):
+        for step in range(3):
+            x, y = batch(step)
+            for each in both:
+                each.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            for each in both:
+                each.step()
+    return [x.clone() for x in model.state_dict().values()]
+
+
+def two_kinds(rate=0.01):
+    """Returns a function that gives each half an optimizer."""
+
+    def create(model):
+        first = torch.optim.SGD(model.first.parameters(), 0.1, momentum=0.9)
+        return [first, torch.optim.AdamW(model.second.parameters(), rate)]
+
+    return create
+
+
+def case_two_optimizers():
+    """Both are seen, also those that are not passed; each weight has the rule of its own."""
+    bits = train_halves(None, two_kinds())
+    expected = None
+    for given in (None, list, lambda both: both[0], lambda both: both[1]):
+        assert is_equal(bits, train_halves("halves.npz", two_kinds(), given, steps=[0, 2]))
+        trace = Trace("halves")
+        expected = expected or trace
+        assert_equal(trace.arrays, expected.arrays)
+        assert trace.about["settings"] == expected.about["settings"]
+    groups = [(group["optimizer"], group["weights"]) for group in trace.about["settings"][0]]
+    assert groups == [
+        ("SGD", ["first.weight", "first.bias"]), ("AdamW", ["second.weight", "second.bias"]),
+    ]  # fmt: skip
+    after = trace.kind("after")
+    assert {"first.bias/momentum_buffer", "second.bias/exp_avg"} <= after.keys()
+    before = trace.kind("before")
+    assert all(not np.array_equal(before[name], after[name]) for name in trace.about["gradients"])
+    # Each half is checked by its own rule, and a wrong one of the second has a name.
+    train_halves("one.npz", two_kinds(), steps=3)
+    train_halves("same.npz", two_kinds(), steps=3, replay="one.npz")
+    assert compare("one.npz", "same.npz").ok
+    train_halves("wrong.npz", two_kinds(0.02), steps=3, replay="one.npz")
+    assert {f.detail for f in compare("one.npz", "wrong.npz").faults} == {"other_learning_rate"}
+    assert compare("one.npz").ok and compare("wrong.npz").ok
+
+
+def train_in_turns(path, in_one_pass=False, rate=0.01, **options):
+    """Updates one half after the other: each after a forward pass, or both after one."""
+    model = Halves()
+    first, second = two_kinds(rate)(model)
+    with record_torch.record(path, model, **options):
+        for step in range(4):
+            x, y = batch(step)
+            outputs = model(x)
+            for each in (first, second) if in_one_pass else (second if step % 2 else first,):
+                model_of = model.second if each is second else model.first
+                for p in model.parameters():
+                    p.grad = None
+                if HAS_TORCH:
+                    inputs = [*model_of.parameters()]
+                    loss = F.mse_loss(outputs, y)
+                    torch.autograd.backward(loss, inputs=inputs, retain_graph=in_one_pass)
+                else:
+                    F.mse_loss(outputs, y).backward()
+                each.step()
+    return [x.clone() for x in model.state_dict().values()]
+
+
+def case_optimizers_in_turns():
+    """As of a generator and a discriminator."""
+    for options in ({}, {"in_one_pass": True}):
+        bits = train_in_turns(None, **options)
+        assert is_equal(bits, train_in_turns("turns.npz", steps=4, **options))
+        trace = Trace("turns")
+        kinds = [[group["optimizer"] for group in each] for each in trace.about["settings"]]
+        expected = [["SGD", "AdamW"]] * 4 if options else [["SGD"], ["AdamW"]] * 2
+        assert trace.about["steps"] == [0, 1, 2, 3] and kinds == expected
+        if not HAS_TORCH and options:
+            continue  # Changed weights give other gradients without a new forward pass.
+        train_in_turns("same.npz", steps=4, replay="turns.npz", **options)
+        assert compare("turns.npz", "same.npz").ok
+        train_in_turns("wrong.npz", steps=4, rate=0.02, replay="turns.npz", **options)
+        found = {f.detail for f in compare("turns.npz", "wrong.npz").faults}
+        assert found == {"other_learning_rate"}, found
+
+
+def train_in_backward(path, every=1, **options):
+    """Trains with an optimizer for each weight, which steps in a hook of the backward pass."""
+    model = Halves()
+    optimizers = {p: torch.optim.SGD([p], 0.1, momentum=0.9) for p in model.parameters()}
+
+    def hook(p):
+        p.grad *= every
+        optimizers[p].step()
+        p.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in optimizers]
+    with record_torch.record(path, model, **options):
+        for step in range(3):
+            x, y = batch(step)
+            F.mse_loss(model(x), y).backward()
+    for handle in handles:
+        handle.remove()
+    return [x.clone() for x in model.state_dict().values()]
+
+
+def case_optimizers_in_backward():
+    """The update of each weight is part of the step; gradients are those before the hook."""
+    bits = train_in_backward(None)
+    assert is_equal(bits, train_in_backward("in_backward.npz", steps=2))
+    trace = Trace("in_backward")
+    assert trace.about["steps"] == [0, 1] and trace.about["micro_batches"] == [1, 1]
+    assert trace.kind("raw").keys() == trace.kind("clipped").keys() == {*trace.about["gradients"]}
+    assert "second.bias/momentum_buffer" in trace.kind("after") and "0" in trace.kind("loss")
+    # It is the same training as with one optimizer after the backward pass.
+    train_halves("after.npz", lambda model: [momentum(model)], steps=2)
+    train_in_backward("again.npz", steps=2, replay="after.npz")
+    assert compare("after.npz", "again.npz").ok
+    train_in_backward("wrong.npz", every=2, steps=2, replay="after.npz")
+    assert not compare("after.npz", "wrong.npz").ok
+
+
+def case_ambiguous_optimizers():
+    """Two optimizers have state of a weight: the script must say which one trains."""
+    model = Halves()
+    optimizers = [momentum(model), momentum(model)]
+    for optimizer in optimizers:
+        F.mse_loss(model(batch(0)[0]), batch(0)[1]).backward()
+        optimizer.step()
+    text = "optimizer: 2 optimizers have state of first.weight; pass those that train the model"
+    refused(text, record_torch.record, "x.npz", model)
+    record_torch.record("x.npz", model, optimizers[1])
+
+
+def resumed(path, forgets, **options):
+    """Trains two steps, and then two more with what a checkpoint has kept; records the latter."""
+    model = network()
+    optimizer = adamw(model)
+    train_some(model, optimizer, range(2))
+    if forgets:
+        optimizer.state.clear()
+    with record_torch.record(path, model, optimizer, **options):
+        train_some(model, optimizer, range(2, 4))
+    return Trace(path.removesuffix(".npz"))
+
+
+def train_some(model, optimizer, steps):
+    for step in steps:
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def case_first_step():
+    """A resumed job counts as the reference does; state that it has lost has a name."""
+    model = network()
+    optimizer = adamw(model)
+    with record_torch.record("whole.npz", model, optimizer, steps=4):
+        train_some(model, optimizer, range(4))
+    later = {"first_step": 2, "replay": "whole.npz"}
+    assert resumed("resumed.npz", False, steps=2, **later).about["steps"] == [2, 3]
+    assert resumed("resumed.npz", False, steps=[3], **later).about["asked"] == [3]
+    resumed("resumed.npz", False, steps=2, **later)
+    assert compare("whole.npz", "resumed.npz").ok
+    resumed("forgotten.npz", True, steps=2, **later)
+    causes = [(f.cause, f.steps) for f in compare("whole.npz", "forgotten.npz").faults]
+    assert causes == [("state_lost", (2,))], causes
+    refused("steps=[1]: must be numbers from 2", record_torch.record, "x.npz", model, optimizer,
+            steps=[1], first_step=2)  # fmt: skip
+    refused("first_step=-1: must be a number from 0", record_torch.record, "x.npz", model,
+            optimizer, first_step=-1)  # fmt: skip
+
+
+def train_with_average(path, keep=0.9, is_mapping=True, **options):
+    """Trains, and averages the weights after each update, in a mapping or in a model."""
+    model, other = Halves(), Halves()
+    optimizer = momentum(model)
+    mapping = {name: p.detach().clone() for name, p in model.named_parameters()}
+    average = mapping if is_mapping else other
+    with record_torch.record(path, model, optimizer, others={"ema": average}, **options):
+        for step in range(3):
+            train_some(model, optimizer, [step])
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    if is_mapping:
+                        mapping[name] = keep * mapping[name] + (1 - keep) * p.detach()
+                for own, p in zip(other.parameters(), model.parameters(), strict=True):
+                    own.copy_(keep * own + (1 - keep) * p)
+
+
+def case_averages_of_weights():
+    """An average belongs to the training: to each step, also to the last one."""
+    for is_mapping in (True, False):
+        options = {"steps": 3, "is_mapping": is_mapping}
+        train_with_average("average.npz", **options)
+        trace = Trace("average")
+        before, after = (trace.kind(kind, 2)["ema.first.bias"] for kind in ("before", "after"))
+        expected = 0.9 * before + 0.1 * trace.kind("after", 2)["first.bias"]
+        np.testing.assert_allclose(after, expected, rtol=1e-6)
+        train_with_average("again.npz", replay="average.npz", **options)
+        assert compare("average.npz", "again.npz").ok
+        train_with_average("wrong.npz", keep=0.8, replay="average.npz", **options)
+        faults = compare("average.npz", "wrong.npz").faults
+        assert faults and faults[0].stage == "statistics", faults
+        assert all(name.startswith("ema.") for fault in faults for name in fault.tensors)
+    model = Halves()
+    refused("others: have names of the model's own weights", record_torch.record, "x.npz", model,
+            momentum(model), others={"first": {"bias": torch.ones(8)}})  # fmt: skip
+
+
+def case_parts_of_a_model():
+    """Without a forward pass of the whole model, a step ends at the next backward pass."""
+    model = Halves()
+    optimizer = momentum(model)
+    with record_torch.record("parts.npz", model, optimizer, steps=2):
+        for step in range(3):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            F.mse_loss(model.second(model.first(x.reshape(len(x), -1))), y).backward()
+            optimizer.step()
+    trace = Trace("parts")
+    assert trace.about["steps"] == [0, 1]
+    assert_equal(trace.kind("raw", 1), trace.kind("clipped", 1))
+
+
+class Counting(torch.optim.SGD):
+    """Keeps the rows of a momentum that this process owns, and a number."""
+
+    rows = 4
+
+    def update(self, group, p, gradient, state):
+        self.check(p, gradient, state)
+        p -= np.float32(group["lr"]) * gradient
+
+    def check(self, p, gradient, state):
+        if "number" not in state:
+            state["number"] = 0
+            state["own"] = torch.zeros_like(p)[: self.rows]
+        assert state["own"].shape[0] == self.rows
+        state["number"] += 1
+        state["own"] += gradient[: self.rows]
+
+    def step(self, *args):
+        if not HAS_TORCH:
+            return super().step(*args)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.check(p, p.grad, self.state[p])
+                    p -= group["lr"] * p.grad
+        return None
+
+
+def case_state_that_does_not_fit():
+    """What does not fit is not loaded, and a warning says so; the training continues."""
+    for path, rows, told_of in (
+        ("rows.npz", 4, 0), ("half.npz", 2, 0), ("third.npz", 3, 1),
+    ):  # fmt: skip
+        Counting.rows = rows
+        model = nn.Linear(64, 4)
+        optimizer = Counting(model.parameters(), 0.1)
+        options = {"replay": "rows.npz"} if path != "rows.npz" else {}
+
+        def train(model=model, optimizer=optimizer, path=path, options=options):
+            with record_torch.record(path, model, optimizer, steps=3, **options):
+                for step in range(3):
+                    x = batch(step)[0]
+                    optimizer.zero_grad()
+                    model(x.reshape(len(x), -1)).square().mean().backward()
+                    optimizer.step()
+
+        told = [text for text in warnings_of(train) if "not loaded" in text]
+        assert len(told) == told_of, told
+        trace = Trace(path.removesuffix(".npz"))
+        assert trace.kind("before", 2)["weight/number"] == 2
+        assert trace.about["not_loaded"] == ["weight/own", "bias/own"] * told_of
+        if rows == 2:
+            expected = Trace("rows").kind("before", 2)["weight/own"][:2]
+            np.testing.assert_array_equal(trace.kind("before", 2)["weight/own"], expected)
+    start = "third.npz: step 1: not loaded from rows.npz: weight/own, bias/own: not in it, or of"
+    assert told[0].startswith(start), told
+
+
+def case_missing_functions():
+    """A function that is observed and does not exist would hide a call."""
+    model, clipping = Halves(), nn.utils.clip_grad
+    original = clipping._clip_grads_with_norm_
+    del clipping._clip_grads_with_norm_
+    try:
+        record_torch.record("x.npz", model, momentum(model))
+    except RuntimeError as error:
+        assert f"PyTorch {torch.__version__} has no" in str(error)
+        assert "_clip_grads_with_norm_, which is observed" in str(error)
+    else:
+        raise AssertionError("not refused")
+    finally:
+        clipping._clip_grads_with_norm_ = original
+
+
+def warnings_of(function, *args, **options):
+    """Returns the texts of the warnings of a call."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        function(*args, **options)
+    return [str(warning.message) for warning in told]
+
+
+def case_replay_in_evaluation():
+    """Where nothing can be loaded, the training continues, and a warning says so."""
+    model = network()
+    model.eval()
+    path, options = "evaluation.npz", {"steps": 1, "replay": "first.npz"}
+    told = warnings_of(train, model, adamw(model), path, **options)
+    text = "evaluation.npz: replay: step 0: the model is called in evaluation mode"
+    assert [each for each in told if each.startswith(text)], told
+    assert Trace("evaluation").replaced
+
+
 def case_errors():
     model = network()
     optimizer, record, larger = adamw(model), record_torch.record, nn.Linear(7, 5)
@@ -757,10 +1103,6 @@ def case_errors():
     def with_closure():
         model = CallsItself()
         train_with_closure("twice.npz", model, torch.optim.LBFGS(model.parameters(), 0.01), steps=1)
-
-    def in_evaluation():
-        model.eval()
-        train(model, optimizer, "evaluation.npz", steps=1, replay="first.npz")
 
     def with_one_output():
         whole = network()
@@ -803,7 +1145,6 @@ def case_errors():
         expected = f"{path}: must be an .npz file in a folder that exists"
         refused(expected, record, path, model, optimizer)
     refused("optimizer.step: calls its closure twice, which cannot be recorded", with_closure)
-    refused("replay: step 0: the model is called in evaluation mode", in_evaluation)
     refused("shards='each': the model has an output of shape (), without a row", with_one_output)
 
 
@@ -843,6 +1184,7 @@ def case_ddp():
     assert [about["replicas"] for about in trace.abouts] == [[0], [1]]
     assert trace.about["num_replicas"] == 2 and trace.about["reduction"] == "mean"
     assert trace.about["wrapper"] == "DistributedDataParallel"
+    assert trace.about["passes"] == [["ddp"]] * 3
     for step in range(3):
         for replica in range(2):
             assert_equal(trace.kind("sums", step, replica), mean_of_raw(trace, step))
@@ -870,6 +1212,7 @@ def case_bypass():
             optimizer.step()
     trace = of_all_ranks("bypass")
     assert not trace.kind("sums", 0) and trace.kind("sums", 1)
+    assert trace.about["passes"] == [["module"], ["ddp"]]
     assert_equal(trace.kind("raw", 0), trace.kind("clipped", 0))
     assert [(f.stage, f.detail) for f in compare("bypass.npz").faults] == [
         ("clipping", "clipped_on_one_replica"),
@@ -893,6 +1236,7 @@ def case_no_sync():
     trace = of_all_ranks("no_sync")
     assert trace.about["micro_batches"] == [2, 2] and len(trace.kind("data")) == 2
     assert trace.kind("raw", 1) and not trace.kind("sums", 1)
+    assert trace.about["passes"] == [["no_sync", "ddp"], ["no_sync", "no_sync"]]
     assert_close(trace.kind("sums"), mean_of_raw(trace, 0))
 
 
@@ -936,6 +1280,84 @@ def case_fsdp():
         assert_equal(original.kind("before", step), whole(replayed, "before", step))
 
 
+def record_one_process():
+    """Records the training of one process that the cases of two are compared with."""
+    model = Halves()
+    train_halves("single.npz", lambda model: [adamw(model)], model=model)
+    train_rows("rows_of_one.npz", model=Halves(), replay=None)
+
+
+class OwnRows(torch.optim.SGD):
+    """Sums gradients itself; each rank has the momentum of its rows, and updates these."""
+
+    divides = True
+
+    @torch.no_grad()
+    def step(self):
+        rank, world = (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = p.grad.clone()
+                if world > 1:
+                    dist.all_reduce(gradient)
+                    gradient /= world if self.divides else 1
+                rows = torch.arange(len(p)).chunk(world)[rank]
+                state = self.state[p]
+                if not state:
+                    state["momentum_of_rows"] = torch.zeros_like(p[rows])
+                state["momentum_of_rows"].mul_(0.9).add_(gradient[rows])
+                own = p[rows] - group["lr"] * state["momentum_of_rows"]
+                parts = [torch.empty_like(own) for _ in range(world)]
+                if world > 1:
+                    dist.all_gather(parts, own)
+                p.copy_(torch.cat(parts) if world > 1 else own)
+
+
+def train_rows(path, model, replay, divides=True):
+    rank, world = (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
+    model.second = nn.Linear(8, 6)  # Rows for both ranks.
+    torch.manual_seed(1)
+    for p in model.parameters():
+        nn.init.uniform_(p, -0.1, 0.1)
+    optimizer = OwnRows(model.parameters(), 0.1)
+    optimizer.divides = divides
+    with record_torch.record(path, model, optimizer, replay=replay):
+        for step in range(3):
+            x, y = batch(step, rank, world)
+            optimizer.zero_grad()
+            F.mse_loss(model(x)[:, :5], y).backward()
+            optimizer.step()
+
+
+def case_owned_state():
+    """Optimizers that split their state, or reduce gradients themselves; and wrong twins."""
+    if not HAS_TORCH:
+        return
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for path, rate, is_right in (("zero.npz", 0.01, True), ("other_rate.npz", 0.02, False)):
+        model = DistributedDataParallel(Halves())
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=rate if dist.get_rank() else 0.01
+        )
+        with record_torch.record(path, model, replay="single.npz"):
+            for step in range(3):
+                x, y = batch(step, dist.get_rank(), 2)
+                optimizer.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+        verdict = of_all_ranks(path.removesuffix(".npz")) and compare("single.npz", path)
+        assert verdict.ok == is_right, str(verdict)
+    for path, divides in (("rows.npz", True), ("sum.npz", False)):
+        told = warnings_of(train_rows, path, Halves(), "rows_of_one.npz", divides)
+        assert not [text for text in told if "not loaded" in text]
+        trace = of_all_ranks(path.removesuffix(".npz"))
+        verdict = compare("rows_of_one.npz", path)
+        assert verdict.ok == divides, str(verdict)
+        assert trace.kind("before", 2)["first.weight/momentum_of_rows"].shape == (4, 64)
+    assert {f.detail for f in verdict.faults} == {"sum_instead_of_mean"}, str(verdict)
+
+
 def case_mesh():
     """DDP and a mesh that is given: only its data axis makes replicas."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
@@ -969,10 +1391,19 @@ CASES = {
             case_two_models,
             *(case_outputs, case_fed),
         ),
-        *(case_exception, case_nested, case_accelerate, case_lightning, case_errors),
+        *(
+            case_two_optimizers,
+            case_optimizers_in_turns,
+            case_optimizers_in_backward,
+            case_ambiguous_optimizers,
+        ),
+        *(case_first_step, case_averages_of_weights, case_parts_of_a_model),
+        *(case_state_that_does_not_fit, case_missing_functions),
+        *(case_exception, case_nested, case_accelerate, case_lightning, case_replay_in_evaluation),
+        case_errors,
         case_compiled,
     ],
-    "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_mesh],
+    "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_owned_state, case_mesh],
 }
 NUM_PROCESSES = {"two": 2, "four": 4}
 
@@ -984,6 +1415,8 @@ def run(rank, kind):
         CASES[kind] = torch_mesh_cases.CASES
         if rank == 0:
             torch_mesh_cases.record_one_process()  # Before they find each other.
+    if kind == "two" and HAS_TORCH and rank == 0:
+        record_one_process()
     if kind != "one":
         init = f"file://{os.getcwd()}/rendezvous"
         number = NUM_PROCESSES[kind]

@@ -1,17 +1,18 @@
-"""Stands in for PyTorch: as much as `lockstep_torch.py` and `torch_cases.py` use, with NumPy.
+"""Stands in for PyTorch: as much as `record_torch` and `torch_cases.py` use, with NumPy.
 
 It has no automatic differentiation: the gradient of a weight is a pattern times the loss.
 """
 
 import collections
 import contextlib
+import itertools
 import multiprocessing as processes
 import sys
 import types
 
 import numpy as np
 
-__version__ = "2.0+stand.in"
+__version__ = "2.13+stand.in"
 strided, bfloat16, equal, argsort = "strided", np.float16, np.array_equal, np.argsort
 int64 = np.int64
 float16 = "torch.float16"  # Only of autocast, which changes nothing here.
@@ -104,6 +105,10 @@ class _Handle:
             hooks.clear()
         hooks[self] = hook
         hooks.update(others)
+        self.id = self
+
+    def hooks_dict_ref(self):
+        return self.hooks
 
     def remove(self):
         self.hooks.pop(self, None)
@@ -279,7 +284,7 @@ class Module:
                 if isinstance(value, Tensor):
                     yield f"{prefix}.{name}".lstrip("."), value
 
-    def named_parameters(self, recurse=True):
+    def named_parameters(self, recurse=True, remove_duplicate=True):
         return self._named(vars, recurse)
 
     def named_buffers(self, recurse=True):
@@ -435,7 +440,9 @@ def _clip_to(parameters, limit, norm):
             p.grad *= np.float32(min(1, limit / (norm + 1e-6)))
 
 
-_clipping = types.SimpleNamespace(clip_grad_norm_=_clip, _clip_grads_with_norm_=_clip_to)
+_clipping = types.SimpleNamespace(
+    clip_grad_norm_=_clip, _clip_grads_with_norm_=_clip_to, clip_grad_value_=_clip_to
+)
 
 
 class GradScaler:
@@ -475,6 +482,9 @@ def _mse(x, y):
 # --- Optimizers ----------------------------------------------------------------------------------
 
 
+_before_all, _after_all = {}, {}  # Hooks of all optimizers.
+
+
 class Optimizer:
     num_closure_calls = 1
 
@@ -497,7 +507,7 @@ class Optimizer:
                 p.grad = None
 
     def step(self, *args):
-        for hook in list(self._optimizer_step_pre_hooks.values()):
+        for hook in itertools.chain(_before_all.values(), self._optimizer_step_pre_hooks.values()):
             changed = hook(self, (self, *args), {})
             args = changed[0][1:] if changed else args
         for closure in args * self.num_closure_calls:
@@ -506,7 +516,7 @@ class Optimizer:
             for p in group["params"]:
                 if p.grad is not None:
                     self.update(group, p, p.grad, self.state[p])
-        for hook in list(self._optimizer_step_post_hooks.values()):
+        for hook in [*self._optimizer_step_post_hooks.values(), *_after_all.values()]:
             hook(self, (self, *args), {})
 
 
@@ -595,11 +605,16 @@ _parallel = _module("nn.parallel", DistributedDataParallel=DistributedDataParall
 nn = _module(
     "nn", **{layer.__name__: layer for layer in _layers}, DataParallel=DataParallel,
     ConvTranspose2d=type("ConvTranspose2d", (Module,), {}), parallel=_parallel,
-    utils=types.SimpleNamespace(clip_grad_norm_=_clip, clip_grad=_clipping),
+    utils=types.SimpleNamespace(**vars(_clipping), clip_grad=_clipping),
     init=types.SimpleNamespace(ones_=lambda p: p.copy_(ones(1))),
 )  # fmt: skip
 _module("nn.functional", mse_loss=_mse)
 optim = _module("optim", SGD=SGD, LBFGS=LBFGS, Adam=Adam, AdamW=AdamW, Optimizer=Optimizer)
+_module(
+    "optim.optimizer",
+    register_optimizer_step_pre_hook=lambda hook: _Handle(_before_all, hook),
+    register_optimizer_step_post_hook=lambda hook: _Handle(_after_all, hook),
+)
 distributed = _module(
     "distributed", is_available=lambda: True, is_initialized=lambda: _world[1] > 1,
     get_rank=lambda group=None: _world[0], get_world_size=lambda group=None: _world[1],

@@ -1,0 +1,1 @@
+"""Records trainings of other frameworks: what a step computes, in files of plain arrays."""

@@ -1,0 +1,336 @@
+"""Observes backward passes, clipping, loss scales, and the updates of all optimizers."""
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+from lockstep.recorders.torch.forward import ForwardObserver
+from lockstep.recorders.torch.placement import OF_LOSS
+from lockstep.recorders.torch.recording import Recording
+from lockstep.recorders.torch.values import require, to_array
+from lockstep.recorders.torch.versions import check_observed
+
+
+class GradientObserver:
+    """Copies gradients when autograd has computed them, when they are reduced, clipped and applied.
+
+    Args:
+        recording: What has the model and the arrays.
+        forward: Observes its forward passes.
+        begin: Is called before the first arrays of a step.
+        end: Is called at the end of a step.
+        on_update: Is called when an optimizer has updated a weight.
+    """
+
+    def __init__(
+        self, recording: Recording, forward: ForwardObserver, begin: Callable[..., None],
+        end: Callable[[], None], on_update: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.recording, self.forward = recording, forward
+        self.begin, self.end, self.on_update = begin, end, on_update
+        self.original: Any = None
+        self.is_installed = False
+        self.depth, self.has_gradients, self.has_after_left = 0, False, False
+        self.settings: dict[int, list[dict[str, Any]]] = {}  # Of optimizers that compute now.
+        for owner, name, _ in self._targets():
+            check_observed(owner, name)
+
+    def install_always(self) -> list[Any]:
+        """Installs what sees updates, in all steps; returns handles."""
+        self.original, torch.autograd.backward = torch.autograd.backward, self._backward
+        return [
+            register_optimizer_step_pre_hook(self._before_any_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+
+    def remove(self) -> None:
+        """Restores what was replaced in all steps."""
+        torch.autograd.backward = self.original
+
+    def install(self) -> None:
+        """Installs the hooks of steps that are recorded."""
+        own = self.recording
+        add = own.hooks.enter_context
+        self.is_installed = True
+        own.hooks.callback(setattr, self, "is_installed", False)
+        for optimizer in own.variables.optimizers:  # After the hooks of the script.
+            add(optimizer.register_step_pre_hook(self._before_update))
+        for target in self._targets():
+            self._replace(*target)
+        for index, (name, p) in enumerate(own.weights.items()):
+            if p.requires_grad and p not in own.placement.of_fsdp:
+                hook = functools.partial(self._after_gradient, index, name)
+                add(_prepended(p.register_post_accumulate_grad_hook(hook)))
+
+    # Functions of PyTorch.
+
+    def _targets(self) -> list[tuple[Any, str, Any]]:
+        """Returns the functions that clip gradients and scale losses, and what replaces each."""
+        utils, scaler = nn.utils, torch.amp.GradScaler
+        of_norm, of_value = (functools.partial(self._clip, kind) for kind in ("norm", "value"))
+        found: list[tuple[Any, str, Any]] = [(utils, "clip_grad_norm_", of_norm)]
+        found += [(utils, "clip_grad_value_", of_value)]
+        found += [(utils.clip_grad, "clip_grad_norm_", of_norm)]
+        found += [(utils.clip_grad, "clip_grad_value_", of_value)]
+        # The others call it, however they were imported.
+        found += [(utils.clip_grad, "_clip_grads_with_norm_", of_norm)]
+        if hasattr(utils, "clip_grads_with_norm_"):  # A public name of the same function.
+            found += [(utils, "clip_grads_with_norm_", of_norm)]
+        found += [(scaler, "scale", self._scale_loss), (scaler, "unscale_", self._unscale)]
+        found += [(scaler, "update", self._update_scale)]
+        if pipelining := sys.modules.get("torch.distributed.pipelining.stage"):
+            for name in ("_PipelineStageBase", "PipelineStage"):
+                check_observed(pipelining, name)
+            base, stage = pipelining._PipelineStageBase, pipelining.PipelineStage
+            found += [(base, "scale_grads", self._average_micro_batches)]
+            found += [(stage, "_forward_metadata_inference", self._without_recording)]
+        return found
+
+    def _replace(self, owner: Any, name: str, function: Any) -> None:
+        check_observed(owner, name)
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **options: Any) -> Any:
+            return function(original, *args, **options)
+
+        setattr(owner, name, replaced)
+        self.recording.hooks.callback(setattr, owner, name, original)
+
+    def _clip(self, kind: str, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
+        """Keeps the gradients before the first of several functions clips them."""
+        own, step = self.recording, self.recording.step
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        is_own = bool({*own.weights.values()}.intersection(parameters))
+        limit = [*args, *(options[x] for x in ("max_norm", "clip_value") if x in options)][0]
+        call = f"clip {kind} {float(limit):g}"
+        if own.is_on and is_own and step.calls[-1:] != [call]:
+            if not step.unclipped:
+                step.unclipped = {
+                    index: (p.grad.detach().clone(), step.scale_of(name))
+                    for index, (name, p) in enumerate(own.weights.items())
+                    if p.grad is not None
+                }
+            step.calls.append(call)
+        return original(parameters, *args, **options)
+
+    def _scale_loss(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
+        scaled = original(scaler, *args, **options)
+        if scaler.is_enabled():
+            step = self.recording.step
+            step.loss_scale = step.scale = float(scaler.get_scale())
+            step.unscaled.clear()
+        return scaled
+
+    def _unscale(self, original: Any, scaler: Any, optimizer: Any) -> Any:
+        result = original(scaler, optimizer)
+        names = self.recording.variables.names_of(optimizer)
+        if names and scaler.is_enabled():
+            self.recording.step.unscaled.update(names)
+            if self.recording.step.calls[-1:] != ["unscale"]:
+                self.recording.step.calls.append("unscale")
+        return result
+
+    def _update_scale(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
+        own = self.recording
+        if own.step.losses and "unscale" in own.step.calls and not own.is_updated:
+            own.forget()
+        return original(scaler, *args, **options)
+
+    def _without_recording(self, original: Any, *args: Any, **options: Any) -> Any:
+        """Calls what runs the model to learn the shapes of its outputs."""
+        self.recording.is_ignored = True
+        try:
+            return original(*args, **options)
+        finally:
+            self.recording.is_ignored = False
+
+    def _average_micro_batches(self, original: Any, stage: Any, number: int) -> None:
+        """Divides what was copied, as a pipeline divides gradients after the last backward."""
+        original(stage, number)
+        own, step = self.recording, self.recording.step
+        if all(stage.submod is not model for model in (own.ddp, own.called, own.module)):
+            return
+        for key, array in step.arrays.items():
+            if key.split("/")[0] in (*OF_LOSS, "removed") and array.dtype.kind == "f":
+                step.arrays[key] = array / array.dtype.type(number)
+        step.losses = [x / number for x in step.losses]
+        if own.placement.of_fsdp:  # The schedule reduces after the last backward pass.
+            own.save_gradients("sums", own.weights)
+
+    # Backward passes.
+
+    def _after_gradient(self, index: int, name: str, p: Tensor) -> None:
+        own = self.recording
+        if own.is_on:
+            self.begin()
+            self.has_gradients = True
+            if name not in own.step.updated:
+                own.save("raw", index, p.grad, own.step.scale_of(name))
+
+    def _backward(self, tensors: Any, *args: Any, **options: Any) -> None:
+        """Takes the place of `torch.autograd.backward`."""
+        own = self.recording
+        if own.is_updated and not own.step.was_called and not self.depth:
+            self.end()  # Of a training that calls parts of the model.
+        self.has_gradients = bool(own.placement.of_fsdp)
+        if own.is_on:
+            self._note_removed()
+        mesh = own.placement.mesh
+        if own.ddp and mesh and mesh.stages:  # The forward pass was in `no_sync`.
+            self.forward.before_ddp()
+        self.depth += 1
+        own.is_in_backward = True
+        try:
+            self.original(tensors, *args, **options)
+        finally:
+            self.depth -= 1
+            own.is_in_backward = self.depth > 0
+        if own.is_on and not self.depth:
+            self._after_backward(tensors)
+
+    def _after_backward(self, tensors: Any) -> None:
+        own, step = self.recording, self.recording.step
+        of_fsdp = own.placement.of_fsdp
+        is_reduced = self.forward.is_reduced or any(p.grad is not None for p in of_fsdp)
+        if step.arrays and self.has_gradients:  # Otherwise, it is the loss of another model.
+            scalars = [x.detach().clone() for x in tree_leaves(tensors) if x.numel() == 1]
+            step.losses += [x / step.scale for x in scalars]
+            step.unclipped = None
+            if is_reduced:
+                own.save_gradients("sums", own.weights.keys() - step.updated)
+            step.calls.append("backward, all-reduced" if is_reduced else "backward")
+        if self.has_after_left:
+            self.has_after_left = False
+            own.save_variables("after", own.variables.of_model())
+            own.save_variables("after", own.variables.of_optimizers())
+
+    def _note_removed(self) -> None:
+        """Adds what the script took from the gradients since the last backward pass."""
+        own, step = self.recording, self.recording.step
+        passes = [call for call in step.calls if call.startswith("backward")]
+        if not passes:
+            return
+        kind = "sums" if passes[-1] != "backward" else "raw"
+        is_left, removed = False, dict[int, np.ndarray]()
+        for index, (name, p) in enumerate(own.weights.items()):
+            left = step.arrays.get(f"{kind}/{own.placement.rank}/{index}")
+            if left is None or name in step.updated:
+                continue
+            of_script = None if p.grad is None else to_array(p.grad) / step.scale_of(name)
+            array = np.zeros_like(left) if of_script is None else of_script
+            is_left |= bool(array.any())
+            removed[index] = left - array
+        is_removed = any(x.any() for x in removed.values())
+        placements = own.placement.placements
+        for index, array in removed.items() if is_removed else ():
+            # Another process may have a part that is not 0.
+            if own.placement.mesh or array.any():
+                step.removed[index] = step.removed.get(index, 0) + array
+                text = placements.get(f"{kind}/{index}", "")
+                placements |= {f"removed/{index}": text} if text else {}
+        if is_removed and not is_left:
+            step.calls.append("clear")
+            step.num_cleared = len(step.losses)
+
+    # Updates.
+
+    def _before_any_update(self, optimizer: Any, args: Any, options: Any) -> None:
+        """Adds an optimizer that was not known; PyTorch calls its new hook in this step, too."""
+        own = self.recording
+        if own.variables.add(optimizer) and self.is_installed:
+            hook = optimizer.register_step_pre_hook(self._before_update)
+            own.hooks.enter_context(hook)
+
+    def _before_update(self, optimizer: Any, args: Any, options: Any) -> Any:
+        own = self.recording
+        if not (own.is_on and own.variables.names_of(optimizer)):
+            return None
+        if not any(callable(x) for x in [*args[1:], *options.values()]):
+            self._save_applied(optimizer)
+            return None
+        calls = itertools.count()
+
+        def recorded(x: Any) -> Any:
+            return functools.partial(self._closed, optimizer, calls, x) if callable(x) else x
+
+        return tuple(map(recorded, args)), {name: recorded(x) for name, x in options.items()}
+
+    def _closed(self, optimizer: Any, calls: Any, closure: Any) -> Any:
+        loss = closure()
+        is_first = not next(calls)
+        require(is_first, "optimizer.step: calls its closure twice, which cannot be recorded")
+        self._save_applied(optimizer)
+        return loss
+
+    def _save_applied(self, optimizer: Any) -> None:
+        """Saves the gradients that an optimizer applies, and its settings."""
+        own = self.recording
+        names = own.variables.names_of(optimizer)
+        is_again = any(optimizer is each for each in own.variables.stepped)
+        if not own.is_on or not names or is_again or id(optimizer) in self.settings:
+            return
+        self.begin()
+        if not own.step.num_forward:  # The whole model is in evaluation mode.
+            own.note_modes()
+        scale = float(getattr(optimizer, "grad_scale", None) or 1)  # It divides by it itself.
+        # Before the first update, also of weights that no optimizer may have.
+        saved = own.weights.keys() - own.step.updated if not own.is_updated else names
+        for index, (value, of_value) in (own.step.unclipped or {}).items():
+            if [*own.weights][index] in saved:
+                own.save("unclipped", index, value, of_value)
+        own.save_gradients("clipped", saved, scale)
+        self.settings[id(optimizer)] = own.variables.groups_of(optimizer)
+
+    def _after_update(self, optimizer: Any, *_: Any) -> None:
+        own = self.recording
+        names = own.variables.names_of(optimizer)
+        if not names:
+            return
+        settings = self.settings.pop(id(optimizer), [])
+        if own.is_on and getattr(optimizer, "found_inf", None):
+            if not own.is_updated:
+                own.forget()  # The optimizer skipped the update itself.
+            return
+        if not any(optimizer is each for each in own.variables.stepped):
+            own.variables.stepped.append(optimizer)
+            own.step.settings += settings
+        is_first, own.is_updated = not own.is_updated, True
+        own.step.updated.update(names)
+        if own.is_on:
+            self._save_after(optimizer, names, is_first)
+        self.on_update()
+
+    def _save_after(self, optimizer: Any, names: Iterable[str], is_first: bool) -> None:
+        """Saves what an update leaves; within a backward pass, once at its end."""
+        own = self.recording
+        if self.depth:
+            self.has_after_left = True
+            return
+        pairs = [*own.variables.of_model(), *own.variables.of_optimizers()]
+        wanted = {*names}
+        if not is_first:  # What another optimizer has updated was saved after its update.
+            known = own.step.updated - wanted
+            pairs = [pair for pair in pairs if pair[0].get("of", pair[0]["name"]) not in known]
+        own.save_variables("after", pairs)
+
+
+def _prepended(handle: Any) -> Any:
+    """Moves a hook before the others; returns its handle."""
+    hooks = handle.hooks_dict_ref()
+    others = {key: hook for key, hook in hooks.items() if key != handle.id}
+    for key in others:
+        del hooks[key]
+    hooks.update(others)
+    return handle

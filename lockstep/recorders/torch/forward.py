@@ -1,0 +1,226 @@
+"""Observes the forward passes of the model: examples, random numbers, outputs."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lockstep.recorders.torch.modules import Modules
+from lockstep.recorders.torch.recording import Recording
+from lockstep.recorders.torch.replay import Replay
+from lockstep.recorders.torch.shards import ShardRunner
+from lockstep.recorders.torch.values import (
+    computed_in,
+    local,
+    random_states,
+    require,
+    take,
+    to_array,
+    with_rows,
+)
+
+MOST_BYTES = 2**26  # The most bytes of outputs that are recorded in a step.
+
+
+class ForwardObserver:
+    """Copies what enters and leaves the model in forward passes of its training.
+
+    Args:
+        recording: What has the model and the arrays.
+        replay: The recording to start from; None without one.
+        seed: Of the permutation of examples; None without one.
+        feeds: Whether the model is given the examples of `replay`.
+        shards: Runs the model for each part of a batch; None to run it as it is.
+        modules: Copies what modules compute; None without it.
+        begin: Is called before the first arrays of a step; with True, in a forward pass.
+        end: Is called at the end of the step before.
+    """
+
+    def __init__(
+        self, recording: Recording, replay: Replay | None, *, seed: int | None, feeds: bool,
+        shards: ShardRunner | None, modules: Modules | None, begin: Callable[..., None],
+        end: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.recording, self.replay, self.seed, self.feeds = recording, replay, seed, feeds
+        self.shards, self.modules, self.begin, self.end = shards, modules, begin, end
+        self.inverse: Tensor | None = None
+        self.of_last_layer: list[Tensor] = []
+        self.num_rows = 0
+        self.is_in_ddp, self.is_reduced = False, False  # What DDP does in this forward pass.
+
+    def install_always(self) -> Any:
+        """Installs what sees where a step begins; returns its handle."""
+        options: dict[str, Any] = {"with_kwargs": True, "prepend": True}
+        return self.recording.called.register_forward_pre_hook(self._before, **options)
+
+    def install(self) -> None:
+        """Installs the hooks of steps that are recorded."""
+        own = self.recording
+        add = own.hooks.enter_context
+        add(own.called.register_forward_hook(self._after))
+        for _, layer in own.module.named_modules():
+            add(layer.register_forward_hook(self._note_dtype))
+        if self.modules:
+            self.modules.install()
+        if own.ddp:
+            add(own.ddp.register_forward_pre_hook(self.before_ddp))
+            add(own.ddp.register_forward_hook(self._after_ddp))
+        if self.shards:
+            self.shards.install()
+
+    def before_ddp(self, *_: Any) -> None:
+        """Notes whether DDP reduces the gradients of the forward pass that begins."""
+        self.is_in_ddp, self.is_reduced = True, self.recording.ddp.require_backward_grad_sync
+
+    def _after_ddp(self, *_: Any) -> None:
+        self.is_in_ddp = False
+
+    def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
+        own = self.recording
+        if not torch.is_grad_enabled() or own.is_ignored:
+            return None
+        if own.is_updated and not own.is_in_backward:
+            self.end()
+        own.step.was_called = True
+        if not module.training:
+            own.step.is_evaluated = True
+            return None
+        return self._before_recorded(args, options) if own.is_on else None
+
+    def _before_recorded(self, args: Any, options: Any) -> Any:
+        own = self.recording
+        if own.step.losses and self._is_skipped():
+            own.forget()
+            own.step.was_called = True
+        self.begin(is_forward=True)
+        step, is_inner = own.step, own.step.outside is not None
+        if is_inner:  # In Lightning, DDP calls the model, which calls itself: the last call counts.
+            step.arrays, step.num_forward, self.inverse = (
+                step.outside or {},
+                step.num_forward - 1,
+                None,
+            )
+        step.outside, self.of_last_layer = dict(step.arrays), []
+        tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
+        shapes = (x.shape for x in map(local, tensors) if x.dim())
+        own.placement.row_sizes = next(shapes, ())
+        if self.feeds and not is_inner:
+            args, options = self._fed((args, options))
+        batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
+        sizes = [len(local(x)) for x in batch if x.dim()]
+        if self.seed is not None and sizes and not is_inner:
+            generator = torch.Generator().manual_seed(self.seed + own.number)
+            order = torch.randperm(sizes[0], generator=generator)
+            self.inverse = torch.argsort(order)
+            args, options, batch = take((args, options, batch), order, len(order))
+        own.add("random", random_states())
+        own.add("data", batch)
+        self.num_rows = sizes[0] if sizes else 0
+        own.note_modes()
+        step.num_forward += 1
+        if not is_inner:
+            step.calls.append("forward")
+            step.passes.append(self._way())
+        return args, options
+
+    def _way(self) -> str:
+        """Returns how the gradients of a forward pass are reduced."""
+        if not self.recording.ddp:
+            return ""
+        if not self.is_in_ddp:
+            return "module"
+        return "ddp" if self.is_reduced else "no_sync"
+
+    def _fed(self, nest: Any) -> Any:
+        """Returns arguments of the model with the next examples of `replay` in place of its own."""
+        assert self.replay
+        recording, placement = self.recording, self.recording.placement
+        step = recording.step
+        own = [x for x in tree_leaves(nest) if isinstance(x, Tensor)]
+        arrays = [*self.replay.files[0].arrays("data", recording.number, 0).values()]
+        # The examples of all micro-batches of the step.
+        columns = [np.concatenate(arrays[i :: len(own)]) for i in range(len(own))]
+        share = len(columns[0]) // placement.num_replicas if columns else 0
+        start = placement.replica * share + step.num_fed
+        size = len(own[0]) if own and own[0].dim() else 0
+        step.num_fed += size
+        is_enough = size and step.num_fed <= share and len(arrays) % len(own) == 0
+        shapes = [(c.shape[1:], tuple(x.shape[1:])) for c, x in zip(columns, own, strict=True)]
+        require(
+            is_enough and all(given == wanted for given, wanted in shapes),
+            f"feed_examples: step {recording.number} of {self.replay.name} does not have the"
+            f" examples for a batch of shapes {', '.join(str(tuple(x.shape)) for x in own)} on each"
+            " process",
+        )
+        given = (torch.tensor(c[start : start + size]) for c in columns)
+        return tree_map_only(Tensor, lambda x: torch.zeros_like(x).copy_(next(given)), nest)
+
+    def _is_skipped(self) -> bool:
+        """Returns whether the script has discarded gradients that overflow, without an update."""
+        own = self.recording
+        if any(p.grad is not None for p in own.weights.values()):
+            return False
+        # Outputs and modules may have masks of -inf.
+        arrays = [x for key, x in own.step.arrays.items() if key[:2] not in ("y_", "mo")]
+        arrays += map(to_array, own.step.losses)
+        return not all(np.isfinite(x).all() for x in arrays)
+
+    def _note_dtype(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """Keeps the dtype in which layers compute; a model may convert its own outputs."""
+        own = self.recording
+        if own.is_on and torch.is_grad_enabled() and own.module.training:
+            own.computed_in = computed_in(output, own.weights) or own.computed_in
+            if own.step.outside is not None and not torch.compiler.is_compiling():
+                self.of_last_layer = with_rows(output, self.num_rows) or self.of_last_layer
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        own = self.recording
+        is_training = torch.is_grad_enabled() and module.training
+        if not (own.is_on and is_training and own.step.outside is not None):
+            return None
+        own.step.outside = None
+        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        require(
+            not self.feeds or any(not x.dim() for x in tensors),
+            "feed_examples: the model returns no loss; targets outside of it would be those of"
+            " other examples",
+        )
+        own.add("random_after", random_states())
+        outputs = with_rows(output, self.num_rows)
+        mesh = own.placement.mesh
+        if not outputs and (own.placement.dims["outputs"] or not (mesh and mesh.model)):
+            outputs = self.of_last_layer  # On a mesh, it may be a part, of which nothing is known.
+        self._save_outputs(outputs)
+        inverse, self.inverse = self.inverse, None
+        return output if inverse is None else take(output, inverse, len(inverse))
+
+    def _save_outputs(self, outputs: Sequence[Tensor]) -> None:
+        own, step = self.recording, self.recording.step
+        if not own.placement.is_last:
+            return
+        step.num_bytes += sum(math.prod(local(x).shape) * x.element_size() for x in outputs)
+        if step.num_bytes > MOST_BYTES:
+            outside = ("y_pred", "y_grad")
+            step.arrays = {k: v for k, v in step.arrays.items() if not k.startswith(outside)}
+            return
+        for x in outputs:
+            own.add("y_pred", [x])
+            own.add("y_grad", [torch.zeros_like(x)])  # Stays 0 if the loss does not use it.
+            if x.requires_grad and own.placement.knows_loss:
+                key = [key for key in step.arrays if key.startswith("y_grad/")][-1]
+                x.register_hook(functools.partial(self._after_loss, step, key))
+
+    def _after_loss(self, step: Any, key: str, gradient: Tensor | None) -> None:
+        # DDP gives None for an output that the loss does not use.
+        own = self.recording
+        if gradient is not None and step is own.step and key in step.arrays:
+            array = to_array(gradient) / (step.scale * own.placement.num_parts)
+            before = step.arrays[key]
+            step.arrays[key] = before + array if before.shape == array.shape else array
+            if not own.placement.place("y_grad", int(key.split("/")[-1]), gradient):
+                del step.arrays[key]  # A DTensor that is split in another way than the output.

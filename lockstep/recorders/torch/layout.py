@@ -1,0 +1,209 @@
+"""The devices of a training on named axes, and how they split arrays."""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.recorders.torch.values import is_dtensor, require
+from lockstep.recorders.torch.versions import check_observed
+
+DATA, STAGES = (  # Names of axes that split the batch, and the layers of a pipeline.
+    re.compile("(dp|data|fsdp|ddp|hsdp|replicate|shard|batch)", re.IGNORECASE),
+    re.compile("(pp|pipe|stage)", re.IGNORECASE),
+)
+DIMENSION = re.compile(r"(?:(\d+)\*)?(\w+)(?:\[([\w,]+)(:zigzag)?\])?")
+
+
+class Dimension(NamedTuple):
+    """A dimension of a whole array: the axes of the mesh over which it is split, outer ones first.
+
+    It has `blocks` parts, each of which is split. With `is_zigzag`, rank r of n has the chunks r
+    and 2n - 1 - r of 2n.
+    """
+
+    text: str
+    blocks: int = 1
+    axes: tuple[str, ...] = ()
+    is_zigzag: bool = False
+
+
+class Mesh:
+    """The devices on named axes, and the place of this process among them.
+
+    Attributes:
+        ranks: The processes, as `torch.distributed` numbers them.
+        sizes: Name of an axis → number of devices along it.
+        rank: The row-major position of this process.
+        at: Name of an axis → the position of this process along it.
+        data, sequence, stages, model: The axes that split the examples, other dimensions of the
+            inputs, the layers of a pipeline, and weights only.
+    """
+
+    def __init__(self, mesh: Any, default: str) -> None:
+        self.ranks = np.array(mesh.mesh)
+        names = mesh.mesh_dim_names or [default] * (self.ranks.ndim == 1)
+        names = names or [f"axis{i}" for i in range(self.ranks.ndim)]
+        names = [re.sub(r"\W", "_", name) for name in names]
+        place = np.argwhere(self.ranks == dist.get_rank())
+        require(len(place), "mesh: does not have this process")
+        self.sizes = dict(zip(names, self.ranks.shape, strict=True))
+        self.at = dict(zip(names, place[0].tolist(), strict=True))
+        self.rank = self.place(names)[0]
+        self.data, self.sequence, self.stages, self.model = (list[str]() for _ in range(4))
+        self.known: dict[Any, str | None] = {}  # Texts of DTensors.
+
+    def name_axes(self, reduced: set[str], inputs: Sequence[Dimension]) -> None:
+        """Finds the kinds of the axes.
+
+        Args:
+            reduced: Those over which DDP or FSDP2 reduces gradients.
+            inputs: The dimensions of the inputs; the first are the examples.
+        """
+        long = [axis for axis, size in self.sizes.items() if size > 1]
+        split = {axis for each in inputs[1:] for axis in each.axes}
+        data = {axis for each in inputs[:1] for axis in each.axes} | reduced
+        data = data or {axis for axis in self.sizes if DATA.match(axis)}
+        self.data = [axis for axis in self.sizes if axis in data - split]
+        self.sequence = [axis for axis in long if axis in split]
+        self.stages = [axis for axis in long if STAGES.match(axis) and axis not in self.data]
+        known = {*self.data, *self.sequence, *self.stages}
+        self.model = [axis for axis in long if axis not in known]
+
+    def place(self, axes: Sequence[str]) -> tuple[int, int]:
+        """Returns the row-major position of this process along axes, and the number of them."""
+        found, number = 0, 1
+        for axis in axes:
+            found, number = found * self.sizes[axis] + self.at[axis], number * self.sizes[axis]
+        return found, number
+
+    def axes_of(self, ranks: Sequence[int]) -> tuple[str, ...] | None:
+        """Returns the axes along which these processes are, of which this one is one."""
+        long = [axis for axis, size in self.sizes.items() if size > 1]
+        for number in range(len(long) + 1):
+            for axes in itertools.combinations(long, number):
+                along = (slice(None) if axis in axes else i for axis, i in self.at.items())
+                if self.ranks[tuple(along)].flatten().tolist() == [*ranks]:
+                    return axes
+        return None
+
+    def text_of(self, value: Any) -> str | None:
+        """Returns how the local part of a DTensor is part of it; None if there is no text."""
+        key = value.device_mesh, tuple(value.placements), value.dim()
+        if key not in self.known:
+            self.known[key] = self._text_of(value)
+        return self.known[key]
+
+    def _text_of(self, value: Any) -> str | None:
+        ranks = np.array(value.device_mesh.mesh)
+        (place,) = np.argwhere(ranks == dist.get_rank())
+        split: list[list[tuple[str, int]]] = [[] for _ in value.shape]  # Text and size of axes.
+        sums = ""
+        for i, placement in reversed([*enumerate(value.placements)]):
+            along = (slice(None) if i == k else at for k, at in enumerate(place))
+            axes = self.axes_of(ranks[tuple(along)].tolist())
+            if axes is None:
+                return None
+            if axes and hasattr(placement, "dim"):
+                own, number, factor = split[placement.dim], 0, getattr(placement, "split_factor", 1)
+                while factor > 1 and number < len(own):  # FSDP2 splits what others have split.
+                    number, factor = number + 1, factor // own[number][1]
+                if factor != 1:
+                    return None
+                own.insert(number, (",".join(axes), ranks.shape[i]))
+            elif axes and (name := getattr(placement, "reduce_op", "")):
+                if name not in ("sum", "avg") or type(placement).__name__ != "Partial":
+                    return None
+                sums += f" {'sum' if name == 'sum' else 'mean'}({','.join(axes)})"
+        if not (sums or any(split)):
+            return ""
+        texts = (f"[{','.join(text for text, _ in own)}]" if own else "" for own in split)
+        return " ".join(f"d{k}{text}" for k, text in enumerate(texts)) + sums
+
+    def dimensions(self, text: str) -> list[Dimension]:
+        """Parses a text of a user, such as "3*o[tp] i"."""
+        found = dimensions_of(text)
+        other = {axis for each in found for axis in each.axes} - {*self.sizes}
+        require(not other, f"dims: {text!r}: mesh has no axis {', '.join(sorted(other))}")
+        return found
+
+
+def dimensions_of(text: str) -> list[Dimension]:
+    """Parses how an array is split over the axes."""
+    found = []
+    for word in text.split():
+        if match := DIMENSION.fullmatch(word):
+            axes = tuple(match[3].split(",")) if match[3] else ()
+            found.append(Dimension(word, int(match[1] or 1), axes, bool(match[4])))
+        else:
+            require(re.fullmatch(r"(sum|mean)\([\w,]+\)", word), f"dims: {word!r} in {text!r}")
+    return found
+
+
+def places(
+    dimensions: Sequence[Dimension],
+    shape: Sequence[int],
+    sizes: Mapping[str, int],
+    at: Mapping[str, int],
+) -> tuple[np.ndarray, ...]:
+    """Returns the places of the part of a process along each dimension of a whole array."""
+    found = []
+    for each, length in zip(dimensions, shape, strict=True):
+        pieces = np.array_split(np.arange(length), each.blocks)
+        for axis in each.axes:
+            number, i = sizes[axis], at[axis]
+            for k, piece in enumerate(pieces):
+                if each.is_zigzag:
+                    chunks = np.array_split(piece, 2 * number)
+                    pieces[k] = np.concatenate([chunks[i], chunks[2 * number - 1 - i]])
+                else:
+                    size = -(-len(piece) // number)  # As `torch.chunk`; the last may have less.
+                    pieces[k] = piece[i * size : (i + 1) * size]
+        found.append(np.concatenate(pieces))
+    return np.ix_(*found)
+
+
+def assembled(
+    parts: Sequence[tuple[Mapping[str, int], np.ndarray]], text: str, mesh: Mapping[str, int]
+) -> np.ndarray:
+    """Returns the whole array of the parts that processes have; `mesh` has the sizes of axes."""
+    dimensions, shape = dimensions_of(text), []
+    for k, each in enumerate(dimensions):
+        others = [axis for axis in mesh if axis not in each.axes]
+        shape.append(sum(x.shape[k] for at, x in parts if not any(at[axis] for axis in others)))
+    whole = np.zeros(shape, parts[0][1].dtype)
+    for at, array in parts:
+        own = places(dimensions, shape, mesh, at)
+        require(whole[own].shape == array.shape, f"replay: parts {text!r} do not fit together")
+        whole[own] = array
+    return whole
+
+
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """Returns the groups of weights that `fully_shard` has split."""
+    owners = [owner for _, owner in module.named_modules() if hasattr(owner, "_get_fsdp_state")]
+    states = [owner._get_fsdp_state() for owner in owners]
+    for state in states:
+        if not hasattr(state, "_fsdp_param_groups"):  # Older versions have one group.
+            check_observed(state, "_fsdp_param_group")
+    groups = [
+        getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states
+    ]
+    return [group for each in groups for group in each if group is not None]
+
+
+def mesh_of(mesh: Any, groups: Sequence[Any], weights: Any) -> Mesh | None:
+    """Returns the devices of all processes; None if the weights are not split."""
+    found = [p.device_mesh for p in weights if is_dtensor(p)]
+    found = [mesh] if mesh is not None else found + [group.mesh_info.mesh for group in groups]
+    roots = [x._get_root_mesh() if hasattr(x, "_get_root_mesh") else x for x in found]
+    root, number = max(roots, key=lambda x: x.mesh.numel(), default=None), dist.get_world_size()
+    if root is None or root.mesh.numel() == number == 1:
+        return None
+    what = f"mesh: has {root.mesh.numel()} of {number} processes"
+    require(root.mesh.numel() == number, f"{what}; pass a mesh of all, of which others are parts")
+    return Mesh(root, "data" if groups else "axis0")

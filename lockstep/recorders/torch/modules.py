@@ -1,0 +1,161 @@
+"""Copies inputs and outputs of modules, and the gradients of the loss by them."""
+
+import fnmatch
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.recorders.torch.values import floating, require, to_array
+
+if TYPE_CHECKING:
+    from lockstep.recorders.torch.recording import Recording
+
+
+class Modules:
+    """Copies inputs and outputs of modules, and gradients of the loss with respect to them.
+
+    Of a module that a forward pass calls several times, the first call counts. The gradient of an
+    output is the whole one; that of an input is the part that flows through the module, as a block
+    adds its input to its output elsewhere. No view of a tensor is made, which would change the
+    order in which autograd adds.
+
+    Args:
+        recording: What has the model and the arrays.
+        pattern: True for all modules, or a pattern of their names.
+
+    Attributes:
+        names: The modules in the order of their first call.
+        rows: The examples of the batch that the model computes now, and the size of the batch.
+    """
+
+    def __init__(self, recording: "Recording", pattern: bool | str) -> None:
+        self.recording, self.names, self.now = recording, list[str](), dict[str, Any]()
+        self.rows: tuple[Tensor, int] | None = None
+        self.seen, self.open = set[tuple[str, int]](), dict[str, tuple[Any, ...]]()
+        self.defaults, self.unknown = set[str](), set[str]()  # Names of arrays.
+        wanted = "*" if pattern is True else str(pattern)
+        named = recording.module.named_modules()
+        self.modules = {n: m for n, m in named if n and fnmatch.fnmatchcase(n, wanted)}
+        require(self.modules, f"modules={pattern!r}: no module of the model has such a name")
+
+    def install(self) -> None:
+        """Installs the hooks of the modules."""
+        add = self.recording.hooks.enter_context
+        for name, module in self.modules.items():
+            before, after = (functools.partial(f, name) for f in (self._before, self._after))
+            add(module.register_forward_pre_hook(before, with_kwargs=True))
+            add(module.register_forward_hook(after))
+
+    def _before(self, name: str, module: nn.Module, args: Any, options: Any) -> None:
+        own = self.recording
+        if own.step.outside is None or torch.compiler.is_compiling():
+            return
+        if self.now is not own.step.arrays:  # Another step, or attempt at it.
+            self.now, self.seen, self.defaults, self.unknown = own.step.arrays, set(), set(), set()
+        place = f"{own.placement.rank}/{own.step.num_forward - 1}:{name}"
+        rows = self.rows
+        if (place, id(rows)) in self.seen:
+            return
+        self.seen.add((place, id(rows)))
+        self.names += [] if name in self.names else [name]
+        inputs = floating((args, options))
+        edge: tuple[Any, int] = (None, 0)
+        if inputs:
+            self._keep(f"module_in/{place}", rows, own.number, inputs[0])
+            edge = inputs[0].grad_fn, inputs[0].output_nr
+        if edge[0] is not None:  # The gradient stays 0 if the module does not send one.
+            zeros = torch.zeros_like(inputs[0], requires_grad=False)
+            self._keep(f"module_in_grad/{place}", rows, own.number, zeros, is_default=True)
+        nodes = [x.grad_fn for x in inputs if x.grad_fn is not None]
+        self.open[name] = place, rows, edge, max((x._sequence_nr() for x in nodes), default=0)
+
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        place, rows, edge, number = self.open.pop(name, ("", None, (None, 0), 0))
+        outputs = floating(output)
+        if not (place and outputs):
+            return
+        keep = functools.partial(self._keep, rows=rows, step=self.recording.number)
+        keep(f"module_out/{place}", value=outputs[0])
+        if outputs[0].requires_grad:
+            key = f"module_out_grad/{place}"
+            zeros = torch.zeros_like(outputs[0], requires_grad=False)
+            keep(key, value=zeros, is_default=True)
+            outputs[0].register_hook(lambda gradient: keep(key, value=gradient))
+        for node, index in _nodes_to(edge, outputs, number) if edge[0] else ():
+
+            def of_edge(gradients: Any, _: Any, index: int = index) -> None:
+                keep(f"module_in_grad/{place}", value=gradients[index])
+
+            node.register_hook(of_edge)
+
+    def _keep(
+        self, key: str, rows: Any, step: int, value: Tensor | None, is_default: bool = False
+    ) -> None:
+        """Adds an array of the whole batch, or of some rows of it, to what was kept before.
+
+        Args:
+            key: Name of the array.
+            rows: The rows and the size of the batch; None for all.
+            step: The step of the forward pass.
+            value: The array, or the part of it that this process has.
+            is_default: Whether it is replaced by the next one.
+        """
+        own = self.recording
+        if value is None or step != own.number or not own.is_on or not own.step.arrays:
+            return
+        kind, _, place = key.split("/", 2)
+        text = own.placement.text_of(kind, place, value) if own.placement.mesh else ""
+        is_first = key not in own.step.arrays or key in self.defaults
+        before = own.placement.placements.get(f"{kind}/{place}", "")
+        if key in self.unknown or text is None or not (is_first or text == before):
+            self.unknown.add(key)  # Parts of a sum that are split in several ways.
+            own.step.arrays.pop(key, None)
+            return
+        array = to_array(value)
+        array = array / (own.step.scale * own.placement.num_parts) if "_grad" in kind else array
+        if rows is not None:
+            numbers, size = rows[0].cpu().numpy(), rows[1]
+            if not array.ndim or len(array) % len(numbers):
+                return
+            each = len(array) // len(numbers)
+            whole = np.zeros((size, each, *array.shape[1:]), array.dtype)
+            whole[numbers] = array.reshape(len(numbers), each, *array.shape[1:])
+            array = whole.reshape(-1, *array.shape[1:])
+        own.step.arrays[key] = (
+            array if is_first and rows is None else own.step.arrays.get(key, 0) + array
+        )
+        own.placement.placements |= {f"{kind}/{place}": text} if text or before else {}
+        (self.defaults.add if is_default else self.defaults.discard)(key)
+
+    def indexed(self, name: str) -> str:
+        """Returns the name of an array in the file for `POSITION/KIND/RANK/NUMBER:MODULE`."""
+        start, _, module = name.partition(":")
+        if not module:
+            return name
+        start, number = start.rsplit("/", 1)
+        return f"{start}/{int(number) * len(self.names) + self.names.index(module)}"
+
+
+def _nodes_to(edge: Any, outputs: Sequence[Tensor], number: int) -> Iterator[tuple[Any, int]]:
+    """Yields the nodes of a module that send a gradient to its input, and which of their gradients.
+
+    Args:
+        edge: The node that has computed the input, and which of its outputs the input is.
+        outputs: What the module has computed.
+        number: Nodes with a number above this one were created in the module.
+    """
+    left = [x.grad_fn for x in outputs if x.grad_fn is not None and x.grad_fn is not edge[0]]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        for index, following in enumerate(node.next_functions):
+            if following == edge:
+                yield node, index
+            elif following[0] not in seen and following[0] is not None:
+                seen.add(following[0])
+                if following[0]._sequence_nr() > number:
+                    left.append(following[0])

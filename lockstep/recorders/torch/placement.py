@@ -1,0 +1,209 @@
+"""Knows how the arrays of this process are parts of whole ones."""
+
+import fnmatch
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.recorders.torch.layout import (
+    Dimension,
+    Mesh,
+    dimensions_of,
+    fsdp_groups,
+    mesh_of,
+    places,
+)
+from lockstep.recorders.torch.values import is_dtensor, require, to_array
+from lockstep.recorders.torch.variables import Variables
+from lockstep.recorders.torch.versions import check_sharded
+
+OF_ROWS = ("data", "y_pred", "y", "module_in", "module_out")  # And gradients by them.
+OF_LOSS = ("raw", "sums", "loss", "y_grad", "module_in_grad", "module_out_grad")
+
+
+class Placement:
+    """The devices of all processes, and the parts of arrays that this process has.
+
+    Args:
+        variables: The variables of the model.
+        ddp: The model in DDP; None without it.
+        mesh, dims: As those of `record`.
+
+    Attributes:
+        of_fsdp: The weights that `fully_shard` has split.
+        rank, num_ranks, replica, num_replicas: The place of this process.
+        mesh: The devices on their axes; None if nothing is split.
+        placements: "KIND/INDEX" → how an array is part of a whole one.
+        texts: The same by the names of weights that are no DTensors.
+        dims: How inputs and outputs are split.
+        is_first, is_last: Whether this process has the first or the last stage of a pipeline.
+        knows_loss: Whether it is known how the losses of processes are added.
+        row_sizes: The shape of the first input.
+        num_parts: Parts of a sequence, whose loss is the mean of their losses.
+    """
+
+    def __init__(self, variables: Variables, ddp: Any, mesh: Any, dims: Mapping[str, str]) -> None:
+        self.variables, self.module = variables, variables.module
+        groups = fsdp_groups(self.module)
+        if groups:
+            check_sharded("fully_shard")
+        self.of_fsdp = {p.sharded_param for group in groups for p in group.fsdp_params}
+        group = ddp.process_group if ddp else None
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = self.replica = dist.get_rank(group) if is_distributed else 0
+        self.num_ranks = self.num_replicas = dist.get_world_size(group) if is_distributed else 1
+        weights = variables.weights.values()
+        self.mesh = mesh_of(mesh, groups, weights) if is_distributed else None
+        self.placements: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
+        self.dims: dict[str, list[Dimension]] = {"inputs": [], "outputs": []}
+        self.is_first = self.is_last = self.knows_loss = True
+        self.row_sizes: Sequence[int] = ()
+        self.num_parts = 1
+        if self.mesh is None:
+            require(self.num_ranks == 1 or not any(dims.values()), "dims: needs mesh=")
+            return
+        along = [each.mesh_info.mesh.mesh.flatten().tolist() for each in groups]
+        along += [dist.get_process_group_ranks(group)] if ddp else []
+        self._name_axes(self.mesh, along, dims)
+
+    def _name_axes(
+        self, mesh: Mesh, along: Sequence[Sequence[int]], dims: Mapping[str, str]
+    ) -> None:
+        """Finds the kinds of the axes, and how plain weights are split over them."""
+        self.rank, self.num_ranks = mesh.rank, mesh.ranks.size
+        axes = [mesh.axes_of(ranks) for ranks in along]
+        require(None not in axes, "mesh: has no axes over which the model is reduced; pass it")
+        reduced = {axis for each in axes for axis in each or ()}
+        own = {**dict(self.module.named_buffers()), **self.variables.weights}
+        for pattern, text in dims.items():
+            found = mesh.dimensions(text)
+            self.dims |= {pattern: found} if pattern in self.dims else {}
+            for name in fnmatch.filter(own, pattern):
+                require(len(found) == own[name].dim(), f"dims: {text!r} is not that of {name}")
+                self.texts.setdefault(name, text)
+        mesh.name_axes(reduced, self.dims["inputs"])
+        if mesh.stages:
+            check_sharded("pipelines")
+        idle = [p for p in dims if p not in self.dims and not fnmatch.filter(own, p)]
+        is_known = not idle or mesh.stages  # Another stage may have them.
+        require(is_known, f"dims: no weight has a name like {', '.join(idle)}")
+        self.replica, self.num_replicas = mesh.place(mesh.data)
+        stage, num_stages = mesh.place(mesh.stages)
+        self.is_first, self.is_last = stage == 0, stage == num_stages - 1
+        self.num_parts = mesh.place(mesh.sequence)[1]
+        self.knows_loss = reduced.issuperset(mesh.sequence)
+
+    def own_part(self, name: str, value: Tensor, whole: np.ndarray) -> np.ndarray:
+        """Returns this process' part of an array; all of it for a DTensor, which is split later."""
+        if name not in self.texts or not self.mesh or is_dtensor(value):
+            return whole
+        dimensions = self.mesh.dimensions(self.texts[name])
+        if len(dimensions) != whole.ndim:
+            return whole
+        return whole[places(dimensions, whole.shape, self.mesh.sizes, self.mesh.at)]
+
+    def infer(self, name: str, value: Tensor, whole: np.ndarray) -> None:
+        """Notes how a weight is split whose shape is that of a part of the one in `replay`.
+
+        Its values tell whether it is fused of several matrices, each of which is split.
+        """
+        if not self.mesh or len(self.mesh.model) != 1 or value.dim() != whole.ndim:
+            return
+        axis, dims = self.mesh.model[0], [f"d{k}" for k in range(whole.ndim)]
+        other = [k for k, n in enumerate(whole.shape) if n != value.shape[k]]
+        is_part = [value.shape[k] * self.mesh.sizes[axis] == whole.shape[k] for k in other]
+        if is_part != [True] or is_dtensor(value):
+            return
+        array, owner = to_array(value), name.rpartition(".")[0]
+        like = [text for x, text in self.texts.items() if x.rpartition(".")[0] == owner]
+        blocks = {max(each.blocks for each in self.mesh.dimensions(text)) for text in like}
+        if np.ptp(array):  # The values of a bias such as 0 do not tell; it is as its weight.
+            blocks = {1, 2, 3, 4, 6, 8}
+        for number in (*sorted(blocks), 1):
+            dims[other[0]] = f"{number}*d{other[0]}[{axis}]".removeprefix("1*")
+            self.texts[name] = " ".join(dims)
+            if np.array_equal(self.own_part(name, value, whole), array):
+                return
+
+    def place(self, kind: str, index: Any, value: Tensor) -> bool:
+        """Notes how an array is part of the whole one; returns whether this is known."""
+        text = self.text_of(kind, index, value) if self.mesh else ""
+        self.placements.pop(f"{kind}/{index}", None)
+        self.placements |= {f"{kind}/{index}": text} if text else {}
+        return text is not None
+
+    def text_of(self, kind: str, index: Any, value: Tensor) -> str | None:
+        """Returns how an array is part of the whole one; "" for all of it, None if not known."""
+        assert self.mesh
+        is_here = self.is_first if kind == "data" else self.is_last
+        if kind in ("data", "y_pred", "y_grad", "loss") and not is_here:
+            return None
+        if kind in OF_LOSS and not self.knows_loss:  # It is not known how losses are added.
+            return None
+        text: str | None = ""
+        if is_dtensor(value):
+            text = self.mesh.text_of(value)
+        elif kind.removesuffix("_grad") in OF_ROWS:
+            text = self._text_of_rows(kind, value)
+            if kind.startswith("module_"):
+                text = self._text_of_layer(kind, index.partition(":")[2], value, text)
+        elif self.texts and kind in ("before", "after", "replaced"):
+            variable = [*self.variables.described.values()][index]
+            name = variable.get("of", variable["name"])
+            is_like = "of" not in variable or value.shape == self.variables.weights[name].shape
+            text = self.texts.get(name, "") if is_like else ""
+        elif self.texts and kind in ("raw", "sums", "unclipped", "clipped"):
+            text = self.texts.get([*self.variables.weights][index], "")
+        if kind in ("raw", "loss") and self.num_parts > 1 and text is not None:
+            text = text or " ".join(f"d{k}" for k in range(value.dim()))
+            text = f"{text} mean({','.join(self.mesh.sequence)})".strip()
+        return text
+
+    def _text_of_layer(self, kind: str, name: str, value: Tensor, text: str) -> str | None:
+        """Returns the same if a layer's weight is split: so are its outputs, or its inputs."""
+        assert self.mesh
+        weight = self.variables.weights.get(f"{name}.weight", torch.zeros(1))
+        of_weight, size = self.texts.get(f"{name}.weight", ""), 1
+        if is_dtensor(weight):  # The module may give its local output.
+            of_weight = self.mesh.text_of(weight) or ""
+        dims = dimensions_of(of_weight)
+        if len(dims) != 2 or not value.dim():
+            return text
+        side = int("_in" in kind)  # Of the weight: outputs come first.
+        words = text.split() or [f"d{k}" for k in range(value.dim())]
+        axes = [axis for axis in dims[side].axes if axis not in self.mesh.data]
+        if is_dtensor(weight):
+            size = math.prod(self.mesh.sizes[axis] for axis in axes)
+        if axes and value.shape[-1] * size == weight.shape[side]:
+            words[-1] = f"{dims[side].blocks}*d[{','.join(axes)}]"
+        is_plain = type(self.module.get_submodule(name)) is nn.Linear and not is_dtensor(weight)
+        if is_plain and kind in ("module_out", "module_in_grad") and dims[1 - side].axes:
+            words.append(f"sum({','.join(dims[1 - side].axes)})")  # The script adds later.
+        found = " ".join(words)
+        counts = [len(re.findall(rf"[\[,(]{axis}\b", found)) for axis in self.mesh.sizes]
+        return found if max(counts) < 2 else None  # Two rules say different things.
+
+    def _text_of_rows(self, kind: str, value: Tensor) -> str:
+        """Returns how inputs or outputs are split: like the first input in dimensions as long."""
+        left = [*zip(self.dims["inputs"], self.row_sizes, strict=False)]
+        outputs = self.dims["outputs"]
+        if kind[:2] == "y_" and len(outputs) == value.dim():
+            return " ".join(each.text for each in outputs)
+        of_model = self.mesh.model if self.mesh and kind.startswith("module_") else ()
+        model = {axis: self.mesh.sizes[axis] for axis in of_model} if self.mesh else {}
+        found = []
+        for k, size in enumerate(value.shape if left or model else ()):
+            same = next((each for each in left if each[1] == size), None)
+            left = [each for each in left if each is not same]
+            found.append(same[0].text if same else f"d{k}")
+            for axis, number in model.items() if k and not same else ():
+                if [size * number] == [*self.row_sizes[k : k + 1]]:  # Sequence parallelism.
+                    found[-1] = f"d{k}[{axis}]"
+        return " ".join(found)

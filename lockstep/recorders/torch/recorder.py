@@ -1,0 +1,305 @@
+"""The recorder: begins and ends steps, and writes the file."""
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.recorders.torch.backward import GradientObserver
+from lockstep.recorders.torch.forward import ForwardObserver
+from lockstep.recorders.torch.modules import Modules
+from lockstep.recorders.torch.recording import Recording
+from lockstep.recorders.torch.replay import Replay
+from lockstep.recorders.torch.shards import ShardRunner
+from lockstep.recorders.torch.values import in_words, layers_of, rank_path, require, settings_of
+
+FORMAT = {"format": "lockstep trace", "version": 2, "framework": "torch", "order": "reduce, clip"}
+DEFAULT_STEPS = (0, 1, 2)  # A shorter training has recorded all that was asked for.
+
+
+class record:
+    """Records the training in a `with` block and writes `path` at its end, also if it raises.
+
+    Args:
+        path: File to write, `*.npz`. None: only runs of `assert_same_training` are recorded.
+        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2).
+        optimizer: One optimizer or a list; None for all that update a weight of the model. Others
+            that do are recorded, too, also those of backward hooks. `step` calls a closure at most
+            once. A wrapper, as of Accelerate, has the optimizer in its attribute `optimizer`.
+        steps: Numbers of the steps to record, from 0; or the number of first steps to record. A
+            step ends at the next forward pass of the model, or with the recording.
+        replay: Trace whose weights and statistics are loaded before each recorded step; with the
+            same class of optimizer also its state, with as many replicas also the random state.
+            What does not fit is not loaded, which a warning says.
+        permute: Seed. Permutes the examples (first axis of inputs and outputs) of each recorded
+            batch, so that only the order of summation is different. Not for inputs of the layout
+            (time, batch), which are not compared example by example.
+        names: Names in `replay` by names here. Others are matched by name, else by shape and order.
+        shards: "each" runs the model, in one process, once for each replica's part of the batch in
+            `replay`, with its random state: layers such as BatchNorm and Dropout then compute what
+            each replica does. The loss must be computed outside of the model.
+        feed_examples: Gives the model, in recorded steps, this process' part of the examples in
+            `replay`, recorded in one process. The model must return the loss, so that no target
+            of another example enters it.
+        modules: True, or a pattern of names such as "layers.*.attention". In recorded steps, also
+            copies inputs and outputs of these modules, and the gradients of the loss by them. They
+            only explain a difference that other arrays show. "Before layers.0" in a finding is the
+            code before this module.
+        mesh: The devices of all processes, if the training has other parallel axes than data. None
+            for that of the DTensors among the weights. An axis `pp`, `pipe…` or `stage…` has the
+            stages of a pipeline, one for each process: `model` is the stage's module; pass `names`
+            if its weights have other names than in one process, or if a tied weight has two.
+        dims: How inputs are split over the axes of the mesh, as in "b[dp] s[cp:zigzag]"; or an
+            object with the key "inputs", the key "outputs" if the model's outputs are split in
+            another way, and patterns of the names of weights that are no DTensors but parts:
+            {"inputs": "b[dp] s", "outputs": "b[dp] s v[tp]", "*.wqkv.weight": "3*o[tp] i"}. For
+            weights without a pattern, `replay` tells how, by shapes and first values. If sequences
+            are split, loss and gradients of a rank count as parts of a mean where DDP or
+            `fully_shard` reduces over their axis; else `clipped` are the only gradients recorded.
+        first_step: Number of the first step that this process trains, as the training counts that
+            `replay` has: a resumed job does not begin with step 0.
+        others: Name → module or mapping of tensors whose state belongs to the training, as averages
+            of the weights: {"ema": average}.
+
+    `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        model: nn.Module,
+        optimizer: Any = None,
+        steps: int | Sequence[int] = DEFAULT_STEPS,
+        replay: str | None = None,
+        permute: int | None = None,
+        names: Mapping[str, str] | None = None,
+        shards: str | None = None,
+        feed_examples: bool = False,
+        modules: bool | str = False,
+        mesh: Any = None,
+        dims: str | Mapping[str, str] = "",
+        first_step: int = 0,
+        others: Mapping[str, Any] | None = None,
+    ) -> None:
+        if given := json.loads(os.environ.get("LOCKSTEP_RECORD", "null")):
+            path, steps = given["path"], given.get("steps", steps)
+            replay, permute = given.get("replay"), given.get("permute")
+            modules, shards = given.get("modules") or modules, given.get("shards")
+            names = given.get("names") or names
+        self.is_recording = path is not None
+        if path is None:
+            return
+        is_file = path.endswith(".npz") and os.path.isdir(os.path.dirname(path) or ".")
+        require(is_file, f"{path}: must be an .npz file in a folder that exists")
+        wanted = _wanted(steps, first_step)
+        kind = type(model).__name__
+        is_known = kind not in ("DataParallel", "FullyShardedDataParallel")
+        require(is_known, f"model: {kind} cannot be recorded; use DDP or fully_shard")
+        self.path, self.seed, self.names = path, permute, names or {}
+        self.asked = [] if steps is DEFAULT_STEPS else sorted(wanted)
+        own = Recording(model, optimizer, others or {}, mesh, dims, wanted, first_step)
+        self.recording, place = own, own.placement
+        is_alone = shards is None or (shards == "each" and replay and place.num_ranks == 1)
+        require(is_alone, f"shards={shards!r}: must be 'each', with replay= and in one process")
+        self.replay = Replay(own, replay, path, self.names, bool(shards)) if replay else None
+        self._check_replay(shards, feed_examples)
+        self.modules = Modules(own, modules) if modules else None
+        self.shards = None
+        if shards and self.replay:
+            self.shards = ShardRunner(own, self.replay, permute, self.modules)
+        self.forward = ForwardObserver(
+            own, self.replay, seed=permute, feeds=feed_examples, shards=self.shards,
+            modules=self.modules, begin=self._begin, end=self._end_step,
+        )  # fmt: skip
+        self.gradients = GradientObserver(
+            own, self.forward, self._begin, self._end_step, self._prepare
+        )
+        self.has_hooks, self.counters, self.ended_with = False, contextlib.ExitStack(), ""
+
+    def _check_replay(self, shards: str | None, feed_examples: bool) -> None:
+        """Raises an error if what the arguments ask for is not in the other recording."""
+        about = self.replay.files[0].about if self.replay else {}
+        classes = [str(layer.get("class")) for layer in about.get("layers", ())]
+        is_local = not (shards and any("SyncBatchNorm" in name for name in classes))
+        require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
+        is_whole = self.replay and about["num_replicas"] == len(self.replay.files) == 1
+        require(
+            is_whole or not feed_examples,
+            "feed_examples: needs replay= and a recording of one process, whose examples are given",
+        )
+        is_split = self.recording.placement.num_parts != 1
+        require(not (is_split and feed_examples), "feed_examples: dims split the inputs")
+
+    def __enter__(self) -> None:
+        if not self.is_recording:
+            return
+        for handle in (*self.gradients.install_always(), self.forward.install_always()):
+            self.counters.callback(handle.remove)
+        self._start_step()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not self.is_recording:
+            return
+        self.ended_with = in_words(error)
+        if self.recording.is_updated:
+            self._end_step()
+        self.gradients.remove()
+        self.counters.close()
+        self.recording.hooks.close()
+        self.recording.is_on = False
+        self._write()
+
+    # Steps.
+
+    def _start_step(self) -> None:
+        """Begins a step, and installs or removes the hooks."""
+        own = self.recording
+        own.forget()
+        own.is_on = own.number in own.wanted
+        if own.is_on:
+            self._install()
+        elif self.has_hooks:
+            own.hooks.close()
+            self.has_hooks = False
+
+    def _install(self) -> None:
+        if not self.has_hooks:
+            self.has_hooks = True
+            self.forward.install()
+            self.gradients.install()
+
+    def _prepare(self) -> None:
+        """Installs the hooks of the next step, whose first forward pass is too late for it."""
+        if self.recording.number + 1 in self.recording.wanted:
+            self._install()
+
+    def _begin(self, is_forward: bool = False) -> None:
+        """Loads the state to replay and copies all variables, once in a step."""
+        own = self.recording
+        if own.step.arrays:
+            return
+        variables = own.variables
+        if self.replay:
+            own.save_variables("replaced", variables.all())
+            if is_forward:
+                self.replay.load()
+            else:
+                self._warn_of_no_forward_pass()
+        if self.shards:
+            self.shards.begin()
+        own.save_variables("before", variables.all())
+
+    def _warn_of_no_forward_pass(self) -> None:
+        seen = "no forward pass was seen; call model, in train mode"
+        if self.recording.step.is_evaluated:
+            seen = "the model is called in evaluation mode; call model.train() before it"
+        text = f"{self.path}: replay: step {self.recording.number}: {seen}; nothing is loaded"
+        warnings.warn(text, stacklevel=2)
+
+    def _end_step(self) -> None:
+        """Keeps the arrays of a step whose weights were updated, and begins the next one."""
+        own = self.recording
+        if own.is_on:
+            step = own.step
+            own.save_variables("after", own.variables.of_others())
+            cleared = step.losses[: step.num_cleared]
+            for index, losses in enumerate(x for x in (step.losses, cleared) if x):
+                own.save("loss", index, sum(losses))
+            for index, array in step.removed.items():
+                step.arrays[f"removed/{own.placement.rank}/{index}"] = array
+            if self.shards:
+                self.shards.end(self.path)
+            own.keep()
+        own.number += 1
+        own.is_updated = False
+        own.variables.end_step()
+        self._start_step()
+
+    # The file.
+
+    def _write(self) -> None:
+        """Writes the recorded steps to a temporary file, and renames it."""
+        own = self.recording
+        if missing := sorted(own.wanted - set(own.per_step["steps"])):
+            warnings.warn(f"{self.path}: the training ended before steps {missing}", stacklevel=3)
+        about, arrays = self._about(), own.arrays
+        if self.modules:
+            about["modules"], indexed = self.modules.names, self.modules.indexed
+            arrays = {indexed(name): array for name, array in arrays.items()}
+        firsts: dict[int, str] = {}  # Of arrays that are kept by several names.
+        first_of = {name: firsts.setdefault(id(x), name) for name, x in arrays.items()}
+        about["aliases"] = {name: first for name, first in first_of.items() if name != first}
+        written: dict[str, Any] = {name: arrays[name] for name in firsts.values()}
+        place = own.placement
+        path = rank_path(self.path, place.rank) if place.num_ranks > 1 else self.path
+        temporary = f"{path}.{os.getpid()}.tmp"
+        with open(temporary, "wb") as file:
+            np.savez(file, about=np.array(json.dumps(about)), **written)
+            file.flush()
+            os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
+        os.replace(temporary, path)
+
+    def _about(self) -> dict[str, Any]:
+        """Returns the description of the recording."""
+        own, place = self.recording, self.recording.placement
+        described = own.variables.described
+        about: dict[str, Any] = {
+            "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
+            "num_replicas": place.num_replicas,
+            "wrapper": "fully_shard"
+            if place.of_fsdp
+            else type(own.ddp).__name__
+            if own.ddp
+            else "",
+            "variables": list(described.values()),
+            "gradients": list(own.weights),
+            "reduction": "mean" if own.ddp else "",
+            "computed_in": own.computed_in,
+            "optimizer": self._optimizer(),
+            "layers": [*layers_of(own.module), *own.variables.layers_of_others()],
+            "data_layout": "NCHW" if "OIHW" in str(described) else "",
+            "permuted": self.seed,
+            "replayed": self.replay.name if self.replay else None,
+            "not_loaded": list(self.replay.not_loaded) if self.replay else [],
+            "tied": own.variables.tied(),
+            "asked": self.asked,
+            "ended_with": self.ended_with,
+            **(FORMAT | own.per_step),
+        }
+        if not place.mesh:
+            return about | {"replicas": [place.rank]}
+        placements = place.placements
+        if self.modules:
+            placements = {self.modules.indexed(x): text for x, text in placements.items()}
+        names = {key: name for key, name in self.names.items() if key in described}
+        about |= {"mesh": place.mesh.sizes, "ranks": [place.rank], "data_axes": place.mesh.data}
+        return about | {"placements": placements, "names": names}
+
+    def _optimizer(self) -> dict[str, Any]:
+        """Returns class and settings of the first optimizer that updated a weight."""
+        optimizers = self.recording.variables.optimizers
+        if not optimizers:
+            return {"class": "", "framework": "torch"}
+        rule = {"class": type(optimizers[0]).__name__, "framework": "torch"}
+        return {**settings_of(optimizers[0].defaults), **rule}
+
+
+def _wanted(steps: int | Sequence[int], first_step: int) -> set[int]:
+    """Returns the numbers of the steps to record."""
+    is_number = isinstance(steps, int) and not isinstance(steps, bool)
+    require(first_step >= 0, f"first_step={first_step}: must be a number from 0")
+    if isinstance(steps, int) and is_number:
+        wanted = {first_step + number for number in range(steps)}
+    elif steps is DEFAULT_STEPS:
+        wanted = {first_step + number for number in DEFAULT_STEPS}
+    else:
+        wanted = {*steps} if not isinstance(steps, int) else set()
+    is_right = wanted and min(wanted) >= first_step
+    require(is_right, f"steps={steps}: must be numbers from {first_step}")
+    return wanted

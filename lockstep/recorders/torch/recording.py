@@ -1,0 +1,169 @@
+"""Holds what was seen of the current step, and the arrays of the steps before it."""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.recorders.torch.placement import Placement
+from lockstep.recorders.torch.values import local, to_array
+from lockstep.recorders.torch.variables import Variables
+
+PER_STEP = (
+    *("steps", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale", "passes"),
+)
+
+
+class Step:
+    """What was seen of a step since its begin, or since GradScaler skipped its update.
+
+    Attributes:
+        arrays: Name of an array, without the position of the step → array.
+        outside: During a forward pass, the arrays from before it.
+        losses: Of the backward passes; the script cleared the gradients of the first `num_cleared`.
+        calls: The calls that make gradients.
+        passes: For each forward pass, how its gradients are reduced.
+        settings: The groups of the optimizers, in the order in which they ended.
+        updated: Names of the weights that were updated.
+        removed: What the script took from gradients between backward passes, by number of weight.
+        unclipped: The gradients before clipping, each with its scale.
+        in_evaluation: Names of layers.
+        num_forward: Forward passes in train mode.
+        num_bytes: Bytes of outputs.
+        num_fed: Examples of `replay` that the model was given.
+        loss_scale, scale: Of the step, and of the loss that is computed now.
+        unscaled: Names of the weights whose gradients are no longer scaled.
+        was_called, is_evaluated: Whether the model was called, and in evaluation mode.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        self.outside: dict[str, np.ndarray] | None = None
+        self.losses, self.num_cleared = list[Tensor](), 0
+        self.calls, self.passes = list[str](), list[str]()
+        self.settings: list[dict[str, Any]] = []
+        self.updated = set[str]()
+        self.removed: dict[int, Any] = {}
+        self.unclipped: dict[int, tuple[Tensor, float]] | None = None
+        self.in_evaluation: dict[str, None] = {}
+        self.num_forward, self.num_bytes, self.num_fed = 0, 0, 0
+        self.loss_scale = self.scale = 1.0
+        self.unscaled = set[str]()
+        self.was_called = self.is_evaluated = False
+
+    def scale_of(self, name: str) -> float:
+        """Returns the factor of the gradient of a weight."""
+        return 1.0 if name in self.unscaled else self.scale
+
+
+class Recording:
+    """The model, its variables, the current step, and the arrays of the recorded steps.
+
+    Args:
+        model: As that of `record`.
+        optimizer, others, mesh, dims: The same.
+        wanted: The steps to record.
+        number: The number of the first step.
+
+    Attributes:
+        ddp: The model in DDP; None without it.
+        called: The module that is called, which may be compiled.
+        module: The module that has the weights.
+        number: The number of the current step.
+        is_on: Whether the current step is recorded.
+        is_ignored: Whether forward passes are not those of the training.
+        is_updated: Whether an optimizer has updated a weight in this step.
+        is_in_backward: Whether a backward pass is computed.
+        hooks: What is removed where no step is recorded.
+        arrays: Name → array, of the recorded steps.
+        per_step: Key of the description → a value for each recorded step.
+        computed_in: 16-bit dtype of the layers.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, others: Any, mesh: Any, dims: Any,
+        wanted: Iterable[int], number: int,
+    ) -> None:  # fmt: skip
+        self.ddp: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        self.called = model.module if self.ddp else model
+        self.module = getattr(self.called, "_orig_mod", self.called)  # Of torch.compile.
+        self.variables = Variables(self.module, optimizer, others)
+        self.weights = self.variables.weights
+        dims = {"inputs": dims} if isinstance(dims, str) else dims
+        self.placement = Placement(self.variables, self.ddp, mesh, dims)
+        self.wanted, self.number = {*wanted}, number
+        self.hooks, self.step = contextlib.ExitStack(), Step()
+        self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
+        self.arrays: dict[str, np.ndarray] = {}
+        self.per_step: dict[str, list[Any]] = {key: [] for key in PER_STEP}
+        self.computed_in = ""
+
+    def forget(self) -> None:
+        """Forgets what was seen of the step."""
+        self.step = Step()
+
+    def add(self, kind: str, values: Sequence[Tensor]) -> None:
+        """Adds arrays to those of a kind."""
+        start = sum(key.startswith(f"{kind}/") for key in self.step.arrays)
+        for index, value in enumerate(values, start):
+            self.save(kind, index, value)
+
+    def save_variables(self, kind: str, pairs: Iterable[tuple[dict[str, str], Any]]) -> None:
+        """Saves the values of variables, given with their descriptions."""
+        described = self.variables.described
+        numbers = {name: index for index, name in enumerate(described)}
+        for variable, value in pairs:
+            name = variable["name"]
+            if name not in numbers:
+                described[name], numbers[name] = variable, len(numbers)
+            self.save(kind, numbers[name], value)
+
+    def save_gradients(self, kind: str, names: Iterable[str], scale: float | None = None) -> None:
+        """Saves the gradients of weights, divided by their own scale or by a given one."""
+        wanted = {*names}
+        for index, (name, p) in enumerate(self.weights.items()):
+            if name in wanted:
+                own = self.step.scale_of(name) if scale is None else scale
+                self.save(kind, index, p.grad, own)
+
+    def save(self, kind: str, index: int, value: Any, scale: float = 1.0) -> None:
+        """Saves one array; None and what is no number are left out."""
+        key = f"{kind}/{self.placement.rank}/{index}"
+        arrays = self.step.arrays
+        if isinstance(value, Tensor):
+            if not self.placement.place(kind, index, value):
+                return
+            value = local(value)
+        if scale != 1 and value is not None:
+            value = value / float(scale)
+        if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
+            arrays[f"{key}/values"] = to_array(value._values())
+            arrays[f"{key}/indices"] = to_array(value._indices()[0])
+            arrays[f"{key}/rows"] = np.array(len(value))
+        elif isinstance(value, Tensor | int | float):
+            arrays[key] = to_array(torch.as_tensor(value))
+
+    def keep(self) -> None:
+        """Keeps the arrays of the step, which has ended, and what was noted of it."""
+        step, position = self.step, len(self.per_step["steps"]) + 1
+        noted = (
+            *(self.number, step.settings, max(step.num_forward, 1), [*step.in_evaluation]),
+            *(step.calls, step.loss_scale, step.passes),
+        )
+        for key, value in zip(PER_STEP, noted, strict=True):
+            self.per_step[key].append(value)
+        for key, array in step.arrays.items():
+            # A script's own state is mostly that after the step before it.
+            if key.startswith("replaced/"):
+                before = self.arrays.get(f"{position - 1}/after{key.removeprefix('replaced')}")
+                if before is not None and before.tobytes() == array.tobytes():
+                    array = before
+            self.arrays[f"{position}/{key}"] = array
+
+    def note_modes(self) -> None:
+        """Notes the layers that are in evaluation mode."""
+        modes = {name: module.training for name, module in self.module.named_modules()}
+        self.step.in_evaluation |= {name: None for name, is_on in modes.items() if not is_on}

@@ -1,0 +1,131 @@
+"""Tensors as arrays, states of random numbers, and the settings of optimizers and layers."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+NAMES = {"lr": "learning_rate", "eps": "epsilon", "alpha": "rho", "stride": "strides", "p": "rate"}
+OF_LAYERS = ("eps", "momentum", "stride", "padding", "dilation", "groups", "p")
+AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
+
+
+def require(condition: Any, message: str) -> None:
+    """Raises an error if a condition does not hold."""
+    if not condition:
+        raise ValueError(message)
+
+
+def to_array(value: Tensor) -> np.ndarray:
+    """Returns a copy in the memory of the host; bfloat16 as float32."""
+    value = local(value)
+    value = value if value.layout == torch.strided else value.to_dense()
+    value = value.float() if value.dtype == torch.bfloat16 else value  # NumPy does not have it.
+    return np.array(value.detach().cpu())
+
+
+def is_dtensor(value: Any) -> bool:
+    """Returns whether a tensor is split over processes."""
+    return hasattr(value, "full_tensor")
+
+
+def local(value: Any) -> Any:
+    """Returns the part of a DTensor that this process has."""
+    return value.detach().to_local() if is_dtensor(value) else value
+
+
+def assign(target: Any, array: np.ndarray) -> Any:
+    """Assigns an array to a tensor, which may be split over processes; returns the tensor."""
+    value: Any = torch.tensor(array)
+    if is_dtensor(target):
+        shard = dist.tensor.distribute_tensor
+        value = shard(value, target.device_mesh, target.placements, src_data_rank=None)
+    return target.copy_(value)
+
+
+def transposed(variable: dict[str, Any], layout: str) -> dict[str, Any]:
+    """Returns a variable with its array in another layout."""
+    array = variable["array"]
+    axes = AXES.get((variable["layout"], layout), range(array.ndim))
+    return {**variable, "array": array.transpose(axes)}
+
+
+def take(nest: Any, rows: Tensor, size: int) -> Any:
+    """Returns a nest of tensors, with these rows of the batches, which have `size` examples."""
+    return tree_map_only(Tensor, lambda x: x[rows] if x.shape[:1] == (size,) else x, nest)
+
+
+def floating(nest: Any) -> list[Tensor]:
+    """Returns the floating-point tensors of inputs or outputs of a module."""
+    nests = [vars(x) if dataclasses.is_dataclass(x) else x for x in tree_leaves(nest)]
+    tensors = [x for x in tree_leaves(nests) if isinstance(x, Tensor)]
+    return [x for x in tensors if x.is_floating_point()]
+
+
+def with_rows(output: Any, count: int) -> list[Tensor]:
+    """Returns the floating-point tensors of an output that have a row for each example."""
+    return [x for x in floating(output) if x.dim() and len(local(x)) == count]
+
+
+def computed_in(output: Any, weights: Mapping[str, Tensor]) -> str:
+    """Returns the 16-bit dtype of a forward pass: that of autocast, or of its outputs; else ""."""
+    dtypes = [x.dtype for x in tree_leaves(output) if isinstance(x, Tensor)]
+    for device in {p.device.type for p in weights.values()}:
+        if torch.is_autocast_enabled(device):
+            dtypes.append(torch.get_autocast_dtype(device))
+    names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return next((name for name in names if name in ("bfloat16", "float16")), "")
+
+
+def random_states() -> list[Tensor]:
+    """Returns the state of the generator of the CPU, and of the GPU if it is used."""
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def set_random_states(states: Sequence[Tensor]) -> None:
+    """Restores what `random_states` has returned."""
+    restore = (torch.set_rng_state, torch.cuda.set_rng_state)[: 1 + torch.cuda.is_initialized()]
+    for set_state, state in zip(restore, states, strict=False):
+        set_state(state)
+
+
+def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of an optimizer that are plain values."""
+    betas = {f"beta_{i}": beta for i, beta in enumerate(options.get("betas", ()), 1)}
+    plain = {NAMES.get(name, name): value for name, value in {**options, **betas}.items()}
+    plain = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in plain.items()}
+    return {k: v for k, v in plain.items() if isinstance(v, bool | int | float | str)}
+
+
+def layers_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Returns class, weights and settings of the layers that have some."""
+    layers = []
+    for name, layer in module.named_modules():
+        settings = {NAMES.get(x, x): getattr(layer, x) for x in OF_LAYERS if hasattr(layer, x)}
+        parts = nn.Module, Tensor  # A layer in it, or a weight, may have the name of a setting.
+        settings = {x: value for x, value in settings.items() if not isinstance(value, parts)}
+        own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        if settings or own:
+            kind = {"name": name, "class": type(layer).__name__}
+            kind["weights"] = [f"{name}.{x}" if name else x for x, _ in own]
+            layers.append(kind | settings)
+    return layers
+
+
+def rank_path(path: str, rank: int) -> str:
+    """Returns the file of a rank."""
+    return f"{path.removesuffix('.npz')}.rank{rank}.npz"
+
+
+def in_words(error: BaseException | None) -> str:
+    """Returns the exception that ended the training in one line; "" for none and `sys.exit(0)`."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(c for c in text if c.isprintable())[:200].removesuffix(": ").removesuffix(":")

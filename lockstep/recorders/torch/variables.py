@@ -1,0 +1,175 @@
+"""The state that a step changes: weights, statistics, and state of optimizers and averages."""
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.recorders.torch.values import require, settings_of
+
+LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
+
+
+class Variables:
+    """Weights and statistics of a model, the state of its optimizers, and further state.
+
+    Args:
+        module: The model.
+        optimizer: One optimizer, several, or None for those that exist.
+        others: Name → module, or mapping of names to tensors.
+
+    Attributes:
+        weights: Name of a weight → the weight.
+        optimizers: All that update a weight of the model, as far as they have been seen.
+        described: Name of a variable → its description, in the order of their arrays.
+        stepped: The optimizers that have updated a weight in this step.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any, others: Mapping[str, Any]) -> None:
+        self.module, self.others = module, others
+        self.weights = dict(module.named_parameters())
+        self.described: dict[str, dict[str, str]] = {}
+        self.stepped, self._stepped_before = list[Any](), list[Any]()
+        self._names = {p: name for name, p in self.weights.items()}
+        owners = dict(module.named_modules())
+        self._layouts = {}
+        for name in self.weights:
+            layer, _, leaf = name.rpartition(".")
+            kinds = [LAYOUTS[kind] for kind in LAYOUTS if isinstance(owners.get(layer), kind)]
+            self._layouts[name] = kinds[0] if kinds and leaf == "weight" else ""
+        self.optimizers = _given(optimizer)
+        for each in self.optimizers:
+            updated = {p for group in each.param_groups for p in group["params"]}
+            is_own = updated <= self._names.keys()
+            require(is_own, "optimizer: updates weights that model does not have; pass their model")
+        self._find_optimizers(is_needed=optimizer is None)
+        own = {*self.weights, *(name for name, _ in module.named_buffers())}
+        known = {f"{key}.{name}" for key in others for name, _ in self._of_other(key)}
+        require(not own & known, "others: have names of the model's own weights or statistics")
+
+    def _find_optimizers(self, is_needed: bool) -> None:
+        """Adds the optimizers of the process that update a weight of the model."""
+        for each in gc.get_objects():
+            kind = type(each)  # Objects may claim another class, and fail when they are asked.
+            # A wrapper has no groups of its own.
+            if issubclass(kind, torch.optim.Optimizer) and {"param_groups", "state"} <= {
+                *vars(each)
+            }:
+                self.add(each)
+        for name, p in self.weights.items():
+            owners = [each for each in self.optimizers if each.state.get(p)]
+            require(
+                not is_needed or len(owners) < 2,
+                f"optimizer: {len(owners)} optimizers have state of {name}; pass those that train"
+                " the model",
+            )
+
+    def add(self, optimizer: Any) -> bool:
+        """Adds an optimizer; returns whether it is new and updates a weight of the model."""
+        if any(each is optimizer or each.state is optimizer.state for each in self.optimizers):
+            return False
+        if not self.names_of(optimizer):
+            return False
+        self.optimizers.append(optimizer)
+        return True
+
+    def names_of(self, optimizer: Any) -> list[str]:
+        """Returns the names of the model's weights that an optimizer updates."""
+        groups = optimizer.param_groups
+        return [self._names[p] for x in groups for p in x["params"] if p in self._names]
+
+    def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
+        """Returns the settings of an optimizer's groups, with the names of their weights."""
+        found = []
+        for group in optimizer.param_groups:
+            weights = [self._names[p] for p in group["params"] if p in self._names]
+            own = {"optimizer": type(optimizer).__name__, "weights": weights}
+            found += [{**settings_of(group), **own}] if weights else []
+        return found
+
+    def end_step(self) -> None:
+        """Begins a new list of the optimizers that have updated a weight."""
+        self._stepped_before, self.stepped = self.stepped or self._stepped_before, []
+
+    def owners_of(self, p: Tensor) -> list[Any]:
+        """Returns the optimizers that update a weight: those of the last steps, if they have it."""
+        has_it = [x for x in self.optimizers if self._names[p] in self.names_of(x)]
+        recent = [*self.stepped, *(x for x in self._stepped_before if x not in self.stepped)]
+        return [x for x in recent if any(x is each for each in has_it)] or has_it
+
+    def all(self) -> Iterator[tuple[dict[str, str], Any]]:
+        """Yields the description and the value of each variable."""
+        yield from self.of_model()
+        yield from self.of_optimizers()
+        yield from self.of_others()
+
+    def of_model(self) -> Iterator[tuple[dict[str, str], Any]]:
+        """Yields those of weights and statistics."""
+        for name, p in self.weights.items():
+            yield {"name": name, "kind": "weight", "layout": self._layouts[name]}, p
+        for name, buffer in self.module.named_buffers():
+            yield {"name": name, "kind": "statistic", "layout": ""}, buffer
+
+    def of_optimizers(self) -> Iterator[tuple[dict[str, str], Any]]:
+        """Yields those of optimizer state; a second optimizer's state of a slot has a number."""
+        recent = [*self.stepped, *(x for x in self._stepped_before if x not in self.stepped)]
+        for name, p in self.weights.items():
+            states = [x.state[p] for x in recent if x.state.get(p)]
+            states = states or [x.state[p] for x in self.optimizers if x.state.get(p)]
+            seen: dict[str, int] = {}
+            for slot, value in [pair for state in states for pair in state.items()]:
+                number = seen[slot] = seen.get(slot, 0) + 1
+                own = slot if number == 1 else f"{slot}#{number}"
+                kind = {"kind": "optimizer state", "layout": "", "of": name, "slot": own}
+                yield {"name": f"{name}/{own}", **kind}, value
+
+    def of_others(self) -> Iterator[tuple[dict[str, str], Any]]:
+        """Yields those of further modules and mappings."""
+        for key in self.others:
+            for name, value in self._of_other(key):
+                yield {"name": f"{key}.{name}", "kind": "statistic", "layout": ""}, value
+
+    def _of_other(self, key: str) -> Iterator[tuple[str, Tensor]]:
+        other = self.others[key]
+        if isinstance(other, nn.Module):
+            yield from other.named_parameters()
+            yield from other.named_buffers()
+        else:
+            yield from ((str(x), value) for x, value in other.items() if isinstance(value, Tensor))
+
+    def layers_of_others(self) -> list[dict[str, Any]]:
+        """Returns the layers of further modules, without settings; a mapping is one layer."""
+        found = []
+        for key, other in self.others.items():
+            if not isinstance(other, nn.Module):
+                names = [f"{key}.{name}" for name, _ in self._of_other(key)]
+                found.append({"name": key, "class": type(other).__name__, "weights": names})
+                continue
+            for name, layer in other.named_modules():
+                own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+                place = f"{key}.{name}" if name else key
+                names = [f"{place}.{x}" for x, _ in own]
+                kind = {"name": place, "class": type(layer).__name__, "weights": names}
+                found += [kind] if names else []
+        return found
+
+    def tied(self) -> list[list[str]]:
+        """Returns the names of weights that have several."""
+        names: dict[Any, list[str]] = {}
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(p, []).append(name)
+        return [each for each in names.values() if len(each) > 1]
+
+
+def _given(optimizer: Any) -> list[Any]:
+    """Returns the optimizers of an argument, without wrappers, which do not have their hooks."""
+    if optimizer is None:
+        return []
+    found: list[Any] = []
+    for each in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        while isinstance(wrapped := getattr(each, "optimizer", None), torch.optim.Optimizer):
+            each = wrapped
+        found.append(each)
+    return found
