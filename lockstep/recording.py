@@ -28,8 +28,8 @@ def record(
     Args:
         model: in PyTorch what the training calls, a module, also of DDP or `fully_shard`; in Keras
             the model; in JAX the training step, from `jax.jit` or `jax.pmap`.
-        optimizer: in PyTorch what ends each step by its method `step`; in Keras the optimizer of a
-            custom loop; in JAX the settings, as in {"class": "SGD", "learning_rate": 0.1}.
+        optimizer: in PyTorch one or several that end a step by their method `step`, or None for all
+            that update a weight of the model; in Keras the optimizer of a custom loop; in JAX the settings, as in {"class": "SGD", "learning_rate": 0.1}.
         **options: further arguments of the framework's recorder: `record_torch.record`,
             `record_keras.Recorder` or `record_jax.record`.
 
@@ -46,7 +46,7 @@ def record(
             " framework, as in record_torch.record(path, model, optimizer)"
         )
     recorder = _recorder_of(model)
-    if recorder == "record_torch":
+    if recorder == "record_torch" and optimizer is not None:
         _require_optimizer(optimizer)
     if recorder == "record_jax":
         _require_places(options)
