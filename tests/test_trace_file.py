@@ -90,9 +90,10 @@ def test_a_rank_may_have_state_that_others_lack(tmp_path):
     assert first.keys() == {*trace.keys} - {"m/bias"}
     assert second.keys() == {*trace.keys} - {"m/kernel"}
     assert second["dense/bias"].shape == (2,) and np.all(second["m/bias"] == 113.5)
+    renamed = [{**own[0], "layout": "OI"}, *own[1:], momentum]  # Weights must be equal.
     path = tmp_path / "two.rank1.npz"
-    write_trace(path, about(replicas=[1], variables=own[:2]), arrays(replicas=(1,)))
-    with pytest.raises(TraceError, match="variables"):
+    write_trace(path, about(replicas=[1], variables=renamed), arrays(replicas=(1,)))
+    with pytest.raises(TraceError, match="'variables' of"):
         load(tmp_path / "two.npz")
 
 
