@@ -34,7 +34,7 @@ from lockstep.stages.modules import with_modules
 from lockstep.stages.random_numbers import compare_keys
 from lockstep.stages.reported_losses import compare_losses
 from lockstep.stages.rules import compare_updates
-from lockstep.stages.start import compare_starts, replaced_start
+from lockstep.stages.start import compare_starts, replaced_start, resumed_step
 from lockstep.stages.statistics import compare_statistics
 from lockstep.stages.summary import Summary
 
@@ -162,6 +162,13 @@ def verify_against(
     matching = match_traces(first, second, names)
     result, compared = Result(), _Compared(other_examples(first, second))
     require_steps(second)
+    if number := resumed_step(first, second, matching, tolerance):
+        why = (
+            f"it starts from the weights before step {number} of the first recording: record a job"
+            f" that resumes there with first_step={number}"
+        )
+        verdict = verdict_of(second, result, None, name="", reference=first.name)
+        return dataclasses.replace(verdict, tolerance=tolerance.text, unverified=(why,))
     for position, number in enumerate(second.steps):
         if number in first.steps:
             reference = Context(first, first.steps.index(number))

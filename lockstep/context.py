@@ -464,7 +464,17 @@ class Context:
             stage or self.stage, detail, text, (self.number,),
             status=status, items=names, tensors=tensors,
             distance=distance, allowed=allowed, may_be=("stale_gradient",) if is_first else (),
+            seen=self._passes,
         )  # fmt: skip
+
+    @property
+    def _passes(self) -> str:
+        """How the step's gradients were reduced, as a recorder of PyTorch saw it; "" if unknown."""
+        about = self.trace.about
+        passes = about.passes[self.position] if about.passes else ()
+        if not passes or self.trace.mesh:
+            return ""
+        return "module" if "module" in passes else passes[-1] or "no wrapper"
 
     def measure(
         self, tensor: str, kind: str, item: int, actual: Array, expected: Array, allowed: float,

@@ -29,7 +29,8 @@ def record(
         model: in PyTorch what the training calls, a module, also of DDP or `fully_shard`; in Keras
             the model; in JAX the training step, from `jax.jit` or `jax.pmap`.
         optimizer: in PyTorch one or several that end a step by their method `step`, or None for all
-            that update a weight of the model; in Keras the optimizer of a custom loop; in JAX the settings, as in {"class": "SGD", "learning_rate": 0.1}.
+            that update a weight of the model; in Keras the optimizer of a custom loop; in JAX the
+            settings, as in {"class": "SGD", "learning_rate": 0.1}.
         **options: further arguments of the framework's recorder: `record_torch.record`,
             `record_keras.Recorder` or `record_jax.record`.
 

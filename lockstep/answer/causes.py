@@ -12,6 +12,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     "other_initial_state": "start every replica from newly created optimizer state and statistics",
     "other_initialiser": "set the initialisers of all layers explicitly, or load the same initial"
     " weights into both models",
+    "other_tying": "tie the same weights in both scripts, after every call that makes new ones, as"
+    " `to_empty`, `fully_shard` or loading a checkpoint",
     "not_replayed": "record the second script with replay= and the file of the first",
     "not_restored": "save every variable, and restore it on every replica",
     "changed_on_its_own": "look for code that assigns to the variable outside the update; if there"
@@ -218,6 +220,30 @@ IN_FRAMEWORK = {  # Framework → remedies that can be said more precisely for i
     },
 }
 
+IF_SEEN = {  # Detail → what the recorder saw → remedy, and an example as in `CODE`.
+    "not_all_reduced": {
+        "no_sync": (
+            "do not run the last micro-batch of a step under `no_sync()`: DDP reduces in the"
+            " backward pass after it",
+            ("", "with contextlib.nullcontext() if is_last else ddp.no_sync():"),
+        ),
+        "module": (
+            "call the wrapped model, ddp(x) and not ddp.module(x)",
+            ("output = ddp.module(x)", "output = ddp(x)"),
+        ),
+        "ddp": (
+            "use gradients after the backward pass, at whose end DDP has reduced them, and not in"
+            " hooks of weights",
+            ("", ""),
+        ),
+        "no wrapper": (
+            "all-reduce the gradients before the update, or wrap the model in"
+            " DistributedDataParallel",
+            ("", "dist.all_reduce(weight.grad, op=dist.ReduceOp.AVG)"),
+        ),
+    }
+}
+
 CODE = {  # Framework → detail → an example: a line to remove, and one to add; "" for none.
     "keras": {
         "diverged_replicas": ("", "with strategy.scope(): model = build_model()"),
@@ -381,6 +407,7 @@ _TITLES = {  # Causes whose names do not read as words.
     "micro_batches_not_averaged": "micro-batches not averaged",
     "not_all_reduced": "not all-reduced",
     "other_backward": "other backward pass",
+    "other_tying": "weights tied in one script only",
     "reduced_over_other_axis": "reduced over another axis",
     "regularisation_count": "regularisation not counted once",
     "whole_batch_norm": "BatchNorm over the whole batch",
@@ -398,13 +425,16 @@ def cause_of(detail: str) -> str:
     return _CAUSE_OF.get(detail, detail)
 
 
-def remedy_of(detail: str, framework: str = "") -> str:
+def remedy_of(detail: str, framework: str = "", seen: str = "") -> str:
     """Returns what to do about a difference.
 
     Args:
         detail: a key of `DETAILS`.
         framework: that of the trace, as in `About.framework`; "lockstep" for our own strategies.
+        seen: `Finding.seen`.
     """
+    if seen in IF_SEEN.get(detail, {}):
+        return IF_SEEN[detail][seen][0]
     return IN_FRAMEWORK.get(framework, {}).get(detail) or DETAILS[detail]
 
 
@@ -447,7 +477,10 @@ def words_of(detail: str) -> str:
     return title_of(cause) + (f" ({more})" if more else "")
 
 
-def code_of(detail: str, framework: str) -> dict[str, str]:
+def code_of(detail: str, framework: str, seen: str = "") -> dict[str, str]:
     """Returns an example of the remedy: "-" → a line to remove, "+" → the one to write instead."""
-    lines = zip("-+", CODE.get(framework, {}).get(detail, ("", "")), strict=True)
+    code = CODE.get(framework, {}).get(detail, ("", ""))
+    if seen in IF_SEEN.get(detail, {}):
+        code = IF_SEEN[detail][seen][1]
+    lines = zip("-+", code, strict=True)
     return {sign: line for sign, line in lines if line}

@@ -60,7 +60,7 @@ def record_of(verdict: Verdict) -> dict[str, Any]:
 
 
 def _record_of_finding(finding: Finding, verdict: Verdict) -> dict[str, Any]:
-    code = code_of(finding.detail, verdict.framework)
+    code = code_of(finding.detail, verdict.framework, finding.seen)
     shown = ("stage", "status", "cause", "detail", "text", "module", "items", "tensors")
     return {name: getattr(finding, name) for name in shown} | {
         "title": words_of(finding.detail),

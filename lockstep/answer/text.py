@@ -179,7 +179,7 @@ def facts_of(finding: Finding, verdict: Verdict) -> dict[str, str]:
         facts["to compare"] = advice_of(finding, verdict)
     else:
         facts["remedy"] = advice_of(finding, verdict)
-        facts |= code_of(finding.detail, verdict.framework)
+        facts |= code_of(finding.detail, verdict.framework, finding.seen)
     if difference := _difference(finding):
         facts["difference"] = difference
     return {name: one_line(text) for name, text in facts.items()}
@@ -189,7 +189,7 @@ def advice_of(finding: Finding, verdict: Verdict) -> str:
     """Returns what to do about a difference, or how to compare what was not."""
     if finding.status == NOT_COMPARED:
         return comparison_of(finding.detail, verdict.framework, verdict.name)
-    return remedy_of(finding.detail, verdict.framework)
+    return remedy_of(finding.detail, verdict.framework, finding.seen)
 
 
 def line_of(finding: Finding, verdict: Verdict) -> str:

@@ -51,6 +51,7 @@ class Finding:
             for a gradient of 0 in the first step.
         module: the first module with this difference and its pass, as in "layers.3.attn.wo,
             backward"; "" if it is unknown.
+        seen: what the recorder saw of the mechanism, a key of `causes.IF_SEEN`; "" if unknown.
     """
 
     stage: str
@@ -64,6 +65,7 @@ class Finding:
     allowed: float = 0.0
     may_be: tuple[str, ...] = ()
     module: str = ""
+    seen: str = ""
 
     @property
     def cause(self) -> str:
@@ -74,7 +76,7 @@ class Finding:
 def finding_of(
     stage: str, detail: str, text: str, steps: Iterable[int], *, status: str = FAULT,
     items: Iterable[str] = (), tensors: Iterable[str] = (), distance: float = 0.0,
-    allowed: float = 0.0, may_be: Iterable[str] = (),
+    allowed: float = 0.0, may_be: Iterable[str] = (), seen: str = "",
 ) -> Finding:  # fmt: skip
     """Returns a finding, with each item once; see `Finding`.
 
@@ -84,7 +86,7 @@ def finding_of(
     cause_of(detail)
     return Finding(
         stage, status, detail, text, tuple(steps), tuple(dict.fromkeys(items)), tuple(tensors),
-        distance, allowed, tuple(may_be),
+        distance, allowed, tuple(may_be), seen=seen,
     )  # fmt: skip
 
 

@@ -178,6 +178,7 @@ class About:
         passes: for each step, how the gradients of each forward pass are reduced: "ddp", "no_sync",
             "module" (the model in DDP was called without it), or "" without DDP; empty if unknown.
         tied: the names of each weight that has several.
+        loader_seeds: of each pass over a loader of examples, the seed that its workers got.
         permuted: seed of the permutation of each replica's examples; None without one.
         replayed: name of the trace whose state was loaded before each step, or None.
         not_loaded: names of the variables that were not, as they do not fit.
@@ -221,6 +222,7 @@ class About:
     loss_scale: tuple[float, ...] = ()
     passes: tuple[tuple[str, ...], ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
+    loader_seeds: tuple[int, ...] = ()
     permuted: int | None = None
     replayed: str | None = None
     not_loaded: tuple[str, ...] = ()

@@ -304,7 +304,7 @@ class Claim:
                 apart = [name for name in weights if name in names]
                 if len(apart) > 1:
                     text = f"{' and '.join(names)} are one weight in the {which} recording only"
-                    yield self.pair.second.found("unexplained", text, stage="start", tensors=apart)
+                    yield self.pair.second.found("other_tying", text, stage="start", tensors=apart)
 
     def _found(self, stage: str, kind: str, changes: Sequence[Change]) -> Finding:
         worst = max(changes, key=lambda change: change.share or 0)

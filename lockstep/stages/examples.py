@@ -242,7 +242,20 @@ def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterat
     pair.second.mark_checked()
     why = others.get(pair.first.number)
     if why and not (pair.starts_equally and _is_converted_inside(pair, why[0])):
+        if why[0] == "other_examples" and (text := _equal_loader_seeds(pair.second)):
+            yield pair.second.found("same_random_numbers", text, stage="random numbers")
         yield pair.second.found(*why, status=BY_DESIGN if why[0] == "sampler_padding" else FAULT)
+
+
+def _equal_loader_seeds(step: Context) -> str:
+    """Returns a sentence if the workers of all replicas' loaders have the same seeds; else ""."""
+    seeds = {step.trace.about_of(shard).loader_seeds for shard in step.shards}
+    if len(step.shards) < 2 or len(seeds) > 1 or not (own := seeds.pop()):
+        return ""
+    return (
+        f"the workers of the replicas' loaders have the same seed, {own[0]}: what they draw, as"
+        " for augmentations, is the same on each replica"
+    )
 
 
 def _is_converted_inside(pair: StepPair, cause: str) -> bool:

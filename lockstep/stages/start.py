@@ -7,7 +7,8 @@ import numpy as np
 from lockstep.answer.text import count
 from lockstep.answer.verdict import Finding
 from lockstep.context import Context
-from lockstep.data.trace import STATE, STATISTIC, WEIGHT
+from lockstep.data.match import Matching
+from lockstep.data.trace import STATE, STATISTIC, WEIGHT, Trace
 from lockstep.explain.random_layers import draws
 from lockstep.numeric.arrays import (
     Named,
@@ -18,6 +19,7 @@ from lockstep.numeric.arrays import (
     norm,
     same_bits,
 )
+from lockstep.numeric.tolerance import Tolerance
 from lockstep.reference import StepPair
 
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
@@ -71,11 +73,20 @@ def _changed(
         if changed and is_state and not any(norm(before[copy][name]) for copy in changed):
             text = f"{name} is 0 again between two steps"
             yield context.found("reset_state", text, kind="before", items=changed, tensors=(name,))
+        elif changed and is_state and all(_is_of_another(name, c, after, before) for c in changed):
+            text = f"{name} is that of another replica, as of a checkpoint that one of them wrote"
+            yield context.found("not_restored", text, kind="before", items=changed, tensors=(name,))
         elif changed:
             text = f"{name} changed between two steps"
             yield context.found(
                 "changed_on_its_own", text, kind="before", items=changed, tensors=(name,)
             )
+
+
+def _is_of_another(name: str, copy: int, after: Sequence[Named], before: Sequence[Named]) -> bool:
+    """Returns whether a copy's variable has the bits that another copy had after the last step."""
+    others = [own for other, own in enumerate(after) if other != copy and name in own]
+    return any(same_bits(before[copy][name], own[name]) for own in others)
 
 
 def _kept_between_steps(previous: Context, context: Context) -> list[str]:
@@ -234,6 +245,26 @@ def compare_starts(pair: StepPair) -> Iterator[Finding]:
     elif is_first:
         why = _why_start(*pair.states("before"), list(apart))
         yield second.found(*why, tensors=apart, distance=far)
+
+
+def resumed_step(
+    first: Trace, second: Trace, matching: Matching, tolerance: Tolerance
+) -> int | None:
+    """Returns the step of the first trace from whose weights the second one starts its step 0.
+
+    Returns:
+        None if it starts from those of step 0, or of no later step.
+    """
+    if second.steps[0] or 0 not in first.steps:
+        return None
+    start = Context(second, 0)
+    kind = "replaced" if start.has("replaced") else "before"
+    for position, number in enumerate(first.steps):
+        pair = StepPair(Context(first, position), start, matching, tolerance)
+        states = pair.states("before", kind)
+        if states[0] and not _unlike(pair, *states):
+            return number or None
+    return None
 
 
 def _not_restored(pair: StepPair) -> Iterator[Finding]:

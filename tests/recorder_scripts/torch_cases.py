@@ -523,7 +523,9 @@ def case_tied():
     for paths in (("tied.npz", "untied.npz"), ("untied.npz", "tied.npz")):
         which = "first" if paths[0] == "tied.npz" else "second"
         text = f"first.weight and second.weight are one weight in the {which} recording only"
-        assert text in " ".join(str(compare(*paths)).split())
+        verdict = compare(*paths)
+        assert verdict.findings[0].detail == "other_tying", verdict
+        assert text in " ".join(str(verdict).split())
     text = "tied.npz has one weight for first.weight and its copy second.weight"
     assert sum(text in str(warning.message) for warning in told) == 1
 

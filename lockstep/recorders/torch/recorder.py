@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
+from lockstep.recorders.torch.loaders import observe_loaders
 from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Replay
@@ -121,6 +122,7 @@ class record:
             own, self.forward, self._begin, self._end_step, self._prepare
         )
         self.has_hooks, self.counters, self.ended_with = False, contextlib.ExitStack(), ""
+        self.loader_seeds = list[int]()
 
     def _check_replay(self, shards: str | None, feed_examples: bool) -> None:
         """Raises an error if what the arguments ask for is not in the other recording."""
@@ -141,6 +143,7 @@ class record:
             return
         for handle in (*self.gradients.install_always(), self.forward.install_always()):
             self.counters.callback(handle.remove)
+        observe_loaders(self.counters, self.loader_seeds)
         self._start_step()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -268,6 +271,7 @@ class record:
             "replayed": self.replay.name if self.replay else None,
             "not_loaded": list(self.replay.not_loaded) if self.replay else [],
             "tied": own.variables.tied(),
+            "loader_seeds": self.loader_seeds,
             "asked": self.asked,
             "ended_with": self.ended_with,
             **(FORMAT | own.per_step),
