@@ -163,6 +163,45 @@ def test_a_fault_in_owned_state_is_found(edit):
     assert verdict.status == FAULT
 
 
+def test_a_replica_that_resumes_with_the_state_of_another_is_found():
+    """A checkpoint that one replica wrote has zeros for the state that others own."""
+
+    def resumed(script):
+        owned(script)
+        for name, array in list(script.arrays.items()):
+            position, kind, replica, index = name.split("/")
+            if kind == "after" and position != "4":
+                is_lost = position == "2" and replica == "1" and index in ("4", "5")
+                own = script.arrays[f"2/after/0/{index}"] if is_lost else array
+                script.arrays[f"{int(position) + 1}/replaced/{replica}/{index}"] = own.copy()
+
+    first = Script(**UNKNOWN)
+    verdict = compared(
+        first, Script(**TWO, replay=first, edit=resumed, about={**LION, "replayed": "one.npz"})
+    )
+    fault = verdict.faults[0]
+    assert (fault.detail, fault.steps, fault.items) == ("not_restored", (2,), ("replica 1",))
+    assert "of another replica" in fault.text
+
+
+def test_a_resumed_job_is_told_its_first_step(one):
+    """Its step 0 is a later one of the reference; with `first_step=`, it would be compared."""
+
+    def from_step(number):
+        def edit(script):
+            for name, array in one.arrays.items():
+                if name.startswith(f"{number + 1}/before/0/"):
+                    script.arrays[f"1/replaced/0/{name.rpartition('/')[2]}"] = array.copy()
+
+        return edit
+
+    options = {"replay": one, "about": {"replayed": "one.npz"}}
+    verdict = compared(one, Script(**options, edit=from_step(2)))
+    assert verdict.status == NOT_VERIFIED and not verdict.findings
+    assert sentence_of(verdict).endswith("that resumes there with first_step=2"), verdict
+    assert compared(one, Script(**options, edit=from_step(0))).status == CLEAN
+
+
 def test_state_without_an_owner_is_a_fault():
     def no_copy(script):
         edited(["after"], 4, lambda array, position, copy: array * (0.5 + copy), (2,))(script)
@@ -356,7 +395,8 @@ def test_a_replica_that_ends_early_does_not_hide_the_others(one):
     assert right.status == CLEAN, str(right)
     assert "replica 1 ended before step 2: the other replicas are compared" in right.notes
     wrong = compared(first, Script(**TWO, **options, reduce=reduce(0.5), replay=first))
-    assert [(f.steps, f.items) for f in wrong.faults] == [((2,), ("replica 0",))]
+    (fault,) = wrong.faults
+    assert (fault.detail, fault.steps, fault.items) == ("wrong_count", (2,), ("replica 0",))
 
 
 def test_a_trace_without_a_replica_keeps_its_name():

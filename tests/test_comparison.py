@@ -943,6 +943,30 @@ def test_a_finding_names_steps_replicas_and_weights(tolerance, name):
     assert (found.steps, found.items, found.tensors) == PLACES[name]
 
 
+def test_loaders_with_equal_seeds_are_named_where_examples_differ(one):
+    """Augmentations that are drawn by the workers of a loader."""
+
+    def drawn(seeds, shift):
+        return Script(
+            replicas=2, about={"loader_seeds": seeds}, inputs=lambda x: np.roll(x, shift, axis=1)
+        )
+
+    assert shown(compared(one, drawn((7,), 1)))[0] == "random numbers: same_random_numbers"
+    assert shown(compared(one, drawn((), 1)))[0] == "examples: other_examples"
+    assert not compared(one, drawn((7,), 0)).findings
+
+
+def test_a_remedy_has_the_code_that_was_seen():
+    passes = (("ddp", "no_sync"), ("module",), ("",), ("ddp",))
+    words = ("is_last", "ddp.module(x)", "dist.all_reduce", "hooks of weights")
+    for seen, told in zip(passes, words, strict=True):
+        second = Script(replicas=2, steps=(0,), reduce=None, about={"passes": (seen,)})
+        verdict = compared(Script(steps=(0,)), second)
+        assert "not_all_reduced" in {finding.detail for finding in verdict.faults}
+        text = str(verdict)
+        assert told in text and not any(other in text for other in words if other != told)
+
+
 def test_initial_values_of_another_spread_have_another_initialiser(one, monkeypatch):
     monkeypatch.setattr(start, "_LARGE", 36)  # The kernel has fewer than 100 values.
     for scale, cause in ((0.1, "other_initial_weights"), (0.2, "other_initialiser")):
