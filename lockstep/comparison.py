@@ -187,7 +187,7 @@ def verify_against(
     verdict = verdict_of(second, result, None, name="", reference=first.name)
     wrong = {step for finding in verdict.faults for step in finding.steps}
     idle = _idle_steps(first, verdict, compared, wrong)
-    notes = *_not_compared(matching), *_untrained(result), *compared.notes
+    notes = *_not_compared(matching, second), *_untrained(result), *compared.notes
     notes += (*_ended_early(second), *_to_record(verdict, compared, wrong))
     unverified = [*_incomplete(second), *_incomplete(first, "the first recording's training")]
     unknown = {}
@@ -379,7 +379,7 @@ def _ended_early(trace: Trace) -> Iterator[str]:
             yield f"{names} ended before step {number}: the other replicas are compared"
 
 
-def _not_compared(matching: Matching) -> Iterator[str]:
+def _not_compared(matching: Matching, second: Trace) -> Iterator[str]:
     """Yields which examples and variables of two recordings are not compared, and why."""
     if has_examples_second(*matching.traces):
         yield (
@@ -388,6 +388,11 @@ def _not_compared(matching: Matching) -> Iterator[str]:
         )
     if unmatched := (*matching.unmatched_first, *matching.unmatched_second):
         yield f"not matched: {', '.join(unmatched)}"
+    own = dict.fromkeys(
+        x for r in second.copies for x in second.of_replica.get(r, second.about).not_loaded
+    )
+    if own:
+        yield f"not loaded by replay=, as it does not fit: {first_names([*own])}"
 
 
 def not_trained(first: Trace, second: Trace) -> Iterator[Finding]:

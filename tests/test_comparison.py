@@ -1498,3 +1498,9 @@ def test_a_weight_that_one_script_does_not_train_is_a_fault():
         (finding,) = not_trained(*pair)
         assert (finding.status, finding.detail, finding.tensors) == (FAULT, "frozen", ("bias",))
         assert finding.text == f"not trained in the {which} recording: bias"
+
+
+def test_what_replay_did_not_load_is_said(one):
+    options = {"replay": one, "about": {"replayed": "one.npz", "not_loaded": ("kernel/momentum",)}}
+    verdict = compared(one, Script(**options))
+    assert "not loaded by replay=, as it does not fit: kernel/momentum" in verdict.notes
