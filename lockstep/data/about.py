@@ -155,6 +155,7 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
         names = group.get("weights", [])
         is_right = isinstance(names, list) and all(name in weights for name in names)
         yield "weights in settings", is_right, "names of weights"
+        yield "optimizer in settings", isinstance(group.get("optimizer", ""), str), "a class"
         for key, wanted in _SETTINGS.items():
             is_right = group.get(key) is None or type(group[key]) in wanted
             yield f"{key} in settings", is_right, "a number, true or false"

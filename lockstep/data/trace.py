@@ -161,7 +161,8 @@ class About:
         optimizer: class and constant settings.
         settings: for each recorded step, a list of the optimizer's parameter groups: "weights"
             (names) and "learning_rate", "momentum", "dampening", "weight_decay", "beta_1",
-            "beta_2", "rho", "epsilon" (numbers or null), "nesterov", "amsgrad" (booleans or null).
+            "beta_2", "rho", "epsilon" (numbers or null), "nesterov", "amsgrad" (booleans or null);
+            "optimizer", its class, where there are several optimizers.
         layers: for each layer "name", "class" and "weights" (names), and where it has them
             "epsilon", "momentum", "strides", "padding", "dilation", "groups", "rate" (of dropout)
             and "synchronized" (BatchNorm).
@@ -326,11 +327,16 @@ class Trace:
 
     @functools.cached_property
     def slots(self) -> dict[str, dict[str, str]]:
-        """Name of a weight → name of a slot of its optimizer state → key of this state."""
+        """Name of a weight → name of a slot of its optimizer state → key of this state.
+
+        Common state of several optimizers, under "", has its whole name.
+        """
         found: dict[str, dict[str, str]] = {}
-        for key, variable in self.variables.items():
-            if variable.kind == STATE:
-                found.setdefault(variable.of, {})[variable.slot] = key
+        states = [(key, v) for key, v in self.variables.items() if v.kind == STATE]
+        common = collections.Counter(v.slot for _, v in states if not v.of)
+        for key, variable in states:
+            is_repeated = not variable.of and common[variable.slot] > 1
+            found.setdefault(variable.of, {})[key if is_repeated else variable.slot] = key
         return found
 
     def copy_of(self, shard: int) -> int:

@@ -10,6 +10,7 @@ References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`; `keras.o
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -187,6 +188,17 @@ def detail_of(setting: str) -> str:
     return _DETAILS.get(setting, f"other_{setting}")
 
 
+def _nearest(counters: Sequence[str], others: Sequence[str]) -> str:
+    """Returns the counter whose name begins most as that of other state of an optimizer."""
+    parts = [key.split("/") for key in others[:1]]
+
+    def num_equal(counter: str) -> int:
+        pairs = zip(counter.split("/"), *parts, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: len({*pair}) == 1, pairs))
+
+    return max(counters, key=num_equal)
+
+
 class RuleOracle:
     """Computes the update of a step by the rule of its optimizer; nothing else.
 
@@ -197,7 +209,8 @@ class RuleOracle:
         replica: the replica whose settings the rules have.
 
     Attributes:
-        rules: name of a weight → its rule; empty if a rule or its state is unknown.
+        rules: name of a weight → its rule; empty if a rule or its state is unknown. Of several
+            optimizers, the weights of an unknown one are left out.
         tracks: keys of the optimizer state that an update changes.
         units: relative rounding error of each variable's dtype.
     """
@@ -210,6 +223,7 @@ class RuleOracle:
         self._correction: tuple[float, ...] = (1.0, 1.0)
         self.rules: dict[str, Rule] = {}
         settings = about.settings[position] if about.settings else ()
+        is_mixed = len({group.get("optimizer") for group in settings}) > 1
         states = [
             (key, variable)
             for key, variable in trace.variables.items()
@@ -219,7 +233,11 @@ class RuleOracle:
             groups = [group for group in settings if weight in group.get("weights", (weight,))]
             if settings and not groups:
                 continue  # The optimizer does not have it.
-            rule = rule_of(about.optimizer, groups[0] if groups else {})
+            own = groups[0] if groups else {}
+            kind = {"class": own["optimizer"]} if "optimizer" in own else {}
+            rule = rule_of({**about.optimizer, **kind}, own)
+            if rule is None and is_mixed:
+                continue  # Of several optimizers, one may be unknown.
             if rule is None:
                 self.rules = {}
                 return
@@ -231,6 +249,14 @@ class RuleOracle:
                     is_own = variable.of == weight or (of_all and role == "number")
                     if variable.slot in names and is_own:
                         found[role] = key
+            if "number" in found and not trace.variables[found["number"]].of:
+                found["number"] = _nearest(
+                    [key for key, v in states if v.slot in COUNTERS and not np.ndim(after[key])],
+                    [key for role, key in found.items() if role != "number"],
+                )
+            if not needed.keys() <= found.keys() and is_mixed:
+                del self._state[weight]
+                continue
             if not needed.keys() <= found.keys():
                 self.rules = {}
                 return
