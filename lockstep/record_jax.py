@@ -13,10 +13,13 @@ JAX and NumPy.
 
 `arguments` and `outputs` say where arrays are in the arguments and in the result of `train_step`:
 position, name of a keyword argument, path such as "0/params", or a tuple of these. "state" stands
-for BatchNorm statistics. Within the step, `keep` records gradients and returns them:
+for BatchNorm statistics. Other arrays that the step takes and returns under the same path, such as
+averages of weights and step counters, are recorded as well, except keys. Within the step, `keep`
+records gradients and returns them:
 
     grads = record_jax.keep("raw", grads)      # In shard_map or pmap: before psum or pmean.
     grads = record_jax.keep("sums", grads)     # After psum or pmean.
+    grads = record_jax.keep("unclipped", grads)  # Before clipping, if that is not "sums".
     grads = record_jax.keep("clipped", grads)  # After clipping, if the step clips.
     key = record_jax.keep("random", key)       # The key that this device draws numbers with.
     logits = record_jax.keep("y_pred", logits) # In the loss function: also keeps its gradient.
@@ -24,7 +27,13 @@ for BatchNorm statistics. Within the step, `keep` records gradients and returns 
 
 Keep "raw" and "sums" after gradients are divided by the number of examples, or by the sum of their
 weights, as on one device. Gradients that are divided later are compared as "clipped", unless
-clipping hides the factor. A step that clips must keep "clipped"; "clipped" alone is enough.
+clipping hides the factor. A step that clips must keep "clipped"; "clipped" alone is enough, but
+then a factor that clipping hides is not seen: also keep "sums" or "unclipped". A chain of Optax
+that clips can keep both:
+
+    kept = [optax.stateless(lambda g, _, kind=k: record_jax.keep(kind, g))
+            for k in ("unclipped", "clipped")]
+    tx = optax.chain(kept[0], optax.clip_by_global_norm(1.0), kept[1], optax.sgd(0.1))
 
 Under `jax.jit` with shardings the step is one program for all devices, and the gradient of a single
 device does not exist: keep "sums" and "clipped" only. Keys and losses are those of the whole batch.
@@ -40,12 +49,13 @@ about twice the time and memory in these steps. `train_step` must be a pure func
 processes, each writes a file: "two.rank0.npz", "two.rank1.npz".
 """
 
+import contextlib
 import json
 import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,17 +63,39 @@ from typing import Any
 
 import jax
 import numpy as np
+
+if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 6):
+    raise ImportError(f"record_jax needs JAX 0.6 or newer, and this is {jax.__version__}")
+
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 KINDS = {"params": "weight", "state": "statistic", "opt_state": "optimizer state", "key": "seed"}
-KEPT = ("raw", "sums", "clipped", "loss", "random", "data", "y_pred")
+GRADIENTS = ("raw", "sums", "unclipped", "clipped")
+KEPT = (*GRADIENTS, "loss", "random", "data", "y_pred")
 
 DEFAULT_STEPS = (0, 1, 2, 234, 235)  # A shorter training has recorded all that was asked for.
 _DATA_AXES = r"(dp|data|fsdp|ddp|replica|shard|batch)"  # Starts of names of axes of a mesh.
 
+
+class _Context:
+    """Holds a value while a function is traced, for JAX before 0.7.2."""
+
+    value: Any = None
+
+    @contextlib.contextmanager
+    def __call__(self, value: Any) -> Iterator[None]:
+        jax.clear_caches()  # A function that is compiled is traced again.
+        self.value = value
+        try:
+            yield
+        finally:
+            self.value = None
+            jax.clear_caches()
+
+
 # The recorder of the step that is traced. `jax.jit` compiles a function once for each value.
-_RECORDER = jax.make_user_context(None)
+_RECORDER = jax.make_user_context(None) if hasattr(jax, "make_user_context") else _Context()
 
 
 def keep(kind: str, tree: Any, specs: Any = None) -> Any:
@@ -98,6 +130,8 @@ def module(name: str, output: Any, specs: Any = None) -> Any:
 def _report(recorder: "record", kind: str, tree: Any, specs: Any) -> None:
     """Passes the arrays of a kind to the recorder when the compiled step computes them."""
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes and isinstance(_RECORDER, _Context):  # The axis of pmap is no mesh yet.
+        axes = tuple(jax._src.core.get_axis_env().axis_names())
     device = jax.lax.axis_index(axes) if axes else -1  # -1: one program for all devices.
     names, leaves, _ = _flatten(tree)
     if axes and specs is not None:
@@ -148,6 +182,12 @@ class record:
         # `lockstep.assert_same_training` gives some arguments in place of those of the script.
         for name, value in json.loads(os.environ.get("LOCKSTEP_RECORD", "{}")).items():
             setattr(self, name, value)
+        if type(self.step).__module__.startswith("flax.nnx"):
+            raise ValueError(
+                "the step of nnx.jit changes its arguments, and record_jax needs one that returns"
+                " its state; use jax.jit for a step that gets nnx.state(model), calls nnx.merge,"
+                " and returns nnx.state"
+            )
         if self.path is None:
             self.steps, self.replay = (), None
         elif not Path(self.path).parent.is_dir():
@@ -160,6 +200,7 @@ class record:
         states = {"params", "state", "opt_state"} & {*self.arguments}
         for role in sorted({"params", "batch"} - {*self.arguments} | states - {*self.outputs}):
             raise ValueError(f"{role} is missing; add it to arguments, and to outputs if returned")
+        self._carried: dict[str, str] | None = None  # Path of an argument → that of the result.
         self._trace = _Trace(Path(self.replay), self._wanted, self.names) if self.replay else None
 
     def __enter__(self) -> "record":
@@ -181,7 +222,9 @@ class record:
         if number not in self._wanted:
             return self.step(*args, **kwargs)
         names, leaves, tree = _flatten((args, kwargs), skip=1)
-        inputs = {role: _find(names, where, role) for role, where in self.arguments.items()}
+        arrays = {i: _plain(leaf) for i, leaf in enumerate(leaves) if _is_array(leaf)}
+        inputs = {r: _find(names, where, r, arrays) for r, where in self.arguments.items()}
+        inputs = self._with_carried(names, leaves, inputs, args, kwargs)
         placed = _place(self.step, args, kwargs)
         replicas = _Replicas(placed, inputs, self.pmap, self._shardings)
         variables = self._describe(leaves, inputs)
@@ -202,17 +245,39 @@ class record:
         kept = self._run_with_callbacks(args, kwargs, replicas)
         result = self.step(*args, **kwargs)
         names, leaves, _ = _flatten(result)
-        outputs = {role: _find(names, where, role) for role, where in self.outputs.items()}
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
+        outputs = {r: _find(names, where, r, arrays) for r, where in self.outputs.items()}
+        if self._carried:
+            places = {name: index for index, name in enumerate(names)}
+            carried = [(places[name], name) for name in self._carried.values()]
+            outputs["state"] = [*outputs.get("state", []), *carried]
         found["loss"] = replicas.columns("loss", leaves, outputs, ["loss"])
         # Keys that are not returned are left out: the script makes those of the next step.
         found["after"] = replicas.columns("after", leaves, outputs, KINDS, found["before"])
         self._store(number, found | kept, replicas)
         return result
 
+    def _with_carried(
+        self, names: list[str], leaves: list[Any], inputs: dict[str, Any], args: Any, kwargs: Any
+    ) -> dict[str, Any]:
+        """Returns the inputs with what the step takes and returns under no name of `arguments`."""
+        if self._carried is None:
+            copies = _copied([args, kwargs])  # A step may donate its arguments.
+            result_names, result, _ = _flatten(self.step(*copies[0], **copies[1]))
+            shapes = {i: leaf for i, leaf in enumerate(result) if hasattr(leaf, "dtype")}
+            outputs = [_find(result_names, w, r, shapes) for r, w in self.outputs.items()]
+            left = [(names, leaves, inputs.values()), (result_names, result, outputs)]
+            self._carried = _carried(*[_left(*each) for each in left])
+        places = {name: index for index, name in enumerate(names)}
+        found = [(places[own], _tail(own) or own) for own in self._carried]
+        known = {name for _, name in inputs.get("state", [])}
+        found = [(i, names[i] if name in known else name) for i, name in found]
+        return inputs | ({"state": [*inputs.get("state", []), *found]} if found else {})
+
     def _run_with_callbacks(self, args: Any, kwargs: Any, replicas: "_Replicas") -> dict[str, Any]:
         """Returns what `keep` records in the second version of the step."""
         self._received.clear()
-        copied = jax.tree.map(lambda a: a.copy() if isinstance(a, jax.Array) else a, [args, kwargs])
+        copied = _copied([args, kwargs])
         with _RECORDER(self):
             jax.block_until_ready(self.step(*copied[0], **copied[1]))
         jax.effects_barrier()
@@ -234,7 +299,7 @@ class record:
     def _receive(self, kind: str, names: list[str], device: Any, *leaves: Any) -> None:
         # Converted after the step: waiting for a large array here can block a CPU device forever.
         self._received.setdefault((kind, int(device)), []).append(leaves)
-        if kind in ("raw", "sums", "clipped"):
+        if kind in GRADIENTS:
             self._about["gradients"] = [name or "params" for name in names]
 
     def _describe(self, leaves: list[Any], inputs: Mapping[str, Any]) -> list[Any]:
@@ -248,6 +313,9 @@ class record:
             entry = {"name": name if role in ("params", name) else f"{role}/{name}"}
             entry |= {"kind": KINDS[role]}
             entry |= {"layout": self.layouts.get(len(shape), "") if weight else ""}
+            if role == "state" and np.result_type(_plain(leaves[index])).kind in "iub":
+                # A counter, as of steps.
+                entry |= {"kind": KINDS["opt_state"], "of": "", "slot": name.split("/")[-1]}
             if role == "opt_state":
                 slot = name.removesuffix(weight).strip("/").split("/")[-1]
                 entry |= {"of": weight, "slot": slot or "momentum"}
@@ -288,7 +356,7 @@ class record:
                 ndim = found[kind][int(place)][0].ndim
                 placements[key] = _placement(sharding.spec, ndim, kind == "data")
         weights = [v["name"] for v in about["variables"] if v["kind"] == "weight"]
-        for kind in [kind for kind in ("raw", "sums", "clipped") if kind in found]:
+        for kind in [kind for kind in GRADIENTS if kind in found]:
             is_sum = found[kind] is found.get("sums")
             for index, name in enumerate(about["gradients"]):
                 own = weights.index(name) if name in weights else -1
@@ -313,6 +381,7 @@ class record:
         about |= {"versions": {"jax": jax.__version__}, "order": "reduce, clip", "layers": []}
         about |= {"optimizer": optimizer | {"framework": "jax"}, "data_layout": self.data_layout}
         about |= {"permuted": self.permute, "replayed": self._trace and self._trace.path.name}
+        about |= {"not_loaded": [*self._trace.not_loaded] if self._trace else []}
         if jax.process_count() > 1:
             path = path.with_suffix(f".rank{jax.process_index()}.npz")
         temporary = path.with_name(f"{path.name}.tmp")
@@ -428,6 +497,7 @@ class _Trace:
 
     def __init__(self, path: Path, wanted: set[int], names: Mapping[str, str]) -> None:
         self.path, self.names, self._fixed = path, names, {*names, *names.values()}
+        self.not_loaded: dict[str, None] = {}  # Names of own variables, in their order.
         file = path if path.exists() else path.with_suffix(".rank0.npz")
         if not file.exists():
             raise ValueError(f"replay={path}: no such file; record it first")
@@ -461,11 +531,16 @@ class _Trace:
             if not shape:  # A counter is no learning rate.
                 kind = np.result_type(_plain(leaves[index])).kind
                 fits = [i for i in fits if same[i].dtype.kind == kind]
-            fits.sort(key=lambda i: left[i]["name"] != name)  # By name, else the first.
+            # By name, else the first of the same state of the same weight, else the first.
+            place = mine.get("of"), mine.get("slot")
+            fits.sort(key=lambda i: (left[i].get("of"), left[i].get("slot")) != place)
+            fits.sort(key=lambda i: left[i]["name"] != name)
             if fits:
                 leaves[index] = _like(leaves[index], same[fits[0]])
                 del left[fits[0]]
-            elif mine["kind"] in kinds[: 3 if shape else 2]:  # Scalars of the optimizer are kept.
+            elif mine["kind"] == "optimizer state":
+                self.not_loaded[mine["name"]] = None  # The other optimizer has no such state.
+            elif mine["kind"] in kinds[:2]:
                 options = [(left[i]["name"], value.shape) for i, value in same.items()]
                 raise ValueError(
                     f"replay={self.path}: no {mine['kind']} for {mine['name']} {shape} among "
@@ -486,18 +561,66 @@ def _flatten(tree: Any, skip: int = 0) -> tuple[list[str], list[Any], Any]:
     return names, [leaf for _, leaf in pairs], structure
 
 
-def _find(names: list[str], where: Any, role: str) -> list[tuple[int, str]]:
-    """Returns index and name of the leaves at `where`; the name is relative to a single place."""
+def _find(
+    names: list[str], where: Any, role: str, arrays: Mapping[int, Any]
+) -> list[tuple[int, str]]:
+    """Returns index and name of the arrays at `where`; the name is relative to a single place."""
     places = where if isinstance(where, tuple) else (where,)
     cut = 0 if len(places) > 1 else len(f"{where}/")
     found = [
         (index, name[cut:] or role)
         for place in places
         for index, name in enumerate(names)
-        if f"{name}/".startswith(f"{place}/")
+        if index in arrays and f"{name}/".startswith(f"{place}/")
     ]
     if not found and role not in ("state", "opt_state"):  # They may be empty.
         raise ValueError(f"{role}: no array at {where!r} among {', '.join(names)}")
+    return found
+
+
+def _copied(tree: Any) -> Any:
+    """Returns a pytree with copies of its arrays on their devices."""
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is an array or a number, and no function or text."""
+    return hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex))
+
+
+def _is_key(leaf: Any) -> bool:
+    """Returns whether an array is a key, or has the form of an untyped one."""
+    is_typed = _plain(leaf) is not leaf
+    return is_typed or (np.result_type(leaf) == np.uint32 and np.shape(leaf)[-1:] == (2,))
+
+
+def _tail(name: str) -> str:
+    """Returns a path without its first key, which is the position of an argument."""
+    return name.partition("/")[2]
+
+
+def _left(
+    names: Sequence[str], leaves: Sequence[Any], roles: Iterable[Sequence[tuple[int, str]]]
+) -> dict[str, tuple[Any, ...]]:
+    """Returns path → shape and kind of arrays, without keys, that have no role."""
+    known = {index for pairs in roles for index, _ in pairs}
+    arrays = {n: x for i, (n, x) in enumerate(zip(names, leaves, strict=True)) if i not in known}
+    arrays = {n: x for n, x in arrays.items() if _is_array(x) and not _is_key(x)}
+    return {n: (np.shape(x), np.result_type(x).kind) for n, x in arrays.items()}
+
+
+def _carried(given: Mapping[str, Any], returned: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the paths of arrays that a step takes and returns: argument → result.
+
+    A number that has no path within its argument is a step counter, or a setting or a metric.
+    """
+    found: dict[str, str] = {}
+    for name, kind in given.items():
+        free = [n for n, other in returned.items() if other == kind and n not in found.values()]
+        fits = [n for n in free if _tail(n) == _tail(name)]
+        fits.sort(key=lambda n: n != name)
+        if fits and (_tail(name) or kind[1] in "iu"):
+            found[name] = fits[0]
     return found
 
 
@@ -507,13 +630,27 @@ def _place(step: Any, args: Any, kwargs: Any) -> list[Any]:
     if not hasattr(step, "lower"):
         return leaves
     compiled = step.lower(*args, **kwargs).compile()
-    shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+    if not hasattr(compiled, "in_tree"):
+        return leaves  # Of `equinox.filter_jit`, whose arguments are arrays on their devices.
+    try:
+        shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+    except AttributeError:  # Before JAX 0.7, of pmap.
+        return [_on_devices(leaf, len(jax.local_devices())) for leaf in leaves]
     numbers = (bool, int, float, complex)  # Others without a dtype are static arguments.
     arrays = [i for i, a in enumerate(leaves) if hasattr(a, "dtype") or isinstance(a, numbers)]
     for index, sharding in zip(arrays, shardings, strict=True):
         if sharding and len(sharding.device_set) > 1 and not _split(leaves[index]):
             leaves[index] = jax.device_put(leaves[index], sharding)
     return leaves
+
+
+def _on_devices(leaf: Any, most: int) -> Any:
+    """Returns an array whose first axis may be that of devices, one row on each, as pmap does."""
+    number = next(iter(np.shape(leaf)), 0)
+    if not 1 < number <= most or _split(leaf):
+        return leaf
+    data, devices = _plain(leaf), jax.local_devices()[:number]
+    return jax.device_put(data, jax.sharding.PmapSharding.default(data.shape, 0, devices))
 
 
 def _computed_in(step: Any, args: Any, kwargs: Any) -> str:

@@ -6,7 +6,7 @@ needs TensorFlow, Keras 3 and NumPy.
     with record_keras.record("two.npz", model, steps=[0, 1, 2]):
         model.fit(dataset)  # The model is compiled under `strategy.scope()`.
 
-A custom loop passes its optimizer, and wraps the function of a replica:
+A custom loop passes its optimizer, or a list of all, and wraps the function of a replica:
 
     with record_keras.record("two.npz", model, optimizer, steps=3) as recorder:
         recorded_step = recorder.wrap(replica_step)
@@ -22,9 +22,12 @@ compare its steps with one device:
         model.fit(dataset)
     print(lockstep.compare(recorder, model=build_model))  # Called outside of the scope.
 
-The hooks replace methods of the model and the optimizer instances, and `GradientTape.gradient`,
-until the end of the block.
+The hooks replace methods of the model and of the classes of optimizers, and
+`GradientTape.gradient`, until the end of the block. Each optimizer that a step applies is recorded.
 Recording does not change the training bitwise; other steps are not copied.
+
+XLA does not run the hooks: `jit_compile=True` may stand on a function that the step calls, but not
+around the step.
 """
 
 import collections
@@ -38,9 +41,20 @@ from typing import Any
 
 import keras
 import numpy as np
+
+if tuple(map(int, keras.__version__.split(".")[:2])) < (3, 6):
+    raise ImportError(f"record_keras needs Keras 3.6 or newer, and this is {keras.__version__}")
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        f"record_keras records Keras on TensorFlow, and the backend is {keras.backend.backend()};"
+        " set KERAS_BACKEND=tensorflow, or record a loop of your own with record_jax or"
+        " record_torch"
+    )
+
 import tensorflow as tf
 from keras import tree
 from keras.src.backend import get_keras_mask  # Masks have no public access.
+from tensorflow.python.ops import control_flow_util  # Says whether XLA compiles a function.
 
 FORMAT: dict[str, Any] = {"format": "lockstep trace", "version": 2}
 DEFAULT_NUM_STEPS = 3  # A shorter training has recorded all that was asked for.
@@ -49,6 +63,14 @@ LAYER_SETTINGS = {  # Attribute → key.
     "dilation_rate": "dilation", "rate": "rate", "synchronized": "synchronized",
 }  # fmt: skip
 _KERNELS = "TF_ENABLE_ONEDNN_OPTS"  # Chooses TensorFlow's kernels on CPUs; only recorded.
+# What a compiled function may compute: a recording without it can be compared.
+OF_FORWARD_PASS = ("y_pred", "mask", "loss", "objective")
+GRADIENTS = ("raw", "clipped", "sums")
+# The base class, and the wrappers, which have methods of their own; older versions lack the last.
+_WRAPPERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+OPTIMIZERS = tuple(
+    getattr(keras.optimizers, name) for name in _WRAPPERS if hasattr(keras.optimizers, name)
+)
 TRANSPOSES = {("OIHW", "HWIO"): (2, 3, 1, 0), ("OI", "IO"): (1, 0)}  # (from, to) → axes.
 Path = str | os.PathLike
 
@@ -62,7 +84,7 @@ class Hooks(contextlib.ExitStack):
         assign = type.__setattr__ if isinstance(owner, type) else object.__setattr__
         assign(owner, name, lambda *args, **kwargs: wrapper(inner, *args, **kwargs))
         if hidden is None:
-            self.callback(vars(owner).pop, name, None)
+            self.callback(delattr, owner, name)
         else:  # Another hook, which was there before, or the method of a class.
             self.callback(assign, owner, name, hidden)
 
@@ -71,8 +93,9 @@ class Recorder:
     """Records steps of `model.fit`, or of a custom loop, in a `with` block.
 
     Args:
-        model: a compiled model, or with `optimizer` any model; under a strategy or not.
-        optimizer: optimizer of a custom loop.
+        model: a compiled model, or with `optimizer` any model; under a strategy or not. A loop that
+            trains several models passes a list of them.
+        optimizer: optimizer of a custom loop, or a list of several.
         steps: number of first steps to record, or numbers of steps, from 0; None for the first
             three, or as many as there are.
         replay: a recording whose weights and statistics are assigned before each step; from a
@@ -90,28 +113,29 @@ class Recorder:
     """
 
     def __init__(
-        self, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, *,
-        steps: int | Collection[int] | None = None,
+        self, model: keras.Model | Sequence[keras.Model],
+        optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None,
+        *, steps: int | Collection[int] | None = None,
         replay: Path | None = None, permute: int | None = None,
         names: Mapping[str, str] | None = None,
     ):  # fmt: skip
-        optimizer = optimizer or getattr(model, "optimizer", None)
-        if optimizer is None:
+        model = model if isinstance(model, keras.Model) else Models(model)
+        compiled = getattr(model, "optimizer", None)
+        if optimizer is None and compiled is None:
             raise ValueError(
                 f"model {model.name} is not compiled; call model.compile first, or pass the"
                 " optimizer of a custom loop"
             )
-        if not isinstance(optimizer, keras.optimizers.Optimizer):
-            raise ValueError(f"optimizer: {optimizer!r} is no optimizer of Keras")
+        given: list[Any] = [optimizer or compiled]
+        if isinstance(optimizer, list | tuple):
+            given = [*optimizer]
+        for each in given:
+            if not isinstance(each, keras.optimizers.Optimizer):
+                raise ValueError(f"optimizer: {each!r} is no optimizer of Keras")
         if model.compiled and model.jit_compile is True:
             raise ValueError(
                 f"model {model.name} is compiled with jit_compile=True, and XLA does not run the"
                 " hooks; compile it with jit_compile=False to record it"
-            )
-        if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
-            raise ValueError(
-                f"model {model.name} is compiled with a MultiOptimizer, whose optimizers no hook"
-                " sees; record it with one optimizer at a time, for all weights"
             )
         self.about: dict[str, Any] = {
             **FORMAT, "framework": "keras", "reduction": "sum", "order": "clip, reduce",
@@ -124,8 +148,15 @@ class Recorder:
             },
         }  # fmt: skip
         self.arrays: dict[str, np.ndarray] = {}
-        self._model, self._outer, self._hooks = model, optimizer, Hooks()
-        self._optimizer = inner_optimizer(optimizer)
+        self._model, self._hooks, self._error = model, Hooks(), ""
+        self._given, self._compiled = given, compiled
+        # Those that a step applies, in their order: others have no part in the training.
+        self._optimizers: list[keras.optimizers.Optimizer] = []
+        self._num_states: dict[int, int] = {}  # Of a replica in a step: what is copied of `_state`.
+        self._applied: dict[int, dict[str, Any]] = {}  # Of a replica: weight → its gradient.
+        self._weights_of: dict[int, list[str]] = {}  # By the identity of an optimizer.
+        self._places: dict[int, list[int]] = {}  # Of a replica: indices of its gradients.
+        self._repeated: set[str] = set()  # Weights to which a step applies several gradients.
         number = DEFAULT_NUM_STEPS if steps is None else steps
         self._wanted = range(number) if isinstance(number, int) else number
         self.about["asked"] = [] if steps is None else sorted(self._wanted)
@@ -135,18 +166,25 @@ class Recorder:
         self._num_seen: collections.Counter[int] = collections.Counter()
         self._number: dict[int, tf.Tensor] = {}  # Step number of a replica, or -1.
         self._num_losses: dict[int, int] = {}  # Of the replicas that are in a step.
+        self._scaled: set[int] = set()  # Replicas whose loss an optimizer scales.
         self._has_parts = False  # Whether a step takes the gradients of several losses.
         self._frozen: list[str] = []
 
     def wrap(self, step: Callable) -> Callable:
         """Returns a custom loop's replica step with hooks; its arguments are the batch."""
-        if self._model.built and not self._optimizer.built:
-            with self._model.distribute_strategy.scope():
-                self._optimizer.build(self._model.trainable_variables)
         return partial(self._step, step)
 
-    def _build(self, data: Sequence[Any]) -> None:
-        """Creates the variables of a custom loop whose model is called for the first time."""
+    def _fail(self, text: str) -> None:
+        self._error = text  # Raised at the end of the block, without the notes of tf.function.
+        raise ValueError(text)
+
+    def _build_model(self, data: Sequence[Any]) -> None:
+        """Creates the variables of a model that is called for the first time."""
+        unbuilt = [layer for layer in self._model._flatten_layers() if not layer.built]
+        if type(self._model).call is keras.Model.call:  # Only its parts are called.
+            if parts := [layer.name for layer in unbuilt if layer is not self._model]:
+                self._fail(f"{parts[0]} has no weights yet; call model.build(input_shape) before")
+            return
         batch = data[0] if len(data) == 1 else data
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
 
@@ -157,9 +195,45 @@ class Recorder:
             with tf.init_scope():
                 if not self._model.built:
                     self._model(tree.map_structure(zeros, x))
-                self._optimizer.build(self._model.trainable_variables)
 
         tf.distribute.get_replica_context().merge_call(build)
+
+    def _build(self, optimizer: keras.optimizers.Optimizer, weights: Sequence[Any]) -> None:
+        """Creates the variables of an optimizer outside of the traced function."""
+
+        def build(strategy: tf.distribute.Strategy) -> None:
+            with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
+                if not optimizer.built:
+                    optimizer.build(weights)
+
+        tf.distribute.get_replica_context().merge_call(build)
+
+    def _add_known_optimizers(self) -> None:
+        """Adds the optimizers that a step is known to apply before it does."""
+        is_compiled = len(self._given) == 1 and self._given[0] is self._compiled
+        is_compiled &= type(self._model).train_step is keras.Model.train_step
+        for each in self._given:
+            # A loss is scaled before the gradients are applied, by a variable.
+            if not each.built and len(self._given) == 1 and (is_compiled or scales_loss(each)):
+                self._build(each, self._model.trainable_variables)
+            # A model with a step of its own may have others than the compiled one.
+            is_known = is_compiled or each is not self._compiled
+            if each.built and is_known and not any(each is other for other in self._optimizers):
+                self._add(each)
+
+    def _add(self, optimizer: keras.optimizers.Optimizer) -> None:
+        self._optimizers.append(optimizer)
+        for part in parts_of(optimizer):
+            # Of the instance: a subclass may have methods of its own.
+            apply = partial(self._apply_gradients, part)
+            self._hooks.hook(part, "_backend_apply_gradients", apply)
+            self._hooks.hook(part, "_clip_gradients", self._clip_gradients)
+            self._hooks.hook(part, "_all_reduce_sum_gradients", self._all_reduce)
+
+    @property
+    def _state(self) -> list[list[Any]]:
+        """Variables of the model, and of each optimizer."""
+        return [self._model.variables, *(each.variables for each in self._optimizers)]
 
     def save(self, path: Path) -> None:
         """Writes a file when it is complete; process 0 of several processes `….rank0.npz`."""
@@ -179,13 +253,13 @@ class Recorder:
         os.replace(f"{name}.tmp", name)
 
     def __enter__(self) -> "Recorder":
-        model, optimizer, hook = self._model, self._optimizer, self._hooks.hook
+        model, hook, tape = self._model, self._hooks.hook, tf.GradientTape
         hook(model, "train_step", self._step)
         hook(model, "compute_loss", self._compute_loss)
-        hook(optimizer, "_backend_apply_gradients", self._apply_gradients)
-        hook(optimizer, "_clip_gradients", self._clip_gradients)
-        hook(optimizer, "_all_reduce_sum_gradients", self._all_reduce)
-        hook(tf.GradientTape, "gradient", self._gradient)
+        for own in OPTIMIZERS:
+            hook(own, "apply", self._apply)
+            hook(own, "scale_loss", self._scale_loss)
+        hook(tape, "gradient", self._gradient)
         model.train_function = None  # One that is traced already has no hooks.
         return self
 
@@ -194,25 +268,73 @@ class Recorder:
         self._model.train_function = None
         # A step that an error has ended is omitted.
         steps = sorted({number for number, kind, _ in self._kept if kind == "after"})
-        rates: dict[int, float] = {}
+        rates = collections.defaultdict[int, dict[str, float]](dict)
         for (number, kind, replica), arrays in sorted(self._kept.items()):
             if kind == "learning_rate":
-                rates.setdefault(number, float(arrays["0"]))
+                for index, array in arrays.items():
+                    rates[number].setdefault(index, float(array))
             elif number in steps and not (kind == "objective" and self._has_parts):
                 place = f"{steps.index(number) + 1}/{kind}/{replica}"
-                self.arrays |= {f"{place}/{index}": array for index, array in arrays.items()}
+                omitted = self._repeated_indices() if kind in GRADIENTS else ()
+                self.arrays |= {
+                    f"{place}/{index}": array
+                    for index, array in arrays.items()
+                    if index.split("/")[0] not in omitted
+                }
         self._share_replaced()
-        optimizer = {"class": type(self._optimizer).__name__, "framework": "keras"}
+        if self._optimizers:
+            self.about |= self._description()
+        parts = self._parts or [inner_optimizer(each) for each in self._given[:1]]
+        optimizer = {"class": type(parts[0]).__name__, "framework": "keras"}
         self.about |= {
             "steps": steps,
             "ended_with": in_words(error),
             "replicas": sorted({replica for _, _, replica in self._kept}),
             "in_evaluation": [self._frozen] * len(steps),
-            "settings": [settings_of(self._model, self._optimizer, rates[n]) for n in steps],
-            "optimizer": optimizer | constants_of(self._optimizer),
+            "settings": [self._settings(rates[number]) for number in steps],
+            "optimizer": optimizer | constants_of(parts[0]),
+            "computed_in": computed_in(self._model),
         }
-        if self._replay and self._replay.error:  # Without the notes of a traced function.
-            raise ValueError(self._replay.error) from None
+        replay_error = self._replay.error if self._replay else ""
+        if text := self._error or replay_error:  # Without the notes of a traced function.
+            raise ValueError(text) from None
+
+    @property
+    def _parts(self) -> list[keras.optimizers.Optimizer]:
+        """The optimizers that update weights: those in a wrapper, not the wrapper."""
+        return [part for each in self._optimizers for part in parts_of(each)]
+
+    def _owners(self) -> dict[str, list[str]] | None:
+        """Returns names of optimizers → weights that they update; None for a single optimizer."""
+        parts = self._parts
+        return {part.name: self._updated_by(part) for part in parts} if len(parts) > 1 else None
+
+    def _updated_by(self, part: keras.optimizers.Optimizer) -> list[str]:
+        """Returns the weights that an optimizer updates; all that it has before its first step."""
+        weights = [weight.path for weight in part._trainable_variables]
+        own = self._weights_of.get(id(part), weights)
+        return [path for path in weights if path in own]
+
+    def _description(self) -> dict[str, Any]:
+        return description(self._model, self._optimizers, self._owners())
+
+    def _settings(self, rates: Mapping[str, float]) -> list[dict[str, Any]]:
+        """Returns groups of weights with the settings of their optimizer in a step."""
+        groups, parts = [], self._parts
+        for index, part in enumerate(parts):
+            weights = list(part._trainable_variables)
+            if len(parts) > 1:
+                own = self._updated_by(part)
+                weights = [weight for weight in weights if weight.path in own]
+            found = settings_of(part, weights, rates.get(str(index)))
+            kind = {"optimizer": type(part).__name__} if len(parts) > 1 else {}
+            groups += [group | kind for group in found]
+        return groups
+
+    def _repeated_indices(self) -> list[str]:
+        """Returns the indices of gradients to whose weights a step applies several."""
+        names = enumerate(self.about["gradients"])
+        return [str(index) for index, name in names if name in self._repeated]
 
     def _share_replaced(self) -> None:
         """Keeps once what a step has left and the next one finds before its state is replaced."""
@@ -233,12 +355,22 @@ class Recorder:
         # At the end of the data, a step begins in vain: it must not be counted.
         return tf.numpy_function(begin, [tf.size(leaf) for leaf in data[:1]], tf.int64)
 
-    def _keep(self, kind: str, values: Sequence[Any]) -> None:
-        """Copies tensors and variables of this replica, if its step is recorded."""
+    def _keep(self, kind: str, values: Sequence[Any], places: Sequence[int] | None = None) -> None:
+        """Copies tensors and variables of this replica, if its step is recorded.
+
+        `places` are their indices, from 0 if it is None.
+        """
         replica, parts = replica_id(), dict[str, Any]()
         if (number := self._number.get(replica)) is None:
             raise ValueError("a step is not recorded; call strategy.run(recorder.wrap(step), …)")
-        for index, value in enumerate(values):
+        if is_in_xla():
+            if kind in OF_FORWARD_PASS:
+                return
+            self._fail(
+                "jit_compile=True is around a recorded step, and XLA does not run the hooks; put it"
+                " on a function that the step calls for the gradients, or leave it out to record"
+            )
+        for index, value in zip(places or range(len(values)), values, strict=True):
             if isinstance(value, tf.IndexedSlices):
                 parts |= {f"{index}/values": value.values, f"{index}/indices": value.indices}
                 parts[f"{index}/rows"] = value.dense_shape[0]
@@ -247,7 +379,8 @@ class Recorder:
 
         def keep(number: np.int64, *arrays: np.ndarray) -> np.int64:
             copies = map(plain_copy, arrays)  # Buffers are reused.
-            self._kept[int(number), kind, replica] = dict(zip(parts, copies, strict=True))
+            kept = self._kept.setdefault((int(number), kind, replica), {})
+            kept |= zip(parts, copies, strict=True)
             return number
 
         def copy() -> tf.Tensor:
@@ -258,42 +391,59 @@ class Recorder:
 
     def _step(self, inner: Callable, *data: Any) -> Any:
         """Runs a step. AutoGraph converts this method, and so `inner`, as without a recorder."""
-        data, state = self._begin_step(data)
+        data = self._begin_step(data)
         try:
             result = inner(*data)
         finally:
             self._end_losses()
-        self._end_step(state)
+        self._end_step()
         return result
 
     @tf.autograph.experimental.do_not_convert
-    def _begin_step(self, data: Any) -> tuple[Any, list[Any]]:
-        """Copies what is known before a step; returns its examples and the variables."""
-        if not self._optimizer.built:
-            self._build(data)
-        state, replica = [*self._model.variables, *self._outer.variables], replica_id()
-        self.about |= description(self._model, self._outer)
+    def _begin_step(self, data: Any) -> Any:
+        """Copies what is known before a step; returns its examples."""
+        if not self._model.built:
+            self._build_model(data)
+        self._add_known_optimizers()
+        replica = replica_id()
+        self._applied[replica], self._num_states[replica] = {}, 0
+        self._scaled.discard(replica)
         self._number[replica] = number = self._begin(replica, leaves(data))
-        if self._replay:
-            self._keep("replaced", state)
-            self._replay.assign(state, self.about["variables"], number, replica)
+        self._keep_state(replica)
         if (seed := self.about["permuted"]) is not None:
             data = permuted(data, number, [seed, replica])
         self.about["structure"] = to_json(data[0] if len(data) == 1 else data)
         self._keep("data", leaves(data))
-        self._keep("before", state)
-        self._keep("learning_rate", [self._optimizer.learning_rate])
         self._frozen = [layer.name for layer in self._model._flatten_layers() if is_frozen(layer)]
         self._num_losses[replica] = 0
-        return data, state
+        return data
+
+    def _keep_state(self, replica: int) -> None:
+        """Copies the state before a step, as far as it is known and not copied yet."""
+        states, kept = self._state, self._num_states[replica]
+        if kept == len(states):
+            return
+        first, state = sum(map(len, states[:kept])), [v for own in states for v in own]
+        places = range(first, len(state))
+        self.about |= self._description()
+        if self._replay:
+            self._keep("replaced", state[first:], places)
+            number, variables = self._number[replica], self.about["variables"]
+            self._replay.assign(state, variables, number, replica, first)
+        self._keep("before", state[first:], places)
+        old = sum(len(parts_of(each)) for each in self._optimizers[: max(kept - 1, 0)])
+        new = self._parts[old:]
+        self._keep("learning_rate", [p.learning_rate for p in new], range(old, old + len(new)))
+        self._num_states[replica] = len(states)
 
     @tf.autograph.experimental.do_not_convert
     def _end_losses(self) -> None:
         del self._num_losses[replica_id()]
 
     @tf.autograph.experimental.do_not_convert
-    def _end_step(self, state: list[Any]) -> None:
-        self._keep("after", state)
+    def _end_step(self) -> None:
+        self._keep("after", [variable for own in self._state for variable in own])
+        del self._number[replica_id()]
 
     def _compute_loss(self, inner: Callable, *args: Any, **kwargs: Any) -> tf.Tensor:
         loss = inner(*args, **kwargs)
@@ -314,27 +464,86 @@ class Recorder:
         given = tree.flatten((args, kwargs))
         sources = {id(x.value if isinstance(x, keras.Variable) else x) for x in given}
         replica = replica_id() if self._num_losses and weights & sources else -1
-        is_plain = self._optimizer is self._outer and tf.is_tensor(target)
+        is_plain = replica not in self._scaled and tf.is_tensor(target)
         if replica in self._num_losses and is_plain and target.shape.rank == 0:
             self._has_parts |= self._num_losses[replica] > 0
             self._num_losses[replica] += 1
             self._keep("objective", [target, regularisation(self._model)])
         return inner(tape, target, *args, **kwargs)
 
-    def _apply_gradients(self, inner: Callable, gradients: Sequence, variables: Sequence) -> Any:
-        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
-        self.about["gradients"] = [getattr(v, "path", v.name) for _, v in pairs]
-        self._keep("raw", [g for g, _ in pairs])
+    def _scale_loss(self, inner: Callable, optimizer: Any, loss: Any) -> Any:
+        scaled = inner(optimizer, loss)
+        if scaled is not loss and tf.distribute.get_replica_context():
+            self._scaled.add(replica_id())
+        return scaled
+
+    @tf.autograph.experimental.do_not_convert
+    def _apply(
+        self, inner: Callable, optimizer: Any, gradients: Any, weights: Any = None,
+        trainable_variables: Any = None,
+    ) -> Any:  # fmt: skip
+        """Copies the state of an optimizer before its first update in a step."""
+        weights = trainable_variables if weights is None else weights
+        weights = weights if weights is None else list(weights)
+        replica = replica_id() if tf.distribute.get_replica_context() else -1
+        if replica not in self._num_losses and self._updates_model(weights or ()):
+            raise ValueError("a step is not recorded; call strategy.run(recorder.wrap(step), …)")
+        if replica in self._num_losses:
+            known = [*self._optimizers, *self._parts]
+            if not any(optimizer is each for each in known):
+                if is_in_branch():
+                    self._fail(
+                        f"the optimizer {optimizer.name} is applied in a condition or a loop; pass"
+                        " it, or the list of all, and call its build(weights) before the block"
+                    )
+                if not optimizer.built and weights is not None:
+                    self._build(optimizer, weights)
+                if not any(optimizer is each for each in self._optimizers):
+                    self._add(optimizer)
+            self._keep_state(replica)
+        return inner(optimizer, gradients, weights)
+
+    def _updates_model(self, weights: Sequence[Any]) -> bool:
+        own = {id(tensor_of(variable)) for variable in self._model.variables}
+        return any(id(tensor_of(weight)) in own for weight in weights)
+
+    def _apply_gradients(
+        self, optimizer: Any, inner: Callable, gradients: Sequence, variables: Sequence
+    ) -> Any:
+        names = {id(tensor_of(v)): v.path for v in self._model.variables}
+        found = [names.get(id(tensor_of(v)), "") for v in variables]
+        if not any(found) and replica_id() not in self._number:
+            return inner(gradients, variables)  # It trains another model.
+        if "" in found:
+            own = variables[found.index("")]
+            self._fail(
+                f"a step updates {getattr(own, 'path', own.name)}, which {self._model.name} does"
+                " not have; pass a list of all models that it trains"
+            )
+        of_optimizer = self._weights_of.setdefault(id(optimizer), [])
+        known, replica = self.about["gradients"], replica_id()
+        applied = self._applied.setdefault(replica, {})
+        for name, gradient in zip(found, gradients, strict=True):
+            if name not in known:
+                known.append(name)
+            if name not in of_optimizer:
+                of_optimizer.append(name)
+            if applied.setdefault(name, gradient) is not gradient:
+                self._repeated.add(name)
+        self._places[replica] = [known.index(name) for name in found]
+        self._keep("raw", gradients, self._places[replica])
         return inner(gradients, variables)
 
     def _clip_gradients(self, inner: Callable, gradients: Sequence) -> Any:
         clipped = inner(gradients)
-        self._keep("clipped", [g for g in clipped if g is not None])
+        if (replica := replica_id()) in self._number:
+            self._keep("clipped", clipped, self._places[replica])
         return clipped
 
     def _all_reduce(self, inner: Callable, pairs: Sequence) -> Any:
         reduced = list(inner(pairs))
-        self._keep("sums", [g for g, _ in reduced if g is not None])
+        if (replica := replica_id()) in self._number:
+            self._keep("sums", [gradient for gradient, _ in reduced], self._places[replica])
         return reduced
 
 
@@ -370,11 +579,15 @@ class Replay:
 
     def assign(
         self, state: Sequence[keras.Variable], variables: Sequence[dict[str, str]],
-        number: tf.Tensor, replica: int,
+        number: tf.Tensor, replica: int, first: int = 0,
     ) -> None:  # fmt: skip
-        """Assigns the state before a step to this replica's copies, if the step is recorded."""
+        """Assigns the state before a step to this replica's copies, if the step is recorded.
+
+        Leaves out the variables before the index `first`.
+        """
         copies_of = tf.distribute.get_strategy().experimental_local_results
         found = self._matched([tuple(variable.shape) for variable in state], variables)
+        found = [each for each in found if each[0] >= first]
         copies = [copies_of(state[own].value) for own, *_ in found]
 
         def read(number: np.int64) -> list[np.ndarray]:
@@ -460,7 +673,8 @@ class NotRecording:
 
 @contextlib.contextmanager
 def record(
-    path: Path | None, model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None, *,
+    path: Path | None, model: keras.Model | Sequence[keras.Model],
+    optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None, *,
     steps: int | Collection[int] | None = None, **options: Any,
 ) -> Iterator[Recorder | NotRecording]:  # fmt: skip
     """Records steps in a `with` block and saves them at its end, even if an error ends it.
@@ -492,10 +706,26 @@ def record(
         )
 
 
+class Models(keras.Model):
+    """Has the variables of several models."""
+
+    def __init__(self, models: Sequence[keras.Model]):
+        super().__init__(name="_and_".join(model.name for model in models))
+        self.models = list(models)
+        self._distribute_strategy = models[0].distribute_strategy
+        paths = [variable.path for variable in self.variables]
+        if repeated := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(f"several models have {repeated[0]}; give their layers other names")
+
+
 def description(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer
-) -> dict[str, list[dict[str, Any]] | str]:
-    """Describes the variables of a model and its optimizer, and the layers."""
+    model: keras.Model, optimizers: Sequence[keras.optimizers.Optimizer],
+    owners: Mapping[str, Collection[str]] | None = None,
+) -> dict[str, list[dict[str, Any]] | str]:  # fmt: skip
+    """Describes the variables of a model and its optimizers, and the layers.
+
+    `owners` has, for each of several optimizers, its name and the weights that it updates.
+    """
     layers = [part for part in model._flatten_layers(include_self=False) if not part._layers]
     layouts, data_layout = {}, ""
     for layer in layers:
@@ -510,7 +740,9 @@ def description(
         | {to: getattr(layer, own) for own, to in LAYER_SETTINGS.items() if hasattr(layer, own)}
         for layer in layers
     ]
-    weights = [weight.path for weight in model.trainable_variables]
+    parts = [part for each in optimizers for part in parts_of(each)]
+    updated = {weight.path for part in parts for weight in part._trainable_variables}
+    weights = updated | {weight.path for weight in model.trainable_variables}
     variables = []
     for variable in model.variables:
         kind = "weight" if variable.path in weights else "statistic"
@@ -518,9 +750,12 @@ def description(
         layout = layouts.get(variable.path, "")
         variables.append({"name": variable.path, "kind": kind, "layout": layout})
     starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}
-    for variable in optimizer.variables:
+    for variable in [variable for each in optimizers for variable in each.variables]:
         start = max(filter(variable.name.startswith, starts), key=len, default="")
         of, slot = starts.get(start, ""), variable.name.removeprefix(start)
+        owner = variable.path.split("/")[0]
+        if owners and of and of not in owners.get(owner, [of]):
+            of, slot = "", variable.path  # Another optimizer updates the weight.
         about = {"name": variable.path, "kind": "optimizer state", "of": of, "slot": slot}
         variables.append({**about, "layout": layouts.get(of, "")})
     return {"layers": described, "variables": variables, "data_layout": data_layout}
@@ -542,11 +777,11 @@ def permuted(data: Any, number: tf.Tensor, seed: Sequence[int]) -> Any:
 
 
 def settings_of(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer, learning_rate: float
+    optimizer: keras.optimizers.Optimizer, weights: Sequence[Any], learning_rate: float | None
 ) -> list[dict[str, Any]]:
     """Returns groups of weights with the optimizer's settings for them in a step."""
     groups: dict[float, list[str]] = {}  # By weight decay, from which weights can be excluded.
-    for weight in model.trainable_variables:
+    for weight in weights:
         decays = optimizer.weight_decay and optimizer._use_weight_decay(weight)
         groups.setdefault(optimizer.weight_decay if decays else 0.0, []).append(weight.path)
     settings = {**constants_of(optimizer), "learning_rate": learning_rate}
@@ -610,7 +845,46 @@ def to_numpy_dtype(value: Any) -> tf.Tensor:
 
 def inner_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Returns the inner optimizer of a `LossScaleOptimizer`, which receives unscaled gradients."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
+    return optimizer.inner_optimizer if scales_loss(optimizer) else optimizer
+
+
+def scales_loss(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Returns whether an optimizer scales the loss by a variable."""
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def parts_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers that update weights, in place of a wrapper of them."""
+    if isinstance(optimizer, OPTIMIZERS[2:]):
+        return [part for part in optimizer.optimizers if part.built]
+    return [inner_optimizer(optimizer)]
+
+
+def computed_in(model: keras.Model) -> str:
+    """Returns the 16-bit dtype in which layers with weights compute, or ""."""
+    dtypes = {layer.compute_dtype for layer in model._flatten_layers() if layer.weights}
+    return next((dtype for dtype in ("float16", "bfloat16") if dtype in dtypes), "")
+
+
+def tensor_of(variable: Any) -> Any:
+    """Returns the variable of TensorFlow."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def is_in_xla() -> bool:
+    """Returns whether XLA compiles the function that is traced."""
+    graph = tf.compat.v1.get_default_graph()
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def is_in_branch() -> bool:
+    """Returns whether a branch of a condition, or the body of a loop, is traced."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if type(graph).__name__ in ("CondBranchFuncGraph", "WhileBodyFuncGraph"):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def replica_id() -> int:

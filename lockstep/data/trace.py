@@ -336,11 +336,16 @@ class Trace:
 
     @functools.cached_property
     def slots(self) -> dict[str, dict[str, str]]:
-        """Name of a weight → name of a slot of its optimizer state → key of this state."""
+        """Name of a weight → name of a slot of its optimizer state → key of this state.
+
+        Common state of several optimizers, under "", has its whole name.
+        """
         found: dict[str, dict[str, str]] = {}
-        for key, variable in self.variables.items():
-            if variable.kind == STATE:
-                found.setdefault(variable.of, {})[variable.slot] = key
+        states = [(key, v) for key, v in self.variables.items() if v.kind == STATE]
+        common = collections.Counter(v.slot for _, v in states if not v.of)
+        for key, variable in states:
+            is_repeated = not variable.of and common[variable.slot] > 1
+            found.setdefault(variable.of, {})[key if is_repeated else variable.slot] = key
         return found
 
     def copy_of(self, shard: int) -> int:

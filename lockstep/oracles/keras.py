@@ -42,6 +42,12 @@ class OneDevice:
             raise ValueError("build the second model outside of the strategy's scope")
         if getattr(model, "optimizer", None) is None:
             raise ValueError(f"model {model.name} is not compiled; call model.compile first")
+        groups = trace.about.settings[0] if trace.about.settings else ()
+        if any("optimizer" in group for group in groups):
+            raise ValueError(
+                "the recording has several optimizers, and a model that is compiled computes the"
+                " step of one; compare it with a recording on one device"
+            )
         self.model, self.trace, self._is_float64 = model, trace, is_float64
         self.optimizer = inner_optimizer(model.optimizer)
         first = trace.arrays(0, "data", 0)

@@ -10,6 +10,7 @@ References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`; `keras.o
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -187,6 +188,17 @@ def detail_of(setting: str) -> str:
     return _DETAILS.get(setting, f"other_{setting}")
 
 
+def _nearest(counters: Sequence[str], others: Sequence[str]) -> str:
+    """Returns the counter whose name begins most as that of other state of an optimizer."""
+    parts = [key.split("/") for key in others[:1]]
+
+    def num_equal(counter: str) -> int:
+        pairs = zip(counter.split("/"), *parts, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: len({*pair}) == 1, pairs))
+
+    return max(counters, key=num_equal)
+
+
 class RuleOracle:
     """Computes the update of a step by the rule of its optimizer; nothing else.
 
@@ -237,6 +249,11 @@ class RuleOracle:
                     is_own = variable.of == weight or (of_all and role == "number")
                     if variable.slot in names and is_own:
                         found[role] = key
+            if "number" in found and not trace.variables[found["number"]].of:
+                found["number"] = _nearest(
+                    [key for key, v in states if v.slot in COUNTERS and not np.ndim(after[key])],
+                    [key for role, key in found.items() if role != "number"],
+                )
             if not needed.keys() <= found.keys() and is_mixed:
                 del self._state[weight]
                 continue

@@ -59,8 +59,12 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
     step.stage = "gradients"
     is_given, is_applied = pair.is_given_right, pair.is_applied_right
     if is_given:
-        yield from _sums_alone(pair)
-        yield from _rounded_apart(pair) if is_applied else compare_clipping(pair)
+        wrong = [*_sums_alone(pair)]
+        yield from wrong
+        if is_applied:
+            yield from _rounded_apart(pair)
+        elif step.clips_sum or not wrong:  # Else, what is applied is what the all-reduce leaves.
+            yield from compare_clipping(pair)
     elif not is_applied or _is_hidden(pair):
         step.stage = "clipping"
         first = [*summed_after_clipping(step)]

@@ -403,6 +403,70 @@ def case_mesh():
             **options, replay="four.npz")  # fmt: skip
 
 
+def averaged_step(bug=""):
+    """Returns a step that also returns averages of weights and a counter."""
+
+    @jax.jit
+    def step(params, velocity, x, y, averages, count):
+        loss, grads = value_and_grad(params, x, y, jax.random.key(0))
+        grads = record_jax.keep("unclipped", record_jax.keep("sums", grads))
+        grads = record_jax.keep("clipped", jax.tree.map(lambda g: g.clip(-0.5, 0.5), grads))
+        params, velocity = update(params, velocity, grads)
+        for _ in range(2 if bug == "averages" else 1):
+            averages = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, averages, params)
+        return params, velocity, averages, count + (2 if bug == "count" else 1), loss
+
+    return step
+
+
+def averaged_loop(step):
+    params, count = init(), np.int32(0)
+    velocity = averages = jax.tree.map(np.zeros_like, params)
+    for number in range(3):
+        x, y = batch(number)
+        params, velocity, averages, count, loss = step(params, velocity, x, y, averages, count)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((params, averages, loss))]
+
+
+def case_carried_state():
+    """What the step takes and returns is recorded and compared, also if it has no name."""
+    options = {"arguments": {"params": 0, "opt_state": 1, "batch": (2, 3)}, "steps": 3}
+    options |= {"outputs": {"params": 0, "opt_state": 1, "loss": 4}}
+    assert is_equal(record("one", averaged_step(), averaged_loop, **options),
+                    averaged_loop(averaged_step()))  # fmt: skip
+    names = [v["name"] for v in Trace("one").about["variables"]]
+    assert names[3:7] == ["state/a/bias", "state/a/kernel", "state/b/kernel", "state/5"]
+    for bug, stage in (("", None), ("averages", "statistics"), ("count", "update")):
+        record("two", averaged_step(bug), averaged_loop, replay="one.npz", **options)
+        found = compare("one.npz", "two.npz").findings
+        assert {finding.stage for finding in found} == ({stage} - {None}), (bug, found)
+
+
+def case_steps_of_libraries():
+    """`nnx.jit` is refused in one line; a compiled step without a tree of inputs is recorded."""
+
+    class Step:
+        def __init__(self, step):
+            self.step = step
+
+        def __call__(self, *args):
+            return self.step(*args)
+
+        def lower(self, *args):
+            return self
+
+        def as_text(self):
+            return ""
+
+        def compile(self):
+            return self
+
+    step = shard_map_step(1)
+    assert is_equal(record("one", Step(step)), loop(step))
+    Step.__module__ = "flax.nnx.transforms.compilation"
+    refused(r"^the step of nnx\.jit changes its arguments.* and returns nnx\.state$", Step(step))
+
+
 def case_without_a_file():
     """The training runs as it is."""
     step, files = shard_map_step(2), sorted(pathlib.Path().iterdir())
@@ -458,6 +522,8 @@ if __name__ == "__main__":
             case_pmap,
             case_jit,
             case_mesh,
+            case_carried_state,
+            case_steps_of_libraries,
             case_without_a_file,
             case_errors,
         ]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-__version__ = "0.0+stand.in"
+__version__ = "1.0.0+stand.in"
 _place = threading.local()  # Of a thread of a device: `index` and `exchange`.
 
 

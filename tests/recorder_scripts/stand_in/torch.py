@@ -624,5 +624,7 @@ distributed = _module(
 )  # fmt: skip
 _module("distributed.fsdp", fully_shard=fully_shard)
 _module("distributed.device_mesh", init_device_mesh=DeviceMesh)
+_iterator = type("_BaseDataLoaderIter", (), {})
+_module("utils.data", dataloader=types.SimpleNamespace(_BaseDataLoaderIter=_iterator))
 _module("utils._pytree", tree_leaves=_leaves, tree_map_only=_map_only)
 multiprocessing = _module("multiprocessing", spawn=_spawn)
