@@ -69,6 +69,13 @@ def compare(
         return list(verdicts.values())[-1]
     if two is not None:
         raise ValueError("compare takes either a second training or model=, not both")
+    return _compared_with_model(one, model, batches, on_step)
+
+
+def _compared_with_model(
+    one: Any, model: Any, batches: Sequence[Any], on_step: Callable[[int], None]
+) -> "Verdict":
+    """Checks a recorded training of Keras against one device; see `compare`."""
     from lockstep.oracles.keras import KerasOracle
     from lockstep.record_keras import leaves
     from lockstep.run import check, require_steps

@@ -4,17 +4,25 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from lockstep.answer.text import first_names, named_steps
-from lockstep.answer.verdict import BY_DESIGN, NOTHING, Finding, Verdict, finding_of
+from lockstep.answer.text import first_names
+from lockstep.answer.verdict import BY_DESIGN, Finding, Verdict, finding_of
 from lockstep.context import Context
-from lockstep.data.match import Matching
 from lockstep.data.trace import STATISTIC, WEIGHT, Trace
 from lockstep.explain.pairing import has_ties
+from lockstep.not_checked import (
+    ended_early,
+    idle_steps,
+    incomplete,
+    not_compared,
+    to_record,
+    unknown_weights,
+    untrained,
+)
 from lockstep.numeric.tolerance import (
     Tolerance,
 )
@@ -24,7 +32,6 @@ from lockstep.stages.between import between
 from lockstep.stages.claim import Claim
 from lockstep.stages.examples import (
     compare_examples,
-    has_examples_second,
     other_examples,
     repeated_batch,
 )
@@ -117,27 +124,9 @@ def verify_alone(trace: Trace, on_step: Callable[[int], None] = lambda step: Non
             context.mark_checked()
             result.findings.append(context.found("not_reshuffled", text, status=BY_DESIGN))
     verdict = verdict_of(trace, result, None, name="", reference="")
-    whole = tuple(_incomplete(trace))
-    notes = *_untrained(result), *_ended_early(trace)
+    whole = tuple(incomplete(trace))
+    notes = *untrained(result), *ended_early(trace)
     return dataclasses.replace(verdict, notes=notes, unverified=whole)
-
-
-def _incomplete(trace: Trace, whose: str = "the training") -> Iterator[str]:
-    """Yields why a recording does not have the whole training that was asked for."""
-    if trace.about.ended_with:
-        yield f"{whose} ended with an exception: {trace.about.ended_with}"
-    if missing := sorted({*trace.about.asked} - {*trace.steps}):
-        steps = ", ".join(named_steps([f"step {step}" for step in missing]))
-        yield f"{whose} ended before {steps}, which were to be recorded"
-
-
-def _untrained(result: Result) -> list[str]:
-    """Returns a note on the weights whose gradients are 0 in every step; none if all are."""
-    names = [name for name, is_trained in result.trained.items() if not is_trained]
-    if not names or len(names) == len(result.trained):
-        return []
-    weights = f"{len(names)} of {len(result.trained)} weights, which are 0 in every step"
-    return [f"{NOTHING} in the gradients of {weights}: {first_names(names)}"]
 
 
 def verify_against(
@@ -173,12 +162,7 @@ def verify_against(
         if number in first.steps:
             reference = Context(first, first.steps.index(number))
             pair = StepPair(reference, Context(second, position), matching, tolerance)
-            gradients = functools.partial(compared.until_update, pair)
-            check_step(
-                second, position, None, None, result, gradients=gradients, context=pair.second
-            )
-            compared.add(pair)
-            result.findings += pair.findings
+            compared.check(pair, result)
         else:
             check_step(second, position, None, None, result)
         on_step(position + 1)
@@ -186,13 +170,14 @@ def verify_against(
     result.findings += not_trained(first, second)
     verdict = verdict_of(second, result, None, name="", reference=first.name)
     wrong = {step for finding in verdict.faults for step in finding.steps}
-    idle = _idle_steps(first, verdict, compared, wrong)
-    notes = *_not_compared(matching, second), *_untrained(result), *compared.notes
-    notes += (*_ended_early(second), *_to_record(verdict, compared, wrong))
-    unverified = [*_incomplete(second), *_incomplete(first, "the first recording's training")]
+    steps, is_compared = compared.skipped, compared.is_compared
+    idle = idle_steps(first, verdict, steps, wrong, is_compared=is_compared)
+    notes = *not_compared(matching, second), *untrained(result), *compared.notes
+    notes += (*ended_early(second), *to_record(verdict, steps, wrong, is_compared=is_compared))
+    unverified = [*incomplete(second), *incomplete(first, "the first recording's training")]
     unknown = {}
     if not verdict.faults and {*second.steps} - {*idle}:
-        unknown = _unknown_weights(matching, compared.summary)
+        unknown = unknown_weights(matching, compared.summary)
         unverified += [why.format(first_names(names)) for why, names in unknown.items()]
     return dataclasses.replace(
         verdict, tolerance=tolerance.text, notes=notes, idle=idle, unverified=tuple(unverified),
@@ -240,7 +225,15 @@ class _Compared:
                 " recording, shard by shard, has no statistics"
             )
 
-    def until_update(self, pair: StepPair, step: Context) -> Iterator[Finding]:
+    def check(self, pair: StepPair, result: Result) -> None:
+        """Checks a step of the second recording, and compares it; the result gets the findings."""
+        step = pair.second
+        gradients = functools.partial(self._until_update, pair)
+        check_step(step.trace, step.position, None, None, result, gradients=gradients, context=step)
+        self._add(pair)
+        result.findings += pair.findings
+
+    def _until_update(self, pair: StepPair, step: Context) -> Iterator[Finding]:
         """Compares a step up to its gradients; the pair gets the findings."""
         step.compared = pair.findings
         for step.stage, compare in self._comparisons.items():
@@ -249,7 +242,7 @@ class _Compared:
             pair.findings += compare(pair)
         yield from ()
 
-    def add(self, pair: StepPair) -> None:
+    def _add(self, pair: StepPair) -> None:
         """Compares what follows the gradients of a step; the pair gets the findings."""
         self.note = self.note or replaced_start(pair)
         for pair.second.stage, compare in _AFTER_GRADIENTS.items():
@@ -286,67 +279,6 @@ def _gradients_or_alone(pair: StepPair) -> Iterator[Finding]:
         yield from CHECKS[step.stage](step)  # type: ignore[misc]
 
 
-def _idle_steps(
-    first: Trace, verdict: Verdict, compared: _Compared, wrong: Collection[int]
-) -> dict[int, str]:
-    """Returns number of a step of which nothing is verified → why.
-
-    Args:
-        first: the reference.
-        verdict: what was found.
-        compared: the compared steps.
-        wrong: numbers of the steps with a fault.
-    """
-    reasons = dict.fromkeys(
-        {*verdict.steps} - {*first.steps}, "the first recording does not have it"
-    )
-    apart = "the step starts from another state: record it with replay="
-    reasons |= dict.fromkeys(compared.skipped, apart)
-    idle = {s: reasons[s] for s in sorted(reasons) if s not in wrong} | dict(verdict.idle)
-    if not (compared.is_compared or verdict.faults):
-        text = (
-            "gradients of no step could be compared: record them in both scripts, and the second"
-            " one with replay="
-        )
-        idle = {**dict.fromkeys(verdict.steps, text), **idle}
-    return idle
-
-
-def _to_record(verdict: Verdict, compared: _Compared, wrong: Collection[int]) -> Iterator[str]:
-    """Yields which gradients are not compared beside a fault, and how to compare them."""
-    skipped = {*compared.skipped}
-    if {*wrong} & skipped and "not_replayed" not in {f.detail for f in verdict.faults}:
-        steps = ", ".join(map(str, sorted({*wrong} & skipped)))
-        yield f"gradients of steps {steps} are not compared: record them with replay="
-    hiding = {finding.stage for finding in verdict.faults} & {"start", "examples", "all-reduce"}
-    if hiding and not compared.is_compared and not skipped:
-        yield "gradients are not compared: fix the fault above, then record again"
-
-
-def _unknown_weights(matching: Matching, summary: Summary) -> dict[str, list[str]]:
-    """Returns why updates were compared in no step → names of these weights, if they are trained.
-
-    A reason has {} in place of the names. Each of the weights may be updated in any way.
-    """
-    first, second = summary.trained
-    found = {
-        "this recording has no weight that matches {} of the first one: pass --name_map": [
-            name for name in matching.unmatched_first if name in first
-        ],
-        "the first recording has no weight that matches {}: pass --name_map": [
-            name for name in matching.unmatched_second if name in second
-        ],
-        "no step was compared that updates {}: record the state before and after the same steps,"
-        " the second time with replay=": [
-            pair.second
-            for pair in matching.pairs
-            if (pair.first in first or pair.second in second)
-            and pair.second not in summary.compared
-        ],
-    }
-    return {why: names for why, names in found.items() if names}
-
-
 def _with_claim(
     pair: StepPair, last: Claim | None, summary: Summary, removed: list[Finding]
 ) -> Claim:
@@ -369,30 +301,6 @@ def _with_claim(
         pair.findings += between(last, claim, [*earlier, *last.pair.findings, *found])
     summary.add(claim)
     return claim
-
-
-def _ended_early(trace: Trace) -> Iterator[str]:
-    """Yields which replicas lack steps that others have."""
-    for position, number in enumerate(trace.steps):
-        if absent := trace.absent(position):
-            names = ", ".join(trace.name_of("after", replica) for replica in absent)
-            yield f"{names} ended before step {number}: the other replicas are compared"
-
-
-def _not_compared(matching: Matching, second: Trace) -> Iterator[str]:
-    """Yields which examples and variables of two recordings are not compared, and why."""
-    if has_examples_second(*matching.traces):
-        yield (
-            "examples are not compared: they are the second axis of the inputs, not the first one;"
-            " do not use a recording with permute=, which permutes the first one"
-        )
-    if unmatched := (*matching.unmatched_first, *matching.unmatched_second):
-        yield f"not matched: {', '.join(unmatched)}"
-    own = dict.fromkeys(
-        x for r in second.copies for x in second.of_replica.get(r, second.about).not_loaded
-    )
-    if own:
-        yield f"not loaded by replay=, as it does not fit: {first_names([*own])}"
 
 
 def not_trained(first: Trace, second: Trace) -> Iterator[Finding]:

@@ -125,7 +125,6 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     num, steps = about.num_replicas, about.steps
     unique = [v.name for v in about.variables if v.kind in (WEIGHT, STATISTIC)]
     weights = {variable.name for variable in about.variables if variable.kind == WEIGHT}
-    groups = [group for step in about.settings for group in step]
     replicas = [*about.replicas, *(shard.replica for shard in about.shards)]
     yield from _requirements_of_mesh(about)
     yield "framework", about.framework, "a name"
@@ -150,6 +149,14 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     yield "reduction", about.reduction in ("", "sum", "mean"), "'', 'sum' or 'mean'"
     orders = REDUCE_FIRST, CLIP_FIRST
     yield "order", about.order in orders, " or ".join(map(repr, orders))
+    yield from _requirements_of_steps(about)
+
+
+def _requirements_of_steps(about: About) -> Iterator[tuple[str, Any, str]]:
+    """Yields the same for what is known of each step, and of layers."""
+    steps = about.steps
+    weights = {variable.name for variable in about.variables if variable.kind == WEIGHT}
+    groups = [group for step in about.settings for group in step]
     yield "settings", len(about.settings) in (0, len(steps)), "one list of groups for each step"
     for group in groups:
         names = group.get("weights", [])

@@ -74,14 +74,19 @@ def update_hypotheses(
     for name in wrong if len(wrong) > 1 else ():
         yield from fitted([name])
     yield from _of_one_device(context, copy, expected, twice_as_far, wrong)
+    yield from _of_moved_state(expected, slots)
+    if not isinstance(context.updater, RuleOracle):  # Those of a rule are fitted above.
+        yield from _with_fitted_gradients(context, copy, expected)
+
+
+def _of_moved_state(expected: Named, slots: Sequence[str]) -> Iterator[Hypothesis]:
+    """Yields updates whose state is moved along an axis."""
     for axis in range(max((expected[name].ndim for name in slots), default=0)):
         for shift in (1, -1):
             moved = [name for name in slots if axis < expected[name].ndim]
             rolled = {name: np.roll(expected[name], shift, axis) for name in moved}
             text = f"the optimizer state is moved by {shift} along axis {axis}"
             yield "shifted_state", text, partial(dict, expected | rolled)
-    if not isinstance(context.updater, RuleOracle):  # Those of a rule are fitted above.
-        yield from _with_fitted_gradients(context, copy, expected)
 
 
 def _with_settings_of_replicas(

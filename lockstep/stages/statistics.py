@@ -296,13 +296,28 @@ def _why_statistics(
         left = [name for name in left if name not in variances]
     if not left:
         return
+    yield from _why_left(pair, first, second, left, is_share=bool(others))
+
+
+def _why_left(
+    pair: StepPair, first: Named, second: Named, left: Sequence[str], *, is_share: bool
+) -> Iterator[Finding]:
+    """Explains statistics whose batches differ.
+
+    Args:
+        pair: the step.
+        first, second: the changes of all statistics in both traces.
+        left: names of those that differ.
+        is_share: whether another share of a batch explains some.
+    """
+    found = pair.second.found
     of_norm = [name for name in left if _is_of_norm(pair.first, name)]
     scale = factor_of([second[n] for n in left], [first[n] for n in left])
     scaled = {name: scale * first[name] for name in left}
     is_scaled = abs(scale - 1) > _OTHER_SHARE and not any(
         is_far(second[name], change, _CLOSE) for name, change in scaled.items()
     )
-    if is_scaled and not others and of_norm == left:
+    if is_scaled and not is_share and of_norm == left:
         text = f"each statistic changes {scale:.4g} times as much as in the first recording"
         yield found("other_batch_norm_momentum", text, tensors=left)
         return
