@@ -123,10 +123,33 @@ def verify_alone(trace: Trace, on_step: Callable[[int], None] = lambda step: Non
             context.stage = "examples"
             context.mark_checked()
             result.findings.append(context.found("not_reshuffled", text, status=BY_DESIGN))
+    other_rule = _without_other_rule(trace, result)
     verdict = verdict_of(trace, result, None, name="", reference="")
     whole = tuple(incomplete(trace))
-    notes = *untrained(result), *ended_early(trace)
+    notes = *untrained(result), *ended_early(trace), *other_rule
     return dataclasses.replace(verdict, notes=notes, unverified=whole)
+
+
+def _without_other_rule(trace: Trace, result: Result) -> list[str]:
+    """Removes updates that are not those of the optimizer's class; returns a note on them.
+
+    A script may change them, in a hook of the optimizer: in every step, and on each copy. Whether
+    it does so in the other script, too, the comparison tells.
+    """
+    seen: dict[str, set[tuple[int, str]]] = {}
+    found = [f for f in result.findings if (f.stage, f.detail) == ("update", "unexplained")]
+    items = [trace.name_of("after", copy) for copy in trace.copies]
+    for each in found:
+        for name in each.tensors:
+            places = itertools.product(each.steps, each.items or items)
+            seen.setdefault(name, set()).update(places)
+    num = len(trace.steps) * len(items)
+    names = [name for name, places in seen.items() if len(places) == num > len(items)]
+    if not names:
+        return []
+    result.findings = [f for f in result.findings if f not in found or not {*f.tensors} <= {*names}]
+    kind = trace.about.optimizer.get("class", "the optimizer")
+    return [f"in every step, updates are not those of {kind}: {first_names(names)}"]
 
 
 def verify_against(
@@ -291,7 +314,10 @@ def _with_claim(
         removed: gets the findings of this step that it refutes.
     """
     claim = Claim(pair)
-    refuted = claim.confirms([*pair.second.findings, *pair.findings])
+    known = [*pair.second.findings, *pair.findings]
+    refuted = claim.confirms(known)
+    if last and last.pair.second.number == pair.second.number - 1:
+        refuted += [each for each in known if last.confirms_start(each)]
     removed += refuted
     pair.findings = [finding for finding in pair.findings if finding not in refuted]
     found = [f for f in (*pair.second.findings, *pair.findings) if f not in refuted]

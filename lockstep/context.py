@@ -133,9 +133,18 @@ class Context:
             self._named[kind] = [self.trace.named(self.position, kind, i) or {} for i in items]
         return self._named[kind]
 
+    @functools.cached_property
+    def ends(self) -> list[Named]:
+        """The variables of each copy at the end of the step.
+
+        A script may change them after the update: it averages, sends or clips weights itself.
+        """
+        later = [self.trace.named(self.position, "left", copy) or {} for copy in self.copies]
+        return [own | left for own, left in zip(self.named("after"), later, strict=True)]
+
     def unlike_first(self, kind: str) -> Iterator[tuple[str, list[int], float]]:
         """Yields name, copies and distance of each variable that differs from that of copy 0."""
-        first, *others = self.named(kind)
+        first, *others = self.ends if kind == "after" else self.named(kind)
         for name, value in first.items():
             unlike = {
                 copy: distance(other[name], value)

@@ -207,4 +207,4 @@ def test_backward_pass():
         two.put(0, "sums", replica, [mean])
     verdict = compare_traces([one, two], {})["two.npz"]
     text = next(f.text for f in verdict.faults if f.stage == "gradients")
-    assert "outputs and losses agree, so that it is in the backward pass" in text
+    assert "outputs, and the gradients of the loss by them, agree: it is in another part" in text

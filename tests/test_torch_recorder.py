@@ -58,3 +58,26 @@ def test_versions_of_torch_that_are_too_old_are_refused(version, code, error, tm
     )  # fmt: skip
     assert done.returncode == bool(error)
     assert done.stderr.strip().splitlines()[-1:] == ([error] if error else [])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not interpreter("torch"), reason="needs torch")
+@pytest.mark.parametrize("kind", ["clamp", "average", "hook", "checkpoint", "sparse"])
+def test_what_a_script_changes_after_the_update_belongs_to_the_step(kind, tmp_path):
+    script = FOLDER / "torch_later_changes.py"
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1"}
+
+    def run(*command):
+        done = subprocess.run(
+            [interpreter("torch"), *command], env=environment, cwd=tmp_path, capture_output=True,
+            text=True, timeout=200, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr[-3000:]
+
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    assert run(script, kind)[0] == 0
+    for wrong, code in (((), 0), (("wrong",), 9)):
+        assert run(*launcher, script, kind, *wrong)[0] == 0
+        found, printed = run("-m", "lockstep", "one.npz", "two.npz")
+        assert found == code, printed
+        assert "one.npz has no fault in itself" in printed

@@ -46,7 +46,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     "not_reshuffled": "reshuffle the data set in each epoch",
     "last_batch_dropped": "use the same drop_last (drop_remainder) in both scripts",
     # Predictions and loss.
-    "inference_mode": "call the model in training mode (training=True) in the training step",
+    "inference_mode": "set the same modes of layers in both: a training step calls the model in"
+    " training mode (training=True)",
     "local_statistics": "synchronise BatchNorm over the replicas, and average its moving averages",
     "wrong_count": "divide the sums of all replicas by the number of examples of all",
     "mixes_examples": "gather the layer's inputs from all replicas, or accept that this is a"

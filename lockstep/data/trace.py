@@ -27,8 +27,8 @@ Kinds of arrays of a shard:
 
 Kinds of arrays of a copy:
 
-- `before`, `after`: all variables. `replaced`: the copy's own ones, before those of another trace
-  were loaded.
+- `before`, `after`: all variables. `left`: those that the script has changed between the update and
+  the end of the step. `replaced`: the copy's own ones, before those of another trace were loaded.
 - `sums`: gradients received from the all-reduce. `unclipped`: before the last clipping, if any.
   `clipped`: those that the optimizer applies (of a shard if `order` is "clip, reduce").
 """
@@ -45,9 +45,9 @@ import numpy as np
 from lockstep.numeric.arrays import Array, Named, Rows
 
 WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed"
-OF_VARIABLES = ("before", "after", "replaced", "own_before", "own_after")
+OF_VARIABLES = ("before", "after", "left", "replaced", "own_before", "own_after")
 OF_GRADIENTS = ("raw", "removed", "sums", "unclipped", "clipped")
-OF_COPIES = ("before", "after", "replaced", "sums", "unclipped")
+OF_COPIES = ("before", "after", "left", "replaced", "sums", "unclipped")
 OF_MODULES = ("module_in", "module_out", "module_in_grad", "module_out_grad")
 CLIP_FIRST, REDUCE_FIRST = "clip, reduce", "reduce, clip"
 

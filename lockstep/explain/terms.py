@@ -14,6 +14,7 @@ from lockstep.numeric.arrays import (
     EPS,
     UNITS,
     Named,
+    Rows,
     add,
     dense,
     plain,
@@ -25,6 +26,7 @@ from lockstep.numeric.arrays import (
 from lockstep.numeric.tolerance import Expression
 
 _OF_NORM = 64  # Units of rounding of the norm by which a script clips.
+_OF_ROWS = 4  # Units of rounding of the sum of rows of a sparse gradient, in another order.
 
 
 @dataclasses.dataclass
@@ -128,6 +130,12 @@ class Sums:
         bound, axes = sum_bound(parts, unit), context.trace.model_axes
         if self.is_clipped:
             bound = bound + _OF_NORM * unit * np.abs(np.sum(parts, axis=0))
+        for factor, sent in zip(self.factors, self.sent, strict=True):
+            if isinstance(
+                own_rows := sent[name], Rows
+            ):  # Rows that occur several times may cancel.
+                size = own_rows._replace(values=np.abs(own_rows.values)).dense()
+                bound = bound + _OF_ROWS * unit * abs(factor) * size
         bound = bound + self.slack.get(name, 0.0)
         if axes:  # Each part is a sum over ranks, whose terms may cancel.
             bound = np.full_like(bound, math.prod(axes.values()) * np.max(bound, initial=0))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.answer.text import first_names
+from lockstep.answer.text import count, first_names
 from lockstep.answer.verdict import FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import Trace
@@ -38,7 +38,10 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
         num = len(pair.gradients.names)
         text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
         if pair.has("data", "y_pred", "y_grad") and not earlier:
-            text += "; outputs and losses agree, so that it is in the backward pass or after it"
+            text += (
+                "; outputs, and the gradients of the loss by them, agree: it is in another part of"
+                " the loss, in the backward pass or after it"
+            )
         causes.append(("unexplained", text, FAULT))
     return [
         pair.second.found(cause, text, tensors=wrong, status=status)
@@ -124,5 +127,11 @@ def _other_modes(pair: StepPair) -> str:
     names = sorted(used[0] ^ used[1])
     if layers[0] != layers[1] or not (are_known and names):
         return ""
-    text = f"{len(names)} layers ({first_names(names)}) are in evaluation mode"
-    return f"{text} in one recording only"
+    of = {
+        which
+        for (_, which), own, other in zip(pair.both, used, used[::-1], strict=True)
+        if own - other
+    }
+    where = f"the {of.pop()} recording" if len(of) == 1 else "one recording"
+    noun = count("layer", len(names))
+    return f"{noun} ({first_names(names)}) in evaluation mode in {where} only"

@@ -38,9 +38,9 @@ def between(previous: Claim, claim: Claim, found: Sequence[Finding]) -> Iterator
         if known & {variable.first, variable.second, variable.weight}:
             continue
         for copy in second.copies:
-            ends = previous.pair.second.named("after")
+            ends = previous.pair.second.ends
             own = _moved(ends[copy], starts[copy], variable.second)
-            of_first = _moved(previous.pair.first.named("after")[0], first.named("before")[0],
+            of_first = _moved(previous.pair.first.ends[0], first.named("before")[0],
                               variable.first)  # fmt: skip
             if own is None or of_first is None or not (np.any(own[0]) or np.any(of_first[0])):
                 continue

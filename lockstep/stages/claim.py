@@ -31,6 +31,7 @@ _REDUCTIONS = (
     *("lost_replica", "sum_instead_of_mean", "mean_instead_of_sum", "scaled_gradient"),
 )
 _NEAR_START = 1e-4  # Relative; state that has drifted further is another one.
+_OTHER_RULE = 1e-3  # Relative; an update that agrees with the reference agrees within less.
 _VISIBLE = 4  # Times its bound, a wrong gradient has to change the state.
 
 
@@ -150,14 +151,14 @@ class Claim:
 
     def _state(self, variable: Variable, copy: int) -> tuple[Array, Array] | None:
         """Returns a variable of a copy before and after the step; 0 before it is created."""
-        before, after = (self.pair.second.named(kind)[copy] for kind in ("before", "after"))
+        before, after = self.pair.second.named("before")[copy], self.pair.second.ends[copy]
         if variable.second not in after:
             return None
         new = after[variable.second]
         return before.get(variable.second, np.zeros_like(np.asarray(new))), new
 
     def _compare(self) -> Iterator[Change]:
-        before, after = (self.pair.first.named(kind)[0] for kind in ("before", "after"))
+        before, after = self.pair.first.named("before")[0], self.pair.first.ends[0]
         for variable in self.variables:
             if variable.first not in after:
                 continue
@@ -228,7 +229,7 @@ class Claim:
             has_rule = isinstance(oracle, RuleOracle) and variable.weight in oracle.rules
             if first.size > 1 and not has_rule:
                 mixes = bounds.distance_of_gradients(*self._gradient(variable.weight, copy))
-            stored = self.pair.first.named("after")[0], self.pair.second.named("after")[copy]
+            stored = self.pair.first.ends[0], self.pair.second.ends[copy]
             keys = variable.first, variable.second
             unit = bounds.unit_of_state(*(a[k] for a, k in zip(stored, keys, strict=True)))
             allowed = bounds.of_change(
@@ -264,7 +265,7 @@ class Claim:
 
     def _is_part(self, variable: Variable) -> bool:
         """Returns whether the copies hold parts of a state that agree when they are joined."""
-        state, after = self._state(variable, 0), self.pair.first.named("after")[0]
+        state, after = self._state(variable, 0), self.pair.first.ends[0]
         is_part = state is not None and np.shape(state[1]) != np.shape(after[variable.first])
         return is_part and not any(
             change.differs for change in self.changes if change.variable == variable
@@ -319,8 +320,11 @@ class Claim:
         else:
             text += f": {worst.variable.second} is another state, or has another shape"
         items = copies if len(copies) < len(self.pair.second.copies) else ()
+        cause = "unexplained"
+        if {*names} <= self.changed_later:
+            cause, text = "changed_on_its_own", f"{text}; the script changes it after the update"
         return self.pair.second.found(
-            "unexplained", text, stage=stage, kind="after", items=items, tensors=names
+            cause, text, stage=stage, kind="after", items=items, tensors=names
         )
 
     # What S' decides.
@@ -335,13 +339,17 @@ class Claim:
             call for c in self.pair.second.copies
             for call in self.pair.second.trace.calls(self.pair.second.position, c)
         ]  # fmt: skip
+        later = [f for f in findings if f.stage == "update" and self._leaves_right(f)]
         if not self.changes or self.differing or any(call.startswith("clip") for call in calls):
-            return []
-        if any(x.share is None or self.pair.has("unclipped") for x in self.changes):
-            return []
-        refuted = [f for f in findings if f.stage == "update" and f.detail == "unexplained"]
-        if not self.owned:
-            refuted = []
+            return later
+        known = {x.variable.first for x in self.changes if x.share is not None}
+        if {x.variable.first for x in self.changes} - known or self.pair.has("unclipped"):
+            return later  # State that its owner alone has is compared there.
+        refuted = later + [  # The reference deviates from the rule as well, or ranks own state.
+            f for f in findings
+            if f.stage == "update" and f.detail == "unexplained"
+            and (self.owned or f.distance > _OTHER_RULE)
+        ]  # fmt: skip
         refuted += [
             f for f in findings
             if f.stage == "agreement" and {*f.tensors} <= self.owned and f.tensors
@@ -356,6 +364,31 @@ class Claim:
                 and {*f.tensors} <= wrong
             ]  # fmt: skip
         return [finding for finding in refuted if finding.status == FAULT]
+
+    @property
+    def changed_later(self) -> set[str]:
+        """The second training's names of what it changes after the update, on some copy."""
+        step = self.pair.second
+        return {
+            name
+            for own, after in zip(step.ends, step.named("after"), strict=True)
+            for name in own
+            if own[name] is not after.get(name)
+        }
+
+    def confirms_start(self, finding: Finding) -> bool:
+        """Returns whether the next step starts from what this one has left, which is right.
+
+        Args:
+            finding: that variables changed between the two steps, of the next one.
+        """
+        return finding.stage == "start" and self._leaves_right(finding)
+
+    def _leaves_right(self, finding: Finding) -> bool:
+        """Returns whether the script has changed what a finding names, after which it is right."""
+        wrong = {x.variable.second for x in self.differing}
+        names = {*finding.tensors}
+        return bool(self.changes and names) and names <= self.changed_later - wrong
 
     def _are_visible(self) -> bool:
         """Returns whether each gradient that differs would change a state that is linear in it."""
@@ -375,7 +408,7 @@ class Claim:
 
     def _size(self, change: Change) -> float:
         """Returns the norm of the bound of a change whose gradient agrees."""
-        before, after = (self.pair.first.named(kind)[0] for kind in ("before", "after"))
+        before, after = self.pair.first.named("before")[0], self.pair.first.ends[0]
         name = change.variable.first
         size = np.abs(dense(after[name])) + np.abs(dense(before.get(name, 0.0)))
         unit = bounds.unit_of_state(after[name])

@@ -1059,7 +1059,7 @@ def case_state_that_does_not_fit():
         if rows == 2:
             expected = Trace("rows").kind("before", 2)["weight/own"][:2]
             np.testing.assert_array_equal(trace.kind("before", 2)["weight/own"], expected)
-    start = "third.npz: step 1: not loaded from rows.npz: weight/own, bias/own: not in it, or of"
+    start = "third.npz: step 1: not loaded from rows.npz: weight/own, bias/own: not in it, of"
     assert told[0].startswith(start), told
 
 
@@ -1118,7 +1118,7 @@ def case_errors():
     cases = [
         ("model: DataParallel cannot be recorded; use DDP or fully_shard",
          nn.DataParallel(model), optimizer, {}),
-        ("optimizer: updates weights that model does not have; pass their model",
+        ("optimizer: updates no weight of the model: it is that of another one",
          larger, optimizer, {}),
         ("steps=[-1]: must be numbers from 0", model, optimizer, {"steps": [-1]}),
         ("steps=0: must be numbers from 0", model, optimizer, {"steps": 0}),

@@ -307,6 +307,7 @@ class GradientObserver:
             own.variables.stepped.append(optimizer)
             own.step.settings += settings
         is_first, own.is_updated = not own.is_updated, True
+        own.called_others.clear()
         own.step.updated.update(names)
         if own.is_on:
             self._save_after(optimizer, names, is_first)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,10 +54,21 @@ class ForwardObserver:
         self.num_rows = 0
         self.is_in_ddp, self.is_reduced = False, False  # What DDP does in this forward pass.
 
-    def install_always(self) -> Any:
-        """Installs what sees where a step begins; returns its handle."""
+    def install_always(self) -> list[Any]:
+        """Installs what sees where a step begins; returns the handles."""
+        own = self.recording
         options: dict[str, Any] = {"with_kwargs": True, "prepend": True}
-        return self.recording.called.register_forward_pre_hook(self._before, **options)
+        handles = [own.called.register_forward_pre_hook(self._before, **options)]
+        for name, other in own.variables.others.items():
+            if isinstance(other, nn.Module):
+                note = functools.partial(self._note_other, name)
+                handles.append(other.register_forward_pre_hook(note))
+        return handles
+
+    def _note_other(self, name: str, *_: Any) -> None:
+        """Notes that a further module has been called with gradients."""
+        if torch.is_grad_enabled():
+            self.recording.called_others.add(name)
 
     def install(self) -> None:
         """Installs the hooks of steps that are recorded."""
@@ -84,7 +96,13 @@ class ForwardObserver:
         own = self.recording
         if not torch.is_grad_enabled() or own.is_ignored:
             return None
-        if own.is_updated and not own.is_in_backward:
+        if own.is_in_backward and own.step.num_forward:
+            return None  # Checkpointing computes the pass again.
+        if own.is_in_backward and own.is_updated:
+            text = "the model is checkpointed as a whole with use_reentrant=True, which hides its"
+            warnings.warn(f"{text} forward pass; pass use_reentrant=False", stacklevel=2)
+            return None
+        if own.is_updated:
             self.end()
         own.step.was_called = True
         if not module.training:

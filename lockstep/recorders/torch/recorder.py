@@ -141,7 +141,7 @@ class record:
     def __enter__(self) -> None:
         if not self.is_recording:
             return
-        for handle in (*self.gradients.install_always(), self.forward.install_always()):
+        for handle in (*self.gradients.install_always(), *self.forward.install_always()):
             self.counters.callback(handle.remove)
         observe_loaders(self.counters, self.loader_seeds)
         self._start_step()
@@ -211,6 +211,7 @@ class record:
         if own.is_on:
             step = own.step
             own.save_variables("after", own.variables.of_others())
+            own.save_left()
             cleared = step.losses[: step.num_cleared]
             for index, losses in enumerate(x for x in (step.losses, cleared) if x):
                 own.save("loss", index, sum(losses))

@@ -77,6 +77,7 @@ class Recording:
         is_ignored: Whether forward passes are not those of the training.
         is_updated: Whether an optimizer has updated a weight in this step.
         is_in_backward: Whether a backward pass is computed.
+        called_others: Names of further modules that were called since the last update.
         hooks: What is removed where no step is recorded.
         arrays: Name → array, of the recorded steps.
         per_step: Key of the description → a value for each recorded step.
@@ -97,6 +98,7 @@ class Recording:
         self.wanted, self.number = {*wanted}, number
         self.hooks, self.step = contextlib.ExitStack(), Step()
         self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
+        self.called_others = set[str]()
         self.arrays: dict[str, np.ndarray] = {}
         self.per_step: dict[str, list[Any]] = {key: [] for key in PER_STEP}
         self.computed_in = ""
@@ -120,6 +122,17 @@ class Recording:
             if name not in numbers:
                 described[name], numbers[name] = variable, len(numbers)
             self.save(kind, numbers[name], value)
+
+    def save_left(self) -> None:
+        """Saves what the script has changed since the update: averaged, sent or clipped weights."""
+        if self.placement.mesh:
+            return  # The parts of other ranks may not have changed.
+        self.save_variables("left", [*self.variables.of_model(), *self.variables.of_optimizers()])
+        arrays, start = self.step.arrays, f"left/{self.placement.rank}/"
+        for key in [key for key in arrays if key.startswith(start)]:
+            after = arrays.get(f"after/{key.removeprefix('left/')}")
+            if after is None or after.tobytes() == arrays[key].tobytes():
+                del arrays[key]
 
     def save_gradients(self, kind: str, names: Iterable[str], scale: float | None = None) -> None:
         """Saves the gradients of weights, divided by their own scale or by a given one."""

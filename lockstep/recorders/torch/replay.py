@@ -203,6 +203,9 @@ class Replay:
             return
         for variable, value in self._own():
             name = variable["name"]
+            if any(name.startswith(f"{key}.") for key in self.recording.called_others):
+                self.not_loaded[name] = None  # The graph of this step has its values.
+                continue
             source = others.get(self.sources.get(name, ""))
             array = transposed(source, variable["layout"])["array"] if source else None
             self._assign(name, value, array)
@@ -217,7 +220,7 @@ class Replay:
         if new := [name for name in self.not_loaded if name not in before]:
             text = ", ".join(new[:_MOST_NAMED])
             text += f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
-            why = "not in it, or of another shape or optimizer"
+            why = "not in it, of another shape or optimizer, or used before the step began"
             warnings.warn(
                 f"{self.path}: step {step}: not loaded from {self.name}: {text}: {why}",
                 stacklevel=2,

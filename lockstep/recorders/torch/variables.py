@@ -1,6 +1,7 @@
 """The state that a step changes: weights, statistics, and state of optimizers and averages."""
 
 import gc
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,8 +43,14 @@ class Variables:
         self.optimizers = _given(optimizer)
         for each in self.optimizers:
             updated = {p for group in each.param_groups for p in group["params"]}
-            is_own = updated <= self._names.keys()
-            require(is_own, "optimizer: updates weights that model does not have; pass their model")
+            require(
+                bool(updated & self._names.keys()),
+                "optimizer: updates no weight of the model: it is that of another one, or was built"
+                " before fully_shard",
+            )
+            if more := len(updated - self._names.keys()):
+                text = f"optimizer: updates {more} weights that the model does not have: these are"
+                warnings.warn(f"{text} not compared, unless others= has them", stacklevel=3)
         self._find_optimizers(is_needed=optimizer is None)
         own = {*self.weights, *(name for name, _ in module.named_buffers())}
         known = {f"{key}.{name}" for key in others for name, _ in self._of_other(key)}
