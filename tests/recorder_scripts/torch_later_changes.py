@@ -1,9 +1,9 @@
 """Trains with weights that the script changes after the update, in one process or under gloo.
 
 `clamp` clips them, `average` averages them over the processes in place of the gradients, `hook`
-normalises their rows in a hook of the optimizer, `checkpoint` computes the forward pass again in the
-backward pass, and `sparse` has an embedding whose rows occur several times. `wrong` is the same on
-rank 0 alone, or with another number.
+normalises their rows in a hook of the optimizer, `checkpoint` computes the forward pass again in
+the backward pass, and `sparse` has an embedding whose rows occur several times. `wrong` is the same
+on rank 0 alone, or with another number.
 """
 
 import os
