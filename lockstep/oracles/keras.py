@@ -61,7 +61,9 @@ class OneDevice:
             model(x)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        variables = [*model.variables, *model.optimizer.variables]
+        variables = list(model.variables)
+        if len(trace.keys) > len(variables):  # Else, no step has applied an optimizer.
+            variables += model.optimizer.variables
         self._check_same_model([tuple(variable.shape) for variable in variables])
         self.variables = dict(zip(trace.keys, variables, strict=True))
         self.layers = [
