@@ -77,7 +77,8 @@ def test_what_a_script_changes_after_the_update_belongs_to_the_step(kind, tmp_pa
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     assert run(script, kind)[0] == 0
     for wrong, code in (((), 0), (("wrong",), 9)):
-        assert run(*launcher, script, kind, *wrong)[0] == 0
+        ended, printed = run(*launcher, script, kind, *wrong)
+        assert ended == 0, printed
         found, printed = run("-m", "lockstep", "one.npz", "two.npz")
         assert found == code, printed
         assert "one.npz has no fault in itself" in printed
