@@ -149,7 +149,10 @@ def _without_other_rule(trace: Trace, result: Result) -> list[str]:
         return []
     result.findings = [f for f in result.findings if f not in found or not {*f.tensors} <= {*names}]
     kind = trace.about.optimizer.get("class", "the optimizer")
-    return [f"in every step, updates are not those of {kind}: {first_names(names)}"]
+    return [
+        f"not compared without a reference: updates that are not those of {kind}, in every step:"
+        f" {first_names(names)}"
+    ]
 
 
 def verify_against(

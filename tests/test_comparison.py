@@ -701,7 +701,7 @@ FAULTS = {
         "clipping: clipped_on_one_replica"),
     "clipped": ({}, {**TWO, "clip": lambda r, g: [a / 2 for a in g]}, "clipping: other_clipping"),
     "clipped first": ({}, {**TWO, **clipped_first(0.5, 0.25)},
-        "clipping: clipped_before_the_sum"),
+        "clipping: clipped_before_the_sum; update: unexplained"),
     "zeros on one": ({}, {**TWO, "clip": without_bias(1)}, "clipping: frozen"),
     # Gradients and loss.
     "uneven": ({}, {**TWO, "shard": three_quarters, "weighted": False}, "gradients: mean_of_means"),

@@ -31,7 +31,7 @@ _REDUCTIONS = (
     *("lost_replica", "sum_instead_of_mean", "mean_instead_of_sum", "scaled_gradient"),
 )
 _NEAR_START = 1e-4  # Relative; state that has drifted further is another one.
-_OTHER_RULE = 1e-3  # Relative; an update that agrees with the reference agrees within less.
+_OTHER_RULE = 1e-3  # Relative to the variable; far more than an update's rounding.
 _VISIBLE = 4  # Times its bound, a wrong gradient has to change the state.
 
 
@@ -345,10 +345,10 @@ class Claim:
         known = {x.variable.first for x in self.changes if x.share is not None}
         if {x.variable.first for x in self.changes} - known or self.pair.has("unclipped"):
             return later  # State that its owner alone has is compared there.
-        refuted = later + [  # The reference deviates from the rule as well, or ranks own state.
+        refuted = later + [
             f for f in findings
             if f.stage == "update" and f.detail == "unexplained"
-            and (self.owned or f.distance > _OTHER_RULE)
+            and (self.owned or self._has_other_rule({*f.tensors}))
         ]  # fmt: skip
         refuted += [
             f for f in findings
@@ -364,6 +364,24 @@ class Claim:
                 and {*f.tensors} <= wrong
             ]  # fmt: skip
         return [finding for finding in refuted if finding.status == FAULT]
+
+    def _has_other_rule(self, names: set[str]) -> bool:
+        """Returns whether the reference's updates are not those of its optimizer's class, either.
+
+        Args:
+            names: variables of the second training, whose updates are not.
+        """
+        step = self.pair.first
+        if step.updater is None or not names:
+            return False
+        before, after = step.named("before")[0], step.named("after")[0]
+        expected = step.updated(before, step.applied(0))
+        of = {variable.second: variable.first for variable in self.variables}
+        known = {of[name] for name in names if of.get(name) in expected}
+        return len(known) == len(names) and all(
+            distance(after[name], expected[name]) > _OTHER_RULE * norm(expected[name])
+            for name in known
+        )
 
     @property
     def changed_later(self) -> set[str]:
