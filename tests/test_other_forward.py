@@ -198,6 +198,20 @@ def test_the_weight_of_an_example_is_known_behind_batch_norm(name, loss):
     assert [f.detail for f in verdict.faults if f.stage == "gradients"] == causes
 
 
+def test_a_loss_of_another_form_has_no_weights_behind_batch_norm():
+    """Its examples count differently by themselves: nothing says how much a replica counts."""
+
+    def steep(*given):
+        gradient = softmax(*given)
+        size = np.linalg.norm(gradient, axis=1, keepdims=True)
+        return (gradient * np.sqrt(size / size.max())).astype(np.float32)
+
+    given = {"layers": NORM, "loss": steep, **HIDDEN}
+    two = trained(replicas=2, on_all=True, output=moved, **given)
+    verdict = compare_traces([trained(**given), two], {})["two.npz"]
+    assert verdict.status == "not compared", str(verdict)
+
+
 def test_backward_pass():
     """Outputs and losses agree, gradients do not."""
     one, two = trained(**HIDDEN), trained(replicas=2, **HIDDEN)
