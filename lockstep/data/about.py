@@ -31,6 +31,7 @@ _SETTINGS = {  # Setting of a parameter group → its types.
     **dict.fromkeys(("learning_rate", "momentum", "dampening", "weight_decay"), (int, float)),
     **dict.fromkeys(("beta_1", "beta_2", "rho", "epsilon"), (int, float)),
     **dict.fromkeys(("nesterov", "amsgrad"), (bool,)),
+    "betas_in": (str,),
 }
 _NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 

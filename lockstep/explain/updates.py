@@ -375,7 +375,7 @@ def _with_fitted_numbers(
             short = {n: g.astype(np.float32) for n, g in more.items()}
             text = f"{decay:.3g} times the weight is added to the gradient"
             yield "weight_decay_on_top", text, partial(context.updated, before, short)
-    for base in (expected, before):
+    for base in (expected, before) if {*chosen} <= {*before} else (expected,):
         decay = -_factor(apart, [dense(base[n]) for n in chosen])
         if decay > 0:
             less = {n: dense(expected[n]) - decay * dense(base[n]) for n in applied}

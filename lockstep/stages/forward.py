@@ -183,9 +183,9 @@ def _other_outputs(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Findi
     text = f"the outputs of {np.sum(far > limit)} of {len(far)} examples differ"
     of_all = {m.shard for m in wrong} == {m.shard for m in matched}
     causes = [why for why in other_layers(pair) if of_all or why[0] != "local_statistics"]
-    unit = max(UNITS.get(_computed_in(pair, m.shard), 0.0) for m in wrong)
-    if not causes and limit < far.max() <= MARGIN * unit:
-        causes = [("reduced_precision", "layers compute in a dtype of 16 bits", FAULT)]
+    dtype = max((_computed_in(pair, m.shard) for m in wrong), key=lambda d: UNITS.get(d, 0.0))
+    if not causes and limit < far.max() <= MARGIN * UNITS.get(dtype, 0.0):
+        causes = [("reduced_precision", f"layers compute in {dtype}", FAULT)]
     if not causes and all(map(_is_loss, wrong)):
         causes = [("other_loss", "they are the losses of the examples", FAULT)]
     unknown = "equal weights, examples, modes and settings of layers do not give equal outputs"

@@ -20,7 +20,7 @@ from lockstep.numeric.arrays import (
     factor_of,
     norm,
     plain,
-    relative_norm,
+    ratio,
     same_bits,
     unit_of,
 )
@@ -28,7 +28,7 @@ from lockstep.oracles.rules import COUNTERS, Rule, RuleOracle, detail_of
 from lockstep.reference import SAME_START, StepPair
 
 _NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
-_OF_FRAMEWORKS = ("epsilon_placement", "squares")
+_OF_FRAMEWORKS = ("epsilon_placement", "squares", "betas_in")
 _FORMS = ("amsgrad", "maximize")  # Settings that make another rule.
 _CLOSE = 1e-4
 
@@ -240,11 +240,13 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
         different = sorted(((x, y) for x, y in values if x != y), key=str)
         if different and setting == "velocity":
             yield from _velocity(pair, rules)
-        elif different and (effect := _effect(pair, rules, setting)) > _NO_EFFECT:
+        elif different and (effects := _effects(pair, rules, setting)):
+            # Each framework has its own form of these, without a setting.
+            is_design = setting in _OF_FRAMEWORKS
             yield found(
                 detail_of(setting), text_of(setting, *different[0]),
-                # Each framework has its own form of these, without a setting.
-                status=BY_DESIGN if setting in _OF_FRAMEWORKS else FAULT, distance=effect,
+                status=BY_DESIGN if is_design else FAULT, tensors=effects if is_design else (),
+                distance=max(effects.values()),
             )  # fmt: skip
 
 
@@ -309,10 +311,13 @@ def text_of(setting: str, first: Any, second: Any) -> str:
     return text
 
 
-def _effect(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]], setting: str) -> float:
-    """Returns how much a setting of the first trace changes an update, relative to its change."""
-    if setting == "momentum" and not all(a.momentum and b.momentum for a, b in rules.values()):
-        return 1.0  # It affects the next steps, even if there is no state before this one.
+def _effects(
+    pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]], setting: str
+) -> dict[str, float]:
+    """Returns name → how much a setting of the first trace changes it, relative to its change.
+
+    The names are those of weights and state in the second trace that it changes.
+    """
     before, applied = pair.second.named("before")[0], pair.second.applied(0)
     oracle = pair.second.updater
     assert isinstance(oracle, RuleOracle)
@@ -320,14 +325,15 @@ def _effect(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]], setting: str
         pair.in_second(name): dataclasses.replace(b, **{setting: getattr(a, setting)})
         for name, (a, b) in rules.items()
     }
-    changes = []
-    for each in (oracle.with_rules(others), oracle):
-        after = each.update(before, applied)
-        names = [*others, *oracle.tracks]
-        changes.append({n: dense(after[n]) - dense(before.get(n, 0)) for n in names})
-    of_weights = [{name: change[name] for name in others} for change in changes]
-    # With momentum, some settings affect the next steps alone, through the state.
-    return max(relative_norm(*of_weights), relative_norm(*changes))
+    if setting == "momentum" and not all(a.momentum and b.momentum for a, b in rules.values()):
+        return dict.fromkeys(others, 1.0)  # It affects the next steps, even without state yet.
+    other, own = (x.update(before, applied) for x in (oracle.with_rules(others), oracle))
+    apart = {
+        name: ratio(distance(other[name], own[name]), norm(own[name] - dense(before.get(name, 0))))
+        for name in (*others, *oracle.tracks)
+        if name in own
+    }
+    return {name: far for name, far in apart.items() if far > _NO_EFFECT}
 
 
 def _velocity(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]]) -> Iterator[Finding]:

@@ -75,7 +75,7 @@ class ShardRunner:
         if not found:
             return forward(*args, **options)
         size, states, outputs = len(batch[0]), random_states(), []
-        numbers = torch.zeros(size, dtype=torch.int64)
+        numbers = torch.zeros(size, dtype=torch.int64, device=batch[0].device)
         is_drawn = False
         for part, rows in found:
             numbers[rows] = part.number

@@ -1,6 +1,7 @@
 """Tensors as arrays, states of random numbers, and the settings of optimizers and layers."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,13 +74,36 @@ def with_rows(output: Any, count: int) -> list[Tensor]:
 
 
 def computed_in(output: Any, weights: Mapping[str, Tensor]) -> str:
-    """Returns the 16-bit dtype of a forward pass: that of autocast, or of its outputs; else ""."""
+    """Returns the dtype to which a forward pass rounds: that of autocast, of its outputs, or TF32.
+
+    It is "" if the forward pass computes in float32.
+    """
     dtypes = [x.dtype for x in tree_leaves(output) if isinstance(x, Tensor)]
     for device in {p.device.type for p in weights.values()}:
         if torch.is_autocast_enabled(device):
             dtypes.append(torch.get_autocast_dtype(device))
     names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return next((name for name in names if name in ("bfloat16", "float16")), "")
+    short = next((name for name in names if name in ("bfloat16", "float16")), "")
+    return short or ("tensorfloat32" if rounds_to_tf32(weights) else "")
+
+
+def rounds_to_tf32(weights: Mapping[str, Tensor]) -> bool:
+    """Returns whether a GPU rounds float32 to 10 bits in matrix products, or in convolutions."""
+    on_gpu = [p for p in weights.values() if p.is_cuda and p.dtype == torch.float32]
+    if not on_gpu or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        return False
+    convolves = any(p.dim() > 2 for p in on_gpu)
+    return _allows_tf32(torch.backends.cuda.matmul) or (
+        convolves and _allows_tf32(torch.backends.cudnn, torch.backends.cudnn.conv)
+    )
+
+
+def _allows_tf32(*settings: Any) -> bool:
+    """Returns whether the settings of an operation allow TF32; the last is the most exact."""
+    try:
+        return bool(settings[0].allow_tf32)
+    except RuntimeError:  # A script has set `fp32_precision`, of PyTorch 2.9, in its place.
+        return settings[-1].fp32_precision == "tf32"
 
 
 def random_states() -> list[Tensor]:

@@ -92,7 +92,9 @@ class Variables:
         found = []
         for group in optimizer.param_groups:
             weights = [self._names[p] for p in group["params"] if p in self._names]
-            own = {"optimizer": type(optimizer).__name__, "weights": weights}
+            own: dict[str, Any] = {"optimizer": type(optimizer).__name__, "weights": weights}
+            if group.get("fused") and any(p.is_cuda for p in group["params"]):
+                own["betas_in"] = "float32"
             found += [{**settings_of(group), **own}] if weights else []
         return found
 
