@@ -270,7 +270,8 @@ def write_torch_trace():
     """Writes a recording of the same weights in PyTorch's form: transposed, with other names."""
     with np.load("one.npz") as one:
         about = json.loads(str(one["about"]))
-        about |= {"framework": "torch", "variables": []}
+        about |= {"framework": "torch", "variables": [], "gradients": []}
+        about |= {"settings": [], "aliases": {}}
         arrays = {}
         weights = [("a.bias", "", 0), ("a.weight", "OI", 1), ("b.weight", "OI", 2)]
         for index, (name, layout, source) in enumerate(reversed(weights)):
@@ -289,9 +290,13 @@ def case_replay():
     record("replayed", two, replay="one.npz")
     record("permuted", two, replay="one.npz", permute=5)
     record("of_torch", two, replay="torch.npz", names={"a/bias": "a.bias"})
-    refused(r"one.npz: no step \[1\]; use steps=\[0, 2, 4\]$", two, replay="one.npz", steps=[0, 1])
-    refused("none.npz: no such file; record it first$", two, replay="none.npz")
-    unmatched = r"no weight for a/kernel \(5, 7\) among \[\('b.weight', \(7, 2\)\)\]"
+    refused(r"one.npz: lacks steps \[1\]; it has \[0, 2, 4\]$", two, replay="one.npz", steps=[0, 1])
+    refused(
+        "replay=none.npz: does not exist, nor does none.rank0.npz; pass", two, replay="none.npz"
+    )
+    unmatched = (
+        r"no weight fits a/kernel \(5, 7\); it has b.weight \(2, 7\), .*; pass names={'a/kernel': "
+    )
     refused(unmatched, two, replay="torch.npz", names={"a/kernel": "b.weight"})
     names = ("one", "two", "replayed", "permuted", "of_torch")
     one, two, replayed, permuted, of_torch = map(Trace, names)
@@ -399,8 +404,10 @@ def case_mesh():
         assert not is_close(first, third) and not is_close(first, second)
         rows = [trace.get(position, "data", rank)[0] for rank in range(4)]
         assert is_equal(rows[::2], rows[1::2]) and not np.array_equal(rows[0], rows[2])
-    refused("replay=four.npz: is of several devices; record one", mesh_step(mesh), run,
-            **options, replay="four.npz")  # fmt: skip
+    record("again", mesh_step(mesh), run, **options, replay="four.npz")
+    again = Trace("again")  # Each device has its part of the arrays that are put together.
+    for position, rank in itertools.product((1, 2, 3), range(4)):
+        assert is_equal(again.get(position, "before", rank), trace.get(position, "before", rank))
 
 
 def averaged_step(bug=""):
@@ -508,7 +515,7 @@ def case_errors():
     try:
         record("nowhere/x", step)
     except ValueError as error:
-        assert str(error) == "nowhere/x.npz: must be in a folder that exists"
+        assert str(error) == "nowhere/x.npz: must be an .npz file in a folder that exists"
     unknown = "^keep: unknown kind 'grads'; use one of raw, sums"
     refused(unknown, lambda *_: record_jax.keep("grads", 1))
 
