@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT
 from lockstep.recorders.common import DEFAULT_STEPS, Request, keep, rank_path, with_command, write
 from lockstep.recorders.jax.arrays import copied, is_array, like, placement_of, plain
+from lockstep.recorders.jax.clipping import clipped_by_state
 from lockstep.recorders.jax.compiled import computed_in, placed_leaves
 from lockstep.recorders.jax.keeping import GRADIENTS, Kept
 from lockstep.recorders.jax.replicas import Replicas, has_axis
@@ -196,8 +197,8 @@ class record:
         about["steps"].append(number)
         about["settings"].append([settings])
         about["reduction"] = self.reduction if "raw" in found else ""
-        if "sums" in found:
-            found.setdefault("clipped", found["sums"])
+        if "sums" in found and "clipped" not in found:
+            found["clipped"] = self._clipped(found, settings, replicas) or found["sums"]
         about |= {"num_replicas": replicas.number, "replicas": [r for r, _ in replicas.local]}
         if replicas.mesh:
             about |= self._on_mesh(replicas, found) | {"ranks": about.pop("replicas")}
@@ -211,6 +212,23 @@ class record:
                     array = array.view(np.uint8) if kind == "random" else array
                     array = array.squeeze() if kind == "loss" else array
                     keep(self._arrays, len(about["steps"]), f"{kind}/{replica}/{index}", array)
+
+    def _clipped(
+        self, found: Mapping[str, Any], settings: Mapping[str, Any], replicas: Replicas
+    ) -> list[Any] | None:
+        """Returns what a step that clips without keeping it applies; None if it does not clip."""
+        if replicas.mesh:
+            return None  # The devices have parts, of which each knows its own norm only.
+        optimizer = {**settings, "class": self.optimizer.get("class")}
+        described, names = self._about["variables"], self._kept.gradients
+        of_replicas, is_clipped = list[Any](), False
+        for i in range(len(replicas.local)):
+            kinds = ("sums", "before", "after")
+            sums, before, after = ([column[i] for column in found[kind]] for kind in kinds)
+            clipped = clipped_by_state(optimizer, described, names, sums, before, after)
+            is_clipped |= clipped is not None
+            of_replicas.append(clipped or sums)
+        return [[*column] for column in zip(*of_replicas, strict=True)] if is_clipped else None
 
     def _on_mesh(self, replicas: Replicas, found: Mapping[str, Any]) -> dict[str, Any]:
         """Describes the mesh, and how the arrays of each device are part of the whole ones."""
