@@ -45,7 +45,7 @@ def verdict_on(*findings, **changes):
 
 def details_used():
     """The details in the package's code: strings before a text with spaces."""
-    own = {"causes.py", "text.py", "record_keras.py", "record_jax.py"}
+    own = {"causes.py", "text.py"}
     for path in (ROOT / "lockstep").rglob("*.py"):
         if path.name in own or "recorders" in path.parts:
             continue

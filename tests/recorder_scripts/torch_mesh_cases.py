@@ -265,7 +265,7 @@ def case_pipeline():
     names = {"below.weight": "down.weight", "below.bias": "down.bias"}
     options = {"steps": 3, "mesh": mesh, "replay": ONE}
     if stage:
-        expected = "replay: below.weight (5, 12) is not matched by nothing; pass names"
+        expected = f"replay={ONE}: no weight fits below.weight (5, 12); it has"
         model = Stage(stage)
         refused(expected, record_torch.record, "x.npz", model, adamw(model), **options)
     model = Stage(stage)

@@ -1,8 +1,5 @@
 """The recorder: begins and ends steps, and writes the file."""
 
-import contextlib
-import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +8,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.recorders.common import (
+    DEFAULT_STEPS,
+    Hooks,
+    Request,
+    rank_path,
+    require,
+    with_command,
+    write,
+)
 from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.loaders import observe_loaders
@@ -18,10 +24,7 @@ from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
-from lockstep.recorders.torch.values import in_words, layers_of, rank_path, require, settings_of
-
-FORMAT = {"format": "lockstep trace", "version": 2, "framework": "torch", "order": "reduce, clip"}
-DEFAULT_STEPS = (0, 1, 2)  # A shorter training has recorded all that was asked for.
+from lockstep.recorders.torch.values import layers_of, settings_of
 
 
 class record:
@@ -88,49 +91,45 @@ class record:
         first_step: int = 0,
         others: Mapping[str, Any] | None = None,
     ) -> None:
-        if given := json.loads(os.environ.get("LOCKSTEP_RECORD", "null")):
-            path, steps = given["path"], given.get("steps", steps)
-            replay, permute = given.get("replay"), given.get("permute")
-            modules, shards = given.get("modules") or modules, given.get("shards")
-            names = given.get("names") or names
-        self.is_recording = path is not None
-        if path is None:
+        file, given = with_command(
+            path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
+            shards=shards,
+        )  # fmt: skip
+        self.is_recording = file is not None
+        if file is None:
             return
-        is_file = path.endswith(".npz") and os.path.isdir(os.path.dirname(path) or ".")
-        require(is_file, f"{path}: must be an .npz file in a folder that exists")
-        wanted = _wanted(steps, first_step)
+        pattern, shards = given.pop("modules"), given.pop("shards")
+        self.path, self.request = file, (request := Request(**given, first_step=first_step))
         kind = type(model).__name__
         is_known = kind not in ("DataParallel", "FullyShardedDataParallel")
         require(is_known, f"model: {kind} cannot be recorded; use DDP or fully_shard")
-        self.path, self.seed, self.names = path, permute, names or {}
-        self.asked = [] if steps is DEFAULT_STEPS else sorted(wanted)
-        own = Recording(model, optimizer, others or {}, mesh, dims, wanted, first_step)
+        own = Recording(model, optimizer, others or {}, mesh, dims, request.wanted, first_step)
         self.recording, place = own, own.placement
-        is_alone = shards is None or (shards == "each" and replay and place.num_ranks == 1)
+        is_alone = shards is None or (shards == "each" and request.replay and place.num_ranks == 1)
         require(is_alone, f"shards={shards!r}: must be 'each', with replay= and in one process")
-        self.replay = Replay(own, replay, path, self.names, bool(shards)) if replay else None
+        self.replay = Replay(own, request, file) if request.replay else None
         self._check_replay(shards, feed_examples)
-        self.modules = Modules(own, modules) if modules else None
+        self.modules = Modules(own, pattern) if pattern else None
         self.shards = None
         if shards and self.replay:
-            self.shards = ShardRunner(own, self.replay, permute, self.modules)
+            self.shards = ShardRunner(own, self.replay, request.permute, self.modules)
         self.forward = ForwardObserver(
-            own, self.replay, seed=permute, feeds=feed_examples, shards=self.shards,
+            own, self.replay, seed=request.permute, feeds=feed_examples, shards=self.shards,
             modules=self.modules, begin=self._begin, end=self._end_step,
         )  # fmt: skip
         self.gradients = GradientObserver(
             own, self.forward, self._begin, self._end_step, self._prepare
         )
-        self.has_hooks, self.counters, self.ended_with = False, contextlib.ExitStack(), ""
+        self.has_hooks, self.counters = False, Hooks()
         self.loader_seeds = list[int]()
 
     def _check_replay(self, shards: str | None, feed_examples: bool) -> None:
         """Raises an error if what the arguments ask for is not in the other recording."""
-        about = self.replay.files[0].about if self.replay else {}
-        classes = [str(layer.get("class")) for layer in about.get("layers", ())]
+        trace = self.replay.trace if self.replay else None
+        classes = [str(layer.get("class")) for layer in (trace.about.layers if trace else ())]
         is_local = not (shards and any("SyncBatchNorm" in name for name in classes))
         require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
-        is_whole = self.replay and about["num_replicas"] == len(self.replay.files) == 1
+        is_whole = trace and trace.about.num_replicas == 1 and not trace.mesh
         require(
             is_whole or not feed_examples,
             "feed_examples: needs replay= and a recording of one process, whose examples are given",
@@ -141,22 +140,20 @@ class record:
     def __enter__(self) -> None:
         if not self.is_recording:
             return
-        for handle in (*self.gradients.install_always(), *self.forward.install_always()):
-            self.counters.callback(handle.remove)
+        self.gradients.install_always(self.counters)
+        self.forward.install_always(self.counters)
         observe_loaders(self.counters, self.loader_seeds)
         self._start_step()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if not self.is_recording:
             return
-        self.ended_with = in_words(error)
         if self.recording.is_updated:
             self._end_step()
-        self.gradients.remove()
         self.counters.close()
         self.recording.hooks.close()
         self.recording.is_on = False
-        self._write()
+        self._write(error)
 
     # Steps.
 
@@ -227,27 +224,16 @@ class record:
 
     # The file.
 
-    def _write(self) -> None:
-        """Writes the recorded steps to a temporary file, and renames it."""
-        own = self.recording
+    def _write(self, error: BaseException | None) -> None:
+        """Writes the recorded steps, of a training that may have ended with an error."""
+        own, place = self.recording, self.recording.placement
         if missing := sorted(own.wanted - set(own.per_step["steps"])):
             warnings.warn(f"{self.path}: the training ended before steps {missing}", stacklevel=3)
-        about, arrays = self._about(), own.arrays
+        about, arrays = self.request.about("torch", error, self.replay) | self._about(), own.arrays
         if self.modules:
             about["modules"], indexed = self.modules.names, self.modules.indexed
             arrays = {indexed(name): array for name, array in arrays.items()}
-        firsts: dict[int, str] = {}  # Of arrays that are kept by several names.
-        first_of = {name: firsts.setdefault(id(x), name) for name, x in arrays.items()}
-        about["aliases"] = {name: first for name, first in first_of.items() if name != first}
-        written: dict[str, Any] = {name: arrays[name] for name in firsts.values()}
-        place = own.placement
-        path = rank_path(self.path, place.rank) if place.num_ranks > 1 else self.path
-        temporary = f"{path}.{os.getpid()}.tmp"
-        with open(temporary, "wb") as file:
-            np.savez(file, about=np.array(json.dumps(about)), **written)
-            file.flush()
-            os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
-        os.replace(temporary, path)
+        write(rank_path(self.path, place.rank) if place.num_ranks > 1 else self.path, about, arrays)
 
     def _about(self) -> dict[str, Any]:
         """Returns the description of the recording."""
@@ -268,21 +254,16 @@ class record:
             "optimizer": self._optimizer(),
             "layers": [*layers_of(own.module), *own.variables.layers_of_others()],
             "data_layout": "NCHW" if "OIHW" in str(described) else "",
-            "permuted": self.seed,
-            "replayed": self.replay.name if self.replay else None,
-            "not_loaded": list(self.replay.not_loaded) if self.replay else [],
             "tied": own.variables.tied(),
             "loader_seeds": self.loader_seeds,
-            "asked": self.asked,
-            "ended_with": self.ended_with,
-            **(FORMAT | own.per_step),
+            **own.per_step,
         }
         if not place.mesh:
             return about | {"replicas": [place.rank]}
         placements = place.placements
         if self.modules:
             placements = {self.modules.indexed(x): text for x, text in placements.items()}
-        names = {key: name for key, name in self.names.items() if key in described}
+        names = {key: name for key, name in self.request.names.items() if key in described}
         about |= {"mesh": place.mesh.sizes, "ranks": [place.rank], "data_axes": place.mesh.data}
         return about | {"placements": placements, "names": names}
 
@@ -293,18 +274,3 @@ class record:
             return {"class": "", "framework": "torch"}
         rule = {"class": type(optimizers[0]).__name__, "framework": "torch"}
         return {**settings_of(optimizers[0].defaults), **rule}
-
-
-def _wanted(steps: int | Sequence[int], first_step: int) -> set[int]:
-    """Returns the numbers of the steps to record."""
-    is_number = isinstance(steps, int) and not isinstance(steps, bool)
-    require(first_step >= 0, f"first_step={first_step}: must be a number from 0")
-    if isinstance(steps, int) and is_number:
-        wanted = {first_step + number for number in range(steps)}
-    elif steps is DEFAULT_STEPS:
-        wanted = {first_step + number for number in DEFAULT_STEPS}
-    else:
-        wanted = {*steps} if not isinstance(steps, int) else set()
-    is_right = wanted and min(wanted) >= first_step
-    require(is_right, f"steps={steps}: must be numbers from {first_step}")
-    return wanted

@@ -1,6 +1,5 @@
 """Holds what was seen of the current step, and the arrays of the steps before it."""
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.recorders.common import Hooks, keep
 from lockstep.recorders.torch.placement import Placement
+from lockstep.recorders.torch.private import indices_of_sparse, uncompiled, values_of_sparse
 from lockstep.recorders.torch.values import local, to_array
 from lockstep.recorders.torch.variables import Variables
 
@@ -90,13 +91,13 @@ class Recording:
     ) -> None:  # fmt: skip
         self.ddp: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         self.called = model.module if self.ddp else model
-        self.module = getattr(self.called, "_orig_mod", self.called)  # Of torch.compile.
+        self.module = uncompiled(self.called)
         self.variables = Variables(self.module, optimizer, others)
         self.weights = self.variables.weights
         dims = {"inputs": dims} if isinstance(dims, str) else dims
         self.placement = Placement(self.variables, self.ddp, mesh, dims)
         self.wanted, self.number = {*wanted}, number
-        self.hooks, self.step = contextlib.ExitStack(), Step()
+        self.hooks, self.step = Hooks(), Step()
         self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
         self.called_others = set[str]()
         self.arrays: dict[str, np.ndarray] = {}
@@ -153,8 +154,8 @@ class Recording:
         if scale != 1 and value is not None:
             value = value / float(scale)
         if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
-            arrays[f"{key}/values"] = to_array(value._values())
-            arrays[f"{key}/indices"] = to_array(value._indices()[0])
+            arrays[f"{key}/values"] = to_array(values_of_sparse(value))
+            arrays[f"{key}/indices"] = to_array(indices_of_sparse(value)[0])
             arrays[f"{key}/rows"] = np.array(len(value))
         elif isinstance(value, Tensor | int | float):
             arrays[key] = to_array(torch.as_tensor(value))
@@ -169,12 +170,7 @@ class Recording:
         for key, value in zip(PER_STEP, noted, strict=True):
             self.per_step[key].append(value)
         for key, array in step.arrays.items():
-            # A script's own state is mostly that after the step before it.
-            if key.startswith("replaced/"):
-                before = self.arrays.get(f"{position - 1}/after{key.removeprefix('replaced')}")
-                if before is not None and before.tobytes() == array.tobytes():
-                    array = before
-            self.arrays[f"{position}/{key}"] = array
+            keep(self.arrays, position, key, array)
 
     def note_modes(self) -> None:
         """Notes the layers that are in evaluation mode."""

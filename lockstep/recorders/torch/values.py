@@ -9,17 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lockstep.recorders.torch.private import tree_leaves, tree_map_only
 
 NAMES = {"lr": "learning_rate", "eps": "epsilon", "alpha": "rho", "stride": "strides", "p": "rate"}
 OF_LAYERS = ("eps", "momentum", "stride", "padding", "dilation", "groups", "p")
-AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
-
-
-def require(condition: Any, message: str) -> None:
-    """Raises an error if a condition does not hold."""
-    if not condition:
-        raise ValueError(message)
 
 
 def to_array(value: Tensor) -> np.ndarray:
@@ -47,13 +41,6 @@ def assign(target: Any, array: np.ndarray) -> Any:
         shard = dist.tensor.distribute_tensor
         value = shard(value, target.device_mesh, target.placements, src_data_rank=None)
     return target.copy_(value)
-
-
-def transposed(variable: dict[str, Any], layout: str) -> dict[str, Any]:
-    """Returns a variable with its array in another layout."""
-    array = variable["array"]
-    axes = AXES.get((variable["layout"], layout), range(array.ndim))
-    return {**variable, "array": array.transpose(axes)}
 
 
 def take(nest: Any, rows: Tensor, size: int) -> Any:
@@ -140,16 +127,3 @@ def layers_of(module: nn.Module) -> list[dict[str, Any]]:
             kind["weights"] = [f"{name}.{x}" if name else x for x, _ in own]
             layers.append(kind | settings)
     return layers
-
-
-def rank_path(path: str, rank: int) -> str:
-    """Returns the file of a rank."""
-    return f"{path.removesuffix('.npz')}.rank{rank}.npz"
-
-
-def in_words(error: BaseException | None) -> str:
-    """Returns the exception that ended the training in one line; "" for none and `sys.exit(0)`."""
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        return ""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return "".join(c for c in text if c.isprintable())[:200].removesuffix(": ").removesuffix(":")

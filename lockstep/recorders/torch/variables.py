@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.recorders.torch.values import require, settings_of
+from lockstep.recorders.common import require
+from lockstep.recorders.torch.values import settings_of
 
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 
