@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from app.options import Config
 from app.records.files import publish, temporary_path, write_json
 from app.records.run_directory import default_out, named_path, open_command_directory
-from app.report import result
 from app.report.page import REPORT_FILE, write_report
 from app.report.result import Block, Facts, Result, Table
 from app.runtime import console
 from app.runtime.errors import DataError, DivergedError, MismatchError
+from lockstep.answer.html import cell_of, kind_of
 from lockstep.answer.json import columns_of, finite, record_of, record_of_all
 from lockstep.answer.text import (
     explanations,
@@ -30,8 +30,6 @@ from lockstep.answer.text import (
     share_of,
 )
 from lockstep.answer.verdict import (
-    BY_DESIGN,
-    CLEAN,
     FAULT,
     NOT_COMPARED,
     NOT_VERIFIED,
@@ -44,14 +42,6 @@ from lockstep.answer.verdict import (
 IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
 OTHER_TRAINING = "another training by design"
 VERIFY_FILE = "verify.json"
-_STATUSES = {
-    CLEAN: result.GOOD,
-    BY_DESIGN: result.BY_DESIGN,
-    FAULT: result.BAD,
-    NOTHING: result.BAD,
-    NOT_COMPARED: result.BAD,
-    NOT_VERIFIED: result.BAD,
-}
 _MOST_LINES = 3  # Pairs with a line each; more pairs are grouped.
 
 
@@ -262,7 +252,7 @@ def describe(
     caveats: Sequence[str] = (),
 ) -> Result:
     """Describes the results in sentences and tables; see `report` for the arguments."""
-    verdicts = [(_STATUSES[run.verdict.status], sentence_of(run.verdict)) for run in runs.values()]
+    verdicts = [(kind_of(run.verdict.status), sentence_of(run.verdict)) for run in runs.values()]
     explained = explanations(run.verdict for run in runs.values())
     notes = [
         one_line(f"{name}: {note}") for name, run in runs.items() for note in notes_of(run.verdict)
@@ -309,12 +299,8 @@ def _stages(runs: Mapping[str, Run]) -> Table:
     for stage in STAGES:
         statuses = [verdict.status_of(stage) for verdict in verdicts]
         if any(status != "not checked" for status in statuses):
-            rows.append([stage, *map(_cell, statuses)])
+            rows.append([stage, *map(cell_of, statuses)])
     return Table(f"Each stage of each step{against}", ["stage", *map(one_line, runs)], rows)
-
-
-def _cell(status: str) -> str:
-    return {"not checked": "–", FAULT: f"✗ {FAULT}"}.get(status, status)
 
 
 def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
