@@ -77,6 +77,7 @@ def test_what_a_port_changes_is_named(originals, tmp_path, monkeypatch, capsys, 
     monkeypatch.setattr("sys.argv", arguments)
     monkeypatch.syspath_prepend(ROOT)
     runpy.run_path(str(SCRIPTS / "port_keras.py"), run_name="__main__")
+    capsys.readouterr()  # What the script prints.
     code = main([*map(str, (one, port, permuted)), "--json"])
     assert code == (9 if any(not cause.endswith("*") for cause in causes) else 0)
     found = json.loads(capsys.readouterr().out)["trainings"]["keras.npz"]
