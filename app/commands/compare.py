@@ -196,7 +196,7 @@ def pair_lines(pairs: Sequence[Pair], num_steps: int) -> list[str]:
     for pair in pairs:
         if pair.outcome != IDENTICAL:
             lines.append(
-                f"{' and '.join(pair.names)}: weights {after} differ by at most"
+                f"{' and '.join(pair.trainings)}: weights {after} differ by at most"
                 f" {pair.absolute:.2g} ({pair.relative:.2g} of the largest, in {pair.where})"
             )
     return [*lines, *dict.fromkeys(pair.why for pair in pairs if pair.outcome != IDENTICAL)]
@@ -219,10 +219,10 @@ def _identical(pairs: Sequence[Pair]) -> list[list[str]]:
     groups = list[list[str]]()
     for pair in pairs:
         if pair.outcome == IDENTICAL:
-            group = next((g for g in groups if not set(g).isdisjoint(pair.names)), [])
+            group = next((g for g in groups if not set(g).isdisjoint(pair.trainings)), [])
             if not group:
                 groups.append(group)
-            group += [name for name in pair.names if name not in group]
+            group += [name for name in pair.trainings if name not in group]
     return groups
 
 
