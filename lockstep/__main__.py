@@ -35,9 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:
-        return _run(_run_parser().parse_args(words[1:]))
+        options = _run_parser().parse_args(words[1:])
+        _remove_page(options)
+        return _run(options)
     is_show = words[:1] == ["show"]
     options = _parser(is_show).parse_args(words[is_show:])
+    _remove_page(options)
     from lockstep.answer.show import contents_of
     from lockstep.comparison import compare_traces
     from lockstep.data.file import load
@@ -72,6 +75,13 @@ def _show(verdicts: Mapping[str, Any], options: argparse.Namespace) -> int:
             print(f"error: --html: {one_line(options.html)}: {error.strerror}", file=sys.stderr)
             return max(record["exit_code"], 2)
     return record["exit_code"]
+
+
+def _remove_page(options: argparse.Namespace) -> None:
+    """Removes the page of an earlier verification: after an error, there is none."""
+    if getattr(options, "html", None):
+        with contextlib.suppress(OSError):
+            os.unlink(options.html)
 
 
 def _run(options: argparse.Namespace) -> int:

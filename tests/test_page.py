@@ -154,6 +154,16 @@ def test_run_writes_a_page(tmp_path, capsys):
     assert sentence == capsys.readouterr().out.splitlines()[0]
 
 
+def test_after_an_error_there_is_no_page(files):
+    one, page = str(files / "one.npz"), files / "page.html"
+    for words in (
+        [one, str(files / "none.npz")],
+        ["run", "--reference=false", "--variant=false", "--timeout=60"],
+    ):
+        assert main([one, f"--html={page}"]) == 0 and page.exists()
+        assert main([*words, f"--html={page}"]) in (2, 3) and not page.exists()
+
+
 def test_a_page_needs_numpy_alone(files):
     code = (
         "import sys; from lockstep.__main__ import main; assert main(sys.argv[1:]) == 0;"
