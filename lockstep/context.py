@@ -9,8 +9,6 @@ import numpy as np
 from lockstep.answer.verdict import FAULT, Finding, Measurement, finding_of
 from lockstep.data.trace import CLIP_FIRST, REDUCE_FIRST, SEED, STATISTIC, Trace
 from lockstep.numeric.arrays import (
-    MARGIN,
-    TINY,
     Array,
     Named,
     add_named,
@@ -25,7 +23,7 @@ from lockstep.numeric.arrays import (
     scaled_all,
 )
 from lockstep.oracles import Ask, Batch, Computed, Oracle
-from lockstep.oracles.rounding import Expected, measure, widened
+from lockstep.oracles.rounding import Expected, OracleBound, measure, widened
 from lockstep.oracles.rules import RuleOracle
 
 _LIKE_STALE_AT_FIRST = ("frozen", "lost_replica", "lost_micro_batch", "not_updated")
@@ -369,31 +367,17 @@ class Context:
                 parts.append(scaled_all(self.compute(ask).raw, 1.0 if has_loss else weight))
         return add_named(parts)
 
-    def limit(self, shard: int, name: str, value: Array, times: float | None = None) -> float:
-        """Returns how far rounding can move a gradient of a shard, as a Euclidean distance.
+    def bound(self, shards: Sequence[int], times: float | None = None) -> OracleBound:
+        """Returns how far rounding can move sums of gradients of some shards.
 
         Args:
-            shard: the shard.
-            name: name of the weight.
-            value: the gradient.
-            times: factor over the gradients of `expected`; None for that of the shard's loss.
+            shards: the shards.
+            times: factor over the gradients of `expected`; None for that of the first one's loss.
         """
-        expected = self.expected(shard)
+        first, *_ = shards
         if times is None:
-            times = self.actual[shard].scales[0] / self.right[shard].scales[0]
-        own = abs(times) * expected.gradients.get(name, 0.0)
-        return MARGIN * max(own, expected.backward * norm(value)) + TINY
-
-    def near(
-        self, shard: int, actual: Named, expected: Named, times: float | None = None
-    ) -> list[str]:
-        """Returns the names of the gradients that are as expected, within rounding."""
-        return [
-            name
-            for name, value in actual.items()
-            if name in expected
-            and distance(value, expected[name]) <= self.limit(shard, name, expected[name], times)
-        ]
+            times = self.actual[first].scales[0] / self.right[first].scales[0]
+        return OracleBound([self.expected(shard) for shard in shards], times)
 
     @property
     def modal_layers(self) -> tuple[int, ...]:

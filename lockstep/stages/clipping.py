@@ -8,7 +8,7 @@ from lockstep.answer.verdict import Finding
 from lockstep.context import Context
 from lockstep.explain.axes import clipped_by_local_norm, reduced_over_parts
 from lockstep.explain.factors import meanings
-from lockstep.explain.hypothesis import explain
+from lockstep.explain.rows import explained_apart
 from lockstep.explain.tensors import why_tensor
 from lockstep.numeric.arrays import (
     Array,
@@ -169,10 +169,11 @@ def _why(
         )  # fmt: skip
         return
     num = len(context.shards)
-    reasons = explain(wrong, lambda name: why_tensor(clipped[name], alone[name], 0.0, num))
-    for (cause, text), names in reasons.items():
+    for row, names, _ in explained_apart(
+        wrong, lambda name: why_tensor(clipped[name], alone[name], 0.0, num)
+    ):
         yield context.found(
-            cause, f"after clipping, {text}", kind="clipped", items=(item,), tensors=names,
+            row.detail, f"after clipping, {row.text}", kind="clipped", items=(item,), tensors=names,
             distance=farthest(clipped, alone, names),
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Actual, Context
-from lockstep.explain.gradients import shifted_targets
+from lockstep.explain.oracle_rows import shifted_targets
 from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, are_finite, dense, factor_of, joined
 
 
@@ -124,7 +124,8 @@ def _label_smoothing(context: Context, shard: int) -> tuple[str, str, dict] | No
         return None
     starts, predicted = gradients(smoothing)
     times = share / context.right[shard].scales[0]
-    if len(context.near(shard, actual, predicted, times)) < len(actual):
+    bound = context.bound([shard], times)
+    if len(bound.near(actual, [(1.0, predicted)])) < len(actual):
         return None
     text = f"its gradients are those of a label smoothing of {smoothing:.3g}"
     return "label_smoothing", text, {"starts": starts, "scales": scales}

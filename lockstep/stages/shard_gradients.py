@@ -6,8 +6,9 @@ import numpy as np
 
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, NOTHING, Finding
 from lockstep.context import Actual, Context
-from lockstep.explain.gradients import gradient_hypotheses, synchronized_hypotheses
-from lockstep.explain.hypothesis import Hypothesis, explain, predicted_by
+from lockstep.explain.oracle_rows import rows_of_shard, rows_of_synchronized
+from lockstep.explain.rows import Row, choose, explained_apart
+from lockstep.explain.solve import solve
 from lockstep.explain.tensors import factor_of_part, why_tensor
 from lockstep.numeric.arrays import (
     EPS,
@@ -24,7 +25,6 @@ from lockstep.numeric.arrays import (
     distance,
     factor_of,
     farthest,
-    fitted,
     norm,
     relative_norm,
     same_bits,
@@ -82,15 +82,12 @@ def _check_shard(context: Context, shard: int) -> Iterator[Finding]:
             items=(shard,), tensors=sorted(actual.keys() ^ expected.keys()),
         )  # fmt: skip
         return
-    is_far = any(
-        distance(value, expected[name]) > context.limit(shard, name, expected[name])
-        for name, value in actual.items()
-    )
     # Eight units of 16 bits would excuse a fault.
-    if is_far and context.oracle.unit <= EPS and not context.is_wrong("forward", "loss"):
+    can_widen = context.oracle.unit <= EPS and not context.is_wrong("forward", "loss")
+    if can_widen and len(context.bound([shard]).near(actual, [(1.0, expected)])) < len(actual):
         context.widen(shard)
-    hypotheses = gradient_hypotheses(context, shard)
-    yield from _compare(context, shard, actual, expected, (shard,), hypotheses)
+    rows = rows_of_shard(context, shard)
+    yield from _compare(context, shard, actual, expected, (shard,), rows)
 
 
 def _check_together(context: Context) -> Iterator[Finding]:
@@ -101,13 +98,13 @@ def _check_together(context: Context) -> Iterator[Finding]:
         yield context.found("random_layers", DRAWS_OUTSIDE, status=NOT_COMPARED)
         return
     total, expected = add_named(context.named("raw")), context.expected(0).step.raw
-    hypotheses = synchronized_hypotheses(context)
-    yield from _compare(context, 0, total, expected, context.shards, hypotheses)
+    rows = rows_of_synchronized(context)
+    yield from _compare(context, 0, total, expected, context.shards, rows)
 
 
 def _compare(
     context: Context, shard: int, actual: Named, expected: Named, items: Sequence[int],
-    hypotheses: Iterable[Hypothesis],
+    rows: Iterable[Row],
 ) -> Iterator[Finding]:  # fmt: skip
     """Compares gradients, and explains the wrong ones.
 
@@ -116,10 +113,11 @@ def _compare(
         shard: the shard whose rounding error is that of the gradients.
         actual, expected: the gradients.
         items: the shards that have sent them.
-        hypotheses: what these shards may have computed.
+        rows: what these shards may have computed.
     """
     least = SMALL_PART * max(map(norm, expected.values()), default=0.0)
-    limits = {name: context.limit(shard, name, right) for name, right in expected.items()}
+    bound = context.bound([shard])
+    limits = {name: bound.allowed([(1.0, expected)], name) for name in expected}
     wrong = [
         name
         for name, value in actual.items()
@@ -132,26 +130,17 @@ def _compare(
         yield context.found("not_finite", text, items=senders, tensors=odd)
     left = [name for name in wrong if name not in odd]
 
-    def is_predicted(name: str, predicted: Named) -> bool:
-        sent, right = {name: actual[name]}, {name: expected[name]}
-        near = context.near(shard, sent, predicted)
-        return bool(near) and not context.near(shard, right, predicted)
-
-    known = predicted_by(hypotheses, left, is_predicted)
-
     def why(name: str) -> tuple[str, str]:
-        if name in known:
-            cause, text, _ = known[name]
-            return cause, f"the gradients are {text}"
         asked = actual[name], expected[name], limits[name]
         alone = why_tensor(*asked, len(context.shards))
         of_part = factor_of_part(context, *asked) if alone[0] == "unexplained" else None
         return of_part or alone
 
-    unknown = [name for name in left if name not in known]
-    for (cause, text), names in explain([*known, *unknown], why).items():
+    chosen, left = choose(actual, left, rows, bound, right=expected)
+    for row, names, _ in [*chosen, *explained_apart(left, why)]:
         yield context.found(
-            cause, text, items=items, tensors=names, distance=farthest(actual, expected, names),
+            row.detail, row.text, items=items, tensors=names,
+            distance=farthest(actual, expected, names),
             allowed=MARGIN * context.expected(shard).backward,
         )  # fmt: skip
 
@@ -159,7 +148,7 @@ def _compare(
 # Steps that show no loss, or sum gradients themselves.
 
 
-def _scales_that_fit(context: Context) -> list[tuple[float, float]]:
+def _scales_that_fit(context: Context) -> list[tuple[float, ...]]:
     """Returns the factors of each shard's data loss and regularisation, where no loss is recorded.
 
     The sum over the shards shows whether they are right. A shard whose factors explain none of its
@@ -167,11 +156,11 @@ def _scales_that_fit(context: Context) -> list[tuple[float, float]]:
     """
     fits = [_factors_of(context, shard) for shard in context.shards]
     known = [fit for fit in fits if fit] or [(1 / len(fits), 1 / len(fits))]
-    usual = tuple(np.median(known, axis=0).tolist())
+    usual: tuple[float, ...] = tuple(np.median(known, axis=0).tolist())
     return [fit or usual for fit in fits]
 
 
-def _factors_of(context: Context, shard: int) -> tuple[float, float] | None:
+def _factors_of(context: Context, shard: int) -> tuple[float, ...] | None:
     """Returns two factors that explain most gradients of a shard; None if none explains any.
 
     A step may divide the data loss by the global batch, and regularisation by the number of
@@ -186,35 +175,20 @@ def _factors_of(context: Context, shard: int) -> tuple[float, float] | None:
     both = {n: dense(regular.get(n, np.zeros(np.shape(dense(own[n]))))) for n in own}
     rest = {name: dense(own[name]) - both[name] for name in own}
 
-    def explained(a: float, b: float) -> list[str]:
-        expected = {name: a * rest[name] + b * both[name] for name in own}
-        return context.near(shard, actual, expected, max(abs(a), abs(b)))
-
-    def fit(names: Sequence[str]) -> list[tuple[float, float]]:
-        parts = [np.concatenate([dense(g[n]).ravel() for n in names]) for g in (actual, rest, both)]
-        equal = factor_of(parts[:1], [parts[1] + parts[2]])
-        found = [(equal, equal)] if np.isfinite(equal) else []
-        return [*found, *_two_factors(*parts)]
+    def rows(names: Sequence[str]) -> Iterator[Row]:
+        for terms in ([own], [rest, both]):
+            solved, is_known = solve(actual, terms, names)
+            if is_known.all() and np.isfinite(solved).all():
+                a, b = map(float, (solved[0], solved[-1]))
+                yield Row("", "", [(a, rest), (b, both)], factors=(a, b))
 
     sizes = {name: norm(value) for name, value in own.items()}
     large = [n for n in own if sizes[n] > NOTHING_BUT_ROUNDING * np.mean([*sizes.values()])]
-    candidates = [pair for name in large for pair in fit([name])]
-    best = max(candidates, key=lambda pair: len(explained(*pair)), default=None)
-    if best is None or not (names := explained(*best)):
-        return None
-    return max(fit(names), key=lambda pair: len(explained(*pair)), default=best)
-
-
-def _two_factors(
-    actual: np.ndarray, first: np.ndarray, second: np.ndarray
-) -> Iterator[tuple[float, float]]:
-    """Yields (a, b) with `a * first + b * second` closest to `actual`, if both are determined."""
-    sizes = norm(first), norm(second)
-    if not all(sizes) or abs(np.vdot(first, second)) > 0.99 * sizes[0] * sizes[1]:
-        return
-    columns = np.stack([first / sizes[0], second / sizes[1]], axis=1)
-    a, b = fitted(columns, actual)
-    yield float(a / sizes[0]), float(b / sizes[1])
+    bound = context.bound([shard], 1.0)
+    chosen, _ = choose(actual, [*own], (row for name in large for row in rows([name])), bound)
+    if chosen:
+        again, _ = choose(actual, chosen[0].names, rows(chosen[0].names), bound)
+    return (again or chosen)[0].row.factors if chosen else None
 
 
 def _are_sums(context: Context) -> bool:
@@ -240,7 +214,8 @@ def _are_sums(context: Context) -> bool:
         factor = factor_of(list(raw[0].values()), [own[name] for name in raw[0]])
         # Gradients of one shard's examples, or of a loss that does not depend on examples.
         multiple = scaled_all(own, factor) if np.isfinite(factor) else {}
-        if len(context.near(shard, raw[0], multiple, factor)) == len(raw[0]):
+        bound = context.bound([shard], factor)
+        if len(bound.near(raw[0], [(1.0, multiple)])) == len(raw[0]):
             return False
     return True
 

@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import SEED, STATISTIC
-from lockstep.explain.hypothesis import explain
+from lockstep.explain.rows import explained_apart
 from lockstep.numeric.arrays import (
     EPS,
     MARGIN,
@@ -191,8 +191,8 @@ def _averages(context: Context) -> Iterator[Finding]:
         if not same and not is_within(saved[name], mean, bound):
             wrong.append(name)
     why = functools.partial(_why_average, context, own, saved, wrong)
-    for (cause, text), names in explain(wrong, why).items():
-        yield context.found(cause, text, kind="after", tensors=names)
+    for row, names, _ in explained_apart(wrong, why):
+        yield context.found(row.detail, row.text, kind="after", tensors=names)
 
 
 def _average(

@@ -1,14 +1,14 @@
 """Checks weights and optimizer state after the update."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from lockstep.answer.verdict import NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import SEED, WEIGHT
-from lockstep.explain.hypothesis import explain, predicted_by
-from lockstep.explain.updates import update_hypotheses
+from lockstep.explain.rows import choose, explained_apart, share_of
+from lockstep.explain.update_rows import update_rows
 from lockstep.numeric.arrays import (
     EPS,
     MARGIN,
@@ -24,6 +24,7 @@ from lockstep.numeric.arrays import (
     length,
     same_bits,
 )
+from lockstep.numeric.tolerance import Expression, value_of
 from lockstep.oracles.rules import RuleOracle
 
 
@@ -146,21 +147,20 @@ def _explain(
     others = [name for name in wrong if name not in counters]
     # A wrong weight may result from a wrong state: one explanation for both.
     weights = [name for name in others if kinds[name] == WEIGHT] or others
-    hypotheses = update_hypotheses(context, copy, expected, weights) if weights else ()
-    fits = _fits(context, copy, expected, bounds)
-    known = predicted_by(hypotheses, weights, fits)
-    unknown = [name for name in weights if name not in known]
+    bound = _BoundOfUpdate(context, before, after, bounds)
+    rows = update_rows(context, copy, expected, weights) if weights else ()
+    chosen, unknown = choose(after, weights, rows, bound, right=expected)
     alone = _alone(after, expected, bounds, unknown)
-    reasons = explain([*known, *unknown], lambda n: known[n][:2] if n in known else alone[n])
-    for (cause, text), names in reasons.items():
-        predicted = known[names[0]][2] if names[0] in known else {}
+    chosen += explained_apart(unknown, alone.__getitem__)
+    for row, names, _ in chosen:
+        predicted = {n: a for _, term in row.terms for n, a in term.items()} if counters else {}
         counted = [n for n in counters if n in predicted and same_bits(after[n], predicted[n])]
         counters = [name for name in counters if name not in counted]
         yield context.found(
-            cause, text, kind="after", items=(copy,), tensors=[*names, *counted],
+            row.detail, row.text, kind="after", items=(copy,), tensors=[*names, *counted],
             distance=farthest(after, expected, names),
         )  # fmt: skip
-    if {cause for cause, _ in reasons} == {"changed_on_its_own"} and len(weights) < len(others):
+    if {row.detail for row, *_ in chosen} == {"changed_on_its_own"} and len(weights) < len(others):
         states = [name for name in others if name not in weights]
         yield from _explain(context, copy, expected, bounds, states)
     if counters:
@@ -173,32 +173,41 @@ def _explain(
         )  # fmt: skip
 
 
-def _fits(
-    context: Context, copy: int, expected: Named, bounds: Named
-) -> Callable[[str, Named], bool]:
-    """Returns a function that returns whether a prediction alone explains a variable.
+class _BoundOfUpdate:
+    """How far rounding can move what an update leaves.
 
-    What an update does to a weight and to its state has one cause.
+    What it does to a weight and to its state has one cause: a row explains both, or neither.
+
+    Args:
+        context: the step.
+        before, after: the variables of a copy.
+        bounds: see `rounding_bounds`.
     """
-    before, after = context.named("before")[copy], context.named("after")[copy]
-    groups: dict[str, list[str]] = {name: [name] for name in bounds if name in after}
-    for key, variable in context.trace.variables.items():
-        if key in groups and variable.of in groups:
-            groups[variable.of].append(key)
-            groups[key] = groups[variable.of]
 
-    def fits(name: str, predicted: Named) -> bool:
-        if not all(each in predicted for each in groups[name]):
-            return False
-        # What is predicted may be larger than what is expected, and then its rounding is, too.
-        least = least_bounds(context, before, predicted, groups[name])
-        is_predicted = all(
-            is_within(after[each], predicted[each], np.maximum(bounds[each], least[each]))
-            for each in groups[name]
-        )
-        return is_predicted and not is_within(expected[name], predicted[name], bounds[name])
+    def __init__(self, context: Context, before: Named, after: Named, bounds: Named):
+        self._context, self._before, self._bounds = context, before, bounds
+        self._groups: dict[str, list[str]] = {name: [name] for name in bounds if name in after}
+        for key, variable in context.trace.variables.items():
+            if key in self._groups and variable.of in self._groups:
+                self._groups[variable.of].append(key)
+                self._groups[key] = self._groups[variable.of]
 
-    return fits
+    def shares(
+        self, observed: Named, expression: Expression, names: Sequence[str] | None = None
+    ) -> dict[str, float]:
+        """Returns name → largest distance of its elements, and of its state, over their bound."""
+        found = {}
+        for name in self._groups if names is None else names:
+            group = self._groups[name]
+            if all(any(each in term for _, term in expression) for each in group):
+                values = {n: value_of(expression, n, np.shape(observed[n])) for n in group}
+                # What is predicted may be larger than what is expected: so is its rounding.
+                least = least_bounds(self._context, self._before, values, group)
+                found[name] = max(
+                    share_of(observed[n], values[n], np.maximum(self._bounds[n], least[n]))
+                    for n in group
+                )
+        return found
 
 
 def _alone(
