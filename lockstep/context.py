@@ -351,21 +351,14 @@ class Context:
             for name, g in gradients.items()
         }
 
-    def weighted_sum(self, weights: Sequence[float], off: tuple[int, ...] = ()) -> Named:
-        """Returns the sum of the shards' gradients, each multiplied by a weight.
-
-        Args:
-            weights: the weights, in place of the factors of the shards' losses.
-            off: see `Ask`.
-        """
-        of_regular, has_loss, parts = 1 / len(self.shards), self.has("loss"), []
-        for shard, weight in enumerate(weights):
-            if self.sizes[shard]:
-                scales = (weight, of_regular) if has_loss else (1.0, 1.0)
-                state = self.state(0)
-                ask = self.ask(shard, state=state, scales=scales, off=off, starts=None)
-                parts.append(scaled_all(self.compute(ask).raw, 1.0 if has_loss else weight))
-        return add_named(parts)
+    def sum_by_size(self) -> Named:
+        """Returns the sum of the shards' gradients, by their shares of the batch, each alone."""
+        sizes, of_regular = self.sizes, 1 / len(self.shards)
+        return add_named([
+            self.gradients(s, state=self.state(0), scales=(n / sum(sizes), of_regular), starts=None)
+            for s, n in enumerate(sizes)
+            if n
+        ])  # fmt: skip
 
     def bound(self, shards: Sequence[int], times: float | None = None) -> OracleBound:
         """Returns how far rounding can move sums of gradients of some shards.

@@ -1,15 +1,17 @@
 """Rows of the node `raw` where an oracle computes: what a shard would send with a known fault."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from lockstep.context import Context
-from lockstep.explain.rows import Row, computed
+from lockstep.explain.raw_rows import Raw
+from lockstep.explain.rows import Meaning, Row, computed
+from lockstep.explain.solve import solve
 from lockstep.explain.states import other_steps
-from lockstep.numeric.arrays import add_named
+from lockstep.numeric.arrays import Named, dense
 from lockstep.oracles import Batch
 
 
@@ -49,19 +51,61 @@ def computed_variant(context: Context, shard: int, detail: str, text: str, **cha
 
 def rows_of_synchronized(context: Context) -> Iterator[Row]:
     """Yields rows of a wrong sum of gradients of layers that normalise over all shards."""
-    sizes, num = context.sizes, len(context.shards)
+    sizes = context.sizes
     text = (
-        f"the gradients are those of a BatchNorm that normalises each shard of"
+        "the gradients are those of a BatchNorm that normalises each shard of"
         f" {'/'.join(map(str, sizes))} examples separately; it is to normalise over all"
         f" {sum(sizes)} of the batch together"
     )
-    asks = [
-        context.ask(shard, scales=(size / sum(sizes), 1 / num), starts=None)
-        for shard, size in enumerate(sizes)
-    ]
-    yield computed(
-        "local_statistics", text, lambda: add_named([context.compute(ask).raw for ask in asks])
-    )
+    yield computed("local_statistics", text, context.sum_by_size)
+
+
+def rows_of_whole(
+    context: Context, sent: Sequence[Named], right: Named, wrong: Sequence[str]
+) -> Iterator[Row]:
+    """Yields rows of shards whose gradients do not add up to that of the whole batch.
+
+    Args:
+        context: the step.
+        sent: for each shard, its gradients.
+        right: the gradient of the whole batch.
+        wrong: names of the weights whose gradients differ.
+    """
+    of_batch = "the gradient of the whole batch on one device, summed over the replicas"
+    raw = Raw(sent, 1.0, right, _meanings, of_batch)
+    if not context.has("loss"):
+        yield from raw.of_sizes(context.sizes)
+    if weights := _weights_of_shards(context):
+        shown = "/".join(f"{weight:.3g}" for weight in weights)
+        reason = f"shares {shown} of the sample weights, or unmasked steps"
+        yield raw.of_shares(weights, "weighted_mean_of_means", reason)
+    yield from raw.of_factor()
+    if regular := context.oracle.regular_gradients(context.state(0), context.used):
+        apart = {name: dense(raw.total[name]) - dense(right[name]) for name in wrong}
+        (extra,), _ = solve(apart, [regular])
+        cause = "regulariser_repeated" if extra > 0 else "regulariser_missing"
+        text = "the replicas' gradients contain {:.4g} times the regularisation of one device"
+        expression = [(1.0, raw.total), (-float(extra), regular)]
+        yield Row(cause, text.format(1 + extra), expression)
+
+
+def _meanings(times: float) -> list[Meaning]:
+    """Returns what a factor of the sum over the shards means."""
+    if times < 1:
+        return [Meaning("scaled_gradient", "the loss is divided more than once")]
+    reason = "the loss is the mean over a replica's examples, not divided by the number of replicas"
+    return [Meaning("scalar_loss_not_divided", reason)]
+
+
+def _weights_of_shards(context: Context) -> list[float]:
+    """Returns the fractions of the shards' sample weights, or of their unmasked steps."""
+    if not context.has("mask"):
+        return []
+    sums = []
+    for ask, masks in zip(context.actual, context.arrays("mask"), strict=True):
+        arrays = [mask for mask in masks if mask.ndim] + context.oracle.targets(ask.data)[1]
+        sums.append(sum(float(np.sum(array)) for array in arrays))
+    return [number / sum(sums) for number in sums] if sum(sums) else []
 
 
 def shifted_targets(context: Context, data: Batch) -> Iterator[Batch]:

@@ -106,11 +106,10 @@ def _apart(context: Context, off: Sequence[int]) -> float:
 
 def _gradient_apart(context: Context) -> float:
     """Returns the distance of the shards' summed gradients from that of the whole batch."""
-    sizes = context.sizes
     if context.oracle.synchronized_layers:
         sums = context.compute(context.together(context.right)).raw
     else:
-        sums = context.weighted_sum([size / sum(sizes) for size in sizes])
+        sums = context.sum_by_size()
     whole = context.oracle.compute(context.right[0]._replace(data=context.whole, scales=(1, 1))).raw
     if sums.keys() != whole.keys():  # A shard overflows.
         return np.nan

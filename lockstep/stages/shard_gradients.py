@@ -1,12 +1,13 @@
 """Checks each shard's gradients, before clipping, and their sum against the whole batch."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, NOTHING, Finding
+from lockstep.answer.verdict import BY_DESIGN, NOT_COMPARED, NOTHING, Finding
 from lockstep.context import Actual, Context
-from lockstep.explain.oracle_rows import rows_of_shard, rows_of_synchronized
+from lockstep.explain.oracle_rows import rows_of_shard, rows_of_synchronized, rows_of_whole
 from lockstep.explain.rows import Row, choose, explained_apart
 from lockstep.explain.solve import solve
 from lockstep.explain.tensors import factor_of_part, why_tensor
@@ -15,22 +16,20 @@ from lockstep.numeric.arrays import (
     MARGIN,
     NOTHING_BUT_ROUNDING,
     SMALL_PART,
-    TINY,
-    Array,
     Named,
     add_named,
     all_same_bits,
     are_finite,
     dense,
-    distance,
     factor_of,
     farthest,
     norm,
     relative_norm,
-    same_bits,
-    scaled_all,
 )
+from lockstep.oracles.rounding import OracleBound
 from lockstep.stages.forward import DRAWS_OUTSIDE
+
+_CLOSE = 1e-4  # Relative; of solved factors.
 
 
 def check_gradients(context: Context) -> Iterator[Finding | Actual]:
@@ -57,7 +56,7 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
         text = "gradients are NaN or infinite, on one device too: nothing to compare with"
         yield context.found("not_finite", text, items=odd, status=NOTHING)
         return
-    if _are_sums(context) and (found := _check_sums(context)) is not None:
+    if (found := _check_sums(context)) is not None:
         yield from found
         return
     context.mark_checked()
@@ -191,59 +190,33 @@ def _factors_of(context: Context, shard: int) -> tuple[float, ...] | None:
     return (again or chosen)[0].row.factors if chosen else None
 
 
-def _are_sums(context: Context) -> bool:
-    """Returns whether each shard sends the same sum, of a custom step that sums gradients itself.
-
-    They are equal although the examples differ, and no shard's own gradients.
-    """
-    raw, used = context.named("raw"), [ask.data for ask in context.actual]
-    if len(raw) == 1 or context.oracle.synchronized_layers:
-        return False
-    if any(ask.off for ask in context.actual):
-        return False
-    if not any(map(norm, raw[0].values())):
-        return False
-    if not all(all_same_bits(other, raw[0]) for other in raw[1:]):
-        return False
-    if all(all(map(same_bits, other, used[0])) for other in used[1:]):
-        return False
-    for shard in context.shards:
-        own = context.expected(shard).step.raw
-        if own.keys() != raw[0].keys():
-            return False
-        factor = factor_of(list(raw[0].values()), [own[name] for name in raw[0]])
-        # Gradients of one shard's examples, or of a loss that does not depend on examples.
-        multiple = scaled_all(own, factor) if np.isfinite(factor) else {}
-        bound = context.bound([shard], factor)
-        if len(bound.near(raw[0], [(1.0, multiple)])) == len(raw[0]):
-            return False
-    return True
-
-
 def _check_sums(context: Context) -> list[Finding] | None:
-    """Compares sums of a custom step with the whole batch, if it can be computed.
+    """Checks gradients of a custom step that adds those of the shards itself.
 
-    Returns None if they are no multiple of its gradient.
+    Returns None unless each shard sends the same sum, and it is a multiple of the gradient of the
+    whole batch.
     """
+    raw, asks = context.named("raw"), context.actual
+    if len(raw) == 1 or context.oracle.synchronized_layers or any(ask.off for ask in asks):
+        return None
+    terms = [context.expected(shard).step.raw for shard in context.shards]
+    is_same = all(all_same_bits(other, raw[0]) for other in raw[1:])
+    if not is_same or any(own.keys() != raw[0].keys() for own in terms):
+        return None
+    factors, is_known = solve(raw[0], terms)
+    is_sum = np.count_nonzero(np.abs(factors) > _CLOSE * np.max(np.abs(factors))) > 1
+    if not (is_known.all() and is_sum):
+        return None
     if context.modal_layers or context.is_wrong("loss"):
         return []
-    raw = context.named("raw")
     expected = context.expected_of(context.ask(0, data=context.used, scales=(1.0, 1.0)))
-    total, whole = add_named(raw), expected.step.raw
-    factor = factor_of(list(total.values()), [whole[name] for name in total])
-    limits = {
-        name: MARGIN * max(expected.gradients[name], expected.backward * norm(g)) + TINY
-        for name, g in whole.items()
-    }
-
-    def wrong(times: float) -> list[str]:
-        by = max(1, abs(times))
-        return [n for n in whole if _apart(total[n], whole[n], times) > by * limits[n]]
-
-    if wrong(factor):
+    total, whole, bound = add_named(raw), expected.step.raw, OracleBound([expected])
+    factor = factor_of([*total.values()], [whole[name] for name in total])
+    if len(bound.near(total, [(factor, whole)])) < len(whole):
         return None
     context.mark_checked()
-    if not (names := wrong(1.0)):
+    right = bound.near(total, [(1.0, whole)])
+    if not (names := [name for name in whole if name not in right]):
         return []
     text = (
         "the train_step sums the gradients over the replicas; the sum of what they then send adds"
@@ -251,10 +224,6 @@ def _check_sums(context: Context) -> list[Finding] | None:
     )
     far = relative_norm(total, whole)
     return [context.found("scaled_gradient", text, tensors=names, distance=far)]
-
-
-def _apart(actual: Array, expected: Array, times: float = 1.0) -> float:
-    return distance(actual, times * dense(expected))
 
 
 # The gradient of the whole batch.
@@ -275,85 +244,27 @@ def _check_whole_batch(context: Context) -> Iterator[Finding]:
     whole = context.compute(ask).raw
     if any(shard.keys() != whole.keys() for shard in shards):  # One of them overflows.
         return
-    sums, each = add_named(shards), [context.expected(s) for s in context.shards]
-    backward = max(expected.backward for expected in each)
-    # The shards' gradients may cancel each other, but not their rounding errors.
-    limits = {
-        name: MARGIN
-        * max(
-            sum(expected.gradients.get(name, 0.0) for expected in each),
-            backward * sum(norm(shard[name]) for shard in shards),
-        )
-        + TINY
-        for name in whole
-    }
-    apart = {name: _apart(sums[name], whole[name]) for name in whole}
-    if any(apart[name] > limits[name] for name in whole):
-        gradients = context.expected_of(ask).gradients
-        limits = {n: limit + MARGIN * gradients[n] for n, limit in limits.items()}
-    if wrong := [name for name, limit in limits.items() if apart[name] > limit]:
-        cause, text = _why_whole(context, sums, whole, limits, wrong)
+
+    def far(bound: OracleBound) -> list[str]:
+        shares = bound.shares(whole, [(1.0, own) for own in shards])
+        return [name for name, share in shares.items() if not share <= 1]
+
+    bound = context.bound(context.shards, 1.0)
+    if far(bound):
+        bound = OracleBound([*bound.steps, context.expected_of(ask)])
+    if not (wrong := far(bound)):
+        return
+    chosen, _ = choose(whole, wrong, rows_of_whole(context, shards, whole, wrong), bound)
+    far_by = relative_norm(add_named(shards), whole)
+    where: Any = {"tensors": wrong, "distance": far_by}
+    if chosen and len(chosen[0].names) == len(wrong):
+        row = chosen[0].row
         # Losses may be equal by chance when their gradients are not.
-        stage = "loss" if cause == "weighted_mean_of_means" else ""
-        yield context.found(
-            cause, text, tensors=wrong, distance=relative_norm(sums, whole), stage=stage,
-            status=BY_DESIGN if cause == "not_a_sum_over_examples" else FAULT,
-        )  # fmt: skip
-
-
-def _why_whole(
-    context: Context, sums: Named, whole: Named, limits: dict[str, float], wrong: Sequence[str]
-) -> tuple[str, str]:
-    """Explains why the shards' gradients do not add up to the gradient of the whole batch."""
-
-    def are_near(actual: Named, expected: Named, times: float = 1.0) -> bool:
-        by = max(1, abs(times))
-        return all(_apart(actual[n], expected[n], times) <= by * limits[n] for n in wrong)
-
-    sizes = context.sizes
-    by_size = [size / sum(sizes) for size in sizes]
-    is_mean = not context.has("loss") and len(set(sizes)) > 1
-    if is_mean and are_near(context.weighted_sum(by_size, context.modal_layers), whole):
-        return "mean_of_means", f"shards of {'/'.join(map(str, sizes))} examples have equal weights"
-    weights = _weights_of_shards(context)
-    if weights and are_near(context.weighted_sum(weights, context.modal_layers), whole):
-        return "weighted_mean_of_means", (
-            "shards have equal weights; their shares of the sample weights, or unmasked steps, are"
-            f" {'/'.join(f'{weight:.3g}' for weight in weights)}"
-        )
-    factor = factor_of([sums[n] for n in whole], list(whole.values()))
-    if are_near(sums, whole, factor):
-        cause = "scaled_gradient" if factor < 1 else "scalar_loss_not_divided"
-        why = "is divided more than once"
-        if factor >= 1:
-            why = "is the mean over a replica's examples, not divided by the number of replicas"
-        return cause, (
-            f"the sum of the gradients over {len(context.shards)} replicas is {factor:.4g} times"
-            f" the gradient of the whole batch: the loss {why}"
-        )
-    if regular := context.oracle.regular_gradients(context.state(0), context.used):
-        apart = [dense(sums[name]) - dense(whole[name]) for name in wrong]
-        extra = factor_of(apart, [regular[name] for name in wrong])
-        more = {name: dense(whole[name]) + extra * dense(regular[name]) for name in wrong}
-        if are_near(sums, more):
-            return (
-                "regulariser_repeated" if extra > 0 else "regulariser_missing",
-                f"the replicas' gradients contain {1 + extra:.4g} times the regularisation of one"
-                " device",
-            )
-    return (
-        "not_a_sum_over_examples",
-        f"the gradient of the whole batch differs by {relative_norm(sums, whole):.1%} from the sum"
-        " over the shards, also on one device",
+        stage = "loss" if row.detail == "weighted_mean_of_means" else ""
+        yield context.found(row.detail, row.text, stage=stage, **where)
+        return
+    text = (
+        f"the gradient of the whole batch differs by {far_by:.1%} from the sum over the shards,"
+        " also on one device"
     )
-
-
-def _weights_of_shards(context: Context) -> list[float]:
-    """Returns the fractions of the shards' sample weights, or of their unmasked steps."""
-    if not context.has("mask"):
-        return []
-    sums = []
-    for ask, masks in zip(context.actual, context.arrays("mask"), strict=True):
-        arrays = [mask for mask in masks if mask.ndim] + context.oracle.targets(ask.data)[1]
-        sums.append(sum(float(np.sum(array)) for array in arrays))
-    return [number / sum(sums) for number in sums] if sum(sums) else []
+    yield context.found("not_a_sum_over_examples", text, status=BY_DESIGN, **where)
