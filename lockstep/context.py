@@ -1,5 +1,6 @@
 """A recorded step with everything that its checks need."""
 
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -54,13 +55,11 @@ class Context:
     Attributes:
         number: number of the step, from 0.
         num_absent: number of replicas that have ended before this step.
-        stage: the current stage.
         findings: what was found in this step so far.
         compared: what was found in comparison with a reference so far.
         reduced_inside: weights whose gradients the optimizer reduces by itself.
         measurements: every array that was compared with a computed one.
         exact: shards whose loss, gradients and statistics are bitwise those of one device.
-        in_float64: whether gradients are computed in float64: until a step depends on its dtype.
     """
 
     def __init__(
@@ -73,13 +72,12 @@ class Context:
         self.num_absent = len(absent)
         self.trace, self.position, self.batch = trace, position, batch
         self._oracle, self.checked = oracle, {} if checked is None else checked
-        self.number, self.stage = trace.steps[position], "start"
+        self.number = trace.steps[position]
         self.findings: list[Finding] = []
         self.compared: list[Finding] = []
         self.reduced_inside: set[str] = set()
         self.measurements: list[Measurement] = []
         self.exact: frozenset[int] = frozenset()
-        self.in_float64 = oracle is not None and not oracle.why_not_exact
         self._arrays: dict[str, list[list[Array]]] = {}
         self._named: dict[str, list[Named]] = {}
         self._expected: dict[int, Expected] = {}
@@ -265,8 +263,21 @@ class Context:
 
     @functools.cached_property
     def actual(self) -> list[Ask]:
-        """The step that each shard computes as far as it is known; see `Actual`."""
-        return list(self.right)
+        """The step that each shard computes as far as it is known; see `knowing`."""
+        return self.right
+
+    def knowing(self, found: Iterable[Finding | Actual]) -> "Context":
+        """Returns this step with what is known of its shards; findings change nothing.
+
+        Both share what is computed and found.
+        """
+        actual = list(self.actual)
+        for each in found:
+            if isinstance(each, Actual):
+                actual[each.shard] = actual[each.shard]._replace(**each.changes)
+        other = copy.copy(self)
+        other.actual = actual
+        return other
 
     def ask(self, shard: int, **changes: Any) -> Ask:
         """Returns the step that a shard computes, with changes."""
@@ -279,11 +290,14 @@ class Context:
 
     def expected(self, shard: int) -> Expected:
         """Returns the step that a shard should compute, on one device."""
-        if shard not in self._expected and not self.oracle.synchronized_layers:
-            self._expected[shard] = expected = self.expected_of(self.right[shard])
-            self.in_float64 = expected.in_float64
-        elif shard not in self._expected:
-            of_all = self.expected_of(self.together(self.right))
+        if shard in self._expected:
+            return self._expected[shard]
+        is_first = shard == 0 or bool(self.oracle.synchronized_layers)
+        exactly = not self.oracle.why_not_exact if is_first else self.in_float64
+        if not self.oracle.synchronized_layers:
+            self._expected[shard] = self._measured(self.right[shard], exactly)
+        else:
+            of_all = self._measured(self.together(self.right), exactly)
             ends = np.cumsum(self.sizes)[:-1]
             for s, after in enumerate(of_all.step.of_parts):
                 y_pred = [np.split(array, ends)[s] for array in of_all.step.y_pred]
@@ -320,10 +334,18 @@ class Context:
         """Whether a step of a shard was computed in float64."""
         return any(expected.in_float64 for expected in self._expected.values())
 
+    @property
+    def in_float64(self) -> bool:
+        """Whether gradients are computed in float64: if shard 0 does not depend on dtypes."""
+        return not self.oracle.why_not_exact and self.expected(0).in_float64
+
+    def _measured(self, ask: Ask, exactly: bool) -> Expected:
+        variables = self.of_kind("weight", STATISTIC)
+        return measure(self.oracle, ask, variables, seed=self.position, exactly=exactly)
+
     def expected_of(self, ask: Ask) -> Expected:
         """Computes a step, and how far rounding reaches."""
-        variables = self.of_kind("weight", STATISTIC)
-        return measure(self.oracle, ask, variables, seed=self.position, exactly=self.in_float64)
+        return self._measured(ask, self.in_float64)
 
     def compute(self, ask: Ask) -> Computed:
         """Computes a step in float64, or in float32 if the code depends on dtypes."""
@@ -414,9 +436,9 @@ class Context:
 
     # What was found.
 
-    def mark_checked(self) -> None:
-        """Adds the current stage to those that could be checked."""
-        self.checked[self.stage] = None
+    def mark_checked(self, stage: str) -> None:
+        """Adds a stage to those that could be checked."""
+        self.checked[stage] = None
 
     def is_wrong(self, *stages: str) -> bool:
         """Returns whether a stage has a fault, or has a loss of which shards are no parts."""
@@ -427,17 +449,17 @@ class Context:
         )
 
     def found(
-        self, detail: str, text: str, *, status: str = FAULT, stage: str = "",
+        self, stage: str, detail: str, text: str, *, status: str = FAULT,
         kind: str = "raw", items: Iterable[int] = (), tensors: Iterable[str] = (),
         distance: float = 0.0, allowed: float = 0.0,
     ) -> Finding:  # fmt: skip
         """Returns a finding in this step.
 
         Args:
+            stage: the node that differs, one of `STAGES`.
             detail: a key of `causes.DETAILS`.
             text: one sentence with the numbers.
             status: `FAULT`, `BY_DESIGN`, `NOT_COMPARED` or `NOTHING`; see `Finding`.
-            stage: stage of the finding; "" for the current one.
             kind: kind of the arrays that differ; tells what `items` are.
             items: numbers of the shards or copies with the difference; empty for all.
             tensors: names of the variables.
@@ -447,7 +469,7 @@ class Context:
         # A buffer with the gradients of the previous step holds 0 in the first one.
         is_first = self.position == 0 and detail in _LIKE_STALE_AT_FIRST
         return finding_of(
-            stage or self.stage, detail, text, (self.number,),
+            stage, detail, text, (self.number,),
             status=status, items=names, tensors=tensors,
             distance=distance, allowed=allowed, may_be=("stale_gradient",) if is_first else (),
             seen=self._passes,
@@ -463,12 +485,13 @@ class Context:
         return "module" if "module" in passes else passes[-1] or "no wrapper"
 
     def measure(
-        self, tensor: str, kind: str, item: int, actual: Array, expected: Array, allowed: float,
-        same: bool = False, least: float = 0.0,
+        self, stage: str, tensor: str, kind: str, item: int, actual: Array, expected: Array,
+        allowed: float, same: bool = False, least: float = 0.0,
     ) -> bool:  # fmt: skip
         """Adds a measurement; returns whether the array is right.
 
         Args:
+            stage: the node that is checked.
             tensor: name of the variable.
             kind: kind of the array.
             item: number of the shard or copy.
@@ -477,7 +500,7 @@ class Context:
             same: whether the array is known to be bitwise right.
             least: size that the distance is relative to, if the array is smaller.
         """
-        where = self.number, self.stage, tensor, self.trace.name_of(kind, item)
+        where = self.number, stage, tensor, self.trace.name_of(kind, item)
         if same:
             self.measurements.append(Measurement(*where, 0.0, 0.0, True))
             return True

@@ -40,29 +40,32 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
     odd = [shard for shard in context.shards if not are_finite(raw[shard])]
     if not context.computes:
         if odd:
-            context.mark_checked()
+            context.mark_checked("gradients")
         if odd and not context.is_wrong("loss"):
-            yield context.found("not_finite", "the gradients are NaN or infinite", items=odd)
+            yield context.found(
+                "gradients", "not_finite", "the gradients are NaN or infinite", items=odd
+            )
         return
     if context.overflows or any(found.detail == "other_loss" for found in context.findings):
         return
     if len(context.exact) == len(context.shards):
-        context.mark_checked()
+        context.mark_checked("gradients")
         for shard in context.shards:
             for name, value in raw[shard].items():
-                context.measure(name, "raw", shard, value, value, 0.0, same=True)
+                context.measure("gradients", name, "raw", shard, value, value, 0.0, same=True)
         return
     if odd := [shard for shard in odd if not are_finite(context.expected(shard).step.raw)]:
         text = "gradients are NaN or infinite, on one device too: nothing to compare with"
-        yield context.found("not_finite", text, items=odd, status=NOTHING)
+        yield context.found("gradients", "not_finite", text, items=odd, status=NOTHING)
         return
     if (found := _check_sums(context)) is not None:
         yield from found
         return
-    context.mark_checked()
+    context.mark_checked("gradients")
     if not context.has("loss"):
-        for shard, scales in enumerate(_scales_that_fit(context)):
-            yield Actual(shard, {"scales": scales})
+        fits = [Actual(s, {"scales": each}) for s, each in enumerate(_scales_that_fit(context))]
+        yield from fits
+        context = context.knowing(fits)
     if context.oracle.synchronized_layers:
         yield from _check_together(context)
         return
@@ -77,7 +80,8 @@ def _check_shard(context: Context, shard: int) -> Iterator[Finding]:
     actual, expected = context.named("raw")[shard], context.gradients(shard)
     if actual.keys() != expected.keys():
         yield context.found(
-            "frozen", f"{len(actual)} weights have a gradient, {len(expected)} on one device",
+            "gradients", "frozen",
+            f"{len(actual)} weights have a gradient, {len(expected)} on one device",
             items=(shard,), tensors=sorted(actual.keys() ^ expected.keys()),
         )  # fmt: skip
         return
@@ -94,7 +98,7 @@ def _check_together(context: Context) -> Iterator[Finding]:
     if context.is_wrong("loss") or any(f.detail == "random_layers" for f in context.findings):
         return
     if not context.has("y_pred") and context.draws_outside:
-        yield context.found("random_layers", DRAWS_OUTSIDE, status=NOT_COMPARED)
+        yield context.found("gradients", "random_layers", DRAWS_OUTSIDE, status=NOT_COMPARED)
         return
     total, expected = add_named(context.named("raw")), context.expected(0).step.raw
     rows = rows_of_synchronized(context)
@@ -120,13 +124,15 @@ def _compare(
     wrong = [
         name
         for name, value in actual.items()
-        if not context.measure(name, "raw", shard, value, expected[name], limits[name], least=least)
+        if not context.measure(
+            "gradients", name, "raw", shard, value, expected[name], limits[name], least=least
+        )
     ]
     odd = [n for n in wrong if not are_finite([actual[n]]) and are_finite([expected[n]])]
     if odd:
         senders = [s for s in items if not are_finite(context.named("raw")[s])]
         text = "gradients are NaN or infinite, and finite on one device"
-        yield context.found("not_finite", text, items=senders, tensors=odd)
+        yield context.found("gradients", "not_finite", text, items=senders, tensors=odd)
     left = [name for name in wrong if name not in odd]
 
     def why(name: str) -> tuple[str, str]:
@@ -138,7 +144,7 @@ def _compare(
     chosen, left = choose(actual, left, rows, bound, right=expected)
     for row, names, _ in [*chosen, *explained_apart(left, why)]:
         yield context.found(
-            row.detail, row.text, items=items, tensors=names,
+            "gradients", row.detail, row.text, items=items, tensors=names,
             distance=farthest(actual, expected, names),
             allowed=MARGIN * context.expected(shard).backward,
         )  # fmt: skip
@@ -214,7 +220,7 @@ def _check_sums(context: Context) -> list[Finding] | None:
     factor = factor_of([*total.values()], [whole[name] for name in total])
     if len(bound.near(total, [(factor, whole)])) < len(whole):
         return None
-    context.mark_checked()
+    context.mark_checked("gradients")
     right = bound.near(total, [(1.0, whole)])
     if not (names := [name for name in whole if name not in right]):
         return []
@@ -223,7 +229,7 @@ def _check_sums(context: Context) -> list[Finding] | None:
         f" up to {factor:.4g} times the gradient of the whole batch"
     )
     far = relative_norm(total, whole)
-    return [context.found("scaled_gradient", text, tensors=names, distance=far)]
+    return [context.found("gradients", "scaled_gradient", text, tensors=names, distance=far)]
 
 
 # The gradient of the whole batch.
@@ -261,10 +267,10 @@ def _check_whole_batch(context: Context) -> Iterator[Finding]:
         row = chosen[0].row
         # Losses may be equal by chance when their gradients are not.
         stage = "loss" if row.detail == "weighted_mean_of_means" else ""
-        yield context.found(row.detail, row.text, stage=stage, **where)
+        yield context.found(stage, row.detail, row.text, **where)
         return
     text = (
         f"the gradient of the whole batch differs by {far_by:.1%} from the sum over the shards,"
         " also on one device"
     )
-    yield context.found("not_a_sum_over_examples", text, status=BY_DESIGN, **where)
+    yield context.found("gradients", "not_a_sum_over_examples", text, status=BY_DESIGN, **where)

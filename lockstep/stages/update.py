@@ -39,7 +39,7 @@ def check_update(context: Context) -> Iterator[Finding]:
             copy for copy, (has_update, before) in enumerate(states) if not (has_update or before)
         ]
         if items:
-            yield context.found("not_updated", text, kind="after", items=items)
+            yield context.found("update", "not_updated", text, kind="after", items=items)
     oracle = context.updater
     if oracle is None or not context.has("after"):
         return
@@ -56,7 +56,7 @@ def check_update(context: Context) -> Iterator[Finding]:
         weights = set(oracle.rules)
     else:
         return
-    context.mark_checked()
+    context.mark_checked("update")
     before, after = context.named("before"), context.named("after")
     updated = weights | oracle.tracks
     watched = [n for n in context.trace.keys if n in updated and all(n in each for each in after)]
@@ -75,7 +75,9 @@ def check_update(context: Context) -> Iterator[Finding]:
         for name in watched:
             same = name not in differing
             allowed = 0.0 if same else length(bounds[name])
-            context.measure(name, "after", copy, own[name], expected[name], allowed, same=same)
+            context.measure(
+                "update", name, "after", copy, own[name], expected[name], allowed, same=same
+            )
         if wrong:
             yield from _explain(context, copy, expected, bounds, wrong)
 
@@ -140,7 +142,7 @@ def _explain(
     if not are_finite(context.applied(copy)):
         text = "a gradient overflows, so that every copy must skip the step, but this copy does not"
         yield context.found(
-            "overflow_not_skipped", text, kind="after", items=(copy,), tensors=wrong
+            "update", "overflow_not_skipped", text, kind="after", items=(copy,), tensors=wrong
         )
         return
     counters = [name for name in wrong if name.endswith("iteration")]
@@ -157,7 +159,7 @@ def _explain(
         counted = [n for n in counters if n in predicted and same_bits(after[n], predicted[n])]
         counters = [name for name in counters if name not in counted]
         yield context.found(
-            row.detail, row.text, kind="after", items=(copy,), tensors=[*names, *counted],
+            "update", row.detail, row.text, kind="after", items=(copy,), tensors=[*names, *counted],
             distance=farthest(after, expected, names),
         )  # fmt: skip
     if {row.detail for row, *_ in chosen} == {"changed_on_its_own"} and len(weights) < len(others):
@@ -166,7 +168,7 @@ def _explain(
     if counters:
         made = int(after[counters[0]]) - int(before[counters[0]])
         yield context.found(
-            "schedule_stepped_too_often" if made else "not_updated",
+            "update", "schedule_stepped_too_often" if made else "not_updated",
             f"`iterations` advances by {made} in one step, so a learning rate schedule runs {made}"
             " times as fast",
             kind="after", items=(copy,), tensors=counters,
@@ -246,9 +248,9 @@ def _changed(context: Context) -> dict[str, list[int]]:
 def _check_unseen(context: Context) -> Iterator[Finding]:
     """Reports that a step changes weights without the optimizer, so that little can be checked."""
     if changed := _changed(context):
-        context.mark_checked()
+        context.mark_checked("update")
         yield context.found(
-            "update_not_seen",
+            "update", "update_not_seen",
             "weights change, and the compiled optimizer was given no gradients: gradients,"
             " all-reduce and update could not be checked",
             tensors=changed, status=NOT_COMPARED,
@@ -257,12 +259,12 @@ def _check_unseen(context: Context) -> Iterator[Finding]:
 
 def _check_skipped(context: Context) -> Iterator[Finding]:
     """Checks a step that one device skips, or that was skipped, because gradients overflowed."""
-    context.mark_checked()
+    context.mark_checked("update")
     overflows, changed = context.overflows, _changed(context)
     if context.has("raw"):
         names = ", ".join(context.trace.name_of("raw", shard) for shard in overflows)
         yield context.found(
-            "overflow_not_skipped",
+            "update", "overflow_not_skipped",
             f"gradients overflow on {names}, and the step is not skipped: infinite gradients are"
             " applied",
             items=overflows,
@@ -271,8 +273,10 @@ def _check_skipped(context: Context) -> Iterator[Finding]:
     whole = context.right[0]._replace(data=context.whole)
     if not overflows and context.oracle.compute(whole).raw:
         text = "the step is skipped although gradients overflow on no replica"
-        yield context.found("not_updated", text)
+        yield context.found("update", "not_updated", text)
     if changed:
         copies = sorted({copy for found in changed.values() for copy in found})
         text = "weights change in a skipped step"
-        yield context.found("changed_on_its_own", text, kind="after", items=copies, tensors=changed)
+        yield context.found(
+            "update", "changed_on_its_own", text, kind="after", items=copies, tensors=changed
+        )
