@@ -71,8 +71,8 @@ def rows_of_whole(
         right: the gradient of the whole batch.
         wrong: names of the weights whose gradients differ.
     """
-    of_batch = "the gradient of the whole batch on one device, summed over the replicas"
-    raw = Raw(sent, 1.0, right, _meanings, of_batch)
+    what = f"the sum of the gradients over {len(sent)} replicas"
+    raw = Raw(sent, 1.0, right, _meanings, what, "the gradient of the whole batch")
     if not context.has("loss"):
         yield from raw.of_sizes(context.sizes)
     if weights := _weights_of_shards(context):

@@ -27,13 +27,15 @@ class Raw:
         share: the factor of each in the right sum.
         right: the gradient of the whole batch.
         means: says what a common factor of all gradients means.
-        of: whose gradient is the right one, in words.
+        what: what is compared, in words.
+        of: what it is compared with.
     """
 
     sent: Sequence[Named]
     share: float
     right: Named
     means: Callable[[float], Sequence[Meaning]]
+    what: str = "each gradient"
     of: str = "that of the first recording"
 
     @property
@@ -75,7 +77,7 @@ class Raw:
 
     def of_sizes(self, sizes: Sequence[int]) -> Iterator[Row]:
         """Yields the row of shards of different sizes that count equally."""
-        if len(self.sent) == len(sizes) and all(sizes) and np.ptp(sizes):
+        if len(self.sent) == len(sizes) and np.ptp(sizes):
             shown = ", ".join(f"{size:g}" for size in sizes)
             shares = [size / sum(sizes) for size in sizes]
             yield self.of_shares(shares, "mean_of_means", f"{shown} examples")
@@ -85,7 +87,7 @@ class Raw:
         one, known = solve(self.right, [self.total])
         if known.all() and np.isfinite(one).all() and one[0]:
             times = 1 / float(one[0])
-            for why in self.named(f"each gradient is {times:.6g} times {self.of}", times):
+            for why in self.named(f"{self.what} is {times:.6g} times {self.of}", times):
                 yield self.row(why, np.divide(self.factors, times))
 
     def named(self, text: str, times: float) -> list[tuple[str, str]]:
@@ -103,7 +105,8 @@ def raw_rows(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row
         share: the factor of what is sent in the right sum.
     """
     of_batch = Raw(raw, share, pair.gradients.reference, functools.partial(meanings, pair))
-    yield from of_batch.of_sizes(pair.second.sizes)
+    if all(pair.second.sizes):  # They are known.
+        yield from of_batch.of_sizes(pair.second.sizes)
     yield from _rows_of_micro_batches(pair, of_batch)
     yield from _rows_of_previous(pair, of_batch)
     yield from of_batch.of_factor()

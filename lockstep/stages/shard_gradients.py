@@ -266,7 +266,7 @@ def _check_whole_batch(context: Context) -> Iterator[Finding]:
     if chosen and len(chosen[0].names) == len(wrong):
         row = chosen[0].row
         # Losses may be equal by chance when their gradients are not.
-        stage = "loss" if row.detail == "weighted_mean_of_means" else ""
+        stage = "loss" if row.detail == "weighted_mean_of_means" else "gradients"
         yield context.found(stage, row.detail, row.text, **where)
         return
     text = (
