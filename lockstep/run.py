@@ -226,7 +226,7 @@ def _is_bitwise(context: Context, shard: int, computed: Computed) -> bool:
     """Returns whether predictions, loss, gradients and statistics are bitwise those computed."""
     loss = context.arrays("loss")[shard][0]
     right = computed.loss[0] if computed.loss else np.nan
-    left = context.left(shard)
+    left = context.state(shard, "after")
     statistics = [name for name in context.of_kind(STATISTIC) if name in computed.after]
     y_pred = context.arrays("y_pred")[shard] if context.has("y_pred") else computed.y_pred
     return (

@@ -22,7 +22,7 @@ def check_random_numbers(context: Context) -> Iterator[Finding]:
     elif not context.oracle.random_layers:
         return
     before, left = (
-        [each(shard) for shard in context.shards] for each in (context.state, context.left)
+        [context.state(shard, kind) for shard in context.shards] for kind in ("before", "after")
     )
     seeds = [
         name

@@ -20,6 +20,7 @@ from lockstep.numeric.arrays import (
     same_bits,
 )
 from lockstep.numeric.tolerance import Tolerance
+from lockstep.recorded import Step
 from lockstep.reference import StepPair
 
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
@@ -112,7 +113,7 @@ def _is_of_another(name: str, copy: int, after: Sequence[Named], before: Sequenc
     return any(same_bits(before[copy][name], own[name]) for own in others)
 
 
-def _kept_between_steps(previous: Context, context: Context) -> list[str]:
+def _kept_between_steps(previous: Step, context: Context) -> list[str]:
     """Returns the variables that a step leaves to the next one: all but those of the script.
 
     A script may assign to the weights that the optimizer does not update, such as a moving average

@@ -99,7 +99,7 @@ def _are_of_groups(values: Sequence[Array]) -> bool:
 
 def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Finding]:
     """Checks the statistics and seeds that a shard leaves."""
-    left, before = context.left(shard), context.state(shard)
+    left, before = context.state(shard, "after"), context.state(shard)
     own = _own(context, shard)
     expected = context.expected(shard)
     allowed = MARGIN * expected.forward
