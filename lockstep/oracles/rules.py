@@ -292,13 +292,6 @@ class RuleOracle:
         roles = ("velocity", "first_moment")
         return {own[role] for own in self._state.values() for role in roles if role in own}
 
-    def with_more_decay(self, more: float) -> "RuleOracle":
-        """Returns the same oracle with a larger weight decay of all weights."""
-        rules = self.rules.items()
-        return self.with_rules(
-            {n: dataclasses.replace(r, weight_decay=r.weight_decay + more) for n, r in rules}
-        )
-
     def with_rules(self, rules: Mapping[str, Rule]) -> "RuleOracle":
         """Returns the same oracle with other rules."""
         other = copy.copy(self)

@@ -99,15 +99,15 @@ def compare_updates(pair: StepPair) -> Iterator[Finding]:
     applied = pair.gradients.reference_applied, pair.gradients.applied[0]
     if fixed := [name for name in fixed if all(norm(g.get(name, 0)) for g in applied)]:
         text = f"{len(fixed)} weights have a gradient, and only the first recording updates them"
-        yield pair.second.found("not_updated", text, kind="after", tensors=fixed)
+        yield pair.second.found("update", "not_updated", text, kind="after", tensors=fixed)
     allowed = _SENSITIVE * max(_NEAR, pair.tolerance.usual)
     compared = [x for x in changes if x.weight in near and x.weight not in fixed]
     if compared:
-        pair.second.mark_checked()
+        pair.second.mark_checked("update")
     wrong = [x for x in compared if x.differs(near[x.weight], allowed)]
     if wrong and not of_settings:
         yield pair.second.found(
-            *_why(pair, wrong, compared, near, allowed),
+            "update", *_why(pair, wrong, compared, near, allowed),
             kind="after", tensors=dict.fromkeys(x.weight for x in wrong),
         )  # fmt: skip
 
@@ -154,10 +154,10 @@ def _kept_in_short(pair: StepPair, changes: Sequence[_Change]) -> Iterator[Findi
         names = [name for name, unit in UNITS.items() if unit == least]
         if names and first < least and sum(np.count_nonzero(x.after[1]) for x in kept) >= _LEAST:
             what = f"optimizer state {slot!r}" if slot else "the weights"
+            text = f"{what} of the second recording is kept in {names[0]}"
             yield pair.second.found(
-                "reduced_precision", f"{what} of the second recording is kept in {names[0]}",
-                kind="after", tensors=[x.weight for x in kept],
-            )  # fmt: skip
+                "update", "reduced_precision", text, kind="after", tensors=[x.weight for x in kept]
+            )
 
 
 def _near(pair: StepPair) -> Mapping[str, np.ndarray]:
@@ -222,12 +222,12 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
         return
     if not are_finite(pair.second.applied(0)):
         return
-    pair.second.mark_checked()
+    pair.second.mark_checked("update")
     families = {(a.family, b.family) for a, b in rules.values()}
     if any(x != y for x, y in families):
         first, second = ("/".join(sorted({each[i] for each in families})) for i in (0, 1))
         text = f"{first} in the first recording, {second} in the second"
-        yield found("other_optimizer", text)
+        yield found("update", "other_optimizer", text)
         return
     settings = [field.name for field in dataclasses.fields(Rule)]
     if any(
@@ -244,7 +244,7 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
             # Each framework has its own form of these, without a setting.
             is_design = setting in _OF_FRAMEWORKS
             yield found(
-                detail_of(setting), text_of(setting, *different[0]),
+                "update", detail_of(setting), text_of(setting, *different[0]),
                 status=BY_DESIGN if is_design else FAULT, tensors=effects if is_design else (),
                 distance=max(effects.values()),
             )  # fmt: skip
@@ -268,7 +268,7 @@ def _other_settings(pair: StepPair, known: Collection[str]) -> Iterator[Finding]
         second = settings_of(pair.second, names.second)
         if not (first and second):
             continue
-        pair.second.mark_checked()
+        pair.second.mark_checked("update")
         for setting in (*_FORMS, *(field.name for field in dataclasses.fields(Rule))):
             a, b = first.get(setting), second.get(setting)
             if setting in _FORMS:
@@ -278,7 +278,7 @@ def _other_settings(pair: StepPair, known: Collection[str]) -> Iterator[Finding]
             cause = "other_optimizer" if setting in _FORMS else detail_of(setting)
             found.setdefault(cause, text_of(setting, a, b))
     for cause, text in found.items():
-        yield pair.second.found(cause, text)
+        yield pair.second.found("update", cause, text)
 
 
 def settings_of(step: Context, weight: str) -> Mapping[str, Any]:
@@ -346,4 +346,4 @@ def _velocity(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]]) -> Iterato
             f"the velocity is a sum {first.velocity} in the first recording and {second.velocity}"
             " in the second, and the learning rate changes"
         )
-        yield pair.second.found("learning_rate_in_velocity", text, status=BY_DESIGN)
+        yield pair.second.found("update", "learning_rate_in_velocity", text, status=BY_DESIGN)
