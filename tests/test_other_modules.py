@@ -4,7 +4,6 @@ import dataclasses
 import json
 import pathlib
 import random
-import subprocess
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from lockstep.numeric.tolerance import Tolerance
 from lockstep.reference import StepPair, match_traces
 from lockstep.stages.module_arrays import Event, events_of
 from lockstep.stages.modules import first_wrong_module
-from recorder_scripts import FOLDER, interpreter
+from recorder_scripts import FOLDER, needs, run_script
 
 NUM, WIDTH, CLASSES = 12, 6, 4
 MODULES = ("layers.0", "layers.0.linear", "layers.0.act", "head")
@@ -244,15 +243,11 @@ def test_sums_that_are_not_reduced_are_named():
 def run_jobs(folder, jobs):
     """Records trainings with PyTorch: those of one process, then those of two."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    script = FOLDER / "torch_modules.py"
-    subprocess.run(
-        [interpreter("torch"), script, folder], env={"PYTHONPATH": str(ROOT)}, check=True,
-        timeout=300,
-    )  # fmt: skip
+    run_script("torch", FOLDER / "torch_modules.py", folder, timeout=300).check_returncode()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not interpreter("torch"), reason="needs torch")
+@needs("torch")
 def test_recording_modules_changes_no_bit(tmp_path):
     jobs = [
         {"network": network, "path": f"any{size}.npz", "modules": modules, "size": size, "steps": 3,
@@ -290,7 +285,7 @@ ON_A_MESH = {  # Line of the script → its replacement, and what is found.
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not interpreter("torch"), reason="needs torch")
+@needs("torch")
 def test_modules_of_tensor_parallelism_are_named(tmp_path):
     scripts = ROOT / "tests" / "zoo" / "scripts"
     text = (scripts / "torch_tp.py").read_text()
@@ -299,12 +294,10 @@ def test_modules_of_tensor_parallelism_are_named(tmp_path):
         path = tmp_path / f"{name}.npz"
         (tmp_path / "script.py").write_text(script)
         given = {"path": str(path), "steps": [0], "replay": replay, "permute": None}
-        variables = {
-            "PYTHONPATH": f"{ROOT}:{scripts}",
-            "LOCKSTEP_RECORD": json.dumps({**given, "modules": True}),
-        }
-        command = interpreter("torch"), tmp_path / "script.py", str(size), path
-        subprocess.run(command, env=variables, check=True, timeout=100)
+        run_script(
+            "torch", tmp_path / "script.py", size, path, timeout=100,
+            PYTHONPATH=f"{ROOT}:{scripts}", LOCKSTEP_RECORD=json.dumps({**given, "modules": True}),
+        ).check_returncode()  # fmt: skip
         return path
 
     one = recorded("one", text, 1)
@@ -335,7 +328,7 @@ FAULTS = (
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not interpreter("torch"), reason="needs torch")
+@needs("torch")
 def test_modules_of_pytorch_are_named(tmp_path: pathlib.Path):
     generator, jobs = random.Random(0), []
     for network, dtype in (("gpt", ""), ("gpt", "bfloat16"), ("cnn", "")):
