@@ -97,12 +97,13 @@ def test_every_detail_is_emitted_and_every_emitted_name_is_a_detail():
 
 def test_every_detail_is_expected_of_a_fault_of_the_tests():
     folder = ROOT / "tests"
-    paths = {*folder.glob("test_*.py"), *folder.rglob("zoo/**/*.py"), *folder.rglob("*_cases.py")}
+    paths = {*folder.glob("test_*.py"), *folder.rglob("*_cases.py")}
+    paths |= {*folder.rglob("zoo/**/*.py"), *folder.rglob("verifier/**/*.py")}
     paths -= {folder / f"{name}.py" for name in ("test_verdict", "test_report", "test_docs")}
     text = "".join(path.read_text("utf-8") for path in paths)
     expected = {cause for entry in scripts.listed() for cause in entry.causes}
     missing = {d for d in DETAILS if d not in expected and not re.search(rf"\b{d}\b", text)}
-    assert missing == {"other_beta_1"}  # test_comparison.py: f"update: other_{name}".
+    assert missing == {"other_beta_1"}  # verifier/faults.py: f"update: other_{name}".
 
 
 def test_findings_are_built_and_compared_by_their_details():
