@@ -1,14 +1,11 @@
 """What only a GPU computes: products in TF32, and Adam's fused kernel, in recordings made here."""
 
-import os
-import subprocess
-
 import numpy as np
 import pytest
 
 from lockstep.comparison import verify_against, verify_alone
 from lockstep.reference import tolerance_of
-from recorder_scripts import FOLDER, interpreter
+from recorder_scripts import needs, run_script
 from script_samples import Script, adam
 
 IN_FLOAT32 = {"about": {"layers": ()}}  # Without BatchNorm, behind which ties are allowed.
@@ -103,13 +100,32 @@ assert rounds(4) and not rounds(2)
 """
 
 
-@pytest.mark.skipif(not interpreter("torch"), reason="needs torch")
+@needs("torch")
 @pytest.mark.parametrize(
     ("override", "code"), [("", BY_SETTINGS), ("0", "assert not rounds(2, 4)")]
 )
 def test_settings_of_torch_say_whether_a_gpu_rounds_to_tf32(override, code):
-    done = subprocess.run(
-        [interpreter("torch"), "-c", ASKED + code], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "NVIDIA_TF32_OVERRIDE": override},
-    )  # fmt: skip
+    done = run_script("torch", "-c", ASKED + code, NVIDIA_TF32_OVERRIDE=override)
+    assert done.returncode == 0, done.stderr
+
+
+PRODUCTS = """
+import jax, jax.numpy as jnp
+from lockstep.recorders.jax.compiled import dtype_of
+x = jnp.ones((2, 2))
+found = {}
+for precision in (None, "high", "highest"):
+    with jax.default_matmul_precision(precision):
+        text = jax.jit(lambda x: x @ x).lower(x).as_text()
+    found[precision] = [dtype_of(text, platform) for platform in ("cpu", "gpu", "tpu")]
+assert found[None] == ["", "tensorfloat32", "bfloat16"]
+assert found["high"] == ["", "tensorfloat32", ""] and found["highest"] == ["", "", ""]
+short = jax.jit(lambda x: x @ x).lower(x.astype(jnp.bfloat16)).as_text()
+assert dtype_of(short, "gpu") == "bfloat16" and not dtype_of("add f32", "gpu")
+"""
+
+
+@needs("jax")
+def test_a_step_of_jax_says_to_which_dtype_its_products_round():
+    done = run_script("jax", "-c", PRODUCTS)
     assert done.returncode == 0, done.stderr

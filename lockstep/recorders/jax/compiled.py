@@ -39,9 +39,24 @@ def on_devices(leaf: Any, most: int) -> Any:
 
 
 def computed_in(step: Any, args: Any, kwargs: Any) -> str:
-    """Returns the 16-bit dtype of a compiled step's matrix products and convolutions, or ""."""
+    """Returns the dtype to which a compiled step's products round, or ""; see `dtype_of`."""
     text = step.lower(*args, **kwargs).as_text() if hasattr(step, "lower") else ""
+    return dtype_of(text, jax.default_backend())
+
+
+def dtype_of(text: str, platform: str) -> str:
+    """Returns the dtype to which matrix products and convolutions round; "" for float32.
+
+    A GPU rounds float32 to TF32, and a TPU to bfloat16, unless a precision is asked for.
+
+    Args:
+        text: the lowered step, in StableHLO.
+        platform: that of JAX, as "gpu".
+    """
+    products = [line for line in text.splitlines() if re.search("dot_general|convolution", line)]
     for short, dtype in (("bf16", "bfloat16"), ("f16", "float16")):
-        if re.search(rf"(dot_general|convolution)[^\n]*[<x]{short}>", text):
+        if any(re.search(rf"[<x]{short}>", line) for line in products):
             return dtype
-    return ""
+    if platform == "gpu" and any("HIGHEST" not in line for line in products):
+        return "tensorfloat32"
+    return "bfloat16" if platform == "tpu" and any("DEFAULT" in x for x in products) else ""
