@@ -66,11 +66,15 @@ def test_a_page_has_the_sentence_the_findings_and_the_stages(files, capsys):
 def test_steps_with_equal_stages_share_a_column():
     found = dataclasses.replace(LOST, steps=(1,)), dataclasses.replace(LOCAL, steps=(4,))
     verdict = dataclasses.replace(
-        VERDICT, findings=found, idle={2: "every gradient is 0"}, step_names={4: "the last step"}
+        VERDICT,
+        findings=found,
+        idle={2: "every gradient is 0"},
+        steps=(0, 1, 2, 3, 4),
+        step_names={4: "the last step"},
     )
     page = page_of(verdict)
     assert page.rows == [
-        ["stage", "step 0", "step 1", "step 2", "the last step", "difference", "allowed"],
+        ["stage", "step 0, 3", "step 1", "step 2", "the last step", "difference", "allowed"],
         ["start", "clean", "clean", "–", "clean", "–", "–"],
         ["forward", "–", "–", "–", "by design", "–", "–"],
         ["all-reduce", "clean", "✗ fault", "–", "clean", "–", "–"],
@@ -95,6 +99,15 @@ def test_only_what_was_compared_and_is_right_is_green(changes, kind, status):
     assert verdict.status == status and len(page.paragraphs(kind)) == 1
     assert len(page.paragraphs("verdict")) == 1
     assert ("to compare" in page.text) == (status == NOT_COMPARED)
+
+
+def test_a_long_list_of_names_is_folded():
+    names = tuple(f"layers.{i}.weight" for i in range(99))
+    page = page_of(
+        dataclasses.replace(VERDICT, findings=(dataclasses.replace(LOST, tensors=names),))
+    )
+    (at,) = [i for i, text in enumerate(page.text) if text == "variables"]
+    assert page.text[at + 1].endswith("…") and page.text[at + 2] == ", ".join(names)
 
 
 def test_hostile_names_are_text():

@@ -19,9 +19,10 @@ from lockstep.answer.text import (
     one_line,
     sentence_of,
 )
-from lockstep.answer.verdict import BY_DESIGN, CLEAN, FAULT, STAGES, Verdict
+from lockstep.answer.verdict import BY_DESIGN, CLEAN, FAULT, NOT_COMPARED, STAGES, Verdict
 
 _HEAD_BYTES = 4096  # `_GENERATOR` is within them.
+_LONGEST, _LONGEST_SUMMARY = 500, 60  # Letters of a fact, and of what is shown of a longer one.
 _GENERATOR = '<meta name="generator" content="Lockstep">'
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
@@ -49,6 +50,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 .title { margin-top: 1.25rem; }
 th, td { padding: 0.3rem 0.6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
 .text { text-align: left; }
+thead .text { white-space: normal; min-width: 3.5rem; max-width: 14rem; vertical-align: bottom; }
 th:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: break-word; }
 details td { text-align: left; white-space: normal; vertical-align: top; min-width: 8rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.2rem 1rem; margin: 0.5rem 0 1rem; }
@@ -58,6 +60,7 @@ dd { margin: 0; }
 dt:empty { margin: 0; }
 img { display: block; max-width: 100%; background: #fff; border-radius: 0.4rem; }
 summary { cursor: pointer; color: var(--quiet); margin-top: 1rem; }
+dd summary { margin: 0; }
 @media (max-width: 45rem) { table { font-size: 0.8rem; } th, td { padding: 0.25rem 0.3rem; } img { min-width: 44rem; } }
 @media (max-width: 30rem) { dl { display: block; } dt { font-size: 0.8rem; margin-top: 0.5rem; } h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; } }
 @media print { details { display: none; } section, img, tr { break-inside: avoid; } }
@@ -138,7 +141,8 @@ def _stages_of(verdict: Verdict) -> str:
     for step in verdict.steps:
         statuses = tuple(cell_of(verdict.status_of(stage, step)) for stage in stages)
         columns.setdefault(statuses, []).append(verdict.name_of(step))
-    header = ["stage", *(", ".join(named_steps(names)) for names in columns.values())]
+    of_steps = (", ".join(named_steps(names)) for names in columns.values())
+    header = ["stage", *(name.replace(", step ", ", ") for name in of_steps)]
     largest = largest_of(verdict.measurements)
     rows = []
     for row, stage in enumerate(stages):
@@ -219,6 +223,9 @@ def facts_list(title: str, facts: Mapping[str, str]) -> str:
     lines.append("<dl>")
     for name, text in facts.items():
         shown = f"<dd>{_with_code(text)}</dd>"
+        if len(text) > _LONGEST:  # As the names of all variables: on request.
+            begin = text_of(text[:_LONGEST_SUMMARY])
+            shown = f"<dd><details><summary>{begin}…</summary>{_with_code(text)}</details></dd>"
         if name in ("-", "+"):
             shown = f'<dd><code class="line">{name} {text_of(text)}</code></dd>'
             name = "code" if name == "-" or "-" not in facts else ""
@@ -261,6 +268,8 @@ def cell_of(status: str) -> str:
 def _class_of_cell(cell: str) -> str:
     if cell.startswith("✗"):
         return "bad"
+    if cell in (BY_DESIGN, NOT_COMPARED):
+        return "design"
     return "good" if cell in (CLEAN, "bit-identical") else ""
 
 
