@@ -1,13 +1,11 @@
-"""What the recorders share: what is asked of them, the arrays of a recording, and its file."""
+"""What the recorders share: what is asked of them, names of frameworks, and of files."""
 
 import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from lockstep.data import about as description
 from lockstep.data.trace import REDUCE_FIRST
@@ -185,43 +183,6 @@ def axes_between(theirs: str, mine: str, ndim: int) -> tuple[int, ...]:
     return tuple(range(ndim))
 
 
-# --- The arrays and the file ---------------------------------------------------------------------
-
-
 def rank_path(path: str, rank: int) -> str:
     """Returns the file of a rank."""
     return f"{path.removesuffix('.npz')}.rank{rank}.npz"
-
-
-def keep(
-    arrays: MutableMapping[str, np.ndarray], position: int, key: str, array: np.ndarray
-) -> None:
-    """Adds an array to those of a recording.
-
-    Args:
-        arrays: `POSITION/KIND/ITEM/INDEX` → array.
-        position: of the step among the recorded ones, from 1.
-        key: `KIND/ITEM/INDEX`.
-        array: in the memory of the host; it is not changed later.
-    """
-    if key.startswith("replaced/"):  # Mostly what the step before has left.
-        left = arrays.get(f"{position - 1}/after{key.removeprefix('replaced')}")
-        if left is not None and left.tobytes() == array.tobytes():
-            array = left
-    arrays[f"{position}/{key}"] = array
-
-
-def write(path: str, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a recording to a temporary file, and gives it its name when it is complete."""
-    firsts: dict[int, str] = {}  # Of arrays that are kept by several names.
-    first_of = {name: firsts.setdefault(id(x), name) for name, x in arrays.items()}
-    aliases = {name: first for name, first in first_of.items() if name != first}
-    text = json.dumps({**about, "aliases": aliases}, default=str)
-    members: dict[str, Any] = {"about": np.array(text)}
-    members |= {name: arrays[name] for name in firsts.values()}
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "wb") as file:
-        np.savez(file, **members)
-        file.flush()
-        os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
-    os.replace(temporary, path)

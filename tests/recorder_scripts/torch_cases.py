@@ -248,6 +248,7 @@ def of_two(name, dropout):
         trace = Trace("part")
         arrays = {key.replace("/0/", f"/{rank}/"): x for key, x in trace.arrays.items()}
         about = trace.about | {"num_replicas": 2, "replicas": [rank], "reduction": "mean"}
+        about["aliases"] = {}  # All arrays have their names.
         np.savez(f"{name}.rank{rank}.npz", about=np.array(json.dumps(about)), **arrays)
     return Trace(name)
 

@@ -12,13 +12,14 @@ import jax
 import numpy as np
 
 from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT
-from lockstep.recorders.common import DEFAULT_STEPS, Request, keep, rank_path, with_command, write
+from lockstep.recorders.common import DEFAULT_STEPS, Request, rank_path, with_command
 from lockstep.recorders.jax.arrays import copied, is_array, like, placement_of, plain
 from lockstep.recorders.jax.clipping import clipped_by_state
 from lockstep.recorders.jax.compiled import computed_in, placed_leaves
 from lockstep.recorders.jax.keeping import GRADIENTS, Kept
 from lockstep.recorders.jax.replicas import Replicas, has_axis
 from lockstep.recorders.jax.trees import carried_paths, flatten, found_at, tail, without_role
+from lockstep.recorders.output import Output
 from lockstep.recorders.states import Own, States
 
 KINDS = {"params": WEIGHT, "state": STATISTIC, "opt_state": STATE, "key": SEED}
@@ -61,7 +62,8 @@ class record:
         del given["modules"]  # `module` records them.
         self._request: Request | None = Request(**given) if self._file else None
         self._wanted = self._request.wanted if self._request else set[int]()
-        self._number, self._arrays, self._kept = 0, dict[str, Any](), Kept()
+        self._number, self._kept = 0, Kept()
+        self._output: Output | None = None  # From the first recorded step.
         self._about: dict[str, Any] = {"steps": [], "settings": []}
         self._shardings = dict[str, Any]()  # Of "KIND/INDEX".
         states = {"params", "state", "opt_state"} & {*self.arguments}
@@ -77,13 +79,10 @@ class record:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._wanted = set()
-        path = self._file
-        if path and self._request and self._arrays:
-            several = jax.process_count() > 1
-            about = self._about | self._description(self._request, error)
-            write(rank_path(path, jax.process_index()) if several else path, about, self._arrays)
-        elif path and error is None:
-            warnings.warn(f"{path}: none of {self._number} steps was recorded", stacklevel=2)
+        if self._output and self._request:
+            self._output.close(self._about | self._description(self._request, error))
+        elif self._file and error is None:
+            warnings.warn(f"{self._file}: none of {self._number} steps was recorded", stacklevel=2)
 
     def _description(self, request: Request, error: BaseException | None) -> dict[str, Any]:
         optimizer = {k: v for k, v in self.optimizer.items() if not callable(v)}
@@ -190,7 +189,11 @@ class record:
             leaves[index] = leaves[index] if array is None else like(leaves[index], array)
 
     def _store(self, number: int, found: dict[str, Any], replicas: Replicas) -> None:
-        """Keeps the arrays of a step until the end of the block."""
+        """Writes the arrays of a step."""
+        if self._output is None:
+            path, several = str(self._file), jax.process_count() > 1
+            self._output = Output(rank_path(path, jax.process_index()) if several else path)
+        output = self._output
         about, settings = self._about, {k: v for k, v in self.optimizer.items() if k != "class"}
         settings = {k: float(v(number)) if callable(v) else v for k, v in settings.items()}
         settings["weights"] = [v["name"] for v in about["variables"] if v["kind"] == WEIGHT]
@@ -211,7 +214,8 @@ class record:
                         continue  # One program draws the numbers of all devices.
                     array = array.view(np.uint8) if kind == "random" else array
                     array = array.squeeze() if kind == "loss" else array
-                    keep(self._arrays, len(about["steps"]), f"{kind}/{replica}/{index}", array)
+                    name = f"{len(about['steps'])}/{kind}/{replica}/{index}"
+                    output.put(name, array)
 
     def _clipped(
         self, found: Mapping[str, Any], settings: Mapping[str, Any], replicas: Replicas

@@ -15,14 +15,13 @@ from lockstep.recorders.common import (
     DEFAULT_STEPS,
     Path,
     Request,
-    keep,
     rank_path,
     with_command,
-    write,
 )
 from lockstep.recorders.keras.description import Models, computed_in
 from lockstep.recorders.keras.optimizers import Optimizers
 from lockstep.recorders.keras.steps import StepObserver
+from lockstep.recorders.output import write
 
 _KERNELS = "TF_ENABLE_ONEDNN_OPTS"  # Chooses TensorFlow's kernels on CPUs; only recorded.
 _GRADIENTS = ("raw", "clipped", "sums")
@@ -83,7 +82,7 @@ class Recorder:
         for position, kind_of, replica, place, array in observer.copies.arrays():
             is_shared = kind_of == "objective" and observer.has_parts
             if not (is_shared or (kind_of in _GRADIENTS and self._is_repeated(place))):
-                keep(self.arrays, position, f"{kind_of}/{replica}/{place}", array)
+                self.arrays[f"{position}/{kind_of}/{replica}/{place}"] = array
         if text := observer.copies.error or (replay.error if replay else ""):
             raise ValueError(text) from None  # Without the notes of a traced function.
 

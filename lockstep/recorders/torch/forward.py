@@ -183,7 +183,10 @@ class ForwardObserver:
         if any(p.grad is not None for p in own.weights.values()):
             return False
         # Outputs and modules may have masks of -inf.
-        arrays = [x for key, x in own.step.arrays.items() if key[:2] not in ("y_", "mo")]
+        arrays = [
+            x for key, x in own.step.arrays.items()
+            if key[:2] not in ("y_", "mo") and isinstance(x, np.ndarray)
+        ]  # fmt: skip
         arrays += map(to_array, own.step.losses)
         return not all(np.isfinite(x).all() for x in arrays)
 

@@ -1,4 +1,4 @@
-"""The recorder: begins and ends steps, and writes the file."""
+"""The recorder: begins and ends steps, and finishes the file."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from lockstep.recorders.common import (
     rank_path,
     require,
     with_command,
-    write,
 )
+from lockstep.recorders.output import Output
 from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.loaders import observe_loaders
@@ -28,10 +28,11 @@ from lockstep.recorders.torch.values import layers_of, settings_of
 
 
 class record:
-    """Records the training in a `with` block and writes `path` at its end, also if it raises.
+    """Records the training in a `with` block; its end finishes the file, also if it raises.
 
     Args:
-        path: File to write, `*.npz`. None: only runs of `assert_same_training` are recorded.
+        path: File to write as arrays come, `*.npz`; an older one is replaced when the block begins.
+            None: only runs of `assert_same_training` are recorded.
         model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2).
         optimizer: One optimizer or a list; None for all that update a weight of the model. Others
             that do are recorded, too, also those of backward hooks. `step` calls a closure at most
@@ -140,6 +141,9 @@ class record:
     def __enter__(self) -> None:
         if not self.is_recording:
             return
+        own, place = self.recording, self.recording.placement
+        path = rank_path(self.path, place.rank) if place.num_ranks > 1 else self.path
+        own.output = Output(path, place.rank)
         self.gradients.install_always(self.counters)
         self.forward.install_always(self.counters)
         observe_loaders(self.counters, self.loader_seeds)
@@ -153,7 +157,7 @@ class record:
         self.counters.close()
         self.recording.hooks.close()
         self.recording.is_on = False
-        self._write(error)
+        self._finish(error)
 
     # Steps.
 
@@ -161,7 +165,7 @@ class record:
         """Begins a step, and installs or removes the hooks."""
         own = self.recording
         own.forget()
-        own.is_on = own.number in own.wanted
+        own.is_on = own.number in own.wanted and not own.output.has_failed
         if own.is_on:
             self._install()
         elif self.has_hooks:
@@ -224,22 +228,29 @@ class record:
 
     # The file.
 
-    def _write(self, error: BaseException | None) -> None:
-        """Writes the recorded steps, of a training that may have ended with an error."""
-        own, place = self.recording, self.recording.placement
+    def _finish(self, error: BaseException | None) -> None:
+        """Writes what is known of all steps, and the index of the file.
+
+        Args:
+            error: what ended the training; None if nothing did.
+        """
+        own = self.recording
+        if own.output.has_failed:
+            return
         if missing := sorted(own.wanted - set(own.per_step["steps"])):
             warnings.warn(f"{self.path}: the training ended before steps {missing}", stacklevel=3)
-        about, arrays = self.request.about("torch", error, self.replay) | self._about(), own.arrays
+        about = self.request.about("torch", error, self.replay) | self._about()
         if self.modules:
-            about["modules"], indexed = self.modules.names, self.modules.indexed
-            arrays = {indexed(name): array for name, array in arrays.items()}
-        write(rank_path(self.path, place.rank) if place.num_ranks > 1 else self.path, about, arrays)
+            about["modules"] = self.modules.names
+        own.output.close(about, self.modules.indexed if self.modules else str)
 
     def _about(self) -> dict[str, Any]:
         """Returns the description of the recording."""
         own, place = self.recording, self.recording.placement
         described = own.variables.described
         about: dict[str, Any] = {
+            "framework": "torch",
+            "order": "reduce, clip",
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": place.num_replicas,
             "wrapper": "fully_shard"

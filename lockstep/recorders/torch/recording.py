@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.recorders.common import Hooks, keep
+from lockstep.data.archive import Member
+from lockstep.recorders.common import Hooks
+from lockstep.recorders.output import Output
 from lockstep.recorders.torch.placement import Placement
 from lockstep.recorders.torch.private import indices_of_sparse, uncompiled, values_of_sparse
 from lockstep.recorders.torch.values import local, to_array
@@ -16,13 +18,16 @@ from lockstep.recorders.torch.variables import Variables
 PER_STEP = (
     *("steps", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale", "passes"),
 )
+# Kinds that stay as they are when they are saved, and are most of a step.
+_WRITTEN_AT_ONCE = ("before", "replaced", "unclipped", "clipped", "after", "left")
 
 
 class Step:
     """What was seen of a step since its begin, or since GradScaler skipped its update.
 
     Attributes:
-        arrays: Name of an array, without the position of the step → array.
+        arrays: Name of an array, without the position of the step → array, or what the file has of
+            it already; None if that cannot be written.
         outside: During a forward pass, the arrays from before it.
         losses: Of the backward passes; the script cleared the gradients of the first `num_cleared`.
         calls: The calls that make gradients.
@@ -41,8 +46,8 @@ class Step:
     """
 
     def __init__(self) -> None:
-        self.arrays: dict[str, np.ndarray] = {}
-        self.outside: dict[str, np.ndarray] | None = None
+        self.arrays: dict[str, Any] = {}
+        self.outside: dict[str, Any] | None = None
         self.losses, self.num_cleared = list[Tensor](), 0
         self.calls, self.passes = list[str](), list[str]()
         self.settings: list[dict[str, Any]] = []
@@ -61,7 +66,7 @@ class Step:
 
 
 class Recording:
-    """The model, its variables, the current step, and the arrays of the recorded steps.
+    """The model, its variables, and the current step; earlier ones are in the file.
 
     Args:
         model: As that of `record`.
@@ -80,7 +85,7 @@ class Recording:
         is_in_backward: Whether a backward pass is computed.
         called_others: Names of further modules that were called since the last update.
         hooks: What is removed where no step is recorded.
-        arrays: Name → array, of the recorded steps.
+        output: The file; it is opened when the recording begins.
         per_step: Key of the description → a value for each recorded step.
         computed_in: 16-bit dtype of the layers.
     """
@@ -100,7 +105,7 @@ class Recording:
         self.hooks, self.step = Hooks(), Step()
         self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
         self.called_others = set[str]()
-        self.arrays: dict[str, np.ndarray] = {}
+        self.output: Output
         self.per_step: dict[str, list[Any]] = {key: [] for key in PER_STEP}
         self.computed_in = ""
 
@@ -132,7 +137,7 @@ class Recording:
         arrays, start = self.step.arrays, f"left/{self.placement.rank}/"
         for key in [key for key in arrays if key.startswith(start)]:
             after = arrays.get(f"after/{key.removeprefix('left/')}")
-            if after is None or after.tobytes() == arrays[key].tobytes():
+            if after is None or after == arrays[key]:  # The same array in the file.
                 del arrays[key]
 
     def save_gradients(self, kind: str, names: Iterable[str], scale: float | None = None) -> None:
@@ -146,7 +151,6 @@ class Recording:
     def save(self, kind: str, index: int, value: Any, scale: float = 1.0) -> None:
         """Saves one array; None and what is no number are left out."""
         key = f"{kind}/{self.placement.rank}/{index}"
-        arrays = self.step.arrays
         if isinstance(value, Tensor):
             if not self.placement.place(kind, index, value):
                 return
@@ -154,14 +158,19 @@ class Recording:
         if scale != 1 and value is not None:
             value = value / float(scale)
         if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
-            arrays[f"{key}/values"] = to_array(values_of_sparse(value))
-            arrays[f"{key}/indices"] = to_array(indices_of_sparse(value)[0])
-            arrays[f"{key}/rows"] = np.array(len(value))
+            self._put(f"{key}/values", to_array(values_of_sparse(value)))
+            self._put(f"{key}/indices", to_array(indices_of_sparse(value)[0]))
+            self._put(f"{key}/rows", np.array(len(value)))
         elif isinstance(value, Tensor | int | float):
-            arrays[key] = to_array(torch.as_tensor(value))
+            self._put(key, to_array(torch.as_tensor(value)))
+
+    def _put(self, key: str, array: np.ndarray) -> None:
+        """Adds an array to the step: in the file, if it stays as it is, else in memory."""
+        is_written = key.split("/")[0] in _WRITTEN_AT_ONCE
+        self.step.arrays[key] = self.output.add(array) if is_written else array
 
     def keep(self) -> None:
-        """Keeps the arrays of the step, which has ended, and what was noted of it."""
+        """Writes the arrays of the step, which has ended, and keeps what was noted of it."""
         step, position = self.step, len(self.per_step["steps"]) + 1
         noted = (
             *(self.number, step.settings, max(step.num_forward, 1), [*step.in_evaluation]),
@@ -170,7 +179,9 @@ class Recording:
         for key, value in zip(PER_STEP, noted, strict=True):
             self.per_step[key].append(value)
         for key, array in step.arrays.items():
-            keep(self.arrays, position, key, array)
+            # The index of an array of a module is known at the end.
+            is_of_module = ":" in key and not isinstance(array, Member)
+            self.output.put(f"{position}/{key}", self.output.add(array) if is_of_module else array)
 
     def note_modes(self) -> None:
         """Notes the layers that are in evaluation mode."""
