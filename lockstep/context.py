@@ -213,13 +213,18 @@ class Context(Step):
             for name, g in gradients.items()
         }
 
-    def sum_by_size(self) -> Named:
-        """Returns the sum of the shards' gradients, by their shares of the batch, each alone."""
+    def sum_by_size(self, **changes: Any) -> Named:
+        """Returns the sum of the shards' gradients, by their shares of the batch, each alone.
+
+        Args:
+            **changes: changes of `ask` for all shards.
+        """
         sizes, of_regular = self.sizes, 1 / len(self.shards)
+        changes = {"starts": None, **changes}
         return add_named([
-            self.gradients(s, state=self.state(0), scales=(n / sum(sizes), of_regular), starts=None)
-            for s, n in enumerate(sizes)
-            if n
+            self.gradients(shard, scales=(size / sum(sizes), of_regular), **changes)
+            for shard, size in enumerate(sizes)
+            if size
         ])  # fmt: skip
 
     def bound(self, shards: Sequence[int], times: float | None = None) -> OracleBound:

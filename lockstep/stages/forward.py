@@ -115,7 +115,7 @@ def _gradient_apart(context: Context) -> float:
     if context.oracle.synchronized_layers:
         sums = context.compute(context.together(context.right)).raw
     else:
-        sums = context.sum_by_size()
+        sums = context.sum_by_size(state=context.state(0))
     whole = context.oracle.compute(context.right[0]._replace(data=context.whole, scales=(1, 1))).raw
     if sums.keys() != whole.keys():  # A shard overflows.
         return np.nan

@@ -133,14 +133,9 @@ def unequal_sums(context: Context) -> Iterator[Finding]:
     )
     for name, copies, apart in context.unlike_first("sums"):
         yield context.found(
-            "all-reduce",
-            "unequal_sums",
-            text,
-            kind="sums",
-            items=copies,
-            tensors=(name,),
+            "all-reduce", "unequal_sums", text, kind="sums", items=copies, tensors=(name,),
             distance=apart,
-        )
+        )  # fmt: skip
 
 
 def own_gradients(context: Context, names: Sequence[str]) -> Iterator[Finding]:
