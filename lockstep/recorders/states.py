@@ -150,8 +150,10 @@ class States:
             f" {listed or 'none'}; pass names={{{own.name!r}: its name}}"
         )
 
-    def require_all(self, own: Sequence[Own], found: Mapping[int, Source]) -> None:
-        """Notes what is not matched.
+    def require_all(
+        self, own: Sequence[Own], found: Mapping[int, Source], kinds: Collection[str]
+    ) -> None:
+        """Notes the variables of some kinds that are not matched.
 
         Raises:
             ValueError: a weight or a statistic is not.
@@ -159,7 +161,7 @@ class States:
         for index, each in enumerate(own):
             if index not in found and each.about["kind"] in (WEIGHT, STATISTIC):
                 raise ValueError(self.unmatched(each))
-            if index not in found and each.about["kind"] == STATE:
+            if index not in found and each.about["kind"] == STATE and STATE in kinds:
                 self.not_loaded[each.name] = None
 
 

@@ -183,7 +183,7 @@ class record:
         assert states
         kinds = [*KINDS.values()][: 2 if states.framework != "jax" else 3 + has_keys]
         found, before = states.sources(own, kinds), states.before(number, 0)
-        states.require_all(own, found)
+        states.require_all(own, found, kinds)
         for place, source in found.items():
             index, array = variables[place][0], source.of(before)
             leaves[index] = leaves[index] if array is None else like(leaves[index], array)

@@ -52,13 +52,9 @@ class Replicas:
         return named[0].mesh if named and (are_parts or (self.batch_axes and others)) else None
 
     def columns(
-        self,
-        kind: str,
-        leaves: Sequence[Any],
-        found: Any,
-        roles: Iterable[str],
+        self, kind: str, leaves: Sequence[Any], found: Any, roles: Iterable[str],
         inputs: Sequence[Any] = (),
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         """Returns for each array of `roles` the host arrays of this process's replicas.
 
         An output has an axis of devices if it has one more than the same column of `inputs`. With a

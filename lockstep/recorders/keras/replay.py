@@ -47,7 +47,7 @@ class Replay:
         kinds += [STATE, SEED] if self.states.framework == "keras" else []
         try:
             found = self.states.sources(own, kinds)
-            self.states.require_all(own, found)
+            self.states.require_all(own, found, kinds)
         except ValueError as error:
             self.error = str(error)
             raise

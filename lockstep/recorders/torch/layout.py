@@ -145,11 +145,9 @@ def dimensions_of(text: str) -> list[Dimension]:
 
 
 def places(
-    dimensions: Sequence[Dimension],
-    shape: Sequence[int],
-    sizes: Mapping[str, int],
+    dimensions: Sequence[Dimension], shape: Sequence[int], sizes: Mapping[str, int],
     at: Mapping[str, int],
-) -> tuple[np.ndarray, ...]:
+) -> tuple[np.ndarray, ...]:  # fmt: skip
     """Returns the places of the part of a process along each dimension of a whole array."""
     found = []
     for each, length in zip(dimensions, shape, strict=True):

@@ -76,22 +76,13 @@ class record:
     """
 
     def __init__(
-        self,
-        path: str | None,
-        model: nn.Module,
-        optimizer: Any = None,
-        steps: int | Sequence[int] = DEFAULT_STEPS,
-        replay: str | None = None,
-        permute: int | None = None,
-        names: Mapping[str, str] | None = None,
-        shards: str | None = None,
-        feed_examples: bool = False,
-        modules: bool | str = False,
-        mesh: Any = None,
-        dims: str | Mapping[str, str] = "",
-        first_step: int = 0,
+        self, path: str | None, model: nn.Module, optimizer: Any = None,
+        steps: int | Sequence[int] = DEFAULT_STEPS, replay: str | None = None,
+        permute: int | None = None, names: Mapping[str, str] | None = None,
+        shards: str | None = None, feed_examples: bool = False, modules: bool | str = False,
+        mesh: Any = None, dims: str | Mapping[str, str] = "", first_step: int = 0,
         others: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         file, given = with_command(
             path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
             shards=shards,
@@ -247,17 +238,13 @@ class record:
     def _about(self) -> dict[str, Any]:
         """Returns the description of the recording."""
         own, place = self.recording, self.recording.placement
-        described = own.variables.described
+        described, wrapper = own.variables.described, type(own.ddp).__name__ if own.ddp else ""
         about: dict[str, Any] = {
             "framework": "torch",
             "order": "reduce, clip",
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": place.num_replicas,
-            "wrapper": "fully_shard"
-            if place.of_fsdp
-            else type(own.ddp).__name__
-            if own.ddp
-            else "",
+            "wrapper": "fully_shard" if place.of_fsdp else wrapper,
             "variables": list(described.values()),
             "gradients": list(own.weights),
             "reduction": "mean" if own.ddp else "",
