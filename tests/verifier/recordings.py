@@ -101,6 +101,8 @@ MORE = {
     "state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a, 4) | REPLAYED, ""),
     "no state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a * 0, 4, 5) | REPLAYED,
         "start: not_restored"),
+    "weights that one ties": ({"about": {"tied": [[*WEIGHTS]]}}, {"about": {}},
+        "start: other_tying", {"text": "are one weight in the first recording only"}),
     "not loaded": ({}, {"about": {"replayed": "one.npz", "not_loaded": ("kernel/momentum",)}}, "",
         {"text": "not loaded by replay=, as it does not fit: kernel/momentum"}),
     # Nothing to verify.
