@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from lockstep.__main__ import main
 from lockstep.answer.verdict import FAULT
 from lockstep.comparison import compare_traces, not_trained
 from lockstep.data.trace import STATISTIC, WEIGHT, About, Trace, Variable
@@ -137,26 +138,11 @@ def test_recordings_without_a_common_weight_are_refused(one):
         compare_traces([one.trace(), other], {})
 
 
-def test_the_command_says_the_verdict_and_writes_it(tmp_path, one):
-    from in_process import run_here
-
+def test_the_command_takes_names_and_says_which_steps_only_one_has(tmp_path, capsys, one):
     first = one.write(tmp_path / "one.npz")
-    wrong = Script(replicas=2, replay=one, reduce=None).write(tmp_path / "wrong.npz")
-    right = Script(replicas=2, renamed={"dense/bias": "other"}).write(tmp_path / "two.npz")
-    out = tmp_path / "out"
-    result = run_here("verify", f"--traces={first},{wrong}", f"--out={out}")
-    assert result.returncode == 9
-    assert "wrong.npz is not the training of one.npz: not all-reduced" in result.stdout
-    record = json.loads((out / "verify.json").read_text())
-    assert list(record["trainings"]) == ["one.npz", "wrong.npz"]
-    assert record["trainings"]["wrong.npz"]["stages"]["all-reduce"] == "fault"
-    page = (out / "report.html").read_text()
-    assert "not all-reduced" in page and "call the wrapped model" in page
-    names, out = "--name_map=other=dense/bias", tmp_path / "right"
-    result = run_here("verify", f"--traces={first},{right}", names, f"--out={out}")
-    assert result.returncode == 0, result.stderr
-    assert "one.npz in step 0, step 3: every checked stage is clean" in result.stdout
-    record = json.loads((out / "verify.json").read_text())["trainings"]["two.npz"]
+    second = Script(replicas=2, renamed={"dense/bias": "other"}).write(tmp_path / "two.npz")
+    assert main([first, second, "--name_map=other=dense/bias", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)["trainings"]["two.npz"]
     assert [*record["not_checked"]["steps"]] == ["step 1", "step 2"]
 
 
