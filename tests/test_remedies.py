@@ -95,7 +95,7 @@ def examples(*, num_examples=24, weighted=False, masked=False, drop_remainder=Fa
 
 
 def found_after(*remedies):
-    """Trains the program after some remedies, and returns what is not as on one device."""
+    """Trains the program after some remedies, and returns the findings."""
     settings = {key: value for name in remedies for key, value in REMEDIES[name][1].items()}
     policy = settings.pop("policy", "float32")
     names = "num_examples", "weighted", "masked", "drop_remainder"
@@ -103,7 +103,8 @@ def found_after(*remedies):
     of_model = {k: v for k, v in settings.items() if k not in of_data or k == "masked"}
     keras.config.set_dtype_policy(policy)
     try:
-        return zoo.search(Program(lambda: network(**of_model), lambda: examples(**of_data)), 2)
+        program = Program(lambda: network(**of_model), lambda: examples(**of_data))
+        return zoo.search(program, 2).findings
     finally:
         keras.config.set_dtype_policy("float32")
 
