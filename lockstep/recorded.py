@@ -74,9 +74,15 @@ class Step:
     def ends(self) -> list[Named]:
         """The variables of each copy at the end of the step.
 
-        A script may change them after the update: it averages, sends or clips weights itself.
+        A script may change them after the update: it averages, sends or clips weights itself. What
+        a copy gets when it has ended, and others train on, is no longer of this step.
         """
-        later = [self.trace.named(self.position, "left", copy) or {} for copy in self.copies]
+        is_last = self.position == len(self.trace.steps) - 1
+        ended = [] if is_last else self.trace.absent(self.position + 1)
+        later = [
+            {} if copy in ended else self.trace.named(self.position, "left", copy) or {}
+            for copy in self.copies
+        ]
         return [own | left for own, left in zip(self.named("after"), later, strict=True)]
 
     def unlike_first(self, kind: str) -> Iterator[tuple[str, list[int], float]]:
