@@ -417,7 +417,7 @@ def test_the_bound_of_a_change_ignores_the_difference_of_a_wrong_gradient():
     agreeing = spread_of(first, second, 1e-4)
     assert agreeing[0] == 0 and agreeing[1] < 2e-6 and np.isinf(agreeing[2:]).all()
     assert spread_of(first, second, 0.0).max() < 1e-5
-    allowed = of_change(first, first, first, 1e-7, agreeing, is_weight=True, mixes=0.0)
+    allowed = of_change(first, first, first, agreeing, unit=1e-7, is_weight=True, mixes=0.0)
     assert allowed[0] < 1e-5 < allowed[1] < 1e-3 and np.isinf(allowed[2:]).all()
 
 

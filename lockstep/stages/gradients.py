@@ -265,7 +265,7 @@ def _sums(pair: StepPair, received: Sequence[Named], factors: Sequence[float]) -
             name: np.sum([f * raw[name] for f, raw in zip(factors, terms.raw, strict=True)], axis=0)
             for name in terms.names
         }
-        times = min(1.0, terms.clipping[1] / (total_norm(total) + _EPSILON_OF_CLIPPING))
+        times = min(1.0, terms.clipping[1] / (terms.norm_of(total) + _EPSILON_OF_CLIPPING))
         factors = [factor * times for factor in factors]
     means = functools.partial(meanings, pair, of_sum=True)
     return Sums(pair.second, received, factors, means, clips_by_hand(pair))

@@ -221,7 +221,11 @@ class ForwardObserver:
         own, step = self.recording, self.recording.step
         if not own.placement.is_last:
             return
-        step.num_bytes += sum(math.prod(local(x).shape) * x.element_size() for x in outputs)
+        for x in outputs:
+            shape = local(x).shape
+            is_sampled = own.sample and own.sample.takes(shape[1:])
+            size = own.sample.length if own.sample and is_sampled else math.prod(shape[1:])
+            step.num_bytes += len(local(x)) * size * x.element_size()
         if step.num_bytes > MOST_BYTES:
             outside = ("y_pred", "y_grad")
             step.arrays = {k: v for k, v in step.arrays.items() if not k.startswith(outside)}
@@ -237,7 +241,7 @@ class ForwardObserver:
         # DDP gives None for an output that the loss does not use.
         own = self.recording
         if gradient is not None and step is own.step and key in step.arrays:
-            array = to_array(gradient) / (step.scale * own.placement.num_parts)
+            array = to_array(own.rows("y_grad", int(key.split("/")[-1]), gradient)) / (step.scale * own.placement.num_parts)
             before = step.arrays[key]
             step.arrays[key] = before + array if before.shape == array.shape else array
             if not own.placement.place("y_grad", int(key.split("/")[-1]), gradient):

@@ -11,16 +11,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.numeric.sampling import Sample
 from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.loaders import observe_loaders
 from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.recording import Recording
-from lockstep.recorders.torch.replay import Replay
+from lockstep.recorders.torch.replay import Replay, sample_in
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import in_words, layers_of, rank_path, require, settings_of
 
 FORMAT = {"format": "lockstep trace", "version": 2, "framework": "torch", "order": "reduce, clip"}
+USUAL_SAMPLE, MOST_WHOLE_BYTES = 4096, 64 << 20  # Elements of an array; bytes of all weights.
 DEFAULT_STEPS = (0, 1, 2)  # A shorter training has recorded all that was asked for.
 
 
@@ -67,6 +69,12 @@ class record:
             `replay` has: a resumed job does not begin with step 0.
         others: Name → module or mapping of tensors whose state belongs to the training, as averages
             of the weights: {"ema": average}.
+        sample: The number of elements that are kept of each variable and gradient, with random sums
+            of all elements; smaller arrays are whole. 0 keeps whole arrays; None does so up to 64
+            MiB of weights, and keeps 4,096 elements above, or does as `replay`. A sampled recording
+            has one step, unless `steps` says more; later ones start from their own weights.
+        start: Whether a sampled recording has the whole state before its first step, too, which
+            `replay` needs. Without it, both scripts must start from the same weights.
 
     `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
     """
@@ -87,24 +95,29 @@ class record:
         dims: str | Mapping[str, str] = "",
         first_step: int = 0,
         others: Mapping[str, Any] | None = None,
+        sample: int | None = None,
+        start: bool = False,
     ) -> None:
         if given := json.loads(os.environ.get("LOCKSTEP_RECORD", "null")):
             path, steps = given["path"], given.get("steps", steps)
             replay, permute = given.get("replay"), given.get("permute")
             modules, shards = given.get("modules") or modules, given.get("shards")
-            names = given.get("names") or names
+            names, start = given.get("names") or names, True  # Other runs start from it.
         self.is_recording = path is not None
         if path is None:
             return
         is_file = path.endswith(".npz") and os.path.isdir(os.path.dirname(path) or ".")
         require(is_file, f"{path}: must be an .npz file in a folder that exists")
+        chosen = _sample(sample, model, replay)
+        steps = 1 if chosen and steps is DEFAULT_STEPS else steps
         wanted = _wanted(steps, first_step)
         kind = type(model).__name__
         is_known = kind not in ("DataParallel", "FullyShardedDataParallel")
         require(is_known, f"model: {kind} cannot be recorded; use DDP or fully_shard")
         self.path, self.seed, self.names = path, permute, names or {}
+        self.keeps_start = start and chosen is not None
         self.asked = [] if steps is DEFAULT_STEPS else sorted(wanted)
-        own = Recording(model, optimizer, others or {}, mesh, dims, wanted, first_step)
+        own = Recording(model, optimizer, others or {}, mesh, dims, wanted, first_step, chosen)
         self.recording, place = own, own.placement
         is_alone = shards is None or (shards == "each" and replay and place.num_ranks == 1)
         require(is_alone, f"shards={shards!r}: must be 'each', with replay= and in one process")
@@ -197,6 +210,8 @@ class record:
         if self.shards:
             self.shards.begin()
         own.save_variables("before", variables.all())
+        if self.keeps_start and not own.per_step["steps"]:
+            own.save_variables("start", variables.all())
 
     def _warn_of_no_forward_pass(self) -> None:
         seen = "no forward pass was seen; call model, in train mode"
@@ -275,6 +290,7 @@ class record:
             "loader_seeds": self.loader_seeds,
             "asked": self.asked,
             "ended_with": self.ended_with,
+            "sample": own.sample._asdict() if own.sample else {},
             **(FORMAT | own.per_step),
         }
         if not place.mesh:
@@ -293,6 +309,18 @@ class record:
             return {"class": "", "framework": "torch"}
         rule = {"class": type(optimizers[0]).__name__, "framework": "torch"}
         return {**settings_of(optimizers[0].defaults), **rule}
+
+
+def _sample(sample: int | None, model: nn.Module, replay: str | None) -> Sample | None:
+    """Returns how large arrays are sampled; None to keep whole ones."""
+    if sample is None and replay:
+        return Sample(**found) if (found := sample_in(replay)) else None
+    if sample is None:
+        size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        sample = USUAL_SAMPLE if size_bytes > MOST_WHOLE_BYTES else 0
+    is_number = isinstance(sample, int) and not isinstance(sample, bool) and sample >= 0
+    require(is_number, f"sample={sample}: must be a number of elements, or 0 for whole arrays")
+    return Sample(sample) if sample else None
 
 
 def _wanted(steps: int | Sequence[int], first_step: int) -> set[int]:

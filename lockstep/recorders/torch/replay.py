@@ -79,6 +79,15 @@ def rows_of(batch: np.ndarray) -> list[bytes]:
     return [row.tobytes() for row in batch] if batch.ndim else []
 
 
+def sample_in(path: str) -> Mapping[str, int]:
+    """Returns how a recording is sampled; empty if it is whole, or cannot be read."""
+    found = next(filter(os.path.exists, [path, rank_path(path, 0)]), "")
+    try:
+        return Trace(found).about.get("sample") or {} if found else {}
+    except Exception:  # Reading it for the replay raises an error that says why.
+        return {}
+
+
 class Replay:
     """The recording whose state is loaded before each recorded step.
 
@@ -103,6 +112,12 @@ class Replay:
         self.name, self.path, self.names = os.path.basename(path), own_path, names
         self.twins: dict[str, str] = {}  # Copies of a weight that the other recording has once.
         self.files = self._open(path, is_by_shard)
+        self.is_sampled = bool(self.files[0].about.get("sample"))
+        require(
+            not self.is_sampled or self.files[0].arrays("start", min(recording.wanted), 0),
+            f"replay={path}: is recorded with sample=, without the whole state before step"
+            f" {min(recording.wanted)}; record it with start=True, or leave out replay=",
+        )
         # Raises an error before the training, and not in one of its steps.
         self.sources = self._match([*self._read(min(recording.wanted)).values()])
         self.not_loaded: dict[str, None] = {}
@@ -130,12 +145,13 @@ class Replay:
     def _read(self, step: int) -> dict[str, dict[str, Any]]:
         """Returns name → variable before a step, with its whole array."""
         found: dict[str, dict[str, Any]] = {}
+        kind = "start" if self.is_sampled else "before"
         for file in self.files if self.files[0].at else self.files[:1]:
             names, placements = (file.about.get(key) or {} for key in ("names", "placements"))
-            for index, array in file.arrays("before", step, self.placement.replica).items():
+            for index, array in file.arrays(kind, step, self.placement.replica).items():
                 own = file.about["variables"][index]
                 name = names.get(own["name"], own["name"])
-                text = placements.get(f"before/{index}", "")
+                text = placements.get(f"{kind}/{index}", "")
                 variable = {**own, "name": name, "array": array, "parts": [], "text": text}
                 found.setdefault(name, variable)["parts"].append((file.at, array))
         for v in found.values():
@@ -192,10 +208,19 @@ class Replay:
                 self.twins[name] = other
         return self.twins.get(name, "")
 
-    @torch.no_grad()
     def load(self) -> None:
-        """Assigns the recorded state before this step; warns of what does not fit."""
-        step, before = self.recording.number, {*self.not_loaded}
+        """Loads the state before this step, and its random state; warns of what does not fit."""
+        step, file = self.recording.number, self.files[0]
+        if not self.is_sampled or step == min(self.recording.wanted):
+            self._load_variables(step)
+        is_alike = file.about["num_replicas"] == self.placement.num_replicas
+        if file.about["framework"] == "torch" and is_alike:
+            states = file.arrays("random", step, self.placement.replica).values()
+            set_random_states([*map(torch.tensor, states)])
+
+    @torch.no_grad()
+    def _load_variables(self, step: int) -> None:
+        before = {*self.not_loaded}
         try:
             others = self._read(step)
         except ValueError as error:
@@ -209,14 +234,10 @@ class Replay:
             source = others.get(self.sources.get(name, ""))
             array = transposed(source, variable["layout"])["array"] if source else None
             self._assign(name, value, array)
-        file = self.files[0]
-        if file.about["framework"] == "torch":
+        if self.files[0].about["framework"] == "torch":
             classes = self._classes(step)
             for name, p in self.recording.weights.items():
                 self._load_state(name, p, others, classes)
-            if file.about["num_replicas"] == self.placement.num_replicas:
-                states = file.arrays("random", step, self.placement.replica).values()
-                set_random_states([*map(torch.tensor, states)])
         if new := [name for name in self.not_loaded if name not in before]:
             text = ", ".join(new[:_MOST_NAMED])
             text += f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""
