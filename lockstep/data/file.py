@@ -33,7 +33,8 @@ Path = str | os.PathLike[str]
 _MAX_ABOUT_BYTES, _MAX_HEADER_BYTES = 64 << 20, 1024
 _NUMBER = r"(?:0|[1-9]\d{0,8})"
 _NAME = re.compile(
-    rf"{_NUMBER}/[a-z_]{{1,40}}/{_NUMBER}/{_NUMBER}(/values|/indices|/rows|/elements|/sums)?", re.ASCII
+    rf"{_NUMBER}/[a-z_]{{1,40}}/{_NUMBER}/{_NUMBER}(/(values|indices|rows|elements|sums))?",
+    re.ASCII,
 )
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
 _OWN_KEYS = (  # Keys in which the files of the ranks may differ.

@@ -22,7 +22,7 @@ from lockstep.explain.tensors import why_tensor
 from lockstep.explain.terms import Sums
 from lockstep.explain.used import used_gradients
 from lockstep.explain.variants import differ_by_layers, other_settings_of
-from lockstep.numeric.arrays import Named, distance, is_far, norm, ratio, total_norm
+from lockstep.numeric.arrays import Named, distance, is_far, norm, ratio
 from lockstep.reference import StepPair
 from lockstep.stages.clipping import (
     check_clipping,

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.placement import OF_LOSS
-from lockstep.recorders.torch.recording import Recording
-from lockstep.recorders.torch.values import require, to_array
+from lockstep.recorders.torch.recording import ENDS, Recording
+from lockstep.recorders.torch.values import require
 from lockstep.recorders.torch.versions import check_observed
 
 

@@ -241,7 +241,9 @@ class ForwardObserver:
         # DDP gives None for an output that the loss does not use.
         own = self.recording
         if gradient is not None and step is own.step and key in step.arrays:
-            array = to_array(own.rows("y_grad", int(key.split("/")[-1]), gradient)) / (step.scale * own.placement.num_parts)
+            array = to_array(own.rows("y_grad", int(key.split("/")[-1]), gradient)) / (
+                step.scale * own.placement.num_parts
+            )
             before = step.arrays[key]
             step.arrays[key] = before + array if before.shape == array.shape else array
             if not own.placement.place("y_grad", int(key.split("/")[-1]), gradient):
