@@ -145,7 +145,7 @@ class Sampled(np.lib.mixins.NDArrayOperatorsMixin):
         return Sampled(self.elements + other.elements, sums, squares)
 
     def is_same(self, other: "Sampled") -> bool:
-        """Returns whether elements are bitwise identical, and sums are equal but for their order."""
+        """Returns whether elements are bitwise identical, and sums but for their order."""
         if self.dtype != other.dtype or self.elements.tobytes() != other.elements.tobytes():
             return False
         allowed = _SUMS_AGREE * self.norm

@@ -267,19 +267,21 @@ class Claim:
         # Of state that has drifted by rounding.
         allowed = allowed + with_sums(2 * np.abs(own_old - old), num_sums)
         share = _largest_share(second, first, allowed)
-        later = self._later(variable, copy) if num_sums and variable.kind == WEIGHT else None
-        if later is not None and _largest_share(second - later, first, allowed) <= 1:
-            stored = with_sums(bounds.STORED * unit * size + TINY, num_sums)
-            share = max(share, _largest_share(later, np.zeros_like(later), stored))
+        moved = self._moved_later(variable, copy) if num_sums else None
+        if moved is not None and _largest_share(second - moved, first, allowed) <= 1:
+            rounding = with_sums(bounds.STORED * unit * size + TINY, num_sums)
+            share = max(share, _largest_share(moved, np.zeros_like(moved), rounding))
         num_unknown = int(np.sum(~np.isfinite(allowed)))
         is_compared = num_unknown < first.size or not first.size
         return Change(variable, copy, share if is_compared else None, first, num_unknown)
 
-    def _later(self, variable: Variable, copy: int) -> np.ndarray | None:
+    def _moved_later(self, variable: Variable, copy: int) -> np.ndarray | None:
         """Returns by how much only the second script changes a weight after the update.
 
         None if both do, or none does. Sums of an update that is not linear are known less exactly.
         """
+        if variable.kind != WEIGHT:
+            return None
         (own, other), names = (self.pair.first, self.pair.second), (variable.first, variable.second)
         if own.ends[0][names[0]] is not own.named("after")[0].get(names[0]):
             return None

@@ -351,7 +351,7 @@ def other_limits(pair: StepPair) -> Iterator[Finding]:
         return  # The norm is that of all weights.
     both = terms.reference_applied, terms.applied[0]
     factors = [_factor(a, g) for a, g in zip(both, (terms.reference, terms.given[0]), strict=True)]
-    norms = [terms.norm_of(applied) for applied in both]
+    norms = [total_norm(step.applied(0)) for step in (pair.first, pair.second)]
     if not all(0 < factor < 1 + _CLOSE for factor in factors):
         return
     is_clipped = [factor < 1 - _CLOSE for factor in factors]

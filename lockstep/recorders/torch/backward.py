@@ -237,11 +237,11 @@ class GradientObserver:
                 removed[f"{index}{end}"] = left - array
         is_removed = any(x.any() for x in removed.values())
         placements = own.placement.placements
-        for index, array in removed.items() if is_removed else ():
+        for place, array in removed.items() if is_removed else ():
             # Another process may have a part that is not 0.
             if own.placement.mesh or array.any():
-                step.removed[index] = step.removed.get(index, 0) + array
-                number = index.partition("/")[0]
+                step.removed[place] = step.removed.get(place, 0) + array
+                number = place.partition("/")[0]
                 text = placements.get(f"{kind}/{number}", "")
                 placements |= {f"removed/{number}": text} if text else {}
         if is_removed and not is_left:

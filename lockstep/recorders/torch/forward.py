@@ -241,9 +241,8 @@ class ForwardObserver:
         # DDP gives None for an output that the loss does not use.
         own = self.recording
         if gradient is not None and step is own.step and key in step.arrays:
-            array = to_array(own.rows("y_grad", int(key.split("/")[-1]), gradient)) / (
-                step.scale * own.placement.num_parts
-            )
+            rows = own.rows("y_grad", int(key.split("/")[-1]), gradient)
+            array = to_array(rows) / (step.scale * own.placement.num_parts)
             before = step.arrays[key]
             step.arrays[key] = before + array if before.shape == array.shape else array
             if not own.placement.place("y_grad", int(key.split("/")[-1]), gradient):

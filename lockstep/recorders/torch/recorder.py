@@ -230,8 +230,8 @@ class record:
             cleared = step.losses[: step.num_cleared]
             for index, losses in enumerate(x for x in (step.losses, cleared) if x):
                 own.save("loss", index, sum(losses))
-            for index, array in step.removed.items():
-                step.arrays[f"removed/{own.placement.rank}/{index}"] = array
+            for place, array in step.removed.items():
+                step.arrays[f"removed/{own.placement.rank}/{place}"] = array
             if self.shards:
                 self.shards.end(self.path)
             own.keep()

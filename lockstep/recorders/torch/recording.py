@@ -168,7 +168,7 @@ class Recording:
         self, kind: str, index: int, value: Any, scale: float = 1.0
     ) -> dict[str, np.ndarray]:
         """Returns the arrays that hold a value, by the ends of their names; none of no number."""
-        whole, shape = value, ()
+        whole = value
         if isinstance(value, Tensor):
             if not self.placement.place(kind, index, value):
                 return {}

@@ -32,7 +32,7 @@ def sample_of(
     is_here = np.ones(sample.elements, bool)
     if part is not None:
         rows = rows[:, part[0]]
-        columns = columns[np.ix_(range(sample.sums), *part[1:])]
+        columns = columns[np.ix_(np.arange(sample.sums), *part[1:])]
         local = []
         for along, length, own in zip(places, shape, part, strict=True):
             numbers = np.full(length, -1)
