@@ -17,6 +17,7 @@ from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import (
     computed_in,
+    is_dtensor,
     local,
     random_states,
     require,
@@ -232,7 +233,8 @@ class ForwardObserver:
             return
         for x in outputs:
             own.add("y_pred", [x])
-            own.add("y_grad", [torch.zeros_like(x)])  # Stays 0 if the loss does not use it.
+            # Stays 0 if the loss does not use it.
+            own.add("y_grad", [torch.zeros_like(x) if is_dtensor(x) else x.new_zeros(()).expand_as(x)])
             if x.requires_grad and own.placement.knows_loss:
                 key = [key for key in step.arrays if key.startswith("y_grad/")][-1]
                 x.register_hook(functools.partial(self._after_loss, step, key))
