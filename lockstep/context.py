@@ -155,6 +155,21 @@ class Context:
                 yield name, list(unlike), ratio(max(unlike.values()), norm(value))
 
     @functools.cached_property
+    def _of_elements(self) -> "Context":
+        return Context(self.trace.of_elements, self.position, checked=self.checked)
+
+    @property
+    def for_rules(self) -> "Context":
+        """The step as the rules of optimizers need it: without sums of samples if not linear."""
+        is_linear = not isinstance(self.updater, RuleOracle) or self.updater.is_linear
+        if is_linear or not self.trace.about.sample:
+            return self
+        found = self._of_elements
+        found.stage, found.findings, found.compared = self.stage, self.findings, self.compared
+        found.measurements, found.reduced_inside = self.measurements, self.reduced_inside
+        return found
+
+    @functools.cached_property
     def previous(self) -> "Context | None":
         """The previous step, if it was recorded, too."""
         if self.position == 0 or self.trace.steps[self.position - 1] != self.number - 1:

@@ -35,6 +35,7 @@ Kinds of arrays of a copy:
 """
 
 import collections
+import copy
 import dataclasses
 import functools
 import math
@@ -489,6 +490,19 @@ class Trace:
             kept.index(replica): own for replica, own in self.of_replica.items() if replica in kept
         }
         trace.numbers = kept
+        return trace
+
+    @functools.cached_property
+    def of_elements(self) -> "Trace":
+        """The trace with the elements of samples as whole arrays, without sums and norms."""
+        trace = copy.copy(self)
+        variables = tuple(dataclasses.replace(v, shape=()) for v in self.about.variables)
+        trace.about = dataclasses.replace(self.about, sample={}, variables=variables)
+        kept = {name.removesuffix("/elements"): name for name in self._stored}
+        names = {name: of for name, of in kept.items() if not name.endswith("/sums")}
+        trace._stored, trace._index = _Renamed(self._stored, names), {}
+        for name in names:
+            trace._add_to_index(name)
         return trace
 
     def names_of(self, kind: str) -> Sequence[str] | None:

@@ -18,7 +18,6 @@ import numpy as np
 
 from lockstep.data.trace import STATE, Trace
 from lockstep.numeric.arrays import EPS, Array, Named, Rows, dense, unit_of
-from lockstep.numeric.sampling import without_sums
 from lockstep.oracles import OtherSetting
 
 IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
@@ -220,7 +219,6 @@ class RuleOracle:
         about = trace.of_replica.get(replica, trace.about)
         after = trace.named(position, "after", 0) or {}
         self.units = {key: unit_of(array) for key, array in after.items()}
-        self._after, self._num_sums = after, trace.num_sums
         self._state: dict[str, dict[str, str]] = {}  # Weight → role → key.
         self._correction: tuple[float, ...] = (1.0, 1.0)
         self.rules: dict[str, Rule] = {}
@@ -278,6 +276,11 @@ class RuleOracle:
         }
 
     @property
+    def is_linear(self) -> bool:
+        """Whether all updates are linear in weights, gradients and state."""
+        return all(rule.family == "SGD" for rule in self.rules.values())
+
+    @property
     def sums(self) -> set[str]:
         """Keys of the optimizer state that is linear in the gradients."""
         roles = ("velocity", "first_moment")
@@ -323,18 +326,9 @@ class RuleOracle:
             keys = self._state[weight]
             state = {role: dense(before[key]) for role, key in keys.items() if key in before}
             new = updated(changed, before[weight], sums[weight], state, self._correction)
-            for role, key in {**keys, "weight": weight}.items():
-                if role in new:
-                    is_linear = rule.family == "SGD" or role == "first_moment"
-                    after[key] = new[role] if is_linear else self._with_known_sums(key, new[role])
+            after |= {key: new[role] for role, key in keys.items() if role in new}
+            after[weight] = new["weight"]
         return after
-
-    def _with_known_sums(self, key: str, array: np.ndarray) -> np.ndarray:
-        """Returns an array after an update that is not linear: its sums are those recorded."""
-        num_sums = self._num_sums(array.shape)
-        if not num_sums or key not in self._after:
-            return array
-        return np.concatenate([without_sums(array, num_sums), dense(self._after[key])[-num_sums:]])
 
     def rounded(self, generator: np.random.Generator) -> "RuleOracle":
         """Returns the same oracle with a bias correction in float32.

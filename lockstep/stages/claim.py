@@ -415,7 +415,7 @@ class Claim:
         Args:
             names: variables of the second training, whose updates are not.
         """
-        step = self.pair.first
+        step = self.pair.first.for_rules
         if step.updater is None or not names:
             return False
         before, after = step.named("before")[0], step.named("after")[0]

@@ -30,6 +30,7 @@ from lockstep.oracles.rules import RuleOracle
 
 def check_update(context: Context) -> Iterator[Finding]:
     """Checks the update of each copy, with the gradients that it applies."""
+    context = context.for_rules
     updates = [bool(own) for own in context.named("after")]
     if any(updates) and not all(updates):
         text = "nothing of this step was recorded on these replicas: they update no weights in it"

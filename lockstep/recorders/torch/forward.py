@@ -234,7 +234,8 @@ class ForwardObserver:
         for x in outputs:
             own.add("y_pred", [x])
             # Stays 0 if the loss does not use it.
-            own.add("y_grad", [torch.zeros_like(x) if is_dtensor(x) else x.new_zeros(()).expand_as(x)])
+            zeros = torch.zeros_like(x) if is_dtensor(x) else x.new_zeros(()).expand_as(x)
+            own.add("y_grad", [zeros])
             if x.requires_grad and own.placement.knows_loss:
                 key = [key for key in step.arrays if key.startswith("y_grad/")][-1]
                 x.register_hook(functools.partial(self._after_loss, step, key))
