@@ -317,8 +317,8 @@ def _effect(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]], setting: str
     """Returns how much a setting of the first trace changes an update, relative to its change."""
     if setting == "momentum" and not all(a.momentum and b.momentum for a, b in rules.values()):
         return 1.0  # It affects the next steps, even if there is no state before this one.
-    before, applied = pair.second.named("before")[0], pair.second.applied(0)
-    oracle = pair.second.updater
+    step = pair.second.for_rules
+    before, applied, oracle = step.named("before")[0], step.applied(0), step.updater
     assert isinstance(oracle, RuleOracle)
     others = {
         pair.in_second(name): dataclasses.replace(b, **{setting: getattr(a, setting)})

@@ -234,7 +234,8 @@ class ForwardObserver:
         for x in outputs:
             own.add("y_pred", [x])
             # Stays 0 if the loss does not use it.
-            zeros = torch.zeros_like(x) if is_dtensor(x) else x.new_zeros(()).expand_as(x)
+            is_large = own.sample and not is_dtensor(x)
+            zeros = x.new_zeros(()).expand_as(x) if is_large else torch.zeros_like(x)
             own.add("y_grad", [zeros])
             if x.requires_grad and own.placement.knows_loss:
                 key = [key for key in step.arrays if key.startswith("y_grad/")][-1]
@@ -244,7 +245,8 @@ class ForwardObserver:
         # DDP gives None for an output that the loss does not use.
         own = self.recording
         if gradient is not None and step is own.step and key in step.arrays:
-            rows = own.rows("y_grad", int(key.split("/")[-1]), gradient)
+            text = own.placement.placements.get(f"y_grad/{key.split('/')[-1]}", "")
+            rows = own.rows("y_grad", gradient, text)
             array = to_array(rows) / (step.scale * own.placement.num_parts)
             before = step.arrays[key]
             step.arrays[key] = before + array if before.shape == array.shape else array

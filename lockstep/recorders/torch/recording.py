@@ -183,7 +183,7 @@ class Recording:
                     part = self.placement.split_sums(kind, index, shape)
                     found = sample_of(self.sample, value.detach(), shape, part)
                     return {f"/{end}": array for end, array in found.items()}
-            value = self.rows(kind, index, value)
+            value = self.rows(kind, value, self.placement.placements.get(f"{kind}/{index}", ""))
         if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
             return {
                 "/values": to_array(value._values()),
@@ -193,10 +193,12 @@ class Recording:
         is_number = isinstance(value, Tensor | int | float)
         return {"": to_array(torch.as_tensor(value))} if is_number else {}
 
-    def rows(self, kind: str, index: Any, value: Tensor) -> Tensor:
-        """Returns outputs of the model, or of modules, with samples of long rows."""
-        is_whole = not self.placement.placements.get(f"{kind}/{index}")
-        if self.sample is None or kind[:2] not in ("y_", "mo") or not is_whole:
+    def rows(self, kind: str, value: Tensor, text: str) -> Tensor:
+        """Returns outputs of the model, or of modules, with samples of long rows.
+
+        Those that are split, which a text says, stay whole.
+        """
+        if self.sample is None or kind[:2] not in ("y_", "mo") or text:
             return value
         return rows_sampled(self.sample, local(value).detach())
 
