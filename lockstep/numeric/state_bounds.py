@@ -120,14 +120,16 @@ def correction_error(betas: Iterable[float], number: int) -> float:
     return max((4 * EPS / max(1 - beta**number, 1e-6) for beta in betas), default=0.0)
 
 
-def of_statistics(size: np.ndarray, allowed: float) -> np.ndarray:
+def of_statistics(size: np.ndarray, allowed: float, least: float = 0.0) -> np.ndarray:
     """Returns the bound of statistics, whose elements are sums over a batch that may cancel.
 
     Args:
         size: |S| + |S'|.
         allowed: relative difference of a statistic of a batch that rounding can cause.
+        least: the root mean square of all elements, if `size` has some of them.
     """
-    return np.full(size.shape, max(allowed, COMPUTED * EPS) * mean_square(size)) + TINY
+    usual = max(mean_square(size), least)
+    return np.full(size.shape, max(allowed, COMPUTED * EPS) * usual) + TINY
 
 
 def of_start(first: np.ndarray, size: np.ndarray, spread: np.ndarray) -> np.ndarray:

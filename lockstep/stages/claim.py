@@ -246,9 +246,11 @@ class Claim:
         size = np.maximum(np.abs(old) + np.abs(new), np.abs(own_old) + np.abs(own_new))
         num_sums = self.pair.first.trace.num_sums(first.shape)
         if variable.kind == STATISTIC:
+            number = np.prod(self.pair.first.trace.variables[variable.first].shape)
             of_statistics = functools.partial(
-                bounds.of_statistics, allowed=self.pair.tolerance.of_batch
-            )
+                bounds.of_statistics, allowed=self.pair.tolerance.of_batch,
+                least=norm(size[-num_sums:]) / number**0.5 if num_sums else 0.0,
+            )  # fmt: skip
             allowed = by_part(of_statistics, num_sums, size)
         else:
             mixes, oracle = 0.0, self.pair.first.updater

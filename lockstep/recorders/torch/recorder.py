@@ -22,7 +22,8 @@ from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import in_words, layers_of, rank_path, require, settings_of
 
 FORMAT = {"format": "lockstep trace", "version": 2, "framework": "torch", "order": "reduce, clip"}
-USUAL_SAMPLE, MOST_WHOLE_BYTES = 4096, 64 << 20  # Elements of an array; bytes of all weights.
+USUAL_SAMPLE, LEAST_SAMPLE = 4096, 16  # Elements of an array.
+MOST_WHOLE_BYTES = 64 << 20  # Of all weights.
 DEFAULT_STEPS = (0, 1, 2)  # A shorter training has recorded all that was asked for.
 
 
@@ -318,8 +319,9 @@ def _sample(sample: int | None, model: nn.Module, replay: str | None) -> Sample 
     if sample is None:
         size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         sample = USUAL_SAMPLE if size_bytes > MOST_WHOLE_BYTES else 0
-    is_number = isinstance(sample, int) and not isinstance(sample, bool) and sample >= 0
-    require(is_number, f"sample={sample}: must be a number of elements, or 0 for whole arrays")
+    is_number = isinstance(sample, int) and not isinstance(sample, bool)
+    is_right = is_number and (sample == 0 or sample >= LEAST_SAMPLE)
+    require(is_right, f"sample={sample}: must be {LEAST_SAMPLE} or more, or 0 for whole arrays")
     return Sample(sample) if sample else None
 
 

@@ -87,6 +87,7 @@ class Recording:
         called_others: Names of further modules that were called since the last update.
         hooks: What is removed where no step is recorded.
         arrays: Name → array, of the recorded steps.
+        shapes: "KIND/INDEX" → shape of the whole array, if it is sampled.
         per_step: Key of the description → a value for each recorded step.
         computed_in: 16-bit dtype of the layers.
     """
@@ -107,6 +108,7 @@ class Recording:
         self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
         self.called_others = set[str]()
         self.arrays: dict[str, np.ndarray] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.per_step: dict[str, list[Any]] = {key: [] for key in PER_STEP}
         self.computed_in = ""
 
@@ -129,8 +131,8 @@ class Recording:
             if name not in numbers:
                 described[name], numbers[name] = variable, len(numbers)
             self.save(kind, numbers[name], value)
-            if f"{kind}/{self.placement.rank}/{numbers[name]}/sums" in self.step.arrays:
-                described[name]["shape"] = self.placement.whole_shape(kind, numbers[name], value)
+            if shape := self.shapes.get(f"{kind}/{numbers[name]}"):
+                described[name]["shape"] = shape
 
     def save_left(self) -> None:
         """Saves what the script has changed since the update: averaged, sent or clipped weights."""
@@ -179,6 +181,7 @@ class Recording:
             if kind in SAMPLED:
                 shape = self.placement.whole_shape(kind, index, whole)
                 if self.sample.takes(shape):
+                    self.shapes[f"{kind}/{index}"] = shape
                     value = value.to_dense() if value.layout != torch.strided else value
                     part = self.placement.split_sums(kind, index, shape)
                     found = sample_of(self.sample, value.detach(), shape, part)
