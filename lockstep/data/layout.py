@@ -213,18 +213,17 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
     }
     found, collected = Assembled(common, of_replica, {}, {}, {}), _collected(files, common)
     recorded = {tuple(name.split("/")[::2][:2]) for _, own in files for name in own}
-    numbers = {"": "", **{key: str(number) for number, key in enumerate(common.keys)}}
+    numbers = {key: str(number) for number, key in enumerate(common.keys)}
     left_out = set[tuple[str, str]]()  # Positions and kinds.
     for (position, kind, index), by_text in collected.items():
         placed = {text: placement_from(text, mesh) for text in by_text}
-        number, _, part = index.partition("/")
+        number, slash, part = index.partition("/")
         if part in Rows._fields and any(placement.axes for placement in placed.values()):
             left_out.add((position, kind))  # Rows of a weight, which are not put together.
             continue
         of_copies, of_gradients = is_of_copies(kind, common), kind in OF_GRADIENTS
-        weight = common.gradients[int(number)] if of_gradients and part not in Rows._fields else ""
-        of_weight = numbers[weight] + index.removeprefix(number) if weight else ""
-        zeros = _zeros_like(collected.get((position, "before", of_weight), {}), by_text)
+        weight = numbers[common.gradients[int(number)]] if of_gradients else ""
+        zeros = _zeros_like(collected.get((position, "before", weight + slash + part), {}), by_text)
         # FSDP2 splits gradients over data axes, too.
         ignored = set[str]() if of_copies or of_gradients else {*mesh.data_axes}
         wholes: dict[int, Any] = {}
