@@ -8,7 +8,8 @@
 # make mutations       inserts bugs one at a time and lists which test detects each
 # make zoo             runs bugs that others reported, and lists whether each is found and named
 # make zoo-optimizers  trains correct models with every optimizer of Keras; a finding is a false alarm
-# make frameworks      installs PyTorch and JAX into .venv-bench, for frameworks/ and tests of recorders
+# make frameworks      installs PyTorch and JAX into .venv-bench, for frameworks/ and the tests of the
+#                      recorders, which make test skips without it
 # make bench           compares speed with PyTorch, JAX and Keras, and writes docs/BENCHMARKS.md
 # make accuracy        trains each model in full with recipe fast, and prints the test accuracies
 # make recording       runs the commands of the README and writes docs/recording.svg

@@ -1,11 +1,11 @@
-"""Records two steps of Keras' `fit` on one device and on two, for `verify --traces`.
+"""Records two steps of Keras' `fit` on one device and on two, for `python -m lockstep`.
 
     PYTHONPATH=. .venv/bin/python examples/record_fit.py 1 one.npz
     PYTHONPATH=. .venv/bin/python examples/record_fit.py 2 two.npz one.npz
-    .venv/bin/python main.py verify --traces=one.npz,two.npz
+    .venv/bin/python -m lockstep one.npz two.npz
 
 The second run starts each recorded step from the state in the first recording. Keras clips the
-gradients on each replica before the all-reduce; `verify` reports this fault.
+gradients on each replica before the all-reduce; the verdict reports this fault.
 """
 
 import sys

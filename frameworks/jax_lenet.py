@@ -8,7 +8,7 @@ N(0, 0.01²), plain SGD. With `jit`, arrays are split over a mesh and XLA adds t
 files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
 
 With `--start` and `--batches` it repeats the training of another framework, with the same initial
-weights and the same examples. `--trace` records the first steps for `main.py verify --traces`.
+weights and the same examples. `--trace` records the first steps for `python -m lockstep`.
 """
 
 import argparse

@@ -7,7 +7,7 @@ This is the training of "Dive into Deep Learning", section "Training on Multiple
 the four files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
 
 With `--start` and `--batches` it repeats the training of another framework, with the same initial
-weights and the same examples. `--trace` records the first steps for `main.py verify --traces`.
+weights and the same examples. `--trace` records the first steps for `python -m lockstep`.
 """
 
 import argparse

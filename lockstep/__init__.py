@@ -77,7 +77,7 @@ def _compared_with_model(
 ) -> "Verdict":
     """Checks a recorded training of Keras against one device; see `compare`."""
     from lockstep.oracles.keras import KerasOracle
-    from lockstep.record_keras import leaves
+    from lockstep.recorders.keras.values import leaves
     from lockstep.run import check, require_steps
 
     trace = _trace_of(one)

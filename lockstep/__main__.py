@@ -1,6 +1,6 @@
 """`python -m lockstep`: verifies recordings of training scripts, shows them, and makes them.
 
-python -m lockstep one.npz [two.npz …]
+python -m lockstep one.npz [two.npz …] [--html page.html]
 python -m lockstep show one.npz [two.npz …]
 python -m lockstep run --reference "python train.py" --variant "torchrun … train.py"
 """
@@ -35,9 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:
-        return _run(_run_parser().parse_args(words[1:]))
+        options = _run_parser().parse_args(words[1:])
+        _remove_page(options)
+        return _run(options)
     is_show = words[:1] == ["show"]
     options = _parser(is_show).parse_args(words[is_show:])
+    _remove_page(options)
     from lockstep.answer.show import contents_of
     from lockstep.comparison import compare_traces
     from lockstep.data.file import load
@@ -56,11 +59,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(verdicts: Mapping[str, Any], options: argparse.Namespace) -> int:
-    """Prints verdicts as text or JSON, and returns the exit code."""
+    """Prints verdicts as text or JSON, writes their page, and returns the exit code.
+
+    A page that cannot be written is an error; the code of a worse verdict stays.
+    """
     record = record_of_all(verdicts)
     text = describe([*verdicts.values()], details=options.details)
     _print(json.dumps(record, indent=1) if options.json else text)
+    if options.html:
+        from lockstep.answer.html import write_page
+
+        try:
+            write_page([*verdicts.values()], options.html)
+        except OSError as error:
+            print(f"error: --html: {one_line(options.html)}: {error.strerror}", file=sys.stderr)
+            return max(record["exit_code"], 2)
     return record["exit_code"]
+
+
+def _remove_page(options: argparse.Namespace) -> None:
+    """Removes the page of an earlier verification: after an error, there is none."""
+    if getattr(options, "html", None):
+        with contextlib.suppress(OSError):
+            os.unlink(options.html)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -207,6 +228,8 @@ def _add_options(parser: _Parser, of_names: str) -> None:
     add = parser.add_argument
     add("--details", action="store_true", help="show stages, sizes and tolerances, too")
     add("--json", action="store_true", help="print the verdicts as JSON; see docs/for_agents.md")
+    add("--html", type=_new_page, metavar="FILE",
+        help="write the verdicts as a page, one HTML file")  # fmt: skip
     add("--tolerance", type=_fraction, metavar="X", help="relative difference to allow")
     add(
         "--name_map", type=_pair, action="append", default=[], metavar="A=B",
@@ -249,6 +272,17 @@ def _new_folder(text: str) -> str:
         os.makedirs(text, exist_ok=True)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; pass a folder") from None
+    return text
+
+
+def _new_page(text: str) -> str:
+    """Checks that a page can be written to a path, before the work begins."""
+    from lockstep.answer.html import require_writable
+
+    try:
+        require_writable(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
     return text
 
 

@@ -45,7 +45,7 @@ from lockstep.stages.start import compare_starts, replaced_start, resumed_step
 from lockstep.stages.statistics import compare_statistics
 from lockstep.stages.summary import Summary
 
-_AFTER_GRADIENTS = {"statistics": compare_statistics, "update": compare_updates}
+_AFTER_GRADIENTS = compare_statistics, compare_updates
 _LARGE = 16  # Elements that tell the dtype in which they were kept.
 
 
@@ -120,9 +120,9 @@ def verify_alone(trace: Trace, on_step: Callable[[int], None] = lambda step: Non
     result = Result()
     for context in _checked_steps(trace, result, on_step):
         if text := repeated_batch(context):
-            context.stage = "examples"
-            context.mark_checked()
-            result.findings.append(context.found("not_reshuffled", text, status=BY_DESIGN))
+            context.mark_checked("examples")
+            found = context.found("examples", "not_reshuffled", text, status=BY_DESIGN)
+            result.findings.append(found)
     other_rule = _without_other_rule(trace, result)
     verdict = verdict_of(trace, result, None, name="", reference="")
     whole = tuple(incomplete(trace))
@@ -262,8 +262,8 @@ class _Compared:
     def _until_update(self, pair: StepPair, step: Context) -> Iterator[Finding]:
         """Compares a step up to its gradients; the pair gets the findings."""
         step.compared = pair.findings
-        for step.stage, compare in self._comparisons.items():
-            if step.stage == "forward" and has_ties(pair):
+        for stage, compare in self._comparisons.items():
+            if stage == "forward" and has_ties(pair):
                 pair.allow_ties()
             pair.findings += compare(pair)
         yield from ()
@@ -271,7 +271,7 @@ class _Compared:
     def _add(self, pair: StepPair) -> None:
         """Compares what follows the gradients of a step; the pair gets the findings."""
         self.note = self.note or replaced_start(pair)
-        for pair.second.stage, compare in _AFTER_GRADIENTS.items():
+        for compare in _AFTER_GRADIENTS:
             pair.findings += compare(pair)
         self.divides_later |= pair.is_comparable and divides_what_it_kept(pair)
         pair.findings = with_modules(pair)
@@ -301,8 +301,8 @@ def _gradients_or_alone(pair: StepPair) -> Iterator[Finding]:
     if pair.is_comparable:
         yield from compare_gradients(pair)
         return
-    for step.stage in OF_GRADIENTS:
-        yield from CHECKS[step.stage](step)  # type: ignore[misc]
+    for stage in OF_GRADIENTS:
+        yield from CHECKS[stage](step)  # type: ignore[misc]
 
 
 def _with_claim(

@@ -1,16 +1,15 @@
-"""A recorded step with everything that its checks need."""
+"""A recorded step with what is right in it, and what was found."""
 
+import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lockstep.answer.verdict import FAULT, Finding, Measurement, finding_of
-from lockstep.data.trace import CLIP_FIRST, REDUCE_FIRST, SEED, STATISTIC, Trace
+from lockstep.data.trace import SEED, STATISTIC, Trace
 from lockstep.numeric.arrays import (
-    MARGIN,
-    TINY,
     Array,
     Named,
     add_named,
@@ -21,12 +20,12 @@ from lockstep.numeric.arrays import (
     joined,
     norm,
     ratio,
-    same_bits,
     scaled_all,
 )
 from lockstep.oracles import Ask, Batch, Computed, Oracle
-from lockstep.oracles.rounding import Expected, measure, widened
+from lockstep.oracles.rounding import Expected, OracleBound, measure, widened
 from lockstep.oracles.rules import RuleOracle
+from lockstep.recorded import Step
 
 _LIKE_STALE_AT_FIRST = ("frozen", "lost_replica", "lost_micro_batch", "not_updated")
 
@@ -43,7 +42,7 @@ class Actual(NamedTuple):
     changes: Mapping[str, Any]
 
 
-class Context:
+class Context(Step):
     """A recorded step: the argument of each stage's check.
 
     Args:
@@ -54,15 +53,12 @@ class Context:
         checked: stages that were checked in earlier steps; new ones are added.
 
     Attributes:
-        number: number of the step, from 0.
         num_absent: number of replicas that have ended before this step.
-        stage: the current stage.
         findings: what was found in this step so far.
         compared: what was found in comparison with a reference so far.
         reduced_inside: weights whose gradients the optimizer reduces by itself.
         measurements: every array that was compared with a computed one.
         exact: shards whose loss, gradients and statistics are bitwise those of one device.
-        in_float64: whether gradients are computed in float64: until a step depends on its dtype.
     """
 
     def __init__(
@@ -73,20 +69,17 @@ class Context:
         if absent:
             trace = trace.without(absent)  # A replica that ends early does not hide the others.
         self.num_absent = len(absent)
-        self.trace, self.position, self.batch = trace, position, batch
-        self._oracle, self.checked = oracle, {} if checked is None else checked
-        self.number, self.stage = trace.steps[position], "start"
+        super().__init__(trace, position)
+        self._oracle, self.batch = oracle, batch
+        self.checked = {} if checked is None else checked
         self.findings: list[Finding] = []
         self.compared: list[Finding] = []
         self.reduced_inside: set[str] = set()
         self.measurements: list[Measurement] = []
         self.exact: frozenset[int] = frozenset()
-        self.in_float64 = oracle is not None and not oracle.why_not_exact
-        self._arrays: dict[str, list[list[Array]]] = {}
-        self._named: dict[str, list[Named]] = {}
         self._expected: dict[int, Expected] = {}
 
-    # What was recorded.
+    # What is right.
 
     @property
     def oracle(self) -> Oracle:
@@ -99,178 +92,6 @@ class Context:
         """Whether an oracle computes what is right."""
         return self._oracle is not None and self.has("data", "before")
 
-    @property
-    def shards(self) -> range:
-        """The numbers of the shards."""
-        return self.trace.shards
-
-    @property
-    def copies(self) -> range:
-        """The numbers of the copies of the weights."""
-        return self.trace.copies
-
-    @property
-    def has_several(self) -> bool:
-        """Whether several shards or copies take part."""
-        return len(self.shards) > 1 or len(self.copies) > 1
-
-    def has(self, *kinds: str) -> bool:
-        """Returns whether arrays of each kind were recorded in this step."""
-        return all(self.trace.has(self.position, kind) for kind in kinds)
-
-    def arrays(self, kind: str) -> list[list[Array]]:
-        """Returns the arrays of each shard or copy, without those that do not exist."""
-        if kind not in self._arrays:
-            items = self.trace.items(kind)
-            found = [self.trace.arrays(self.position, kind, item) or [] for item in items]
-            self._arrays[kind] = [[array for array in each if array is not None] for each in found]
-        return self._arrays[kind]
-
-    def named(self, kind: str) -> list[Named]:
-        """Returns the variables or gradients of each shard or copy, by name."""
-        if kind not in self._named:
-            items = self.trace.items(kind)
-            self._named[kind] = [self.trace.named(self.position, kind, i) or {} for i in items]
-        return self._named[kind]
-
-    @functools.cached_property
-    def ends(self) -> list[Named]:
-        """The variables of each copy at the end of the step.
-
-        A script may change them after the update: it averages, sends or clips weights itself.
-        """
-        later = [self.trace.named(self.position, "left", copy) or {} for copy in self.copies]
-        return [own | left for own, left in zip(self.named("after"), later, strict=True)]
-
-    def unlike_first(self, kind: str) -> Iterator[tuple[str, list[int], float]]:
-        """Yields name, copies and distance of each variable that differs from that of copy 0."""
-        first, *others = self.ends if kind == "after" else self.named(kind)
-        for name, value in first.items():
-            unlike = {
-                copy: distance(other[name], value)
-                for copy, other in enumerate(others, start=1)
-                if name in other and not same_bits(other[name], value)
-            }
-            if unlike:
-                yield name, list(unlike), ratio(max(unlike.values()), norm(value))
-
-    @functools.cached_property
-    def _of_elements(self) -> "Context":
-        return Context(self.trace.of_elements, self.position, checked=self.checked)
-
-    @property
-    def for_rules(self) -> "Context":
-        """The step as the rules of optimizers need it: without sums of samples if not linear."""
-        is_linear = not isinstance(self.updater, RuleOracle) or self.updater.is_linear
-        if is_linear or not self.trace.about.sample:
-            return self
-        found = self._of_elements
-        found.stage, found.findings, found.compared = self.stage, self.findings, self.compared
-        found.measurements, found.reduced_inside = self.measurements, self.reduced_inside
-        return found
-
-    @functools.cached_property
-    def previous(self) -> "Context | None":
-        """The previous step, if it was recorded, too."""
-        if self.position == 0 or self.trace.steps[self.position - 1] != self.number - 1:
-            return None
-        return Context(self.trace, self.position - 1)
-
-    def state(self, shard: int) -> Named:
-        """Returns the variables that a shard starts from: those of its copy, its own statistics."""
-        copy = self.named("before")[self.trace.copy_of(shard)]
-        return copy | (self.named("own_before")[shard] if self.has("own_before") else {})
-
-    def left(self, shard: int) -> Named:
-        """Returns the variables after the step of a shard: those of its copy, its statistics."""
-        copy = self.named("after")[self.trace.copy_of(shard)]
-        return copy | (self.named("own_after")[shard] if self.has("own_after") else {})
-
-    @functools.cached_property
-    def data(self) -> list[Batch]:
-        """The examples of each shard."""
-        return self.arrays("data") if self.has("data") else [[] for _ in self.shards]
-
-    @property
-    def whole(self) -> Batch:
-        """The examples of all shards."""
-        return joined(self.data)
-
-    @property
-    def sizes(self) -> list[int]:
-        """The number of examples of each shard; 0 where it is unknown."""
-        return [sum(map(len, self.inputs(shard))) for shard in self.shards]
-
-    def inputs(self, shard: int) -> list[np.ndarray]:
-        """Returns the first leaf with rows of the examples of each forward pass of a shard."""
-        data = self.data[shard]
-        leaves = max(1, len(data) // self.trace.micro_batches(self.position, shard))
-        first = next((i for i, array in enumerate(data[:leaves]) if array.ndim), 0)
-        return [array for array in data[first::leaves] if array.ndim]
-
-    @property
-    def kind_of_loss(self) -> str:
-        """The kind of the losses: what the shards' steps compute, or only differentiate."""
-        return "loss" if self.has("loss") else "objective"
-
-    def of_kind(self, *kinds: str) -> list[str]:
-        """Returns the names of the variables of some kinds."""
-        return [name for name, kind in self.trace.kinds.items() if kind in kinds]
-
-    @property
-    def clips_sum(self) -> bool:
-        """Whether gradients are clipped after the sum."""
-        return self.trace.about.order == REDUCE_FIRST
-
-    @property
-    def kind_sent(self) -> str:
-        """The kind of the gradients before the all-reduce."""
-        clips_first = self.trace.about.order == CLIP_FIRST
-        return "clipped" if clips_first and self.has("clipped") else "raw"
-
-    def applied(self, copy: int) -> Named:
-        """Returns the gradients that the optimizer of a copy applies; empty if unknown."""
-        for kind in ("clipped", "sums") if self.clips_sum else ("sums",):
-            if self.has(kind):
-                return self.named(kind)[copy]
-        if not self.has(self.kind_sent):
-            return {}
-        sent = self.named(self.kind_sent)
-        if self.is_wrong("all-reduce"):  # Nothing is summed.
-            return sent[copy]
-        return scaled_all(add_named(sent), self.share(0)) if len(sent) > 1 else sent[0]
-
-    def entering(self, copy: int) -> Named:
-        """Returns a copy's gradients before clipping, as the script has left them; {} if unknown.
-
-        A script may divide or sum them itself after the backward pass.
-        """
-        if own := self.trace.named(self.position, "unclipped", copy):
-            return own
-        is_known = self.trace.calls(self.position, copy) and self.has("clipped") and self.clips_sum
-        return self.named("clipped")[copy] if is_known else {}
-
-    @functools.cached_property
-    def changed_by_hand(self) -> Named:
-        """The whole gradient before clipping, if the script has changed what the sum gave."""
-        entering = self.entering(0)
-        if self.has("sums"):
-            received = self.named("sums")[0]
-        elif self.has("raw") and len(self.shards) == 1:
-            received = self.named("raw")[0]
-        else:
-            return entering
-        is_same = all(
-            name in received and same_bits(g, received[name]) for name, g in entering.items()
-        )
-        return {} if is_same else entering
-
-    def share(self, shard: int) -> float:
-        """Returns a shard's share of the sum: 1, or one over the number of shards for a mean."""
-        return 1 / len(self.shards) if self.trace.about.reduction == "mean" else 1.0
-
-    # What is right.
-
     @functools.cached_property
     def right(self) -> list[Ask]:
         """The step that each shard should compute."""
@@ -282,8 +103,21 @@ class Context:
 
     @functools.cached_property
     def actual(self) -> list[Ask]:
-        """The step that each shard computes as far as it is known; see `Actual`."""
-        return list(self.right)
+        """The step that each shard computes as far as it is known; see `knowing`."""
+        return self.right
+
+    def knowing(self, found: Iterable[Finding | Actual]) -> "Context":
+        """Returns this step with what is known of its shards; findings change nothing.
+
+        Both share what is computed and found.
+        """
+        actual = list(self.actual)
+        for each in found:
+            if isinstance(each, Actual):
+                actual[each.shard] = actual[each.shard]._replace(**each.changes)
+        other = copy.copy(self)
+        other.actual = actual
+        return other
 
     def ask(self, shard: int, **changes: Any) -> Ask:
         """Returns the step that a shard computes, with changes."""
@@ -296,11 +130,14 @@ class Context:
 
     def expected(self, shard: int) -> Expected:
         """Returns the step that a shard should compute, on one device."""
-        if shard not in self._expected and not self.oracle.synchronized_layers:
-            self._expected[shard] = expected = self.expected_of(self.right[shard])
-            self.in_float64 = expected.in_float64
-        elif shard not in self._expected:
-            of_all = self.expected_of(self.together(self.right))
+        if shard in self._expected:
+            return self._expected[shard]
+        is_first = shard == 0 or bool(self.oracle.synchronized_layers)
+        exactly = not self.oracle.why_not_exact if is_first else self.in_float64
+        if not self.oracle.synchronized_layers:
+            self._expected[shard] = self._measured(self.right[shard], exactly)
+        else:
+            of_all = self._measured(self.together(self.right), exactly)
             ends = np.cumsum(self.sizes)[:-1]
             for s, after in enumerate(of_all.step.of_parts):
                 y_pred = [np.split(array, ends)[s] for array in of_all.step.y_pred]
@@ -337,10 +174,18 @@ class Context:
         """Whether a step of a shard was computed in float64."""
         return any(expected.in_float64 for expected in self._expected.values())
 
+    @property
+    def in_float64(self) -> bool:
+        """Whether gradients are computed in float64: if shard 0 does not depend on dtypes."""
+        return not self.oracle.why_not_exact and self.expected(0).in_float64
+
+    def _measured(self, ask: Ask, exactly: bool) -> Expected:
+        variables = self.of_kind("weight", STATISTIC)
+        return measure(self.oracle, ask, variables, seed=self.position, exactly=exactly)
+
     def expected_of(self, ask: Ask) -> Expected:
         """Computes a step, and how far rounding reaches."""
-        variables = self.of_kind("weight", STATISTIC)
-        return measure(self.oracle, ask, variables, seed=self.position, exactly=self.in_float64)
+        return self._measured(ask, self.in_float64)
 
     def compute(self, ask: Ask) -> Computed:
         """Computes a step in float64, or in float32 if the code depends on dtypes."""
@@ -368,47 +213,31 @@ class Context:
             for name, g in gradients.items()
         }
 
-    def weighted_sum(self, weights: Sequence[float], off: tuple[int, ...] = ()) -> Named:
-        """Returns the sum of the shards' gradients, each multiplied by a weight.
+    def sum_by_size(self, **changes: Any) -> Named:
+        """Returns the sum of the shards' gradients, by their shares of the batch, each alone.
 
         Args:
-            weights: the weights, in place of the factors of the shards' losses.
-            off: see `Ask`.
+            **changes: changes of `ask` for all shards.
         """
-        of_regular, has_loss, parts = 1 / len(self.shards), self.has("loss"), []
-        for shard, weight in enumerate(weights):
-            if self.sizes[shard]:
-                scales = (weight, of_regular) if has_loss else (1.0, 1.0)
-                state = self.state(0)
-                ask = self.ask(shard, state=state, scales=scales, off=off, starts=None)
-                parts.append(scaled_all(self.compute(ask).raw, 1.0 if has_loss else weight))
-        return add_named(parts)
+        sizes, of_regular = self.sizes, 1 / len(self.shards)
+        changes = {"starts": None, **changes}
+        return add_named([
+            self.gradients(shard, scales=(size / sum(sizes), of_regular), **changes)
+            for shard, size in enumerate(sizes)
+            if size
+        ])  # fmt: skip
 
-    def limit(self, shard: int, name: str, value: Array, times: float | None = None) -> float:
-        """Returns how far rounding can move a gradient of a shard, as a Euclidean distance.
+    def bound(self, shards: Sequence[int], times: float | None = None) -> OracleBound:
+        """Returns how far rounding can move sums of gradients of some shards.
 
         Args:
-            shard: the shard.
-            name: name of the weight.
-            value: the gradient.
-            times: factor over the gradients of `expected`; None for that of the shard's loss.
+            shards: the shards.
+            times: factor over the gradients of `expected`; None for that of the first one's loss.
         """
-        expected = self.expected(shard)
+        first, *_ = shards
         if times is None:
-            times = self.actual[shard].scales[0] / self.right[shard].scales[0]
-        own = abs(times) * expected.gradients.get(name, 0.0)
-        return MARGIN * max(own, expected.backward * norm(value)) + TINY
-
-    def near(
-        self, shard: int, actual: Named, expected: Named, times: float | None = None
-    ) -> list[str]:
-        """Returns the names of the gradients that are as expected, within rounding."""
-        return [
-            name
-            for name, value in actual.items()
-            if name in expected
-            and distance(value, expected[name]) <= self.limit(shard, name, expected[name], times)
-        ]
+            times = self.actual[first].scales[0] / self.right[first].scales[0]
+        return OracleBound([self.expected(shard) for shard in shards], times)
 
     @property
     def modal_layers(self) -> tuple[int, ...]:
@@ -434,6 +263,14 @@ class Context:
             )
         ]
 
+    def applied(self, copy: int) -> Named:
+        """Returns the gradients that a copy applies: what it sends, if nothing is summed."""
+        is_sent = self.has(self.kind_sent) and not self.has("sums")
+        is_sent = is_sent and not (self.clips_sum and self.has("clipped"))
+        if is_sent and self.is_wrong("all-reduce"):
+            return self.named(self.kind_sent)[copy]
+        return super().applied(copy)
+
     def updated(self, before: Named, sums: Named, **changes: Any) -> Named:
         """Returns all variables after the optimizer's update; see `Oracle.update`."""
         assert self.updater is not None
@@ -450,11 +287,26 @@ class Context:
         rule = RuleOracle(self.trace, self.position, self.applied(0))
         return rule if rule.rules else None
 
+    @functools.cached_property
+    def _of_elements(self) -> "Context":
+        return Context(self.trace.of_elements, self.position, checked=self.checked)
+
+    @property
+    def for_rules(self) -> "Context":
+        """The step as the rules of optimizers need it: without sums of samples if not linear."""
+        is_linear = not isinstance(self.updater, RuleOracle) or self.updater.is_linear
+        if is_linear or not self.trace.about.sample:
+            return self
+        found = self._of_elements
+        found.findings, found.compared = self.findings, self.compared
+        found.measurements, found.reduced_inside = self.measurements, self.reduced_inside
+        return found
+
     # What was found.
 
-    def mark_checked(self) -> None:
-        """Adds the current stage to those that could be checked."""
-        self.checked[self.stage] = None
+    def mark_checked(self, stage: str) -> None:
+        """Adds a stage to those that could be checked."""
+        self.checked[stage] = None
 
     def is_wrong(self, *stages: str) -> bool:
         """Returns whether a stage has a fault, or has a loss of which shards are no parts."""
@@ -465,17 +317,17 @@ class Context:
         )
 
     def found(
-        self, detail: str, text: str, *, status: str = FAULT, stage: str = "",
+        self, stage: str, detail: str, text: str, *, status: str = FAULT,
         kind: str = "raw", items: Iterable[int] = (), tensors: Iterable[str] = (),
         distance: float = 0.0, allowed: float = 0.0,
     ) -> Finding:  # fmt: skip
         """Returns a finding in this step.
 
         Args:
+            stage: the node that differs, one of `STAGES`.
             detail: a key of `causes.DETAILS`.
             text: one sentence with the numbers.
             status: `FAULT`, `BY_DESIGN`, `NOT_COMPARED` or `NOTHING`; see `Finding`.
-            stage: stage of the finding; "" for the current one.
             kind: kind of the arrays that differ; tells what `items` are.
             items: numbers of the shards or copies with the difference; empty for all.
             tensors: names of the variables.
@@ -485,7 +337,7 @@ class Context:
         # A buffer with the gradients of the previous step holds 0 in the first one.
         is_first = self.position == 0 and detail in _LIKE_STALE_AT_FIRST
         return finding_of(
-            stage or self.stage, detail, text, (self.number,),
+            stage, detail, text, (self.number,),
             status=status, items=names, tensors=tensors,
             distance=distance, allowed=allowed, may_be=("stale_gradient",) if is_first else (),
             seen=self._passes,
@@ -501,12 +353,13 @@ class Context:
         return "module" if "module" in passes else passes[-1] or "no wrapper"
 
     def measure(
-        self, tensor: str, kind: str, item: int, actual: Array, expected: Array, allowed: float,
-        same: bool = False, least: float = 0.0,
+        self, stage: str, tensor: str, kind: str, item: int, actual: Array, expected: Array,
+        allowed: float, same: bool = False, least: float = 0.0,
     ) -> bool:  # fmt: skip
         """Adds a measurement; returns whether the array is right.
 
         Args:
+            stage: the node that is checked.
             tensor: name of the variable.
             kind: kind of the array.
             item: number of the shard or copy.
@@ -515,7 +368,7 @@ class Context:
             same: whether the array is known to be bitwise right.
             least: size that the distance is relative to, if the array is smaller.
         """
-        where = self.number, self.stage, tensor, self.trace.name_of(kind, item)
+        where = self.number, stage, tensor, self.trace.name_of(kind, item)
         if same:
             self.measurements.append(Measurement(*where, 0.0, 0.0, True))
             return True

@@ -27,6 +27,9 @@ Function = Callable[[], None]
 # A command, a function, or a function and the number of processes that call it at once.
 Training = str | Sequence[str] | Function | tuple[Function, int]
 
+# A GPU then multiplies float32 in full, not in 10 bits. A variable that is set stays.
+EXACT = {"NVIDIA_TF32_OVERRIDE": "0", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+
 _POLL_SEC, _GRACE_SEC = 0.05, 5.0
 _MOST_LINES, _MOST_BYTES = 15, 2**17  # Of what a training that failed has printed last.
 _LOG_LINE = re.compile(r"[IW]\d{4} \d\d:|WARNING: All log messages before absl")
@@ -108,8 +111,9 @@ def run_training(
     Raises:
         TrainingError: the training failed or reached its time limit; the text begins with a verb.
     """
+    exact = {name: value for name, value in EXACT.items() if name not in os.environ}
     with open(log, "wb") as output:
-        processes = _start(training, variables, output)
+        processes = _start(training, {**exact, **variables}, output)
     try:
         error = _wait(processes, timeout_sec, on_wait)
         tail = _last_lines(log) if error else ""

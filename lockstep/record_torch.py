@@ -19,6 +19,7 @@ respect to them (`y_grad`) are copied, too, up to 64 MiB of outputs in a step. I
 the loss only, they are those of the layer that was called last.
 """
 
-from lockstep.recorders.torch.recorder import DEFAULT_STEPS, record
+from lockstep.recorders.common import DEFAULT_STEPS
+from lockstep.recorders.torch.recorder import record
 
 __all__ = ["DEFAULT_STEPS", "record"]

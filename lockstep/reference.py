@@ -25,8 +25,10 @@ from lockstep.numeric.arrays import (
 )
 from lockstep.numeric.tolerance import (
     IN_16_BITS,
+    IN_TF32,
     OF_LARGEST,
     TIES,
+    TIES_ALONE,
     WITH_SPREAD,
     WITHOUT_SPREAD,
     Tolerance,
@@ -145,7 +147,8 @@ class StepPair:
         tight = self.tolerance
         if tight.given:
             return
-        self._set_tolerance(dataclasses.replace(tight, ties=TIES))
+        ties = TIES if has_batch_norms(self.second) else TIES_ALONE
+        self._set_tolerance(dataclasses.replace(tight, ties=ties))
         if not (self.is_given_right and self.is_applied_right):
             self._set_tolerance(tight)
 
@@ -308,9 +311,13 @@ def tolerance_of(
     unit, dtype = _unit_of(first)
     if unit > EPS:
         tolerance = Tolerance("", IN_16_BITS, unit, of_largest=OF_LARGEST)
-        if has_batch_norms(Context(first, 0)):
+        if dtype == "tensorfloat32":
+            tolerance = Tolerance("", IN_TF32, unit)
+        elif has_batch_norms(Context(first, 0)):
             tolerance = Tolerance("", 2 * IN_16_BITS, unit)
         text = f"{tolerance.times:g} units in the last place of {dtype}"
+        if dtype == "tensorfloat32":
+            text += " (float32 if NVIDIA_TF32_OVERRIDE=0 is set for both trainings)"
         return dataclasses.replace(tolerance, text=_told(text, tolerance.usual))
     if permuted is None:
         of_first = of_step(Tolerance(), Context(first, 0))

@@ -151,7 +151,7 @@ def check_step(
     context.checked = result.checked
     if context.has("before") and not all(map(are_finite, context.named("before"))):
         text = "the step starts from weights that are NaN or infinite, so it cannot be compared"
-        result.findings.append(context.found("not_finite", text, status=NOTHING))
+        result.findings.append(context.found("start", "not_finite", text, status=NOTHING))
         result.idle[context.number] = text
         return context
     if why := why_idle(context, result.trained):
@@ -163,13 +163,14 @@ def check_step(
         if gradients:
             checks = {s: c for s, c in CHECKS.items() if s not in OF_GRADIENTS[1:]}
             checks["gradients"] = gradients
-        for stage, check_stage in checks.items():
-            context.stage = stage
+        for check_stage in checks.values():
+            known = list[Actual]()
             for found in check_stage(context):
                 if isinstance(found, Finding):
                     context.findings.append(found)
                 else:
-                    context.actual[found.shard] = context.ask(found.shard, **found.changes)
+                    known.append(found)
+            context = context.knowing(known) if known else context
     idle = {found.text: None for found in context.findings if found.status == NOTHING}
     if idle:
         result.idle[context.number] = "; ".join(idle)
@@ -225,7 +226,7 @@ def _is_bitwise(context: Context, shard: int, computed: Computed) -> bool:
     """Returns whether predictions, loss, gradients and statistics are bitwise those computed."""
     loss = context.arrays("loss")[shard][0]
     right = computed.loss[0] if computed.loss else np.nan
-    left = context.left(shard)
+    left = context.state(shard, "after")
     statistics = [name for name in context.of_kind(STATISTIC) if name in computed.after]
     y_pred = context.arrays("y_pred")[shard] if context.has("y_pred") else computed.y_pred
     return (

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.context import Context
 from lockstep.data.match import Matching
 from lockstep.data.trace import WEIGHT
 from lockstep.numeric.arrays import Named, dense, norm, plain, same_bits, total_norm
 from lockstep.numeric.sampling import Sampled, without_sums
+from lockstep.recorded import Step
 
 
 class Gradients:
@@ -27,7 +27,7 @@ class Gradients:
         matching: pairs of variables of both.
     """
 
-    def __init__(self, first: Context, second: Context, matching: Matching):
+    def __init__(self, first: Step, second: Step, matching: Matching):
         self.first, self.second, self._matching = first, second, matching
 
     # Names.
@@ -121,7 +121,7 @@ class Gradients:
         return next(iter(self._removed(self.first)), {})
 
     @staticmethod
-    def _removed(step: Context) -> list[Named]:
+    def _removed(step: Step) -> list[Named]:
         return [step.trace.named(step.position, "removed", shard) or {} for shard in step.shards]
 
     @functools.cached_property
@@ -186,7 +186,7 @@ class Gradients:
         return {n: without_sums(g, num_sums(np.shape(g))) for n, g in gradients.items()}
 
 
-def given_of(step: Context, copy: int) -> Named:
+def given_of(step: Step, copy: int) -> Named:
     """Returns what enters clipping, or the optimizer, on a copy; empty if it is unknown."""
     if not step.clips_sum:  # Each replica clips what it sends: what it computes enters.
         return _sum_of_raw(step)
@@ -198,7 +198,7 @@ def given_of(step: Context, copy: int) -> Named:
     return step.applied(copy)
 
 
-def _sum_of_raw(step: Context) -> Named:
+def _sum_of_raw(step: Step) -> Named:
     total: Named = {}
     if step.has("raw"):
         for own in step.named("raw"):
@@ -232,7 +232,7 @@ def joined_states(states: Sequence[States], shape: tuple[int, ...]) -> list[Stat
     return [(old, new)] * len(states) if old.shape == new.shape == shape else []
 
 
-def has_batch_norms(step: Context) -> bool:
+def has_batch_norms(step: Step) -> bool:
     """Returns whether layers normalise over examples of a batch, in training mode."""
     off = set.intersection(*(step.trace.in_evaluation(step.position, s) for s in step.shards))
     layers = [x for x in step.trace.about.layers if "batchnorm" in str(x.get("class")).lower()]

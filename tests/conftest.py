@@ -27,7 +27,7 @@ NUM_LOGICAL_CPUS = 4
 MAX_GRAPHS_OF_A_TEST = 250
 # A worker gets whole files, these first, so that no long one is left for the end.
 LONGEST = [
-    "test_docs", "test_case", "test_strategies", "test_engine", "test_zoo",
+    "test_docs", "test_case", "test_strategies", "test_keras_steps", "test_zoo",
     "test_trace_checker", "test_campaigns", "test_local_workers", "test_verified_steps",
     "test_survival", "test_training",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
 from app.records.history import write_history, write_summary
 from app.runtime.errors import MismatchError
-from app.verification.output import IDENTICAL, Pair, Run, report
+from app.verification.output import IDENTICAL, Pair, Results, Run, report
 from lockstep.answer.verdict import BY_DESIGN, FAULT, STAGES, Finding, Measurement, Verdict, merged
 from test_records import make_history, make_summary
 
@@ -88,7 +88,7 @@ def write_run(path, runs, pairs=(), caveats=(), **facts):
     write_json(path / "config.json", {**config, "strategy": ",".join(runs)})
     with contextlib.suppress(MismatchError), contextlib.redirect_stdout(io.StringIO()):
         setup = {"model": f"{facts.get('model', 'network')}, batch 8, seed 0, 2 simulated CPUs"}
-        report(path, runs, facts=facts, setup=setup, pairs=pairs, caveats=caveats)
+        report(path, Results(runs, facts, setup, pairs, caveats))
 
 
 def write_case(path, runs=None, **facts):

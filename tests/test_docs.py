@@ -58,7 +58,7 @@ json.dump(refusals, sys.stdout)
 """
 
 # What is left out on small data: other tests run it.
-ELSEWHERE = ("multi_worker", "torch_ddp", "--traces", "compare")
+ELSEWHERE = ("multi_worker", "torch_ddp", "compare")
 SMALL = {
     **{"=5000": "=1000", "step=1000": "step=10", "verify_every=100": "verify_every=10"},
     **{"256,512,1024": "64,128", "=1,2,4": "=1,2", "--repeats=5": ""},

@@ -3,8 +3,6 @@
 import dataclasses
 import importlib
 import json
-import os
-import subprocess
 
 import keras
 import numpy as np
@@ -15,20 +13,20 @@ from conftest import ROOT
 from lockstep import compare, record_keras
 from lockstep.data import file as trace_file
 from models.lenet import build_lenet
+from recorder_scripts import needs, run_script
 
 PROGRAMS = {
-    "torch": ("LOCKSTEP_TORCH_PYTHON", ["torch_lenet.py", "--processes=2"]),
-    "jit": ("LOCKSTEP_JAX_PYTHON", ["jax_lenet.py", "--mode=jit"]),
-    "pmap": ("LOCKSTEP_JAX_PYTHON", ["jax_lenet.py", "--mode=pmap"]),
+    "torch": ("torch", ["torch_lenet.py", "--processes=2"]),
+    "jit": ("jax", ["jax_lenet.py", "--mode=jit"]),
+    "pmap": ("jax", ["jax_lenet.py", "--mode=pmap"]),
 }
 LEARNING_RATE = 0.2
 
 
 def run(name, *options):
     """Runs a program and returns the lines that it prints."""
-    variable, program = PROGRAMS[name]
-    command = [os.environ[variable], str(ROOT / "frameworks" / program[0]), *program[1:], *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    package, (file, *flags) = PROGRAMS[name]
+    result = run_script(package, ROOT / "frameworks" / file, *flags, *options, timeout=300)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -73,11 +71,7 @@ def lenet(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.skipif(not os.environ.get(variable), reason=variable))
-        for name, (variable, _) in PROGRAMS.items()
-    ],
+    "name", [pytest.param(name, marks=needs(package)) for name, (package, _) in PROGRAMS.items()]
 )
 def test_the_same_training_from_given_weights_and_batches(lenet, tmp_path, name):
     files = {kind: tmp_path / f"o.{kind}" for kind in ("json", "npz")} | {"w": tmp_path / "w.npz"}

@@ -1,20 +1,16 @@
 """The recorder of PyTorch in trainings with Accelerate, Transformers' Trainer and Lightning.
 
-The examples run where an interpreter has the package, that of the tests or
-`LOCKSTEP_ACCELERATE_PYTHON`, `LOCKSTEP_TRANSFORMERS_PYTHON` or `LOCKSTEP_LIGHTNING_PYTHON`.
+The examples run where an interpreter has the package.
 """
 
-import os
-import pathlib
 import re
-import subprocess
 
 import pytest
 
+from conftest import ROOT
 from lockstep import compare
-from recorder_scripts import interpreter
+from recorder_scripts import needs, run_script
 
-ROOT = pathlib.Path(__file__).parents[1]
 # Example → its package, and the last argument of the second run → the faults that are found.
 EXAMPLES = {
     "record_accelerate": (
@@ -86,42 +82,34 @@ PAGE = {  # Framework → what is before and after its lines.
 }
 
 
-def run(python, program, num_processes, *arguments):
+def run(package, program, num_processes, *arguments):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    done = subprocess.run(
-        [python, *(launcher if num_processes > 1 else []), program,
-         *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    words = [*(launcher if num_processes > 1 else []), program, *arguments]
+    done = run_script(package, *words, timeout=300, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=needs(package)) for name, (package, _) in EXAMPLES.items()]
+)
 def test_integration(example, tmp_path):
     package, cases = EXAMPLES[example]
-    python = interpreter(package)
-    if not python:
-        pytest.skip(f"needs {package}")
     program = ROOT / "examples" / f"{example}.py"
     one, two = str(tmp_path / "one.npz"), str(tmp_path / "two.npz")
-    run(python, program, 1, one)
-    run(python, program, 2, two)
+    run(package, program, 1, one)
+    run(package, program, 2, two)
     assert compare(one, two).ok
     for bug, expected in cases.items():
-        run(python, program, 2, two, one, bug)
+        run(package, program, 2, two, one, bug)
         found = compare(one, two).faults
         assert {(fault.stage, fault.detail) for fault in found} == expected, bug
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", PAGE)
+@pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in PAGE])
 def test_the_lines_of_the_page_make_one_process_and_two_comparable(framework, tmp_path):
     """The lines of "Make one process and N comparable", as they are written."""
-    python = interpreter(framework)
-    if not python:
-        pytest.skip(f"needs {framework}")
     text = (ROOT / "docs" / "verify_scripts.md").read_text(encoding="utf-8")
     text = text.partition("## Make one process and N comparable")[2].partition("\n## ")[0]
     first_word = {"torch": "torch.manual_seed", "accelerate": "set_seed"}[framework]
@@ -130,7 +118,7 @@ def test_the_lines_of_the_page_make_one_process_and_two_comparable(framework, tm
     program = tmp_path / "train.py"
     program.write_text(PYTORCH + before + lines + after + LOOP, encoding="utf-8")
     one, two = str(tmp_path / "one.npz"), str(tmp_path / "two.npz")
-    run(python, program, 1, one)
-    run(python, program, 2, two, one)
+    run(framework, program, 1, one)
+    run(framework, program, 2, two, one)
     verdict = compare(one, two)
     assert verdict.status == "clean" and not verdict.notes, str(verdict)

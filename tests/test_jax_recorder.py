@@ -1,16 +1,22 @@
 """The recorder of JAX: its files hold what was trained, and recording changes nothing.
 
-The trainings and checks of `jax_cases.py` run in processes: with what stands in for JAX, and with
-JAX itself where an interpreter has it, that of the tests or `LOCKSTEP_JAX_PYTHON`.
+The trainings and checks of `jax_cases.py` run in processes.
 """
 
 import pytest
 
-from recorder_scripts import WITH_JAX, run_cases
+from recorder_scripts import needs, run_cases
 
 
-@pytest.mark.parametrize("framework", WITH_JAX)
-def test_recordings_of_jax(framework, tmp_path):
-    done = run_cases("jax", framework, tmp_path)
-    assert "case_errors" in done.stdout
-    assert done.stderr.count(" steps was recorded") == 1 and "none of 6" in done.stderr
+@needs("jax")
+@pytest.mark.parametrize(
+    ("kind", "last", "words"),
+    [
+        ("one", "case_errors", "none of 6"),
+        pytest.param("more", "case_without_a_file", "", marks=pytest.mark.slow),
+    ],
+)
+def test_recordings_of_jax(kind, last, words, tmp_path):
+    done = run_cases("jax", tmp_path, kind)
+    assert last in done.stdout
+    assert done.stderr.count(" steps was recorded") == bool(words) and words in done.stderr

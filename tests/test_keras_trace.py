@@ -4,17 +4,13 @@ import functools
 import json
 import re
 import runpy
-import shutil
-import subprocess
-import sys
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from conftest import ROOT, program_environment
-from in_process import run_here
+from conftest import ROOT
 from lockstep import compare
 from lockstep.data import file as trace_file
 from lockstep.numeric.arrays import Rows
@@ -252,7 +248,7 @@ def test_each_process_writes_a_file(one, tmp_path):
 
 def test_errors_of_files(tmp_path):
     with (
-        pytest.raises(ValueError, match="must be in a folder that exists"),
+        pytest.raises(ValueError, match=r"must be an \.npz file in a folder that exists"),
         record(tmp_path / "none" / "one.npz", on_replicas(convolution)),
     ):
         pass
@@ -261,13 +257,13 @@ def test_errors_of_files(tmp_path):
         record(tmp_path / "none.npz", on_replicas(convolution), steps=[9]),
     ):
         pass
-    with pytest.raises(ValueError, match=r"none\.npz does not exist"):
+    with pytest.raises(ValueError, match=r"none\.npz: does not exist"):
         Recorder(on_replicas(convolution), replay=tmp_path / "none.npz")
     about = {"format": "lockstep trace", "version": 1}
     np.savez(tmp_path / "older.npz", about=np.array(json.dumps(about)))
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
-    for name in ("older", "other"):
-        with pytest.raises(ValueError, match="is not of version 2; record it again"):
+    for name, text in (("older", "has the format version 1"), ("other", r"has a member 'a\.npy'")):
+        with pytest.raises(ValueError, match=rf"replay=\S+{name}\.npz: {text}"):
             Recorder(on_replicas(convolution), replay=tmp_path / f"{name}.npz")
 
 
@@ -297,7 +293,10 @@ def test_a_test_gives_path_and_steps(tmp_path, monkeypatch):
     about, _ = read(path)
     assert about["steps"] == [1] and about["permuted"] == 1
     monkeypatch.setenv("LOCKSTEP_RECORD", json.dumps({"path": "x.npz", **given, "modules": True}))
-    with pytest.raises(ValueError, match="modules cannot be recorded"), record(None, model):
+    with (
+        pytest.raises(ValueError, match="modules: cannot be recorded in this"),
+        record(None, model),
+    ):
         pass
 
 
@@ -321,7 +320,7 @@ def test_a_replay_from_another_start_is_bitwise_identical(one, tmp_path):
     trace_file.save(trace_file.load(path), tmp_path / "one.npz")  # Equal arrays once.
     path = tmp_path / "one.npz"
     about, second = recorded(tmp_path / "two.npz", seed=5, replay=path)
-    assert about["replayed"] == str(path) and not differing(first, second)
+    assert about["replayed"] == path.name and not differing(first, second)
     with np.load(tmp_path / "two.npz") as file:  # What the script had before.
         replaced = [file[name] for name in file.files if name.startswith("1/replaced/0/")]
     assert replaced and not np.array_equal(replaced[0], first["1/before/0/0"])
@@ -359,6 +358,7 @@ def of_torch(path, target, names=str):
         {"name": names(f"p{i}"), "kind": v["kind"], "layout": layouts[v["layout"]]}
         for i, v in enumerate(kept)
     ]
+    about |= {"gradients": [], "settings": [], "aliases": {}}
     np.savez(target, **turned, about=np.array(json.dumps(about)))
 
 
@@ -384,7 +384,7 @@ def test_a_recording_of_another_framework_is_transposed_and_names_choose(one, tm
 
 def test_errors_of_a_replay(one, tmp_path):
     path, *_ = one
-    with pytest.raises(ValueError, match=r"one\.npz lacks steps \[1\]; it has \[0, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"one\.npz: lacks steps \[1\]; it has \[0, 2, 3\]"):
         Recorder(on_replicas(convolution), steps=3, replay=path)
 
     def wider():
@@ -505,33 +505,6 @@ def test_the_lines_of_the_page_record_fit_and_a_custom_loop(tmp_path, monkeypatc
         assert (about["steps"], about["num_replicas"]) == ([0, 1, 2], 2)
 
 
-# --- Without Lockstep ----------------------------------------------------------------------------
-
-SCRIPT = """
-import numpy as np, tensorflow as tf, keras
-from record_keras import record
-
-model = keras.Sequential([keras.layers.Dense(2)])
-model.compile("sgd", "mse")
-x = np.ones((8, 3), np.float32)
-with record("two.npz", model, steps=1) as recorder:
-    model.fit(x, x[:, :2], batch_size=8, verbose=0)
-"""
-
-
-@pytest.mark.slow
-def test_a_script_needs_the_file_alone_to_record(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    shutil.copy(ROOT / "lockstep" / "record_keras.py", tmp_path)
-    result = subprocess.run(
-        [sys.executable, "script.py"],
-        capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False,
-        env=program_environment(PYTHONPATH=""),
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert trace_file.load(tmp_path / "two.npz").steps == (0,)
-
-
 @pytest.mark.slow
 def test_the_example_records_clipping_before_the_all_reduce(tmp_path, monkeypatch):
     # This process has its logical devices, and its strategies need another all-reduce.
@@ -542,11 +515,6 @@ def test_the_example_records_clipping_before_the_all_reduce(tmp_path, monkeypatc
     one, two = tmp_path / "one.npz", tmp_path / "two.npz"
     main(1, str(one))
     main(2, str(two), str(one))
-    result = run_here("verify", f"--traces={one},{two}", f"--out={tmp_path / 'run'}")
-    assert result.returncode == 9, result.stdout + result.stderr
-    record = json.loads((tmp_path / "run" / "verify.json").read_text(encoding="utf-8"))
-    found = {
-        name: {finding["detail"] for finding in strategy["findings"]}
-        for name, strategy in record["trainings"].items()
-    }
-    assert found["one.npz"] == set() and "clipped_before_the_sum" in found["two.npz"]
+    assert not compare(one).findings
+    verdict = compare(one, two)
+    assert "clipped_before_the_sum" in {fault.detail for fault in verdict.faults}

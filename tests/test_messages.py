@@ -129,7 +129,6 @@ def _write_files():
     _write_images(pathlib.Path("images"))
     _write_runs(pathlib.Path("runs"))
     _write_cases(pathlib.Path("cases"))
-    _write_recordings(pathlib.Path("traces"))
 
 
 def _write_data():
@@ -212,33 +211,3 @@ def _write_cases(path):
     for name, (old, new) in _OTHER_CASES.items():
         assert old in _CASE
         (path / f"{name}.py").write_text(_CASE.replace(old, new))
-
-
-def _write_recordings(path):
-    path.mkdir()
-    np.savez(path / "arrays.npz", np.zeros(3))
-    _write_recording(path / "right.npz")
-    content = (path / "right.npz").read_bytes()
-    (path / "truncated.npz").write_bytes(content[: len(content) // 2])
-    _write_recording(path / "newer.npz", version=3)
-    _write_recording(path / "older.npz", version=1)
-    _write_recording(path / "permuted.npz", permuted=1)
-    _write_recording(path / "permuted_too.npz", permuted=2)
-    _write_recording(path / "other_steps.npz", steps=[7])
-    other = {"name": "large", "kind": "weight", "layout": "IO"}
-    _write_recording(
-        path / "other_shapes.npz", shape=(3, 3), variables=[other], gradients=["large"]
-    )
-
-
-def _write_recording(path, shape=(2, 2), **changes):
-    """Writes the recording of one step of a linear model."""
-    about = {
-        "format": "lockstep trace", "version": 2, "framework": "torch", "versions": {"torch": "1"},
-        "num_replicas": 1, "replicas": [0], "steps": [0],
-        "variables": [{"name": "kernel", "kind": "weight", "layout": "IO"}],
-        "gradients": ["kernel"], "permuted": None, "micro_batches": [1], **changes,
-    }  # fmt: skip
-    kinds = ("data", "raw", "before", "after")
-    arrays = {f"1/{kind}/0/0": np.ones(shape, np.float32) for kind in kinds}
-    np.savez(path, **arrays, about=np.array(json.dumps(about)))

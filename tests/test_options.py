@@ -96,7 +96,6 @@ compare --strategies=manual,multi_worker --num_workers=3 --checkpoint_every=9 --
 verify --strategies=manual,mirrored --communication_dtype=bfloat16 --steps=9 --keep_traces
   --inject=slow_replica:replica=1,ms=9
 verify --case=examples/case_fit.py --strategies=single --steps=2 --thorough
-verify --traces=a.npz,b.npz --name_map=x=y --tolerance=0.5
 evaluate --run=r --strategy=tensor --num_devices=3 --images=a.png,b.npy
 benchmark --repeats=5 --model=lenet,resnet9 --num_devices=1,4 --global_batch_size=64,128
   --precision=mixed_float16

@@ -1,22 +1,15 @@
 """The default differences of a port from PyTorch to Keras, each recorded and verified."""
 
 import json
-import os
 import runpy
-import subprocess
 
 import pytest
 
 from conftest import ROOT
-from in_process import run_here
+from lockstep.__main__ import main
+from recorder_scripts import FOLDER, needs, run_script
 
-TORCH = os.environ.get("LOCKSTEP_TORCH_PYTHON", "")
-SCRIPTS = ROOT / "tests" / "recorder_scripts"
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not TORCH, reason="LOCKSTEP_TORCH_PYTHON is not set: a python with PyTorch"),
-]
+pytestmark = [pytest.mark.slow, needs("torch")]
 
 # The rows of docs/verify_scripts.md, and right ports: options of port_torch.py and port_keras.py,
 # and what is found in which stages; * is by design, ? not compared. All have an unbiased variance
@@ -57,11 +50,8 @@ def originals(tmp_path_factory):
             one, permuted = (folder / f"{name}{len(known)}.npz" for name in ("one", "permuted"))
             replay = [f"--trace={permuted}", f"--replay={one}", "--permute=1"]
             for more in ([f"--trace={one}"], replay):
-                subprocess.run(
-                    [TORCH, SCRIPTS / "port_torch.py", *options.split(), *more],
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
-                    check=True,
-                )
+                script = FOLDER / "port_torch.py"
+                run_script("torch", script, *options.split(), *more).check_returncode()
             known[options] = one, permuted
         return known[options]
 
@@ -69,18 +59,18 @@ def originals(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_port_changes_is_named(originals, tmp_path, monkeypatch, name):
+def test_what_a_port_changes_is_named(originals, tmp_path, monkeypatch, capsys, name):
     torch, keras, causes = CASES[name]
-    port, out, (one, permuted) = tmp_path / "keras.npz", tmp_path / "out", originals(torch)
+    port, (one, permuted) = tmp_path / "keras.npz", originals(torch)
     replay = [f"--replay={one}"] * (name != "initialisers")
     arguments = ["port_keras.py", *keras.split(), f"--trace={port}", *replay]
     monkeypatch.setattr("sys.argv", arguments)
     monkeypatch.syspath_prepend(ROOT)
-    runpy.run_path(str(SCRIPTS / "port_keras.py"), run_name="__main__")
-    result = run_here("verify", f"--traces={one},{port},{permuted}", f"--out={out}")
-    is_wrong = any(not cause.endswith("*") for cause in causes)
-    assert result.returncode == (9 if is_wrong else 0), result.stderr
-    found = json.loads((out / "verify.json").read_text())["trainings"]["keras.npz"]
+    runpy.run_path(str(FOLDER / "port_keras.py"), run_name="__main__")
+    capsys.readouterr()  # What the script prints.
+    code = main([*map(str, (one, port, permuted)), "--json"])
+    assert code == (9 if any(not cause.endswith("*") for cause in causes) else 0)
+    found = json.loads(capsys.readouterr().out)["trainings"]["keras.npz"]
     assert not any(note.startswith("not matched") for note in found["notes"])
     expected = [f"{stage}: {cause}" for cause, stages in causes.items() for stage in stages]
     if name not in ("initialisers", "padding"):

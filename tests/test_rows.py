@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from lockstep.comparison import verify_alone
 from lockstep.data.trace import About, Trace, Variable
-from lockstep.explain.rows import Row, choose
+from lockstep.explain.rows import Row, choose, computed
 from lockstep.explain.solve import solve
-from lockstep.numeric.arrays import EPS
+from lockstep.numeric.arrays import EPS, norm
 from lockstep.numeric.tolerance import WITHOUT_SPREAD, Tolerance
+from lockstep.oracles import Computed
+from lockstep.oracles.rounding import Expected, OracleBound
 
 NAMES = ("kernel", "bias", "scale")
 SHAPES = {"kernel": (7, 5), "bias": (5,), "scale": (9,)}
@@ -143,3 +145,39 @@ def test_few_elements_select_no_solved_row(size):
     term = {"a": np.arange(1.0, size + 1)}
     _, known = solve({"a": 3 * term["a"]}, [term])
     assert known.all() == (size > 1)
+
+
+def test_nothing_is_computed_after_rows_that_explain_all():
+    """An oracle needs a step of the model for each row that is computed."""
+    random, asked = np.random.default_rng(0), []
+    right, observed = arrays(random), arrays(random)
+
+    def row(name, values):
+        return computed(name, name, lambda: asked.append(name) or values)
+
+    partly = {"kernel": observed["kernel"]}
+    rows = [row("other", right), row("part", partly), row("all", observed), row("last", observed)]
+    chosen, left = choose(observed, NAMES, rows, Tolerance(), right=right)
+    assert [choice.row.detail for choice in chosen] == ["all"] and not left
+    assert asked == ["other", "part", "all"]
+
+
+def test_a_row_that_gives_the_right_arrays_explains_nothing():
+    term = {"kernel": np.random.default_rng(0).normal(size=(7, 5))}
+    observed = {"kernel": (1 + 1.5 * 2 * WITHOUT_SPREAD * EPS) * term["kernel"]}
+    between = {"kernel": (1 + 0.8 * 2 * WITHOUT_SPREAD * EPS) * term["kernel"]}
+    rows = [computed("row", "", lambda: between)]
+    assert choose(observed, ["kernel"], rows, Tolerance())[0]
+    assert choose(observed, ["kernel"], rows, Tolerance(), right=term) == ([], ["kernel"])
+
+
+def test_rounding_errors_of_an_oracle_do_not_cancel():
+    term = arrays(np.random.default_rng(0))
+    measured = {name: 1e-3 * norm(array) for name, array in term.items()}
+    step = Expected(Computed([], None, term, {}), EPS, EPS, measured, {})
+    near = {name: array + 7e-3 * array for name, array in term.items()}
+    assert OracleBound([step]).near(near, [(1.0, term)]) == [*NAMES]
+    assert OracleBound([step], 0.5).near(near, [(1.0, term)]) == []
+    half = {name: array / 2 for name, array in near.items()}
+    assert OracleBound([step, step]).near(half, [(1.5, term), (-1.0, term)]) == [*NAMES]
+    assert OracleBound([step]).near(term, [(0.0, term)]) == []

@@ -2,8 +2,6 @@
 
 import dataclasses
 import io
-import os
-import subprocess
 
 import numpy as np
 import pytest
@@ -17,11 +15,10 @@ from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, Trace
 from lockstep.numeric.arrays import add, dense, norm, same_bits, scaled, unit_of
 from lockstep.numeric.sampling import Sample, Sampled
 from lockstep.numeric.tolerance import Tolerance
-from recorder_scripts import FOLDER, interpreter
+from recorder_scripts import FOLDER, needs, run_script
 from script_samples import Script
 
 SEEDS, SIZES = st.integers(0, 2**32 - 1), st.integers(1, 30)  # The kernel has 36 elements.
-NEEDS_TORCH = pytest.mark.skipif(not interpreter("torch"), reason="needs torch")
 
 
 def sampled(trace, elements, seed=0):
@@ -202,11 +199,8 @@ def test_a_wrong_sample_is_refused(end, array, text):
 def run(script, folder, *arguments, processes=1):
     """Runs a script of `recorder_scripts`; returns its exit code, and what it printed."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-    done = subprocess.run(
-        [interpreter("torch"), *(launcher if processes > 1 else ()), FOLDER / script, *arguments],
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1"},
-        cwd=folder, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    words = *(launcher if processes > 1 else ()), FOLDER / script, *arguments
+    done = run_script("torch", *words, cwd=folder, timeout=200)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -216,7 +210,7 @@ def verdict_of(folder, second="two.npz"):
 
 
 @pytest.mark.slow
-@NEEDS_TORCH
+@needs("torch")
 @pytest.mark.parametrize(
     ("wrapper", "bugs"),
     [("ddp", {"row": "unexplained", "row_later": "changed_on_its_own"}),
@@ -239,7 +233,7 @@ def test_sampled_recordings_of_torch(wrapper, bugs, tmp_path):
 
 
 @pytest.mark.slow
-@NEEDS_TORCH
+@needs("torch")
 def test_replay_needs_the_start(tmp_path):
     assert run("torch_sampled.py", tmp_path, "one.npz")[0] == 0
     code, printed = run("torch_sampled.py", tmp_path, "two.npz", "plain", "", "one.npz")
@@ -256,7 +250,7 @@ def test_replay_needs_the_start(tmp_path):
 
 
 @pytest.mark.slow
-@NEEDS_TORCH
+@needs("torch")
 def test_large_models_are_sampled_without_being_asked(tmp_path):
     code, printed = run("torch_sampled.py", tmp_path, "large.npz", "large")
     assert code == 0, printed

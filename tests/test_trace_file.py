@@ -306,7 +306,7 @@ ARCHIVES = {
     "page": (lambda path: path.write_bytes(b"<html>" * 99), "is no .npz file or is damaged"),
     "cut": (
         lambda path: path.write_bytes(write_trace(path).read_bytes()[:-1]),
-        "is no .npz file or is damaged",
+        "the recording was not finished: the training was killed or is still running",
     ),
     "array": (saved(x=np.ones(3)), "has a member 'x.npy', which no trace has"),
     "no about": (saved(**{"1/before/0/0": np.ones(3)}), "has no member 'about'"),

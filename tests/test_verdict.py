@@ -3,11 +3,9 @@
 import ast
 import dataclasses
 import json
-import re
 
 import pytest
 
-from campaigns import scripts
 from conftest import ROOT
 from lockstep.answer.causes import (
     CAUSES,
@@ -45,7 +43,7 @@ def verdict_on(*findings, **changes):
 
 def details_used():
     """The details in the package's code: strings before a text with spaces."""
-    own = {"causes.py", "text.py", "record_keras.py", "record_jax.py"}
+    own = {"causes.py", "text.py"}
     for path in (ROOT / "lockstep").rglob("*.py"):
         if path.name in own or "recorders" in path.parts:
             continue
@@ -93,16 +91,6 @@ def test_every_detail_is_emitted_and_every_emitted_name_is_a_detail():
     of_settings = ("momentum", "dampening", "beta_1", "beta_2", "epsilon")  # f"other_{setting}"
     unused = {detail for detail in DETAILS if f'"{detail}"' not in text}
     assert unused <= {f"other_{setting}" for setting in of_settings}
-
-
-def test_every_detail_is_expected_of_a_fault_of_the_tests():
-    folder = ROOT / "tests"
-    paths = {*folder.glob("test_*.py"), *folder.rglob("zoo/**/*.py"), *folder.rglob("*_cases.py")}
-    paths -= {folder / f"{name}.py" for name in ("test_verdict", "test_report", "test_docs")}
-    text = "".join(path.read_text("utf-8") for path in paths)
-    expected = {cause for entry in scripts.listed() for cause in entry.causes}
-    missing = {d for d in DETAILS if d not in expected and not re.search(rf"\b{d}\b", text)}
-    assert missing == {"other_beta_1"}  # test_comparison.py: f"update: other_{name}".
 
 
 def test_findings_are_built_and_compared_by_their_details():

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from app.runtime.errors import DataError, MismatchError
-from app.verification.output import IDENTICAL, Pair, describe, outcome_sentences, report
+from app.verification.output import IDENTICAL, Pair, Results, describe, outcome_sentences, report
 from conftest import ROOT
 from lockstep.answer.verdict import EXIT_CODE_OF, NOT_VERIFIED
 from report_samples import CLIPPED, LOCAL, make_run, write_run, write_verification
@@ -28,7 +28,7 @@ def lines_of(capsys, result):
 
 
 def test_verdicts_are_printed_before_tables_and_findings(capsys):
-    lines = lines_of(capsys, describe(RUNS, {"model": "network"}))
+    lines = lines_of(capsys, describe(Results(RUNS, setup={"model": "network"})))
     assert [line.partition(" ")[0] for line in lines[:3]] == [*RUNS]
     assert lines[2].endswith("local statistics") and lines[3] == ""
     assert "  verified    steps 0 to 2, an evaluation" in lines
@@ -55,7 +55,7 @@ def test_what_was_not_verified_is_an_error_and_said_first(tmp_path, capsys, stat
     runs = {"mirrored": dataclasses.replace(run, verdict=verdict)}
     with pytest.raises(DataError, match=f"^{status} in mirrored; see"):
         write_run(tmp_path / "run", runs)
-    sentence, *lines = lines_of(capsys, describe(runs, {}))
+    sentence, *lines = lines_of(capsys, describe(Results(runs)))
     assert status in sentence and f"mirrored: {note}" in lines[:2]
 
 
@@ -76,7 +76,7 @@ def test_every_file_of_a_verification(tmp_path, capsys):
     figure = (tmp_path / "run" / "verify.svg").read_text()
     assert "injected fault: drop_gradient" in figure and "manual is not the training" in figure
     with pytest.raises(MismatchError, match=r"^mismatch in keras_fit; see .*report.html$"):
-        report(tmp_path, RUNS, facts={}, setup={})
+        report(tmp_path, Results(RUNS))
     assert "verify.png" not in capsys.readouterr().out
 
 
@@ -93,7 +93,7 @@ def test_names_of_users_cannot_change_the_terminal_or_the_figure(tmp_path, capsy
     for name in NAMES:
         found = dataclasses.replace(CLIPPED, tensors=(name,), text=name)
         run = make_run(found, name=name, about=name, tolerance=name)
-        lines = lines_of(capsys, describe({name: run}, {name: name}))
+        lines = lines_of(capsys, describe(Results({name: run}, setup={name: name})))
         assert all(line.isprintable() for line in lines)
 
 

@@ -18,7 +18,7 @@ from app.records.files import write_json
 from app.records.history import FIGURE_FILES, Summary, load_required_summary
 from app.records.run_directory import CONFIG_FILE, default_out, named_path, open_command_directory
 from app.report.page import REPORT_FILE, write_report
-from app.report.result import BAD, GOOD, Result
+from app.report.result import Result
 from app.report.training_result import results_table
 from app.runtime import console
 from app.runtime.errors import (
@@ -35,6 +35,7 @@ from app.runtime.temporary_directories import TemporaryDirectory
 from app.verification.comparison import largest_difference
 from app.verification.frameworks import find_interpreters, write_training_files
 from app.verification.output import DIFFERENT, IDENTICAL, Pair, record_of_pair
+from lockstep.answer.html import BAD, GOOD
 
 if TYPE_CHECKING:  # Imports TensorFlow.
     from strategies.copies import State
@@ -195,7 +196,7 @@ def pair_lines(pairs: Sequence[Pair], num_steps: int) -> list[str]:
     for pair in pairs:
         if pair.outcome != IDENTICAL:
             lines.append(
-                f"{' and '.join(pair.names)}: weights {after} differ by at most"
+                f"{' and '.join(pair.trainings)}: weights {after} differ by at most"
                 f" {pair.absolute:.2g} ({pair.relative:.2g} of the largest, in {pair.where})"
             )
     return [*lines, *dict.fromkeys(pair.why for pair in pairs if pair.outcome != IDENTICAL)]
@@ -218,10 +219,10 @@ def _identical(pairs: Sequence[Pair]) -> list[list[str]]:
     groups = list[list[str]]()
     for pair in pairs:
         if pair.outcome == IDENTICAL:
-            group = next((g for g in groups if not set(g).isdisjoint(pair.names)), [])
+            group = next((g for g in groups if not set(g).isdisjoint(pair.trainings)), [])
             if not group:
                 groups.append(group)
-            group += [name for name in pair.names if name not in group]
+            group += [name for name in pair.trainings if name not in group]
     return groups
 
 

@@ -5,7 +5,7 @@ from app.verification.output import Run
 
 
 def run(config: Config) -> dict[str, Run]:
-    """Verifies strategies, a case or recordings, and reports the verdicts.
+    """Verifies strategies or a case, and reports the verdicts.
 
     Returns:
         Name of each training → result.
@@ -13,10 +13,6 @@ def run(config: Config) -> dict[str, Run]:
     Raises:
         MismatchError: a training has a fault.
     """
-    if config.verification.traces:
-        from app.verification.traces import verify_traces
-
-        return verify_traces(config)
     if config.verification.case is not None:
         from app.verification.cases import verify_case
 

@@ -232,6 +232,8 @@ def check_command(name: str) -> None:
 
 def unknown_option(name: str, command: str) -> str:
     """Returns the error message for an option that a command does not have."""
+    if name in table.REMOVED:
+        return f"--{name} is no longer an option; {table.REMOVED[name]}"
     owners = [other for other in table.COMMANDS if name in table.options_of(other)]
     if owners:
         return f"--{name} is not an option of {command}, only of {', '.join(owners)}"

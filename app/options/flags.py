@@ -11,7 +11,7 @@ from absl import flags
 from app.options import help_text
 from app.options.config import Config, check_command, unknown_option
 from app.options.option import Option, did_you_mean
-from app.options.table import COMMANDS, TABLE, options_of
+from app.options.table import COMMANDS, REMOVED, TABLE, options_of
 from app.runtime import console
 from app.runtime.errors import ConfigError
 
@@ -109,7 +109,7 @@ def _parse(values: flags.FlagValues, argv: list[str], command: str) -> list[str]
         name = error.flagname
         aliases = [row.alias for row in TABLE if row.alias]
         known = list(dict.fromkeys([*(row.name for row in TABLE), *aliases]))
-        if name in known and name not in aliases:
+        if name in REMOVED or (name in known and name not in aliases):
             raise ConfigError(unknown_option(name, command)) from error
         nearest = did_you_mean(name, known, "--") or f"; see {command} --helpfull"
         raise ConfigError(f"--{name} is not a flag{nearest}") from error

@@ -40,7 +40,8 @@ def help_text(command: str | None = None, *, is_full: bool = False) -> str:
         parts = [*_usage(command), ["Examples", *_examples(command)], *_groups(command)]
         parts += [_environment()] if command != "report" else []
     elif command == "verify":
-        parts = [*_usage(command), *_parts_of_verify(), *_more(command)]
+        recordings = "Recordings of your own scripts: python -m lockstep --help"
+        parts = [*_usage(command), *_parts_of_verify(), [recordings], *_more(command)]
     else:
         parts = [*_usage(command), ["Examples", *_examples(command)]]
         parts += [["Options", *_lines(_common(command))]]

@@ -32,11 +32,6 @@ def check(config: "Config") -> None:
         ConfigError: two options contradict each other, or one would have no effect.
     """
     changed = config.changed()
-    if config.verification.traces:
-        _check_traces(config)
-        return
-    for name in [n for n in changed if options_of(config.command)[n].parts == ("traces",)]:
-        raise ConfigError(f"--{name} needs --traces=FILE,FILE; {_SEE}")
     _check_devices(config)
     _check_data(config)
     if config.verification.case:
@@ -317,7 +312,12 @@ def _check_fault_steps(fault: Fault | None, config: "Config") -> None:
 
 
 def _check_case(config: "Config") -> None:
-    _check_only(config, "case", "--case, whose file defines model, data and training")
+    for name in config.changed():
+        if "case" not in options_of(config.command)[name].parts:
+            raise ConfigError(
+                f"--{name} has no part in --case, whose file defines model, data and training;"
+                " leave the flag out"
+            )
     for name in config.strategies:
         if name not in names.CASE_STRATEGIES:
             allowed = ",".join(names.CASE_STRATEGIES)
@@ -329,21 +329,6 @@ def _check_case(config: "Config") -> None:
         raise ConfigError(f"--case={case}: there is no file {path}; name a Python file")
     if path.suffix != ".py":
         raise ConfigError(f"--case={case} must be a Python file, whose name ends in .py")
-
-
-def _check_traces(config: "Config") -> None:
-    _check_only(config, "traces", "--traces, which only reads recordings")
-    for pair in config.verification.name_map:
-        if pair.count("=") != 1 or not all(pair.split("=")):
-            raise ConfigError(
-                f"--name_map={pair} must be OTHER=FIRST, the names of a weight in two recordings"
-            )
-
-
-def _check_only(config: "Config", part: str, what: str) -> None:
-    for name in config.changed():
-        if part not in options_of(config.command)[name].parts:
-            raise ConfigError(f"--{name} has no part in {what}; leave the flag out")
 
 
 def num_framework_replicas(config: "Config") -> int:

@@ -32,10 +32,12 @@ _RARE_IN_VERIFY: Any = {"differs": {"verify": {"common": False}}}
 PARTS = {
     "strategies": "Strategies of this program",
     "case": "Your own Keras training, in a file with model() and data()",
-    "traces": "Recordings of your own scripts, in any framework",
 }
-_OWN_AND_CASE: Any = {"parts": ("strategies", "case")}
 _ALL_PARTS: Any = {"parts": tuple(PARTS)}
+# Options of earlier versions → what to do instead.
+REMOVED = dict.fromkeys(
+    ("traces", "name_map", "tolerance"), "use `python -m lockstep one.npz two.npz --html FILE`"
+)
 
 
 def split_case(case: str) -> tuple[str, str]:
@@ -62,13 +64,13 @@ class Training:
         **_RESULT, **_COMMON, **_RARE_IN_VERIFY)
     global_batch_size: int = option(256,
         "Examples in a step, over all replicas.", _TRAIN, **_N, high=names.NUM_TRAIN_EXAMPLES,
-        alias="batch_size", **_RESULT, **_COMMON, **_OWN_AND_CASE)
+        alias="batch_size", **_RESULT, **_COMMON, **_ALL_PARTS)
     learning_rate: float | None = option(None,
         "Peak learning rate. Default: the recipe's.", _TRAIN, metavar="X", above=0.0,
         high=names.MAX_FLOAT32, alias="lr", **_RESULT, **_COMMON, **_RARE_IN_VERIFY)
     seed: int = option(0,
         "Seed of the initial weights and of the order of examples.", (*_STEPS, "demo"), metavar="N",
-        low=0, high=2**32 - 1, **_RESULT, **_OWN_AND_CASE)
+        low=0, high=2**32 - 1, **_RESULT, **_ALL_PARTS)
     last_batch: str = option("keep",
         "Keep or drop the smaller batch at the end of an epoch.", _TRAIN, choices=("keep", "drop"),
         **_RESULT)
@@ -79,7 +81,7 @@ class Training:
         "Compile the forward and backward pass with XLA.", _STEPS, **_RESULT)
     deterministic: bool = option(False,
         "Use only kernels whose results are bitwise identical in every run.", _STEPS, **_RESULT,
-        **_OWN_AND_CASE)
+        **_ALL_PARTS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,16 +124,16 @@ class Distribution:
                 " keras_fit, Keras' own fit under MirroredStrategy (the default), and single, its"
                 " fit on one device."},
             "doctor": {"choices": names.ONE_MACHINE_STRATEGIES, "default": ("manual", "mirrored")}},
-        **_COMMON, **_OWN_AND_CASE)
+        **_COMMON, **_ALL_PARTS)
     num_gpus: int | None = option(None,
         "Number of GPUs. On a machine without GPUs: N logical CPU devices.", _DEVICES, **_N,
-        high=names.MAX_DEVICES, **_COMMON, **_OWN_AND_CASE)
+        high=names.MAX_DEVICES, **_COMMON, **_ALL_PARTS)
     device: str = option("auto",
         "Device type: gpu fails without a GPU, cpu uses logical CPU devices.", _ALL,
-        choices=("auto", "gpu", "cpu"), **_COMMON, **_OWN_AND_CASE)
+        choices=("auto", "gpu", "cpu"), **_COMMON, **_ALL_PARTS)
     num_devices: int | None = option(None,
         "Number of devices (multi_worker: of each worker). Default: all GPUs, or 2 logical CPU"
-        " devices.", _DEVICES, **_N, high=names.MAX_DEVICES, **_COMMON, **_OWN_AND_CASE)
+        " devices.", _DEVICES, **_N, high=names.MAX_DEVICES, **_COMMON, **_ALL_PARTS)
     all_reduce: str = option("auto",
         f"All-reduce algorithm. {_ALGORITHMS}. mirrored and multi_worker have nccl on GPUs only,"
         " mirrored has ring on CPUs only.", (*_STEPS, "doctor", "demo"),
@@ -221,7 +223,7 @@ class Verification:
 
     steps: int = option(names.VERIFIED_STEPS,
         f"Number of steps to verify. With --case: {names.CASE_STEPS}, unless --thorough.",
-        ("verify",), **_N, high=100_000, **_COMMON, **_OWN_AND_CASE)
+        ("verify",), **_N, high=100_000, **_COMMON, **_ALL_PARTS)
     thorough: bool = option(False,
         f"With --case: verify {names.VERIFIED_STEPS} steps, and also the second epoch, a step after"
         " a save and resume, and an evaluation.", ("verify",), **_COMMON, parts=("case",))
@@ -230,19 +232,8 @@ class Verification:
         " data(global_batch_size), which returns a tf.data.Dataset. FILE:NAME takes the model of"
         " function NAME. See docs/verify_your_own.md.",
         ("verify",), metavar="FILE", **_COMMON, parts=("case",))
-    traces: tuple[str, ...] = option((),
-        "Recordings of your own script, in any framework. The first is the reference, the others"
-        " are compared with it. A recording with permute= sets the tolerance. See"
-        " docs/trace_format.md.", ("verify",), metavar="FILE,FILE,…", **_COMMON, parts=("traces",))
-    name_map: tuple[str, ...] = option((),
-        "Names of weights in the other recordings and in the first one, where names and shapes do"
-        " not match.", ("verify",), metavar="OTHER=FIRST,…", **_COMMON, parts=("traces",))
-    tolerance: float | None = option(None,
-        "Relative difference of gradients that counts as rounding. Default: from a recording with"
-        " permute=, else the size of the batch.", ("verify",), metavar="X", above=0.0, high=1.0,
-        **_COMMON, parts=("traces",))
     keep_traces: bool = option(False,
-        "Keep the recorded traces in a directory for each strategy.", ("verify",), **_OWN_AND_CASE)
+        "Keep the recorded traces in a directory for each strategy.", ("verify",), **_ALL_PARTS)
     inject: str | None = option(None,
         f"Inject a fault: {' '.join(str(Fault.parse(name)) for name in FAULTS)}. verify injects it"
         " into the first strategy that can have it, or into that of strategy=NAME.",
@@ -271,11 +262,6 @@ class Verification:
     def case_path(self) -> pathlib.Path:
         """The path of the case file."""
         return pathlib.Path(split_case(self.case or "")[0])
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The name map: name in the other traces → name in the first trace."""
-        return dict(pair.split("=", 1) for pair in self.name_map)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -355,8 +341,7 @@ COMMANDS = {
         "--strategies=manual,mirrored --steps=20",
         "--strategies=manual --inject=drop_gradient:replica=1",
         "--case=examples/case_fit.py --num_devices=2",
-        "--strategies=single,manual,mirrored,torch_ddp,jax_pmap",
-        "--traces=one.npz,two.npz,permuted.npz")),
+        "--strategies=single,manual,mirrored,torch_ddp,jax_pmap")),
     "evaluate": Command("computes the test accuracy of a run, or classifies images", (
         "--run=runs/NAME --strategy=mirrored --num_devices=4",
         "--run=runs/NAME --images=shoe.png,bags.npy")),

@@ -9,17 +9,17 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from app.records.files import io_errors_as, make_directory, open_regular, read_json, write_file
+from app.records.files import io_errors_as, make_directory, read_json, write_file
 from app.records.history import load_history, load_summary
 from app.records.run_directory import CONFIG_FILE, load_run_config
-from app.report.result import Result, Table
+from app.report.result import Facts, Result, Table
 from app.report.training_result import caveats_of, describe_trainings, settings_table
 from app.runtime import console
 from app.runtime.errors import OutputError, reason_of
+from lockstep.answer import html
+from lockstep.answer.html import is_page
 
 REPORT_FILE = "report.html"
-_GENERATOR = '<meta name="generator" content="Lockstep">'
-_HEAD_BYTES = 4096  # The line above is within them.
 _MEASURED = ("verify", "benchmark")
 _MAX_BYTES = 1 << 30  # The measurements of a long verification are larger than any other record.
 
@@ -43,10 +43,6 @@ class Section:
     settings: Table
     figure: bytes | None = None
 
-    def image(self) -> str:
-        """Returns the figure as an address; in an image, an SVG file can neither run nor load."""
-        return f"data:image/svg+xml;base64,{base64.b64encode(self.figure or b'').decode()}"
-
 
 def write_report(directories: Sequence[pathlib.Path], path: pathlib.Path) -> None:
     """Writes one page about all runs in `directories`, atomically.
@@ -62,7 +58,7 @@ def write_report(directories: Sequence[pathlib.Path], path: pathlib.Path) -> Non
     with io_errors_as(path):
         _check_replaceable(path)
     # `runs/*` may include an earlier report.
-    named = [directory for directory in directories if not _is_report(directory)]
+    named = [directory for directory in directories if not is_page(directory)]
     content = _render(find_records(named or directories)).encode("utf-8", "replace")
     with io_errors_as(path):
         make_directory(path.parent)
@@ -71,7 +67,7 @@ def write_report(directories: Sequence[pathlib.Path], path: pathlib.Path) -> Non
 
 def _check_replaceable(path: pathlib.Path) -> None:
     """Checks that an existing file is a report, before it is replaced."""
-    if not (path.exists() or path.is_symlink()) or _is_report(path):
+    if not (path.exists() or path.is_symlink()) or is_page(path):
         return
     if path.is_dir():
         raise OutputError(
@@ -81,15 +77,6 @@ def _check_replaceable(path: pathlib.Path) -> None:
         f"{path} exists and is no report of this program; move it away, or give another"
         " name with --out"
     )
-
-
-def _is_report(path: pathlib.Path) -> bool:
-    """Returns whether a file was written by `write_report`."""
-    try:
-        with open_regular(path) as file:
-            return _GENERATOR.encode() in file.read(_HEAD_BYTES)
-    except (OSError, ValueError):
-        return False
 
 
 def find_records(directories: Sequence[pathlib.Path]) -> list[Record]:
@@ -162,8 +149,6 @@ def _shown(name: str) -> str:
 
 
 def _render(records: Sequence[Record]) -> str:
-    import jinja2
-
     trainings = [record for record in records if record.command == "train"]
     sections = [_section(record) for record in records if record not in trainings]
     caveats: dict[str, list[str]] = {}
@@ -172,19 +157,40 @@ def _render(records: Sequence[Record]) -> str:
             caveats.setdefault(caveat, []).append(section.title)
     if trainings:
         sections.append(_trainings(trainings, caveats))
-    template = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template("page.html.jinja")
-    return template.render(
-        made=time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        labels=[record.label for record in records],
-        caveats=caveats,
-        sections=sections,
-    )
+    names = ", ".join(record.label for record in records)
+    made = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    body = [html.paragraph(f"Made {made} from {names}.", "quiet")]
+    for section in sections:
+        title = f"{section.title}: " if len(sections) > 1 else ""
+        body += [html.verdict_line(s, title + text) for s, text in section.result.verdicts]
+    for text, whose in caveats.items():
+        title = f" ({', '.join(whose)})" if len(records) > 1 else ""
+        body.append(html.paragraph(text + title, "caveat"))
+    body += map(_html_of, sections)
+    return html.document(f"Lockstep report: {names}", "Lockstep report", body)
+
+
+def _html_of(section: Section) -> str:
+    """Returns a section as HTML: results, figure and settings."""
+    lines = ["<section>", f"<h2>{html.text_of(section.title)}</h2>"]
+    for block in section.result.blocks:
+        if isinstance(block, Table):
+            lines.append(_table(block))
+        elif isinstance(block, Facts):
+            lines.append(html.facts_list(block.title, block.facts))
+        elif block:
+            lines.append(html.paragraph(block))
+    if section.figure:
+        # In an image, an SVG file can neither run code nor load files.
+        source = f"data:image/svg+xml;base64,{base64.b64encode(section.figure).decode()}"
+        alt = html.text_of(f"The figure of {section.title}; its numbers are in the tables.")
+        lines.append(f'<div class="scroll" tabindex="0"><img src="{source}" alt="{alt}"></div>')
+    lines.append(f"<details><summary>Settings</summary>{_table(section.settings)}</details>")
+    return "\n".join([*lines, "</section>"])
+
+
+def _table(table: Table) -> str:
+    return html.table(table.title, table.header, table.rows, table.numeric)
 
 
 def _section(record: Record) -> Section:

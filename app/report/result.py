@@ -7,8 +7,6 @@ from typing import Any
 from app.runtime import console
 from lockstep.answer.text import facts_lines
 
-GOOD, BAD, BY_DESIGN = "good", "bad", "by design"  # Statuses of verdicts.
-
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -41,7 +39,7 @@ class Result:
     """The result of a command.
 
     Attributes:
-        verdicts: status and sentence of each verdict.
+        verdicts: kind of each verdict, as of `lockstep.answer.html.kind_of`, and its sentence.
         blocks: lines, tables and facts, in order.
         caveats: what makes the result differ from what a reader would expect.
     """

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, injected_fault_caveat
 from app.records.history import Summary
-from app.report.result import BAD, Block, Result, Table
+from app.report.result import Block, Result, Table
+from lockstep.answer.html import BAD
 
 
 def devices_text(devices: Sequence[str], simulated: bool) -> str:

@@ -16,7 +16,7 @@ from app.runtime.errors import DataError
 from app.verification.case_file import CaseFile, is_none
 from lockstep.data.trace import Trace
 from lockstep.numeric.arrays import rows_of
-from lockstep.record_keras import leaves, plain_copy
+from lockstep.recorders.keras.values import leaves, plain_copy
 
 Batch = list[np.ndarray]  # Leaves of inputs, targets and sample weights.
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from lockstep.answer.verdict import Finding
 from lockstep.numeric.arrays import same_bits
-from lockstep.record_keras import is_float, leaves
+from lockstep.recorders.keras.values import is_float, leaves
 from lockstep.stages.evaluation import check_evaluation
 
 State = Sequence[np.ndarray]  # All variables of a replica.

@@ -22,7 +22,7 @@ from app.verification.case_file import CaseFile
 from app.verification.case_training import CaseTraining
 from app.verification.output import Run
 from app.verification.recording import Send
-from lockstep.answer.verdict import NOTHING, Verdict, finding_of, in_sequence
+from lockstep.answer.verdict import NOTHING, Finding, Verdict, finding_of, in_sequence
 from lockstep.data import file as trace_file
 
 _UNITS_OF_TRAINING = 3  # A traced training takes about the time of as many checked steps.
@@ -54,26 +54,36 @@ def verify_with(
     work.total += len(data.steps) + (resumes + is_thorough) * _UNITS_OF_TRAINING
     verdicts: list[Verdict] = []
 
-    def verify(part: Part) -> None:
-        path = traces / strategy / f"{len(verdicts) + 1}.npz" if options.keep_traces else None
-        verdicts.append(_verify_part(training, part, work, path))
+    def verify(part: Part, found: Sequence[Finding] = ()) -> None:
+        steps, on = count(len(part.steps), "step"), count(training.num_replicas, "device")
+        work.begin(f"training {steps} on {on}")
+        trace = training.record(part)
+        if options.keep_traces:
+            path = traces / strategy / f"{len(verdicts) + 1}.npz"
+            with io_errors_as(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                trace_file.save(trace, path)
+        start = time.monotonic()
+        verdict = training.check(part, trace, work.begin_step)
+        verdicts.append(dataclasses.replace(verdict, findings=(*found, *verdict.findings)))
+        work.check_sec += time.monotonic() - start
 
     for part in training.parts():
         verify(part)
     if resumes:
-        changed = training.resume()
-        verify(data.part([AFTER_RESUME]))
-        verdicts[-1] = _with_changed(verdicts[-1], changed)
+        verify(data.part([AFTER_RESUME]), _not_restored(training.resume()))
     if is_thorough:
         work.begin("evaluating")
         verdicts.append(_evaluate(case, training, verdicts))
     verdict = in_sequence(verdicts)
-    notes = verdict.notes
-    if not is_thorough:
-        notes += (_not_checked(data, training, work),)
-    reference = f"training that {options.case_path.name} defines on one device"
+    notes = () if is_thorough else (_not_checked(data, training, work),)
     return Run(
-        dataclasses.replace(verdict, name=NAMES[strategy], reference=reference, notes=notes),
+        dataclasses.replace(
+            verdict,
+            name=NAMES[strategy],
+            reference=f"training that {options.case_path.name} defines on one device",
+            notes=(*verdict.notes, *notes),
+        ),
         devices=devices.names,
         simulated_devices=devices.simulated and len(devices.names) > 1,
         versions=versions(),
@@ -111,37 +121,10 @@ class _Work:
         self.begin(f"computing {name} on one device", units=1)
 
 
-def _verify_part(
-    training: CaseTraining, part: Part, work: _Work, path: pathlib.Path | None
-) -> Verdict:
-    """Records some steps, and compares each with one device.
-
-    Args:
-        training: the training.
-        part: the steps.
-        work: is told what begins.
-        path: file for the recording; None not to keep it.
-    """
-    steps, devices = count(len(part.steps), "step"), count(training.num_replicas, "device")
-    work.begin(f"training {steps} on {devices}")
-    trace = training.record(part)
-    if path:
-        with io_errors_as(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            trace_file.save(trace, path)
-    start = time.monotonic()
-    verdict = training.check(part, trace, work.begin_step)
-    work.check_sec += time.monotonic() - start
-    return verdict
-
-
-def _with_changed(verdict: Verdict, changed: Sequence[str]) -> Verdict:
-    """Adds to a verdict the variables whose restored values differ from the saved ones."""
-    if not changed:
-        return verdict
+def _not_restored(changed: Sequence[str]) -> list[Finding]:
+    """Returns a finding for the variables whose restored values differ from the saved ones."""
     text = f"{len(changed)} variables are not what was saved"
-    found = finding_of("start", "not_restored", text, (0,), tensors=changed)
-    return dataclasses.replace(verdict, findings=(found, *verdict.findings))
+    return [finding_of("start", "not_restored", text, (0,), tensors=changed)] if changed else []
 
 
 def _evaluate(case: CaseFile, training: CaseTraining, verdicts: Sequence[Verdict]) -> Verdict:

@@ -1,6 +1,5 @@
 """Runs `verify --case`: compares a case on several devices with the case on one device."""
 
-import functools
 import pathlib
 
 from app.devices import device_setup
@@ -24,44 +23,35 @@ def verify_case(config: Config) -> dict[str, Run]:
         ConfigError, DataError: the case cannot be verified.
         MismatchError: a stage has a fault.
     """
-    case = config.verification
+    case, training = config.verification, config.training
+    shared = {"global_batch_size": training.global_batch_size, "seed": training.seed}
     fields = {
         "case": str(case.case_path.resolve()),
         "function": case.case_function,
         "strategy": ",".join(config.distribution.strategies),
         "num_replicas": config.num_devices_of_all_workers,
-        "global_batch_size": config.training.global_batch_size,
-        "seed": config.training.seed,
+        **shared,
         "steps": case.steps,
         "thorough": case.thorough,
     }
-    verify = functools.partial(_verify_each, config)
+
+    def verify(traces: pathlib.Path) -> Results:
+        runs = dict[str, Run]()
+        with StepProgress(case.steps) as progress:
+            for strategy in config.distribution.strategies:
+                progress.start(f"verifying {strategy}: starting TensorFlow")
+                run = call_in_child_process(
+                    _verify_with, config, strategy, traces, on_message=progress.message
+                )
+                runs[run.verdict.name] = run
+        largest = max(runs.values(), key=lambda run: len(run.devices))
+        model = largest.facts["model"]
+        devices = devices_text(largest.devices, largest.simulated_devices)
+        batch = f"batch {training.global_batch_size}, seed {training.seed}"
+        facts = {"case": str(case.case_path), "model": model, **shared}
+        return Results(runs, facts, {"model": f"{model}, {batch}, {devices}, TF32 off"})
+
     return verify_in_directory(config, case.case_path.stem, fields, verify)
-
-
-def _verify_each(config: Config, traces: pathlib.Path) -> Results:
-    """Verifies a case with each strategy; writes recordings to `traces` if they are kept."""
-    runs = dict[str, Run]()
-    with StepProgress(config.verification.steps) as progress:
-        for strategy in config.distribution.strategies:
-            progress.start(f"verifying {strategy}: starting TensorFlow")
-            run = call_in_child_process(
-                _verify_with, config, strategy, traces, on_message=progress.message
-            )
-            runs[run.verdict.name] = run
-    largest = max(runs.values(), key=lambda run: len(run.devices))
-    facts = {
-        "case": str(config.verification.case_path),
-        "model": largest.facts["model"],
-        "global_batch_size": config.training.global_batch_size,
-        "seed": config.training.seed,
-    }
-    devices = devices_text(list(largest.devices), largest.simulated_devices)
-    model = (
-        f"{facts['model']}, batch {facts['global_batch_size']}, seed {facts['seed']}, {devices},"
-        " TF32 off"
-    )
-    return Results(runs, facts, setup={"model": model})
 
 
 def _verify_with(send: Send, config: Config, strategy: str, traces: pathlib.Path) -> Run:

@@ -9,16 +9,16 @@ import itertools
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from app.options import Config
 from app.records.files import publish, temporary_path, write_json
 from app.records.run_directory import default_out, named_path, open_command_directory
-from app.report import result
 from app.report.page import REPORT_FILE, write_report
 from app.report.result import Block, Facts, Result, Table
 from app.runtime import console
 from app.runtime.errors import DataError, DivergedError, MismatchError
+from lockstep.answer.html import cell_of, kind_of
 from lockstep.answer.json import columns_of, finite, record_of, record_of_all
 from lockstep.answer.text import (
     explanations,
@@ -30,8 +30,6 @@ from lockstep.answer.text import (
     share_of,
 )
 from lockstep.answer.verdict import (
-    BY_DESIGN,
-    CLEAN,
     FAULT,
     NOT_COMPARED,
     NOT_VERIFIED,
@@ -44,14 +42,6 @@ from lockstep.answer.verdict import (
 IDENTICAL, EQUAL, DIFFERENT = "bit-identical", "equal within rounding", "different"
 OTHER_TRAINING = "another training by design"
 VERIFY_FILE = "verify.json"
-_STATUSES = {
-    CLEAN: result.GOOD,
-    BY_DESIGN: result.BY_DESIGN,
-    FAULT: result.BAD,
-    NOTHING: result.BAD,
-    NOT_COMPARED: result.BAD,
-    NOT_VERIFIED: result.BAD,
-}
 _MOST_LINES = 3  # Pairs with a line each; more pairs are grouped.
 
 
@@ -86,7 +76,7 @@ class Pair:
     """Two trainings, compared with each other.
 
     Attributes:
-        names: names of the trainings.
+        trainings: names of the trainings.
         outcome: `IDENTICAL`, `EQUAL`, `DIFFERENT` or `OTHER_TRAINING`.
         absolute: the largest difference of any element after the last step.
         relative: that difference over the largest element of its array.
@@ -94,7 +84,7 @@ class Pair:
         why: why they are two trainings by design; "" if they are not.
     """
 
-    names: tuple[str, str]
+    trainings: tuple[str, str]
     outcome: str
     absolute: float = 0.0
     relative: float = 0.0
@@ -102,7 +92,8 @@ class Pair:
     why: str = ""
 
 
-class Results(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Results:
     """The results of the command.
 
     Attributes:
@@ -114,10 +105,14 @@ class Results(NamedTuple):
     """
 
     runs: Mapping[str, Run]
-    facts: Mapping[str, Any]
-    setup: Mapping[str, str]
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    setup: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pairs: Sequence[Pair] = ()
     caveats: Sequence[str] = ()
+
+    def with_status(self, status: str) -> str:
+        """Returns the names of the trainings whose verdict has a status."""
+        return ", ".join(name for name, run in self.runs.items() if run.verdict.status == status)
 
 
 def verify_in_directory(
@@ -134,8 +129,8 @@ def verify_in_directory(
         config: options of the command.
         name: what is verified, for the default name of the directory.
         fields: what `config.json` has about the command.
-        verify: verifies the trainings, and may write recordings to the path that it is given; they
-            are published if `--keep_traces` asks for them.
+        verify: verifies the trainings, and may write recordings to the path that it is given, which
+            `--keep_traces` publishes.
 
     Returns:
         Name of each training → its result.
@@ -155,25 +150,16 @@ def verify_in_directory(
                 publish(traces, path / "traces")
         finally:
             shutil.rmtree(traces, ignore_errors=True)
-        report(path, **results._asdict(), also=["traces"] if keeps_traces else [])
+        report(path, results, also=["traces"] if keeps_traces else [])
     return dict(results.runs)
 
 
-def report(
-    path: pathlib.Path,
-    runs: Mapping[str, Run],
-    *,
-    facts: Mapping[str, Any],
-    setup: Mapping[str, str],
-    pairs: Sequence[Pair] = (),
-    caveats: Sequence[str] = (),
-    also: Sequence[str] = (),
-) -> None:
+def report(path: pathlib.Path, results: Results, also: Sequence[str] = ()) -> None:
     """Prints the verdicts and writes `verify.json`, the figure and the page.
 
     Args:
         path: the run directory.
-        runs, facts, setup, pairs, caveats: see `Results`.
+        results: the results.
         also: names of other files in the directory.
 
     Raises:
@@ -181,11 +167,11 @@ def report(
         DivergedError: every step is right, and a training diverges.
         DataError: a training has nothing to verify, or is not verified.
     """
-    shown = describe(runs, setup, pairs, caveats)
-    write_json(path / VERIFY_FILE, _record_of(runs, facts, pairs, shown))
+    shown = describe(results)
+    write_json(path / VERIFY_FILE, _record_of(results, shown))
     shown.print()
     files = [VERIFY_FILE, REPORT_FILE, *also]
-    if any(run.verdict.measurements for run in runs.values()):
+    if any(run.verdict.measurements for run in results.runs.values()):
         from app.report.verification_plot import plot_verification
 
         plot_verification(path)
@@ -194,9 +180,9 @@ def report(
     console.say()
     console.say(f"saved in {path}: {', '.join(files)}")
     console.say(f"open {path / REPORT_FILE} for the stages, causes and remedies on one page")
-    if faulty := _with_status(FAULT, runs):  # The verdicts are printed above.
+    if faulty := results.with_status(FAULT):  # The verdicts are printed above.
         raise MismatchError(f"mismatch in {faulty}; see {path / REPORT_FILE}")
-    for name, run in runs.items():
+    for name, run in results.runs.items():
         if run.diverged_step:
             raise DivergedError(
                 f"the training diverges: a value of {name} is not finite after step"
@@ -204,72 +190,50 @@ def report(
                 " fewer --steps"
             )
     for status in (NOTHING, NOT_COMPARED, NOT_VERIFIED):
-        if names := _with_status(status, runs):
+        if names := results.with_status(status):
             raise DataError(f"{status} in {names}; see {path / REPORT_FILE}")
 
 
-def _with_status(status: str, runs: Mapping[str, Run]) -> str:
-    """Returns the names of the trainings whose verdict has a status."""
-    return ", ".join(name for name, run in runs.items() if run.verdict.status == status)
-
-
-def _record_of(
-    runs: Mapping[str, Run], facts: Mapping[str, Any], pairs: Sequence[Pair], shown: Result
-) -> dict[str, Any]:
+def _record_of(results: Results, shown: Result) -> dict[str, Any]:
     """Returns the content of `verify.json`."""
-    versions: dict[str, str] = {}
-    for run in runs.values():
-        versions |= run.versions
+    verdicts = {name: run.verdict for name, run in results.runs.items()}
     return {
-        **record_of_all({name: run.verdict for name, run in runs.items()}),
+        **record_of_all(verdicts),
         "command": "verify",
-        **facts,
-        "versions": versions,
-        "trainings": {name: _record_of_run(run) for name, run in runs.items()},
-        "pairs": [record_of_pair(pair) for pair in pairs],
+        **results.facts,
+        "versions": {k: v for run in results.runs.values() for k, v in run.versions.items()},
+        "trainings": {
+            name: {
+                **record_of(run.verdict),
+                "devices": list(run.devices),
+                "simulated_devices": run.simulated_devices,
+                "versions": dict(run.versions),
+                "about": run.about,
+                **run.facts,
+                "measurements": columns_of(run.verdict),
+            }
+            for name, run in results.runs.items()
+        },
+        "pairs": [record_of_pair(pair) for pair in results.pairs],
         "shown": shown.to_record(),
     }
 
 
 def record_of_pair(pair: Pair) -> dict[str, Any]:
     """Returns a pair in the form of JSON."""
-    return {
-        "trainings": list(pair.names),
-        "outcome": pair.outcome,
-        "absolute": finite(pair.absolute),
-        "relative": finite(pair.relative),
-        "where": pair.where,
-        "why": pair.why,
-    }
+    sizes = {"absolute": finite(pair.absolute), "relative": finite(pair.relative)}
+    return dataclasses.asdict(pair) | sizes
 
 
-def _record_of_run(run: Run) -> dict[str, Any]:
-    return {
-        **record_of(run.verdict),
-        "devices": list(run.devices),
-        "simulated_devices": run.simulated_devices,
-        "versions": dict(run.versions),
-        "about": run.about,
-        **run.facts,
-        "measurements": columns_of(run.verdict),
-    }
-
-
-def describe(
-    runs: Mapping[str, Run],
-    setup: Mapping[str, str],
-    pairs: Sequence[Pair] = (),
-    caveats: Sequence[str] = (),
-) -> Result:
-    """Describes the results in sentences and tables; see `report` for the arguments."""
-    verdicts = [(_STATUSES[run.verdict.status], sentence_of(run.verdict)) for run in runs.values()]
-    explained = explanations(run.verdict for run in runs.values())
-    notes = [
+def describe(results: Results) -> Result:
+    """Describes the results in sentences and tables."""
+    runs, verdicts = results.runs, [run.verdict for run in results.runs.values()]
+    blocks: list[Block] = [
         one_line(f"{name}: {note}") for name, run in runs.items() for note in notes_of(run.verdict)
     ]
-    blocks: list[Block] = [*notes, *outcome_sentences(pairs), *itertools.starmap(Facts, explained)]
-    blocks.append(_setup(runs, setup))
-    blocks += [_stages(runs), *_side_by_side(pairs, runs)]
+    blocks += outcome_sentences(results.pairs)
+    blocks += itertools.starmap(Facts, explanations(verdicts))
+    blocks += [_setup(results), _stages(runs), *_side_by_side(results)]
     if rows := _measured(runs):
         header = ["training", "stage", "difference", "allowed", "of allowed", "bitwise equal"]
         blocks += [
@@ -284,19 +248,20 @@ def describe(
         for name, run in runs.items()
         if run.verdict.is_bitwise
     ]
-    return Result(verdicts, blocks, caveats)
+    sentences = [(kind_of(verdict.status), sentence_of(verdict)) for verdict in verdicts]
+    return Result(sentences, blocks, results.caveats)
 
 
-def _setup(runs: Mapping[str, Run], setup: Mapping[str, str]) -> Facts:
+def _setup(results: Results) -> Facts:
     """Returns how all and each were trained, the checked steps and the tolerances."""
-    longest = max((run.verdict for run in runs.values()), key=lambda verdict: len(verdict.steps))
-    tolerances = dict.fromkeys(run.verdict.tolerance for run in runs.values())
+    verdicts = [run.verdict for run in results.runs.values()]
+    longest = max(verdicts, key=lambda verdict: len(verdict.steps))
     shown = {
-        **setup,
-        **{name: run.about for name, run in runs.items()},
+        **results.setup,
+        **{name: run.about for name, run in results.runs.items()},
         "verified": ", ".join(named_steps([*map(longest.name_of, longest.steps)])),
+        "tolerances": "; ".join(dict.fromkeys(v.tolerance for v in verdicts if v.tolerance)),
     }
-    shown["tolerances"] = "; ".join(filter(None, tolerances))
     return Facts("", {one_line(label): one_line(text) for label, text in shown.items() if text})
 
 
@@ -309,12 +274,8 @@ def _stages(runs: Mapping[str, Run]) -> Table:
     for stage in STAGES:
         statuses = [verdict.status_of(stage) for verdict in verdicts]
         if any(status != "not checked" for status in statuses):
-            rows.append([stage, *map(_cell, statuses)])
+            rows.append([stage, *map(cell_of, statuses)])
     return Table(f"Each stage of each step{against}", ["stage", *map(one_line, runs)], rows)
-
-
-def _cell(status: str) -> str:
-    return {"not checked": "–", FAULT: f"✗ {FAULT}"}.get(status, status)
 
 
 def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
@@ -346,25 +307,25 @@ def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
     return rows
 
 
-def _side_by_side(pairs: Sequence[Pair], runs: Mapping[str, Run]) -> list[Block]:
+def _side_by_side(results: Results) -> list[Block]:
     """Returns how far apart the trainings of each pair end, and which differ by design."""
-    if all(pair.outcome == IDENTICAL for pair in pairs):
+    if all(pair.outcome == IDENTICAL for pair in results.pairs):
         return []
-    steps = console.count(max(len(run.verdict.steps) for run in runs.values()), "step")
+    steps = console.count(max(len(run.verdict.steps) for run in results.runs.values()), "step")
     rows = [
         [
-            " – ".join(pair.names),
+            " – ".join(pair.trainings),
             f"{pair.absolute:.2g}",
             f"{pair.relative:.2g}",
             "everything" if pair.outcome == IDENTICAL else pair.where,
         ]
-        for pair in pairs
+        for pair in results.pairs
     ]
     header = ["pair", "apart by", "relative", "in"]
     return [
         Table(f"Side by side: how far apart after {steps}", header, rows),
         "the verdict depends on each single step, not on how far apart the ends are",
-        *(pair.why for pair in pairs if pair.why),
+        *(pair.why for pair in results.pairs if pair.why),
     ]
 
 
@@ -376,10 +337,10 @@ def _outcome(pair: Pair) -> str:
 def outcome_sentences(pairs: Sequence[Pair]) -> list[str]:
     """Returns one sentence for each pair; for more than three pairs, one for each outcome."""
     if len(pairs) <= _MOST_LINES:
-        return [f"{' and '.join(pair.names)}: {_outcome(pair)}" for pair in pairs]
+        return [f"{' and '.join(pair.trainings)}: {_outcome(pair)}" for pair in pairs]
     names: dict[str, list[str]] = {}
     for pair in pairs:
-        names.setdefault(_outcome(pair), []).append(" – ".join(pair.names))
+        names.setdefault(_outcome(pair), []).append(" – ".join(pair.trainings))
     return [
         f"{outcome}: {'all pairs' if len(same) == len(pairs) else ', '.join(same)}"
         for outcome, same in names.items()

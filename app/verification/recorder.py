@@ -203,7 +203,7 @@ def check_repeatable(model: keras.Model) -> None:
 
 
 def find_straggler(
-    times: Sequence[Sequence[SendTime]], replica_weights: Sequence[float] = ()
+    times: Sequence[list[SendTime]], replica_weights: Sequence[float] = ()
 ) -> tuple[int, str] | None:
     """Finds a replica that the others had to wait for in every step, by a wide margin.
 
@@ -222,13 +222,10 @@ def find_straggler(
         return None
     weights = replica_weights or [1] * len(steps[0])
     mean = sum(weights) / len(weights)
-    per_example = [
-        [(sec * mean / w, cpu * mean / w) for (sec, cpu), w in zip(step, weights, strict=True)]
-        for step in steps
-    ]
+    scales = [1.0] * len(weights), [mean / weight for weight in weights]
     for replica_id in range(len(weights)):
-        if _is_late(replica_id, steps) and _is_late(replica_id, per_example):
-            others = [_last_of_others(replica_id, step)[0] for step in steps]
+        if all(_is_late(replica_id, step, scale) for step in steps for scale in scales):
+            others = [max(step[:replica_id] + step[replica_id + 1 :])[0] for step in steps]
             waits = [s[replica_id][0] - o for s, o in zip(steps, others, strict=True)]
             return replica_id, (
                 f"it sends its gradients {1000 * statistics.median(waits):.0f} ms after all others,"
@@ -238,19 +235,11 @@ def find_straggler(
     return None
 
 
-def _is_late(replica_id: int, steps: Sequence[Sequence[SendTime]]) -> bool:
-    return all(
-        _is_waited_for(step[replica_id], _last_of_others(replica_id, step)) for step in steps
-    )
-
-
-def _last_of_others(replica_id: int, step: Sequence[SendTime]) -> SendTime:
-    return max(t for r, t in enumerate(step) if r != replica_id)
-
-
-def _is_waited_for(sent: SendTime, last_of_others: SendTime) -> bool:
-    wait, work = sent[0] - last_of_others[0], last_of_others[0]
-    busy = sent[1] - last_of_others[1]
-    if wait < _SHORTEST_WAIT_SEC:
-        return False
-    return wait > _LONG_WAIT * work or (wait > _IDLE_WAIT * work and busy < _IDLE * wait)
+def _is_late(replica_id: int, step: Sequence[SendTime], scales: Sequence[float]) -> bool:
+    """Returns whether the others wait for a replica in a step, with times multiplied by scales."""
+    scaled = [(sec * scale, cpu * scale) for (sec, cpu), scale in zip(step, scales, strict=True)]
+    sent, busy = scaled.pop(replica_id)
+    work, busy_of_others = max(scaled)
+    wait, is_idle = sent - work, busy - busy_of_others < _IDLE * (sent - work)
+    is_long = wait > _LONG_WAIT * work or (wait > _IDLE_WAIT * work and is_idle)
+    return is_long and wait >= _SHORTEST_WAIT_SEC

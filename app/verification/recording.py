@@ -7,8 +7,8 @@ the parent.
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from app.devices import device_setup
 from app.devices.local_workers import split_resources
@@ -20,7 +20,7 @@ from app.runtime import console
 from app.runtime.processes import Channel
 from app.runtime.versions import versions
 from app.verification.output import Run
-from lockstep.answer.verdict import Finding, Verdict, finding_of
+from lockstep.answer.verdict import Finding, finding_of
 from lockstep.data import file as trace_file
 from lockstep.data.trace import Trace
 from lockstep.numeric.arrays import are_finite
@@ -45,7 +45,7 @@ class Recorded(NamedTuple):
 
     devices: list[str]
     simulated_devices: bool
-    send_sec: "Sequence[Sequence[SendTime]]" = ()
+    send_sec: "Sequence[list[SendTime]]" = ()
 
 
 def check_training(
@@ -86,14 +86,29 @@ def check_training(
     )
     names = {step: f"step {step + 1}" for step in verdict.steps}
     findings = *verdict.findings, *_find_slow_replica(recorded, trace)
-    verdict = dataclasses.replace(verdict, step_names=names, findings=findings)
-    common_facts = {
-        "learning_rate": spec.learning_rate,
-        "dataset": spec.dataset.name,
-        "dataset_sha256": spec.dataset.sha256(),
-        "num_train_examples": len(spec.dataset.train_images),
-    }
-    return _run(recorded, trace, verdict, common_facts)
+    about, skipped = trace.about, _skipped_steps(trace)
+    return Run(
+        dataclasses.replace(verdict, step_names=names, findings=findings),
+        devices=recorded.devices,
+        simulated_devices=recorded.simulated_devices,
+        versions={**versions(), **about.versions},
+        about=_split_text(name, trace, len(recorded.devices), skipped),
+        facts={
+            "num_shards": len(about.shards),
+            "num_copies": about.num_copies,
+            "shard_weights": [int(shard.weight) for shard in about.shards],
+            "syncs_batch_norm": about.syncs_batch_norm,
+            "skipped_steps": skipped,
+            "send_sec": recorded.send_sec,
+        },
+        common_facts={
+            "learning_rate": spec.learning_rate,
+            "dataset": spec.dataset.name,
+            "dataset_sha256": spec.dataset.sha256(),
+            "num_train_examples": len(spec.dataset.train_images),
+        },
+        diverged_step=_diverged_step(trace),
+    )
 
 
 def record_on_workers(send: Send, config: Config, num_steps: int, path: pathlib.Path) -> Recorded:
@@ -184,30 +199,6 @@ def _find_slow_replica(recorded: Recorded, trace: Trace) -> Iterator[Finding]:
     if late := find_straggler(recorded.send_sec, weights):
         items = [f"replica {late[0]}"]
         yield finding_of("time", "slow_replica", late[1], trace.steps, items=items)
-
-
-def _run(
-    recorded: Recorded, trace: Trace, verdict: Verdict, common_facts: Mapping[str, Any]
-) -> Run:
-    """Returns the result of a training."""
-    about, skipped = trace.about, _skipped_steps(trace)
-    return Run(
-        verdict,
-        devices=recorded.devices,
-        simulated_devices=recorded.simulated_devices,
-        versions={**versions(), **about.versions},
-        about=_split_text(verdict.name, trace, len(recorded.devices), skipped),
-        facts={
-            "num_shards": len(about.shards),
-            "num_copies": about.num_copies,
-            "shard_weights": [int(shard.weight) for shard in about.shards],
-            "syncs_batch_norm": about.syncs_batch_norm,
-            "skipped_steps": skipped,
-            "send_sec": recorded.send_sec,
-        },
-        common_facts=common_facts,
-        diverged_step=_diverged_step(trace),
-    )
 
 
 def _split_text(name: str, trace: Trace, num_devices: int, skipped: Sequence[int]) -> str:

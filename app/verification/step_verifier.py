@@ -276,12 +276,9 @@ class StepVerifier:
         text = f"{verdict.name} has a mismatch: {line_of(verdict.faults[0], verdict)}"
         if self._last_right:
             text += f"; the last verified step without a mismatch is {self._last_right}"
-        if self._run_dir:
-            text += self._keep_trace(trace, self._run_dir / MISMATCH_DIRECTORY)
-        return text
-
-    def _keep_trace(self, trace: Trace, path: pathlib.Path) -> str:
-        """Writes the trace of the first mismatch to a directory; returns a text with its path."""
+        if self._run_dir is None:
+            return text
+        path = self._run_dir / MISMATCH_DIRECTORY
         try:
             if not self._has_trace:
                 with io_errors_as(path):
@@ -290,9 +287,9 @@ class StepVerifier:
                     trace_file.save(trace, path / TRACE_FILE)
         except LockstepError as error:  # It must not hide the mismatch.
             console.warn(f"the trace of the mismatch is not kept: {error}")
-            return ""
+            return text
         self._has_trace = True
-        return f"; trace in {path}"
+        return f"{text}; trace in {path}"
 
     def _state_before(self, trace: Trace) -> tuple[State | None, list[list[np.ndarray]]]:
         """Returns the state before the step, and the BatchNorm statistics of each shard.

@@ -142,17 +142,10 @@ def _results(config: Config, runs: Mapping[str, Run], pairs: Sequence[Pair]) -> 
         f" {training.seed}, {console.count(num_devices, 'device')}, {training.precision},"
         " TF32 off"
     )
-    facts = {
-        "injected_fault": str(fault or ""),
-        "model": training.model,
-        "recipe": training.recipe,
-        "global_batch_size": training.global_batch_size,
-        "seed": training.seed,
-        "batch_norm": config.distribution.batch_norm,
-        "precision": training.precision,
-        "tf32": False,
-        **of_data,
-    }
+    shared = ("model", "recipe", "global_batch_size", "seed", "batch_norm", "precision")
+    fields = config.result_fields()
+    facts = {"injected_fault": str(fault or ""), **{name: fields[name] for name in shared}}
+    facts |= {"tf32": False, **of_data}
     caveats = []
     if fault:
         caveats.append(injected_fault_caveat(f"{fault} in {faulty_strategy(config)}"))

@@ -20,7 +20,7 @@ from lockstep.data.trace import Trace
 from lockstep.numeric.arrays import EPS, Named, are_finite, rows_of
 from lockstep.oracles import Ask, Computed
 from lockstep.oracles.keras import KerasOracle, OneDevice, in_dtype, in_float64, to_numpy
-from lockstep.record_keras import Hooks
+from lockstep.recorders.common import Hooks
 from strategies.tf_private import flatten_layers
 
 _LOSS_SCALE = "optimizer/loss_scale"  # The optimizer's variable, with gradients in float16.

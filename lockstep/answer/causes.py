@@ -153,6 +153,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     "other_epsilon": "set the epsilon of Adam explicitly: PyTorch's is 1e-8, that of Keras 1e-7",
     "epsilon_placement": "scale epsilon: Keras adds it before bias correction, PyTorch after it",
     "bias_not_corrected": "correct the bias of Adam's moments in both scripts",
+    "rounded_betas": "accept the difference, or pass fused=False: PyTorch's fused Adam of a GPU"
+    " computes with betas of float32",
     # Moving statistics.
     "statistics_not_averaged": "average the moving statistics of all shards before they are"
     " evaluated or saved",
@@ -380,6 +382,7 @@ MERGED = {
     "framework_rule": {
         "epsilon_placement": "placement of epsilon",
         "learning_rate_in_velocity": "learning rate in the velocity",
+        "rounded_betas": "betas of float32",
         "unbiased_variance": "unbiased variance",
     },
     "other_layer_settings": {

@@ -188,10 +188,21 @@ class Verdict:
         """Returns the name of a step, as in "step 3"."""
         return self.step_names.get(step, f"step {step}")
 
-    def status_of(self, stage: str) -> str:
-        """Returns the status of a stage; "not checked" if it could not be checked."""
-        found = [finding.status for finding in self.findings if finding.stage == stage]
-        return worst(found) if found or stage in self.checked else "not checked"
+    def status_of(self, stage: str, step: int | None = None) -> str:
+        """Returns the status of a stage, in a step or in all; "not checked" if it was not checked.
+
+        Args:
+            stage: a key of `STAGES`.
+            step: number of a step; None for all. A step of which nothing can be verified has only
+                the statuses of its findings.
+        """
+        found = [
+            finding.status
+            for finding in self.findings
+            if finding.stage == stage and (step is None or step in finding.steps)
+        ]
+        is_checked = stage in self.checked and (step is None or step not in self.idle)
+        return worst(found) if found or is_checked else "not checked"
 
     def __str__(self) -> str:
         from lockstep.answer.text import describe

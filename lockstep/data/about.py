@@ -31,6 +31,7 @@ _SETTINGS = {  # Setting of a parameter group → its types.
     **dict.fromkeys(("learning_rate", "momentum", "dampening", "weight_decay"), (int, float)),
     **dict.fromkeys(("beta_1", "beta_2", "rho", "epsilon"), (int, float)),
     **dict.fromkeys(("nesterov", "amsgrad"), (bool,)),
+    "betas_in": (str,),
 }
 _NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -66,9 +67,10 @@ def about_from(text: str) -> tuple[About, dict[str, str]]:
     return about, _parsed(values.get("aliases", {}), Mapping[str, str], "aliases")
 
 
-def json_of(about: About, aliases: Mapping[str, str]) -> str:
-    """Returns the JSON text that `about_from` parses."""
-    values = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(about)}
+def json_of(about: About | Mapping[str, Any], aliases: Mapping[str, str]) -> str:
+    """Returns the JSON text that `about_from` parses, of a description or of its keys."""
+    keys = about if isinstance(about, Mapping) else dataclasses.asdict(about)
+    values = {"format": FORMAT, "version": VERSION, **keys}
     return json.dumps({**values, "aliases": aliases}, default=_plain)
 
 

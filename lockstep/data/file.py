@@ -5,10 +5,8 @@ checked when it is opened, and an array is read, with its checksum, when it is a
 """
 
 import collections
-import contextlib
 import dataclasses
 import glob
-import hashlib
 import json
 import math
 import os
@@ -16,19 +14,30 @@ import pathlib
 import re
 import stat
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from lockstep.data.about import MAX_MICRO_BATCHES, Fault, about_from, json_of, shown
-from lockstep.data.layout import Whole, assemble
+from lockstep.data.about import MAX_MICRO_BATCHES, Fault, about_from, shown
+from lockstep.data.archive import (
+    ADVICE,
+    KEPT,
+    Arrays,
+    Member,
+    Path,
+    TraceError,
+    Writer,
+    errors_of,
+    require_finished,
+)
+from lockstep.data.layout import assemble
 from lockstep.data.layout_about import moves
 from lockstep.data.trace import OF_MODULES, STATE, About, Trace
 from lockstep.numeric.arrays import Rows
 
+__all__ = ["TraceError", "Writer", "from_parts", "load", "save"]
 MAX_MEMBERS, MAX_RATIO = 250_000, 1000  # Deflate reaches a ratio of 1032.
-Path = str | os.PathLike[str]
 
 _MAX_ABOUT_BYTES, _MAX_HEADER_BYTES = 64 << 20, 1024
 _NUMBER = r"(?:0|[1-9]\d{0,8})"
@@ -47,93 +56,6 @@ _GROWING = (  # Keys that are longer with each step.
     *("steps", "variables", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale"),
     "passes",
 )
-_ADVICE = "pass a file that a recorder of Lockstep wrote"
-
-
-class TraceError(ValueError):
-    """A file is not a trace, or is damaged; the text is one line with the file and advice."""
-
-
-class _Member(NamedTuple):
-    """An array in a file."""
-
-    file: str  # Its name in messages.
-    archive: zipfile.ZipFile
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    def read(self) -> np.ndarray:
-        with _errors_of(self.file), self.archive.open(self.name) as member:
-            return np.lib.format.read_array(member, allow_pickle=False)  # Compares the checksum.
-
-
-class _Arrays(collections.UserDict[str, Any]):
-    """Arrays by name; a member of a file is read when it is asked for."""
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        array = self.data[name]
-        return array.read() if isinstance(array, _Member | Whole) else array
-
-
-# --- Writing -------------------------------------------------------------------------------------
-
-
-class Writer(_Arrays):
-    """Writes arrays to a new file as they come; one that repeats earlier bits becomes an alias.
-
-    Until `close`, the file has a temporary name; without it, a `with` block leaves no file.
-
-    Args:
-        target: path of the file, or an open file such as `io.BytesIO`.
-    """
-
-    def __init__(self, target: Path | BinaryIO):
-        super().__init__()
-        self._path = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
-        self._temporary = f"{self._path}.{os.getpid()}.tmp"
-        self._file: Any = open(self._temporary, "w+b") if self._path else target  # noqa: SIM115
-        self._zip = zipfile.ZipFile(self._file, "w")
-        self._names: dict[bytes, str] = {}  # Checksum → name of the first array with these bits.
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._path and not self._file.closed:
-            self._zip.close()
-            self._file.close()
-            os.unlink(self._temporary)
-
-    def __setitem__(self, name: str, array: np.ndarray) -> None:
-        array = np.asarray(array)
-        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
-        checksum = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=20)
-        checksum.update(array.reshape(-1).view(np.uint8).data)
-        first = self._names.setdefault(checksum.digest(), name)
-        if first == name:
-            self._write(name, array)
-        member = _Member(self._path, self._zip, f"{first}.npy", array.dtype, array.shape)
-        self.data[name] = member
-
-    def __delitem__(self, name: str) -> None:
-        raise ValueError(f"{name} is written already")
-
-    def _write(self, name: str, array: np.ndarray) -> None:
-        with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
-            np.lib.format.write_array(member, array, allow_pickle=False)
-
-    def close(self, about: About) -> None:
-        """Writes the description, and gives the file its name."""
-        firsts = {name: each.name.removesuffix(".npy") for name, each in self.data.items()}
-        aliases = {name: first for name, first in firsts.items() if name != first}
-        self._write("about", np.array(json_of(about, aliases)))
-        self._zip.close()
-        if self._path:
-            self._file.flush()
-            os.fsync(self._file.fileno())  # A power cut leaves the whole file, or none.
-            self._file.close()
-            os.replace(self._temporary, self._path)
 
 
 def save(trace: Trace, target: Path | BinaryIO) -> None:
@@ -168,8 +90,8 @@ def load(source: Path | BinaryIO | Sequence[BinaryIO]) -> Trace:
         name = "the trace"
         files = [_read_file(f"part {i} of the trace", file) for i, file in enumerate(opened)]
     files = [*_with_common_state(_with_equal_steps(files))]
-    arrays = _Arrays({key: array for file in files for key, array in file.arrays.data.items()})
-    with _errors_of(name):
+    arrays = Arrays({key: array for file in files for key, array in file.arrays.data.items()})
+    with errors_of(name):
         about = _common_description(files)
         if len(arrays) < sum(len(file.arrays) for file in files):
             raise Fault("has an array in two of its files; record it again")
@@ -183,7 +105,7 @@ def load(source: Path | BinaryIO | Sequence[BinaryIO]) -> Trace:
 def _load_on_mesh(files: Sequence["_File"], name: str) -> Trace:
     """Returns the trace of ranks of several parallel axes, put together."""
     whole = assemble([(file.about, file.arrays.data) for file in files])
-    arrays = _Arrays(whole.arrays)
+    arrays = Arrays(whole.arrays)
     _check_arrays(whole.about, arrays)
     trace = Trace(_with_ends(whole.about, files), arrays, name)
     trace.of_replica, trace.views_of = whole.of_replica, whole.views
@@ -197,9 +119,9 @@ def from_parts(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Tr
     Raises:
         TraceError: they do not describe a trace.
     """
-    with _errors_of("the recording"):
+    with errors_of("the recording"):
         checked, _ = about_from(json.dumps(about, default=str))
-        _check_arrays(checked, _Arrays(arrays))
+        _check_arrays(checked, Arrays(arrays))
     return Trace(checked, dict(arrays))
 
 
@@ -208,7 +130,7 @@ class _File(NamedTuple):
 
     name: str
     about: About
-    arrays: _Arrays
+    arrays: Arrays
 
     @property
     def items(self) -> Sequence[int]:
@@ -217,7 +139,8 @@ class _File(NamedTuple):
 
 
 def _read_file(name: str, file: BinaryIO) -> _File:
-    with _errors_of(name):
+    with errors_of(name):
+        require_finished(file)
         archive = zipfile.ZipFile(file)
         members = _members_of(name, archive, file.seek(0, os.SEEK_END))
         text = members.pop("about")
@@ -229,34 +152,10 @@ def _read_file(name: str, file: BinaryIO) -> _File:
         for alias, of in aliases.items():
             if alias in members or of not in members or not _NAME.fullmatch(alias):
                 raise Fault(f"has a wrong alias {shown(alias)}; record it again")
-        arrays = _Arrays(members | {alias: members[of] for alias, of in aliases.items()})
+        named = {name: each for name, each in members.items() if name.split("/")[1] != KEPT}
+        arrays = Arrays(named | {alias: members[of] for alias, of in aliases.items()})
         _check_arrays(about, arrays)
     return _File(name, about, arrays)
-
-
-@contextlib.contextmanager
-def _errors_of(name: str) -> Iterator[None]:
-    """Raises any error of reading a file, which may be damaged anywhere, as a `TraceError`."""
-    try:
-        yield
-    except TraceError:
-        raise
-    except Exception as error:
-        line = f"{name}: {_text_of(error)}"
-        raise TraceError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line)) from error
-
-
-def _text_of(error: Exception) -> str:
-    if isinstance(error, Fault):
-        return str(error)
-    if isinstance(error, MemoryError):
-        return "needs more memory than there is; record fewer steps or a smaller batch"
-    if isinstance(error, OSError):
-        text = f"cannot be read ({error.strerror or error})"
-    else:
-        reason = str(error).partition("\n")[0][:200] or type(error).__name__
-        text = f"is no .npz file or is damaged ({reason})"
-    return f"{text}; {_ADVICE}"
 
 
 def _find_files(path: pathlib.Path) -> tuple[str, list[pathlib.Path]]:
@@ -264,7 +163,7 @@ def _find_files(path: pathlib.Path) -> tuple[str, list[pathlib.Path]]:
     match = _RANK.fullmatch(path.name)
     name = path.with_name(f"{match[1]}.npz") if match else path
     stem = name.name.removesuffix(".npz")
-    with _errors_of(str(path)):
+    with errors_of(str(path)):
         found = path.parent.glob(f"{glob.escape(stem)}.rank*.npz")
         ranks = [file for file in found if _RANK.fullmatch(file.name)]
         ranks.sort(key=lambda file: (len(file.name), file.name))
@@ -276,18 +175,18 @@ def _find_files(path: pathlib.Path) -> tuple[str, list[pathlib.Path]]:
                 )
             return str(name), [path]
         if not ranks:
-            raise Fault(f"does not exist, nor does {stem}.rank0.npz; {_ADVICE}")
+            raise Fault(f"does not exist, nor does {stem}.rank0.npz; {ADVICE}")
     return str(name), ranks
 
 
 def _open(path: pathlib.Path) -> BinaryIO:
-    with _errors_of(str(path)):
+    with errors_of(str(path)):
         if not stat.S_ISREG(os.stat(path).st_mode):  # Opening a pipe would wait.
-            raise Fault(f"is not a regular file; {_ADVICE}")
+            raise Fault(f"is not a regular file; {ADVICE}")
         return open(path, "rb")
 
 
-def _members_of(name: str, archive: zipfile.ZipFile, size_bytes: int) -> dict[str, _Member]:
+def _members_of(name: str, archive: zipfile.ZipFile, size_bytes: int) -> dict[str, Member]:
     """Returns the members of a file by their names without suffix, if they are those of a trace."""
     infos, found = archive.infolist(), dict[str, zipfile.ZipInfo]()
     if len(infos) > MAX_MEMBERS:
@@ -299,16 +198,16 @@ def _members_of(name: str, archive: zipfile.ZipFile, size_bytes: int) -> dict[st
     for info in infos:
         key = info.orig_filename.removesuffix(".npy")
         if key == info.orig_filename or not (key == "about" or _NAME.fullmatch(key)):
-            raise Fault(f"has a member {shown(info.orig_filename)}, which no trace has; {_ADVICE}")
+            raise Fault(f"has a member {shown(info.orig_filename)}, which no trace has; {ADVICE}")
         if key in found:
             raise Fault(f"has the member {shown(key)} twice; record it again")
         found[key] = info
     if "about" not in found:
-        raise Fault(f"has no member 'about'; {_ADVICE}")
+        raise Fault(f"has no member 'about'; {ADVICE}")
     return {key: _member_of(name, archive, info) for key, info in found.items()}
 
 
-def _member_of(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Member:
+def _member_of(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
     """Returns a member whose size is as its header says."""
     with archive.open(info) as member:
         if np.lib.format.read_magic(member) != (1, 0):  # Others are for longer headers.
@@ -325,10 +224,10 @@ def _member_of(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _M
         if min(shape, default=0) < 0 or info.file_size != expected:
             sizes = f"has {info.file_size:,} of {expected:,} bytes"
             raise Fault(f"{sizes} in {info.filename}; record it again")
-    return _Member(name, archive, info.filename, dtype, shape)
+    return Member(name, archive, info.filename, dtype, shape)
 
 
-def _check_arrays(about: About, arrays: _Arrays) -> None:
+def _check_arrays(about: About, arrays: Arrays) -> None:
     """Checks that the description has the place of each array, and its variable that shape."""
     trace, shapes = Trace(about), dict[tuple[str, bool], tuple[int, ...]]()
     is_local = bool(about.ranks)  # Each rank has its own part of an array.
@@ -361,7 +260,7 @@ def _check_arrays(about: About, arrays: _Arrays) -> None:
 
 
 def _shape_of(
-    place: str, parts: set[str], arrays: _Arrays, sample: Mapping[str, int]
+    place: str, parts: set[str], arrays: Arrays, sample: Mapping[str, int]
 ) -> tuple[int, ...]:
     """Returns the shape of an array, and of the whole weight for a gradient of some rows.
 
@@ -422,7 +321,7 @@ def _with_common_state(files: Sequence[_File]) -> Sequence[_File]:
             position, kind, item, index, *rest = name.split("/")
             place = "/".join([str(move(kind, int(index))), *rest])
             arrays[f"{position}/{kind}/{item}/{place}"] = array
-        found.append(file._replace(about=about, arrays=_Arrays(arrays)))
+        found.append(file._replace(about=about, arrays=Arrays(arrays)))
     return found
 
 

@@ -73,16 +73,17 @@ def matched_examples(pair: StepPair) -> list[Matched]:
 
 
 def has_ties(pair: StepPair) -> bool:
-    """Returns whether outputs differ by rounding alone, behind layers that normalise a batch.
+    """Returns whether outputs of equal examples differ, by rounding alone.
 
-    Asked where gradients differ: units whose inputs are nearly 0 may turn over.
+    Layers that normalise a batch, and a GPU's kernels for batches of another size, add in another
+    order. Asked where gradients differ: units whose inputs are nearly 0 may turn over.
     """
-    if not pair.is_comparable or pair.are_gradients_right or not has_batch_norms(pair.second):
+    if not pair.is_comparable or pair.are_gradients_right:
         return False
     pairs = [each for matched in matched_examples(pair) for each in matched.pairs["y_pred"]]
     apart = [ratio(distance(b, a), norm(a)) for a, b in pairs]
-    # Outputs that are not recorded may differ.
-    return 0 < max(apart, default=_BY_ROUNDING) <= _BY_ROUNDING
+    unknown = _BY_ROUNDING if has_batch_norms(pair.second) else 0.0  # Of outputs not recorded.
+    return 0 < max(apart, default=unknown) <= _BY_ROUNDING
 
 
 def located_examples(pair: StepPair) -> list[Located]:

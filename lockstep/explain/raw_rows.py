@@ -1,19 +1,99 @@
 """Rows of the node `raw`: what the shards send, as the reference's gradient of the whole batch."""
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from lockstep.explain.factors import meanings
-from lockstep.explain.rows import Row
+from lockstep.explain.rows import Meaning, Row
 from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import EPS, Named, are_finite, dense, norm, total_norm
+from lockstep.numeric.tolerance import Expression
 from lockstep.oracles.rules import IN_GRADIENT
 from lockstep.reference import StepPair
-from lockstep.step import Gradients
 
 _CLOSE = 1e-4  # Relative; of solved coefficients to those of a pattern.
 _OF_ALL = ("other_loss_reduction",)  # Causes of factors that no tensor escapes.
+
+
+@dataclasses.dataclass(frozen=True)
+class Raw:
+    """What the shards send, and the gradient of the whole batch that they are to add up to.
+
+    Attributes:
+        sent: for each shard, what it sends.
+        share: the factor of each in the right sum.
+        right: the gradient of the whole batch.
+        means: says what a common factor of all gradients means.
+        what: what is compared, in words.
+        of: what it is compared with.
+    """
+
+    sent: Sequence[Named]
+    share: float
+    right: Named
+    means: Callable[[float], Sequence[Meaning]]
+    what: str = "each gradient"
+    of: str = "that of the first recording"
+
+    @property
+    def factors(self) -> list[float]:
+        """The factors of what is sent in the right sum."""
+        return [self.share] * len(self.sent)
+
+    @functools.cached_property
+    def total(self) -> Named:
+        """The sum of what is sent."""
+        names = dict.fromkeys(name for own in self.sent for name in own)
+        return {
+            name: self.share * np.sum([dense(g[name]) for g in self.sent if name in g], axis=0)
+            for name in names
+        }
+
+    def row(
+        self, why: tuple[str, str], factors: Sequence[float] | np.ndarray,
+        items: tuple[int, ...] = (), more: Expression = (),
+    ) -> Row:  # fmt: skip
+        """Returns the row of other factors of what is sent, and further terms."""
+        return Row(*why, [*_of(self.sent, factors), *more], items, tuple(map(float, factors)))
+
+    def of_shares(self, shares: Sequence[float], detail: str, reason: str) -> Row:
+        """Returns the row of shards that count equally, although their shares of the batch differ.
+
+        Args:
+            shares: the shares, which add up to 1.
+            detail: the detail.
+            reason: what has these shares.
+        """
+        times = len(self.sent) * np.asarray(shares, float)
+        listed = ", ".join(f"{each:.4g}" for each in times)
+        text = (
+            f"the replicas count equally; counted {listed} times, as they have {reason}, their"
+            " gradients give that of the whole batch"
+        )
+        return self.row((detail, text), self.share * times)
+
+    def of_sizes(self, sizes: Sequence[int]) -> Iterator[Row]:
+        """Yields the row of shards of different sizes that count equally."""
+        if len(self.sent) == len(sizes) and np.ptp(sizes):
+            shown = ", ".join(f"{size:g}" for size in sizes)
+            shares = [size / sum(sizes) for size in sizes]
+            yield self.of_shares(shares, "mean_of_means", f"{shown} examples")
+
+    def of_factor(self) -> Iterator[Row]:
+        """Yields rows of a common factor of all gradients."""
+        one, known = solve(self.right, [self.total])
+        if known.all() and np.isfinite(one).all() and one[0]:
+            times = 1 / float(one[0])
+            for why in self.named(f"{self.what} is {times:.6g} times {self.of}", times):
+                yield self.row(why, np.divide(self.factors, times))
+
+    def named(self, text: str, times: float) -> list[tuple[str, str]]:
+        """Returns detail and sentence of each meaning of a factor; it is a scaled gradient else."""
+        known = [(detail, f"{text}: {reason}") for detail, reason in self.means(times)]
+        return known or [("scaled_gradient", text)]
 
 
 def raw_rows(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
@@ -24,48 +104,37 @@ def raw_rows(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row
         raw: what each shard sends, or the whole gradient as that of one shard.
         share: the factor of what is sent in the right sum.
     """
-    terms, right = pair.gradients, [share] * len(raw)
-    yield from _rows_of_sizes(pair, raw, share)
-    yield from _rows_of_micro_batches(pair, terms, raw, right)
-    yield from _rows_of_previous(pair, terms, raw, right)
-    yield from _rows_of_factors(pair, raw, share)
-    yield from _rows_of_weights(pair, raw, share)
+    of_batch = Raw(raw, share, pair.gradients.reference, functools.partial(meanings, pair))
+    if all(pair.second.sizes):  # They are known.
+        yield from of_batch.of_sizes(pair.second.sizes)
+    yield from _rows_of_micro_batches(pair, of_batch)
+    yield from _rows_of_previous(pair, of_batch)
+    yield from of_batch.of_factor()
+    if len(raw) > 1:
+        yield from _rows_of_each_factor(pair, of_batch)
+    yield from _rows_of_some(pair, of_batch)
+    yield from _rows_of_weights(pair, of_batch)
 
 
 def _of(raw: Sequence[Named], factors: Sequence[float] | np.ndarray) -> list[tuple[float, Named]]:
     return list(zip(map(float, factors), raw, strict=True))
 
 
-def _rows_of_sizes(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
-    sizes, num = np.array(pair.second.sizes, float), len(raw)
-    if num < 2 or num != len(sizes) or not sizes.all() or not np.ptp(sizes):
-        return
-    factors = share * num * sizes / sizes.sum()
-    shown = ", ".join(f"{size:g}" for size in sizes)
-    listed = ", ".join(f"{factor / share:.4g}" for factor in factors)
-    text = (
-        f"the replicas count equally; counted {listed} times, as they have {shown} examples, their"
-        " gradients give that of the whole batch"
-    )
-    yield Row("mean_of_means", text, _of(raw, factors), factors=tuple(factors))
-
-
-def _rows_of_micro_batches(
-    pair: StepPair, terms: Gradients, raw: Sequence[Named], right: Sequence[float]
-) -> Iterator[Row]:
+def _rows_of_micro_batches(pair: StepPair, raw: Raw) -> Iterator[Row]:
     """Yields gradients that a script changes between micro-batches, or the reference alone does."""
-    step, own = pair.second, [each for each in terms.removed if each]
+    step, terms = pair.second, pair.gradients
+    own = [each for each in terms.removed if each]
     own = own if step.has("raw") else own[:1]  # Sharded gradients have been summed already.
     of_first = terms.reference_removed
     if not own:
         if of_first:
             text = "gradients are added that the first recording clears before the step's own ones"
-            expression = [*_of(raw, right), (-1.0, of_first)]
-            yield Row("stale_gradient", text, expression, factors=tuple(right))
+            more = [(-1.0, of_first)]
+            yield raw.row(("stale_gradient", text), raw.factors, more=more)
             before = terms.previous
             if before:  # The second recording adds up those of all steps.
-                more = [(-1.0, before.applied[0]), (1.0, before.reference_applied)]
-                yield Row("stale_gradient", text, [*expression, *more], factors=tuple(right))
+                more += [(-1.0, before.applied[0]), (1.0, before.reference_applied)]
+                yield raw.row(("stale_gradient", text), raw.factors, more=more)
         return
     calls = step.trace.calls(step.position, 0)
     ends = [i for i, call in enumerate(calls) if call.startswith("backward")]
@@ -83,103 +152,67 @@ def _rows_of_micro_batches(
         text = f"the script changes gradients between the {len(ends)} micro-batches of a step"
         why = "scaled_gradient", text
     share = terms.share if step.has("raw") else 1.0
-    expression = [*_of(raw, right), *((share, each) for each in own)]
-    expression += [(-1.0, of_first)] if of_first else []
-    yield Row(*why, expression, factors=tuple(right))
+    more = [(share, each) for each in own] + ([(-1.0, of_first)] if of_first else [])
+    yield raw.row(why, raw.factors, more=more)
 
 
-def _rows_of_previous(
-    pair: StepPair, terms: Gradients, raw: Sequence[Named], right: Sequence[float]
-) -> Iterator[Row]:
-    before = terms.previous
+def _rows_of_previous(pair: StepPair, raw: Raw) -> Iterator[Row]:
+    before = pair.gradients.previous
     kept = pair.second.previous
     if kept is None:
         return
     applied = pair.matching.to_first(kept.applied(0))
     if applied:
         text = "the gradients of the previous step are not cleared, and those of this one are added"
-        expression = [*_of(raw, right), (-1.0, applied)]
-        yield Row("stale_gradient", text, expression, factors=tuple(right))
+        yield raw.row(("stale_gradient", text), raw.factors, more=[(-1.0, applied)])
     if before and before.reference:
         # What is sent is that of the step before: this one's reference is not a sum of it.
         old, text = before.reference, "the gradients are those of the previous step"
-        sent = _sum(raw, right)
-        bound = pair.tolerance
-        names = [name for name in sent if name in old]
-        is_old = bool(names) and bound.fits(sent, [(1.0, old)], names)
-        if is_old and total_norm(sent):
-            yield Row("stale_gradient", text, [(1.0, terms.reference)], factors=tuple(right))
+        names = [name for name in raw.total if name in old]
+        is_old = bool(names) and pair.tolerance.fits(raw.total, [(1.0, old)], names)
+        if is_old and total_norm(raw.total):
+            yield Row("stale_gradient", text, [(1.0, raw.right)], factors=tuple(raw.factors))
 
 
-def _sum(raw: Sequence[Named], factors: Sequence[float]) -> Named:
-    names = dict.fromkeys(name for own in raw for name in own)
-    return {
-        name: np.sum([f * own[name] for f, own in zip(factors, raw, strict=True) if name in own], 0)
-        for name in names
-    }
-
-
-def _rows_of_factors(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
-    """Yields rows whose factors are solved: one of all shards, or one of each."""
-    terms, num = pair.gradients, len(raw)
-    observed = terms.reference
-    whole = _sum(raw, [share] * num)
-    one, known = solve(observed, [whole])
-    if known.all() and np.isfinite(one).all() and one[0]:
-        times = 1 / float(one[0])
-        text = f"each gradient is {times:.6g} times that of the first recording"
-        for why in _named(pair, text, times):
-            factors = tuple([share / times] * num)
-            yield Row(*why, _of(raw, factors), factors=factors)
-    if num > 1:
-        yield from _rows_of_each_factor(pair, raw, share)
-    yield from _rows_of_some(pair, raw, share, whole)
-
-
-def _rows_of_each_factor(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
+def _rows_of_each_factor(pair: StepPair, raw: Raw) -> Iterator[Row]:
     """Yields the row of a factor for each shard."""
-    observed, num = pair.gradients.reference, len(raw)
-    factors, known = solve(observed, raw)
+    factors, known = solve(raw.right, raw.sent)
     if not (known.all() and np.isfinite(factors).all()) or not np.ptp(factors):
         return
-    expression, of_each = _of(raw, factors), tuple(map(float, factors))
-    listed = ", ".join(f"{factor / share:.4g}" for factor in factors)
-    norms = [total_norm(own) for own in raw]
-    if np.ptp(norms) < _CLOSE * max(norms) and min(factors) > share:
+    listed = ", ".join(f"{factor / raw.share:.4g}" for factor in factors)
+    norms = [total_norm(own) for own in raw.sent]
+    if np.ptp(norms) < _CLOSE * max(norms) and min(factors) > raw.share:
         text = f"each replica clips its own gradient to norm {norms[0]:.4g} before the sum"
-        text += f": they are {listed} times as large"
-        yield Row("clipped_before_the_sum", text, expression, factors=of_each)
-    if abs(sum(factors) - num * share) < 1e-3 and np.ptp(factors) > 1e-3 * max(factors):
+        yield raw.row(
+            ("clipped_before_the_sum", f"{text}: they are {listed} times as large"), factors
+        )
+    if abs(sum(factors) - sum(raw.factors)) < 1e-3 and np.ptp(factors) > 1e-3 * max(factors):
         text = (
             f"the replicas count equally; counted {listed} times, as with other sums of sample"
             " weights or masks, their gradients give that of the whole batch"
         )
-        yield Row("mean_of_means", text, expression, factors=of_each)
-    odd = tuple(r for r, f in enumerate(factors) if abs(f / share - 1) > _CLOSE)
-    shown = ", ".join(f"{share / f:.4g}" if f else "0" for f in factors)
+        yield raw.row(("mean_of_means", text), factors)
+    odd = tuple(r for r, f in enumerate(factors) if abs(f / raw.share - 1) > _CLOSE)
+    shown = ", ".join(f"{raw.share / f:.4g}" if f else "0" for f in factors)
     scales = [pair.second.trace.loss_scale(pair.second.position, s) for s in pair.second.shards]
-    cause = "other_loss_scale" if np.ptp(scales) and len(odd) < num else "scaled_gradient"
+    cause = "other_loss_scale" if np.ptp(scales) and len(odd) < len(factors) else "scaled_gradient"
     text = f"the gradients of the replicas are {shown} times their parts of that of the whole batch"
-    yield Row(cause, text, expression, odd if len(odd) < num else (), factors=of_each)
+    yield raw.row((cause, text), factors, odd if len(odd) < len(factors) else ())
 
 
-def _rows_of_some(
-    pair: StepPair, raw: Sequence[Named], share: float, whole: Named
-) -> Iterator[Row]:
+def _rows_of_some(pair: StepPair, raw: Raw) -> Iterator[Row]:
     """Yields factors that some tensors have, and other ones not."""
-    observed, num = pair.gradients.reference, len(raw)
-    bound = pair.tolerance
-    wrong = [name for name in observed if not bound.fits(observed, [(1.0, whole)], [name])]
-    for of_group, names in _groups(pair, whole, wrong):
+    wrong = [n for n in raw.right if not pair.tolerance.fits(raw.right, [(1.0, raw.total)], [n])]
+    for of_group, names in _groups(pair, raw.total, wrong):
         times = 1 / of_group
         text = f"the gradients of {len(names)} weights are {times:.6g} times that of the first"
         # The loss, and mostly the number of micro-batches, changes all of them.
-        known = [m for m in _named(pair, f"{text} recording", times) if m[0] not in _OF_ALL]
+        known = [why for why in raw.named(f"{text} recording", times) if why[0] not in _OF_ALL]
         known.sort(key=lambda each: each[0] == "micro_batches_not_averaged")
-        own = [{name: each[name] for name in names if name in each} for each in raw]
+        own = [{name: each[name] for name in names if name in each} for each in raw.sent]
         for why in known or [("scaled_gradient", f"{text} recording")]:
-            expression = _of(own, [share * of_group] * num)
-            yield Row(*why, expression, factors=tuple([share] * num))
+            expression = _of(own, np.multiply(raw.factors, of_group))
+            yield Row(*why, expression, factors=tuple(raw.factors))
 
 
 def _groups(pair: StepPair, whole: Named, wrong: Sequence[str]) -> list[tuple[float, list[str]]]:
@@ -198,23 +231,15 @@ def _groups(pair: StepPair, whole: Named, wrong: Sequence[str]) -> list[tuple[fl
     return sorted(found.items(), key=lambda each: -len(each[1]))
 
 
-def _named(pair: StepPair, text: str, times: float) -> list[tuple[str, str]]:
-    """Returns detail and sentence of each meaning of a factor; it is a scaled gradient else."""
-    known = [(detail, f"{text}: {reason}") for detail, reason in meanings(pair, times)]
-    return known or [("scaled_gradient", text)]
-
-
 # --- Regularisation ------------------------------------------------------------------------------
 
 
-def _rows_of_weights(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row]:
+def _rows_of_weights(pair: StepPair, raw: Raw) -> Iterator[Row]:
     """Yields rows with a term λ · weight that only one of the losses adds.
 
     One λ for all tensors that are wrong, or one for each; the others may have a common factor.
     """
-    terms, num = pair.gradients, len(raw)
-    observed, weights = terms.reference, terms.weights
-    whole = _sum(raw, [share] * num)
+    observed, weights, whole = raw.right, pair.gradients.weights, raw.total
     if not all(map(are_finite, (observed, whole))):
         return
     wrong = [n for n in pair.tolerance.wrong(observed, whole) if n in weights]
@@ -233,13 +258,13 @@ def _rows_of_weights(pair: StepPair, raw: Sequence[Named], share: float) -> Iter
         more = {name: factor * weights[name] for name, factor in decays.items()}
         expression = [(scale, whole), (1.0, more)]
         usual = float(np.median([*decays.values()]))
-        factors = tuple([share * scale] * num)
+        factors = tuple(scale * factor for factor in raw.factors)
         if scale != 1:
             text = (
                 f"each gradient is {1 / scale:.6g} times that of the first recording, without its"
                 f" part {abs(usual / (1 - scale)):.4g} · weight, the regularisation"
             )
-            for why in _named(pair, text, 1 / scale):
+            for why in raw.named(text, 1 / scale):
                 yield Row(*why, expression, factors=factors)
             continue
         yield Row(*_meaning_of_decay(pair, left, -usual), expression, factors=factors)

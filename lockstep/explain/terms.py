@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.context import Context
-from lockstep.explain.rows import Meaning
+from lockstep.explain.rows import Meaning, share_of
 from lockstep.numeric.arrays import (
     EPS,
     UNITS,
@@ -109,15 +109,8 @@ class Sums:
             parts = [factor * dense(term[name]) for factor, term in expression if name in term]
             parts = parts or [np.zeros(actual.shape)]
             value = np.sum(parts, axis=0)
-            if value.shape != actual.shape:
-                found[name] = np.inf
-                continue
-            with np.errstate(invalid="ignore"):
-                gap, bound = np.abs(actual - value), self.bound(name, parts)
-                bound = np.max(bound, initial=0) if of_largest else bound
-                is_same = ~np.isfinite(actual) & ~np.isfinite(value)
-                far = np.where(is_same, 0.0, gap / bound)
-            found[name] = float(np.max(np.where(np.isnan(far), np.inf, far), initial=0.0))
+            bound = self.bound(name, parts) if value.shape == actual.shape else 0.0
+            found[name] = share_of(actual, value, np.max(bound, initial=0) if of_largest else bound)
         return found
 
     def bound(self, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:

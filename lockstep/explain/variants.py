@@ -44,7 +44,7 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
             )
         causes.append(("unexplained", text, FAULT))
     return [
-        pair.second.found(cause, text, tensors=wrong, status=status)
+        pair.second.found("gradients", cause, text, tensors=wrong, status=status)
         for cause, text, status in causes
     ]
 

@@ -41,7 +41,11 @@ NOTHING_BUT_ROUNDING = 0.1  # An array with a larger relative spread is rounding
 # The gradient of a bias before BatchNorm is rounding error only: gradients smaller than this part
 # of the largest are measured relative to the largest.
 SMALL_PART = 1e-2
-UNITS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}  # Largest step between numbers near 1.
+UNITS = {  # Largest step between numbers near 1.
+    "bfloat16": 2.0**-7,
+    "float16": 2.0**-10,
+    "tensorfloat32": 2.0**-10,  # Of a GPU's products of float32.
+}
 
 
 def dense(value: Array) -> np.ndarray:

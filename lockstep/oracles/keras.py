@@ -7,20 +7,24 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend import set_keras_mask  # Masks have no public access.
 
 from lockstep.data.trace import SEED, Trace
 from lockstep.numeric.arrays import EPS, UNITS, Array, Named, Rows, same_bits
 from lockstep.oracles import Ask, Batch, Computed, Oracle, OtherSetting
 from lockstep.oracles.keras_shards import as_replica, by_shard, separate_layers
-from lockstep.record_keras import (
-    Hooks,
-    inner_optimizer,
-    is_float,
-    leaves,
+from lockstep.recorders.common import Hooks
+from lockstep.recorders.keras.optimizers import inner_optimizer
+from lockstep.recorders.keras.private import (
+    CLIPPING,
+    clip_gradients,
+    layers_in,
+    layers_of,
     regularisation,
-    to_numpy_dtype,
+    seed_generators_of,
+    set_mask,
+    takes_training,
 )
+from lockstep.recorders.keras.values import is_float, leaves, to_numpy_dtype
 
 _LIMITS = ("clipnorm", "global_clipnorm", "clipvalue")
 
@@ -67,7 +71,7 @@ class OneDevice:
         self._check_same_model([tuple(variable.shape) for variable in variables])
         self.variables = dict(zip(trace.keys, variables, strict=True))
         self.layers = [
-            each for each in model._flatten_layers() if not each._layers or each._seed_generators
+            each for each in layers_of(model) if not layers_in(each) or seed_generators_of(each)
         ]
 
     def _check_same_model(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -141,7 +145,7 @@ class OneDevice:
         predictions = [tf.identity(prediction) for prediction in predictions]
         for prediction, mask in zip(predictions, masks, strict=True):
             if mask.ndim and weighted:
-                set_keras_mask(prediction, tf.constant(mask))
+                set_mask(prediction, tf.constant(mask))
         loss = self.model.compute_loss(
             x=x,
             y=y,
@@ -239,7 +243,7 @@ class KerasOracle(Oracle):
         return tuple(
             index
             for index, layer in enumerate(self._one.layers)
-            if any(names.get(id(g.state), "") in seeds for g in layer._seed_generators)
+            if any(names.get(id(g.state), "") in seeds for g in seed_generators_of(layer))
         )
 
     def compute(self, ask: Ask, *, exactly: bool = False) -> Computed:
@@ -259,11 +263,11 @@ class KerasOracle(Oracle):
         random = [one.layers[index] for index in self.random_layers]
 
         def is_random(layer: keras.layers.Layer) -> bool:
-            return any(part is each for part in layer._flatten_layers() for each in random)
+            return any(part is each for part in layers_of(layer) for each in random)
 
         layers = [
             layer
-            for layer in one.model._flatten_layers()
+            for layer in layers_of(one.model)
             if type(layer.dtype_policy) is keras.DTypePolicy
             and layer.compute_dtype != layer.variable_dtype == "float32"
             and (isinstance(layer, keras.Model) or not is_random(layer))
@@ -319,7 +323,7 @@ class KerasOracle(Oracle):
 
     def clip(self, gradients: Named) -> Named:
         """Returns gradients after the optimizer's clipping."""
-        clipped = self._one.optimizer._clip_gradients(list(map(to_tf, gradients.values())))
+        clipped = clip_gradients(self._one.optimizer, list(map(to_tf, gradients.values())))
         return dict(zip(gradients, map(to_numpy, clipped), strict=True))
 
     def limits(self) -> str:
@@ -347,7 +351,7 @@ class KerasOracle(Oracle):
                 hooks.callback(setattr, optimizer, name, getattr(optimizer, name))
                 setattr(optimizer, name, value)
             if not clips:
-                hooks.hook(optimizer, "_clip_gradients", lambda inner, grads: grads)
+                hooks.hook(optimizer, CLIPPING, lambda inner, grads: grads)
             if rate != 1.0 and decays:
                 name = "_get_current_learning_rate"
                 hooks.hook(optimizer, name, lambda inner: rate * inner())
@@ -395,13 +399,13 @@ def in_inference_mode(layers: Sequence[keras.layers.Layer]) -> Iterator[None]:
 
     with Hooks() as hooks:
         for layer in layers:
-            if layer._call_has_training_arg:
+            if takes_training(layer):
                 hooks.hook(layer, "call", call)
         yield
 
 
 def from_json(description: Any, values: Sequence[Any]) -> Any:
-    """Returns the nest that `record_keras.to_json` describes, with these leaves."""
+    """Returns the nest that `to_json` describes, with these leaves."""
     if isinstance(description, dict):
         ((kind, content),) = description.items()
         if kind == "dict":

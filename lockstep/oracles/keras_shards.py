@@ -9,11 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import tree
-from keras.src.backend import get_keras_mask, set_keras_mask  # Masks have no public access.
 
 from lockstep.numeric.arrays import Named
 from lockstep.oracles import Ask
-from lockstep.record_keras import Hooks, to_numpy_dtype
+from lockstep.recorders.common import Hooks
+from lockstep.recorders.keras.private import layers_of, mask_of, set_mask
+from lockstep.recorders.keras.values import to_numpy_dtype
 
 
 @contextlib.contextmanager
@@ -67,8 +68,8 @@ def by_shard(
 
 def separate_layers(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
     """Yields the outermost layers without any layer that synchronises."""
-    for part in layer._flatten_layers(include_self=False, recursive=False):
-        inner = part._flatten_layers()
+    for part in layers_of(layer, include_self=False, recursive=False):
+        inner = layers_of(part)
         if any(getattr(each, "synchronized", False) for each in inner):
             yield from separate_layers(part)
         elif not isinstance(part, keras.layers.InputLayer):
@@ -83,10 +84,10 @@ def _rows(leaf: Any, sizes: Sequence[int]) -> list[tf.Tensor]:
     if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank or len(leaf) % sum(sizes):
         return []
     times = len(leaf) // sum(sizes)
-    rows, mask = tf.split(leaf, [times * size for size in sizes]), get_keras_mask(leaf)
+    rows, mask = tf.split(leaf, [times * size for size in sizes]), mask_of(leaf)
     if mask is not None:
         for each, own in zip(rows, _rows(mask, sizes), strict=True):
-            set_keras_mask(each, own)
+            set_mask(each, own)
     return rows
 
 
@@ -102,9 +103,9 @@ def _joined(*parts: Any) -> Any:
         return parts[0]
     if not parts[0].shape.rank:
         return tf.reduce_mean(tf.stack(parts), 0)
-    whole, masks = tf.concat(parts, 0), [get_keras_mask(part) for part in parts]
+    whole, masks = tf.concat(parts, 0), [mask_of(part) for part in parts]
     if all(mask is not None for mask in masks):
-        set_keras_mask(whole, tf.concat(masks, 0))
+        set_mask(whole, tf.concat(masks, 0))
     return whole
 
 

@@ -9,7 +9,10 @@ from lockstep.numeric.arrays import (
     EPS,
     MARGIN,
     NOTHING_BUT_ROUNDING,
+    TINY,
     Array,
+    Named,
+    dense,
     distance,
     norm,
     ratio,
@@ -18,6 +21,7 @@ from lockstep.numeric.arrays import (
     same_bits,
     total_norm,
 )
+from lockstep.numeric.tolerance import Expression
 from lockstep.oracles import Ask, Computed, Oracle
 
 _MORE_REPETITIONS = 6  # Where a gradient is farther than usual.
@@ -41,6 +45,45 @@ class Expected(NamedTuple):
     gradients: dict[str, float]
     statistics: dict[str, float]
     in_float64: bool = False
+
+
+class OracleBound(NamedTuple):
+    """How far rounding can move sums of gradients of some steps, as Euclidean distances.
+
+    The gradients of the steps may cancel each other, but not their rounding errors.
+
+    Attributes:
+        steps: the steps.
+        times: factor of their gradients over those that were measured.
+    """
+
+    steps: Sequence[Expected]
+    times: float = 1.0
+
+    def allowed(self, expression: Expression, name: str) -> float:
+        """Returns how far rounding can move an expression for one gradient."""
+        size = sum(abs(factor) * norm(term[name]) for factor, term in expression if name in term)
+        times = self.times * max((abs(factor) for factor, _ in expression), default=0.0)
+        measured = sum(step.gradients.get(name, 0.0) for step in self.steps)
+        backward = max(step.backward for step in self.steps)
+        return MARGIN * max(abs(times) * measured, backward * size) + TINY
+
+    def shares(
+        self, observed: Named, expression: Expression, names: Sequence[str] | None = None
+    ) -> dict[str, float]:
+        """Returns name → distance of a gradient from an expression, over its bound."""
+        found = {}
+        for name in observed if names is None else names:
+            if parts := [factor * dense(term[name]) for factor, term in expression if name in term]:
+                apart = distance(observed[name], np.sum(parts, axis=0))
+                found[name] = apart / self.allowed(expression, name)
+        return found
+
+    def near(
+        self, observed: Named, expression: Expression, names: Sequence[str] | None = None
+    ) -> list[str]:
+        """Returns the names of the gradients that are an expression, within rounding."""
+        return [n for n, far in self.shares(observed, expression, names).items() if far <= 1]
 
 
 def measure(

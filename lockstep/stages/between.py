@@ -68,7 +68,7 @@ def _found_between(
 ) -> Finding:
     copies = sorted({copy for own in found.values() for copy in own})
     items = copies if len(copies) < len(step.copies) else ()
-    return step.found(cause, text, stage="start", kind="before", items=items, tensors=found)
+    return step.found("start", cause, text, kind="before", items=items, tensors=found)
 
 
 def _moved(end: Named, start: Named, key: str) -> tuple[np.ndarray, np.ndarray] | None:

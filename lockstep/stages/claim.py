@@ -351,7 +351,7 @@ class Claim:
                 apart = [name for name in weights if name in names]
                 if len(apart) > 1:
                     text = f"{' and '.join(names)} are one weight in the {which} recording only"
-                    yield self.pair.second.found("other_tying", text, stage="start", tensors=apart)
+                    yield self.pair.second.found("start", "other_tying", text, tensors=apart)
 
     def _found(self, stage: str, kind: str, changes: Sequence[Change]) -> Finding:
         worst = max(changes, key=lambda change: change.share or 0)
@@ -369,9 +369,7 @@ class Claim:
         cause = "unexplained"
         if {*names} <= self.changed_later:
             cause, text = "changed_on_its_own", f"{text}; the script changes it after the update"
-        return self.pair.second.found(
-            cause, text, stage=stage, kind="after", items=items, tensors=names
-        )
+        return self.pair.second.found(stage, cause, text, kind="after", items=items, tensors=names)
 
     # What S' decides.
 

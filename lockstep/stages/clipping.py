@@ -8,7 +8,7 @@ from lockstep.answer.verdict import Finding
 from lockstep.context import Context
 from lockstep.explain.axes import clipped_by_local_norm, reduced_over_parts
 from lockstep.explain.factors import meanings
-from lockstep.explain.hypothesis import explain
+from lockstep.explain.rows import explained_apart
 from lockstep.explain.tensors import why_tensor
 from lockstep.numeric.arrays import (
     Array,
@@ -46,14 +46,14 @@ def check_clipping(context: Context, *, has_own: bool = False) -> Iterator[Findi
     if not context.has("clipped") or not context.has(source):
         return
     if not context.computes:
-        context.mark_checked()
+        context.mark_checked("clipping")
         if not has_own:
             given, clipped = context.named(source), context.named("clipped")
             yield from _factors_of_clipping(context, given, clipped)
         return
     if context.overflows:
         return
-    context.mark_checked()
+    context.mark_checked("clipping")
     oracle, raw, clipped = context.oracle, context.named(source), context.named("clipped")
     odd = []
     for item, own in enumerate(clipped):
@@ -69,7 +69,7 @@ def check_clipping(context: Context, *, has_own: bool = False) -> Iterator[Findi
     if wrong := [name for name in sent if is_far(sent[name], expected[name])]:
         norms = ", ".join(f"{total_norm(gradients):.4g}" for gradients in raw)
         yield context.found(
-            "clipped_before_the_sum",
+            "clipping", "clipped_before_the_sum",
             f"{oracle.limits() or 'clipping'} is applied on each replica (norms {norms}), not to"
             f" the sum (norm {total_norm(total):.4g}): the sum of the clipped gradients has norm"
             f" {total_norm(sent):.4g}, the clipped sum has {total_norm(expected):.4g}",
@@ -87,11 +87,11 @@ def summed_after_clipping(context: Context) -> Iterator[Finding]:
     if len(context.copies) < 2 or not all(map(are_finite, (*entering, *clipped))):
         return
     if all(entering) and all(clipped) and _is_without_common_sum(context, entering):
-        context.mark_checked()
+        context.mark_checked("clipping")
         if not _is_without_common_sum(context, clipped):
             norms = ", ".join(f"{total_norm(gradients):.4g}" for gradients in entering)
             text = f"each replica clips its own gradient, of norm {norms}, before the sum"
-            yield context.found("clipped_before_the_sum", text, items=context.copies)
+            yield context.found("clipping", "clipped_before_the_sum", text, items=context.copies)
 
 
 def _factors_of_clipping(
@@ -107,7 +107,9 @@ def _factors_of_clipping(
         if lost := [name for name in set.union(*used) - own if name in given[item]]:
             are = "gradient is" if len(lost) == 1 else "gradients are"
             text = f"after the sum, {len(lost)} {are} 0 on this replica only"
-            yield context.found("frozen", text, kind="clipped", items=(item,), tensors=sorted(lost))
+            yield context.found(
+                "clipping", "frozen", text, kind="clipped", items=(item,), tensors=sorted(lost)
+            )
     factors = []
     for before, after in zip(given, clipped, strict=True):
         names = [name for name in set.intersection(*used) if name in before]
@@ -118,7 +120,7 @@ def _factors_of_clipping(
     other = [item for item, each in enumerate(triples) if not _is_multiple(*each)]
     if context.clips_sum and 0 < len(other) < len(clipped):
         text = "gradients change between the sum and the update, and not by a common factor"
-        yield context.found("unexplained", text, kind="clipped", items=other)
+        yield context.found("clipping", "unexplained", text, kind="clipped", items=other)
     elif context.clips_sum and not np.ptp(factors) <= _SCALED * abs(factors[0]):
         listed = ", ".join(f"{factor:.4g}" for factor in factors)
         text = f"the replicas scale the same gradient by different factors: {listed}"
@@ -126,11 +128,11 @@ def _factors_of_clipping(
         if _have_equal_parts(context, odd):
             text = f"the ranks scale the same gradient by {listed}: each clips its own parts"
             cause = "clipped_by_local_norm"
-        yield context.found(cause, text, kind="clipped", items=odd)
+        yield context.found("clipping", cause, text, kind="clipped", items=odd)
     elif not context.clips_sum and odd:
         norms = ", ".join(f"{total_norm(gradients):.4g}" for gradients in given)
         text = f"each replica clips its own gradient, of norm {norms}, before the sum"
-        yield context.found("clipped_before_the_sum", text, kind="raw", items=odd)
+        yield context.found("clipping", "clipped_before_the_sum", text, kind="raw", items=odd)
 
 
 def _is_multiple(factor: float, given: Named, clipped: Named) -> bool:
@@ -164,17 +166,18 @@ def _why(
     if text := _threshold([clipped[n] for n in wrong], [raw[n] for n in wrong]):
         limits = context.oracle.limits() or "no clipping"
         yield context.found(
-            "clipped_on_one_replica",
+            "clipping", "clipped_on_one_replica",
             f"the gradients are clipped to {text} before the sum; the optimizer has {limits}",
             kind="clipped", items=(item,), tensors=wrong, distance=relative_norm(clipped, alone),
         )  # fmt: skip
         return
     num = len(context.shards)
-    reasons = explain(wrong, lambda name: why_tensor(clipped[name], alone[name], 0.0, num))
-    for (cause, text), names in reasons.items():
+    for row, names, _ in explained_apart(
+        wrong, lambda name: why_tensor(clipped[name], alone[name], 0.0, num)
+    ):
         yield context.found(
-            cause, f"after clipping, {text}", kind="clipped", items=(item,), tensors=names,
-            distance=farthest(clipped, alone, names),
+            "clipping", row.detail, f"after clipping, {row.text}", kind="clipped", items=(item,),
+            tensors=names, distance=farthest(clipped, alone, names),
         )  # fmt: skip
 
 
@@ -203,14 +206,13 @@ def _threshold(clipped: Sequence[Array], raw: Sequence[Array]) -> str:
 def compare_clipping(pair: StepPair) -> Iterator[Finding]:
     """Compares what copies apply, where what they are given is right."""
     step, terms = pair.second, pair.gradients
-    step.stage = "clipping"
     if found := [*check_clipping(step)]:
         yield from found
         return
     # What copies apply differently is found where their agreement is checked.
     if far := pair.tolerance.wrong(terms.applied[0], terms.reference_applied):
         cause, text = _why_other(pair, terms.given[0], terms.applied[0])
-        yield step.found(cause, text, distance=max(far.values()))
+        yield step.found("clipping", cause, text, distance=max(far.values()))
 
 
 def _why_other(pair: StepPair, entering: Named, applied: Named) -> tuple[str, str]:
@@ -365,4 +367,4 @@ def other_limits(pair: StepPair) -> Iterator[Finding]:
         for size, clipped in zip(norms, is_clipped, strict=True)
     )
     text = f"gradients are {first} in the first recording and {second} in the second"
-    yield pair.second.found("other_clipping", text, stage="clipping")
+    yield pair.second.found("clipping", "other_clipping", text)

@@ -44,10 +44,10 @@ def check_examples(context: Context) -> Iterator[Finding]:
         return
     yield from _different_in_a_replica(context)
     if context.batch is not None:
-        context.mark_checked()
+        context.mark_checked("examples")
         yield from _against_batch(context, context.batch)
     elif len(context.shards) > 1:
-        context.mark_checked()
+        context.mark_checked("examples")
         yield from _different_examples(context)
 
 
@@ -62,7 +62,9 @@ def _different_in_a_replica(context: Context) -> Iterator[Finding]:
             if odd:
                 names = ", ".join(trace.name_of("before", rank) for rank in [first, *odd])
                 text = f"{names} compute one replica together, from different examples"
-                yield context.found("other_examples_in_a_replica", text, kind="before", items=odd)
+                yield context.found(
+                    "examples", "other_examples_in_a_replica", text, kind="before", items=odd
+                )
                 break
 
 
@@ -77,6 +79,7 @@ def _against_batch(context: Context, batch: Batch) -> Iterator[Finding]:
     of_inputs = [rows_of(data[:num_inputs]) for data in context.data]
     if sum(of_inputs, collections.Counter()) == rows_of(batch[:num_inputs]):
         yield context.found(
+            "examples",
             "labels_shifted",
             f"{extra.total()} of {asked.total()} inputs have a different target than in the data"
             " set",
@@ -94,11 +97,11 @@ def _against_batch(context: Context, batch: Batch) -> Iterator[Finding]:
             first, second = (context.trace.name_of("data", shard) for shard in twins[0])
             text = f"{first} and {second} received the same {shards[twins[0][1]].total()} examples"
         items = sorted({shard for pair in twins for shard in pair})
-        yield context.found("same_examples", text, items=items)
+        yield context.found("examples", "same_examples", text, items=items)
         return
     wrong = [s for s in context.shards if shards[s] - asked]
     why = why_rows(asked, given, context.sizes, context.oracle.known_examples())
-    yield context.found(*why, items=wrong)
+    yield context.found("examples", *why, items=wrong)
 
 
 def _different_examples(context: Context) -> Iterator[Finding]:
@@ -113,6 +116,7 @@ def _different_examples(context: Context) -> Iterator[Finding]:
         )
         if size and shared > _SAME_PART * size and are_different:
             yield context.found(
+                "examples",
                 "same_examples",
                 f"replicas {first} and {second} train on the same examples: {shared} of {size}",
                 items=(first, second),
@@ -239,12 +243,14 @@ def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterat
     """
     if others is None:
         return
-    pair.second.mark_checked()
+    pair.second.mark_checked("examples")
     why = others.get(pair.first.number)
     if why and not (pair.starts_equally and _is_converted_inside(pair, why[0])):
         if why[0] == "other_examples" and (text := _equal_loader_seeds(pair.second)):
-            yield pair.second.found("same_random_numbers", text, stage="random numbers")
-        yield pair.second.found(*why, status=BY_DESIGN if why[0] == "sampler_padding" else FAULT)
+            yield pair.second.found("random numbers", "same_random_numbers", text)
+        yield pair.second.found(
+            "examples", *why, status=BY_DESIGN if why[0] == "sampler_padding" else FAULT
+        )
 
 
 def _equal_loader_seeds(step: Context) -> str:

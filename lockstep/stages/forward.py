@@ -42,27 +42,33 @@ def check_forward(context: Context) -> Iterator[Finding | Actual]:
     """Checks predictions, and whether they depend on the other examples of a shard."""
     if not (context.computes and context.has("y_pred")):
         return
-    context.mark_checked()
+    context.mark_checked("forward")
+    known = list[Actual]()
     for shard in context.shards:
         actual = context.arrays("y_pred")[shard]
         if shard in context.exact:
-            context.measure("predictions", "y_pred", shard, actual[0], actual[0], 0.0, same=True)
+            context.measure(
+                "forward", "predictions", "y_pred", shard, actual[0], actual[0], 0.0, same=True
+            )
             continue
         expected = context.expected(shard)
         allowed = MARGIN * expected.forward
         apart = relative_distance(actual, expected.step.y_pred)
         for got, right in zip(actual, expected.step.y_pred, strict=True):
-            context.measure("predictions", "y_pred", shard, got, right, allowed * norm(right))
+            context.measure(
+                "forward", "predictions", "y_pred", shard, got, right, allowed * norm(right)
+            )
         if apart <= allowed:
             continue
         cause, text, changes = _why(context, shard, allowed)
-        yield Actual(shard, changes)
+        known.append(Actual(shard, changes))
         yield context.found(
-            cause, text, kind="y_pred", items=(shard,), distance=apart, allowed=allowed,
+            "forward", cause, text, kind="y_pred", items=(shard,), distance=apart, allowed=allowed,
             status=NOT_COMPARED if cause == "random_layers" else FAULT,
         )  # fmt: skip
+    yield from known
     if len(context.shards) > 1:
-        yield from _mixing(context)
+        yield from _mixing(context.knowing(known))
 
 
 def _mixing(context: Context) -> Iterator[Finding]:
@@ -78,7 +84,7 @@ def _mixing(context: Context) -> Iterator[Finding]:
     gradient = _gradient_apart(context)
     if statistics and _apart(context, context.modal_layers) <= allowed:
         yield context.found(
-            "local_statistics",
+            "forward", "local_statistics",
             f"{', '.join(statistics[:3])} normalise{'s' * (len(statistics) == 1)} over each"
             " replica's examples, not over the whole batch, whose gradient differs by"
             f" {gradient:.1%}. In inference mode, shards and batch agree",
@@ -86,7 +92,7 @@ def _mixing(context: Context) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield context.found(
-            "mixes_examples",
+            "forward", "mixes_examples",
             "the prediction for an example depends on other examples of its shard; the gradient"
             f" of the whole batch differs by {gradient:.1%}",
             status=BY_DESIGN, distance=gradient,
@@ -106,11 +112,10 @@ def _apart(context: Context, off: Sequence[int]) -> float:
 
 def _gradient_apart(context: Context) -> float:
     """Returns the distance of the shards' summed gradients from that of the whole batch."""
-    sizes = context.sizes
     if context.oracle.synchronized_layers:
         sums = context.compute(context.together(context.right)).raw
     else:
-        sums = context.weighted_sum([size / sum(sizes) for size in sizes])
+        sums = context.sum_by_size(state=context.state(0))
     whole = context.oracle.compute(context.right[0]._replace(data=context.whole, scales=(1, 1))).raw
     if sums.keys() != whole.keys():  # A shard overflows.
         return np.nan
@@ -147,15 +152,16 @@ def compare_each_example(pair: StepPair) -> Iterator[Finding]:
     step = pair.second
     if not (pair.computes_the_same and pair.has("data")):
         return
-    stages = [s for s, kind in (("forward", "y_pred"), ("loss", "y_grad")) if pair.has(kind)]
     matched = [] if pair.are_gradients_right else matched_examples(pair)
-    step.stage = "examples"
     if found := list(_other_arguments(pair, matched)):
         yield from found
         return
-    for step.stage in stages:
-        step.mark_checked()
-        yield from (_other_outputs if step.stage == "forward" else _other_losses)(pair, matched)
+    for stage, kind, compare in (
+        ("forward", "y_pred", _other_outputs), ("loss", "y_grad", _other_losses)
+    ):  # fmt: skip
+        if pair.has(kind):
+            step.mark_checked(stage)
+            yield from compare(pair, matched)
 
 
 def _other_arguments(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
@@ -169,7 +175,7 @@ def _other_arguments(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Fin
             if order := order_of_parts(a, b, pair.second.trace.model_axes):
                 cause, text = "swapped_parts", order
             text = f"array {index + 1} of the step's batch, next to equal inputs: {text}"
-            yield _found(pair, other, cause, text)
+            yield _found(pair, "examples", other, cause, text)
 
 
 def _other_outputs(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
@@ -183,14 +189,16 @@ def _other_outputs(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Findi
     text = f"the outputs of {np.sum(far > limit)} of {len(far)} examples differ"
     of_all = {m.shard for m in wrong} == {m.shard for m in matched}
     causes = [why for why in other_layers(pair) if of_all or why[0] != "local_statistics"]
-    unit = max(UNITS.get(_computed_in(pair, m.shard), 0.0) for m in wrong)
-    if not causes and limit < far.max() <= MARGIN * unit:
-        causes = [("reduced_precision", "layers compute in a dtype of 16 bits", FAULT)]
+    dtype = max((_computed_in(pair, m.shard) for m in wrong), key=lambda d: UNITS.get(d, 0.0))
+    if not causes and limit < far.max() <= MARGIN * UNITS.get(dtype, 0.0):
+        causes = [("reduced_precision", f"layers compute in {dtype}", FAULT)]
     if not causes and all(map(_is_loss, wrong)):
         causes = [("other_loss", "they are the losses of the examples", FAULT)]
     unknown = "equal weights, examples, modes and settings of layers do not give equal outputs"
     for cause, why, status in causes or [("other_outputs", unknown, FAULT)]:
-        yield _found(pair, wrong, cause, f"{text}: {why}", status=status, distance=far.max())
+        yield _found(
+            pair, "forward", wrong, cause, f"{text}: {why}", status=status, distance=far.max()
+        )
 
 
 def _is_loss(matched: Matched) -> bool:
@@ -210,11 +218,11 @@ def _other_losses(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Findin
     other = [m for m in matched if any(not np.array_equal(*each) for each in m.pairs["targets"])]
     smoothed = [m for m in matched for a, b in m.smoothings if abs(a - b) > _OF_LOSS]
     if other:
-        yield _found(pair, other, *why_targets(_flat(other, "targets"), "other_targets"))
+        yield _found(pair, "loss", other, *why_targets(_flat(other, "targets"), "other_targets"))
     elif smoothed and smoothed[0].pairs["targets"]:
         first, second = max(smoothed[0].smoothings, key=np.ptp)
         text = f"label smoothing of {second:.3g}, and of {first:.3g} in the first recording"
-        yield _found(pair, smoothed, "label_smoothing", text)
+        yield _found(pair, "loss", smoothed, "label_smoothing", text)
     else:
         limit = _limit(pair, _OF_OUTPUTS)
         equal = [m for m in matched if m.pairs["y_grad"] and m.pairs["y_pred"]]
@@ -236,7 +244,7 @@ def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
             f"the losses of {len(wrong)} examples differ: their outputs are equal, and the"
             " gradients of the loss with respect to these are not"
         )
-        yield _found(pair, wrong, "other_loss", text, distance=far)
+        yield _found(pair, "loss", wrong, "other_loss", text, distance=far)
     elif factors and max(factors) - min(factors) > limit * max(map(abs, factors)):
         # A mean over replicas divides what each of them sends.
         right = 1 / pair.second.share(0)
@@ -244,7 +252,7 @@ def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
         usual = usual if abs(usual - right) <= limit * right else max(factors, key=abs)
         factors = [factor / usual for factor in factors]
         unusual = [m for m, f in zip(matched, factors, strict=True) if abs(f - 1) > limit]
-        yield _found(pair, unusual, *_why_factors(matched, factors, limit))
+        yield _found(pair, "loss", unusual, *_why_factors(matched, factors, limit))
 
 
 def _why_factors(
@@ -277,14 +285,14 @@ def _why_factors(
 
 
 def _found(
-    pair: StepPair, matched: Sequence[Matched], cause: str, text: str, *, status: str = FAULT,
-    distance: float = 0.0,
+    pair: StepPair, stage: str, matched: Sequence[Matched], cause: str, text: str, *,
+    status: str = FAULT, distance: float = 0.0,
 ) -> Finding:  # fmt: skip
     """Returns a finding on the shards of some forward passes."""
     items = sorted({m.shard for m in matched})
     items = [] if items == [*pair.second.shards] else items
     return pair.second.found(
-        cause, text, status=status, kind="y_pred", items=items, distance=float(distance)
+        stage, cause, text, status=status, kind="y_pred", items=items, distance=float(distance)
     )
 
 
@@ -339,7 +347,7 @@ def other_modes(context: Context) -> Iterator[Finding]:
             f"{len(names)} layers ({first_names(names)}) are in evaluation mode on these replicas,"
             " and in training mode on others"
         )
-        yield context.found("inference_mode", text, stage="forward", items=shards)
+        yield context.found("forward", "inference_mode", text, items=shards)
 
 
 def other_dtypes(context: Context) -> Iterator[Finding]:
@@ -348,4 +356,4 @@ def other_dtypes(context: Context) -> Iterator[Finding]:
     odd = [shard for shard, dtype in enumerate(others, start=1) if dtype != first]
     if odd:
         text = f"layers compute in {others[odd[0] - 1]} on these replicas, and in {first} on others"
-        yield context.found("reduced_precision", text, stage="forward", items=odd)
+        yield context.found("forward", "reduced_precision", text, items=odd)

@@ -16,7 +16,7 @@ from lockstep.explain.axes import not_reduced
 from lockstep.explain.factors import meanings
 from lockstep.explain.layers import reordered_rows
 from lockstep.explain.raw_rows import decays_equally, raw_rows
-from lockstep.explain.rows import choose
+from lockstep.explain.rows import choose, explained_apart
 from lockstep.explain.solve import solve
 from lockstep.explain.tensors import why_tensor
 from lockstep.explain.terms import Sums
@@ -54,9 +54,8 @@ _CLOSE = 1e-4  # Relative; of solved factors.
 def compare_gradients(pair: StepPair) -> Iterator[Finding]:
     """Compares the gradients of a step with the reference's, backwards from what is applied."""
     step = pair.second
-    for step.stage in ("gradients", "all-reduce", "clipping"):
-        step.mark_checked()
-    step.stage = "gradients"
+    for stage in ("gradients", "all-reduce", "clipping"):
+        step.mark_checked(stage)
     is_given, is_applied = pair.is_given_right, pair.is_applied_right
     if is_given:
         wrong = [*_sums_alone(pair)]
@@ -66,13 +65,11 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
         elif step.clips_sum or not wrong:  # Else, what is applied is what the all-reduce leaves.
             yield from compare_clipping(pair)
     elif not is_applied or _is_hidden(pair):
-        step.stage = "clipping"
         first = [*summed_after_clipping(step)]
         yield from first
         found = [*_explained(pair, is_clipped_first=bool(first))]
         yield from found
         if not first:
-            step.stage = "clipping"
             is_own = any(each.detail == "not_all_reduced" for each in found)
             clipped = [*check_clipping(step, has_own=is_own)]
             yield from clipped
@@ -89,13 +86,11 @@ def _sums_alone(pair: StepPair) -> Iterator[Finding]:
     terms, step = pair.gradients, pair.second
     right = [(terms.share, raw) for raw in terms.raw]
     if not step.clips_sum:  # What is sent is clipped.
-        step.stage = "all-reduce"
         yield from check_all_reduce(step)
         return
     is_known = len(right) > 1 and bool(step.trace.about.reduction)
     if is_known and pair.tolerance.fits(terms.reference, right):
         received = [_given_by_own_names(pair, copy) for copy in step.copies]
-        step.stage = "all-reduce"
         yield from check_sums(_sums(pair, received, [terms.share] * len(right)))
 
 
@@ -103,7 +98,6 @@ def _rounded_apart(pair: StepPair) -> Iterator[Finding]:
     """Finds copies that add in different orders: their weights drift apart."""
     step = pair.second
     if step.has("sums") and step.trace.about.reduction and len(step.copies) > 1:
-        step.stage = "all-reduce"
         yield from unequal_sums(step)
 
 
@@ -168,7 +162,6 @@ def _explained(pair: StepPair, *, is_clipped_first: bool) -> Iterator[Finding]:
     findings, factors = _sent(pair, terms.raw, share)
     if is_clipped_first or not step.clips_sum:
         yield from findings
-        step.stage = "all-reduce"
         yield from () if is_clipped_first else check_all_reduce(step)
         return
     received = [_given_by_own_names(pair, copy) for copy in step.copies]
@@ -181,8 +174,10 @@ def _explained(pair: StepPair, *, is_clipped_first: bool) -> Iterator[Finding]:
         found = []
     elif any(each.detail == "unexplained" for each in found):
         # Ranks of one replica may have summands of what they are given.
-        step.stage = "gradients"
-        parts = [step.found(cause, text, tensors=names) for cause, text, names in not_reduced(pair)]
+        parts = [
+            step.found("gradients", cause, text, tensors=names)
+            for cause, text, names in not_reduced(pair)
+        ]
         found = [each for each in found if not (parts and each.detail == "unexplained")] + parts
     found = _reduced_inside(pair, found, right)
     kept = findings if is_of_sent or not found else [f for f in findings if f.detail not in FACTORS]
@@ -214,17 +209,15 @@ def _reduced_inside(
 def _without_raw(pair: StepPair) -> Iterator[Finding]:
     """Explains gradients of which only what the copies are given is known."""
     step, terms, known = pair.second, pair.gradients, list[str]()
-    step.stage = "all-reduce"
     found = [*check_all_reduce(step)]
     yield from found
-    step.stage = "gradients"
     for cause, text, names in not_reduced(pair):
         known += names
-        yield step.found(cause, text, tensors=names)
+        yield step.found("gradients", cause, text, tensors=names)
     if found and not step.trace.mesh:
         return
     if clips_by_hand(pair) and (why := clipped_in_parts(pair)):
-        yield step.found(*why, stage="clipping")
+        yield step.found("clipping", *why)
         return
     scale = 1.0
     if clips_by_hand(pair):  # What enters clipping is a multiple of what it leaves.
@@ -239,7 +232,6 @@ def _of_sums(
 ) -> Iterator[Finding]:
     """Explains what the copies are given by what was sent; a script may clip it by hand."""
     step = pair.second
-    step.stage = "all-reduce"
     if not clips_by_hand(pair):
         sent = step.named(step.kind_sent)
         own = applied_without_sum(step, sent) if step.has("sums") else []
@@ -250,7 +242,7 @@ def _of_sums(
     if _are_right(clipped):
         return
     if why := clipped_in_parts(pair):
-        yield step.found(*why, stage="clipping")
+        yield step.found("clipping", *why)
         return
     plain = [*check_sums(dataclasses.replace(clipped, factors=factors, is_clipped=False))]
     is_known = not any(found.detail in ("scaled_gradient", "unexplained") for found in plain)
@@ -301,7 +293,6 @@ def _sent(
         they are unknown.
     """
     step, terms, right = pair.second, pair.gradients, [share] * len(raw)
-    step.stage = "gradients"
     observed, as_sent = terms.reference, list(zip(right, raw, strict=True))
     shares = pair.tolerance.shares(observed, as_sent)
     wrong = [name for name, far in shares.items() if far > 1 and name not in known]
@@ -322,7 +313,7 @@ def _sent(
                 status = BY_DESIGN
                 text += ", and the optimizer of the other one decays the weights by as much"
             found = step.found(
-                row.detail, text, items=row.items, tensors=choice.names, status=status
+                "gradients", row.detail, text, items=row.items, tensors=choice.names, status=status
             )
             findings.append(dataclasses.replace(found, may_be=(*found.may_be, *choice.may_be)))
         of_all = [c.row.factors for c in chosen if {*c.names} >= {*wrong} and c.row.factors]
@@ -363,10 +354,10 @@ def _without_gradient(
         text = (
             f"the optimizer does not have {len(left_out)} weights, and clears no gradient of them"
         )
-        yield step.found("not_updated", text, tensors=left_out)
+        yield step.found("gradients", "not_updated", text, tensors=left_out)
     if frozen:
         text = f"the gradient of {len(frozen)} weights is 0 in one recording"
-        yield step.found("frozen", text, tensors=frozen)
+        yield step.found("gradients", "frozen", text, tensors=frozen)
     if len(raw) != len(step.shards) or len(raw) < 2:
         return
     idle = {s for s, size in enumerate(step.sizes) if not size and step.has("data")}
@@ -377,14 +368,14 @@ def _without_gradient(
             groups.setdefault(without, []).append(name)
     for shards, names in groups.items():
         text = f"the gradient of {len(names)} weights is 0 or missing on these replicas only"
-        yield step.found("frozen", text, items=shards, tensors=names)
+        yield step.found("gradients", "frozen", text, items=shards, tensors=names)
 
 
 def _reordered(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
     """Finds a weight whose inputs are in another order in both scripts."""
     for name in wrong:
         if text := reordered_rows(pair, name):
-            return [pair.second.found("flatten_order", text, tensors=[name])]
+            return [pair.second.found("gradients", "flatten_order", text, tensors=[name])]
     return []
 
 
@@ -393,12 +384,17 @@ def _by_tensor(
 ) -> list[Finding]:
     """Explains gradients one by one, and groups them; empty if one of them is unexplained."""
     reference = pair.gradients.reference
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in wrong:
+
+    def why(name: str) -> tuple[str, str]:
         total = np.sum([f * own[name] for f, own in zip(right, raw, strict=True)], axis=0)
         limit = pair.tolerance.allowed([name]) * norm(reference[name])
-        why = why_tensor(total, reference[name], limit, len(raw))
-        if why[0] in ("unexplained", "scaled_gradient") or total.size < 2:
-            return []
-        groups.setdefault(why, []).append(name)
-    return [pair.second.found(*why, tensors=names) for why, names in groups.items()]
+        known = why_tensor(total, reference[name], limit, len(raw))
+        return known if total.size > 1 else ("unexplained", "")
+
+    rows = explained_apart(wrong, why)
+    if any(row.detail in ("unexplained", "scaled_gradient") for row, *_ in rows):
+        return []
+    return [
+        pair.second.found("gradients", row.detail, row.text, tensors=names)
+        for row, names, _ in rows
+    ]

@@ -7,7 +7,7 @@ import numpy as np
 
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Actual, Context
-from lockstep.explain.gradients import shifted_targets
+from lockstep.explain.oracle_rows import shifted_targets
 from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, are_finite, dense, factor_of, joined
 
 
@@ -15,14 +15,14 @@ def check_loss(context: Context) -> Iterator[Finding | Actual]:
     """Checks the losses of the recorded predictions, and their sum."""
     if not context.has("loss"):
         return
-    context.mark_checked()
+    context.mark_checked("loss")
     if not context.computes:
         if odd := [s for s in context.shards if not are_finite(context.arrays("loss")[s])]:
-            yield context.found("not_finite", "the loss is NaN or infinite", items=odd)
+            yield context.found("loss", "not_finite", "the loss is NaN or infinite", items=odd)
     elif len(context.exact) == len(context.shards):
         for shard, size in enumerate(context.sizes):
             loss = context.arrays("loss")[shard][0]
-            context.measure("loss", "loss", shard, loss, loss, 0.0, same=True)
+            context.measure("loss", "loss", "loss", shard, loss, loss, 0.0, same=True)
             scales = size / sum(context.sizes), 1 / len(context.shards)
             yield Actual(shard, {"scales": scales})
     else:
@@ -33,15 +33,19 @@ def _check_losses(context: Context) -> Iterator[Finding | Actual]:
     """Checks the losses that the shards compute from their own predictions."""
     losses = recorded_losses(context)
     if not losses.are_right and context.has("y_pred", "mask"):
-        for shard in losses.odd:
-            yield from _shifted_targets_of(context, shard, losses)
+        found = [x for shard in losses.odd for x in _shifted_targets_of(context, shard, losses)]
+        yield from found
+        context = context.knowing(found)
         losses = recorded_losses(context)
     num, sizes = len(context.shards), losses.sizes
     allowed = losses.allowed * losses.size
-    context.measure("loss", "loss", 0, sum(losses.taken), losses.whole, allowed)
+    context.measure("loss", "loss", "loss", 0, sum(losses.taken), losses.whole, allowed)
+    known = list[Actual]()
     for shard, (taken, own) in enumerate(zip(losses.taken, losses.own, strict=True)):
         scale = taken / own if own and np.isfinite(own) else 1 / num
-        yield Actual(shard, {"scales": (scale, regular_share(context, shard))})
+        known.append(Actual(shard, {"scales": (scale, regular_share(context, shard))}))
+    yield from known
+    context = context.knowing(known)
     if losses.are_right:
         return
     steps = [context.expected(shard).step.loss for shard in context.shards]
@@ -52,24 +56,24 @@ def _check_losses(context: Context) -> Iterator[Finding | Actual]:
             scales = size / sum(sizes), regular_share(context, shard) + extra / num
             yield Actual(shard, {"scales": scales})
         yield context.found(
-            "regulariser_repeated" if extra > 0 else "regulariser_missing",
+            "regularisation", "regulariser_repeated" if extra > 0 else "regulariser_missing",
             f"the replicas' losses contain {1 + extra:.4g} times the regularisation of one device",
-            stage="regularisation", distance=losses.apart, allowed=losses.allowed,
+            distance=losses.apart, allowed=losses.allowed,
         )  # fmt: skip
         return
     cause, text = losses.why(_is_mean_of_examples(context, losses))
     explained = []
     for shard in losses.odd if cause == "other_loss" else ():
-        if found := _label_smoothing(context, shard) or _left_out(context, shard, losses):
-            name, why, changes = found
+        if reason := _label_smoothing(context, shard) or _left_out(context, shard, losses):
+            name, why, changes = reason
             explained.append(shard)
             yield Actual(shard, changes)
             yield context.found(
-                name, why, items=(shard,), distance=losses.apart, allowed=losses.allowed
+                "loss", name, why, items=(shard,), distance=losses.apart, allowed=losses.allowed
             )
     if not explained:
         yield context.found(
-            cause, text, status=BY_DESIGN if cause == "not_a_sum_over_examples" else FAULT,
+            "loss", cause, text, status=BY_DESIGN if cause == "not_a_sum_over_examples" else FAULT,
             items=losses.odd if cause == "other_loss" else (), distance=losses.apart,
             allowed=losses.allowed,
         )  # fmt: skip
@@ -85,7 +89,7 @@ def _shifted_targets_of(
         if losses.is_share(shard, loss):
             yield Actual(shard, {"data": moved})
             text = "the loss is that of targets shifted by one example relative to the inputs"
-            yield context.found("labels_shifted", text, items=(shard,))
+            yield context.found("loss", "labels_shifted", text, items=(shard,))
             return
 
 
@@ -124,7 +128,8 @@ def _label_smoothing(context: Context, shard: int) -> tuple[str, str, dict] | No
         return None
     starts, predicted = gradients(smoothing)
     times = share / context.right[shard].scales[0]
-    if len(context.near(shard, actual, predicted, times)) < len(actual):
+    bound = context.bound([shard], times)
+    if len(bound.near(actual, [(1.0, predicted)])) < len(actual):
         return None
     text = f"its gradients are those of a label smoothing of {smoothing:.3g}"
     return "label_smoothing", text, {"starts": starts, "scales": scales}
@@ -332,7 +337,7 @@ def check_regularisation(context: Context) -> Iterator[Finding]:
     taken = sum(float(np.sum(loss[1])) for loss in recorded)
     if not taken and not any(regular for _, regular in losses):
         return
-    context.mark_checked()
+    context.mark_checked("regularisation")
     expected = float(np.mean([regular for _, regular in losses]))
     apart = abs(taken - expected) / max(abs(expected), TINY)
     forward = [context.expected(shard).forward for shard in context.shards]
@@ -341,6 +346,7 @@ def check_regularisation(context: Context) -> Iterator[Finding]:
         factor = taken / expected if expected else np.inf
         cause = "regulariser_repeated" if factor > 1 else "regulariser_missing"
         yield context.found(
-            cause, f"the replicas add {factor:.4g} times the regularisation of one device",
+            "regularisation", cause,
+            f"the replicas add {factor:.4g} times the regularisation of one device",
             distance=apart, allowed=allowed,
         )  # fmt: skip

@@ -58,7 +58,7 @@ def _named(pair: StepPair, finding: Finding, found: Wrong) -> Finding:
     if finding.detail not in _UNKNOWN:
         return dataclasses.replace(finding, module=found.module)
     shards = [] if found.shards == [*pair.second.shards] else found.shards
-    of_module = pair.second.found(found.detail, found.text, items=shards)
+    of_module = pair.second.found("gradients", found.detail, found.text, items=shards)
     return dataclasses.replace(
         finding, module=found.module, detail=found.detail, text=found.text, items=of_module.items
     )

@@ -22,7 +22,7 @@ def check_random_numbers(context: Context) -> Iterator[Finding]:
     elif not context.oracle.random_layers:
         return
     before, left = (
-        [each(shard) for shard in context.shards] for each in (context.state, context.left)
+        [context.state(shard, kind) for shard in context.shards] for kind in ("before", "after")
     )
     seeds = [
         name
@@ -37,13 +37,15 @@ def check_random_numbers(context: Context) -> Iterator[Finding]:
         both_draw = {*pair} <= {*drawing}
         if not seeds and not both_draw:
             continue
-        context.mark_checked()
+        context.mark_checked("random numbers")
         equal = [name for name in seeds if same_bits(*(before[shard][name] for shard in pair))]
         if context.computes:  # Layers may also draw by the number of the replica.
             equal = [name for name in equal if not _looks_at_number(context, pair[1], name)]
         if equal or (both_draw and same_arrays(*(context.arrays("random")[s] for s in pair))):
             text = f"replicas {pair[0]} and {pair[1]} draw from the same random state"
-            yield context.found("same_random_numbers", text, items=pair, tensors=equal)
+            yield context.found(
+                "random numbers", "same_random_numbers", text, items=pair, tensors=equal
+            )
 
 
 def _looks_at_number(context: Context, shard: int, seed: str) -> bool:
@@ -76,13 +78,15 @@ def _repeated(context: Context) -> Iterator[Finding]:
         for shard in context.shards:
             if not (draws(earlier, shard) and draws(context, shard)):
                 continue
-            context.mark_checked()
+            context.mark_checked("random numbers")
             states = [own_states(each, shard) for each in (earlier, context)]
             if states[0] and same_arrays(*states):
                 text = (
                     f"step {context.number} starts from the random state of step {earlier.number}"
                 )
-                yield context.found("random_numbers_repeated", text, items=(shard,))
+                yield context.found(
+                    "random numbers", "random_numbers_repeated", text, items=(shard,)
+                )
 
 
 def compare_keys(pair: StepPair) -> Iterator[Finding]:
@@ -94,7 +98,7 @@ def compare_keys(pair: StepPair) -> Iterator[Finding]:
     own, right = own_states(pair.second, 0), pair.first.arrays("random")[0]
     if not (own and right and has_keys(pair)):
         return
-    pair.second.mark_checked()
+    pair.second.mark_checked("random numbers")
     for number in pair.first.trace.steps[: pair.first.position]:
         if number not in pair.second.trace.steps:
             continue
@@ -105,7 +109,7 @@ def compare_keys(pair: StepPair) -> Iterator[Finding]:
         earlier = own_states(second, 0)
         if same_arrays(own, earlier) and not same_arrays(right, first.arrays("random")[0]):
             text = f"the key of step {number} is passed to step {pair.second.number} again"
-            yield pair.second.found("random_numbers_repeated", text)
+            yield pair.second.found("random numbers", "random_numbers_repeated", text)
             return
     states = filter(None, pair.second.arrays("random"))  # Replicas may have keys of their own.
     if (
@@ -113,4 +117,4 @@ def compare_keys(pair: StepPair) -> Iterator[Finding]:
         and len({tuple(s.tobytes() for s in each) for each in states}) < 2
     ):
         text = "the keys that the script passes are not those of the first recording"
-        yield pair.second.found("random_layers", text, status=NOT_COMPARED)
+        yield pair.second.found("random numbers", "random_layers", text, status=NOT_COMPARED)

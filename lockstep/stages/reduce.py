@@ -46,7 +46,9 @@ def check_sums(sums: Sums, known_names: Sequence[str] = ()) -> Iterator[Finding]
                 f"this replica receives no gradient of {len(missing)} weights, and other replicas"
                 " do"
             )
-            yield context.found("frozen", text, kind="sums", items=(copy,), tensors=missing)
+            yield context.found(
+                "all-reduce", "frozen", text, kind="sums", items=(copy,), tensors=missing
+            )
         for choice in explained_sums(sums, copy, wrong) if wrong else ():
             row = choice.row
             found.setdefault((row.detail, row.text, row.items), []).append((copy, choice))
@@ -70,7 +72,7 @@ def check_sums(sums: Sums, known_names: Sequence[str] = ()) -> Iterator[Finding]
                 ),
             )
         yield context.found(
-            cause, text, kind=context.kind_sent if lost else "sums",
+            "all-reduce", cause, text, kind=context.kind_sent if lost else "sums",
             items=lost or copies, tensors=names, distance=max(apart),
         )  # fmt: skip
 
@@ -88,7 +90,7 @@ def _is_right(sums: Sums, copy: int, name: str) -> bool:
     parts = [f * dense(own[name]) for f, own in zip(sums.factors, sums.sent, strict=True)]
     allowed = 0.0 if is_same else length(sums.bound(name, parts))
     where = name, "sums", copy
-    sums.context.measure(*where, got, right, allowed, same=is_same)
+    sums.context.measure("all-reduce", *where, got, right, allowed, same=is_same)
     return is_same or sums.shares({name: got}, sums.of(sums.factors))[name] <= 1
 
 
@@ -113,7 +115,7 @@ def check_all_reduce(context: Context) -> Iterator[Finding]:
     if not context.computes and not context.trace.about.reduction:
         yield from _unlike_sums(context)
         return
-    context.mark_checked()
+    context.mark_checked("all-reduce")
     own = applied_without_sum(context, sent)
     yield from own_gradients(context, own)
     received = context.named("sums")
@@ -131,8 +133,9 @@ def unequal_sums(context: Context) -> Iterator[Finding]:
     )
     for name, copies, apart in context.unlike_first("sums"):
         yield context.found(
-            "unequal_sums", text, kind="sums", items=copies, tensors=(name,), distance=apart
-        )
+            "all-reduce", "unequal_sums", text, kind="sums", items=copies, tensors=(name,),
+            distance=apart,
+        )  # fmt: skip
 
 
 def own_gradients(context: Context, names: Sequence[str]) -> Iterator[Finding]:
@@ -143,7 +146,7 @@ def own_gradients(context: Context, names: Sequence[str]) -> Iterator[Finding]:
             f"each replica applies its own gradient, not the one it received, for {len(names)} of"
             f" {num} gradients: they changed after the all-reduce"
         )
-        yield context.found("not_all_reduced", text, tensors=names)
+        yield context.found("all-reduce", "not_all_reduced", text, tensors=names)
 
 
 def applied_without_sum(context: Context, sent: Sequence[Named]) -> list[str]:
@@ -170,12 +173,12 @@ def _unlike_sums(context: Context) -> Iterator[Finding]:
         return
     unlike = list(context.unlike_first("sums"))
     if unlike:
-        context.mark_checked()
+        context.mark_checked("all-reduce")
     far = {name: apart for name, _, apart in unlike if apart > _CLOSE_SUMS}
     if far:
         text = f"the replicas receive different gradients of {len(far)} weights: no common sum"
         yield context.found(
-            "not_all_reduced", text, kind="sums", items=context.copies, tensors=far,
+            "all-reduce", "not_all_reduced", text, kind="sums", items=context.copies, tensors=far,
             distance=max(far.values()),
         )  # fmt: skip
     elif unlike:
@@ -187,7 +190,7 @@ def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
     applied = [context.applied(copy) for copy in context.copies]
     if len(applied) != len(sent) or not all(applied):
         return
-    context.mark_checked()
+    context.mark_checked("all-reduce")
     if own := _of_own_examples(sent, applied):
         num, reduced = len(sent[0]), _reduced(sent, applied)
         if reduced:
@@ -195,13 +198,13 @@ def _without_sums(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
                 f"{len(own)} of {num} gradients are not all-reduced, and {len(reduced)} are: each"
                 " replica applies the gradients of its own examples"
             )
-            yield context.found("partly_all_reduced", text, tensors=own)
+            yield context.found("all-reduce", "partly_all_reduced", text, tensors=own)
             return
         text = (
             "each replica applies the gradient of its own examples: no all-reduce of"
             f" {len(own)} of {num} gradients was seen"
         )
-        yield context.found("not_all_reduced", text, tensors=own)
+        yield context.found("all-reduce", "not_all_reduced", text, tensors=own)
 
 
 def _reduced(sent: Sequence[Named], applied: Sequence[Named]) -> list[str]:
@@ -273,8 +276,10 @@ def _with_own(context: Context, sent: Sequence[Named]) -> Iterator[Finding]:
             and not is_within(after[n], right[n], bounds[n])
         }
     if own:
-        context.mark_checked()
+        context.mark_checked("all-reduce")
         num = len(sent)
         text = f"the update of each replica uses its own gradient, not the sum over {num} replicas"
         names = [name for name in sent[0] if name in own]
-        yield context.found("not_all_reduced", text, items=context.copies, tensors=names)
+        yield context.found(
+            "all-reduce", "not_all_reduced", text, items=context.copies, tensors=names
+        )

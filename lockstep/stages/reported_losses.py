@@ -25,7 +25,7 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
     first, second, allowed = losses_of(pair.first), losses_of(pair.second), pair.tolerance.of_batch
     if not (pair.computes_the_same and first and second):
         return
-    pair.second.mark_checked()
+    pair.second.mark_checked("loss")
     if any(abs(a - b) <= allowed * abs(a) for a, b in itertools.product(first, second)):
         return
     times = second[0] / first[0] if first[0] else float("nan")
@@ -37,7 +37,7 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
     if is_sum:
         cause = "other_loss_reduction"
         text += f": {times:.6g} times, a sum over examples in place of a mean"
-    finding = pair.second.found(cause, text, distance=abs(times - 1), allowed=allowed)
+    finding = pair.second.found("loss", cause, text, distance=abs(times - 1), allowed=allowed)
     yield finding if is_sum else pair.explained(finding)
 
 

@@ -20,7 +20,7 @@ from lockstep.numeric.arrays import (
     elements_of,
     factor_of,
     norm,
-    relative_norm,
+    ratio,
     same_bits,
     unit_of,
 )
@@ -29,7 +29,7 @@ from lockstep.oracles.rules import COUNTERS, Rule, RuleOracle, detail_of
 from lockstep.reference import SAME_START, StepPair
 
 _NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
-_OF_FRAMEWORKS = ("epsilon_placement", "squares")
+_OF_FRAMEWORKS = ("epsilon_placement", "squares", "betas_in")
 _FORMS = ("amsgrad", "maximize")  # Settings that make another rule.
 _CLOSE = 1e-4
 
@@ -100,15 +100,15 @@ def compare_updates(pair: StepPair) -> Iterator[Finding]:
     applied = pair.gradients.reference_applied, pair.gradients.applied[0]
     if fixed := [name for name in fixed if all(norm(g.get(name, 0)) for g in applied)]:
         text = f"{len(fixed)} weights have a gradient, and only the first recording updates them"
-        yield pair.second.found("not_updated", text, kind="after", tensors=fixed)
+        yield pair.second.found("update", "not_updated", text, kind="after", tensors=fixed)
     allowed = _SENSITIVE * max(_NEAR, pair.tolerance.usual)
     compared = [x for x in changes if x.weight in near and x.weight not in fixed]
     if compared:
-        pair.second.mark_checked()
+        pair.second.mark_checked("update")
     wrong = [x for x in compared if x.differs(near[x.weight], allowed)]
     if wrong and not of_settings:
         yield pair.second.found(
-            *_why(pair, wrong, compared, near, allowed),
+            "update", *_why(pair, wrong, compared, near, allowed),
             kind="after", tensors=dict.fromkeys(x.weight for x in wrong),
         )  # fmt: skip
 
@@ -156,10 +156,10 @@ def _kept_in_short(pair: StepPair, changes: Sequence[_Change]) -> Iterator[Findi
         names = [name for name, unit in UNITS.items() if unit == least]
         if names and first < least and sum(np.count_nonzero(x.after[1]) for x in kept) >= _LEAST:
             what = f"optimizer state {slot!r}" if slot else "the weights"
+            text = f"{what} of the second recording is kept in {names[0]}"
             yield pair.second.found(
-                "reduced_precision", f"{what} of the second recording is kept in {names[0]}",
-                kind="after", tensors=[x.weight for x in kept],
-            )  # fmt: skip
+                "update", "reduced_precision", text, kind="after", tensors=[x.weight for x in kept]
+            )
 
 
 def _near(pair: StepPair) -> Mapping[str, np.ndarray]:
@@ -226,12 +226,12 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
         return
     if not are_finite(pair.second.applied(0)):
         return
-    pair.second.mark_checked()
+    pair.second.mark_checked("update")
     families = {(a.family, b.family) for a, b in rules.values()}
     if any(x != y for x, y in families):
         first, second = ("/".join(sorted({each[i] for each in families})) for i in (0, 1))
         text = f"{first} in the first recording, {second} in the second"
-        yield found("other_optimizer", text)
+        yield found("update", "other_optimizer", text)
         return
     settings = [field.name for field in dataclasses.fields(Rule)]
     if any(
@@ -244,11 +244,13 @@ def compare_rules(pair: StepPair) -> Iterator[Finding]:
         different = sorted(((x, y) for x, y in values if x != y), key=str)
         if different and setting == "velocity":
             yield from _velocity(pair, rules)
-        elif different and (effect := _effect(pair, rules, setting)) > _NO_EFFECT:
+        elif different and (effects := _effects(pair, rules, setting)):
+            # Each framework has its own form of these, without a setting.
+            is_design = setting in _OF_FRAMEWORKS
             yield found(
-                detail_of(setting), text_of(setting, *different[0]),
-                # Each framework has its own form of these, without a setting.
-                status=BY_DESIGN if setting in _OF_FRAMEWORKS else FAULT, distance=effect,
+                "update", detail_of(setting), text_of(setting, *different[0]),
+                status=BY_DESIGN if is_design else FAULT, tensors=effects if is_design else (),
+                distance=max(effects.values()),
             )  # fmt: skip
 
 
@@ -270,7 +272,7 @@ def _other_settings(pair: StepPair, known: Collection[str]) -> Iterator[Finding]
         second = settings_of(pair.second, names.second)
         if not (first and second):
             continue
-        pair.second.mark_checked()
+        pair.second.mark_checked("update")
         for setting in (*_FORMS, *(field.name for field in dataclasses.fields(Rule))):
             a, b = first.get(setting), second.get(setting)
             if setting in _FORMS:
@@ -280,7 +282,7 @@ def _other_settings(pair: StepPair, known: Collection[str]) -> Iterator[Finding]
             cause = "other_optimizer" if setting in _FORMS else detail_of(setting)
             found.setdefault(cause, text_of(setting, a, b))
     for cause, text in found.items():
-        yield pair.second.found(cause, text)
+        yield pair.second.found("update", cause, text)
 
 
 def settings_of(step: Context, weight: str) -> Mapping[str, Any]:
@@ -313,10 +315,13 @@ def text_of(setting: str, first: Any, second: Any) -> str:
     return text
 
 
-def _effect(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]], setting: str) -> float:
-    """Returns how much a setting of the first trace changes an update, relative to its change."""
-    if setting == "momentum" and not all(a.momentum and b.momentum for a, b in rules.values()):
-        return 1.0  # It affects the next steps, even if there is no state before this one.
+def _effects(
+    pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]], setting: str
+) -> dict[str, float]:
+    """Returns name → how much a setting of the first trace changes it, relative to its change.
+
+    The names are those of weights and state in the second trace that it changes.
+    """
     step = pair.second.for_rules
     before, applied, oracle = step.named("before")[0], step.applied(0), step.updater
     assert isinstance(oracle, RuleOracle)
@@ -324,14 +329,15 @@ def _effect(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]], setting: str
         pair.in_second(name): dataclasses.replace(b, **{setting: getattr(a, setting)})
         for name, (a, b) in rules.items()
     }
-    changes = []
-    for each in (oracle.with_rules(others), oracle):
-        after = each.update(before, applied)
-        names = [*others, *oracle.tracks]
-        changes.append({n: dense(after[n]) - dense(before.get(n, 0)) for n in names})
-    of_weights = [{name: change[name] for name in others} for change in changes]
-    # With momentum, some settings affect the next steps alone, through the state.
-    return max(relative_norm(*of_weights), relative_norm(*changes))
+    if setting == "momentum" and not all(a.momentum and b.momentum for a, b in rules.values()):
+        return dict.fromkeys(others, 1.0)  # It affects the next steps, even without state yet.
+    other, own = (x.update(before, applied) for x in (oracle.with_rules(others), oracle))
+    apart = {
+        name: ratio(distance(other[name], own[name]), norm(own[name] - dense(before.get(name, 0))))
+        for name in (*others, *oracle.tracks)
+        if name in own
+    }
+    return {name: far for name, far in apart.items() if far > _NO_EFFECT}
 
 
 def _velocity(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]]) -> Iterator[Finding]:
@@ -344,4 +350,4 @@ def _velocity(pair: StepPair, rules: Mapping[str, tuple[Rule, Rule]]) -> Iterato
             f"the velocity is a sum {first.velocity} in the first recording and {second.velocity}"
             " in the second, and the learning rate changes"
         )
-        yield pair.second.found("learning_rate_in_velocity", text, status=BY_DESIGN)
+        yield pair.second.found("update", "learning_rate_in_velocity", text, status=BY_DESIGN)

@@ -1,36 +1,35 @@
 """Checks each shard's gradients, before clipping, and their sum against the whole batch."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, NOTHING, Finding
+from lockstep.answer.verdict import BY_DESIGN, NOT_COMPARED, NOTHING, Finding
 from lockstep.context import Actual, Context
-from lockstep.explain.gradients import gradient_hypotheses, synchronized_hypotheses
-from lockstep.explain.hypothesis import Hypothesis, explain, predicted_by
+from lockstep.explain.oracle_rows import rows_of_shard, rows_of_synchronized, rows_of_whole
+from lockstep.explain.rows import Row, choose, explained_apart
+from lockstep.explain.solve import solve
 from lockstep.explain.tensors import factor_of_part, why_tensor
 from lockstep.numeric.arrays import (
     EPS,
     MARGIN,
     NOTHING_BUT_ROUNDING,
     SMALL_PART,
-    TINY,
-    Array,
     Named,
     add_named,
     all_same_bits,
     are_finite,
     dense,
-    distance,
     factor_of,
     farthest,
-    fitted,
     norm,
     relative_norm,
-    same_bits,
-    scaled_all,
 )
+from lockstep.oracles.rounding import OracleBound
 from lockstep.stages.forward import DRAWS_OUTSIDE
+
+_CLOSE = 1e-4  # Relative; of solved factors.
 
 
 def check_gradients(context: Context) -> Iterator[Finding | Actual]:
@@ -41,29 +40,32 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
     odd = [shard for shard in context.shards if not are_finite(raw[shard])]
     if not context.computes:
         if odd:
-            context.mark_checked()
+            context.mark_checked("gradients")
         if odd and not context.is_wrong("loss"):
-            yield context.found("not_finite", "the gradients are NaN or infinite", items=odd)
+            yield context.found(
+                "gradients", "not_finite", "the gradients are NaN or infinite", items=odd
+            )
         return
     if context.overflows or any(found.detail == "other_loss" for found in context.findings):
         return
     if len(context.exact) == len(context.shards):
-        context.mark_checked()
+        context.mark_checked("gradients")
         for shard in context.shards:
             for name, value in raw[shard].items():
-                context.measure(name, "raw", shard, value, value, 0.0, same=True)
+                context.measure("gradients", name, "raw", shard, value, value, 0.0, same=True)
         return
     if odd := [shard for shard in odd if not are_finite(context.expected(shard).step.raw)]:
         text = "gradients are NaN or infinite, on one device too: nothing to compare with"
-        yield context.found("not_finite", text, items=odd, status=NOTHING)
+        yield context.found("gradients", "not_finite", text, items=odd, status=NOTHING)
         return
-    if _are_sums(context) and (found := _check_sums(context)) is not None:
+    if (found := _check_sums(context)) is not None:
         yield from found
         return
-    context.mark_checked()
+    context.mark_checked("gradients")
     if not context.has("loss"):
-        for shard, scales in enumerate(_scales_that_fit(context)):
-            yield Actual(shard, {"scales": scales})
+        fits = [Actual(s, {"scales": each}) for s, each in enumerate(_scales_that_fit(context))]
+        yield from fits
+        context = context.knowing(fits)
     if context.oracle.synchronized_layers:
         yield from _check_together(context)
         return
@@ -78,19 +80,17 @@ def _check_shard(context: Context, shard: int) -> Iterator[Finding]:
     actual, expected = context.named("raw")[shard], context.gradients(shard)
     if actual.keys() != expected.keys():
         yield context.found(
-            "frozen", f"{len(actual)} weights have a gradient, {len(expected)} on one device",
+            "gradients", "frozen",
+            f"{len(actual)} weights have a gradient, {len(expected)} on one device",
             items=(shard,), tensors=sorted(actual.keys() ^ expected.keys()),
         )  # fmt: skip
         return
-    is_far = any(
-        distance(value, expected[name]) > context.limit(shard, name, expected[name])
-        for name, value in actual.items()
-    )
     # Eight units of 16 bits would excuse a fault.
-    if is_far and context.oracle.unit <= EPS and not context.is_wrong("forward", "loss"):
+    can_widen = context.oracle.unit <= EPS and not context.is_wrong("forward", "loss")
+    if can_widen and len(context.bound([shard]).near(actual, [(1.0, expected)])) < len(actual):
         context.widen(shard)
-    hypotheses = gradient_hypotheses(context, shard)
-    yield from _compare(context, shard, actual, expected, (shard,), hypotheses)
+    rows = rows_of_shard(context, shard)
+    yield from _compare(context, shard, actual, expected, (shard,), rows)
 
 
 def _check_together(context: Context) -> Iterator[Finding]:
@@ -98,16 +98,16 @@ def _check_together(context: Context) -> Iterator[Finding]:
     if context.is_wrong("loss") or any(f.detail == "random_layers" for f in context.findings):
         return
     if not context.has("y_pred") and context.draws_outside:
-        yield context.found("random_layers", DRAWS_OUTSIDE, status=NOT_COMPARED)
+        yield context.found("gradients", "random_layers", DRAWS_OUTSIDE, status=NOT_COMPARED)
         return
     total, expected = add_named(context.named("raw")), context.expected(0).step.raw
-    hypotheses = synchronized_hypotheses(context)
-    yield from _compare(context, 0, total, expected, context.shards, hypotheses)
+    rows = rows_of_synchronized(context)
+    yield from _compare(context, 0, total, expected, context.shards, rows)
 
 
 def _compare(
     context: Context, shard: int, actual: Named, expected: Named, items: Sequence[int],
-    hypotheses: Iterable[Hypothesis],
+    rows: Iterable[Row],
 ) -> Iterator[Finding]:  # fmt: skip
     """Compares gradients, and explains the wrong ones.
 
@@ -116,42 +116,36 @@ def _compare(
         shard: the shard whose rounding error is that of the gradients.
         actual, expected: the gradients.
         items: the shards that have sent them.
-        hypotheses: what these shards may have computed.
+        rows: what these shards may have computed.
     """
     least = SMALL_PART * max(map(norm, expected.values()), default=0.0)
-    limits = {name: context.limit(shard, name, right) for name, right in expected.items()}
+    bound = context.bound([shard])
+    limits = {name: bound.allowed([(1.0, expected)], name) for name in expected}
     wrong = [
         name
         for name, value in actual.items()
-        if not context.measure(name, "raw", shard, value, expected[name], limits[name], least=least)
+        if not context.measure(
+            "gradients", name, "raw", shard, value, expected[name], limits[name], least=least
+        )
     ]
     odd = [n for n in wrong if not are_finite([actual[n]]) and are_finite([expected[n]])]
     if odd:
         senders = [s for s in items if not are_finite(context.named("raw")[s])]
         text = "gradients are NaN or infinite, and finite on one device"
-        yield context.found("not_finite", text, items=senders, tensors=odd)
+        yield context.found("gradients", "not_finite", text, items=senders, tensors=odd)
     left = [name for name in wrong if name not in odd]
 
-    def is_predicted(name: str, predicted: Named) -> bool:
-        sent, right = {name: actual[name]}, {name: expected[name]}
-        near = context.near(shard, sent, predicted)
-        return bool(near) and not context.near(shard, right, predicted)
-
-    known = predicted_by(hypotheses, left, is_predicted)
-
     def why(name: str) -> tuple[str, str]:
-        if name in known:
-            cause, text, _ = known[name]
-            return cause, f"the gradients are {text}"
         asked = actual[name], expected[name], limits[name]
         alone = why_tensor(*asked, len(context.shards))
         of_part = factor_of_part(context, *asked) if alone[0] == "unexplained" else None
         return of_part or alone
 
-    unknown = [name for name in left if name not in known]
-    for (cause, text), names in explain([*known, *unknown], why).items():
+    chosen, left = choose(actual, left, rows, bound, right=expected)
+    for row, names, _ in [*chosen, *explained_apart(left, why)]:
         yield context.found(
-            cause, text, items=items, tensors=names, distance=farthest(actual, expected, names),
+            "gradients", row.detail, row.text, items=items, tensors=names,
+            distance=farthest(actual, expected, names),
             allowed=MARGIN * context.expected(shard).backward,
         )  # fmt: skip
 
@@ -159,7 +153,7 @@ def _compare(
 # Steps that show no loss, or sum gradients themselves.
 
 
-def _scales_that_fit(context: Context) -> list[tuple[float, float]]:
+def _scales_that_fit(context: Context) -> list[tuple[float, ...]]:
     """Returns the factors of each shard's data loss and regularisation, where no loss is recorded.
 
     The sum over the shards shows whether they are right. A shard whose factors explain none of its
@@ -167,11 +161,11 @@ def _scales_that_fit(context: Context) -> list[tuple[float, float]]:
     """
     fits = [_factors_of(context, shard) for shard in context.shards]
     known = [fit for fit in fits if fit] or [(1 / len(fits), 1 / len(fits))]
-    usual = tuple(np.median(known, axis=0).tolist())
+    usual: tuple[float, ...] = tuple(np.median(known, axis=0).tolist())
     return [fit or usual for fit in fits]
 
 
-def _factors_of(context: Context, shard: int) -> tuple[float, float] | None:
+def _factors_of(context: Context, shard: int) -> tuple[float, ...] | None:
     """Returns two factors that explain most gradients of a shard; None if none explains any.
 
     A step may divide the data loss by the global batch, and regularisation by the number of
@@ -186,100 +180,56 @@ def _factors_of(context: Context, shard: int) -> tuple[float, float] | None:
     both = {n: dense(regular.get(n, np.zeros(np.shape(dense(own[n]))))) for n in own}
     rest = {name: dense(own[name]) - both[name] for name in own}
 
-    def explained(a: float, b: float) -> list[str]:
-        expected = {name: a * rest[name] + b * both[name] for name in own}
-        return context.near(shard, actual, expected, max(abs(a), abs(b)))
-
-    def fit(names: Sequence[str]) -> list[tuple[float, float]]:
-        parts = [np.concatenate([dense(g[n]).ravel() for n in names]) for g in (actual, rest, both)]
-        equal = factor_of(parts[:1], [parts[1] + parts[2]])
-        found = [(equal, equal)] if np.isfinite(equal) else []
-        return [*found, *_two_factors(*parts)]
+    def rows(names: Sequence[str]) -> Iterator[Row]:
+        for terms in ([own], [rest, both]):
+            solved, is_known = solve(actual, terms, names)
+            if is_known.all() and np.isfinite(solved).all():
+                a, b = map(float, (solved[0], solved[-1]))
+                yield Row("", "", [(a, rest), (b, both)], factors=(a, b))
 
     sizes = {name: norm(value) for name, value in own.items()}
     large = [n for n in own if sizes[n] > NOTHING_BUT_ROUNDING * np.mean([*sizes.values()])]
-    candidates = [pair for name in large for pair in fit([name])]
-    best = max(candidates, key=lambda pair: len(explained(*pair)), default=None)
-    if best is None or not (names := explained(*best)):
-        return None
-    return max(fit(names), key=lambda pair: len(explained(*pair)), default=best)
-
-
-def _two_factors(
-    actual: np.ndarray, first: np.ndarray, second: np.ndarray
-) -> Iterator[tuple[float, float]]:
-    """Yields (a, b) with `a * first + b * second` closest to `actual`, if both are determined."""
-    sizes = norm(first), norm(second)
-    if not all(sizes) or abs(np.vdot(first, second)) > 0.99 * sizes[0] * sizes[1]:
-        return
-    columns = np.stack([first / sizes[0], second / sizes[1]], axis=1)
-    a, b = fitted(columns, actual)
-    yield float(a / sizes[0]), float(b / sizes[1])
-
-
-def _are_sums(context: Context) -> bool:
-    """Returns whether each shard sends the same sum, of a custom step that sums gradients itself.
-
-    They are equal although the examples differ, and no shard's own gradients.
-    """
-    raw, used = context.named("raw"), [ask.data for ask in context.actual]
-    if len(raw) == 1 or context.oracle.synchronized_layers:
-        return False
-    if any(ask.off for ask in context.actual):
-        return False
-    if not any(map(norm, raw[0].values())):
-        return False
-    if not all(all_same_bits(other, raw[0]) for other in raw[1:]):
-        return False
-    if all(all(map(same_bits, other, used[0])) for other in used[1:]):
-        return False
-    for shard in context.shards:
-        own = context.expected(shard).step.raw
-        if own.keys() != raw[0].keys():
-            return False
-        factor = factor_of(list(raw[0].values()), [own[name] for name in raw[0]])
-        # Gradients of one shard's examples, or of a loss that does not depend on examples.
-        multiple = scaled_all(own, factor) if np.isfinite(factor) else {}
-        if len(context.near(shard, raw[0], multiple, factor)) == len(raw[0]):
-            return False
-    return True
+    bound = context.bound([shard], 1.0)
+    chosen, _ = choose(actual, [*own], (row for name in large for row in rows([name])), bound)
+    if chosen:
+        again, _ = choose(actual, chosen[0].names, rows(chosen[0].names), bound)
+    return (again or chosen)[0].row.factors if chosen else None
 
 
 def _check_sums(context: Context) -> list[Finding] | None:
-    """Compares sums of a custom step with the whole batch, if it can be computed.
+    """Checks gradients of a custom step that adds those of the shards itself.
 
-    Returns None if they are no multiple of its gradient.
+    Returns None unless each shard sends the same sum, and it is a multiple of the gradient of the
+    whole batch.
     """
+    raw, asks = context.named("raw"), context.actual
+    if len(raw) == 1 or context.oracle.synchronized_layers or any(ask.off for ask in asks):
+        return None
+    terms = [context.expected(shard).step.raw for shard in context.shards]
+    is_same = all(all_same_bits(other, raw[0]) for other in raw[1:])
+    if not is_same or any(own.keys() != raw[0].keys() for own in terms):
+        return None
+    factors, is_known = solve(raw[0], terms)
+    is_sum = np.count_nonzero(np.abs(factors) > _CLOSE * np.max(np.abs(factors))) > 1
+    if not (is_known.all() and is_sum):
+        return None
     if context.modal_layers or context.is_wrong("loss"):
         return []
-    raw = context.named("raw")
     expected = context.expected_of(context.ask(0, data=context.used, scales=(1.0, 1.0)))
-    total, whole = add_named(raw), expected.step.raw
-    factor = factor_of(list(total.values()), [whole[name] for name in total])
-    limits = {
-        name: MARGIN * max(expected.gradients[name], expected.backward * norm(g)) + TINY
-        for name, g in whole.items()
-    }
-
-    def wrong(times: float) -> list[str]:
-        by = max(1, abs(times))
-        return [n for n in whole if _apart(total[n], whole[n], times) > by * limits[n]]
-
-    if wrong(factor):
+    total, whole, bound = add_named(raw), expected.step.raw, OracleBound([expected])
+    factor = factor_of([*total.values()], [whole[name] for name in total])
+    if len(bound.near(total, [(factor, whole)])) < len(whole):
         return None
-    context.mark_checked()
-    if not (names := wrong(1.0)):
+    context.mark_checked("gradients")
+    right = bound.near(total, [(1.0, whole)])
+    if not (names := [name for name in whole if name not in right]):
         return []
     text = (
         "the train_step sums the gradients over the replicas; the sum of what they then send adds"
         f" up to {factor:.4g} times the gradient of the whole batch"
     )
     far = relative_norm(total, whole)
-    return [context.found("scaled_gradient", text, tensors=names, distance=far)]
-
-
-def _apart(actual: Array, expected: Array, times: float = 1.0) -> float:
-    return distance(actual, times * dense(expected))
+    return [context.found("gradients", "scaled_gradient", text, tensors=names, distance=far)]
 
 
 # The gradient of the whole batch.
@@ -300,85 +250,27 @@ def _check_whole_batch(context: Context) -> Iterator[Finding]:
     whole = context.compute(ask).raw
     if any(shard.keys() != whole.keys() for shard in shards):  # One of them overflows.
         return
-    sums, each = add_named(shards), [context.expected(s) for s in context.shards]
-    backward = max(expected.backward for expected in each)
-    # The shards' gradients may cancel each other, but not their rounding errors.
-    limits = {
-        name: MARGIN
-        * max(
-            sum(expected.gradients.get(name, 0.0) for expected in each),
-            backward * sum(norm(shard[name]) for shard in shards),
-        )
-        + TINY
-        for name in whole
-    }
-    apart = {name: _apart(sums[name], whole[name]) for name in whole}
-    if any(apart[name] > limits[name] for name in whole):
-        gradients = context.expected_of(ask).gradients
-        limits = {n: limit + MARGIN * gradients[n] for n, limit in limits.items()}
-    if wrong := [name for name, limit in limits.items() if apart[name] > limit]:
-        cause, text = _why_whole(context, sums, whole, limits, wrong)
+
+    def far(bound: OracleBound) -> list[str]:
+        shares = bound.shares(whole, [(1.0, own) for own in shards])
+        return [name for name, share in shares.items() if not share <= 1]
+
+    bound = context.bound(context.shards, 1.0)
+    if far(bound):
+        bound = OracleBound([*bound.steps, context.expected_of(ask)])
+    if not (wrong := far(bound)):
+        return
+    chosen, _ = choose(whole, wrong, rows_of_whole(context, shards, whole, wrong), bound)
+    far_by = relative_norm(add_named(shards), whole)
+    where: Any = {"tensors": wrong, "distance": far_by}
+    if chosen and len(chosen[0].names) == len(wrong):
+        row = chosen[0].row
         # Losses may be equal by chance when their gradients are not.
-        stage = "loss" if cause == "weighted_mean_of_means" else ""
-        yield context.found(
-            cause, text, tensors=wrong, distance=relative_norm(sums, whole), stage=stage,
-            status=BY_DESIGN if cause == "not_a_sum_over_examples" else FAULT,
-        )  # fmt: skip
-
-
-def _why_whole(
-    context: Context, sums: Named, whole: Named, limits: dict[str, float], wrong: Sequence[str]
-) -> tuple[str, str]:
-    """Explains why the shards' gradients do not add up to the gradient of the whole batch."""
-
-    def are_near(actual: Named, expected: Named, times: float = 1.0) -> bool:
-        by = max(1, abs(times))
-        return all(_apart(actual[n], expected[n], times) <= by * limits[n] for n in wrong)
-
-    sizes = context.sizes
-    by_size = [size / sum(sizes) for size in sizes]
-    is_mean = not context.has("loss") and len(set(sizes)) > 1
-    if is_mean and are_near(context.weighted_sum(by_size, context.modal_layers), whole):
-        return "mean_of_means", f"shards of {'/'.join(map(str, sizes))} examples have equal weights"
-    weights = _weights_of_shards(context)
-    if weights and are_near(context.weighted_sum(weights, context.modal_layers), whole):
-        return "weighted_mean_of_means", (
-            "shards have equal weights; their shares of the sample weights, or unmasked steps, are"
-            f" {'/'.join(f'{weight:.3g}' for weight in weights)}"
-        )
-    factor = factor_of([sums[n] for n in whole], list(whole.values()))
-    if are_near(sums, whole, factor):
-        cause = "scaled_gradient" if factor < 1 else "scalar_loss_not_divided"
-        why = "is divided more than once"
-        if factor >= 1:
-            why = "is the mean over a replica's examples, not divided by the number of replicas"
-        return cause, (
-            f"the sum of the gradients over {len(context.shards)} replicas is {factor:.4g} times"
-            f" the gradient of the whole batch: the loss {why}"
-        )
-    if regular := context.oracle.regular_gradients(context.state(0), context.used):
-        apart = [dense(sums[name]) - dense(whole[name]) for name in wrong]
-        extra = factor_of(apart, [regular[name] for name in wrong])
-        more = {name: dense(whole[name]) + extra * dense(regular[name]) for name in wrong}
-        if are_near(sums, more):
-            return (
-                "regulariser_repeated" if extra > 0 else "regulariser_missing",
-                f"the replicas' gradients contain {1 + extra:.4g} times the regularisation of one"
-                " device",
-            )
-    return (
-        "not_a_sum_over_examples",
-        f"the gradient of the whole batch differs by {relative_norm(sums, whole):.1%} from the sum"
-        " over the shards, also on one device",
+        stage = "loss" if row.detail == "weighted_mean_of_means" else "gradients"
+        yield context.found(stage, row.detail, row.text, **where)
+        return
+    text = (
+        f"the gradient of the whole batch differs by {far_by:.1%} from the sum over the shards,"
+        " also on one device"
     )
-
-
-def _weights_of_shards(context: Context) -> list[float]:
-    """Returns the fractions of the shards' sample weights, or of their unmasked steps."""
-    if not context.has("mask"):
-        return []
-    sums = []
-    for ask, masks in zip(context.actual, context.arrays("mask"), strict=True):
-        arrays = [mask for mask in masks if mask.ndim] + context.oracle.targets(ask.data)[1]
-        sums.append(sum(float(np.sum(array)) for array in arrays))
-    return [number / sum(sums) for number in sums] if sum(sums) else []
+    yield context.found("gradients", "not_a_sum_over_examples", text, status=BY_DESIGN, **where)

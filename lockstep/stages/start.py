@@ -20,6 +20,7 @@ from lockstep.numeric.arrays import (
     same_bits,
 )
 from lockstep.numeric.tolerance import Tolerance
+from lockstep.recorded import Step
 from lockstep.reference import StepPair
 
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
@@ -32,19 +33,19 @@ def check_start(context: Context) -> Iterator[Finding]:
     """Checks that copies start from equal weights: those of the previous step, or as defined."""
     if not context.has("before"):
         return
-    context.mark_checked()
+    context.mark_checked("start")
     # The copies' own state, also where that of another recording was loaded in its place.
     kind = "replaced" if context.has("replaced") else "before"
     before = context.named(kind)
     yield from _without_state(context, before)
     previous, is_own = context.previous, kind == "replaced" or context.trace.about.replayed is None
     if not (is_own and previous and previous.has("after")):
-        yield from _differing_copies(context, kind, "before the step")
+        yield from _differing_copies(context, "start", kind, "before the step")
     else:
         after, fixed = previous.named("after"), _kept_between_steps(previous, context)
         yield from _lost_state(context, after, before)
         yield from _changed(context, after, before, fixed)
-        yield from _differing_copies(context, kind, "before the step", but=fixed)
+        yield from _differing_copies(context, "start", kind, "before the step", but=fixed)
     if context.computes and context.number == 0:
         yield from _initial_state(context)
 
@@ -75,14 +76,18 @@ def _changed(
             continue
         if changed and is_state and not any(norm(before[copy][name]) for copy in changed):
             text = f"{name} is 0 again between two steps"
-            yield context.found("reset_state", text, kind="before", items=changed, tensors=(name,))
+            yield context.found(
+                "start", "reset_state", text, kind="before", items=changed, tensors=(name,)
+            )
         elif changed and is_state and all(_is_of_another(name, c, after, before) for c in changed):
             text = f"{name} is that of another replica, as of a checkpoint that one of them wrote"
-            yield context.found("not_restored", text, kind="before", items=changed, tensors=(name,))
+            yield context.found(
+                "start", "not_restored", text, kind="before", items=changed, tensors=(name,)
+            )
         elif changed:
             text = f"{name} changed between two steps"
             yield context.found(
-                "changed_on_its_own", text, kind="before", items=changed, tensors=(name,)
+                "start", "changed_on_its_own", text, kind="before", items=changed, tensors=(name,)
             )
 
 
@@ -108,7 +113,7 @@ def _is_of_another(name: str, copy: int, after: Sequence[Named], before: Sequenc
     return any(same_bits(before[copy][name], own[name]) for own in others)
 
 
-def _kept_between_steps(previous: Context, context: Context) -> list[str]:
+def _kept_between_steps(previous: Step, context: Context) -> list[str]:
     """Returns the variables that a step leaves to the next one: all but those of the script.
 
     A script may assign to the weights that the optimizer does not update, such as a moving average
@@ -131,7 +136,7 @@ def _without_state(context: Context, before: Sequence[Named]) -> Iterator[Findin
     empty = [copy for copy, count in enumerate(counts) if not count]
     if empty and max(counts) == len({*of.values()}) > 0:
         text = "before the step, these replicas have no optimizer state, and others have it"
-        yield context.found("diverged_replicas", text, kind="before", items=empty)
+        yield context.found("start", "diverged_replicas", text, kind="before", items=empty)
 
 
 def _lost_state(
@@ -143,7 +148,9 @@ def _lost_state(
     if copies := [copy for copy, missing in lost.items() if missing]:
         tensors = [name for name in names if any(name in lost[copy] for copy in copies)]
         text = f"{len(tensors)} arrays of optimizer state are lost between two steps"
-        yield context.found("reset_state", text, kind="before", items=copies, tensors=tensors)
+        yield context.found(
+            "start", "reset_state", text, kind="before", items=copies, tensors=tensors
+        )
 
 
 def _is_broadcast(context: Context, name: str, own: Named, first: Named) -> bool:
@@ -164,7 +171,7 @@ def _initial_state(context: Context) -> Iterator[Finding]:
             what = "weights" if weights else "optimizer state or statistics"
             is_state = all(context.trace.kinds[n] == STATE for n in wrong)
             yield context.found(
-                "other_initial_state" if is_state else "other_initial_weights",
+                "start", "other_initial_state" if is_state else "other_initial_weights",
                 f"{len(wrong)} variables start from {what} other than those that model, recipe and"
                 " seed define",
                 kind="before", items=(context.trace.copy_of(shard),), tensors=wrong,
@@ -180,15 +187,15 @@ def check_agreement(context: Context) -> Iterator[Finding]:
     applied = [context.applied(copy) for copy in context.copies]
     is_same = all(all_same_bits(other, applied[0]) for other in applied[1:])
     if not is_same and not context.is_wrong("all-reduce", "clipping", "update"):
-        context.mark_checked()
+        context.mark_checked("agreement")
         found = [*_unlike_gradients(context, applied)]
         yield from found
         is_same = not found  # Gradients that differ by rounding only.
     if context.is_wrong("update") or not is_same:
         return
-    context.mark_checked()
+    context.mark_checked("agreement")
     known = {name for name, *_ in context.unlike_first("before")} if context.has("before") else {}
-    yield from _differing_copies(context, "after", "after the step", but=known)
+    yield from _differing_copies(context, "agreement", "after", "after the step", but=known)
 
 
 def _unlike_gradients(context: Context, applied: Sequence[Named]) -> Iterator[Finding]:
@@ -200,12 +207,12 @@ def _unlike_gradients(context: Context, applied: Sequence[Named]) -> Iterator[Fi
         text = (
             f"copies apply a gradient of 0 to {count('weight', len(idle))}, and other copies do not"
         )
-        yield context.found("not_updated", text, items=(), tensors=idle)
+        yield context.found("agreement", "not_updated", text, items=(), tensors=idle)
         names = [name for name in names if name not in idle]
     if names:
         cause = _why_unlike(context, applied, names)
         text = f"the copies apply different gradients of {count('weight', len(names))}, and diverge"
-        yield context.found(cause, text, items=(), tensors=names)
+        yield context.found("agreement", cause, text, items=(), tensors=names)
 
 
 def _why_unlike(context: Context, applied: Sequence[Named], names: Sequence[str]) -> str:
@@ -235,7 +242,7 @@ def _draw_apart(context: Context) -> bool:
 
 
 def _differing_copies(
-    context: Context, kind: str, when: str, but: Collection[str] = ()
+    context: Context, stage: str, kind: str, when: str, but: Collection[str] = ()
 ) -> Iterator[Finding]:
     """Yields a finding for each weight or state that differs from that of replica 0."""
     what = "rank" if context.trace.model_axes else "replica"
@@ -243,14 +250,15 @@ def _differing_copies(
     for name, copies, apart in context.unlike_first(kind):
         if context.trace.kinds[name] in (WEIGHT, STATE) and name not in but:
             yield context.found(
-                "diverged_replicas", text, kind=kind, items=copies, tensors=(name,), distance=apart
-            )
+                stage, "diverged_replicas", text, kind=kind, items=copies, tensors=(name,),
+                distance=apart,
+            )  # fmt: skip
 
 
 def compare_starts(pair: StepPair) -> Iterator[Finding]:
     """Compares weights and statistics before a step; later states may differ by rounding."""
     second = pair.second
-    second.mark_checked()
+    second.mark_checked("start")
     is_first = pair.first.number == min({*pair.first.trace.steps} & {*second.trace.steps})
     if is_first:
         yield from _not_restored(pair)
@@ -261,10 +269,10 @@ def compare_starts(pair: StepPair) -> Iterator[Finding]:
     is_replayed = second.trace.about.replayed and (is_first or not second.trace.about.sample)
     if is_replayed:
         text = "the step was to start from the state of the first recording, and does not"
-        yield second.found("not_replayed", text, distance=far)
+        yield second.found("start", "not_replayed", text, distance=far)
     elif is_first:
         why = _why_start(*pair.states("before"), list(apart))
-        yield second.found(*why, tensors=apart, distance=far)
+        yield second.found("start", *why, tensors=apart, distance=far)
 
 
 def resumed_step(
@@ -310,7 +318,7 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
             f"{len(lost)} of {num_arrays} arrays of optimizer state are 0 or missing before the"
             " first step, which starts from the weights of the first recording"
         )
-        yield second.found("not_restored", text, tensors=dict.fromkeys(lost))
+        yield second.found("start", "not_restored", text, tensors=dict.fromkeys(lost))
 
 
 def _unlike(pair: StepPair, first: Named, second: Named) -> list[str]:
@@ -328,7 +336,7 @@ def _replaced(pair: StepPair) -> Iterator[Finding]:
     if unlike := _unlike(pair, first, second):
         cause, text = _why_start(first, second, unlike)
         text += ", before replay= replaced them"
-        yield pair.second.found(cause, text, kind="before", tensors=unlike)
+        yield pair.second.found("start", cause, text, kind="before", tensors=unlike)
 
 
 def replaced_start(pair: StepPair) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import SEED, STATISTIC
-from lockstep.explain.hypothesis import explain
+from lockstep.explain.rows import explained_apart
 from lockstep.numeric.arrays import (
     EPS,
     MARGIN,
@@ -45,15 +45,15 @@ def check_statistics(context: Context) -> Iterator[Finding]:
     if not names or not context.has("after"):
         return
     if context.computes:
-        context.mark_checked()
+        context.mark_checked("statistics")
         for shard in context.shards:
             if shard not in context.exact:
                 yield from _of_shard(context, shard, names)
     elif len(context.copies) > 1 and context.of_kind(STATISTIC):
-        context.mark_checked()
+        context.mark_checked("statistics")
         yield from _local(context)
     if context.has("own_after"):
-        context.mark_checked()
+        context.mark_checked("statistics")
         yield from _averages(context)
 
 
@@ -82,8 +82,8 @@ def _local(context: Context) -> Iterator[Finding]:
                 " of replica 0"
             )
         yield context.found(
-            "local_statistics", text, status=status, kind="after", items=copies, tensors=(name,),
-            distance=apart,
+            "statistics", "local_statistics", text, status=status, kind="after", items=copies,
+            tensors=(name,), distance=apart,
         )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def _are_of_groups(values: Sequence[Array]) -> bool:
 
 def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Finding]:
     """Checks the statistics and seeds that a shard leaves."""
-    left, before = context.left(shard), context.state(shard)
+    left, before = context.state(shard, "after"), context.state(shard)
     own = _own(context, shard)
     expected = context.expected(shard)
     allowed = MARGIN * expected.forward
@@ -112,7 +112,9 @@ def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Fi
         if context.trace.kinds[name] != SEED:
             far = MARGIN * expected.statistics.get(name, 0.0)
             limit = max(far, allowed * norm(own[name])) + TINY
-        if not context.measure(name, "own_after", shard, left[name], own[name], limit, same=same):
+        if not context.measure(
+            "statistics", name, "own_after", shard, left[name], own[name], limit, same=same
+        ):
             wrong.append(name)
     if not wrong:
         return
@@ -123,7 +125,7 @@ def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Fi
     where: Any = {"items": (shard,), "tensors": wrong, "distance": apart, "allowed": allowed}
     if stay:
         text = "moving statistics and seeds do not change in the training step"
-        yield context.found("inference_mode", text, **where)
+        yield context.found("statistics", "inference_mode", text, **where)
         return
     cause, text = _why(context, shard, left, before, own, wrong)
     if any(finding.detail == "random_layers" for finding in context.findings):
@@ -134,7 +136,7 @@ def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Fi
             "the layer is synchronized, but its moving statistics are those of one replica's"
             " examples, not of the whole batch"
         )
-    yield context.found(cause, text, **where)
+    yield context.found("statistics", cause, text, **where)
 
 
 def _own(context: Context, shard: int) -> Named:
@@ -187,12 +189,12 @@ def _averages(context: Context) -> Iterator[Finding]:
             continue
         mean, bound = _average(own, name, [1 / len(own)] * len(own))
         same = same_bits(saved[name], np.mean([each[name] for each in own], axis=0))
-        context.measure(name, "after", 0, saved[name], mean, length(bound), same=same)
+        context.measure("statistics", name, "after", 0, saved[name], mean, length(bound), same=same)
         if not same and not is_within(saved[name], mean, bound):
             wrong.append(name)
     why = functools.partial(_why_average, context, own, saved, wrong)
-    for (cause, text), names in explain(wrong, why).items():
-        yield context.found(cause, text, kind="after", tensors=names)
+    for row, names, _ in explained_apart(wrong, why):
+        yield context.found("statistics", row.detail, row.text, kind="after", tensors=names)
 
 
 def _average(
@@ -247,7 +249,7 @@ def compare_statistics(pair: StepPair) -> Iterator[Finding]:
     names = [name for name in names if before[name].dtype.kind == "f"]
     if not (names and pair.computes_the_same):
         return
-    pair.second.mark_checked()
+    pair.second.mark_checked("statistics")
     changes = [{n: dense(after[n]) - dense(before[n]) for n in names} for after in (first, second)]
     far = {n: ratio(distance(changes[1][n], changes[0][n]), norm(changes[0][n])) for n in names}
     for finding in _why_statistics(pair, before, *changes):
@@ -283,7 +285,7 @@ def _why_statistics(
             f"{shares[0]:.4g} of each batch is added to the moving statistics in the first"
             f" recording, and {shares[1]:.4g} in the second"
         )
-        yield found("other_batch_norm_momentum", text, tensors=others)
+        yield found("statistics", "other_batch_norm_momentum", text, tensors=others)
     left = [n for n, (a, b, by) in batches.items() if distance(b, a) > allowed * norm(a) + by]
     means = {_layer_of(name) for name in left if not _is_variance(name)}
     # If the mean of a layer differs, its batch differs.
@@ -292,7 +294,7 @@ def _why_statistics(
         frameworks = {step.trace.about.framework for step, _ in pair.both}
         # Each framework has its own form.
         status = BY_DESIGN if len(frameworks) > 1 else FAULT
-        yield found("unbiased_variance", text, tensors=variances, status=status)
+        yield found("statistics", "unbiased_variance", text, tensors=variances, status=status)
         left = [name for name in left if name not in variances]
     if not left:
         return
@@ -319,7 +321,7 @@ def _why_left(
     )
     if is_scaled and not is_share and of_norm == left:
         text = f"each statistic changes {scale:.4g} times as much as in the first recording"
-        yield found("other_batch_norm_momentum", text, tensors=left)
+        yield found("statistics", "other_batch_norm_momentum", text, tensors=left)
         return
     for step, which in pair.both if of_norm == left and not pair.has_same_shards else ():
         names, after = step.of_kind(STATISTIC), step.named("after")
@@ -329,10 +331,10 @@ def _why_left(
             if is_fault:
                 text += ", and gradients are those of layers that normalise the whole batch"
             status = FAULT if is_fault else NOT_COMPARED
-            yield found("local_statistics", text, tensors=left, status=status)
+            yield found("statistics", "local_statistics", text, tensors=left, status=status)
             return
     text = f"{len(left)} moving statistics differ"
-    yield pair.explained(found("other_statistics", text, tensors=left))
+    yield pair.explained(found("statistics", "other_statistics", text, tensors=left))
 
 
 def _normalises_all(pair: StepPair, names: Sequence[str]) -> bool:

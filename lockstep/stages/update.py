@@ -1,14 +1,14 @@
 """Checks weights and optimizer state after the update."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from lockstep.answer.verdict import NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import SEED, WEIGHT
-from lockstep.explain.hypothesis import explain, predicted_by
-from lockstep.explain.updates import update_hypotheses
+from lockstep.explain.rows import choose, explained_apart, share_of
+from lockstep.explain.update_rows import update_rows
 from lockstep.numeric.arrays import (
     EPS,
     MARGIN,
@@ -25,6 +25,7 @@ from lockstep.numeric.arrays import (
     same_bits,
 )
 from lockstep.numeric.sampling import by_part, with_sums
+from lockstep.numeric.tolerance import Expression, value_of
 from lockstep.oracles.rules import RuleOracle
 
 
@@ -40,7 +41,7 @@ def check_update(context: Context) -> Iterator[Finding]:
             copy for copy, (has_update, before) in enumerate(states) if not (has_update or before)
         ]
         if items:
-            yield context.found("not_updated", text, kind="after", items=items)
+            yield context.found("update", "not_updated", text, kind="after", items=items)
     oracle = context.updater
     if oracle is None or not context.has("after"):
         return
@@ -57,7 +58,7 @@ def check_update(context: Context) -> Iterator[Finding]:
         weights = set(oracle.rules)
     else:
         return
-    context.mark_checked()
+    context.mark_checked("update")
     before, after = context.named("before"), context.named("after")
     updated = weights | oracle.tracks
     watched = [n for n in context.trace.keys if n in updated and all(n in each for each in after)]
@@ -76,7 +77,9 @@ def check_update(context: Context) -> Iterator[Finding]:
         for name in watched:
             same = name not in differing
             allowed = 0.0 if same else length(bounds[name])
-            context.measure(name, "after", copy, own[name], expected[name], allowed, same=same)
+            context.measure(
+                "update", name, "after", copy, own[name], expected[name], allowed, same=same
+            )
         if wrong:
             yield from _explain(context, copy, expected, bounds, wrong)
 
@@ -145,66 +148,74 @@ def _explain(
     if not are_finite(context.applied(copy)):
         text = "a gradient overflows, so that every copy must skip the step, but this copy does not"
         yield context.found(
-            "overflow_not_skipped", text, kind="after", items=(copy,), tensors=wrong
+            "update", "overflow_not_skipped", text, kind="after", items=(copy,), tensors=wrong
         )
         return
     counters = [name for name in wrong if name.endswith("iteration")]
     others = [name for name in wrong if name not in counters]
     # A wrong weight may result from a wrong state: one explanation for both.
     weights = [name for name in others if kinds[name] == WEIGHT] or others
-    hypotheses = update_hypotheses(context, copy, expected, weights) if weights else ()
-    fits = _fits(context, copy, expected, bounds)
-    known = predicted_by(hypotheses, weights, fits)
-    unknown = [name for name in weights if name not in known]
+    bound = _BoundOfUpdate(context, before, after, bounds)
+    rows = update_rows(context, copy, expected, weights) if weights else ()
+    chosen, unknown = choose(after, weights, rows, bound, right=expected)
     alone = _alone(after, expected, bounds, unknown)
-    reasons = explain([*known, *unknown], lambda n: known[n][:2] if n in known else alone[n])
-    for (cause, text), names in reasons.items():
-        predicted = known[names[0]][2] if names[0] in known else {}
+    chosen += explained_apart(unknown, alone.__getitem__)
+    for row, names, _ in chosen:
+        predicted = {n: a for _, term in row.terms for n, a in term.items()} if counters else {}
         counted = [n for n in counters if n in predicted and same_bits(after[n], predicted[n])]
         counters = [name for name in counters if name not in counted]
         yield context.found(
-            cause, text, kind="after", items=(copy,), tensors=[*names, *counted],
+            "update", row.detail, row.text, kind="after", items=(copy,), tensors=[*names, *counted],
             distance=farthest(after, expected, names),
         )  # fmt: skip
-    if {cause for cause, _ in reasons} == {"changed_on_its_own"} and len(weights) < len(others):
+    if {row.detail for row, *_ in chosen} == {"changed_on_its_own"} and len(weights) < len(others):
         states = [name for name in others if name not in weights]
         yield from _explain(context, copy, expected, bounds, states)
     if counters:
         made = int(after[counters[0]]) - int(before[counters[0]])
         yield context.found(
-            "schedule_stepped_too_often" if made else "not_updated",
+            "update", "schedule_stepped_too_often" if made else "not_updated",
             f"`iterations` advances by {made} in one step, so a learning rate schedule runs {made}"
             " times as fast",
             kind="after", items=(copy,), tensors=counters,
         )  # fmt: skip
 
 
-def _fits(
-    context: Context, copy: int, expected: Named, bounds: Named
-) -> Callable[[str, Named], bool]:
-    """Returns a function that returns whether a prediction alone explains a variable.
+class _BoundOfUpdate:
+    """How far rounding can move what an update leaves.
 
-    What an update does to a weight and to its state has one cause.
+    What it does to a weight and to its state has one cause: a row explains both, or neither.
+
+    Args:
+        context: the step.
+        before, after: the variables of a copy.
+        bounds: see `rounding_bounds`.
     """
-    before, after = context.named("before")[copy], context.named("after")[copy]
-    groups: dict[str, list[str]] = {name: [name] for name in bounds if name in after}
-    for key, variable in context.trace.variables.items():
-        if key in groups and variable.of in groups:
-            groups[variable.of].append(key)
-            groups[key] = groups[variable.of]
 
-    def fits(name: str, predicted: Named) -> bool:
-        if not all(each in predicted for each in groups[name]):
-            return False
-        # What is predicted may be larger than what is expected, and then its rounding is, too.
-        least = least_bounds(context, before, predicted, groups[name])
-        is_predicted = all(
-            is_within(after[each], predicted[each], np.maximum(bounds[each], least[each]))
-            for each in groups[name]
-        )
-        return is_predicted and not is_within(expected[name], predicted[name], bounds[name])
+    def __init__(self, context: Context, before: Named, after: Named, bounds: Named):
+        self._context, self._before, self._bounds = context, before, bounds
+        self._groups: dict[str, list[str]] = {name: [name] for name in bounds if name in after}
+        for key, variable in context.trace.variables.items():
+            if key in self._groups and variable.of in self._groups:
+                self._groups[variable.of].append(key)
+                self._groups[key] = self._groups[variable.of]
 
-    return fits
+    def shares(
+        self, observed: Named, expression: Expression, names: Sequence[str] | None = None
+    ) -> dict[str, float]:
+        """Returns name → largest distance of its elements, and of its state, over their bound."""
+        found = {}
+        for name in self._groups if names is None else names:
+            group = self._groups[name]
+            if all(any(each in term for _, term in expression) for each in group):
+                values = {n: value_of(expression, n, np.shape(observed[n])) for n in group}
+                # What is predicted may be larger than what is expected: so is its rounding.
+                least = least_bounds(self._context, self._before, values, group)
+                found[name] = max(
+                    share_of(observed[n], values[n], np.maximum(self._bounds[n], least[n]))
+                    for n in group
+                )
+        return found
 
 
 def _alone(
@@ -243,9 +254,9 @@ def _changed(context: Context) -> dict[str, list[int]]:
 def _check_unseen(context: Context) -> Iterator[Finding]:
     """Reports that a step changes weights without the optimizer, so that little can be checked."""
     if changed := _changed(context):
-        context.mark_checked()
+        context.mark_checked("update")
         yield context.found(
-            "update_not_seen",
+            "update", "update_not_seen",
             "weights change, and the compiled optimizer was given no gradients: gradients,"
             " all-reduce and update could not be checked",
             tensors=changed, status=NOT_COMPARED,
@@ -254,12 +265,12 @@ def _check_unseen(context: Context) -> Iterator[Finding]:
 
 def _check_skipped(context: Context) -> Iterator[Finding]:
     """Checks a step that one device skips, or that was skipped, because gradients overflowed."""
-    context.mark_checked()
+    context.mark_checked("update")
     overflows, changed = context.overflows, _changed(context)
     if context.has("raw"):
         names = ", ".join(context.trace.name_of("raw", shard) for shard in overflows)
         yield context.found(
-            "overflow_not_skipped",
+            "update", "overflow_not_skipped",
             f"gradients overflow on {names}, and the step is not skipped: infinite gradients are"
             " applied",
             items=overflows,
@@ -268,8 +279,10 @@ def _check_skipped(context: Context) -> Iterator[Finding]:
     whole = context.right[0]._replace(data=context.whole)
     if not overflows and context.oracle.compute(whole).raw:
         text = "the step is skipped although gradients overflow on no replica"
-        yield context.found("not_updated", text)
+        yield context.found("update", "not_updated", text)
     if changed:
         copies = sorted({copy for found in changed.values() for copy in found})
         text = "weights change in a skipped step"
-        yield context.found("changed_on_its_own", text, kind="after", items=copies, tensors=changed)
+        yield context.found(
+            "update", "changed_on_its_own", text, kind="after", items=copies, tensors=changed
+        )

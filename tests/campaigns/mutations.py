@@ -158,7 +158,8 @@ def run(
         check(text.count(mutation.old) == 1, f"{mutation} does not fit the program")
         path.write_text(text.replace(mutation.old, mutation.new), "utf-8")
         names = next((n for p, n in first.items() if fnmatch.fnmatch(mutation.file, p)), [])
-        tests = [f"tests/test_{name}.py" for name in names]
+        found = (next((copy / "tests").rglob(f"test_{name}.py")) for name in names)
+        tests = [str(path.relative_to(copy)) for path in found]
         failed = _run_tests(copy, "-n0", *tests) if tests else []
         failed = failed or _run_tests(copy, *(f"--ignore={name}" for name in tests))
         noticed.append(failed[0] if failed else "")

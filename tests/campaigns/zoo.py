@@ -7,6 +7,8 @@ its cause, if anything else is found, or if a correction is not clean.
 
 import collections
 import contextlib
+import dataclasses
+import functools
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +18,13 @@ import tensorflow as tf
 
 import lockstep
 from app.verification.case_evaluation import compare_evaluation
-from lockstep.answer.verdict import Finding, Verdict
+from lockstep.answer.verdict import Verdict
 from lockstep.data.file import from_parts
 from lockstep.data.trace import Trace
 from lockstep.record_keras import Recorder
-from zoo import CASES, Case, Program
+from verifier import MARKS, Row
+from verifier import check as check_row
+from zoo import CASES, Program
 
 from . import check
 
@@ -62,41 +66,33 @@ def fit(
     return lockstep.compare(trace, model=one_device, batches=batches), model, one_device, trace
 
 
-def search(program: Program, num_replicas: int) -> Sequence[Finding]:
-    """Trains a program under a strategy, and returns what is not as on one device."""
+def search(program: Program, num_replicas: int) -> Verdict:
+    """Trains a program under a strategy, and returns the verdict on it and its evaluation."""
     keras.utils.set_random_seed(1)
     strategy = mirrored(num_replicas)
     given = program.distribute(strategy) if program.distribute else None
     verdict, model, one_device, trace = fit(strategy, program.model, program.data(), given)
     if not program.evaluation_data:
-        return verdict.findings
+        return verdict
     dataset, distribute = program.evaluation_data(), program.distribute_evaluation
     given = distribute(strategy) if distribute else dataset
     logs = model.evaluate(given, verbose=0, return_dict=True)
     last = len(trace.steps) - 1
     states = [trace.arrays(last, "after", replica) or [] for replica in trace.copies]
-    return *verdict.findings, *compare_evaluation(logs, one_device, states, dataset)
+    found = compare_evaluation(logs, one_device, states, dataset)
+    return dataclasses.replace(verdict, findings=(*verdict.findings, *found))
 
 
-def problems(case: Case, found: Sequence[Finding]) -> list[str]:
-    """Returns what differs from what the case says is to be found."""
-    expected = case.stage, case.detail, case.status
-    named = [f for f in found if (f.stage, f.detail, f.status) == expected]
-    wrong = [] if named else [f"not found: {case.stage}/{case.detail}"]
-    for finding in found:
-        if (
-            finding not in named
-            and (finding.stage, finding.detail, finding.status) not in case.also
-        ):
-            wrong.append(f"also: {finding}")
-    for finding in named:
-        if case.steps not in (None, finding.steps):
-            wrong.append(f"steps {finding.steps}, not {case.steps}")
-        if case.items not in (None, finding.items):
-            wrong.append(f"{finding.items}, not {case.items}")
-        if not all(case.tensors in tensor for tensor in finding.tensors or [""]):
-            wrong.append(f"tensors {finding.tensors}, not those of {case.tensors}")
-    return wrong
+def rows_of(name: str) -> tuple[Row, Row]:
+    """Returns the rows of a case: its wrong program, and its correction."""
+    case = CASES[name]
+    wrong, right = (
+        functools.partial(search, each, case.num_replicas) for each in (case.wrong, case.right)
+    )
+    also = tuple(f"{stage}: {detail}{MARKS[status]}" for stage, detail, status in case.also)
+    found = f"{case.stage}: {case.detail}{MARKS[case.status]}"
+    place = case.steps, case.items, case.tensors
+    return Row(case.link, name, found, wrong, also=also, place=place), Row(name, "", "", right)
 
 
 @contextlib.contextmanager
@@ -115,10 +111,9 @@ def run(
     create_cpus(3)
     for name in [each for each in CASES if each in (only or CASES)]:
         case, wrong, twin = CASES[name], list[str](), list[str]()
-        with errors_in(wrong):
-            wrong += problems(case, search(case.wrong, case.num_replicas))
-        with errors_in(twin):
-            twin += [f"twin: {finding}" for finding in search(case.right, case.num_replicas)]
+        for row, lines in zip(rows_of(name), (wrong, twin), strict=True):
+            with errors_in(lines):
+                check_row(row)
         counts["cases"] += 1
         counts["bugs found at their stage and named"] += not wrong
         counts["clean twins"] += not twin

@@ -22,6 +22,7 @@ class Trace:
             about = json.loads(str(self.arrays.pop("about")))
             of_aliases = {name: self.arrays[of] for name, of in about.get("aliases", {}).items()}
             self.arrays |= of_aliases
+            self.arrays = {k: array for k, array in self.arrays.items() if "/kept/" not in k}
             self.abouts.append(about)
         self.about = self.abouts[0]
         own = [name for name in self.arrays if "/replaced/" in name]

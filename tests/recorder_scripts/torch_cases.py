@@ -1,10 +1,11 @@
-"""Trainings with PyTorch or what stands in for it, and checks of what was recorded of them.
+"""Trainings with PyTorch, and checks of what was recorded of them.
 
-`python torch_cases.py FOLDER one` trains in one process, in FOLDER; `two` in two. `four`, with
-PyTorch itself, has the cases of `torch_mesh_cases.py`.
+`python torch_cases.py FOLDER KIND` trains in FOLDER: `one` and `more` in one process, `two` and
+`sharded` in two; `four` has the cases of `torch_mesh_cases.py`.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import compare, record_torch
@@ -26,7 +28,6 @@ from lockstep.data import file as trace_file
 from recording import Trace, run_cases
 
 torch.set_num_threads(1)
-HAS_TORCH = not torch.__version__.endswith("stand.in")
 KERAS_VARIABLES = {
     "conv/kernel": ("weight", "HWIO", (2, 2, 1, 4)), "conv/bias": ("weight", "", (4,)),
     "bn/gamma": ("weight", "", (4,)), "bn/beta": ("weight", "", (4,)),
@@ -178,9 +179,8 @@ def check_arrays(trace):
     assert_equal(trace.kind("raw"), trace.kind("clipped"))  # Nothing is clipped in this training.
     y_pred, y_grad = trace.kind("y_pred")["0"], trace.kind("y_grad")["0"]
     assert y_pred.shape == y_grad.shape and len(y_pred) == 12
-    if HAS_TORCH:
-        y = batch(0)[1].numpy()
-        np.testing.assert_allclose(y_grad, 2 * (y_pred - y) / y.size, rtol=1e-4, atol=1e-6)
+    y = batch(0)[1].numpy()
+    np.testing.assert_allclose(y_grad, 2 * (y_pred - y) / y.size, rtol=1e-4, atol=1e-6)
     before, after = trace.kind("before"), trace.kind("after")
     assert "0.weight/step" not in before and after["0.weight/step"] == 1
     assert trace.kind("before", 2)["0.weight/step"] == 2
@@ -248,6 +248,7 @@ def of_two(name, dropout):
         trace = Trace("part")
         arrays = {key.replace("/0/", f"/{rank}/"): x for key, x in trace.arrays.items()}
         about = trace.about | {"num_replicas": 2, "replicas": [rank], "reduction": "mean"}
+        about["aliases"] = {}  # All arrays have their names.
         np.savez(f"{name}.rank{rank}.npz", about=np.array(json.dumps(about)), **arrays)
     return Trace(name)
 
@@ -267,16 +268,17 @@ def case_shards():
     permuted = trained("by_shard_permuted", None, momentum, permute=1, **options)
     assert sorted(permuted.arrays["1/shards/0/0"]) == [0] * 6 + [1] * 6
     model = network()
-    compiled = torch.compile(model, backend="eager") if HAS_TORCH else model
+    compiled = torch.compile(model, backend="eager")
     assert "1/shards/0/0" in trained("compiled", compiled, momentum, **options).arrays
-    model = network()
-    optimizer = momentum(model)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        train(model, optimizer, "half.npz", shards=(0, 2), by_shard="each", **others)
+    told = warnings_of(trained, "half", None, momentum, shards=(0, 2), **options)
     assert "1/shards/0/0" not in Trace("half").arrays
-    text = "half.npz: step 0 has other examples than shards.npz; not computed for each shard"
-    assert text in [str(warning.message) for warning in told]
+    assert (
+        "half.npz: step 0 has other examples than shards.npz; not computed for each shard" in told
+    )
+    whole = network()
+    whole.forward = lambda x, inner=whole.forward: inner(x).sum()
+    refused("shards='each': the model has an output of shape (), without a row", train, whole,
+            momentum(whole), "output.npz", **options)  # fmt: skip
 
 
 class WithLoss(nn.Module):
@@ -413,42 +415,35 @@ def case_gradients():
     assert first.kind("after")["weight"].dtype == np.float32
 
 
+class Converted(nn.Module):
+    """Computes in 16 bits inside, and converts its outputs, as models of Accelerate do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return self.layers(x).float()
+
+
 def case_autocast():
     """The dtype in which layers compute is that of the training, not of an evaluation."""
-    for dtype in ("float16", ""):
-        model = network()
+    for create, is_outside, dtype in (
+        (network, True, "float16"), (network, False, ""), (Converted, False, "float16"),
+    ):  # fmt: skip
+        model = create()
         optimizer = adamw(model)
+        mixed = torch.autocast("cpu", dtype=torch.float16)
         with record_torch.record("autocast.npz", model, optimizer, steps=1):
             x, y = batch(0)
-            mixed = torch.autocast("cpu", dtype=torch.float16)
-            with mixed if dtype else contextlib.nullcontext():
+            with mixed if is_outside else contextlib.nullcontext():
                 loss = F.mse_loss(model(x), y)
             loss.backward()
-            with torch.autocast("cpu", dtype=torch.float16), torch.no_grad():
+            with mixed, torch.no_grad():
                 model(x)
             optimizer.step()
         assert Trace("autocast").about["computed_in"] == dtype
-
-
-def case_autocast_inside():
-    """A model may convert its outputs, as those of Accelerate do."""
-
-    class Converted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = network()
-
-        def forward(self, x):
-            with torch.autocast("cpu", dtype=torch.float16):
-                return self.layers(x).float()
-
-    model = Converted()
-    optimizer = adamw(model)
-    with record_torch.record("inside.npz", model, optimizer, steps=1):
-        x, y = batch(0)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-    assert Trace("inside").about["computed_in"] == "float16"
 
 
 def case_modes():
@@ -508,12 +503,9 @@ class Tied(nn.Module):
 
 def case_tied():
     """A copy of a weight that the other model ties has the recorded values of that weight."""
-    if not HAS_TORCH:
-        return
     one_step("tied", Tied(True), torch.ones(4, 5), 2)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = one_step("untied", Tied(False), torch.ones(4, 5), 2, "tied.npz")
+    told = warnings_of(one_step, "untied", Tied(False), torch.ones(4, 5), 2, "tied.npz")
+    found = Trace("untied")
     before = found.kind("before", 1)
     np.testing.assert_array_equal(before["second.weight"], before["first.weight"])
     assert Trace("tied").about["tied"] == [["first.weight", "second.weight"]]
@@ -527,15 +519,15 @@ def case_tied():
         assert verdict.findings[0].detail == "other_tying", verdict
         assert text in " ".join(str(verdict).split())
     text = "tied.npz has one weight for first.weight and its copy second.weight"
-    assert sum(text in str(warning.message) for warning in told) == 1
+    assert sum(text in each for each in told) == 1
 
 
 def case_slots():
     """Optimizer state that the replayed file lacks is kept, as of other settings."""
     trained("plain", steps=3)
-    amsgrad = {"optimizer": lambda model: adamw(model, amsgrad=True)} if HAS_TORCH else {}
-    found = trained("amsgrad", steps=3, replay="plain.npz", **amsgrad).kind("before", 2)
-    assert ("0.weight/max_exp_avg_sq" in found) == HAS_TORCH
+    given = {"steps": 3, "replay": "plain.npz"}
+    amsgrad = trained("amsgrad", optimizer=lambda model: adamw(model, amsgrad=True), **given)
+    assert "0.weight/max_exp_avg_sq" in amsgrad.kind("before", 2)
 
 
 def case_skipped():
@@ -637,8 +629,7 @@ def case_outputs():
     y_pred, y_grad = (Trace("outputs").kind(kind) for kind in ("y_pred", "y_grad"))
     assert [len(x) for x in y_pred.values()] == [4] * 4
     assert not y_grad["1"].any() and not y_grad["3"].any()
-    if HAS_TORCH:
-        assert (y_grad["0"] == 1).all() and (y_grad["2"] == 1).all()
+    assert (y_grad["0"] == 1).all() and (y_grad["2"] == 1).all()
 
 
 def case_exception():
@@ -837,12 +828,9 @@ def train_in_turns(path, in_one_pass=False, rate=0.01, **options):
                 model_of = model.second if each is second else model.first
                 for p in model.parameters():
                     p.grad = None
-                if HAS_TORCH:
-                    inputs = [*model_of.parameters()]
-                    loss = F.mse_loss(outputs, y)
-                    torch.autograd.backward(loss, inputs=inputs, retain_graph=in_one_pass)
-                else:
-                    F.mse_loss(outputs, y).backward()
+                inputs = [*model_of.parameters()]
+                loss = F.mse_loss(outputs, y)
+                torch.autograd.backward(loss, inputs=inputs, retain_graph=in_one_pass)
                 each.step()
     return [x.clone() for x in model.state_dict().values()]
 
@@ -856,8 +844,6 @@ def case_optimizers_in_turns():
         kinds = [[group["optimizer"] for group in each] for each in trace.about["settings"]]
         expected = [["SGD", "AdamW"]] * 4 if options else [["SGD"], ["AdamW"]] * 2
         assert trace.about["steps"] == [0, 1, 2, 3] and kinds == expected
-        if not HAS_TORCH and options:
-            continue  # Changed weights give other gradients without a new forward pass.
         train_in_turns("same.npz", steps=4, replay="turns.npz", **options)
         assert compare("turns.npz", "same.npz").ok
         train_in_turns("wrong.npz", steps=4, rate=0.02, replay="turns.npz", **options)
@@ -1010,27 +996,17 @@ class Counting(torch.optim.SGD):
 
     rows = 4
 
-    def update(self, group, p, gradient, state):
-        self.check(p, gradient, state)
-        p -= np.float32(group["lr"]) * gradient
-
-    def check(self, p, gradient, state):
-        if "number" not in state:
-            state["number"] = 0
-            state["own"] = torch.zeros_like(p)[: self.rows]
-        assert state["own"].shape[0] == self.rows
-        state["number"] += 1
-        state["own"] += gradient[: self.rows]
-
-    def step(self, *args):
-        if not HAS_TORCH:
-            return super().step(*args)
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self.check(p, p.grad, self.state[p])
-                    p -= group["lr"] * p.grad
-        return None
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["number"], state["own"] = 0, torch.zeros_like(p)[: self.rows]
+                assert state["own"].shape[0] == self.rows
+                state["number"] += 1
+                state["own"] += p.grad[: self.rows]
+                p -= group["lr"] * p.grad
 
 
 def case_state_that_does_not_fit():
@@ -1079,6 +1055,38 @@ def case_missing_functions():
         clipping._clip_grads_with_norm_ = original
 
 
+SHARDED = "fully_shard of PyTorch 2.7.1; needs 2.8 or newer"
+
+
+def case_versions():
+    """A PyTorch that is too old is refused: when the recorder is imported, or for a model."""
+    own, here = torch.__version__, f"file://{os.getcwd()}/alone"
+    dist.init_process_group("gloo", init_method=here, rank=0, world_size=1)
+    sharded = nn.Sequential(nn.Linear(4, 2))
+    fully_shard(sharded)
+    recorders = [name for name in sys.modules if name.startswith("lockstep.record")]
+    loaded = {name: sys.modules.pop(name) for name in recorders}
+    try:
+        torch.__version__ = "2.5.1+cu124"
+        try:
+            importlib.import_module("lockstep.record_torch")
+        except ImportError as error:
+            expected = "record_torch: PyTorch 2.5.1+cu124, needs 2.6 or newer"
+            assert str(error) == expected, error
+        else:
+            raise AssertionError("not refused")
+        torch.__version__ = "2.6.0"
+        importlib.import_module("lockstep.record_torch")
+        torch.__version__ = "2.7.1"
+        refused(f"model: {SHARDED}", record_torch.record, "x.npz", sharded, momentum(sharded))
+        torch.__version__ = "2.8.0"
+        record_torch.record("x.npz", sharded, momentum(sharded))
+    finally:
+        torch.__version__ = own
+        sys.modules.update(loaded)
+        dist.destroy_process_group()
+
+
 def warnings_of(function, *args, **options):
     """Returns the texts of the warnings of a call."""
     with warnings.catch_warnings(record=True) as told:
@@ -1106,11 +1114,6 @@ def case_errors():
         model = CallsItself()
         train_with_closure("twice.npz", model, torch.optim.LBFGS(model.parameters(), 0.01), steps=1)
 
-    def with_one_output():
-        whole = network()
-        whole.forward = lambda x, inner=whole.forward: inner(x).sum()
-        train(whole, momentum(whole), "output.npz", steps=1, replay="shards.npz", by_shard="each")
-
     with open("damaged.npz", "wb") as file:
         file.write(b"PK\x03\x04 damaged")
     with np.load("first.npz") as file:
@@ -1122,17 +1125,17 @@ def case_errors():
          larger, optimizer, {}),
         ("steps=[-1]: must be numbers from 0", model, optimizer, {"steps": [-1]}),
         ("steps=0: must be numbers from 0", model, optimizer, {"steps": 0}),
-        ("replay=first.npz: does not have steps {9}; record them there", model, optimizer,
+        ("replay=first.npz: lacks steps [9]; it has [", model, optimizer,
          {"steps": [9], "replay": "first.npz"}),
-        ("replay=absent.npz: does not exist; record the training", model, optimizer,
+        ("replay=absent.npz: does not exist, nor does absent.rank0.npz; pass", model, optimizer,
          {"replay": "absent.npz"}),
-        ("replay=later.npz: cannot be read as a trace: version 3, this file", model, optimizer,
+        ("replay=later.npz: has the format version 3, and this version of", model, optimizer,
          {"replay": "later.npz"}),
-        ("replay=damaged.npz: cannot be read as a trace", model, optimizer,
+        ("replay=damaged.npz: is no .npz file or is damaged", model, optimizer,
          {"replay": "damaged.npz"}),
-        ("replay: weight (5, 7) is not matched by 0.weight (4, 1, 2, 2)", larger, adamw(larger),
-         {"steps": [0], "replay": "first.npz"}),
-        ("replay: 1.bias (4,) is not matched by 4.weight (5, 64); pass names", model, optimizer,
+        ("replay=first.npz: no weight fits weight (5, 7); it has 0.weight (4, 1, 2, 2)", larger,
+         adamw(larger), {"steps": [0], "replay": "first.npz"}),
+        ("replay=first.npz: no weight fits 1.bias (4,); it has 0.weight", model, optimizer,
          {"steps": [0], "replay": "first.npz", "names": {"1.bias": "4.weight"}}),
     ]  # fmt: skip
     cases += [
@@ -1147,14 +1150,13 @@ def case_errors():
         expected = f"{path}: must be an .npz file in a folder that exists"
         refused(expected, record, path, model, optimizer)
     refused("optimizer.step: calls its closure twice, which cannot be recorded", with_closure)
-    refused("shards='each': the model has an output of shape (), without a row", with_one_output)
 
 
 def case_compiled():
     model = network()
     expected = train(model, adamw(model))
     model = network()
-    compiled = torch.compile(model, backend="eager") if HAS_TORCH else model
+    compiled = torch.compile(model, backend="eager")
     assert is_equal(expected, train(compiled, adamw(model), "compiled.npz", steps=3))
     trace = Trace("compiled")
     assert trace.about["gradients"][0] == "0.weight" and trace.kind("data")
@@ -1246,11 +1248,12 @@ def whole(trace, kind, step):
     """Returns arrays of which each of two processes has a part of the first dimension."""
     of_rank = [trace.kind(kind, step, rank) for rank in range(2)]
     parts = [name for name, x in of_rank[0].items() if x.ndim and "running" not in name]
-    wholes = {name: np.concatenate([x[name] for x in of_rank]) for name in parts}
-    return of_rank[0] | (wholes if HAS_TORCH else {})
+    return of_rank[0] | {name: np.concatenate([x[name] for x in of_rank]) for name in parts}
 
 
 def case_fsdp():
+    ddp("ddp.npz", steps=3)
+    dist.barrier()
     bits = []
     for path, options in {
         "fsdp.npz": {"steps": 3},
@@ -1272,10 +1275,10 @@ def case_fsdp():
     assert (about["mesh"], about["data_axes"]) == ({"data": 2}, ["data"])
     assert about["ranks"] == [1] and about["num_replicas"] == 2 and "replicas" not in about
     assert not trace.kind("raw")
-    if HAS_TORCH:  # Rows of parts, of which the last may have less.
-        assert [trace.kind("before", 0, r)["4.weight"].shape for r in (0, 1)] == [(3, 64), (2, 64)]
-        index = trace.about["gradients"].index("4.weight")
-        assert about["placements"][f"clipped/{index}"] == "d0[data] d1"
+    # Rows of parts, of which the last may have less.
+    assert [trace.kind("before", 0, r)["4.weight"].shape for r in (0, 1)] == [(3, 64), (2, 64)]
+    index = trace.about["gradients"].index("4.weight")
+    assert about["placements"][f"clipped/{index}"] == "d0[data] d1"
     assert_equal(trace.arrays, Trace("fsdp_again").arrays)
     for step in range(3):
         assert_close(whole(replayed, "sums", step), original.kind("sums", step))
@@ -1333,10 +1336,6 @@ def train_rows(path, model, replay, divides=True):
 
 def case_owned_state():
     """Optimizers that split their state, or reduce gradients themselves; and wrong twins."""
-    if not HAS_TORCH:
-        return
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     for path, rate, is_right in (("zero.npz", 0.01, True), ("other_rate.npz", 0.02, False)):
         model = DistributedDataParallel(Halves())
         optimizer = ZeroRedundancyOptimizer(
@@ -1381,33 +1380,22 @@ def case_mesh():
 
 CASES = {
     "one": [
-        *(case_format, case_bits, case_replay, case_shards, case_port, case_gradients),
-        *(
-            case_other_optimizer,
-            case_autocast,
-            case_autocast_inside,
-            *(case_modes, case_repeated_update, case_slots, case_tied),
-            case_skipped,
-            case_scaled,
-            case_accumulation,
-            case_two_models,
-            *(case_outputs, case_fed),
-        ),
-        *(
-            case_two_optimizers,
-            case_optimizers_in_turns,
-            case_optimizers_in_backward,
-            case_ambiguous_optimizers,
-        ),
-        *(case_first_step, case_averages_of_weights, case_parts_of_a_model),
-        *(case_state_that_does_not_fit, case_missing_functions),
-        *(case_exception, case_nested, case_accelerate, case_lightning, case_replay_in_evaluation),
-        case_errors,
-        case_compiled,
+        *(case_format, case_bits, case_replay, case_gradients, case_autocast, case_modes),
+        *(case_repeated_update, case_slots, case_skipped, case_scaled, case_accumulation),
+        *(case_two_models, case_outputs, case_two_optimizers, case_ambiguous_optimizers),
+        *(case_first_step, case_parts_of_a_model, case_missing_functions, case_exception),
+        *(case_nested, case_accelerate, case_lightning, case_replay_in_evaluation, case_errors),
+        *(case_compiled, case_versions),
     ],
-    "two": [case_ddp, case_bypass, case_no_sync, case_fsdp, case_owned_state, case_mesh],
+    "more": [
+        *(case_shards, case_fed, case_port, case_other_optimizer, case_tied),
+        *(case_optimizers_in_turns, case_optimizers_in_backward, case_averages_of_weights),
+        case_state_that_does_not_fit,
+    ],
+    "two": [case_ddp, case_bypass, case_no_sync],
+    "sharded": [case_fsdp, case_owned_state, case_mesh],
 }
-NUM_PROCESSES = {"two": 2, "four": 4}
+NUM_PROCESSES = {"two": 2, "sharded": 2, "four": 4}
 
 
 def run(rank, kind):
@@ -1417,14 +1405,13 @@ def run(rank, kind):
         CASES[kind] = torch_mesh_cases.CASES
         if rank == 0:
             torch_mesh_cases.record_one_process()  # Before they find each other.
-    if kind == "two" and HAS_TORCH and rank == 0:
+    if kind == "sharded" and rank == 0:
         record_one_process()
-    if kind != "one":
+    if number := NUM_PROCESSES.get(kind):
         init = f"file://{os.getcwd()}/rendezvous"
-        number = NUM_PROCESSES[kind]
         dist.init_process_group("gloo", init_method=init, rank=rank, world_size=number)
     run_cases(CASES[kind])
-    if kind != "one":
+    if number:
         dist.barrier()
         sys.stdout.flush()
         os._exit(0)  # Destroying the group aborts now and then, in a thread of gloo.

@@ -1,5 +1,7 @@
 """Records what a PyTorch training computes; `lockstep.record_torch` has the public name."""
 
-from lockstep.recorders.torch.versions import check_version
+import torch
 
-check_version()
+from lockstep.recorders.common import check_version
+
+check_version("record_torch", "PyTorch", str(torch.__version__), (2, 6))

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,13 +12,18 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 
+from lockstep.recorders.common import Hooks, require
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.placement import OF_LOSS
+from lockstep.recorders.torch.private import (
+    clipping,
+    move_first,
+    of_pipelines,
+    private,
+    tree_leaves,
+)
 from lockstep.recorders.torch.recording import ENDS, Recording
-from lockstep.recorders.torch.values import require
-from lockstep.recorders.torch.versions import check_observed
 
 
 class GradientObserver:
@@ -39,24 +43,17 @@ class GradientObserver:
     ) -> None:  # fmt: skip
         self.recording, self.forward = recording, forward
         self.begin, self.end, self.on_update = begin, end, on_update
-        self.original: Any = None
         self.is_installed = False
         self.depth, self.has_gradients, self.has_after_left = 0, False, False
         self.settings: dict[int, list[dict[str, Any]]] = {}  # Of optimizers that compute now.
         for owner, name, _ in self._targets():
-            check_observed(owner, name)
+            private(owner, name)
 
-    def install_always(self) -> list[Any]:
-        """Installs what sees updates, in all steps; returns handles."""
-        self.original, torch.autograd.backward = torch.autograd.backward, self._backward
-        return [
-            register_optimizer_step_pre_hook(self._before_any_update),
-            register_optimizer_step_post_hook(self._after_update),
-        ]
-
-    def remove(self) -> None:
-        """Restores what was replaced in all steps."""
-        torch.autograd.backward = self.original
+    def install_always(self, hooks: Hooks) -> None:
+        """Installs what sees updates, in all steps."""
+        hooks.hook(torch.autograd, "backward", self._backward)
+        hooks.callback(register_optimizer_step_pre_hook(self._before_any_update).remove)
+        hooks.callback(register_optimizer_step_post_hook(self._after_update).remove)
 
     def install(self) -> None:
         """Installs the hooks of steps that are recorded."""
@@ -67,11 +64,11 @@ class GradientObserver:
         for optimizer in own.variables.optimizers:  # After the hooks of the script.
             add(optimizer.register_step_pre_hook(self._before_update))
         for target in self._targets():
-            self._replace(*target)
+            own.hooks.hook(*target)
         for index, (name, p) in enumerate(own.weights.items()):
             if p.requires_grad and p not in own.placement.of_fsdp:
                 hook = functools.partial(self._after_gradient, index, name)
-                add(_prepended(p.register_post_accumulate_grad_hook(hook)))
+                add(move_first(p.register_post_accumulate_grad_hook(hook)))
 
     # Functions of PyTorch.
 
@@ -83,30 +80,13 @@ class GradientObserver:
         found += [(utils, "clip_grad_value_", of_value)]
         found += [(utils.clip_grad, "clip_grad_norm_", of_norm)]
         found += [(utils.clip_grad, "clip_grad_value_", of_value)]
-        # The others call it, however they were imported.
-        found += [(utils.clip_grad, "_clip_grads_with_norm_", of_norm)]
+        found += clipping(of_norm)
         if hasattr(utils, "clip_grads_with_norm_"):  # A public name of the same function.
             found += [(utils, "clip_grads_with_norm_", of_norm)]
         found += [(scaler, "scale", self._scale_loss), (scaler, "unscale_", self._unscale)]
         found += [(scaler, "update", self._update_scale)]
-        if pipelining := sys.modules.get("torch.distributed.pipelining.stage"):
-            for name in ("_PipelineStageBase", "PipelineStage"):
-                check_observed(pipelining, name)
-            base, stage = pipelining._PipelineStageBase, pipelining.PipelineStage
-            found += [(base, "scale_grads", self._average_micro_batches)]
-            found += [(stage, "_forward_metadata_inference", self._without_recording)]
+        found += of_pipelines(self._average_micro_batches, self._without_recording)
         return found
-
-    def _replace(self, owner: Any, name: str, function: Any) -> None:
-        check_observed(owner, name)
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def replaced(*args: Any, **options: Any) -> Any:
-            return function(original, *args, **options)
-
-        setattr(owner, name, replaced)
-        self.recording.hooks.callback(setattr, owner, name, original)
 
     def _clip(self, kind: str, original: Any, parameters: Any, *args: Any, **options: Any) -> Any:
         """Keeps the gradients before the first of several functions clips them."""
@@ -180,7 +160,7 @@ class GradientObserver:
             if name not in own.step.updated:
                 own.save("raw", index, p.grad, own.step.scale_of(name))
 
-    def _backward(self, tensors: Any, *args: Any, **options: Any) -> None:
+    def _backward(self, inner: Any, tensors: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `torch.autograd.backward`."""
         own = self.recording
         if own.is_updated and not own.step.was_called and not self.depth:
@@ -194,7 +174,7 @@ class GradientObserver:
         self.depth += 1
         own.is_in_backward = True
         try:
-            self.original(tensors, *args, **options)
+            inner(tensors, *args, **options)
         finally:
             self.depth -= 1
             own.is_in_backward = self.depth > 0
@@ -329,13 +309,3 @@ class GradientObserver:
             known = own.step.updated - wanted
             pairs = [pair for pair in pairs if pair[0].get("of", pair[0]["name"]) not in known]
         own.save_variables("after", pairs)
-
-
-def _prepended(handle: Any) -> Any:
-    """Moves a hook before the others; returns its handle."""
-    hooks = handle.hooks_dict_ref()
-    others = {key: hook for key, hook in hooks.items() if key != handle.id}
-    for key in others:
-        del hooks[key]
-    hooks.update(others)
-    return handle

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lockstep.recorders.common import Hooks, require
 from lockstep.recorders.torch.modules import Modules
+from lockstep.recorders.torch.private import tree_leaves, tree_map_only
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
@@ -20,7 +21,6 @@ from lockstep.recorders.torch.values import (
     is_dtensor,
     local,
     random_states,
-    require,
     take,
     to_array,
     with_rows,
@@ -55,16 +55,15 @@ class ForwardObserver:
         self.num_rows = 0
         self.is_in_ddp, self.is_reduced = False, False  # What DDP does in this forward pass.
 
-    def install_always(self) -> list[Any]:
-        """Installs what sees where a step begins; returns the handles."""
+    def install_always(self, hooks: Hooks) -> None:
+        """Installs what sees where a step begins."""
         own = self.recording
         options: dict[str, Any] = {"with_kwargs": True, "prepend": True}
-        handles = [own.called.register_forward_pre_hook(self._before, **options)]
+        hooks.callback(own.called.register_forward_pre_hook(self._before, **options).remove)
         for name, other in own.variables.others.items():
             if isinstance(other, nn.Module):
                 note = functools.partial(self._note_other, name)
-                handles.append(other.register_forward_pre_hook(note))
-        return handles
+                hooks.callback(other.register_forward_pre_hook(note).remove)
 
     def _note_other(self, name: str, *_: Any) -> None:
         """Notes that a further module has been called with gradients."""
@@ -161,7 +160,7 @@ class ForwardObserver:
         recording, placement = self.recording, self.recording.placement
         step = recording.step
         own = [x for x in tree_leaves(nest) if isinstance(x, Tensor)]
-        arrays = [*self.replay.files[0].arrays("data", recording.number, 0).values()]
+        arrays = self.replay.examples(recording.number, 0)
         # The examples of all micro-batches of the step.
         columns = [np.concatenate(arrays[i :: len(own)]) for i in range(len(own))]
         share = len(columns[0]) // placement.num_replicas if columns else 0
@@ -185,7 +184,10 @@ class ForwardObserver:
         if any(p.grad is not None for p in own.weights.values()):
             return False
         # Outputs and modules may have masks of -inf.
-        arrays = [x for key, x in own.step.arrays.items() if key[:2] not in ("y_", "mo")]
+        arrays = [
+            x for key, x in own.step.arrays.items()
+            if key[:2] not in ("y_", "mo") and isinstance(x, np.ndarray)
+        ]  # fmt: skip
         arrays += map(to_array, own.step.losses)
         return not all(np.isfinite(x).all() for x in arrays)
 

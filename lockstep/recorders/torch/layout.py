@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
-from torch import nn
 
-from lockstep.recorders.torch.values import is_dtensor, require
-from lockstep.recorders.torch.versions import check_observed
+from lockstep.recorders.common import require
+from lockstep.recorders.torch.private import mesh_of_group, root_mesh
+from lockstep.recorders.torch.values import is_dtensor
 
 DATA, STAGES = (  # Names of axes that split the batch, and the layers of a pipeline.
     re.compile("(dp|data|fsdp|ddp|hsdp|replicate|shard|batch)", re.IGNORECASE),
@@ -145,11 +145,9 @@ def dimensions_of(text: str) -> list[Dimension]:
 
 
 def places(
-    dimensions: Sequence[Dimension],
-    shape: Sequence[int],
-    sizes: Mapping[str, int],
+    dimensions: Sequence[Dimension], shape: Sequence[int], sizes: Mapping[str, int],
     at: Mapping[str, int],
-) -> tuple[np.ndarray, ...]:
+) -> tuple[np.ndarray, ...]:  # fmt: skip
     """Returns the places of the part of a process along each dimension of a whole array."""
     found = []
     for each, length in zip(dimensions, shape, strict=True):
@@ -167,40 +165,11 @@ def places(
     return np.ix_(*found)
 
 
-def assembled(
-    parts: Sequence[tuple[Mapping[str, int], np.ndarray]], text: str, mesh: Mapping[str, int]
-) -> np.ndarray:
-    """Returns the whole array of the parts that processes have; `mesh` has the sizes of axes."""
-    dimensions, shape = dimensions_of(text), []
-    for k, each in enumerate(dimensions):
-        others = [axis for axis in mesh if axis not in each.axes]
-        shape.append(sum(x.shape[k] for at, x in parts if not any(at[axis] for axis in others)))
-    whole = np.zeros(shape, parts[0][1].dtype)
-    for at, array in parts:
-        own = places(dimensions, shape, mesh, at)
-        require(whole[own].shape == array.shape, f"replay: parts {text!r} do not fit together")
-        whole[own] = array
-    return whole
-
-
-def fsdp_groups(module: nn.Module) -> list[Any]:
-    """Returns the groups of weights that `fully_shard` has split."""
-    owners = [owner for _, owner in module.named_modules() if hasattr(owner, "_get_fsdp_state")]
-    states = [owner._get_fsdp_state() for owner in owners]
-    for state in states:
-        if not hasattr(state, "_fsdp_param_groups"):  # Older versions have one group.
-            check_observed(state, "_fsdp_param_group")
-    groups = [
-        getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states
-    ]
-    return [group for each in groups for group in each if group is not None]
-
-
 def mesh_of(mesh: Any, groups: Sequence[Any], weights: Any) -> Mesh | None:
     """Returns the devices of all processes; None if the weights are not split."""
     found = [p.device_mesh for p in weights if is_dtensor(p)]
-    found = [mesh] if mesh is not None else found + [group.mesh_info.mesh for group in groups]
-    roots = [x._get_root_mesh() if hasattr(x, "_get_root_mesh") else x for x in found]
+    found = [mesh] if mesh is not None else found + [mesh_of_group(group) for group in groups]
+    roots = [root_mesh(x) for x in found]
     root, number = max(roots, key=lambda x: x.mesh.numel(), default=None), dist.get_world_size()
     if root is None or root.mesh.numel() == number == 1:
         return None

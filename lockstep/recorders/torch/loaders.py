@@ -1,26 +1,19 @@
 """Sees the seeds that data loaders give to their workers."""
 
-import contextlib
 from typing import Any
 
-from torch.utils.data import dataloader
-
-from lockstep.recorders.torch.versions import check_observed
+from lockstep.recorders.common import Hooks
+from lockstep.recorders.torch.private import iterator_of_loaders, num_workers_of, seed_of_workers
 
 MOST_SEEDS = 100
 
 
-def observe_loaders(hooks: contextlib.ExitStack, seeds: list[int]) -> None:
+def observe_loaders(hooks: Hooks, seeds: list[int]) -> None:
     """Adds to `seeds` that of each pass over a loader with workers, until `hooks` are closed."""
-    owner: Any = dataloader
-    check_observed(owner, "_BaseDataLoaderIter")
-    iterator = owner._BaseDataLoaderIter
-    original = iterator.__init__
 
-    def begin(self: Any, *args: Any, **options: Any) -> None:
-        original(self, *args, **options)
-        if self._num_workers and len(seeds) < MOST_SEEDS:
-            seeds.append(int(self._base_seed))
+    def begin(inner: Any, iterator: Any, *args: Any, **options: Any) -> None:
+        inner(iterator, *args, **options)
+        if num_workers_of(iterator) and len(seeds) < MOST_SEEDS:
+            seeds.append(int(seed_of_workers(iterator)))
 
-    iterator.__init__ = begin
-    hooks.callback(setattr, iterator, "__init__", original)
+    hooks.hook(iterator_of_loaders(), "__init__", begin)

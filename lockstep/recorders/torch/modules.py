@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.recorders.torch.values import floating, require, to_array
+from lockstep.recorders.common import require
+from lockstep.recorders.torch.private import number_of
+from lockstep.recorders.torch.values import floating, to_array
 
 if TYPE_CHECKING:
     from lockstep.recorders.torch.recording import Recording
@@ -71,7 +73,7 @@ class Modules:
             zeros = torch.zeros_like(inputs[0], requires_grad=False)
             self._keep(f"module_in_grad/{place}", rows, own.number, zeros, is_default=True)
         nodes = [x.grad_fn for x in inputs if x.grad_fn is not None]
-        self.open[name] = place, rows, edge, max((x._sequence_nr() for x in nodes), default=0)
+        self.open[name] = place, rows, edge, max((number_of(x) for x in nodes), default=0)
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         place, rows, edge, number = self.open.pop(name, ("", None, (None, 0), 0))
@@ -157,5 +159,5 @@ def _nodes_to(edge: Any, outputs: Sequence[Tensor], number: int) -> Iterator[tup
                 yield node, index
             elif following[0] not in seen and following[0] is not None:
                 seen.add(following[0])
-                if following[0]._sequence_nr() > number:
+                if number_of(following[0]) > number:
                     left.append(following[0])

@@ -11,17 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.recorders.common import require
 from lockstep.recorders.torch.layout import (
     Dimension,
     Mesh,
     dimensions_of,
-    fsdp_groups,
     mesh_of,
     places,
 )
-from lockstep.recorders.torch.values import is_dtensor, require, to_array
+from lockstep.recorders.torch.private import (
+    check_sharded,
+    fsdp_groups,
+    mesh_of_group,
+    sharded_weight,
+    weights_of_group,
+)
+from lockstep.recorders.torch.values import is_dtensor, to_array
 from lockstep.recorders.torch.variables import Variables
-from lockstep.recorders.torch.versions import check_sharded
 
 OF_ROWS = ("data", "y_pred", "y", "module_in", "module_out")  # And gradients by them.
 OF_LOSS = ("raw", "sums", "loss", "y_grad", "module_in_grad", "module_out_grad")
@@ -53,7 +59,7 @@ class Placement:
         groups = fsdp_groups(self.module)
         if groups:
             check_sharded("fully_shard")
-        self.of_fsdp = {p.sharded_param for group in groups for p in group.fsdp_params}
+        self.of_fsdp = {sharded_weight(p) for group in groups for p in weights_of_group(group)}
         group = ddp.process_group if ddp else None
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = self.replica = dist.get_rank(group) if is_distributed else 0
@@ -69,7 +75,7 @@ class Placement:
         if self.mesh is None:
             require(self.num_ranks == 1 or not any(dims.values()), "dims: needs mesh=")
             return
-        along = [each.mesh_info.mesh.mesh.flatten().tolist() for each in groups]
+        along = [mesh_of_group(each).mesh.flatten().tolist() for each in groups]
         along += [dist.get_process_group_ranks(group)] if ddp else []
         self._name_axes(self.mesh, along, dims)
 

@@ -1,8 +1,5 @@
-"""The recorder: begins and ends steps, and writes the file."""
+"""The recorder: begins and ends steps, and finishes the file."""
 
-import contextlib
-import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,26 +9,35 @@ import torch
 from torch import nn
 
 from lockstep.numeric.sampling import Sample
+from lockstep.recorders.common import (
+    DEFAULT_STEPS,
+    Hooks,
+    Request,
+    rank_path,
+    require,
+    with_command,
+)
+from lockstep.recorders.output import Output
+from lockstep.recorders.states import sample_in
 from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.loaders import observe_loaders
 from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.recording import Recording
-from lockstep.recorders.torch.replay import Replay, sample_in
+from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
-from lockstep.recorders.torch.values import in_words, layers_of, rank_path, require, settings_of
+from lockstep.recorders.torch.values import layers_of, settings_of
 
-FORMAT = {"format": "lockstep trace", "version": 2, "framework": "torch", "order": "reduce, clip"}
 USUAL_SAMPLE, LEAST_SAMPLE = 4096, 16  # Elements of an array.
 MOST_WHOLE_BYTES = 64 << 20  # Of all weights.
-DEFAULT_STEPS = (0, 1, 2)  # A shorter training has recorded all that was asked for.
 
 
 class record:
-    """Records the training in a `with` block and writes `path` at its end, also if it raises.
+    """Records the training in a `with` block; its end finishes the file, also if it raises.
 
     Args:
-        path: File to write, `*.npz`. None: only runs of `assert_same_training` are recorded.
+        path: File to write as arrays come, `*.npz`; an older one is replaced when the block begins.
+            None: only runs of `assert_same_training` are recorded.
         model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2).
         optimizer: One optimizer or a list; None for all that update a weight of the model. Others
             that do are recorded, too, also those of backward hooks. `step` calls a closure at most
@@ -81,70 +87,59 @@ class record:
     """
 
     def __init__(
-        self,
-        path: str | None,
-        model: nn.Module,
-        optimizer: Any = None,
-        steps: int | Sequence[int] = DEFAULT_STEPS,
-        replay: str | None = None,
-        permute: int | None = None,
-        names: Mapping[str, str] | None = None,
-        shards: str | None = None,
-        feed_examples: bool = False,
-        modules: bool | str = False,
-        mesh: Any = None,
-        dims: str | Mapping[str, str] = "",
-        first_step: int = 0,
+        self, path: str | None, model: nn.Module, optimizer: Any = None,
+        steps: int | Sequence[int] = DEFAULT_STEPS, replay: str | None = None,
+        permute: int | None = None, names: Mapping[str, str] | None = None,
+        shards: str | None = None, feed_examples: bool = False, modules: bool | str = False,
+        mesh: Any = None, dims: str | Mapping[str, str] = "", first_step: int = 0,
         others: Mapping[str, Any] | None = None,
-        sample: int | None = None,
-        start: bool = False,
-    ) -> None:
-        if given := json.loads(os.environ.get("LOCKSTEP_RECORD", "null")):
-            path, steps = given["path"], given.get("steps", steps)
-            replay, permute = given.get("replay"), given.get("permute")
-            modules, shards = given.get("modules") or modules, given.get("shards")
-            names, start = given.get("names") or names, True  # Other runs start from it.
-        self.is_recording = path is not None
-        if path is None:
+        sample: int | None = None, start: bool = False,
+    ) -> None:  # fmt: skip
+        file, given = with_command(
+            path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
+            shards=shards, start=start,
+        )  # fmt: skip
+        self.is_recording = file is not None
+        if file is None:
             return
-        is_file = path.endswith(".npz") and os.path.isdir(os.path.dirname(path) or ".")
-        require(is_file, f"{path}: must be an .npz file in a folder that exists")
-        chosen = _sample(sample, model, replay)
-        steps = 1 if chosen and steps is DEFAULT_STEPS else steps
-        wanted = _wanted(steps, first_step)
+        pattern, shards, start = (given.pop(key) for key in ("modules", "shards", "start"))
+        chosen = _sample(sample, model, given["replay"])
+        self.keeps_start = start and chosen is not None
+        if chosen and given["steps"] is DEFAULT_STEPS:
+            given["steps"] = 1
+        self.path, self.request = file, (request := Request(**given, first_step=first_step))
         kind = type(model).__name__
         is_known = kind not in ("DataParallel", "FullyShardedDataParallel")
         require(is_known, f"model: {kind} cannot be recorded; use DDP or fully_shard")
-        self.path, self.seed, self.names = path, permute, names or {}
-        self.keeps_start = start and chosen is not None
-        self.asked = [] if steps is DEFAULT_STEPS else sorted(wanted)
-        own = Recording(model, optimizer, others or {}, mesh, dims, wanted, first_step, chosen)
+        own = Recording(
+            model, optimizer, others or {}, mesh, dims, request.wanted, first_step, chosen
+        )
         self.recording, place = own, own.placement
-        is_alone = shards is None or (shards == "each" and replay and place.num_ranks == 1)
+        is_alone = shards is None or (shards == "each" and request.replay and place.num_ranks == 1)
         require(is_alone, f"shards={shards!r}: must be 'each', with replay= and in one process")
-        self.replay = Replay(own, replay, path, self.names, bool(shards)) if replay else None
+        self.replay = Replay(own, request, file) if request.replay else None
         self._check_replay(shards, feed_examples)
-        self.modules = Modules(own, modules) if modules else None
+        self.modules = Modules(own, pattern) if pattern else None
         self.shards = None
         if shards and self.replay:
-            self.shards = ShardRunner(own, self.replay, permute, self.modules)
+            self.shards = ShardRunner(own, self.replay, request.permute, self.modules)
         self.forward = ForwardObserver(
-            own, self.replay, seed=permute, feeds=feed_examples, shards=self.shards,
+            own, self.replay, seed=request.permute, feeds=feed_examples, shards=self.shards,
             modules=self.modules, begin=self._begin, end=self._end_step,
         )  # fmt: skip
         self.gradients = GradientObserver(
             own, self.forward, self._begin, self._end_step, self._prepare
         )
-        self.has_hooks, self.counters, self.ended_with = False, contextlib.ExitStack(), ""
+        self.has_hooks, self.counters = False, Hooks()
         self.loader_seeds = list[int]()
 
     def _check_replay(self, shards: str | None, feed_examples: bool) -> None:
         """Raises an error if what the arguments ask for is not in the other recording."""
-        about = self.replay.files[0].about if self.replay else {}
-        classes = [str(layer.get("class")) for layer in about.get("layers", ())]
+        trace = self.replay.trace if self.replay else None
+        classes = [str(layer.get("class")) for layer in (trace.about.layers if trace else ())]
         is_local = not (shards and any("SyncBatchNorm" in name for name in classes))
         require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
-        is_whole = self.replay and about["num_replicas"] == len(self.replay.files) == 1
+        is_whole = trace and trace.about.num_replicas == 1 and not trace.mesh
         require(
             is_whole or not feed_examples,
             "feed_examples: needs replay= and a recording of one process, whose examples are given",
@@ -155,22 +150,23 @@ class record:
     def __enter__(self) -> None:
         if not self.is_recording:
             return
-        for handle in (*self.gradients.install_always(), *self.forward.install_always()):
-            self.counters.callback(handle.remove)
+        own, place = self.recording, self.recording.placement
+        path = rank_path(self.path, place.rank) if place.num_ranks > 1 else self.path
+        own.output = Output(path, place.rank)
+        self.gradients.install_always(self.counters)
+        self.forward.install_always(self.counters)
         observe_loaders(self.counters, self.loader_seeds)
         self._start_step()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if not self.is_recording:
             return
-        self.ended_with = in_words(error)
         if self.recording.is_updated:
             self._end_step()
-        self.gradients.remove()
         self.counters.close()
         self.recording.hooks.close()
         self.recording.is_on = False
-        self._write()
+        self._finish(error)
 
     # Steps.
 
@@ -178,7 +174,7 @@ class record:
         """Begins a step, and installs or removes the hooks."""
         own = self.recording
         own.forget()
-        own.is_on = own.number in own.wanted
+        own.is_on = own.number in own.wanted and not own.output.has_failed
         if own.is_on:
             self._install()
         elif self.has_hooks:
@@ -243,40 +239,32 @@ class record:
 
     # The file.
 
-    def _write(self) -> None:
-        """Writes the recorded steps to a temporary file, and renames it."""
+    def _finish(self, error: BaseException | None) -> None:
+        """Writes what is known of all steps, and the index of the file.
+
+        Args:
+            error: what ended the training; None if nothing did.
+        """
         own = self.recording
+        if own.output.has_failed:
+            return
         if missing := sorted(own.wanted - set(own.per_step["steps"])):
             warnings.warn(f"{self.path}: the training ended before steps {missing}", stacklevel=3)
-        about, arrays = self._about(), own.arrays
+        about = self.request.about("torch", error, self.replay) | self._about()
         if self.modules:
-            about["modules"], indexed = self.modules.names, self.modules.indexed
-            arrays = {indexed(name): array for name, array in arrays.items()}
-        firsts: dict[int, str] = {}  # Of arrays that are kept by several names.
-        first_of = {name: firsts.setdefault(id(x), name) for name, x in arrays.items()}
-        about["aliases"] = {name: first for name, first in first_of.items() if name != first}
-        written: dict[str, Any] = {name: arrays[name] for name in firsts.values()}
-        place = own.placement
-        path = rank_path(self.path, place.rank) if place.num_ranks > 1 else self.path
-        temporary = f"{path}.{os.getpid()}.tmp"
-        with open(temporary, "wb") as file:
-            np.savez(file, about=np.array(json.dumps(about)), **written)
-            file.flush()
-            os.fsync(file.fileno())  # A power cut leaves the whole file, or none.
-        os.replace(temporary, path)
+            about["modules"] = self.modules.names
+        own.output.close(about, self.modules.indexed if self.modules else str)
 
     def _about(self) -> dict[str, Any]:
         """Returns the description of the recording."""
         own, place = self.recording, self.recording.placement
-        described = own.variables.described
+        described, wrapper = own.variables.described, type(own.ddp).__name__ if own.ddp else ""
         about: dict[str, Any] = {
+            "framework": "torch",
+            "order": "reduce, clip",
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": place.num_replicas,
-            "wrapper": "fully_shard"
-            if place.of_fsdp
-            else type(own.ddp).__name__
-            if own.ddp
-            else "",
+            "wrapper": "fully_shard" if place.of_fsdp else wrapper,
             "variables": list(described.values()),
             "gradients": list(own.weights),
             "reduction": "mean" if own.ddp else "",
@@ -284,22 +272,17 @@ class record:
             "optimizer": self._optimizer(),
             "layers": [*layers_of(own.module), *own.variables.layers_of_others()],
             "data_layout": "NCHW" if "OIHW" in str(described) else "",
-            "permuted": self.seed,
-            "replayed": self.replay.name if self.replay else None,
-            "not_loaded": list(self.replay.not_loaded) if self.replay else [],
             "tied": own.variables.tied(),
             "loader_seeds": self.loader_seeds,
-            "asked": self.asked,
-            "ended_with": self.ended_with,
             "sample": own.sample._asdict() if own.sample else {},
-            **(FORMAT | own.per_step),
+            **own.per_step,
         }
         if not place.mesh:
             return about | {"replicas": [place.rank]}
         placements = place.placements
         if self.modules:
             placements = {self.modules.indexed(x): text for x, text in placements.items()}
-        names = {key: name for key, name in self.names.items() if key in described}
+        names = {key: name for key, name in self.request.names.items() if key in described}
         about |= {"mesh": place.mesh.sizes, "ranks": [place.rank], "data_axes": place.mesh.data}
         return about | {"placements": placements, "names": names}
 
@@ -323,18 +306,3 @@ def _sample(sample: int | None, model: nn.Module, replay: str | None) -> Sample 
     is_right = is_number and (sample == 0 or sample >= LEAST_SAMPLE)
     require(is_right, f"sample={sample}: must be {LEAST_SAMPLE} or more, or 0 for whole arrays")
     return Sample(sample) if sample else None
-
-
-def _wanted(steps: int | Sequence[int], first_step: int) -> set[int]:
-    """Returns the numbers of the steps to record."""
-    is_number = isinstance(steps, int) and not isinstance(steps, bool)
-    require(first_step >= 0, f"first_step={first_step}: must be a number from 0")
-    if isinstance(steps, int) and is_number:
-        wanted = {first_step + number for number in range(steps)}
-    elif steps is DEFAULT_STEPS:
-        wanted = {first_step + number for number in DEFAULT_STEPS}
-    else:
-        wanted = {*steps} if not isinstance(steps, int) else set()
-    is_right = wanted and min(wanted) >= first_step
-    require(is_right, f"steps={steps}: must be numbers from {first_step}")
-    return wanted

@@ -1,6 +1,5 @@
 """Holds what was seen of the current step, and the arrays of the steps before it."""
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,9 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.archive import Member
 from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES
 from lockstep.numeric.sampling import Sample
+from lockstep.recorders.common import Hooks
+from lockstep.recorders.output import Output
 from lockstep.recorders.torch.placement import Placement
+from lockstep.recorders.torch.private import indices_of_sparse, uncompiled, values_of_sparse
 from lockstep.recorders.torch.samples import rows_sampled, sample_of
 from lockstep.recorders.torch.values import local, to_array
 from lockstep.recorders.torch.variables import Variables
@@ -20,13 +23,16 @@ ENDS = "", "/elements", "/sums"  # Of names of arrays that are no rows.
 PER_STEP = (
     *("steps", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale", "passes"),
 )
+# Kinds that stay as they are when they are saved, and are most of a step.
+_WRITTEN_AT_ONCE = ("before", "start", "replaced", "unclipped", "clipped", "after", "left")
 
 
 class Step:
     """What was seen of a step since its begin, or since GradScaler skipped its update.
 
     Attributes:
-        arrays: Name of an array, without the position of the step → array.
+        arrays: Name of an array, without the position of the step → array, or what the file has of
+            it already; None if that cannot be written.
         outside: During a forward pass, the arrays from before it.
         losses: Of the backward passes; the script cleared the gradients of the first `num_cleared`.
         calls: The calls that make gradients.
@@ -46,8 +52,8 @@ class Step:
     """
 
     def __init__(self) -> None:
-        self.arrays: dict[str, np.ndarray] = {}
-        self.outside: dict[str, np.ndarray] | None = None
+        self.arrays: dict[str, Any] = {}
+        self.outside: dict[str, Any] | None = None
         self.losses, self.num_cleared = list[Tensor](), 0
         self.calls, self.passes = list[str](), list[str]()
         self.settings: list[dict[str, Any]] = []
@@ -66,7 +72,7 @@ class Step:
 
 
 class Recording:
-    """The model, its variables, the current step, and the arrays of the recorded steps.
+    """The model, its variables, and the current step; earlier ones are in the file.
 
     Args:
         model: As that of `record`.
@@ -86,7 +92,7 @@ class Recording:
         is_in_backward: Whether a backward pass is computed.
         called_others: Names of further modules that were called since the last update.
         hooks: What is removed where no step is recorded.
-        arrays: Name → array, of the recorded steps.
+        output: The file; it is opened when the recording begins.
         shapes: "KIND/INDEX" → shape of the whole array, if it is sampled.
         per_step: Key of the description → a value for each recorded step.
         computed_in: 16-bit dtype of the layers.
@@ -98,16 +104,16 @@ class Recording:
     ) -> None:  # fmt: skip
         self.ddp: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         self.called = model.module if self.ddp else model
-        self.module = getattr(self.called, "_orig_mod", self.called)  # Of torch.compile.
+        self.module = uncompiled(self.called)
         self.variables = Variables(self.module, optimizer, others)
         self.weights = self.variables.weights
         dims = {"inputs": dims} if isinstance(dims, str) else dims
         self.placement = Placement(self.variables, self.ddp, mesh, dims)
         self.wanted, self.number, self.sample = {*wanted}, number, sample
-        self.hooks, self.step = contextlib.ExitStack(), Step()
+        self.hooks, self.step = Hooks(), Step()
         self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
         self.called_others = set[str]()
-        self.arrays: dict[str, np.ndarray] = {}
+        self.output: Output
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.per_step: dict[str, list[Any]] = {key: [] for key in PER_STEP}
         self.computed_in = ""
@@ -143,7 +149,7 @@ class Recording:
         changed = set[str]()  # Places of arrays, of which a part of a sample may not have changed.
         for key in [key for key in arrays if key.startswith(start)]:
             after = arrays.get(f"after/{key.removeprefix('left/')}")
-            if after is not None and after.tobytes() != arrays[key].tobytes():
+            if after is not None and after != arrays[key]:  # Not the same array in the file.
                 changed.add(key.removeprefix(start).partition("/")[0])
         for key in [key for key in arrays if key.startswith(start)]:
             if key.removeprefix(start).partition("/")[0] not in changed:
@@ -162,9 +168,11 @@ class Recording:
         self.put(kind, index, self.arrays_of(kind, index, value, scale))
 
     def put(self, kind: str, index: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Saves the arrays that `arrays_of` has returned."""
+        """Adds arrays of `arrays_of` to the step: in the file, if they stay, else in memory."""
         key = f"{kind}/{self.placement.rank}/{index}"
-        self.step.arrays |= {f"{key}{end}": array for end, array in arrays.items()}
+        is_written = kind in _WRITTEN_AT_ONCE
+        for end, array in arrays.items():
+            self.step.arrays[f"{key}{end}"] = self.output.add(array) if is_written else array
 
     def arrays_of(
         self, kind: str, index: int, value: Any, scale: float = 1.0
@@ -189,8 +197,8 @@ class Recording:
             value = self.rows(kind, value, self.placement.placements.get(f"{kind}/{index}", ""))
         if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
             return {
-                "/values": to_array(value._values()),
-                "/indices": to_array(value._indices()[0]),
+                "/values": to_array(values_of_sparse(value)),
+                "/indices": to_array(indices_of_sparse(value)[0]),
                 "/rows": np.array(len(value)),
             }
         is_number = isinstance(value, Tensor | int | float)
@@ -206,7 +214,7 @@ class Recording:
         return rows_sampled(self.sample, local(value).detach())
 
     def keep(self) -> None:
-        """Keeps the arrays of the step, which has ended, and what was noted of it."""
+        """Writes the arrays of the step, which has ended, and keeps what was noted of it."""
         step, position = self.step, len(self.per_step["steps"]) + 1
         noted = (
             *(self.number, step.settings, max(step.num_forward, 1), [*step.in_evaluation]),
@@ -215,12 +223,9 @@ class Recording:
         for key, value in zip(PER_STEP, noted, strict=True):
             self.per_step[key].append(value)
         for key, array in step.arrays.items():
-            # A script's own state is mostly that after the step before it.
-            if key.startswith("replaced/"):
-                before = self.arrays.get(f"{position - 1}/after{key.removeprefix('replaced')}")
-                if before is not None and before.tobytes() == array.tobytes():
-                    array = before
-            self.arrays[f"{position}/{key}"] = array
+            # The index of an array of a module is known at the end.
+            is_of_module = ":" in key and not isinstance(array, Member)
+            self.output.put(f"{position}/{key}", self.output.add(array) if is_of_module else array)
 
     def note_modes(self) -> None:
         """Notes the layers that are in evaluation mode."""

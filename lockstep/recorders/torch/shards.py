@@ -2,21 +2,20 @@
 
 import collections
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lockstep.recorders.common import require
 from lockstep.recorders.torch.modules import Modules
+from lockstep.recorders.torch.private import buffers_of, tree_leaves, tree_map_only
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Part, Replay, rows_of
 from lockstep.recorders.torch.values import (
     random_states,
-    require,
     set_random_states,
     take,
     to_array,
@@ -44,17 +43,12 @@ class ShardRunner:
 
     def install(self) -> None:
         """Replaces the model's `forward`."""
-        own, hooks = vars(self.recording.called), self.recording.hooks
-        before = {key: x for key, x in own.items() if key == "forward"}
-        own["forward"] = functools.partial(self._forward, self.recording.called.forward)
-        hooks.callback(own.update, before)
-        hooks.callback(own.pop, "forward", None)
+        self.recording.hooks.hook(self.recording.called, "forward", self._forward)
 
     def begin(self) -> None:
         """Reads the parts of a step."""
-        files = [file for file in self.replay.files if file.is_first_of_replica]
-        parts = [part for file in files for part in file.parts(self.recording.number)]
-        self.parts = [x._replace(number=i) for i, x in enumerate(parts) if x.rows]
+        parts = enumerate(self.replay.parts(self.recording.number))
+        self.parts = [part._replace(number=number) for number, part in parts if part.rows]
 
     def end(self, path: str) -> None:
         """Warns if the step did not have all parts, and drops what was noted of them."""
@@ -75,7 +69,7 @@ class ShardRunner:
         if not found:
             return forward(*args, **options)
         size, states, outputs = len(batch[0]), random_states(), []
-        numbers = torch.zeros(size, dtype=torch.int64)
+        numbers = torch.zeros(size, dtype=torch.int64, device=batch[0].device)
         is_drawn = False
         for part, rows in found:
             numbers[rows] = part.number
@@ -119,7 +113,7 @@ class ShardRunner:
 @contextlib.contextmanager
 def _copied_buffers(module: nn.Module) -> Iterator[None]:
     """Leaves the statistics of a model as they are: a forward pass changes copies of them."""
-    owners = [owner._buffers for _, owner in module.named_modules()]
+    owners = [buffers_of(owner) for _, owner in module.named_modules()]
     own = [(owner, name, x) for owner in owners for name, x in owner.items() if x is not None]
     for owner, name, x in own:
         owner[name] = x.clone()

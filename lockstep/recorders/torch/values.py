@@ -1,6 +1,7 @@
 """Tensors as arrays, states of random numbers, and the settings of optimizers and layers."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,17 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lockstep.recorders.torch.private import tree_leaves, tree_map_only
 
 NAMES = {"lr": "learning_rate", "eps": "epsilon", "alpha": "rho", "stride": "strides", "p": "rate"}
 OF_LAYERS = ("eps", "momentum", "stride", "padding", "dilation", "groups", "p")
-AXES: dict[Any, Any] = {("HWIO", "OIHW"): (3, 2, 0, 1), ("IO", "OI"): (1, 0)}
-
-
-def require(condition: Any, message: str) -> None:
-    """Raises an error if a condition does not hold."""
-    if not condition:
-        raise ValueError(message)
 
 
 def to_array(value: Tensor) -> np.ndarray:
@@ -48,13 +43,6 @@ def assign(target: Any, array: np.ndarray) -> Any:
     return target.copy_(value)
 
 
-def transposed(variable: dict[str, Any], layout: str) -> dict[str, Any]:
-    """Returns a variable with its array in another layout."""
-    array = variable["array"]
-    axes = AXES.get((variable["layout"], layout), range(array.ndim))
-    return {**variable, "array": array.transpose(axes)}
-
-
 def take(nest: Any, rows: Tensor, size: int) -> Any:
     """Returns a nest of tensors, with these rows of the batches, which have `size` examples."""
     return tree_map_only(Tensor, lambda x: x[rows] if x.shape[:1] == (size,) else x, nest)
@@ -73,13 +61,36 @@ def with_rows(output: Any, count: int) -> list[Tensor]:
 
 
 def computed_in(output: Any, weights: Mapping[str, Tensor]) -> str:
-    """Returns the 16-bit dtype of a forward pass: that of autocast, or of its outputs; else ""."""
+    """Returns the dtype to which a forward pass rounds: that of autocast, of its outputs, or TF32.
+
+    It is "" if the forward pass computes in float32.
+    """
     dtypes = [x.dtype for x in tree_leaves(output) if isinstance(x, Tensor)]
     for device in {p.device.type for p in weights.values()}:
         if torch.is_autocast_enabled(device):
             dtypes.append(torch.get_autocast_dtype(device))
     names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return next((name for name in names if name in ("bfloat16", "float16")), "")
+    short = next((name for name in names if name in ("bfloat16", "float16")), "")
+    return short or ("tensorfloat32" if rounds_to_tf32(weights) else "")
+
+
+def rounds_to_tf32(weights: Mapping[str, Tensor]) -> bool:
+    """Returns whether a GPU rounds float32 to 10 bits in matrix products, or in convolutions."""
+    on_gpu = [p for p in weights.values() if p.is_cuda and p.dtype == torch.float32]
+    if not on_gpu or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        return False
+    convolves = any(p.dim() > 2 for p in on_gpu)
+    return _allows_tf32(torch.backends.cuda.matmul) or (
+        convolves and _allows_tf32(torch.backends.cudnn, torch.backends.cudnn.conv)
+    )
+
+
+def _allows_tf32(*settings: Any) -> bool:
+    """Returns whether the settings of an operation allow TF32; the last is the most exact."""
+    try:
+        return bool(settings[0].allow_tf32)
+    except RuntimeError:  # A script has set `fp32_precision`, of PyTorch 2.9, in its place.
+        return settings[-1].fp32_precision == "tf32"
 
 
 def random_states() -> list[Tensor]:
@@ -116,16 +127,3 @@ def layers_of(module: nn.Module) -> list[dict[str, Any]]:
             kind["weights"] = [f"{name}.{x}" if name else x for x, _ in own]
             layers.append(kind | settings)
     return layers
-
-
-def rank_path(path: str, rank: int) -> str:
-    """Returns the file of a rank."""
-    return f"{path.removesuffix('.npz')}.rank{rank}.npz"
-
-
-def in_words(error: BaseException | None) -> str:
-    """Returns the exception that ended the training in one line; "" for none and `sys.exit(0)`."""
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        return ""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return "".join(c for c in text if c.isprintable())[:200].removesuffix(": ").removesuffix(":")

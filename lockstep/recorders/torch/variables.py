@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.recorders.torch.values import require, settings_of
+from lockstep.recorders.common import require
+from lockstep.recorders.torch.values import settings_of
 
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 
@@ -92,7 +93,9 @@ class Variables:
         found = []
         for group in optimizer.param_groups:
             weights = [self._names[p] for p in group["params"] if p in self._names]
-            own = {"optimizer": type(optimizer).__name__, "weights": weights}
+            own: dict[str, Any] = {"optimizer": type(optimizer).__name__, "weights": weights}
+            if group.get("fused") and any(p.is_cuda for p in group["params"]):
+                own["betas_in"] = "float32"
             found += [{**settings_of(group), **own}] if weights else []
         return found
 

@@ -1,0 +1,223 @@
+"""Reads and writes the arrays of a `.npz` file one by one; a file that was not finished says so."""
+
+import collections
+import contextlib
+import hashlib
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from lockstep.data.about import Fault, json_of
+from lockstep.data.layout import Whole
+from lockstep.data.trace import About
+
+try:
+    import fcntl
+except ImportError:  # Windows has no locks of this kind.
+    fcntl = None  # type: ignore[assignment]
+
+Path = str | os.PathLike[str]
+ADVICE = "pass a file that a recorder of Lockstep wrote"
+KEPT = "kept"  # Kind of an array that has its names by aliases alone.
+
+
+class TraceError(ValueError):
+    """A file is not a trace, or is damaged; the text is one line with the file and advice."""
+
+
+@contextlib.contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """Raises any error of reading a file, which may be damaged anywhere, as a `TraceError`."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:
+        line = f"{name}: {_text_of(error)}"
+        raise TraceError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line)) from error
+
+
+def _text_of(error: Exception) -> str:
+    if isinstance(error, Fault):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "needs more memory than there is; record fewer steps or a smaller batch"
+    if isinstance(error, OSError):
+        text = f"cannot be read ({error.strerror or error})"
+    else:
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        text = f"is no .npz file or is damaged ({reason})"
+    return f"{text}; {ADVICE}"
+
+
+class Member(NamedTuple):
+    """An array in a file.
+
+    Attributes:
+        file: name of the file in messages.
+        archive: the open file.
+        name: name of the member, with suffix.
+        dtype, shape: of the array.
+    """
+
+    file: str
+    archive: zipfile.ZipFile
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        """Returns the array; a wrong checksum raises a `TraceError`."""
+        with errors_of(self.file), self.archive.open(self.name) as member:
+            return np.lib.format.read_array(member, allow_pickle=False)  # Compares the checksum.
+
+
+class Arrays(collections.UserDict[str, Any]):
+    """Arrays by name; a member of a file is read when it is asked for."""
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        array = self.data[name]
+        return array.read() if isinstance(array, Member | Whole) else array
+
+
+class Writer(Arrays):
+    """Writes arrays to a new file as they come; one that repeats earlier bits becomes an alias.
+
+    The file has its index at the end: without `close`, also if the process is killed, `load` says
+    that it was not finished. A `with` block that is left without `close` removes it. A file that
+    has the path is replaced at once, since it belongs to an earlier training.
+
+    Args:
+        target: path of the file, or an open file such as `io.BytesIO`.
+
+    Raises:
+        BlockingIOError: another process writes this file.
+        OSError: the file cannot be written; any method may raise it.
+    """
+
+    def __init__(self, target: Path | BinaryIO):
+        super().__init__()
+        self._path = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
+        self._file: Any = _open_alone(self._path) if self._path else target
+        self._zip = zipfile.ZipFile(self._file, "w")
+        self._firsts: dict[bytes, Member] = {}  # Checksum → the first array with these bits.
+        self._num_kept: collections.Counter[int] = collections.Counter()
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._path and not self._file.closed:
+            self.abandon()
+            os.unlink(self._path)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_zip"):
+            self._zip.fp = None  # Otherwise, `ZipFile` writes an index when it is collected.
+
+    def __setitem__(self, name: str, array: np.ndarray | Member) -> None:
+        """Writes an array by a name; or gives a name to one that `add` has written."""
+        self.data[name] = array if isinstance(array, Member) else self._add(array, name)
+
+    def __delitem__(self, name: str) -> None:
+        raise ValueError(f"{name} is written already")
+
+    def add(self, array: np.ndarray, item: int) -> Member:
+        """Writes an array that may get a name later; without one, no reader sees it.
+
+        Args:
+            array: the array.
+            item: a shard or copy of this file.
+        """
+        found = self._add(array, name := f"1/{KEPT}/{item}/{self._num_kept[item]}")
+        self._num_kept[item] += found.name == f"{name}.npy"
+        return found
+
+    def _add(self, array: np.ndarray, name: str) -> Member:
+        array = np.asarray(array)
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
+        checksum = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=20)
+        checksum.update(array.reshape(-1).view(np.uint8).data)
+        key = checksum.digest()
+        if key not in self._firsts:
+            self._write(name, array)
+            found = Member(self._path, self._zip, f"{name}.npy", array.dtype, array.shape)
+            self._firsts[key] = found
+        return self._firsts[key]
+
+    def _write(self, name: str, array: np.ndarray) -> None:
+        with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
+            np.lib.format.write_array(member, array, allow_pickle=False)
+        if self._path:
+            self._file.flush()  # A process that is forked has nothing left to write.
+
+    def close(self, about: About | Mapping[str, Any], renamed: Callable[[str], str] = str) -> None:
+        """Writes the description and the index.
+
+        Args:
+            about: the description.
+            renamed: returns the name of an array in the file for the name here.
+        """
+        firsts = {renamed(name): x.name.removesuffix(".npy") for name, x in self.data.items()}
+        aliases = {name: first for name, first in firsts.items() if name != first}
+        self._write("about", np.array(json_of(about, aliases)))
+        self._zip.close()
+        if self._path:
+            self._file.flush()
+            os.fsync(self._file.fileno())  # A power cut leaves the whole file, or no index.
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Ends a file that cannot be finished: it is empty, and `load` says so."""
+        self._zip.fp = None
+        with contextlib.suppress(OSError):  # It may fail to write what is left.
+            self._file.close()
+        with contextlib.suppress(OSError):
+            os.truncate(self._path, 0)
+
+
+def _open_alone(path: str) -> BinaryIO:
+    """Opens a new, empty file that no other process writes; who reads an older one keeps that."""
+    while True:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+        file = os.fdopen(number, "r+b")
+        try:
+            _lock(file)
+            own = os.fstat(number)
+            if os.path.exists(path) and os.path.samestat(own, os.stat(path)):
+                if not own.st_size:
+                    return file
+                os.unlink(path)
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _lock(file: BinaryIO) -> None:
+    """Locks a file until it is closed; file systems without locks are let through."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise BlockingIOError(*error.args) from None
+    except OSError:
+        pass
+
+
+def require_finished(file: BinaryIO) -> None:
+    """Raises a `Fault` if a file has the begin of a recording, and not its index.
+
+    Args:
+        file: the open file.
+    """
+    file.seek(0)
+    if file.read(4) in (b"", b"PK\3\4") and not zipfile.is_zipfile(file):
+        raise Fault(
+            "the recording was not finished: the training was killed or is still running, the disk"
+            " was full, or the file is truncated; record it again"
+        )

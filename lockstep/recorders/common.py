@@ -1,0 +1,189 @@
+"""What the recorders share: what is asked of them, names of frameworks, and of files."""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lockstep.data import about as description
+from lockstep.data.trace import REDUCE_FIRST
+
+FORMAT: dict[str, Any] = {"format": description.FORMAT, "version": description.VERSION}
+DEFAULT_STEPS = (0, 1, 2)  # A shorter training has recorded all that was asked for.
+VARIABLE = "LOCKSTEP_RECORD"  # Has what `python -m lockstep run` asks for, as JSON text.
+Path = str | os.PathLike[str]
+
+
+def require(condition: Any, message: str) -> None:
+    """Raises ValueError if a condition does not hold."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_version(recorder: str, framework: str, version: str, oldest: tuple[int, int]) -> None:
+    """Raises ImportError if a framework is older than the oldest one that can be recorded."""
+    if numbers_of(version) < oldest:
+        required = ".".join(map(str, oldest))
+        raise ImportError(f"{recorder}: {framework} {version}, needs {required} or newer")
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
+# --- Names of frameworks -------------------------------------------------------------------------
+
+
+def private(framework: str, owner: Any, name: str) -> Any:
+    """Returns an attribute that is not public, of a framework given with its version.
+
+    Raises:
+        RuntimeError: it has none, so that what it does would not be seen.
+    """
+    if not hasattr(owner, name):
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise RuntimeError(
+            f"{framework} has no {where}.{name}, which is observed; use another version of it, or"
+            " update Lockstep"
+        )
+    return getattr(owner, name)
+
+
+def attribute(framework: str, name: str) -> Callable[[Any], Any]:
+    """Returns a function from an object to its attribute of a name; see `private`."""
+    return lambda owner: private(framework, owner, name)
+
+
+def method(framework: str, name: str) -> Callable[..., Any]:
+    """Returns a function that calls the method of a name of its first argument; see `private`."""
+    return lambda owner, *args, **options: private(framework, owner, name)(*args, **options)
+
+
+class Hooks(contextlib.ExitStack):
+    """Replaces functions of instances, classes and modules in a `with` block."""
+
+    def hook(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Makes `owner.name(...)` call `wrapper(inner, ...)`, where `inner` is what it was."""
+        inner, hidden = getattr(owner, name), vars(owner).get(name)
+        assign = type.__setattr__ if isinstance(owner, type) else object.__setattr__
+        assign(owner, name, lambda *args, **options: wrapper(inner, *args, **options))
+        if hidden is None:
+            self.callback(delattr, owner, name)
+        else:  # Another hook, which was there before, or the method of a class.
+            self.callback(assign, owner, name, hidden)
+
+
+# --- What is asked of a recorder -----------------------------------------------------------------
+
+
+def with_command(path: Path | None, **options: Any) -> tuple[str | None, dict[str, Any]]:
+    """Returns the file to write and the options of a recorder, as the script or the command says.
+
+    Args:
+        path: `*.npz`; None to record only if the command says so.
+        **options: those that the recorder has, with the values of the script. The command decides
+            what is replayed, permuted and run by shard, and keeps the start, from which its next
+            runs start; it may decide the others.
+
+    Raises:
+        ValueError: the file cannot be written, or the recorder lacks an option of the command.
+    """
+    if command := json.loads(os.environ.get(VARIABLE) or "null"):
+        given = {key: x for key, x in command.items() if x is not None and x is not False}
+        path = given.pop("path")
+        for key in given.keys() - options.keys():
+            raise ValueError(f"{key}: cannot be recorded in this framework; leave it out")
+        own = {"replay": None, "permute": None, "shards": None, "start": True}
+        options |= {key: x for key, x in own.items() if key in options} | given
+    if path is None:
+        return None, options
+    name = os.fspath(path)
+    is_file = name.endswith(".npz") and os.path.isdir(os.path.dirname(name) or ".")
+    require(is_file, f"{name}: must be an .npz file in a folder that exists")
+    return name, options
+
+
+class Request:
+    """What a script asks of a recorder.
+
+    Args:
+        steps: numbers of steps to record, from `first_step`, or how many of the first.
+        replay, permute, names: as the recorders take them.
+        first_step: number of the first step of this process.
+
+    Attributes:
+        replay, permute, names: the same.
+        wanted: the numbers of the steps to record.
+        asked: those that were asked for, in ascending order; empty for the default.
+
+    Raises:
+        ValueError: there is no such step.
+    """
+
+    def __init__(
+        self, steps: int | Iterable[int], replay: Path | None, permute: int | None,
+        names: Mapping[str, str] | None, first_step: int = 0,
+    ) -> None:  # fmt: skip
+        self.replay = None if replay is None else os.fspath(replay)
+        self.permute, self.names = permute, names or {}
+        self.wanted = wanted_steps(steps, first_step)
+        self.asked = [] if steps is DEFAULT_STEPS else sorted(self.wanted)
+
+    def about(
+        self, framework: str, error: BaseException | None, replayed: Any
+    ) -> dict[str, Any]:  # fmt: skip
+        """Returns what all recorders write of a recording that ends, maybe with an error.
+
+        `replayed` has the name of the other recording and what was not loaded, if there is one.
+        """
+        return {
+            **FORMAT,
+            "framework": framework,
+            "order": REDUCE_FIRST,
+            "permuted": self.permute,
+            "replayed": replayed.name if replayed else None,
+            "not_loaded": [*replayed.not_loaded] if replayed else [],
+            "asked": self.asked,
+            "ended_with": in_words(error),
+        }
+
+
+def wanted_steps(steps: int | Iterable[int], first_step: int = 0) -> set[int]:
+    """Returns the numbers of the steps to record.
+
+    Raises:
+        ValueError: there is none, or one before the first step of this process.
+    """
+    require(first_step >= 0, f"first_step={first_step}: must be a number from 0")
+    wanted = set[int]()
+    if not isinstance(steps, int):
+        start = first_step if steps is DEFAULT_STEPS else 0
+        wanted = {start + number for number in steps}
+    elif not isinstance(steps, bool):
+        wanted = {first_step + number for number in range(steps)}
+    is_right = wanted and min(wanted) >= first_step
+    require(is_right, f"steps={steps}: must be numbers from {first_step}")
+    return wanted
+
+
+def in_words(error: BaseException | None) -> str:
+    """Returns the exception that ended the training in one line; "" for none and `sys.exit(0)`."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(c for c in text if c.isprintable())[:200].removesuffix(": ").removesuffix(":")
+
+
+def axes_between(theirs: str, mine: str, ndim: int) -> tuple[int, ...]:
+    """Returns the permutation of axes from a layout, such as "HWIO", to another one."""
+    if theirs and sorted(theirs) == sorted(mine):
+        return tuple(map(theirs.index, mine))
+    return tuple(range(ndim))
+
+
+def rank_path(path: str, rank: int) -> str:
+    """Returns the file of a rank."""
+    return f"{path.removesuffix('.npz')}.rank{rank}.npz"

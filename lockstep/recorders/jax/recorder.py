@@ -1,0 +1,265 @@
+"""Wraps a training step, records some of its calls, and describes its variables."""
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT
+from lockstep.recorders.common import DEFAULT_STEPS, Request, rank_path, with_command
+from lockstep.recorders.jax.arrays import copied, is_array, like, placement_of, plain
+from lockstep.recorders.jax.clipping import clipped_by_state
+from lockstep.recorders.jax.compiled import computed_in, placed_leaves
+from lockstep.recorders.jax.keeping import GRADIENTS, Kept
+from lockstep.recorders.jax.replicas import Replicas, has_axis
+from lockstep.recorders.jax.trees import carried_paths, flatten, found_at, tail, without_role
+from lockstep.recorders.output import Output
+from lockstep.recorders.states import Own, States
+
+KINDS = {"params": WEIGHT, "state": STATISTIC, "opt_state": STATE, "key": SEED}
+
+_DATA_AXES = r"(dp|data|fsdp|ddp|replica|shard|batch)"  # Starts of names of axes of a mesh.
+
+
+@dataclass(eq=False)
+class record:
+    """Wraps a training step and records some of its calls; a context manager."""
+
+    # File to write at the end of the block; None: only runs of `assert_same_training` are recorded.
+    path: str | os.PathLike[str] | None
+    step: Callable[..., Any]  # From `jax.jit` or `jax.pmap`, or calling such functions.
+    arguments: Mapping[str, Any]  # Of "params", "batch"; optionally "state", "opt_state", "key".
+    outputs: Mapping[str, Any]  # Of the same without "batch", and of "loss".
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # Values, or functions of the step.
+    steps: Sequence[int] | int = DEFAULT_STEPS  # Numbers from 0; or how many first steps.
+    # True if all arrays have a first axis of devices, as in `jax.pmap`; if `in_axes` is None for
+    # some, the names of the `arguments` that have one, as in ("batch", "key").
+    pmap: bool | Sequence[str] = False
+    reduction: str = "mean"  # What the all-reduce computes of "raw": "mean" or "sum".
+    layouts: Mapping[int, str] = field(default_factory=lambda: {2: "IO", 4: "HWIO"})
+    data_layout: str = "NHWC"
+    replay: str | os.PathLike[str] | None = None  # Trace to load the state from, before each step.
+    permute: int | None = None  # Seed to permute the examples of each replica.
+    names: Mapping[str, str] = field(default_factory=dict)  # For `replay`: own name to its name.
+
+    def __post_init__(self) -> None:
+        if type(self.step).__module__.startswith("flax.nnx"):
+            raise ValueError(
+                "the step of nnx.jit changes its arguments, and record_jax needs one that returns"
+                " its state; use jax.jit for a step that gets nnx.state(model), calls nnx.merge,"
+                " and returns nnx.state"
+            )
+        self._file, given = with_command(
+            self.path, steps=self.steps, replay=self.replay, permute=self.permute,
+            names=self.names, modules=False,
+        )  # fmt: skip
+        del given["modules"]  # `module` records them.
+        self._request: Request | None = Request(**given) if self._file else None
+        self._wanted = self._request.wanted if self._request else set[int]()
+        self._number, self._kept = 0, Kept()
+        self._output: Output | None = None  # From the first recorded step.
+        self._about: dict[str, Any] = {"steps": [], "settings": []}
+        self._shardings = dict[str, Any]()  # Of "KIND/INDEX".
+        states = {"params", "state", "opt_state"} & {*self.arguments}
+        for role in sorted({"params", "batch"} - {*self.arguments} | states - {*self.outputs}):
+            raise ValueError(f"{role} is missing; add it to arguments, and to outputs if returned")
+        self._carried: dict[str, str] | None = None  # Path of an argument → that of the result.
+        self._states: States | None = None
+        if self._request and self._request.replay:
+            self._states = States(self._request.replay, self._wanted, self._request.names)
+
+    def __enter__(self) -> "record":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._wanted = set()
+        if self._output and self._request:
+            self._output.close(self._about | self._description(self._request, error))
+        elif self._file and error is None:
+            warnings.warn(f"{self._file}: none of {self._number} steps was recorded", stacklevel=2)
+
+    def _description(self, request: Request, error: BaseException | None) -> dict[str, Any]:
+        optimizer = {k: v for k, v in self.optimizer.items() if not callable(v)}
+        return {
+            **request.about("jax", error, self._states),
+            "versions": {"jax": jax.__version__},
+            "layers": [],
+            "optimizer": optimizer | {"framework": "jax"},
+            "data_layout": self.data_layout,
+            "gradients": self._kept.gradients,
+            "modules": self._kept.modules,
+        }
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step, and records it if its number is among `steps`."""
+        number, self._number = self._number, self._number + 1
+        if number not in self._wanted:
+            return self.step(*args, **kwargs)
+        names, leaves, tree = flatten((args, kwargs), skip=1)
+        arrays = {i: plain(leaf) for i, leaf in enumerate(leaves) if is_array(leaf)}
+        inputs = {r: found_at(names, where, r, arrays) for r, where in self.arguments.items()}
+        inputs = self._with_carried(names, leaves, inputs, args, kwargs)
+        placed = placed_leaves(self.step, args, kwargs)
+        replicas = Replicas(placed, inputs, self.pmap, self._shardings)
+        variables = self._describe(leaves, inputs)
+        found = dict[str, Any]()
+        if self._states:
+            found["replaced"] = replicas.columns("replaced", placed, inputs, KINDS)
+            self._load(number, leaves, variables, has_keys=not replicas.split_keys)
+        if self._request and (seed := self._request.permute) is not None:
+            for index, _ in inputs["batch"]:
+                leaves[index] = replicas.permuted(leaves[index], (seed, number))
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        placed = placed_leaves(self.step, args, kwargs)
+        if "computed_in" not in self._about:
+            self._about["computed_in"] = computed_in(self.step, args, kwargs)
+        found["data"] = replicas.columns("data", placed, inputs, ["batch"])
+        found["before"] = replicas.columns("before", placed, inputs, KINDS)
+        found["random"] = replicas.columns("random", placed, inputs, ["key"])
+        kept = self._kept.run(self.step, args, kwargs, replicas)
+        result = self.step(*args, **kwargs)
+        names, leaves, _ = flatten(result)
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}
+        outputs = {r: found_at(names, where, r, arrays) for r, where in self.outputs.items()}
+        if self._carried:
+            places = {name: index for index, name in enumerate(names)}
+            carried = [(places[name], name) for name in self._carried.values()]
+            outputs["state"] = [*outputs.get("state", []), *carried]
+        found["loss"] = replicas.columns("loss", leaves, outputs, ["loss"])
+        # Keys that are not returned are left out: the script makes those of the next step.
+        found["after"] = replicas.columns("after", leaves, outputs, KINDS, found["before"])
+        self._store(number, found | kept, replicas)
+        return result
+
+    def _with_carried(
+        self, names: list[str], leaves: list[Any], inputs: dict[str, Any], args: Any, kwargs: Any
+    ) -> dict[str, Any]:
+        """Returns the inputs with what the step takes and returns under no name of `arguments`."""
+        if self._carried is None:
+            copies = copied([args, kwargs])  # A step may donate its arguments.
+            result_names, result, _ = flatten(self.step(*copies[0], **copies[1]))
+            shapes = {i: leaf for i, leaf in enumerate(result) if hasattr(leaf, "dtype")}
+            outputs = [found_at(result_names, w, r, shapes) for r, w in self.outputs.items()]
+            left = [(names, leaves, inputs.values()), (result_names, result, outputs)]
+            self._carried = carried_paths(*[without_role(*each) for each in left])
+        places = {name: index for index, name in enumerate(names)}
+        found = [(places[own], tail(own) or own) for own in self._carried]
+        known = {name for _, name in inputs.get("state", [])}
+        found = [(i, names[i] if name in known else name) for i, name in found]
+        return inputs | ({"state": [*inputs.get("state", []), *found]} if found else {})
+
+    def _describe(self, leaves: list[Any], inputs: Mapping[str, Any]) -> list[tuple[int, Own]]:
+        """Returns index among the leaves, and description, of each variable."""
+        variables, shapes = list[tuple[int, Own]](), dict[str, tuple[int, ...]]()
+        for role, index, name in [(r, *pair) for r in KINDS for pair in inputs.get(r, [])]:
+            leaf = plain(leaves[index])
+            shape, dtype = np.shape(leaf)[has_axis(self.pmap, role) :], np.result_type(leaf).kind
+            shapes |= {name: shape} if role == "params" else {}
+            fitting = [w for w in shapes if f"/{name}".endswith(f"/{w}") and shapes[w] == shape]
+            weight = max(fitting, key=len, default="") if role in ("params", "opt_state") else ""
+            entry = {"name": name if role in ("params", name) else f"{role}/{name}"}
+            entry |= {"kind": KINDS[role]}
+            entry |= {"layout": self.layouts.get(len(shape), "") if weight else ""}
+            if role == "state" and dtype in "iub":  # A counter, as of steps.
+                entry |= {"kind": STATE, "of": "", "slot": name.split("/")[-1]}
+            if role == "opt_state":
+                slot = name.removesuffix(weight).strip("/").split("/")[-1]
+                entry |= {"of": weight, "slot": slot or "momentum"}
+            variables.append((index, Own(entry, shape, dtype)))
+        self._about["variables"] = [own.about for _, own in variables]
+        return variables
+
+    def _load(
+        self, number: int, leaves: list[Any], variables: list[tuple[int, Own]], has_keys: bool
+    ) -> None:
+        """Replaces the variables among `leaves` by those of the other recording before a step."""
+        states, own = self._states, [each for _, each in variables]
+        assert states
+        kinds = [*KINDS.values()][: 2 if states.framework != "jax" else 3 + has_keys]
+        found, before = states.sources(own, kinds), states.before(number, 0)
+        states.require_all(own, found, kinds)
+        for place, source in found.items():
+            index, array = variables[place][0], source.of(before)
+            leaves[index] = leaves[index] if array is None else like(leaves[index], array)
+
+    def _store(self, number: int, found: dict[str, Any], replicas: Replicas) -> None:
+        """Writes the arrays of a step."""
+        if self._output is None:
+            path, several = str(self._file), jax.process_count() > 1
+            self._output = Output(rank_path(path, jax.process_index()) if several else path)
+        output = self._output
+        about, settings = self._about, {k: v for k, v in self.optimizer.items() if k != "class"}
+        settings = {k: float(v(number)) if callable(v) else v for k, v in settings.items()}
+        settings["weights"] = [v["name"] for v in about["variables"] if v["kind"] == WEIGHT]
+        about["steps"].append(number)
+        about["settings"].append([settings])
+        about["reduction"] = self.reduction if "raw" in found else ""
+        if "sums" in found and "clipped" not in found:
+            found["clipped"] = self._clipped(found, settings, replicas) or found["sums"]
+        about |= {"num_replicas": replicas.number, "replicas": [r for r, _ in replicas.local]}
+        if replicas.mesh:
+            about |= self._on_mesh(replicas, found) | {"ranks": about.pop("replicas")}
+        one_key = not replicas.split_keys and self._kept.is_of_one_program
+        for key, columns in found.items():
+            kind, _, number_of_module = key.partition("/")
+            for index, column in enumerate(columns, int(number_of_module or 0)):
+                for (replica, _), array in zip(replicas.local, column, strict=True):
+                    if kind == "random" and one_key and replica > 0:
+                        continue  # One program draws the numbers of all devices.
+                    array = array.view(np.uint8) if kind == "random" else array
+                    array = array.squeeze() if kind == "loss" else array
+                    name = f"{len(about['steps'])}/{kind}/{replica}/{index}"
+                    output.put(name, array)
+
+    def _clipped(
+        self, found: Mapping[str, Any], settings: Mapping[str, Any], replicas: Replicas
+    ) -> list[Any] | None:
+        """Returns what a step that clips without keeping it applies; None if it does not clip."""
+        if replicas.mesh:
+            return None  # The devices have parts, of which each knows its own norm only.
+        optimizer = {**settings, "class": self.optimizer.get("class")}
+        described, names = self._about["variables"], self._kept.gradients
+        of_replicas, is_clipped = list[Any](), False
+        for i in range(len(replicas.local)):
+            kinds = ("sums", "before", "after")
+            sums, before, after = ([column[i] for column in found[kind]] for kind in kinds)
+            clipped = clipped_by_state(optimizer, described, names, sums, before, after)
+            is_clipped |= clipped is not None
+            of_replicas.append(clipped or sums)
+        return [[*column] for column in zip(*of_replicas, strict=True)] if is_clipped else None
+
+    def _on_mesh(self, replicas: Replicas, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Describes the mesh, and how the arrays of each device are part of the whole ones."""
+        placements, sizes = self._kept.placements, dict(replicas.mesh.shape)
+        for key, sharding in self._shardings.items():
+            kind, place = key.split("/")
+            if sharding:
+                ndim = found[kind][int(place)][0].ndim
+                placements[key] = placement_of(sharding.spec, ndim, kind == "data")
+        weights = [v["name"] for v in self._about["variables"] if v["kind"] == WEIGHT]
+        for kind in [kind for kind in GRADIENTS if kind in found]:
+            is_sum = found[kind] is found.get("sums")
+            for index, name in enumerate(self._kept.gradients):
+                own = weights.index(name) if name in weights else -1
+                if own >= 0 and found[kind][index][0].shape == found["before"][own][0].shape:
+                    text = placements.get(f"before/{own}", "")
+                    text = placements.get(f"sums/{index}", text) if is_sum else text
+                    placements.setdefault(f"{kind}/{index}", text)
+        raw = " ".join(text for key, text in placements.items() if key.startswith("raw/"))
+        split = {*",".join(re.findall(r"\[(.*?)\]", raw)).split(",")} & {*replicas.batch_axes}
+        if wrong := [axis for axis in split if re.match(_DATA_AXES, axis)]:
+            axis = f"split over {wrong[0]!r}, an axis of the batch"
+            raise ValueError(f'keep("raw"): gradients {axis}, are sums; keep them as "sums" only')
+        data_axes = [axis for axis in replicas.batch_axes if axis not in split]
+        return {
+            "mesh": sizes,
+            "data_axes": data_axes,
+            "num_replicas": math.prod(sizes[axis] for axis in data_axes),
+            "placements": {key: text for key, text in placements.items() if text},
+        }

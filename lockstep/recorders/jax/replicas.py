@@ -1,0 +1,102 @@
+"""The devices of a step, and the arrays that each of them has."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lockstep.recorders.jax.arrays import axes_of, host, is_split, like, mesh_sharding, plain
+
+
+def has_axis(pmap: bool | Sequence[str], role: str) -> int:
+    """Returns 1 if the arrays of a name of `arguments` have a first axis of devices, else 0."""
+    return int(pmap if isinstance(pmap, bool) else role in pmap)
+
+
+class Replicas:
+    """The devices of a step that have different examples; all devices if they have the same.
+
+    With a mesh, of which other axes split weights or nothing, all its devices.
+    """
+
+    def __init__(
+        self, placed: Sequence[Any], inputs: Mapping[str, Any], pmap: Any, shardings: dict[str, Any]
+    ) -> None:
+        batch = next(placed[i] for i, _ in inputs["batch"] if np.ndim(placed[i]))
+        places = {jax.local_devices()[0]: (slice(None),)}
+        if is_split(batch):
+            places = batch.sharding.devices_indices_map(batch.shape)
+        distinct = {str(index[0]): device for device, index in reversed(places.items())}
+        devices = [*distinct.values()][::-1] if len(distinct) > 1 else [*places]
+        self.batch_axes = [*(axes_of(own.spec) if (own := mesh_sharding(batch)) else ()), []][0]
+        states = [i for role in ("params", "opt_state") for i, _ in inputs.get(role, [])]
+        self.mesh: Any = None if pmap else self._mesh_of(batch, [placed[i] for i in states])
+        self.shardings = shardings  # KIND/INDEX → that of the first recorded step, or None.
+        devices = [*self.mesh.devices.flat] if self.mesh else devices
+        whole = (slice(None),)
+        self.number, self.rows = len(devices), [places.get(d, whole)[0] for d in devices]
+        self.pmap = pmap
+        own = jax.process_index()
+        self.local = [(r, d) for r, d in enumerate(devices) if d.process_index == own]
+        keys = [placed[index] for index, _ in inputs.get("key", [])]
+        self.split_keys = has_axis(pmap, "key") == 1
+        self.split_keys |= any(is_split(k) and not k.is_fully_replicated for k in keys)
+
+    def _mesh_of(self, batch: Any, states: Sequence[Any]) -> Any:
+        """Returns a mesh that splits weights, or has more axes than split the batch, or None."""
+        named = [sharding for sharding in map(mesh_sharding, [batch, *states]) if sharding]
+        sizes = named[0].mesh.shape if named else {}
+        others = {axis for axis, size in sizes.items() if size > 1 and axis not in self.batch_axes}
+        are_parts = any(is_split(state) and not state.is_fully_replicated for state in states)
+        return named[0].mesh if named and (are_parts or (self.batch_axes and others)) else None
+
+    def columns(
+        self, kind: str, leaves: Sequence[Any], found: Any, roles: Iterable[str],
+        inputs: Sequence[Any] = (),
+    ) -> list[Any]:  # fmt: skip
+        """Returns for each array of `roles` the host arrays of this process's replicas.
+
+        An output has an axis of devices if it has one more than the same column of `inputs`. With a
+        mesh, notes the sharding of the arrays.
+        """
+        pairs = [(plain(leaves[i]), role) for role in roles for i, _ in found.get(role, [])]
+        if self.mesh:
+            return [self._parts(leaf, f"{kind}/{i}") for i, (leaf, _) in enumerate(pairs)]
+        axes = [has_axis(self.pmap, role) for _, role in pairs]
+        if self.pmap and roles == ["loss"]:
+            axes = [min(np.ndim(leaf), 1) for leaf, _ in pairs]
+        elif self.pmap and inputs:
+            axes = [np.ndim(p[0]) - c[0].ndim for p, c in zip(pairs, inputs, strict=False)]
+        return [self._column(*pair, axis) for pair, axis in zip(pairs, axes, strict=True)]
+
+    def _parts(self, leaf: Any, key: str) -> list[np.ndarray]:
+        """Returns the part of each device, in each recorded step of the same sharding."""
+        own = mesh_sharding(leaf)
+        sharding = self.shardings.setdefault(key, own if own and own.mesh == self.mesh else None)
+        if sharding is None:
+            return [host(leaf)] * len(self.local)
+        leaf = leaf if own == sharding else jax.device_put(leaf, sharding)
+        shards = {shard.device: shard.data for shard in leaf.addressable_shards}
+        return [host(shards[device]) for _, device in self.local]
+
+    def _column(self, leaf: Any, role: str, axis: int) -> list[np.ndarray]:
+        if axis and np.shape(leaf)[:1] != (self.number,):
+            raise ValueError(
+                f"pmap: {role} of shape {np.shape(leaf)} has no axis of devices; if in_axes is"
+                ' None for it, use pmap=("batch",), with the names that have one'
+            )
+        values = [leaf] * len(self.local)
+        is_part = axis or role in ("batch", "key", "loss")  # Of the others, the whole array.
+        if is_split(leaf) and (is_part or leaf.is_fully_replicated):
+            shards = {shard.device: shard.data for shard in leaf.addressable_shards}
+            values = [shards[device] for _, device in self.local]
+        return [host(value)[0] if axis else host(value) for value in values]
+
+    def permuted(self, leaf: Any, seed: Sequence[int]) -> Any:
+        """Returns `leaf` with its examples in another order, each on the same replica."""
+        generator, values = np.random.default_rng(seed), host(plain(leaf))
+        distinct = {str(rows): rows for rows in self.rows}
+        for rows in distinct.values() if values.ndim else ():
+            values[rows] = generator.permutation(values[rows], axis=has_axis(self.pmap, "batch"))
+        return like(leaf, values)

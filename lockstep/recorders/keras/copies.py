@@ -1,0 +1,122 @@
+"""Copies of tensors in the steps that are recorded, by replica."""
+
+import collections
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from lockstep.recorders.keras.private import is_in_xla
+from lockstep.recorders.keras.values import plain_copy, replica_id, to_numpy_dtype
+
+# What a compiled function may compute: a recording without it can be compared.
+OF_FORWARD_PASS = ("y_pred", "mask", "loss", "objective")
+NOT_WRAPPED = "a step is not recorded; call strategy.run(recorder.wrap(step), …)"
+
+
+class Copies:
+    """Copies tensors and variables of replicas while they run traced steps.
+
+    Args:
+        wanted: the numbers of the steps to record.
+
+    Attributes:
+        number: replica → the number of its step, a tensor; -1 if that is not recorded.
+        error: the first error within a step, in words.
+        kept: number of a step, kind and replica → "INDEX", or "INDEX/values", … → array.
+    """
+
+    def __init__(self, wanted: Collection[int]) -> None:
+        self.wanted, self.error = wanted, ""
+        self.number: dict[int, tf.Tensor] = {}
+        self.kept: dict[tuple[int, str, int], dict[str, np.ndarray]] = {}
+        self._num_seen: collections.Counter[int] = collections.Counter()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether this replica runs a step."""
+        return replica_id() in self.number
+
+    def fail(self, text: str) -> None:
+        """Raises ValueError, whose text is kept without the notes of a traced function."""
+        self.error = text
+        raise ValueError(text)
+
+    def begin(self, data: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns the number of the step that this replica begins, -1 if it is not recorded."""
+        replica = replica_id()
+
+        def begin(*sizes: np.ndarray) -> np.int64:
+            number = self._num_seen[replica]
+            self._num_seen[replica] += 1
+            return np.int64(number if number in self.wanted else -1)
+
+        # At the end of the data, a step begins in vain: it must not be counted.
+        sizes = [tf.size(leaf) for leaf in data[:1]]
+        self.number[replica] = number = tf.numpy_function(begin, sizes, tf.int64)
+        return number
+
+    def end(self) -> None:
+        """Ends the step of this replica."""
+        del self.number[replica_id()]
+
+    def keep(self, kind: str, values: Sequence[Any], places: Sequence[int] | None = None) -> None:
+        """Copies tensors and variables of this replica, if its step is recorded.
+
+        `places` are their indices, from 0 if it is None.
+        """
+        replica, parts = replica_id(), dict[str, Any]()
+        if (number := self.number.get(replica)) is None:
+            raise ValueError(NOT_WRAPPED)
+        if is_in_xla():
+            if kind in OF_FORWARD_PASS:
+                return
+            self.fail(
+                "jit_compile=True is around a recorded step, and XLA does not run the hooks; put it"
+                " on a function that the step calls for the gradients, or leave it out to record"
+            )
+        for index, value in zip(places or range(len(values)), values, strict=True):
+            if isinstance(value, tf.IndexedSlices):
+                parts |= {f"{index}/values": value.values, f"{index}/indices": value.indices}
+                parts[f"{index}/rows"] = value.dense_shape[0]
+            else:
+                parts[f"{index}"] = value
+
+        def keep(number: np.int64, *arrays: np.ndarray) -> np.int64:
+            copies = map(plain_copy, arrays)  # Buffers are reused.
+            kept = self.kept.setdefault((int(number), kind, replica), {})
+            kept |= zip(parts, copies, strict=True)
+            return number
+
+        def copy() -> tf.Tensor:
+            flat = [to_numpy_dtype(value) for value in parts.values()]
+            return tf.numpy_function(keep, [number, *flat], tf.int64)
+
+        tf.cond(number >= 0, copy, lambda: number)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have ended; one that an error has ended is none of them."""
+        return sorted({number for number, kind, _ in self.kept if kind == "after"})
+
+    @property
+    def replicas(self) -> list[int]:
+        """The replicas of this process."""
+        return sorted({replica for _, _, replica in self.kept})
+
+    def rates(self, step: int) -> dict[str, float]:
+        """Returns the learning rates of a step by the number of the optimizer."""
+        found: dict[str, float] = {}
+        for (number, kind, _), arrays in sorted(self.kept.items()):
+            if (number, kind) == (step, "learning_rate"):
+                found = {index: float(array) for index, array in arrays.items()} | found
+        return found
+
+    def arrays(self) -> Iterator[tuple[int, str, int, str, np.ndarray]]:
+        """Yields position, kind, replica and place of each array of the steps that have ended."""
+        steps = self.steps
+        for (number, kind, replica), arrays in sorted(self.kept.items()):
+            if number in steps and kind != "learning_rate":
+                for place, array in arrays.items():
+                    yield steps.index(number) + 1, kind, replica, place, array

@@ -1,0 +1,93 @@
+"""Describes models: their variables and their layers."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT
+from lockstep.recorders.keras.private import layers_in, layers_of, set_strategy
+from lockstep.recorders.keras.values import is_float
+
+LAYER_SETTINGS = {  # Attribute → key.
+    "epsilon": "epsilon", "momentum": "momentum", "strides": "strides", "padding": "padding",
+    "dilation_rate": "dilation", "rate": "rate", "synchronized": "synchronized",
+}  # fmt: skip
+
+
+class Models(keras.Model):
+    """Has the variables of several models."""
+
+    def __init__(self, models: Sequence[keras.Model]):
+        super().__init__(name="_and_".join(model.name for model in models))
+        self.models = list(models)
+        set_strategy(self, models[0].distribute_strategy)
+        paths = [variable.path for variable in self.variables]
+        if repeated := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(f"several models have {repeated[0]}; give their layers other names")
+
+
+def described_layers(model: keras.Model) -> list[dict[str, Any]]:
+    """Returns name, class, weights and settings of the layers without layers in them."""
+    return [
+        {"name": layer.name, "class": type(layer).__name__}
+        | {"weights": [weight.path for weight in layer.weights]}
+        | {to: getattr(layer, own) for own, to in LAYER_SETTINGS.items() if hasattr(layer, own)}
+        for layer in layers_of(model, include_self=False)
+        if not layers_in(layer)
+    ]
+
+
+def layouts_of(model: keras.Model) -> tuple[dict[str, str], str]:
+    """Returns weight → layout of its axes, and the layout of images, "" if there are none."""
+    layouts, data_layout = dict[str, str](), ""
+    for layer in layers_of(model, include_self=False):
+        if isinstance(layer, keras.layers.Conv2D):
+            data_layout = {"channels_last": "NHWC"}.get(layer.data_format, "NCHW")
+        if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense) and layer.built:
+            layout = "IO" if len(layer.kernel.shape) == 2 else "HWIO"
+            layouts[getattr(layer.kernel, "path", "")] = layout
+    return layouts, data_layout
+
+
+def described_variables(
+    model: keras.Model, of_optimizers: Sequence[keras.Variable], updated: Collection[str],
+    owners: Mapping[str, Collection[str]],
+) -> list[dict[str, str]]:  # fmt: skip
+    """Describes the variables of a model, then those of its optimizers.
+
+    Args:
+        model: the model.
+        of_optimizers: the variables of the optimizers.
+        updated: the weights that an optimizer updates.
+        owners: for each of several optimizers, its name and the weights that it updates.
+    """
+    layouts, _ = layouts_of(model)
+    weights = {*updated} | {weight.path for weight in model.trainable_variables}
+    variables = []
+    for variable in model.variables:
+        kind = WEIGHT if variable.path in weights else STATISTIC
+        kind = kind if is_float(variable) else SEED
+        layout = layouts.get(variable.path, "")
+        variables.append({"name": variable.path, "kind": kind, "layout": layout})
+    starts = {f"{weight.replace('/', '_')}_": weight for weight in weights}
+    for variable in of_optimizers:
+        start = max(filter(variable.name.startswith, starts), key=len, default="")
+        of, slot = starts.get(start, ""), variable.name.removeprefix(start)
+        owner = variable.path.split("/")[0]
+        if of and of not in owners.get(owner, [of]):
+            of, slot = "", variable.path  # Another optimizer updates the weight.
+        about = {"name": variable.path, "kind": STATE, "of": of, "slot": slot}
+        variables.append({**about, "layout": layouts.get(of, "")})
+    return variables
+
+
+def is_frozen(layer: keras.Layer) -> bool:
+    """Returns whether a BatchNorm layer normalises with its moving statistics in training, too."""
+    return isinstance(layer, keras.layers.BatchNormalization) and not layer.trainable
+
+
+def computed_in(model: keras.Model) -> str:
+    """Returns the 16-bit dtype in which layers with weights compute, or ""."""
+    dtypes = {layer.compute_dtype for layer in layers_of(model) if layer.weights}
+    return next((dtype for dtype in ("float16", "bfloat16") if dtype in dtypes), "")

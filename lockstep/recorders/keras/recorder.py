@@ -1,0 +1,158 @@
+"""The recorder: a block in which steps are recorded, and their description."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from lockstep.data.trace import CLIP_FIRST
+from lockstep.recorders.common import (
+    DEFAULT_STEPS,
+    Path,
+    Request,
+    rank_path,
+    with_command,
+)
+from lockstep.recorders.keras.description import Models, computed_in
+from lockstep.recorders.keras.optimizers import Optimizers
+from lockstep.recorders.keras.steps import StepObserver
+from lockstep.recorders.output import write
+
+_KERNELS = "TF_ENABLE_ONEDNN_OPTS"  # Chooses TensorFlow's kernels on CPUs; only recorded.
+_GRADIENTS = ("raw", "clipped", "sums")
+
+
+class Recorder:
+    """Records steps of `model.fit`, or of a custom loop, in a `with` block.
+
+    Args:
+        model: a compiled model, or with `optimizer` any model; under a strategy or not. A loop that
+            trains several models passes a list of them.
+        optimizer: optimizer of a custom loop, or a list of several.
+        steps: number of first steps to record, or numbers of steps, from 0.
+        replay: a recording whose weights and statistics are assigned before each step; from a
+            recording of Keras also optimizer state (without learning rate) and seeds.
+        permute: seed for a permutation of each replica's examples in these steps.
+        names: name of a variable → its name in `replay`; others are matched by name, else in order,
+            by kind and shape.
+
+    Attributes:
+        about: the description of the recording, complete after the block.
+        arrays: `POSITION/KIND/REPLICA/INDEX` → array, after the block.
+
+    Raises:
+        ValueError: no hook can run in this training, or `replay` lacks steps or variables.
+    """
+
+    def __init__(
+        self, model: keras.Model | Sequence[keras.Model],
+        optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None,
+        *, steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
+        permute: int | None = None, names: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        self._model = model if isinstance(model, keras.Model) else Models(model)
+        self._optimizers = Optimizers(self._model, optimizer)
+        if self._model.compiled and self._model.jit_compile is True:
+            raise ValueError(
+                f"model {self._model.name} is compiled with jit_compile=True, and XLA does not run"
+                " the hooks; compile it with jit_compile=False to record it"
+            )
+        self._request = Request(steps, replay, permute, names)
+        self._observer = StepObserver(self._model, self._optimizers, self._request)
+        self.about: dict[str, Any] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def wrap(self, step: Callable) -> Callable:
+        """Returns a custom loop's replica step with hooks; its arguments are the batch."""
+        return partial(self._observer.step, step)
+
+    def __enter__(self) -> "Recorder":
+        self._observer.install()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._observer.remove()
+        observer, replay = self._observer, self._observer.replay
+        self.about = self._description(error)
+        for position, kind_of, replica, place, array in observer.copies.arrays():
+            is_shared = kind_of == "objective" and observer.has_parts
+            if not (is_shared or (kind_of in _GRADIENTS and self._is_repeated(place))):
+                self.arrays[f"{position}/{kind_of}/{replica}/{place}"] = array
+        if text := observer.copies.error or (replay.error if replay else ""):
+            raise ValueError(text) from None  # Without the notes of a traced function.
+
+    def _is_repeated(self, place: str) -> bool:
+        """Returns whether a step applies several gradients to the weight of a gradient."""
+        return self.about["gradients"][int(place.split("/")[0])] in self._observer.repeated
+
+    def _description(self, error: BaseException | None) -> dict[str, Any]:
+        observer, optimizers = self._observer, self._optimizers
+        copies, replay = observer.copies, observer.replay
+        return {
+            **self._request.about("keras", error, replay.states if replay else None),
+            **observer.about,
+            **(optimizers.description() if optimizers.applied else {}),
+            "reduction": "sum",
+            "order": CLIP_FIRST,
+            "num_replicas": self._model.distribute_strategy.num_replicas_in_sync,
+            "replicas": copies.replicas,
+            "versions": {
+                **{package.__name__: package.__version__ for package in (keras, tf, np)},
+                _KERNELS: os.environ.get(_KERNELS, "not set"),
+            },
+            "steps": copies.steps,
+            "in_evaluation": [observer.frozen] * len(copies.steps),
+            "settings": [optimizers.settings(copies.rates(step)) for step in copies.steps],
+            "optimizer": optimizers.about(),
+            "computed_in": computed_in(self._model),
+        }
+
+    def save(self, path: Path) -> None:
+        """Writes a file when it is complete; process 0 of several processes `….rank0.npz`."""
+        name, replicas = os.fspath(path), self.about["replicas"]
+        if 0 < len(replicas) < self.about["num_replicas"]:
+            name = rank_path(name, replicas[0] // len(replicas))
+        write(name, self.about, self.arrays)
+
+
+class NotRecording:
+    """Stands for the recorder of a training that is not recorded."""
+
+    def wrap(self, step: Callable) -> Callable:
+        """Returns the step."""
+        return step
+
+
+@contextlib.contextmanager
+def record(
+    path: Path | None, model: keras.Model | Sequence[keras.Model],
+    optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None, *,
+    steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
+    permute: int | None = None, names: Mapping[str, str] | None = None,
+) -> Iterator[Recorder | NotRecording]:  # fmt: skip
+    """Records steps in a `with` block and saves them at its end, even if an error ends it.
+
+    See `Recorder` for the arguments; `lockstep.assert_same_training` gives path, steps, replay and
+    permute in place of those of the script. With path None, only its runs are recorded.
+    """
+    file, given = with_command(path, steps=steps, replay=replay, permute=permute, names=names)
+    if file is None:
+        yield NotRecording()
+        return
+    recorder = Recorder(model, optimizer, **given)
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        if recorder.arrays:
+            recorder.save(file)
+    if not recorder.arrays:
+        raise ValueError(
+            f"{file} is not written: no step was recorded; train within the block, and call"
+            " tf.function there"
+        )

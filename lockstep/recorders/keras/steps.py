@@ -1,0 +1,265 @@
+"""Observes the step of a replica: its examples, outputs, losses, gradients and state."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import tree
+
+from lockstep.recorders.common import Hooks, Request
+from lockstep.recorders.keras.copies import NOT_WRAPPED, Copies
+from lockstep.recorders.keras.description import is_frozen
+from lockstep.recorders.keras.optimizers import OPTIMIZERS, Optimizers, parts_of
+from lockstep.recorders.keras.private import (
+    hook_update,
+    is_in_branch,
+    layers_of,
+    mask_of,
+    regularisation,
+)
+from lockstep.recorders.keras.replay import Replay
+from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor_of, to_json
+
+
+class StepObserver:
+    """Copies what the steps of replicas compute, in hooks of the model and of its optimizers.
+
+    Args:
+        model: the model.
+        optimizers: those that the steps apply.
+        request: the steps to record, and the recording to start them from.
+
+    Attributes:
+        about: what the steps tell of the description.
+        copies: what was copied.
+        replay: assigns the states of the other recording; None without one.
+        has_parts: whether a step takes the gradients of several losses.
+        repeated: weights to which a step applies several gradients.
+        frozen: names of the layers in evaluation mode.
+    """
+
+    def __init__(self, model: keras.Model, optimizers: Optimizers, request: Request) -> None:
+        self._model, self._optimizers, self._hooks = model, optimizers, Hooks()
+        self._seed = request.permute
+        self.about: dict[str, Any] = {"variables": [], "gradients": []}
+        self.copies = Copies(request.wanted)
+        self.replay = Replay(request) if request.replay else None
+        self.has_parts, self.repeated, self.frozen = False, set[str](), list[str]()
+        self._num_states: dict[int, int] = {}  # Of a replica in a step: what is copied of `_state`.
+        self._applied: dict[int, dict[str, Any]] = {}  # Of a replica: weight → its gradient.
+        self._places: dict[int, list[int]] = {}  # Of a replica: indices of its gradients.
+        self._num_losses: dict[int, int] = {}  # Of the replicas that are in a step.
+        self._scaled: set[int] = set()  # Replicas whose loss an optimizer scales.
+
+    def install(self) -> None:
+        """Replaces methods of the model, the optimizers' classes and the tape."""
+        hook = self._hooks.hook
+        hook(self._model, "train_step", self.step)
+        hook(self._model, "compute_loss", self._compute_loss)
+        for own in OPTIMIZERS:
+            hook(own, "apply", self._apply)
+            hook(own, "scale_loss", self._scale_loss)
+        hook(tf.GradientTape, "gradient", self._gradient)
+        self._model.train_function = None  # One that is traced already has no hooks.
+
+    def remove(self) -> None:
+        """Restores what `install` has replaced."""
+        self._hooks.close()
+        self._model.train_function = None
+
+    # The step.
+
+    def step(self, inner: Callable, *data: Any) -> Any:
+        """Runs a step. AutoGraph converts this method, and so `inner`, as without a recorder."""
+        data = self._begin_step(data)
+        try:
+            result = inner(*data)
+        finally:
+            self._end_losses()
+        self._end_step()
+        return result
+
+    @tf.autograph.experimental.do_not_convert
+    def _begin_step(self, data: Any) -> Any:
+        """Copies what is known before a step; returns its examples."""
+        if not self._model.built:
+            self._build_model(data)
+        for optimizer in self._optimizers.known_before_a_step():
+            self._add(optimizer)
+        replica = replica_id()
+        self._applied[replica], self._num_states[replica] = {}, 0
+        self._scaled.discard(replica)
+        number = self.copies.begin(leaves(data))
+        self._keep_state()
+        if self._seed is not None:
+            data = permuted(data, number, [self._seed, replica])
+        self.about["structure"] = to_json(data[0] if len(data) == 1 else data)
+        self.copies.keep("data", leaves(data))
+        self.frozen = [layer.name for layer in layers_of(self._model) if is_frozen(layer)]
+        self._num_losses[replica] = 0
+        return data
+
+    def _build_model(self, data: Sequence[Any]) -> None:
+        """Creates the variables of a model that is called for the first time."""
+        unbuilt = [layer for layer in layers_of(self._model) if not layer.built]
+        if type(self._model).call is keras.Model.call:  # Only its parts are called.
+            if parts := [layer.name for layer in unbuilt if layer is not self._model]:
+                self.copies.fail(
+                    f"{parts[0]} has no weights yet; call model.build(input_shape) before"
+                )
+            return
+        batch = data[0] if len(data) == 1 else data
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+
+        def zeros(leaf: tf.Tensor) -> tf.Tensor:
+            return tf.zeros((1, *leaf.shape[1:]), leaf.dtype)
+
+        def build(strategy: tf.distribute.Strategy) -> None:
+            with tf.init_scope():
+                if not self._model.built:
+                    self._model(tree.map_structure(zeros, x))
+
+        tf.distribute.get_replica_context().merge_call(build)
+
+    def _keep_state(self) -> None:
+        """Copies the state before a step, as far as it is known and not copied yet."""
+        replica, applied = replica_id(), self._optimizers.applied
+        states, kept = self._state, self._num_states[replica]
+        if kept == len(states):
+            return
+        first, state = sum(map(len, states[:kept])), [v for own in states for v in own]
+        places = range(first, len(state))
+        self.about |= self._optimizers.description()
+        if self.replay:
+            self.copies.keep("replaced", state[first:], places)
+            number, variables = self.copies.number[replica], self.about["variables"]
+            self.replay.assign(state, variables, number, first)
+        self.copies.keep("before", state[first:], places)
+        old = sum(len(parts_of(each)) for each in applied[: max(kept - 1, 0)])
+        new = self._optimizers.parts[old:]
+        rates = [part.learning_rate for part in new]
+        self.copies.keep("learning_rate", rates, range(old, old + len(new)))
+        self._num_states[replica] = len(states)
+
+    @property
+    def _state(self) -> list[list[Any]]:
+        """Variables of the model, and of each optimizer."""
+        return [self._model.variables, *(each.variables for each in self._optimizers.applied)]
+
+    @tf.autograph.experimental.do_not_convert
+    def _end_losses(self) -> None:
+        del self._num_losses[replica_id()]
+
+    @tf.autograph.experimental.do_not_convert
+    def _end_step(self) -> None:
+        self.copies.keep("after", [variable for own in self._state for variable in own])
+        self.copies.end()
+
+    # Losses.
+
+    def _compute_loss(self, inner: Callable, *args: Any, **kwargs: Any) -> tf.Tensor:
+        loss = inner(*args, **kwargs)
+        names = ("x", "y", "y_pred", "sample_weight", "training")
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        if call.get("training", True):
+            predictions = leaves(call["y_pred"])
+            self.about["predicted"] = to_json(call["y_pred"])
+            self.copies.keep("y_pred", predictions)
+            masks = map(mask_of, predictions)
+            self.copies.keep("mask", [tf.zeros(()) if mask is None else mask for mask in masks])
+            self.copies.keep("loss", [loss, regularisation(self._model)])
+        return loss
+
+    def _gradient(self, inner: Callable, tape: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Records the scalar whose gradient a step takes, which a loss scale would multiply."""
+        weights = {id(variable.value) for variable in self._model.trainable_variables}
+        sources = {id(tensor_of(x)) for x in tree.flatten((args, kwargs))}
+        replica = replica_id() if self._num_losses and weights & sources else -1
+        is_plain = replica not in self._scaled and tf.is_tensor(target)
+        if replica in self._num_losses and is_plain and target.shape.rank == 0:
+            self.has_parts |= self._num_losses[replica] > 0
+            self._num_losses[replica] += 1
+            self.copies.keep("objective", [target, regularisation(self._model)])
+        return inner(tape, target, *args, **kwargs)
+
+    def _scale_loss(self, inner: Callable, optimizer: Any, loss: Any) -> Any:
+        scaled = inner(optimizer, loss)
+        if scaled is not loss and replica_id() >= 0:
+            self._scaled.add(replica_id())
+        return scaled
+
+    # Updates.
+
+    @tf.autograph.experimental.do_not_convert
+    def _apply(
+        self, inner: Callable, optimizer: Any, gradients: Any, weights: Any = None,
+        trainable_variables: Any = None,
+    ) -> Any:  # fmt: skip
+        """Copies the state of an optimizer before its first update in a step."""
+        weights = trainable_variables if weights is None else weights
+        weights = weights if weights is None else list(weights)
+        is_in_step = replica_id() in self._num_losses
+        if not is_in_step and self._optimizers.trains(weights or ()):
+            raise ValueError(NOT_WRAPPED)
+        if is_in_step:
+            if not self._optimizers.has(optimizer):
+                self._add_applied(optimizer, weights)
+            self._keep_state()
+        return inner(optimizer, gradients, weights)
+
+    def _add_applied(self, optimizer: keras.optimizers.Optimizer, weights: Any) -> None:
+        """Adds an optimizer that a step applies for the first time."""
+        if is_in_branch():
+            self.copies.fail(
+                f"the optimizer {optimizer.name} is applied in a condition or a loop; pass"
+                " it, or the list of all, and call its build(weights) before the block"
+            )
+        if not optimizer.built and weights is not None:
+            self._optimizers.build(optimizer, weights)
+        if not self._optimizers.has(optimizer):  # Another replica may have added it.
+            self._add(optimizer)
+
+    def _add(self, optimizer: keras.optimizers.Optimizer) -> None:
+        self._optimizers.applied.append(optimizer)
+        for part in parts_of(optimizer):
+            apply = partial(self._apply_gradients, part)
+            hook_update(self._hooks, part, apply, self._clip_gradients, self._all_reduce)
+
+    def _apply_gradients(
+        self, optimizer: Any, inner: Callable, gradients: Sequence, variables: Sequence
+    ) -> Any:
+        names = {id(tensor_of(v)): v.path for v in self._model.variables}
+        found = [names.get(id(tensor_of(v)), "") for v in variables]
+        if not any(found) and not self.copies.is_in_step:
+            return inner(gradients, variables)  # It trains another model.
+        if "" in found:
+            own = variables[found.index("")]
+            self.copies.fail(
+                f"a step updates {getattr(own, 'path', own.name)}, which {self._model.name} does"
+                " not have; pass a list of all models that it trains"
+            )
+        self._optimizers.updates(optimizer, found)
+        known, replica = self.about["gradients"], replica_id()
+        known += [name for name in dict.fromkeys(found) if name not in known]
+        applied = self._applied.setdefault(replica, {})
+        for name, gradient in zip(found, gradients, strict=True):
+            if applied.setdefault(name, gradient) is not gradient:
+                self.repeated.add(name)
+        self._places[replica] = [known.index(name) for name in found]
+        self.copies.keep("raw", gradients, self._places[replica])
+        return inner(gradients, variables)
+
+    def _clip_gradients(self, inner: Callable, gradients: Sequence) -> Any:
+        clipped = inner(gradients)
+        if self.copies.is_in_step:
+            self.copies.keep("clipped", clipped, self._places[replica_id()])
+        return clipped
+
+    def _all_reduce(self, inner: Callable, pairs: Sequence) -> Any:
+        reduced = list(inner(pairs))
+        if self.copies.is_in_step:
+            gradients = [gradient for gradient, _ in reduced]
+            self.copies.keep("sums", gradients, self._places[replica_id()])
+        return reduced

@@ -1,0 +1,73 @@
+"""Tensors, variables and nests of TensorFlow, as arrays and as JSON text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+
+
+def leaves(structure: Any) -> list[Any]:
+    """Returns the leaves of a nest, without None."""
+    return [leaf for leaf in tree.flatten(structure) if leaf is not None]
+
+
+def to_json(structure: Any) -> Any:
+    """Describes a nest of tuples, lists and dicts: leaves are numbers, in the order of `leaves`."""
+    numbers = iter(range(len(tree.flatten(structure))))
+    numbered = tree.map_structure(lambda x: None if x is None else next(numbers), structure)
+
+    def describe(nest: Any) -> Any:
+        if isinstance(nest, Mapping):
+            return {"dict": {key: describe(value) for key, value in nest.items()}}
+        if isinstance(nest, tuple | list):
+            kind = "list" if isinstance(nest, list) else "tuple"
+            return {kind: [describe(value) for value in nest]}
+        return nest
+
+    return describe(numbered)
+
+
+def plain_copy(array: Any) -> np.ndarray:
+    """Returns a copy of an array, with strings, which are objects, as bytes of one length."""
+    copy = np.array(array)
+    return copy.astype(np.bytes_) if copy.dtype == object else copy
+
+
+def tensor_of(variable: Any) -> Any:
+    """Returns the variable of TensorFlow."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def to_numpy_dtype(value: Any) -> tf.Tensor:
+    """Returns a tensor, or a variable's value; bfloat16, which NumPy cannot save, as float32."""
+    tensor = tf.convert_to_tensor(tensor_of(value))
+    return tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+
+
+def is_float(variable: keras.Variable) -> bool:
+    """Returns whether a variable holds floating-point numbers; seeds hold integers."""
+    return keras.backend.is_float_dtype(variable.dtype)
+
+
+def replica_id() -> int:
+    """Returns the number of this replica; -1 outside of a replica's step."""
+    context = tf.distribute.get_replica_context()
+    return int(tf.get_static_value(context.replica_id_in_sync_group)) if context else -1
+
+
+def permuted(data: Any, number: tf.Tensor, seed: Sequence[int]) -> Any:
+    """Returns a batch with its examples in another order, if its step is recorded."""
+    parts = leaves(data)
+
+    def order(number: np.int64, size: np.int32) -> np.ndarray:
+        return np.random.default_rng([*seed, int(number)]).permutation(int(size))
+
+    def permute() -> list[tf.Tensor]:
+        chosen = tf.numpy_function(order, [number, tf.shape(parts[0])[0]], tf.int64)
+        return [tf.ensure_shape(tf.gather(part, chosen), part.shape) for part in parts]
+
+    moved = iter(tf.cond(number >= 0, permute, lambda: [tf.identity(part) for part in parts]))
+    return tree.map_structure(lambda leaf: None if leaf is None else next(moved), data)

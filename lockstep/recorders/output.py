@@ -1,0 +1,81 @@
+"""The file of a recording, which is written while the training runs.
+
+An error of the file, as of a full disk, does not end the training: one line says that there is no
+recording, and the file says that it was not finished.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from lockstep.data.archive import Member, Writer
+
+
+class Output:
+    """Writes arrays to the file of a process as they come.
+
+    Args:
+        path: File to write; one that has this name is replaced.
+        item: A shard or copy that the file has.
+
+    Raises:
+        ValueError: Another process writes this file.
+    """
+
+    def __init__(self, path: str, item: int = 0) -> None:
+        self._path, self._item = path, item
+        self._writer: Writer | None = None
+        try:
+            self._writer = Writer(path)
+        except BlockingIOError:
+            raise ValueError(
+                f"{path}: another process writes this file; give each its own path, or record after"
+                " init_process_group, which gives each rank its file"
+            ) from None
+        except OSError as error:
+            self._fail(error)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing more is written."""
+        return self._writer is None
+
+    def add(self, array: np.ndarray) -> Member | None:
+        """Writes an array that gets its name later, if at all; returns what `put` takes."""
+        found: Member | None = self._call(Writer.add, array, self._item)
+        return found
+
+    def put(self, name: str, array: np.ndarray | Member | None) -> None:
+        """Writes an array, or names one that was added."""
+        if array is not None:
+            self._call(Writer.__setitem__, name, array)
+
+    def close(self, about: Mapping[str, Any], renamed: Callable[[str], str] = str) -> None:
+        """Finishes the file; see `Writer.close`."""
+        self._call(Writer.close, about, renamed)
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Calls a method of the writer, unless one has failed."""
+        if self._writer is None:
+            return None
+        try:
+            return method(self._writer, *args)
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+        self._writer = None
+        text = f"{self._path}: cannot be written ({error.strerror or error})"
+        print(f"lockstep: {text}; the training is not recorded", file=sys.stderr, flush=True)
+
+
+def write(path: str, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a recording whose arrays are in memory."""
+    output = Output(path)
+    for name, array in arrays.items():
+        output.put(name, array)
+    output.close(about)

@@ -1,0 +1,195 @@
+"""The states of another recording, from which each recorded step starts (`replay=`)."""
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.data.file import TraceError, load
+from lockstep.data.trace import STATE, STATISTIC, WEIGHT, Variable
+from lockstep.numeric.arrays import Named
+from lockstep.recorders.common import axes_between, require
+
+Fits = Callable[[int, np.ndarray, bool], bool]
+
+
+class Own(NamedTuple):
+    """A variable of the training that is recorded; `dtype` has the kind of its numbers, or ""."""
+
+    about: Mapping[str, str]
+    shape: tuple[int, ...]
+    dtype: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.about["name"]
+
+
+class Source(NamedTuple):
+    """A variable of the other recording, and the permutation of its axes to those here."""
+
+    key: str
+    axes: tuple[int, ...]
+
+    def of(self, before: Named) -> np.ndarray | None:
+        """Returns its array in the layout here; None if it has none in this step."""
+        array = before.get(self.key)
+        return None if array is None else np.transpose(array, self.axes)
+
+
+def sample_in(path: str) -> Mapping[str, int]:
+    """Returns how a recording is sampled; empty if it is whole, or cannot be read."""
+    try:
+        return load(path).about.sample
+    except TraceError:  # Reading it for the replay raises an error that says why.
+        return {}
+
+
+class States:
+    """The states before the steps of another recording, of all its processes.
+
+    Args:
+        path: its file, `one.npz`, also for `one.rank0.npz` and further ones.
+        wanted: numbers of the steps that are recorded here.
+        names: name of a variable here → its name there.
+        takes_samples: whether the recording may be sampled. Its first step alone then has a whole
+            state, and the script continues from there.
+
+    Attributes:
+        trace: the recording.
+        name: name of its file.
+        names: the same.
+        not_loaded: names of own variables that are not loaded, in their order.
+
+    Raises:
+        ValueError: it cannot be read, or does not have the steps or the whole state.
+    """
+
+    def __init__(
+        self, path: str, wanted: Collection[int], names: Mapping[str, str], *,
+        takes_samples: bool = False,
+    ) -> None:  # fmt: skip
+        try:
+            self.trace = load(path)
+        except TraceError as error:
+            raise ValueError(f"replay={error}") from None
+        self._path, self.name, self.names = path, os.path.basename(path), names
+        self.not_loaded: dict[str, None] = {}
+        self._first = min(wanted)
+        positions = enumerate(self.trace.steps)
+        steps = [step for position, step in positions if self.trace.has(position, "before")]
+        missing = sorted({*wanted} - {*steps})
+        require(not missing, f"replay={path}: lacks steps {missing}; it has {steps}")
+        is_sampled = f"replay={path}: is recorded with sample="
+        require(takes_samples or not self.trace.about.sample, f"{is_sampled}; record it with 0")
+        self._kind = "start" if self.trace.about.sample else "before"
+        require(
+            self.trace.has(self.position(self._first), self._kind),
+            f"{is_sampled}, without the whole state before step {self._first}; record it with"
+            " start=True, or leave out replay=",
+        )
+
+    @property
+    def framework(self) -> str:
+        """The framework that was recorded."""
+        return self.trace.about.framework
+
+    def position(self, step: int) -> int:
+        """Returns the position of a step."""
+        return self.trace.steps.index(step)
+
+    def before(self, step: int, copy: int) -> Named:
+        """Returns key → array before a step, of a copy of the weights or of another one.
+
+        It is empty if a sampled recording has no whole arrays of the step.
+        """
+        copies = self.trace.copies
+        return self.trace.named(self.position(step), self._kind, copy % len(copies)) or {}
+
+    def sources(
+        self, own: Sequence[Own], kinds: Collection[str], *, is_part: bool = False,
+        fits: Fits | None = None,
+    ) -> dict[int, Source]:  # fmt: skip
+        """Matches own variables of some kinds: by name, else by shape and order.
+
+        Args:
+            own: all variables here.
+            kinds: those to match.
+            is_part: whether they are a part of the model, so that the order tells nothing.
+            fits: whether an array, in the layout here, fits the own variable of an index; the last
+                argument says whether it has its name. By default, that has its shape.
+
+        Returns:
+            Index of a variable here → what it is there.
+
+        Raises:
+            ValueError: `names` has a variable that does not exist here.
+        """
+        unknown = self.names.keys() - {each.name for each in own}
+        listed = ", ".join(sorted(unknown))
+        require(is_part or not unknown, f"names has {listed}, which the model does not have")
+        others, found = self.before(self._first, 0), dict[int, Source]()
+        wanted = [self.names.get(each.name, each.name) for each in own]
+        variables = {key: self.trace.variables[key] for key in others}
+        free = [key for key, v in variables.items() if v.name not in wanted]
+        partners = {"": ""}  # Weight here → weight there.
+        for index, each in enumerate(own):
+            if each.about["kind"] not in kinds:
+                continue
+            named = [key for key, v in variables.items() if v.name == wanted[index]]
+            options = named or ([] if is_part or each.name in self.names else free)
+            options = [key for key in options if self._is_alike(each, variables[key], partners)]
+            options.sort(key=lambda key: variables[key].slot != each.about.get("slot", ""))
+            for key in options:
+                array = np.asarray(others[key])
+                source = Source(key, self._axes(each, variables[key], array.ndim))
+                array = np.transpose(array, source.axes)
+                if fits(index, array, bool(named)) if fits else _has_shape(each, array):
+                    found[index], partners[each.name] = source, variables[key].name
+                    free = [other for other in free if other != key]
+                    break
+        return found
+
+    def _axes(self, own: Own, other: Variable, ndim: int) -> tuple[int, ...]:
+        return axes_between(other.layout, own.about.get("layout", ""), ndim)
+
+    def _is_alike(self, own: Own, other: Variable, partners: Mapping[str, str]) -> bool:
+        """Returns whether kinds, weights and slots of two variables may be the same."""
+        about = own.about
+        if about["kind"] != other.kind or partners.get(about.get("of", "")) != other.of:
+            return False
+        # Scripts of JAX have names of their own for the state of a weight.
+        is_named_freely = self.framework == "jax" and bool(other.of)
+        return about.get("slot", "") == other.slot or is_named_freely
+
+    def unmatched(self, own: Own) -> str:
+        """Returns that a variable matches none there, and those that there are, in words."""
+        kind, others = own.about["kind"], self.before(self._first, 0)
+        kinds = self.trace.kinds
+        listed = ", ".join(f"{k} {x.shape}" for k, x in others.items() if kinds[k] == kind)
+        return (
+            f"replay={self._path}: no {kind} fits {own.name} {own.shape}; it has"
+            f" {listed or 'none'}; pass names={{{own.name!r}: its name}}"
+        )
+
+    def require_all(
+        self, own: Sequence[Own], found: Mapping[int, Source], kinds: Collection[str]
+    ) -> None:
+        """Notes the variables of some kinds that are not matched.
+
+        Raises:
+            ValueError: a weight or a statistic is not.
+        """
+        for index, each in enumerate(own):
+            if index not in found and each.about["kind"] in (WEIGHT, STATISTIC):
+                raise ValueError(self.unmatched(each))
+            if index not in found and each.about["kind"] == STATE and STATE in kinds:
+                self.not_loaded[each.name] = None
+
+
+def _has_shape(own: Own, array: np.ndarray) -> bool:
+    """Returns whether an array has an own shape; a counter does not fit a learning rate."""
+    is_kind = bool(own.shape) or not own.dtype or own.dtype == array.dtype.kind
+    return array.shape == own.shape and is_kind

@@ -1,0 +1,88 @@
+"""The names of PyTorch that are not public, and what the recorder needs them for.
+
+Each is used here only. One that is missing in this version is an error with the version in one
+line: what it does would not be seen.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+from torch.utils.data import dataloader
+
+from lockstep.recorders import common
+
+_NAME = f"record_torch: PyTorch {torch.__version__}"
+private = functools.partial(common.private, _NAME)
+_attribute = functools.partial(common.attribute, _NAME)
+_method = functools.partial(common.method, _NAME)
+Targets = list[tuple[Any, str, Callable[..., Any]]]  # Owner, name, and what is called in its place.
+
+tree_leaves, tree_map_only = (private(_pytree, x) for x in ("tree_leaves", "tree_map_only"))
+iterator_of_loaders = functools.partial(private, dataloader, "_BaseDataLoaderIter")
+num_workers_of, seed_of_workers = _attribute("_num_workers"), _attribute("_base_seed")
+buffers_of = _attribute("_buffers")  # Those of a module itself, in a form to replace them.
+number_of = _method("_sequence_nr")  # Of a node of the graph: a later one has a larger number.
+values_of_sparse, indices_of_sparse = _method("_values"), _method("_indices")
+weights_of_group, sharded_weight = _attribute("fsdp_params"), _attribute("sharded_param")
+_mesh_info, _mesh = _attribute("mesh_info"), _attribute("mesh")
+
+
+def check_sharded(what: str) -> None:
+    """Raises ValueError if this PyTorch is too old for FSDP2 or pipelines."""
+    is_new = common.numbers_of(str(torch.__version__)) >= (2, 8)
+    text = f"model: {what} of PyTorch {torch.__version__}; needs 2.8 or newer"
+    common.require(is_new, text)
+
+
+def clipping(function: Callable[..., Any]) -> Targets:
+    """Returns what clips gradients by a norm, however the public functions were imported."""
+    return [(nn.utils.clip_grad, "_clip_grads_with_norm_", function)]
+
+
+def of_pipelines(average: Callable[..., Any], inferring: Callable[..., Any]) -> Targets:
+    """Returns what divides gradients, and what runs a stage to learn the shapes of its outputs."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    if module is None:
+        return []
+    base, stage = private(module, "_PipelineStageBase"), private(module, "PipelineStage")
+    return [(base, "scale_grads", average), (stage, "_forward_metadata_inference", inferring)]
+
+
+def uncompiled(module: nn.Module) -> Any:
+    """Returns the module in one of `torch.compile`, which has its weights; else the same."""
+    return getattr(module, "_orig_mod", module)  # No other module has it.
+
+
+def move_first(handle: Any) -> Any:
+    """Moves a hook before the others; returns its handle."""
+    hooks, own = private(handle, "hooks_dict_ref")(), private(handle, "id")
+    others = {key: hook for key, hook in hooks.items() if key != own}
+    for key in others:
+        del hooks[key]
+    hooks.update(others)
+    return handle
+
+
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """Returns the groups of weights that `fully_shard` has split."""
+    owners = [owner for _, owner in module.named_modules() if hasattr(owner, "_get_fsdp_state")]
+    groups: list[Any] = []
+    for state in [owner._get_fsdp_state() for owner in owners]:
+        several = getattr(state, "_fsdp_param_groups", None)  # Older versions have one group.
+        groups += several or [private(state, "_fsdp_param_group")]
+    return [group for group in groups if group is not None]
+
+
+def mesh_of_group(group: Any) -> Any:
+    """Returns the mesh over which `fully_shard` splits a group."""
+    return _mesh(_mesh_info(group))
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Returns the mesh of which a mesh is a part; itself if it is none, or not known."""
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh

@@ -1,0 +1,107 @@
+"""Checks the private names of PyTorch or JAX that a recorder uses: `private_names.py FRAMEWORK`."""
+
+import importlib
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+
+def fails(function, *arguments):
+    """Checks that a name that is missing is an error with the framework's version in one line."""
+    try:
+        function(*arguments)
+    except RuntimeError as error:
+        text = str(error)
+    else:
+        raise AssertionError(f"{function} needs no private name")
+    start = f"{NAME} {framework.__version__} has no "
+    assert text.startswith(start) and "\n" not in text and "update Lockstep" in text, text
+
+
+def is_checked_at_import(owner, name):
+    """Checks the same of a name that is needed when the recorder is imported."""
+    value = getattr(owner, name)
+    delattr(owner, name)
+    fails(importlib.reload, private)
+    setattr(owner, name, value)
+    importlib.reload(private)
+
+
+def check_torch():
+    nn, data = framework.nn, framework.utils.data
+    layer = nn.BatchNorm1d(2)
+    assert set(private.buffers_of(layer)) == {"running_mean", "running_var", "num_batches_tracked"}
+    first = framework.ones(1, requires_grad=True) * 2
+    assert private.number_of(first.grad_fn) < private.number_of((first * 2).grad_fn)
+    table = nn.Embedding(4, 2, sparse=True)
+    table(framework.tensor([1, 1])).sum().backward()
+    assert private.values_of_sparse(table.weight.grad).shape == (2, 2)
+    assert private.indices_of_sparse(table.weight.grad).tolist() == [[1, 1]]
+    iterator = iter(data.DataLoader([1, 2], num_workers=1))
+    assert isinstance(iterator, private.iterator_of_loaders())
+    assert private.num_workers_of(iterator) == 1 and private.seed_of_workers(iterator) >= 0
+    calls = []
+    parameter = nn.Parameter(framework.ones(1))
+    for number in (1, 2):
+        add = parameter.register_post_accumulate_grad_hook
+        handle = add(lambda _, number=number: calls.append(number))
+    assert private.move_first(handle) is handle
+    parameter.sum().backward()
+    assert calls == [2, 1]
+    assert private.uncompiled(framework.compile(layer)) is layer
+    for owner, name, _ in private.clipping(None):
+        private.private(owner, name)
+    importlib.import_module("torch.distributed.pipelining")
+    targets = private.of_pipelines(None, None)
+    assert len([private.private(owner, name) for owner, name, _ in targets]) == 2
+    for each in (
+        *(private.buffers_of, private.number_of, private.values_of_sparse, private.move_first),
+        *(private.indices_of_sparse, private.num_workers_of, private.seed_of_workers),
+        *(private.weights_of_group, private.sharded_weight, private.mesh_of_group),
+    ):
+        fails(each, object())
+    is_checked_at_import(framework.utils._pytree, "tree_leaves")
+    check_sharded()
+
+
+def check_sharded():
+    distributed = framework.distributed
+    fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh("cpu", (1,))
+    model = framework.nn.Linear(2, 3)
+    fully_shard(model, mesh=mesh)
+    (group,) = private.fsdp_groups(model)
+    assert len([private.sharded_weight(each) for each in private.weights_of_group(group)]) == 2
+    assert private.root_mesh(private.mesh_of_group(group)).mesh.numel() == 1
+
+
+def check_jax():
+    numpy = importlib.import_module("numpy")
+    P, seen = framework.sharding.PartitionSpec, []
+    mesh = framework.sharding.Mesh(framework.devices(), ("d",))
+    context = private.context()
+
+    def step(x):
+        seen.append((context.value, private.manual_axes()))
+        return x
+
+    mapped = framework.jit(framework.shard_map(step, mesh=mesh, in_specs=P("d"), out_specs=P("d")))
+    mapped(numpy.ones(2))
+    with context("recorded"):
+        mapped(numpy.ones(2))
+    framework.pmap(step, axis_name="p")(numpy.ones(2))
+    assert seen == [(None, ("d",)), ("recorded", ("d",)), (None, ("p",))], seen
+    fails(private.private, framework.sharding, "gone")
+    if not hasattr(framework.sharding, "PmapSharding"):
+        fails(private.sharding_of_pmap, (2,), framework.devices())
+
+
+framework = importlib.import_module(sys.argv[1])
+private = importlib.import_module(f"lockstep.recorders.{sys.argv[1]}.private")
+NAME = {"torch": "record_torch: PyTorch", "jax": "record_jax: JAX"}[sys.argv[1]]
+{"torch": check_torch, "jax": check_jax}[sys.argv[1]]()
+print("checked", flush=True)
+os._exit(0)  # Destroying a group aborts now and then, in a thread of gloo.

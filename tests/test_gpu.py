@@ -1,0 +1,131 @@
+"""What only a GPU computes: products in TF32, and Adam's fused kernel, in recordings made here."""
+
+import numpy as np
+import pytest
+
+from lockstep.comparison import verify_against, verify_alone
+from lockstep.reference import tolerance_of
+from recorder_scripts import needs, run_script
+from script_samples import Script, adam
+
+IN_FLOAT32 = {"about": {"layers": ()}}  # Without BatchNorm, behind which ties are allowed.
+IN_TF32 = {"about": {"layers": (), "computed_in": "tensorfloat32"}}
+
+
+def fused(script, weights, gradients, state):
+    """Updates as PyTorch's fused kernel on a GPU does: its betas are of float32."""
+    betas = {name: float(np.float32(script.settings[name])) for name in ("beta_1", "beta_2")}
+    script.settings = script.settings | betas
+    adam(script, weights, gradients, state)
+
+
+FUSED = {"optimizer": "Adam", "update": fused, "settings": {"betas_in": "float32"}}
+PLAIN = {"optimizer": "Adam"}
+
+
+def findings(verdict):
+    return [(found.detail, found.status) for found in verdict.findings]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (FUSED, FUSED, []),
+        (PLAIN, FUSED, [("rounded_betas", "by design")]),
+        (FUSED, PLAIN, [("rounded_betas", "by design")]),
+        (FUSED, {**FUSED, "settings": {**FUSED["settings"], "beta_2": 0.99}},
+         [("other_beta_2", "fault")]),
+    ],
+)  # fmt: skip
+def test_the_fused_adam_of_a_gpu_computes_with_betas_of_float32(first, second, expected):
+    one, two = Script(**first, steps=(0,)), Script(**second, replicas=2, steps=(0,))
+    traces = one.trace(), two.trace("two.npz")
+    if first is FUSED:
+        assert findings(verify_alone(traces[0])) == []
+    verdict = verify_against(*traces, {}, tolerance_of(traces[0], None, {}, None))
+    assert findings(verdict) == expected
+
+
+def rounded(unit):
+    """Returns gradients whose elements are moved by up to a unit, as their products are."""
+    generator = np.random.default_rng(0)
+
+    def change(script, replica, gradients):
+        return [g * (1 + unit * generator.uniform(-1, 1, g.shape)) for g in gradients]
+
+    return change
+
+
+def times(factor):
+    return lambda script, replica, gradients: [factor * g for g in gradients]
+
+
+@pytest.mark.parametrize(
+    ("reference", "gradient", "is_right"),
+    [
+        (IN_TF32, rounded(2.0**-10), True),
+        (IN_FLOAT32, rounded(2.0**-10), False),
+        (IN_TF32, times(1.1), False),
+    ],
+)
+def test_a_reference_in_tf32_is_known_to_its_rounding_alone(reference, gradient, is_right):
+    one, two = Script(**reference), Script(**reference, replicas=2, gradient=gradient)
+    tolerance = tolerance_of(one.trace(), None, {}, None)
+    assert ("NVIDIA_TF32_OVERRIDE=0" in tolerance.text) == (reference is IN_TF32)
+    verdict = verify_against(one.trace(), two.trace("two.npz"), {}, tolerance)
+    assert verdict.ok == is_right
+
+
+ASKED = """
+import torch
+from lockstep.recorders.torch.values import rounds_to_tf32
+
+class Weight:
+    dtype = torch.float32
+    def __init__(self, num_axes, is_cuda):
+        self.dim, self.is_cuda = lambda: num_axes, is_cuda
+
+def rounds(*axes, is_cuda=True):
+    return rounds_to_tf32({str(n): Weight(n, is_cuda) for n in axes})
+"""
+BY_SETTINGS = """
+matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+assert not rounds(2) and rounds(2, 4) and not rounds(2, 4, is_cuda=False)
+matmul.allow_tf32 = True
+assert rounds(2)
+matmul.allow_tf32 = cudnn.allow_tf32 = False
+assert not rounds(2, 4)
+cudnn.conv.fp32_precision = "tf32"  # The other setting now refuses to be read.
+assert rounds(4) and not rounds(2)
+"""
+
+
+@needs("torch")
+@pytest.mark.parametrize(
+    ("override", "code"), [("", BY_SETTINGS), ("0", "assert not rounds(2, 4)")]
+)
+def test_settings_of_torch_say_whether_a_gpu_rounds_to_tf32(override, code):
+    done = run_script("torch", "-c", ASKED + code, NVIDIA_TF32_OVERRIDE=override)
+    assert done.returncode == 0, done.stderr
+
+
+PRODUCTS = """
+import jax, jax.numpy as jnp
+from lockstep.recorders.jax.compiled import dtype_of
+x = jnp.ones((2, 2))
+found = {}
+for precision in (None, "high", "highest"):
+    with jax.default_matmul_precision(precision):
+        text = jax.jit(lambda x: x @ x).lower(x).as_text()
+    found[precision] = [dtype_of(text, platform) for platform in ("cpu", "gpu", "tpu")]
+assert found[None] == ["", "tensorfloat32", "bfloat16"]
+assert found["high"] == ["", "tensorfloat32", ""] and found["highest"] == ["", "", ""]
+short = jax.jit(lambda x: x @ x).lower(x.astype(jnp.bfloat16)).as_text()
+assert dtype_of(short, "gpu") == "bfloat16" and not dtype_of("add f32", "gpu")
+"""
+
+
+@needs("jax")
+def test_a_step_of_jax_says_to_which_dtype_its_products_round():
+    done = run_script("jax", "-c", PRODUCTS)
+    assert done.returncode == 0, done.stderr

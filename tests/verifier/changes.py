@@ -1,0 +1,280 @@
+"""What is changed in a training of `Script`."""
+
+import types
+
+import numpy as np
+
+from lockstep.data.trace import SEED, Variable
+from script_samples import WEIGHTS, adam, batch_of, mean_of, sgd
+
+ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
+LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
+ONE = {"replicas": 1}
+
+
+def three_quarters(rows, replica, count):
+    size = 3 * len(rows) // 4
+    return rows[:size] if replica == 0 else rows[size:]
+
+
+def all_on_second(rows, replica, count):
+    return rows if replica == 1 else rows[:0]
+
+
+def same_rows(rows, replica, count):
+    return rows[: len(rows) // count]
+
+
+def first_only(sent):
+    return [[array.copy() for array in sent[0]] for _ in sent]
+
+
+def without_last(sent):
+    count = np.float32(len(sent) - 1)
+    return [[sum(parts[:-1]) / count for parts in zip(*sent, strict=True)] for _ in sent]
+
+
+def half(sent):
+    return [[array / 2 for array in arrays] for arrays in mean_of(sent)]
+
+
+def in_bfloat16(sent):
+    return [[in_16_bits(array) for array in arrays] for arrays in mean_of(sent)]
+
+
+def summed(sent):
+    return [[np.float32(len(sent)) * array for array in arrays] for arrays in mean_of(sent)]
+
+
+def clip(replica, gradients):
+    norm = np.sqrt(sum(float((g**2).sum()) for g in gradients))
+    return [g * np.float32(min(1, 0.1 / norm)) for g in gradients]
+
+
+def without_bias(*replicas):
+    def clip(replica, gradients):
+        return [gradients[0], (replica not in replicas) * gradients[1]]
+
+    return clip
+
+
+def reduced_in_part(sent):
+    """Of two micro-batches, the first is averaged over the replicas."""
+    first = [[np.float32(0.3) * np.abs(array) for array in arrays] for arrays in sent]
+    return [
+        [common + own - part for common, own, part in zip(*arrays, strict=True)]
+        for arrays in zip(mean_of(first), sent, first, strict=True)
+    ]
+
+
+def clip_on_first(replica, gradients):
+    return [g * np.float32(0.5) for g in gradients] if replica == 0 else gradients
+
+
+def times(factor):
+    return {"gradient": lambda s, r, g: [np.float32(factor) * a for a in g]}
+
+
+def padded(number, start=0, step=2):
+    """Batches, the last of which has further examples of an earlier step of the epoch."""
+
+    def batch(current):
+        rows = batch_of(current)
+        more = batch_of(current - current % 3 + start)[:number]
+        return np.append(rows, more) if current % 3 == step else rows
+
+    return {"batch": batch}
+
+
+def twice_as_large(step):
+    return np.append(batch_of(2 * step), batch_of(2 * step + 1))
+
+
+def of_kernel(factor):
+    return {"gradient": lambda s, r, g: [np.float32(factor) * g[0], g[1]]}
+
+
+def apart(script, replica, gradients):
+    return [gradients[0] + 0.01 * np.sin(1 + 9 * gradients[0]), gradients[1]]
+
+
+NOISY = {"gradient": apart}
+
+
+def little_noise(script, replica, gradients):
+    kernel, bias = gradients
+    other = np.random.default_rng(5).normal(size=kernel.shape)
+    size = np.linalg.norm(kernel) / np.linalg.norm(other)
+    return [kernel + np.float32(2e-2 * size) * other.astype(np.float32), bias]
+
+
+def decayed_in_loss(script, replica, gradients):
+    weights = script.states[max(script.states)][replica][:2]
+    return [g + np.float32(0.05) * w for g, w in zip(gradients, weights, strict=True)]
+
+
+def with_settings(**settings):
+    """An update with other settings than those that are recorded."""
+
+    def update(script, weights, gradients, state):
+        changed = types.SimpleNamespace(
+            settings=script.settings | settings, decays_gradient=script.decays_gradient,
+            framework=script.framework,
+        )  # fmt: skip
+        (adam if script.optimizer == "Adam" else sgd)(changed, weights, gradients, state)
+
+    return {"update": update}
+
+
+def no_update(script, weights, gradients, state):
+    """Changes nothing."""
+
+
+def not_corrected(script, weights, gradients, state):
+    before = [weight.copy() for weight in weights]
+    adam(script, weights, gradients, state)
+    for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
+        root = np.sqrt(state[3 * i + 1]) + np.float32(script.settings["epsilon"])
+        weight[:] = old - np.float32(script.settings["learning_rate"]) * state[3 * i] / root
+
+
+def of_kernel_only(script, weights, gradients, state):
+    sgd(script, weights[:1], gradients[:1], state)
+
+
+def in_16_bits(array):
+    return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+def clipped_inside(script, weights, gradients, state):
+    sgd(script, weights, clip(0, gradients), state)
+
+
+def first_moment_corrected(script, weights, gradients, state):
+    before = [weight.copy() for weight in weights]
+    adam(script, weights, gradients, state)
+    for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
+        left = 1 - script.settings["beta_1"] ** float(state[3 * i + 2])
+        root = np.sqrt(state[3 * i + 1]) + np.float32(script.settings["epsilon"])
+        weight[:] = old - np.float32(script.settings["learning_rate"] / left) * state[3 * i] / root
+
+
+def twice(script, weights, gradients, state):
+    for _ in range(2):
+        adam(script, weights, gradients, state)
+
+
+def stale(script, weights, gradients, state):
+    kept = state[1].copy()
+    adam(script, weights, gradients, state)
+    state[1][:] = kept
+
+
+def corrected_in_float32(script, weights, gradients, state):
+    """Keras computes 1 - 0.999 in float32: 1e-5 away from 0.001."""
+    adam(script, weights, gradients, state)
+    number = float(state[2])
+    left = 1 - np.float32(0.999) ** np.float32(number)
+    for weight, before in zip(weights, script.states[number - 1][0][:2], strict=True):
+        weight[:] = before + (weight - before) * np.float32((left / (1 - 0.999**number)) ** 0.5)
+
+
+RATES = [0.1, 0.1, 0.05, 0.05]
+KERNEL_ONLY = {"settings": [[{"learning_rate": 0.1, "momentum": 0.9, "weights": WEIGHTS[:1]}]] * 4}
+SCHEDULE = {"settings": [[{"learning_rate": r, "momentum": 0.9}] for r in RATES]}
+
+
+def with_schedule(script, weights, gradients, state):
+    """SGD of PyTorch or of Keras, whose velocity has the learning rate within."""
+    rate = np.float32(RATES[max(script.states)])
+    for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+        if script.framework == "torch":
+            state[i][:] = np.float32(0.9) * state[i] + gradient
+            weight -= rate * state[i]
+        else:
+            state[i][:] = np.float32(0.9) * state[i] - rate * gradient
+            weight += state[i]
+
+
+def in_order(size):
+    return {"batch": lambda step: np.arange(40)[step % size * 16 :][:16]}
+
+
+def layers(*settings, off=()):
+    """Layers of a script; those in evaluation mode in each of its steps."""
+    listed = [{"weights": [], **each} for each in settings]
+    return {"about": {"layers": listed, **({"in_evaluation": [list(off)] * 4} if off else {})}}
+
+
+def with_norm(momentum, **changes):
+    """A training whose BatchNorm is recorded with its statistics."""
+    layer = {"name": "norm", "class": "BatchNorm2d", "momentum": momentum}
+    layer |= {"weights": ["norm/moving_mean", "norm/moving_variance"]}
+    return {"norm_momentum": momentum, "about": {"layers": [layer]}, **changes}
+
+
+CONV = {"name": "0", "class": "Conv2d", "strides": [2, 2], "padding": [1, 1]}
+KERAS_CONV = {"name": "conv", "class": "Conv2D", "strides": [2, 2], "padding": "valid"}
+SAME_CONV = {**KERAS_CONV, "padding": "same"}
+PADDED = {"name": "pad", "class": "ZeroPadding2D", "padding": [[1, 1], [1, 1]]}
+TORCH_PADDED = {"name": "pad", "class": "ZeroPad2d", "padding": [0, 1, 0, 1]}
+NORM = {"name": "bn", "class": "BatchNorm2d", "epsilon": 1e-5}
+SYNCED = {**NORM, "synchronized": True}
+KERAS_NORM = {"name": "bn", "class": "BatchNormalization", "epsilon": 1e-3}
+OWN_NORM = {**NORM, "momentum": 0.1, "weights": ["norm/moving_mean"]}
+DROPOUT = layers({"name": "drop", "class": "Dropout", "rate": 0.5})
+
+
+def settings(**given):
+    return {"settings": given}
+
+
+KERAS_ADAM = {**ADAM, "framework": "keras"}
+PLACED = {
+    "decays_gradient": False,
+    **settings(weight_decay=0.1, decay_placement="taken from the weights"),
+}
+
+
+def length_of(gradients):
+    """Returns the norm of all gradients."""
+    return np.sqrt(sum(np.sum(np.square(g)) for g in gradients))
+
+
+def zero_in(*steps):
+    """Gradients of 0 in some steps."""
+
+    def gradient(script, replica, gradients):
+        return [g * (len(script.states) - 1 not in steps) for g in gradients]
+
+    return {"gradient": gradient}
+
+
+def as_it_is(script, replica, gradients):
+    return gradients
+
+
+def for_two_classes(script, replica, gradients):
+    """Makes the bias' gradient that of two classes, (a, -a)."""
+    kernel, bias = gradients
+    return [kernel, np.array([bias[0], -bias[0], 0], np.float32)]
+
+
+def drawn(seeds, shift):
+    """Augmentations that the workers of a loader draw."""
+    about = {"loader_seeds": seeds}
+    return {"about": about, "inputs": lambda x: np.roll(x, shift, axis=1)}
+
+
+ON, OFF = ([],) * 4, (["drop"],) * 4  # Layers in evaluation mode, in each step.
+
+
+def in_modes(*modes, rate=0.5):
+    """A training with dropout; two modes are those of its replicas."""
+    about = layers({"name": "drop", "class": "Dropout", "rate": rate})["about"]
+    given = {"about": {**about, "in_evaluation": modes[0]}}
+    return {**given, "per_replica": {"in_evaluation": modes}} if len(modes) > 1 else given
+
+
+JAX = {"about": {"framework": "jax", "layers": ()}}
+CLIPPED, KEYS = {**JAX, "clip": clip}, {**JAX, "more_variables": [Variable("key", SEED)]}

@@ -1,0 +1,222 @@
+"""Rows of recordings with inputs and outputs of modules: the first wrong one is named."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.comparison import compare_traces
+from lockstep.context import Context
+from lockstep.data.trace import OF_MODULES, About, Trace, Variable
+from lockstep.numeric.tolerance import Tolerance
+from lockstep.reference import StepPair, match_traces
+from lockstep.stages.modules import first_wrong_module
+
+from . import Row
+
+NUM, WIDTH, CLASSES = 12, 6, 4
+MODULES = ("layers.0", "layers.0.linear", "layers.0.act", "head")
+WEIGHTS = ("layers.0.linear.weight", "layers.0.linear.bias", "head.weight", "head.bias")
+
+
+def trained(*, replicas=1, parts=1, order=None, modules=MODULES, wrong=None, **about):
+    """Returns a recording of a step of `head(x + act(linear(x)))`.
+
+    Args:
+        parts: number of micro-batches.
+        order: order of the examples.
+        modules: the recorded ones.
+        wrong: array in the recording, such as "layers.0.act" or "head gradient" → function that
+            changes it on replica 1; "x" and "x gradient" are those between the modules.
+    """
+    generator = np.random.default_rng(0)
+    x_all, y_all = (generator.normal(size=(NUM, n)).astype(np.float32) for n in (WIDTH, CLASSES))
+    shapes = (WIDTH, WIDTH), (WIDTH,), (CLASSES, WIDTH), (CLASSES,)
+    w1, b1, w2, b2 = weights = [generator.normal(size=s).astype(np.float32) for s in shapes]
+    order = np.arange(NUM) if order is None else order
+    trace = Trace(
+        About(
+            "torch", replicas, steps=(0,), modules=tuple(modules), gradients=WEIGHTS,
+            variables=tuple(Variable(name, "weight") for name in WEIGHTS), reduction="mean",
+            micro_batches=(parts,), replayed=None if replicas == 1 else "one.npz", **about,
+        ),
+        name="one.npz" if replicas == 1 else "two.npz",
+    )  # fmt: skip
+    for replica in range(replicas):
+        changes = (wrong or {}) if replica in (1, replicas - 1) else {}
+
+        def changed(name, array, changes=changes):
+            return np.asarray(changes.get(name, np.asarray)(array), np.float32)
+
+        found = {kind: [] for kind in ("data", "y_pred", "y_grad", "loss", *OF_MODULES)}
+        total = 0.0
+        for rows in np.split(order[replica::replicas], parts):
+            x, y = x_all[rows], y_all[rows]
+            linear = changed("layers.0.linear", x @ w1.T + b1)
+            act_input = changed("act input", linear)
+            act = changed("layers.0.act", np.tanh(act_input))
+            block = changed("layers.0", x + act)
+            head = changed("head", block @ w2.T + b2)
+            g_head = 2 * (head - y) / y.size / parts
+            g_block = changed("head gradient", g_head @ w2)
+            g_sum = changed("layers.0 gradient", g_block)
+            g_linear = changed("layers.0.act gradient", g_sum * (1 - act**2))
+            g_w1 = changed("layers.0.linear weight", g_linear.T @ x)
+            g_x = changed("layers.0.linear gradient", g_linear @ w1)
+            own = [g_w1, g_linear.sum(0), g_head.T @ block, g_head.sum(0)]
+            total = [a + b for a, b in zip(own, total, strict=True)] if total else own
+            of = {
+                "layers.0": (x, block, g_block, g_x + g_sum),
+                "layers.0.linear": (x, linear, g_linear, g_x),
+                "layers.0.act": (act_input, act, g_sum, g_linear),
+                "head": (block, head, g_head, g_block),
+            }
+            for kind, values in (("data", x), ("y_pred", head), ("y_grad", g_head)):
+                found[kind].append(values)
+            found["loss"] = [sum(found["loss"]) + np.sum((head - y) ** 2) / y.size / parts]
+            for i, kind in enumerate(("module_in", "module_out", "module_out_grad")):
+                found[kind] += [of[name][i] for name in modules]
+            found["module_in_grad"] += [of[name][3] for name in modules]
+        for kind, arrays in {**found, "raw": total, "before": weights, "after": weights}.items():
+            trace.put(0, kind, replica, [np.asarray(a, np.float32) for a in arrays])
+    return trace
+
+
+def unequal(array):
+    return array * np.linspace(0.5, 1.5, array.shape[-1])
+
+
+def twice(array):
+    return 2 * array
+
+
+ORDER = np.random.default_rng(1).permutation(NUM)
+BIAS = trained().named(0, "before", 0)["head.bias"]
+PLACES = {
+    "layers.0.linear": "layers.0.linear, forward", "layers.0.act": "layers.0.act, forward",
+    "act input": "layers.0, forward", "layers.0": "layers.0, forward",
+    "head": "head, forward", "head gradient": "head, backward",
+    "layers.0 gradient": "layers.0, backward",
+    "layers.0.act gradient": "layers.0.act, backward",
+    "layers.0.linear weight": "layers.0.linear, backward",
+}  # fmt: skip
+OTHER = "forward: other_outputs; loss: other_outputs; gradients: other_outputs"
+CASES = {  # Name: both, the second one, the module, and more.
+    **{
+        f"right, {', '.join(options)}": ({}, options, "")
+        for options in (
+            {}, {"parts": 3}, {"order": ORDER}, {"modules": ()},
+            {"parts": 2, "modules": ("head", "layers.0.linear")},
+        )
+    },
+    **{
+        f"{place} in {parts} parts": (
+            {}, {"parts": parts, "order": ORDER, "wrong": {place: unequal}}, module)
+        for place, module in PLACES.items() for parts in (1, 2)
+    },
+    "only the head": (
+        {"modules": ("head",)}, {"wrong": {"layers.0.act": twice}}, "before head, forward"),
+    "between two": ({"modules": ("layers.0.act", "head")}, {"wrong": {"layers.0 gradient": twice}},
+        "after layers.0.act, backward"),
+    "a repeated bias": ({}, {"wrong": {"head": lambda y: y + BIAS}}, "head, forward",
+        {"text": "head.bias is added 2 times",
+         "found": OTHER.replace("other_outputs", "repeated_bias")}),
+    "a factor": ({}, {"wrong": {"head gradient": lambda g: 3 * g}}, "head, backward",
+        {"text": "it is 3 times the right one"}),
+    "16 bits": (
+        {"computed_in": "bfloat16"}, {"wrong": {"layers.0.linear weight": lambda g: g * 1.2}},
+        "layers.0.linear, backward"),
+}  # fmt: skip
+
+
+def verdict_of(both, second):
+    tolerance = None if both.get("computed_in") else 1e-5
+    traces = [trained(**both), trained(replicas=2, **both | second)]
+    *_, verdict = compare_traces(traces, {}, tolerance).values()
+    return verdict
+
+
+def _rows():
+    for name, (both, second, module, *more) in CASES.items():
+        found = OTHER if "forward" in module else "gradients: other_backward" if module else ""
+        given = {"found": found, "verdict": functools.partial(verdict_of, both, second)}
+        yield Row("modules", name, module=module, **given | (more[0] if more else {}))
+
+
+ROWS = [*_rows()]
+
+# --- Parts of arrays on the ranks of one replica -------------------------------------------------
+
+
+class Held(NamedTuple):
+    """An array of a rank."""
+
+    array: np.ndarray
+
+    def read(self):
+        return self.array
+
+
+def on_two_ranks(wrong=None, **changes):
+    """Returns what is wrong if ranks of tensor parallelism have parts of some arrays.
+
+    Args:
+        wrong: see `trained`.
+        changes: kind → module → function that returns the arrays of both ranks.
+    """
+    first, one = trained(), trained(wrong=wrong)
+    about = dataclasses.replace(one.about, mesh={"tp": 2}, data_axes=(), replayed="one.npz")
+    second, views = Trace(about, one.stored(), "two.npz"), {}
+    for kind in ("before", "after"):
+        second.put(0, kind, 1, second.arrays(0, kind, 0))
+    for kind, of_module in changes.items():
+        for module, parts_of in of_module.items():
+            name = f"1/{kind}/0/{MODULES.index(module)}"
+            parts = parts_of(second.stored()[name])
+            second.stored()[name] = parts[0]
+            views[name] = {rank: Held(part) for rank, part in enumerate(parts)}
+    second.views_of = views
+    steps = Context(first, 0), Context(second, 0)
+    return first_wrong_module(
+        StepPair(*steps, match_traces(first, second, {}), Tolerance(given=1e-5))
+    )
+
+
+def columns(array):
+    return array[:, :3], array[:, 3:]
+
+
+def blocks(array):
+    return array[:, ::2], array[:, 1::2]
+
+
+def summands(array):
+    part = np.sin(np.arange(array.size, dtype=np.float32)).reshape(array.shape)
+    return part, array - part
+
+
+def half(array):
+    return array / 2
+
+
+def parts_of(*factors):
+    return lambda gradient: [factor * gradient for factor in factors]
+
+
+ON_RANKS = {  # What is wrong on both, the parts of ranks, and the module, detail and text.
+    "parts and sums": (
+        {}, {"module_out": {"layers.0.linear": columns, "layers.0.act": summands}}, None),
+    "blocks": ({}, {"module_out": {"layers.0.linear": blocks}}, None),
+    "gradients": ({}, {"module_in_grad": {"head": summands, "layers.0.act": blocks}}, None),
+    "not reduced": ({"layers.0": half}, {"module_out": {"layers.0.act": summands}},
+        ("layers.0.act, forward", "partial_not_reduced", "")),
+    "not reduced backward": (
+        {"head gradient": half}, {"module_in_grad": {"head": parts_of(1.5, 0.5)}},
+        ("head, backward", "forgotten_backward_sum", "")),
+    "a mean backward": ({"head gradient": half}, {"module_in_grad": {"head": parts_of(1, 1)}},
+        ("head, backward", "mean_instead_of_sum", "")),
+    "a bias on each": (
+        {}, {"module_out": {"head": lambda y: [part + BIAS for part in summands(y - BIAS)]}},
+        ("head, forward", "partial_not_reduced", "without head.bias")),
+}  # fmt: skip

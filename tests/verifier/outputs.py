@@ -1,0 +1,206 @@
+"""Rows of recordings with outputs and the gradient of the loss: they have the first difference."""
+
+import functools
+
+import numpy as np
+
+from lockstep.comparison import compare_traces
+from lockstep.data.trace import About, Trace, Variable
+
+from . import Row
+
+NUM, FEATURES, CLASSES, LENGTH = 12, 6, 4, 3
+AS_IS = {"x": lambda x: x, "y": lambda y: y, "output": lambda y: y, "of_loss": lambda g: g}
+
+
+def softmax(outputs, targets, smoothing):
+    """Returns the gradient of cross-entropy, summed over the examples."""
+    p = np.exp(outputs - outputs.max(-1, keepdims=True))
+    one_hot = np.eye(CLASSES)[targets]
+    return p / p.sum(-1, keepdims=True) - (1 - smoothing) * one_hot - smoothing / CLASSES
+
+
+def sigmoid(outputs, targets, smoothing):
+    return 1 / (1 + np.exp(-outputs)) - (np.arange(CLASSES) < targets[..., None])
+
+
+def squares(outputs, targets, smoothing):
+    return outputs - np.sin(targets[..., None] + np.arange(CLASSES))
+
+
+def trained(
+    *, replicas=1, framework="torch", parts=1, loss=softmax, sequences=False, smoothing=(0.0, 0.0),
+    seed=0, given=True, layers=(), on_all=False, **changes,
+):  # fmt: skip
+    """Returns a recording of one step of a linear model, some of whose arrays a replica changes.
+
+    Args:
+        parts: number of micro-batches.
+        sequences: whether an example is a sequence.
+        smoothing: label smoothing of replicas 0 and 1.
+        given: whether targets are arguments of the step.
+        changes: functions of inputs, targets, outputs and the gradient of the loss.
+        on_all: whether all replicas have these changes, not only replica 1.
+    """
+    random = np.random.default_rng(seed)
+    shape = (NUM, LENGTH, FEATURES) if sequences else (NUM, FEATURES)
+    x = random.normal(size=shape).astype(np.float32)
+    y = random.integers(CLASSES, size=shape[:-1])
+    w = random.normal(size=(FEATURES, CLASSES)).astype(np.float32)
+    about = About(
+        framework, replicas, steps=(0,), variables=(Variable("w", "weight"),), gradients=("w",),
+        reduction="mean", micro_batches=(parts,), layers=tuple(layers), replayed="one.npz",
+    )  # fmt: skip
+    trace = Trace(about, name=f"{'one' if replicas == 1 else 'two'}.npz")
+    raw = []
+    for replica in range(replicas):
+        change = AS_IS | (changes if replica == 1 or replicas == 1 or on_all else {})
+        total, arrays = 0.0, {"data": [], "y_pred": [], "y_grad": []}
+        own = [each[replica::replicas] for each in (x, y)]
+        for inputs, targets in zip(*(np.split(each, parts) for each in own), strict=True):
+            used = change["x"](inputs), change["y"](targets)
+            outputs = change["output"](used[0] @ w)
+            gradient = loss(outputs, used[1], smoothing[replica]) / (used[1].size * parts)
+            gradient = change["of_loss"](gradient)
+            arrays["data"] += [inputs, *[used[1]] * given]
+            arrays["y_pred"].append(outputs)
+            arrays["y_grad"].append(gradient.astype(np.float32))
+            total = total + np.tensordot(used[0], gradient, [[*range(used[1].ndim)]] * 2)
+        raw.append(total)
+        for kind, each in {**arrays, "raw": [total]}.items():
+            trace.put(0, kind, replica, each)
+    for replica in range(replicas):
+        mean = np.mean(raw, 0)
+        for kind, array in {"before": w, "after": w - mean, "sums": mean}.items():
+            trace.put(0, kind, replica, [array])
+    return trace
+
+
+def verdict_of(first, second, change=None):
+    """Compares a recording with one of two replicas, whose arrays are changed."""
+    one, two = trained(**first), trained(replicas=2, **second)
+    if change:
+        change(two)
+    return compare_traces([one, two], {})["two.npz"]
+
+
+def mask(gradient):
+    gradient = gradient.copy()
+    gradient[:2] = 0
+    return gradient
+
+
+def second_of_two():
+    """The loss of each second micro-batch is lost."""
+    calls = []
+
+    def lost(gradient):
+        calls.append(gradient)
+        return gradient * (len(calls) % 2)
+
+    return {"parts": 2, "of_loss": lost}
+
+
+def without(*kinds):
+    def remove(trace):
+        trace._index = {key: value for key, value in trace._index.items() if key[1] not in kinds}
+
+    return remove
+
+
+def other_gradient(trace):
+    """Outputs and losses agree, gradients do not."""
+    trace.put(0, "raw", 1, [np.sin(trace.arrays(0, "raw", 1)[0])])
+    mean = np.mean([trace.arrays(0, "raw", replica)[0] for replica in (0, 1)], axis=0)
+    for replica in (0, 1):
+        trace.put(0, "sums", replica, [mean])
+
+
+def moved(outputs):
+    """Returns outputs as of a layer that normalises other examples."""
+    return outputs * np.float32(1.05) + np.float32(0.02)
+
+
+def steep(*given):
+    """A loss whose examples count differently by themselves."""
+    gradient = softmax(*given)
+    size = np.linalg.norm(gradient, axis=1, keepdims=True)
+    return (gradient * np.sqrt(size / size.max())).astype(np.float32)
+
+
+DROPOUT = ({"name": "drop", "class": "Dropout", "rate": 0.5, "weights": []},)
+NORM = ({"name": "norm", "class": "BatchNorm1d", "weights": []},)
+SMALL = np.float32(1 + 1e-6)
+NEXT = {"y": lambda y: np.roll(y, 1, axis=0)}
+ZEROS = {"y": lambda y: 0 * y}
+SECOND = {"place": ((0,), ("replica 1",), ())}
+UNEXPLAINED, LOCAL = "gradients: unexplained", "gradients: local_statistics?"
+ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and gradients), more.
+    "classes": ({"given": True}, {}, ""),
+    "micro-batches": ({"given": True, "parts": 4}, {"parts": 2}, ""),
+    "sequences": ({"given": True, "sequences": True}, {}, ""),
+    "binary": ({"given": True, "loss": sigmoid}, {}, ""),
+    "rounding": ({"given": True}, {"output": lambda y: y * SMALL}, ""),
+    "a loss without effect on gradients": ({"given": True}, {"of_loss": lambda g: g * SMALL}, ""),
+    "targets of other examples": ({}, NEXT, "labels_shifted"),
+    "binary targets of other examples": ({"loss": sigmoid}, NEXT, "labels_shifted"),
+    "targets of other examples of a squared error": ({"loss": squares}, NEXT, "other_loss"),
+    "targets of other examples, with dropout": (
+        {"layers": DROPOUT}, {**NEXT, "output": lambda y: y * np.float32(1.1)},
+        "forward: random_layers?; loss: labels_shifted; gradients: random_layers?;"
+        " gradients: labels_shifted"),
+    "arguments of other examples": ({"given": True}, NEXT, "examples: labels_shifted"),
+    "other arguments": ({"given": True}, ZEROS, "examples: other_examples"),
+    "other targets": ({}, ZEROS, "other_targets"),
+    "targets of the next place": (
+        {"sequences": True}, {"y": lambda y: np.roll(y, 1, axis=1)}, "labels_shifted"),
+    "label smoothing": ({}, {"smoothing": (0, 0.1)}, "label_smoothing"),
+    "no label smoothing": ({"smoothing": (0.1, 0.1)}, {"smoothing": (0.1, 0)}, "label_smoothing"),
+    "a lost loss": ({}, {"of_loss": lambda g: 0 * g}, "lost_replica"),
+    "a scaled loss": ({}, {"of_loss": lambda g: 3 * g}, "scaled_gradient"),
+    "masked examples": ({}, {"of_loss": mask}, "other_targets"),
+    "other outputs": ({}, {"output": lambda y: 2 * y},
+        "forward: other_outputs; gradients: other_outputs"),
+    "lost micro-batch": ({"parts": 4}, second_of_two(), "lost_micro_batch", {
+        "text": "1 of 4 forward passes"}),
+    **{
+        f"without {' and '.join(kinds)}": ({}, {**NEXT, "change": without(*kinds)}, UNEXPLAINED)
+        for kinds in (("y_pred", "y_grad"), ("y_grad",), ("data",))
+    },
+    "a port with probabilities": (
+        {}, {"framework": "keras", "output": lambda y: 2 * y}, UNEXPLAINED),
+    "backward": ({}, {"change": other_gradient}, UNEXPLAINED, {
+        "text": "outputs, and the gradients of the loss by them, agree: it is in another part"}),
+    # Behind BatchNorm, outputs differ by design: the loss tells how much each example counts.
+    **{
+        f"{name}, {loss.__name__} behind BatchNorm": (
+            {"layers": NORM, "loss": loss}, {"on_all": True, "output": moved, **changes},
+            f"forward: local_statistics?; {found}")
+        for name, changes, found, *kinds in (
+            ("right", {}, LOCAL, softmax, sigmoid, steep),
+            ("doubled", {"of_loss": lambda g: 2 * g}, "gradients: sum_instead_of_mean", softmax,
+             sigmoid),
+            ("halved", {"of_loss": lambda g: g / 2}, "gradients: mean_instead_of_sum", softmax,
+             sigmoid),
+            ("times 1.3", {"of_loss": lambda g: 1.3 * g}, "gradients: scaled_gradient", softmax,
+             sigmoid),
+            ("smoothed", {"smoothing": (0.1, 0.1)},
+             f"loss: label_smoothing; {LOCAL}; gradients: label_smoothing", softmax),
+        )
+        for loss in kinds
+    },
+}  # fmt: skip
+
+
+def _rows():
+    for name, (both, second, found, *more) in ROWS_OF.items():
+        both = {"given": False, **both}
+        second = {**both, **second}
+        verdict = functools.partial(verdict_of, both, second, second.pop("change", None))
+        is_detail = found and ":" not in found
+        found = f"loss: {found}; gradients: {found}" if is_detail else found
+        given = SECOND if is_detail else {} if found else {"checked": ("forward", "loss")}
+        yield Row("outputs", name, found, verdict, **given | (more[0] if more else {}))
+
+
+ROWS = [*_rows()]

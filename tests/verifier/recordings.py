@@ -1,0 +1,281 @@
+"""Rows of recordings: a small training of `Script`, and the same with other arrays or settings."""
+# ruff: noqa: F403, F405 (the names of the tables)
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from lockstep.answer.verdict import NOTHING
+from lockstep.comparison import verify_against, verify_alone
+from lockstep.reference import tolerance_of
+from script_samples import WEIGHTS, Script, batch_of, examples
+
+from . import Row
+from .changes import *
+from .edits import *
+from .faults import *
+
+RIGHT = {
+    **{f"{n} replicas": ({}, {"replicas": n}) for n in (1, 2, 3, 4)},
+    "Adam": (ADAM, {}),
+    "Adam without a first state": ({**ADAM, "edit": without_first_state},
+        {"edit": without_first_state}),
+    "AdamW": ({**ADAM, "settings": {"weight_decay": 0.01}, "about": {"optimizer": ADAMW}}, {}),
+    "Adam of Keras": ({**ADAM, "framework": "keras"}, {}),
+    "Adam of Keras in float32": ({**ADAM, "framework": "keras"}, {"update": corrected_in_float32}
+    ),
+    "AMSGrad": ({**ADAM, "settings": {"amsgrad": True}}, {}),
+    "wrapped": ({"about": LION}, {"about": {"optimizer": {"class": "ZeRO"}}}),
+    "an optimizer without a rule": ({"about": LION}, {"settings": {"foreach": True}}),
+    "weights that no optimizer has": ({"about": KERNEL_ONLY, "update": of_kernel_only}, {}),
+    "state in 16 bits": ({**ADAM, "edit": moments_in_16_bits}, {"edit": moments_in_16_bits}),
+    "Nesterov": ({"settings": {"nesterov": True}}, {}),
+    "plain SGD": ({"settings": {"momentum": 0.0, "weight_decay": 0.01}}, {}),
+    "decay": ({"settings": {"weight_decay": 0.1}}, {}),
+    "weighted shards": ({}, {"shard": three_quarters}),
+    "a replica without examples": ({}, {"shard": all_on_second}),
+    "sum of shares": ({}, {"shard": three_quarters, "about": {"reduction": "sum"}, **times(0.5),
+        "reduce": lambda sent: summed(sent),
+    }),
+    "an unused setting of one replica": ({"settings": {"momentum": 0.0}},
+        {"of_replica": {1: {"beta_1": 0.5}}}),
+    "clipping after the sum": ({"clip": clip}, {}),
+    "no clipping before the sum": ({}, {**clipped_first(1, 1)}),
+    "zeros after the sum": ({"clip": without_bias(0, 1)}, {}),
+    "equal random states": ({}, {**random_states(lambda step, replica: [0] * 4)}),
+    "rows": ({}, {"edit": as_rows}),
+    "rows in both": ({"edit": as_rows}, {"edit": as_rows}),
+    "examples of a replica do not use a weight": ({}, {**without_gradient(True, 1)}),
+    "micro-batches": ({}, {"about": {"micro_batches": [2] * 4}, "edit": micro_batches}),
+    "layouts": (images("NHWC"), {**images("NCHW")}),
+    "scaled by the model": ({}, {**edit(lambda array: 255 * array, "data")}),
+    "other names": ({}, {"edit": in_torch}),
+    # In JAX, scripts say themselves what they keep.
+    "divided after the sum": (JAX, {**scaled(6, "raw")}),
+    "divided later": (JAX, {**scaled(2, "raw", "sums")}),
+    "divided and clipped later": (CLIPPED, {**scaled(6, "raw", "sums")}),
+    "only clipped": (CLIPPED, {"edit": clipped_alone}),
+    "keys": ({**KEYS, **keys(int)}, {**keys(int)}),
+    "one key that steps fold": ({**KEYS, **keys(lambda step: 5)}, {**keys(lambda step: 5)}),
+}  # fmt: skip
+
+
+FLATTENED = (
+    "loss: flatten_order; gradients: flatten_order; update: unexplained; statistics: flatten_order"
+)
+OUTPUTS = "; ".join(f"{x}: other_outputs" for x in ("forward", "loss", "gradients", "statistics"))
+ZERO = "every gradient is 0"
+UNUSED = {
+    "edit": without("raw", "1/1"), "gradient": lambda s, replica, g: [g[0], (replica == 0) * g[1]],
+}  # fmt: skip
+SHARDED = {"about": {"reduction": ""}, "edit": without("raw"), "clip": clip}
+SEEN = {  # Forward passes → what the remedy is about.
+    ("ddp", "no_sync"): "is_last", ("module",): "ddp.module(x)", ("",): "dist.all_reduce",
+    ("ddp",): "hooks of weights",
+}  # fmt: skip
+ALL, KERNEL, BIAS = (0, 1, 2, 3), ("dense/kernel",), ("dense/bias",)
+FIRST, SECOND, BOTH = ("replica 0",), ("replica 1",), ("replica 0", "replica 1")
+REPLAYED = {"about": {"replayed": "one.npz"}}
+OWN = {"replay": None}
+MORE = {
+    "loaders with equal seeds": ({}, drawn((7,), 1),
+        "random numbers: same_random_numbers; examples: other_examples"),
+    "loaders": ({}, drawn((), 1), "examples: other_examples"),
+    "loaders that draw nothing": ({}, drawn((7,), 0), ""),
+    "own states": ({}, OWN, "", {"text": "is the one.npz in step 0, step 3: every"}),
+    "own states, said": ({}, OWN, "",
+        {"text": "the step starts from another state: record it with replay="}),
+    "own states, not reduced": ({}, {**OWN, "reduce": None}, "all-reduce: not_all_reduced",
+        {"text": "are not compared: record them with replay="}),
+    "kept states": ({}, own_states() | REPLAYED, ""),
+    "a kept state of one": ({}, own_states(("1", 1, 0)) | REPLAYED, "start: changed_on_its_own",
+        {"place": ((1,), ("replica 1",), ("dense/kernel",))}),
+    "a kept state of both": ({}, own_states(("1", 0, 0), ("1", 1, 0)) | REPLAYED,
+        "start: changed_on_its_own", {"place": ((1,), ("replica 0", "replica 1"), WEIGHTS[:1])}),
+    "a kept state after an unknown one": ({}, {"edit": without_the_step_before, **REPLAYED},
+        "start: diverged_replicas"),
+    "equal weights before replay": ({}, replaced(lambda a: a, 0, 1), ""),
+    "other weights before replay": ({}, replaced(lambda a: a + 1, 0, 1),
+        "start: other_initial_weights", {"text": "before replay= replaced them"}),
+    "state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a, 4) | REPLAYED, ""),
+    "no state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a * 0, 4, 5) | REPLAYED,
+        "start: not_restored"),
+    "weights that one ties": ({"about": {"tied": [[*WEIGHTS]]}}, {"about": {}},
+        "start: other_tying", {"text": "are one weight in the first recording only"}),
+    "not loaded": ({}, {"about": {"replayed": "one.npz", "not_loaded": ("kernel/momentum",)}}, "",
+        {"text": "not loaded by replay=, as it does not fit: kernel/momentum"}),
+    # Nothing to verify.
+    ZERO: (zero_in(0, 1, 2, 3), {}, "", {"status": NOTHING, "text": ZERO}),
+    "every gradient is 0, and weights decay": ({**zero_in(0, 1, 2, 3),
+        **settings(weight_decay=0.1)}, {}, "", {"status": NOTHING, "text": ZERO}),
+    "in some steps": (zero_in(1, 3), {}, "",
+        {"text": f"nothing to verify in step 1, step 3: {ZERO}"}),
+    "of some weights": (
+        {"clip": without_bias(0, 1), "gradient": lambda s, r, g: [g[0], g[1] * 0]}, {}, "",
+        {"text": "nothing to verify in the gradients of 1 of 2 weights, which are 0 in every step:"
+         " dense/bias"}),
+    "nothing is trained": (settings(learning_rate=0.0) | {"edit": without_gradients},
+        {"edit": without_gradients}, "", {"status": NOTHING,
+        "text": "no gradient is recorded, and no weight changes"}),
+    "no gradient is recorded": ({"edit": without_gradients}, {"edit": without_gradients}, "",
+        {"status": NOTHING, "text": "gradients of no step could be compared: record them in both"}),
+    "a gradient of 0 in one": ({}, {**zero_in(0, 1, 2, 3)}, "gradients: frozen"),
+    "a gradient of 0 in the reference": (zero_in(0, 1, 2, 3), {"gradient": as_it_is},
+        "gradients: frozen"),
+    # Reductions.
+    "a multiple of each sent one": ({"gradient": for_two_classes}, {"edit": without("sums")}, ""),
+    "a multiple of each sent one, bypassed": ({"gradient": for_two_classes}, {"reduce": None,
+        "edit": without("sums")}, "all-reduce: not_all_reduced"),
+    **{
+        f"{name} is not reduced": ({}, in_part(i), "all-reduce: partly_all_reduced", {
+            "text": "1 of 2 gradients are not all-reduced, and 1 are",
+            "place": (ALL, BOTH, (name,))})
+        for i, name in enumerate(WEIGHTS)
+    },
+    **{
+        f"bypassed by {seen}": ({"steps": (0,)}, {
+            "reduce": None, "about": {"passes": (seen,)}},
+            "all-reduce: not_all_reduced", {"text": told})
+        for seen, told in SEEN.items()
+    },
+    # Layers that compute per replica.
+    "the same modes": (in_modes(ON), {**NOISY}, "gradients: random_layers?"),
+    "evaluation mode in the second": (in_modes(ON), {**NOISY, **in_modes(OFF)},
+        "gradients: inference_mode"),
+    "shards of the reference": ({**layers(NORM), "edit": of_shards}, {**NOISY},
+        "gradients: unexplained"),
+    "other shards of the reference": ({**layers(NORM), "edit": of_shards}, {**NOISY,
+        "shard": three_quarters}, "gradients: local_statistics?"),
+    "a little noise behind local norms": (layers(NORM), {"gradient": little_noise},
+        "gradients: local_statistics?",
+        {"text": "record the first script again, in one process, with replay=\"two.npz\","
+         " shards=\"each\""}),
+    "of the step before": ({}, {"edit": of_step_before},
+        "gradients: stale_gradient; update: unexplained"),
+    # Orders of flattened axes.
+    **{
+        f"{channels} channels, {layout}, {of_first}": (
+            flat(USUAL, of_first, layout),
+            {**flat(flattened(layout, channels), not of_first, framework="keras"),
+             **({} if of_first else ONE)},
+            FLATTENED, {"text": f" {channels} channels are flattened first"})
+        for layout, channels, of_first in (
+            ("NCHW", 2, True), ("NCHW", 6, False), ("NHWC", 3, True), ("NHWC", 4, False))
+    },
+    "exchanged channels": (flat(USUAL, True, "NCHW"), flat(MIXED), OUTPUTS),
+    "an order, and noise": (flat(USUAL, True, "NCHW"), flat(USUAL.reshape(3, 4).T.ravel(),
+        gradient=lambda s, r, own: [own[0] + 0.01 * NOISE, own[1]]), OUTPUTS),
+    "no order, and noise": (flat(USUAL, True, "NCHW"), flat(USUAL, gradient=lambda s, r,
+        own: [own[0] + NOISE, own[1]]), "gradients: unexplained"),
+    "the same order": (flat(USUAL, True, "NCHW"), flat(USUAL, False), ""),
+    # Examples that begin with a number or a text.
+    **{
+        f"{name} first": (first_data(array_of), {**first_data(array_of)}, "")
+        for name, array_of in (("number", lambda array: np.array(5)), ("text", as_texts))
+    },
+}  # fmt: skip
+ALONE = {
+    "right": ({}, ""),
+    "few different examples": (  # As in the truth table of XOR: four rows, many times.
+        {"inputs": lambda x: np.tile(examples()[0][:2], (len(x), 1))[: len(x)]},
+        "examples: not_reshuffled*"),
+    "same shard": ({"shard": same_rows}, "examples: same_examples"),
+    "a text first, same shard": ({**first_data(as_texts), "shard": same_rows},
+        "examples: same_examples"),
+    "again": ({"batch": lambda step: batch_of(step % 3)}, "examples: not_reshuffled*"),
+    "summed": ({"reduce": summed}, "all-reduce: sum_instead_of_mean"),
+    "average of weights": (with_average(True), ""),
+    "average on the first": (with_average(False), "start: diverged_replicas"),
+    "lost state": ({**settings(momentum=0.0), "edit": without_state}, "start: reset_state"),
+    "state of 0": (edit(lambda array: array * np.float32(0), "before", index=4, position=2),
+        "start: reset_state; update: unexplained"),
+    "overflow in the sum": (edit(lambda array: np.float32(np.nan) * array, "sums", position=2),
+        "all-reduce: not_finite"),
+    "weights decay, no gradient": (zero_in(0, 1, 2, 3) | settings(weight_decay=0.1), "",
+        {"status": NOTHING, "text": ZERO}),
+    "nothing is trained": (settings(learning_rate=0.0) | {"edit": without_gradients}, "",
+        {"status": NOTHING, "text": "no weight changes", "checked": ()}),
+    "no gradient is recorded": ({"edit": without_gradients}, "", {"checked": ()}),
+    "evaluation mode on one": (in_modes(ON, OFF), "forward: inference_mode", {"place": (ALL,
+        SECOND, ())}),
+    "evaluation mode on both": (in_modes(OFF, OFF), ""),
+    "evaluation mode without effect": (in_modes(ON, OFF, rate=0.0), ""),
+    "synchronised, different": (synchronised(2, 1), "statistics: local_statistics"),
+    "synchronised, one of three different": (synchronised(3, 1), "statistics: local_statistics"),
+    "synchronised in groups": (synchronised(4, 1, 2), "statistics: local_statistics*"),
+    "a weight that one replica does not use": (UNUSED, ""),
+    "a weight that one replica does not use, and sums": ({**UNUSED, "reduce": summed},
+        "all-reduce: sum_instead_of_mean", {"place": (ALL, BOTH, WEIGHTS)}),
+    "a sum that one replica does not receive": ({"edit": without("sums", "1/1")},
+        "all-reduce: frozen", {"place": (ALL, SECOND, BIAS)}),
+    "it is unknown what was sent": (SHARDED, "", {"checked": ("update",)}),
+    "it is unknown what was sent, not reduced": ({**SHARDED, "reduce": lambda sent: sent},
+        "all-reduce: not_all_reduced", {"checked": ("update",)}),
+    "no rule of the optimizer": ({"about": LION}, "", {"checked": ("loss",),
+        "unchecked": ("update",)}),
+}  # fmt: skip
+PLACES = {
+    "same shard": (ALL, BOTH, ()), "broadcast": ((0,), SECOND, KERNEL),
+    "seeds": (ALL, BOTH, ("drop/seed",)), "repeated": (ALL[1:], BOTH, ()),
+    "bypassed": (ALL, BOTH, WEIGHTS), "without the last": (ALL, ("replica 2",), WEIGHTS),
+    "clipped on one": (ALL, FIRST, ()), "clipped first": (ALL, BOTH, ()), "frozen": (ALL, (), BIAS),
+    "no gradient on one": (ALL, SECOND, BIAS), "no gradient": (ALL, (), BIAS),
+    "not cleared": (ALL[1:], (), WEIGHTS), "not finite": ((1,), FIRST, ()),
+    "reshuffled": ((3,), (), ()), "dropped": ((2, 3), (), ()), "nesterov": (ALL, (), ()),
+    "flipped after": ((1,), SECOND, KERNEL),
+    "local norm": (ALL, (), ("norm/moving_mean", "norm/moving_variance")),
+}  # fmt: skip
+STAGES = ("start", "examples", "loss", "all-reduce", "clipping", "update", "agreement")
+STAGES += ("statistics",)
+
+
+@functools.cache
+def tolerance():
+    """That of permuted examples."""
+    one = Script()
+    permuted = Script(permute=1, replay=one, steps=(0, 1))
+    return tolerance_of(one.trace(), permuted.trace("permuted.npz"), {}, None)
+
+
+def pair(first, second):
+    """Returns a training, and one with further changes, from the states of the first."""
+    reference = Script(**first)
+    first = {name: value for name, value in first.items() if name != "edit"}
+    return reference, Script(**{"replicas": 2, **first, "replay": reference, **second})
+
+
+def compared(first, second, allowed=None):
+    allowed = allowed or tolerance_of(first.trace(), None, {}, None)
+    return verify_against(first.trace(), second.trace("two.npz"), {}, allowed)
+
+
+def alone(changes):
+    """Returns the verdict on one recording of two replicas, whose files may say other things."""
+    given = {"replicas": 2, **changes}
+    per_replica = given.pop("per_replica", {})
+    trace = Script(**given).trace()
+    for replica in range(2) if per_replica else ():
+        own = {key: values[replica] for key, values in per_replica.items()}
+        trace.of_replica[replica] = dataclasses.replace(trace.about, **own)
+    return verify_alone(trace)
+
+
+def _rows():
+    for name, (first, second) in RIGHT.items():
+        verdict = functools.partial(
+            lambda *both: compared(*pair(*both), tolerance()), first, second
+        )
+        yield Row("right", name, "", verdict, checked=("gradients", "update"), notes=False)
+    for name, (first, second, found, *more) in {**FAULTS, **MORE}.items():
+        verdict = functools.partial(
+            lambda *both: compared(*pair(*both), tolerance()), first, second
+        )
+        given = {"place": PLACES.get(name, ())} | (more[0] if more else {})
+        yield Row("two recordings", name, found, verdict, **given)
+    for name, (changes, found, *more) in ALONE.items():
+        given = {"checked": STAGES} | (more[0] if more else {})
+        yield Row("one recording", name, found, functools.partial(alone, changes), **given)
+
+
+ROWS = [*_rows()]
