@@ -1,49 +1,15 @@
-"""What only a GPU computes: products in TF32, and Adam's fused kernel, in recordings made here."""
+"""Products of a GPU in TF32: what recorders note of them, and recordings that are made here."""
 
 import numpy as np
 import pytest
 
-from lockstep.comparison import verify_against, verify_alone
+from lockstep.comparison import verify_against
 from lockstep.reference import tolerance_of
 from recorder_scripts import needs, run_script
-from script_samples import Script, adam
+from script_samples import Script
 
 IN_FLOAT32 = {"about": {"layers": ()}}  # Without BatchNorm, behind which ties are allowed.
 IN_TF32 = {"about": {"layers": (), "computed_in": "tensorfloat32"}}
-
-
-def fused(script, weights, gradients, state):
-    """Updates as PyTorch's fused kernel on a GPU does: its betas are of float32."""
-    betas = {name: float(np.float32(script.settings[name])) for name in ("beta_1", "beta_2")}
-    script.settings = script.settings | betas
-    adam(script, weights, gradients, state)
-
-
-FUSED = {"optimizer": "Adam", "update": fused, "settings": {"betas_in": "float32"}}
-PLAIN = {"optimizer": "Adam"}
-
-
-def findings(verdict):
-    return [(found.detail, found.status) for found in verdict.findings]
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        (FUSED, FUSED, []),
-        (PLAIN, FUSED, [("rounded_betas", "by design")]),
-        (FUSED, PLAIN, [("rounded_betas", "by design")]),
-        (FUSED, {**FUSED, "settings": {**FUSED["settings"], "beta_2": 0.99}},
-         [("other_beta_2", "fault")]),
-    ],
-)  # fmt: skip
-def test_the_fused_adam_of_a_gpu_computes_with_betas_of_float32(first, second, expected):
-    one, two = Script(**first, steps=(0,)), Script(**second, replicas=2, steps=(0,))
-    traces = one.trace(), two.trace("two.npz")
-    if first is FUSED:
-        assert findings(verify_alone(traces[0])) == []
-    verdict = verify_against(*traces, {}, tolerance_of(traces[0], None, {}, None))
-    assert findings(verdict) == expected
 
 
 def rounded(unit):

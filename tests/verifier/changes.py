@@ -179,6 +179,14 @@ def corrected_in_float32(script, weights, gradients, state):
         weight[:] = before + (weight - before) * np.float32((left / (1 - 0.999**number)) ** 0.5)
 
 
+def fused(script, weights, gradients, state):
+    """Updates as PyTorch's fused kernel on a GPU does: its betas are of float32."""
+    betas = {name: float(np.float32(script.settings[name])) for name in ("beta_1", "beta_2")}
+    script.settings = script.settings | betas
+    adam(script, weights, gradients, state)
+
+
+FUSED = {"optimizer": "Adam", "update": fused, "settings": {"betas_in": "float32"}}
 RATES = [0.1, 0.1, 0.05, 0.05]
 KERNEL_ONLY = {"settings": [[{"learning_rate": 0.1, "momentum": 0.9, "weights": WEIGHTS[:1]}]] * 4}
 SCHEDULE = {"settings": [[{"learning_rate": r, "momentum": 0.9}] for r in RATES]}

@@ -25,6 +25,7 @@ RIGHT = {
     "Adam of Keras": ({**ADAM, "framework": "keras"}, {}),
     "Adam of Keras in float32": ({**ADAM, "framework": "keras"}, {"update": corrected_in_float32}
     ),
+    "fused Adam of a GPU": (FUSED, FUSED),
     "AMSGrad": ({**ADAM, "settings": {"amsgrad": True}}, {}),
     "wrapped": ({"about": LION}, {"about": {"optimizer": {"class": "ZeRO"}}}),
     "an optimizer without a rule": ({"about": LION}, {"settings": {"foreach": True}}),
