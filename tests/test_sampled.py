@@ -15,6 +15,8 @@ from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, Trace
 from lockstep.numeric.arrays import add, dense, norm, same_bits, scaled, unit_of
 from lockstep.numeric.sampling import Sample, Sampled
 from lockstep.numeric.tolerance import Tolerance
+from lockstep.recorders.common import VARIABLE, with_command
+from lockstep.recorders.states import States, sample_in
 from recorder_scripts import FOLDER, needs, run_script
 from script_samples import Script
 
@@ -191,6 +193,33 @@ def test_a_wrong_sample_is_refused(end, array, text):
     trace_file.save(trace, target)
     with pytest.raises(trace_file.TraceError, match=text):
         trace_file.load(target)
+
+
+# --- Recorders -----------------------------------------------------------------------------------
+
+
+def test_a_sampled_recording_is_replayed_from_its_start(tmp_path):
+    path, trace = str(tmp_path / "one.npz"), sampled(Script(steps=(0, 1)).trace(), 16)
+    trace_file.save(trace, path)
+    assert sample_in(path) == trace.about.sample
+    for options, text in (
+        ({}, "which only PyTorch can replay; record it with sample=0"),
+        ({"takes_samples": True}, "without the whole state before step 0; record it with start="),
+    ):
+        with pytest.raises(ValueError, match=text):
+            States(path, [0, 1], {}, **options)
+    start = Script(steps=(0, 1)).trace().arrays(0, "before", 0)
+    trace.put(0, "start", 0, start)
+    trace_file.save(trace, path)
+    states = States(path, [0, 1], {}, takes_samples=True)
+    found = states.before(0, 0).values()
+    assert all(map(same_bits, found, start)) and not states.before(1, 0)
+
+
+def test_the_command_keeps_the_start_from_which_its_next_runs_start(monkeypatch):
+    monkeypatch.setenv(VARIABLE, '{"path": "one.npz", "replay": null}')
+    given = with_command(None, start=False, replay="other.npz")
+    assert given == ("one.npz", {"start": True, "replay": None})
 
 
 # --- PyTorch -------------------------------------------------------------------------------------

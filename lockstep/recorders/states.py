@@ -83,7 +83,8 @@ class States:
         missing = sorted({*wanted} - {*steps})
         require(not missing, f"replay={path}: lacks steps {missing}; it has {steps}")
         is_sampled = f"replay={path}: is recorded with sample="
-        require(takes_samples or not self.trace.about.sample, f"{is_sampled}; record it with 0")
+        is_known = takes_samples or not self.trace.about.sample
+        require(is_known, f"{is_sampled}, which only PyTorch can replay; record it with sample=0")
         self._kind = "start" if self.trace.about.sample else "before"
         require(
             self.trace.has(self.position(self._first), self._kind),
