@@ -68,9 +68,11 @@ def recorded(path, build=convolution, *, num=2, seed=1, steps=(0, 2, 3), **optio
 
 def read(path):
     with np.load(path, allow_pickle=False) as file:
+        about = json.loads(str(file["about"]))
+        names = {name: name for name in file.files if name != "about"} | about["aliases"]
         # What replay= replaces is of no training that is compared here.
-        names = [n for n in file.files if n != "about" and "/replaced/" not in n]
-        return json.loads(str(file["about"])), {name: file[name] for name in names}
+        names = {name: of for name, of in sorted(names.items()) if "/replaced/" not in name}
+        return about, {name: file[of] for name, of in names.items()}
 
 
 def differing(a, b, part=""):
