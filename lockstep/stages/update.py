@@ -37,9 +37,7 @@ def check_update(context: Context) -> Iterator[Finding]:
         text = "nothing of this step was recorded on these replicas: they update no weights in it"
         states = zip(updates, context.named("before"), strict=True)
         # Arrays of other kinds show that the recording continues without this one.
-        items = [
-            copy for copy, (has_update, before) in enumerate(states) if not (has_update or before)
-        ]
+        items = [copy for copy, known in enumerate(states) if not any(known)]
         if items:
             yield context.found("update", "not_updated", text, kind="after", items=items)
     oracle = context.updater
