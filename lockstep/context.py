@@ -287,6 +287,21 @@ class Context(Step):
         rule = RuleOracle(self.trace, self.position, self.applied(0))
         return rule if rule.rules else None
 
+    @functools.cached_property
+    def _of_elements(self) -> "Context":
+        return Context(self.trace.of_elements, self.position, checked=self.checked)
+
+    @property
+    def for_rules(self) -> "Context":
+        """The step as the rules of optimizers need it: without sums of samples if not linear."""
+        is_linear = not isinstance(self.updater, RuleOracle) or self.updater.is_linear
+        if is_linear or not self.trace.about.sample:
+            return self
+        found = self._of_elements
+        found.findings, found.compared = self.findings, self.compared
+        found.measurements, found.reduced_inside = self.measurements, self.reduced_inside
+        return found
+
     # What was found.
 
     def mark_checked(self, stage: str) -> None:

@@ -17,6 +17,7 @@ from lockstep.numeric.arrays import (
     UNITS,
     Named,
     distance,
+    elements_of,
     hashes_of,
     norm,
     ratio,
@@ -233,6 +234,7 @@ def match_traces(first: Trace, second: Trace, names: Mapping[str, str]) -> Match
     Raises:
         ValueError: the traces have no step or no weight in common.
     """
+    _require_equal_samples(first, second)
     matching = Matching(first, second, names)
     if not matching.pairs:
         raise ValueError(
@@ -243,7 +245,41 @@ def match_traces(first: Trace, second: Trace, names: Mapping[str, str]) -> Match
         raise ValueError(
             f"{second.name}: has no step in common with {first.name}; record the same steps"
         )
+    _require_equal_order(first, second, matching)
     return matching
+
+
+def _require_equal_samples(first: Trace, second: Trace) -> None:
+    """Raises a ValueError unless both traces have whole arrays, or equal samples of them."""
+    samples = [
+        trace.about.sample if any(v.shape for v in trace.about.variables) else {}
+        for trace in (first, second)
+    ]
+    if samples[0] == samples[1]:
+        return
+    if not all(samples):
+        whole, sampled = (first, second) if samples[1] else (second, first)
+        raise ValueError(
+            f"{sampled.name}: is recorded with sample=, and {whole.name} is whole; record both in"
+            " the same way"
+        )
+    shown = (" and ".join(f"{n} {k}" for k, n in own.items() if k != "seed") for own in samples)
+    raise ValueError(
+        f"{second.name}: has other samples than {first.name} ({'; '.join(shown)}; seeds"
+        f" {' and '.join(str(own['seed']) for own in samples)}); record both with the same sample="
+    )
+
+
+def _require_equal_order(first: Trace, second: Trace, matching: Matching) -> None:
+    """Raises a ValueError if samples of a weight count its elements in other orders."""
+    for pair in matching.pairs:
+        own, other = first.variables[pair.first], second.variables[pair.second]
+        is_ordered = [*pair.transpose] == sorted(pair.transpose) or (own.layout and other.layout)
+        if own.shape and not is_ordered:
+            raise ValueError(
+                f"{second.name}: {other.name} is sampled with its axes in another order than"
+                f" {own.name} of {first.name}; record both without sample="
+            )
 
 
 def common_steps(first: Trace, second: Trace) -> Iterator[tuple[Context, Context]]:
@@ -309,7 +345,7 @@ def _unit_of(trace: Trace) -> tuple[float, str]:
         return UNITS[trace.about.computed_in], trace.about.computed_in
     weights = [key for key, kind in trace.kinds.items() if kind == WEIGHT]
     before = trace.named(0, "before", 0) or {} if trace.steps else {}
-    kept = [np.asarray(before[key]) for key in weights if key in before and np.any(before[key])]
+    kept = [elements_of(before[key]) for key in weights if key in before and np.any(before[key])]
     unit = min([unit_of(array) for array in kept if array.size >= _LARGE], default=EPS)
     return next(((UNITS[dtype], dtype) for dtype in UNITS if UNITS[dtype] == unit), (EPS, ""))
 

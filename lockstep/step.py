@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.data.match import Matching
 from lockstep.data.trace import WEIGHT
 from lockstep.numeric.arrays import Named, dense, norm, plain, same_bits, total_norm
+from lockstep.numeric.sampling import Sampled, without_sums
 from lockstep.recorded import Step
 
 
@@ -153,12 +154,36 @@ class Gradients:
         squares = sum(norm(g) ** 2 for g in given.values())
         product = sum(float(np.sum(applied[name] * g)) for name, g in given.items())
         factor = product / squares if squares else 1.0
-        return factor, factor * squares**0.5
+        return factor, factor * self.size
 
     @property
     def size(self) -> float:
         """The norm of the reference's gradient."""
-        return total_norm(self.reference)
+        return self.norm_of(self.reference)
+
+    def norm_of(self, gradients: Named) -> float:
+        """Returns the norm of gradients, by the names of the reference, of all their elements.
+
+        The norms of the reference are recorded. Of a sample, the vector of a gradient that has
+        nearly the same direction is longer in the same proportion.
+        """
+        return total_norm({n: dense(g) * self._lengths.get(n, 1.0) for n, g in gradients.items()})
+
+    @functools.cached_property
+    def _lengths(self) -> dict[str, float]:
+        """Weight → norm of the reference's gradient over that of its vector; 1 if it is whole."""
+        arrays = given_of(self.first, 0) if self.names else {}
+        lengths = {name: norm(dense(array)) for name, array in arrays.items()}
+        return {
+            name: norm(array) / lengths[name] if lengths[name] else 1.0
+            for name, array in arrays.items()
+            if isinstance(array, Sampled)
+        }
+
+    def elements(self, gradients: Named) -> Named:
+        """Returns the known elements of gradients, without the sums of samples."""
+        num_sums = self.first.trace.num_sums
+        return {n: without_sums(g, num_sums(np.shape(g))) for n, g in gradients.items()}
 
 
 def given_of(step: Step, copy: int) -> Named:

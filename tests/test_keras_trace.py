@@ -75,8 +75,8 @@ def read(path):
 def read_whole(path):
     with np.load(path, allow_pickle=False) as file:
         about = json.loads(str(file["about"]))
-        arrays = {name: file[name] for name in file.files if name != "about"}
-    return about, arrays | {name: arrays[of] for name, of in about["aliases"].items()}
+        names = {name: name for name in file.files if name != "about"} | about["aliases"]
+        return about, {name: file[of] for name, of in sorted(names.items())}
 
 
 def differing(a, b, part=""):

@@ -148,6 +148,11 @@ def _requirements(about: About) -> Iterator[tuple[str, Any, str]]:
     yield "gradients", weights.issuperset(about.gradients), "names of weights"
     yield "gradients", len(set(about.gradients)) == len(about.gradients), "different names"
     yield "modules", len(set(about.modules)) == len(about.modules), "different names"
+    sample = about.sample
+    is_sample = not sample or {*sample} == {"elements", "sums", "seed"}
+    yield "sample", is_sample, "elements, sums and seed"
+    yield "sample", all(0 <= x < 2**32 for x in sample.values()), "whole numbers from 0"
+    yield "sample", all(sample[x] for x in sample if x != "seed"), "numbers of elements and sums"
     yield "reduction", about.reduction in ("", "sum", "mean"), "'', 'sum' or 'mean'"
     orders = REDUCE_FIRST, CLIP_FIRST
     yield "order", about.order in orders, " or ".join(map(repr, orders))

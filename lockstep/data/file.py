@@ -42,7 +42,8 @@ MAX_MEMBERS, MAX_RATIO = 250_000, 1000  # Deflate reaches a ratio of 1032.
 _MAX_ABOUT_BYTES, _MAX_HEADER_BYTES = 64 << 20, 1024
 _NUMBER = r"(?:0|[1-9]\d{0,8})"
 _NAME = re.compile(
-    rf"{_NUMBER}/[a-z_]{{1,40}}/{_NUMBER}/{_NUMBER}(/values|/indices|/rows)?", re.ASCII
+    rf"{_NUMBER}/[a-z_]{{1,40}}/{_NUMBER}/{_NUMBER}(/(values|indices|rows|elements|sums))?",
+    re.ASCII,
 )
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
 _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
@@ -228,7 +229,7 @@ def _member_of(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Me
 
 def _check_arrays(about: About, arrays: Arrays) -> None:
     """Checks that the description has the place of each array, and its variable that shape."""
-    trace, shapes = Trace(about), dict[str, tuple[int, ...]]()
+    trace, shapes = Trace(about), dict[tuple[str, bool], tuple[int, ...]]()
     is_local = bool(about.ranks)  # Each rank has its own part of an array.
     parts = collections.defaultdict[str, set[str]](set)  # "1/raw/0/2" → "values", … or "".
     for name in arrays:
@@ -246,10 +247,11 @@ def _check_arrays(about: About, arrays: Arrays) -> None:
             count = len(about.modules) * MAX_MICRO_BATCHES
         if int(index) >= count:
             raise Fault(f"has an array {place} of {count} in {group}; record it again")
-        shape = _shape_of(place, parts[place], arrays)
+        shape = _shape_of(place, parts[place], arrays, about.sample)
         if is_local or names is None:
             continue
-        expected = shapes.setdefault(names[int(index)], shape)
+        # Whole beside samples.
+        expected = shapes.setdefault((names[int(index)], kind == "start"), shape)
         if shape != expected:
             raise Fault(
                 f"has shape {shape} in {place}, and {expected} for its variable elsewhere; record"
@@ -257,8 +259,13 @@ def _check_arrays(about: About, arrays: Arrays) -> None:
             )
 
 
-def _shape_of(place: str, parts: set[str], arrays: Arrays) -> tuple[int, ...]:
-    """Returns the shape of an array, and of the whole weight for a gradient of some rows."""
+def _shape_of(
+    place: str, parts: set[str], arrays: Arrays, sample: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Returns the shape of an array, and of the whole weight for a gradient of some rows.
+
+    That of a sampled one is the number of its elements.
+    """
     if parts == {""}:
         return arrays.data[place].shape
     if parts == {*Rows._fields}:
@@ -271,6 +278,12 @@ def _shape_of(place: str, parts: set[str], arrays: Arrays) -> tuple[int, ...]:
                 rows_of = f"has a row outside of 0 to {number - 1} in {place}"
                 raise Fault(f"{rows_of}/indices; record it again")
             return (number, *values.shape[1:])
+    if parts == {"elements", "sums"}:
+        elements, sums = (arrays.data[f"{place}/{part}"] for part in ("elements", "sums"))
+        sizes = (sample.get("elements"),), (sample.get("sums", -1) + 1,)
+        if (elements.shape, sums.shape) == sizes and sums.dtype == np.float64:
+            return elements.shape
+        raise Fault(f"has a wrong sample in {place}; record it again")
     raise Fault(f"has wrong rows in {place}; record it again")
 
 

@@ -23,7 +23,7 @@ from lockstep.data.trace import (
     Mesh,
     is_of_copies,
 )
-from lockstep.numeric.arrays import is_far
+from lockstep.numeric.arrays import Rows, is_far
 
 _DIMENSION = re.compile(r"(?:(\d{1,4})\*)?(\w+)(?:\[([\w,]+)(:zigzag)?\])?")
 _SUMMAND = re.compile(r"(sum|mean)\(([\w,]+)\)")
@@ -213,16 +213,17 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
     }
     found, collected = Assembled(common, of_replica, {}, {}, {}), _collected(files, common)
     recorded = {tuple(name.split("/")[::2][:2]) for _, own in files for name in own}
-    numbers = {"": "", **{key: str(number) for number, key in enumerate(common.keys)}}
+    numbers = {key: str(number) for number, key in enumerate(common.keys)}
     left_out = set[tuple[str, str]]()  # Positions and kinds.
     for (position, kind, index), by_text in collected.items():
         placed = {text: placement_from(text, mesh) for text in by_text}
-        if "/" in index and any(placement.axes for placement in placed.values()):
+        number, slash, part = index.partition("/")
+        if part in Rows._fields and any(placement.axes for placement in placed.values()):
             left_out.add((position, kind))  # Rows of a weight, which are not put together.
             continue
         of_copies, of_gradients = is_of_copies(kind, common), kind in OF_GRADIENTS
-        weight = common.gradients[int(index)] if of_gradients and index.isdecimal() else ""
-        zeros = _zeros_like(collected.get((position, "before", numbers[weight]), {}), by_text)
+        weight = numbers[common.gradients[int(number)]] if of_gradients else ""
+        zeros = _zeros_like(collected.get((position, "before", weight + slash + part), {}), by_text)
         # FSDP2 splits gradients over data axes, too.
         ignored = set[str]() if of_copies or of_gradients else {*mesh.data_axes}
         wholes: dict[int, Any] = {}

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.data.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Trace
-from lockstep.numeric.arrays import Named, plain
+from lockstep.numeric.arrays import Array, Named, plain
+from lockstep.numeric.sampling import Sampled
 
 Shape = tuple[int, ...]
 
@@ -137,7 +138,7 @@ class Matching:
     def to_first(self, named: Named) -> Named:
         """Returns arrays of the second trace with the names and layouts of the first."""
         return {
-            pair.first: np.transpose(plain(named[pair.second]), pair.transpose)
+            pair.first: _in_order(named[pair.second], pair.transpose)
             for pair in self.pairs
             if pair.second in named
         }
@@ -204,7 +205,7 @@ class Matching:
             axes = _axes_between(a, b)
             if a.key not in own or b.key not in other or axes is None:
                 continue
-            if np.allclose(own[a.key], np.transpose(other[b.key], axes), 1e-5, 1e-8):
+            if np.allclose(own[a.key], _in_order(other[b.key], axes), 1e-5, 1e-8):
                 equal.append((a, b))
         counts = Counter(a for a, _ in equal), Counter(b for _, b in equal)
         return [(a, b) for a, b in equal if counts[0][a] == counts[1][b] == 1]
@@ -215,6 +216,11 @@ class Matching:
         if common is None:
             return [{}, {}]
         return [t.named(t.steps.index(common), "before", 0) or {} for t in self.traces]
+
+
+def _in_order(array: Array, axes: Shape) -> Array:
+    """Returns an array with its axes in another order; that of a sample is always the same."""
+    return array if isinstance(array, Sampled) else np.transpose(plain(array), axes)
 
 
 def _items_of(trace: Trace) -> list[_Item]:
@@ -249,6 +255,7 @@ def _shapes(trace: Trace) -> dict[str, Shape]:
     """Returns key → shape of every variable that has an array."""
     found: dict[str, Shape] = {}
     wanted = {key for key, kind in trace.kinds.items() if kind in (WEIGHT, STATISTIC)}
+    found.update((key, v.shape) for key, v in trace.variables.items() if v.shape)
     kinds = ("before", "after", *OF_GRADIENTS)
     for position, kind in itertools.product(range(len(trace.steps)), kinds):
         for item in trace.items(kind):

@@ -27,13 +27,15 @@ Kinds of arrays of a shard:
 
 Kinds of arrays of a copy:
 
-- `before`, `after`: all variables. `left`: those that the script has changed between the update and
+- `before`, `after`: all variables. `start`: of a sampled trace, all variables before its first
+  step, whole. `left`: those that the script has changed between the update and
   the end of the step. `replaced`: the copy's own ones, before those of another trace were loaded.
 - `sums`: gradients received from the all-reduce. `unclipped`: before the last clipping, if any.
   `clipped`: those that the optimizer applies (of a shard if `order` is "clip, reduce").
 """
 
 import collections
+import copy
 import dataclasses
 import functools
 import math
@@ -43,11 +45,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.numeric.arrays import Array, Named, Rows
+from lockstep.numeric.sampling import Sampled
 
 WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed"
-OF_VARIABLES = ("before", "after", "left", "replaced", "own_before", "own_after")
+OF_VARIABLES = ("before", "after", "left", "replaced", "start", "own_before", "own_after")
 OF_GRADIENTS = ("raw", "removed", "sums", "unclipped", "clipped")
-OF_COPIES = ("before", "after", "left", "replaced", "sums", "unclipped")
+OF_COPIES = ("before", "after", "left", "replaced", "start", "sums", "unclipped")
 OF_MODULES = ("module_in", "module_out", "module_in_grad", "module_out_grad")
 CLIP_FIRST, REDUCE_FIRST = "clip, reduce", "reduce, clip"
 
@@ -63,6 +66,7 @@ class Variable:
             if unknown or without meaning.
         of: for optimizer state, the name of its weight; "" if it belongs to none, as a counter.
         slot: for optimizer state, the framework's name for it: "momentum", "exp_avg", "mu".
+        shape: of a variable that is sampled, that of the whole array; empty for others.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Variable:
     layout: str = ""
     of: str = ""
     slot: str = ""
+    shape: tuple[int, ...] = ()
 
 
 class Shard(NamedTuple):
@@ -197,6 +202,8 @@ class About:
         versions: package → version; also a variable that chooses kernels → its value.
         asked: the steps that the script asked for; empty for those of the recorder's default.
         ended_with: the exception with which the recorded run ended, in words; "" without one.
+        sample: "elements", "sums" and "seed" of `numeric.sampling.Sample`, if variables and
+            gradients with more elements are sampled; empty if all are whole.
     """
 
     framework: str
@@ -238,6 +245,7 @@ class About:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     asked: tuple[int, ...] = ()
     ended_with: str = ""
+    sample: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def on_mesh(self) -> Mesh | None:
@@ -270,6 +278,34 @@ class _Renamed(collections.UserDict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return self._arrays[self.data[name]]
+
+
+class _Members(collections.UserDict[str, Any]):
+    """Members of files; each is read when it is asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.data[name].read()
+
+
+def _read(stored: Mapping[str, Any], name: str) -> Array | None:
+    """Returns an array of any form; None if it does not exist."""
+    if f"{name}/rows" in stored:
+        values, indices, rows = (stored[f"{name}/{part}"] for part in Rows._fields)
+        return Rows(values, indices, int(rows))
+    if f"{name}/sums" in stored:
+        elements, sums = stored[f"{name}/elements"], stored[f"{name}/sums"]
+        return Sampled(elements, sums[:-1], float(sums[-1]))
+    return stored.get(name)
+
+
+def _members_of(name: str, array: Array | None) -> dict[str, Any]:
+    """Returns the members of a file that hold an array of any form."""
+    if isinstance(array, Rows):
+        return {f"{name}/{part}": each for part, each in array._asdict().items()}
+    if isinstance(array, Sampled):
+        sums = np.append(array.sums, array.squares)
+        return {f"{name}/elements": array.elements, f"{name}/sums": sums}
+    return {} if array is None else {name: array}
 
 
 class Trace:
@@ -365,14 +401,22 @@ class Trace:
         members = self.views_of.get(f"{position + 1}/{kind}/{item}/{index}", {})
         return {rank: member.read() for rank, member in members.items()}
 
+    def num_sums(self, shape: Sequence[int]) -> int:
+        """Returns the number of sums at the end of a vector of a shape; 0 for a whole array.
+
+        Whole arrays have fewer elements than those that are sampled.
+        """
+        sample = self.about.sample
+        is_sampled = bool(sample) and tuple(shape) == (sample["elements"] + sample["sums"],)
+        return sample["sums"] if is_sampled else 0
+
     def local(self, position: int, kind: str, rank: int) -> Named:
         """Returns weight → the part of its gradient that a rank of the mesh holds."""
-        start = f"{position + 1}/{kind}/{rank}/"
-        return {
-            name: self.parts_of[f"{start}{index}"].read()
-            for index, name in enumerate(self.about.gradients)
-            if f"{start}{index}" in self.parts_of
+        start, parts = f"{position + 1}/{kind}/{rank}/", _Members(self.parts_of)
+        found = {
+            name: _read(parts, f"{start}{index}") for index, name in enumerate(self.about.gradients)
         }
+        return {name: array for name, array in found.items() if array is not None}
 
     def replica_of(self, shard: int) -> int:
         """Returns the replica that computes a shard."""
@@ -448,6 +492,19 @@ class Trace:
         trace.numbers = kept
         return trace
 
+    @functools.cached_property
+    def of_elements(self) -> "Trace":
+        """The trace with the elements of samples as whole arrays, without sums and norms."""
+        trace = copy.copy(self)
+        variables = tuple(dataclasses.replace(v, shape=()) for v in self.about.variables)
+        trace.about = dataclasses.replace(self.about, sample={}, variables=variables)
+        kept = {name.removesuffix("/elements"): name for name in self._stored}
+        names = {name: of for name, of in kept.items() if not name.endswith("/sums")}
+        trace._stored, trace._index = _Renamed(self._stored, names), {}
+        for name in names:
+            trace._add_to_index(name)
+        return trace
+
     def names_of(self, kind: str) -> Sequence[str] | None:
         """Returns the names of the arrays of a kind; None if they have no names."""
         if kind in OF_VARIABLES:
@@ -466,7 +523,7 @@ class Trace:
             return None
         names, prefix = self.names_of(kind), f"{position + 1}/{kind}/{item}"
         number = len(found) if names is None else len(names)
-        return [self._read(f"{prefix}/{index}") for index in range(number)]
+        return [_read(self._stored, f"{prefix}/{index}") for index in range(number)]
 
     def modules_of(self, shard: int) -> tuple[str, ...]:
         """Returns the modules of a shard's arrays, in their order."""
@@ -484,12 +541,6 @@ class Trace:
         index = self.index_of(module, shard, number)
         return self._stored.get(f"{position + 1}/{kind}/{shard}/{index}")
 
-    def _read(self, name: str) -> Array | None:
-        if f"{name}/rows" not in self._stored:
-            return self._stored.get(name)
-        values, indices, rows = (self._stored[f"{name}/{part}"] for part in Rows._fields)
-        return Rows(values, indices, int(rows))
-
     def named(self, position: int, kind: str, item: int) -> Named | None:
         """Returns name → array for a kind of variables or gradients; None if not recorded."""
         arrays = self.arrays(position, kind, item)
@@ -505,10 +556,7 @@ class Trace:
         self._index[position, kind, item] = set()
         for index, array in enumerate(arrays):
             name = f"{position + 1}/{kind}/{item}/{index}"
-            members = {} if array is None else {name: array}
-            if isinstance(array, Rows):
-                members = {f"{name}/{part}": each for part, each in array._asdict().items()}
-            for member, each in members.items():
+            for member, each in _members_of(name, array).items():
                 self._stored[member] = np.asarray(each)
                 self._add_to_index(member)
 

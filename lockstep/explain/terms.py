@@ -23,6 +23,7 @@ from lockstep.numeric.arrays import (
     sum_bound,
     unit_of,
 )
+from lockstep.numeric.sampling import with_sums
 from lockstep.numeric.tolerance import Expression
 
 _OF_NORM = 64  # Units of rounding of the norm by which a script clips.
@@ -116,7 +117,7 @@ class Sums:
         """Returns the bound of each element's error in a sum."""
         context = self.context
         unit = UNITS.get(context.trace.about.reduced_in, EPS)
-        own = [unit_of(plain(sent[name])) for sent in self.sent if np.any(dense(sent[name]))]
+        own = [unit_of(sent[name]) for sent in self.sent if np.any(dense(sent[name]))]
         unit = max(unit, min(own, default=EPS))  # Of 16-bit weights.
         if context.computes:
             unit = max(unit, context.oracle.units.get(name, EPS))
@@ -130,6 +131,7 @@ class Sums:
                 size = own_rows._replace(values=np.abs(own_rows.values)).dense()
                 bound = bound + _OF_ROWS * unit * abs(factor) * size
         bound = bound + self.slack.get(name, 0.0)
+        bound = with_sums(bound, context.trace.num_sums(bound.shape))
         if axes:  # Each part is a sum over ranks, whose terms may cancel.
             bound = np.full_like(bound, math.prod(axes.values()) * np.max(bound, initial=0))
         return bound

@@ -12,6 +12,7 @@ import numpy as np
 
 from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import EPS, TINY, Named, dense
+from lockstep.numeric.sampling import with_sums
 from lockstep.reference import StepPair
 from lockstep.step import joined_states
 
@@ -64,6 +65,8 @@ def _add(found: Used, pair: StepPair, weight: str, own: str, keys: tuple[str, st
     if not known[1] or not times:
         return False
     bound = _UNITS * EPS * (np.abs(new) + np.abs(kept * old) + np.abs(times * gradient)) + TINY
+    num_sums = pair.first.trace.num_sums(bound.shape)
+    bound = with_sums(bound, num_sums)
     if np.any(np.abs(new - kept * old - times * gradient) > bound):
         return False
     states = [_states(pair, copy, keys[1]) for copy in pair.second.copies]
@@ -76,7 +79,7 @@ def _add(found: Used, pair: StepPair, weight: str, own: str, keys: tuple[str, st
         used = (own_new - kept * own_old) / times
         found.of_copies[copy][own] = used
         size = _UNITS * EPS * (np.abs(own_new) + np.abs(kept * own_old)) / abs(times)
-        found.slack[own] = np.maximum(found.slack.get(own, 0.0), size)
+        found.slack[own] = np.maximum(found.slack.get(own, 0.0), with_sums(size, num_sums))
     return True
 
 

@@ -1,10 +1,13 @@
 """Computes distances, sums, factors and bits of arrays and gradients, in float64."""
 
 import collections
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from lockstep.numeric.sampling import Sampled
 
 
 class Rows(NamedTuple):
@@ -27,7 +30,7 @@ class Rows(NamedTuple):
         return whole
 
 
-Array = Any  # np.ndarray | Rows
+Array = Any  # np.ndarray | Rows | Sampled
 Named = dict[str, Array]  # Name of a variable → its array.
 
 
@@ -46,7 +49,7 @@ UNITS = {  # Largest step between numbers near 1.
 
 
 def dense(value: Array) -> np.ndarray:
-    """Returns an array, or a gradient of rows, as one array in float64."""
+    """Returns an array, or a gradient of rows, as one array in float64; of a sample the vector."""
     if not isinstance(value, Rows):
         return np.asarray(value, np.float64)
     whole = np.zeros((value.rows, *value.values.shape[1:]))
@@ -59,6 +62,8 @@ def add(values: Sequence[Array]) -> Array:
     if all(isinstance(value, Rows) for value in values):
         rows = np.concatenate([value.values for value in values])
         return Rows(rows, np.concatenate([v.indices for v in values]), values[0].rows)
+    if all(isinstance(value, Sampled) for value in values):
+        return functools.reduce(Sampled.plus, values)
     with np.errstate(invalid="ignore"):  # Of gradients that overflow.
         return np.add.reduce([plain(value) for value in values])
 
@@ -66,6 +71,11 @@ def add(values: Sequence[Array]) -> Array:
 def plain(value: Array) -> np.ndarray:
     """Returns an array, or a gradient of rows as an array, in its dtype."""
     return value.dense() if isinstance(value, Rows) else np.asarray(value)
+
+
+def elements_of(value: Array) -> np.ndarray:
+    """Returns the elements of an array that are known, in its dtype: of a sample without sums."""
+    return value.elements if isinstance(value, Sampled) else plain(value)
 
 
 def add_named(parts: Sequence[Named]) -> Named:
@@ -92,7 +102,9 @@ def distance(actual: Array, expected: Array) -> float:
 
 
 def norm(value: Array) -> float:
-    """Returns the Euclidean norm of all finite elements."""
+    """Returns the Euclidean norm of all finite elements; of a sample that of the whole array."""
+    if isinstance(value, Sampled):
+        return value.norm
     array = dense(value)
     return length(np.where(np.isfinite(array), array, 0))
 
@@ -137,6 +149,8 @@ def scaled(value: Array, factor: float) -> Array:
     """Returns a gradient times a factor, in its dtype."""
     if isinstance(value, Rows):
         return value._replace(values=(value.values * factor).astype(value.values.dtype))
+    if isinstance(value, Sampled):
+        return value.times(factor)
     return (np.asarray(value) * factor).astype(np.asarray(value).dtype)
 
 
@@ -179,6 +193,8 @@ def is_within(actual: Array, expected: Array, bounds: Any) -> bool:
 def bits(value: Array) -> bytes:
     """Returns the bits of an array."""
     parts = value[:2] if isinstance(value, Rows) else [value]
+    if isinstance(value, Sampled):
+        parts = [value.elements, value.sums]
     return b"".join(np.ascontiguousarray(part).tobytes() for part in parts)
 
 
@@ -186,6 +202,8 @@ def same_bits(a: Array, b: Array) -> bool:
     """Returns whether two arrays have the same dtype, shape and bits."""
     if isinstance(a, Rows) or isinstance(b, Rows):
         return type(a) is type(b) and all(map(same_bits, a[:2], b[:2]))
+    if isinstance(a, Sampled) or isinstance(b, Sampled):
+        return type(a) is type(b) and a.is_same(b)
     x, y = np.asarray(a), np.asarray(b)
     if x is y:
         return True
@@ -207,8 +225,9 @@ def all_same_bits(a: Named, b: Named) -> bool:
     return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
 
 
-def unit_of(array: np.ndarray) -> float:
+def unit_of(value: Array) -> float:
     """Returns the relative rounding error of an array's dtype, or of bfloat16 stored as float32."""
+    array = np.asarray(value.values) if isinstance(value, Rows) else elements_of(value)
     if array.dtype == np.float32 and array.size:
         words = np.ascontiguousarray(array).view(np.uint32)
         return UNITS["bfloat16"] if not np.any(words & 0xFFFF) and np.any(words) else EPS

@@ -27,11 +27,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from lockstep.numeric.arrays import EPS, TINY, Array, dense, norm, ratio, unit_of
+from lockstep.numeric.arrays import EPS, TINY, Array, dense, elements_of, norm, ratio, unit_of
 
 STORED, COMPUTED = 8, 64
 MOST_KNOWN = 1e-3
 _UNKNOWN_GRADIENT = 4 * EPS  # Of gradients that are not recorded, or are reduced later.
+_DENSITY = 12  # Of gradients near 0; that of a normal distribution is 0.8.
 _FEW = 16  # Elements that tell the dtype in which they were kept.
 
 
@@ -42,7 +43,7 @@ def mean_square(array: np.ndarray) -> float:
 
 def unit_of_state(*arrays: Array) -> float:
     """Returns the largest unit of some arrays; float32's for those that are too small to tell."""
-    large = [array for array in map(np.asarray, arrays) if array.size >= _FEW and np.any(array)]
+    large = [array for array in map(elements_of, arrays) if array.size >= _FEW and np.any(array)]
     return max([EPS, *map(unit_of, large)])
 
 
@@ -65,6 +66,23 @@ def spread_of(first: Array | None, second: Array | None, allowed: float) -> np.n
         return np.where(spread <= max(MOST_KNOWN, 4 * allowed), spread, np.inf)
 
 
+def spread_of_sums(of_elements: np.ndarray, apart: float) -> float:
+    """Returns ρ of the sums of a weight whose update is not linear in its gradient, as Adam's.
+
+    The update of an element turns over where its gradient is rounding alone. Of a gradient whose
+    elements have a density p of nearly 0, in units of their root mean square, and that differs by a
+    relative ρ, the updates then differ by √(8 p ρ) of their norm; p is at most `_DENSITY`.
+
+    Args:
+        of_elements: ρ of some elements; infinite where the gradient is rounding alone.
+        apart: relative distance of the gradients.
+    """
+    if not apart <= MOST_KNOWN:
+        return np.inf
+    num_unknown = float(np.mean(~np.isfinite(of_elements)))
+    return (8 * num_unknown + 8 * _DENSITY * max(apart, EPS)) ** 0.5 / COMPUTED
+
+
 def distance_of_gradients(first: Array | None, second: Array | None, allowed: float) -> float:
     """Returns the relative distance of two gradients that agree; that of rounding for others."""
     if first is None or second is None or not allowed:
@@ -73,16 +91,16 @@ def distance_of_gradients(first: Array | None, second: Array | None, allowed: fl
 
 
 def of_change(
-    first: np.ndarray, second: np.ndarray, size: np.ndarray, unit: float, spread: np.ndarray,
-    *, is_weight: bool, mixes: float,
+    first: np.ndarray, second: np.ndarray, size: np.ndarray, spread: np.ndarray, *,
+    unit: float, is_weight: bool, mixes: float,
 ) -> np.ndarray:  # fmt: skip
     """Returns the bound of |D2 − D1| for each element; infinite where it is not known.
 
     Args:
         first, second: the changes D1 and D2.
         size: |S| + |S'|, the larger of both trainings.
-        unit: u.
         spread: ρ for each element, or one for all.
+        unit: u.
         is_weight: whether it is a weight, not its state.
         mixes: relative distance of the gradients, if the update may mix elements; else 0.
     """
@@ -102,14 +120,16 @@ def correction_error(betas: Iterable[float], number: int) -> float:
     return max((4 * EPS / max(1 - beta**number, 1e-6) for beta in betas), default=0.0)
 
 
-def of_statistics(size: np.ndarray, allowed: float) -> np.ndarray:
+def of_statistics(size: np.ndarray, allowed: float, least: float = 0.0) -> np.ndarray:
     """Returns the bound of statistics, whose elements are sums over a batch that may cancel.
 
     Args:
         size: |S| + |S'|.
         allowed: relative difference of a statistic of a batch that rounding can cause.
+        least: the root mean square of all elements, if `size` has some of them.
     """
-    return np.full(size.shape, max(allowed, COMPUTED * EPS) * mean_square(size)) + TINY
+    usual = max(mean_square(size), least)
+    return np.full(size.shape, max(allowed, COMPUTED * EPS) * usual) + TINY
 
 
 def of_start(first: np.ndarray, size: np.ndarray, spread: np.ndarray) -> np.ndarray:

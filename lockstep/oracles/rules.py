@@ -229,7 +229,7 @@ class RuleOracle:
     def __init__(self, trace: Trace, position: int, weights: Iterable[str], replica: int = 0):
         about = trace.of_replica.get(replica, trace.about)
         after = trace.named(position, "after", 0) or {}
-        self.units = {key: unit_of(np.asarray(array)) for key, array in after.items()}
+        self.units = {key: unit_of(array) for key, array in after.items()}
         self._state: dict[str, dict[str, str]] = {}  # Weight → role → key.
         self._correction: tuple[float, ...] = (1.0, 1.0)
         self.rules: dict[str, Rule] = {}
@@ -285,6 +285,11 @@ class RuleOracle:
             for own, theirs in pairs
             if getattr(own, field.name) != getattr(theirs, field.name)
         }
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether all updates are linear in weights, gradients and state."""
+        return all(rule.family == "SGD" for rule in self.rules.values())
 
     @property
     def sums(self) -> set[str]:

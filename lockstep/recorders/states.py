@@ -39,6 +39,14 @@ class Source(NamedTuple):
         return None if array is None else np.transpose(array, self.axes)
 
 
+def sample_in(path: str) -> Mapping[str, int]:
+    """Returns how a recording is sampled; empty if it is whole, or cannot be read."""
+    try:
+        return load(path).about.sample
+    except TraceError:  # Reading it for the replay raises an error that says why.
+        return {}
+
+
 class States:
     """The states before the steps of another recording, of all its processes.
 
@@ -46,6 +54,8 @@ class States:
         path: its file, `one.npz`, also for `one.rank0.npz` and further ones.
         wanted: numbers of the steps that are recorded here.
         names: name of a variable here → its name there.
+        takes_samples: whether the recording may be sampled. Its first step alone then has a whole
+            state, and the script continues from there.
 
     Attributes:
         trace: the recording.
@@ -54,10 +64,13 @@ class States:
         not_loaded: names of own variables that are not loaded, in their order.
 
     Raises:
-        ValueError: it cannot be read, or does not have the steps.
+        ValueError: it cannot be read, or does not have the steps or the whole state.
     """
 
-    def __init__(self, path: str, wanted: Collection[int], names: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: str, wanted: Collection[int], names: Mapping[str, str], *,
+        takes_samples: bool = False,
+    ) -> None:  # fmt: skip
         try:
             self.trace = load(path)
         except TraceError as error:
@@ -69,6 +82,15 @@ class States:
         steps = [step for position, step in positions if self.trace.has(position, "before")]
         missing = sorted({*wanted} - {*steps})
         require(not missing, f"replay={path}: lacks steps {missing}; it has {steps}")
+        is_sampled = f"replay={path}: is recorded with sample="
+        is_known = takes_samples or not self.trace.about.sample
+        require(is_known, f"{is_sampled}, which only PyTorch can replay; record it with sample=0")
+        self._kind = "start" if self.trace.about.sample else "before"
+        require(
+            self.trace.has(self.position(self._first), self._kind),
+            f"{is_sampled}, without the whole state before step {self._first}; record it with"
+            " start=True, or leave out replay=",
+        )
 
     @property
     def framework(self) -> str:
@@ -80,9 +102,12 @@ class States:
         return self.trace.steps.index(step)
 
     def before(self, step: int, copy: int) -> Named:
-        """Returns key → array before a step, of a copy of the weights or of another one."""
+        """Returns key → array before a step, of a copy of the weights or of another one.
+
+        It is empty if a sampled recording has no whole arrays of the step.
+        """
         copies = self.trace.copies
-        return self.trace.named(self.position(step), "before", copy % len(copies)) or {}
+        return self.trace.named(self.position(step), self._kind, copy % len(copies)) or {}
 
     def sources(
         self, own: Sequence[Own], kinds: Collection[str], *, is_part: bool = False,

@@ -10,6 +10,7 @@ from lockstep.context import Context
 from lockstep.data.trace import STATE, STATISTIC
 from lockstep.numeric import state_bounds as bounds
 from lockstep.numeric.arrays import Named, dense, norm, same_bits
+from lockstep.numeric.sampling import by_part
 from lockstep.stages.claim import Claim, Variable
 
 
@@ -103,5 +104,6 @@ def _differ(
     if not previous.changes:
         return False  # The step before started from another state.
     spread = previous.spread(variable, copy, change.shape)
-    allowed = bounds.of_start(change, size, spread)
+    num_sums = previous.pair.first.trace.num_sums(change.shape)
+    allowed = by_part(bounds.of_start, num_sums, change, size, spread)
     return not bool(np.all(np.abs(second - change) <= allowed))

@@ -20,7 +20,8 @@ from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
 from lockstep.numeric import state_bounds as bounds
-from lockstep.numeric.arrays import Array, Named, dense, distance, norm, ratio, same_bits
+from lockstep.numeric.arrays import TINY, Array, Named, dense, distance, norm, ratio, same_bits
+from lockstep.numeric.sampling import by_part, with_sums
 from lockstep.oracles.rules import RuleOracle
 from lockstep.reference import StepPair
 from lockstep.step import joined_states
@@ -87,6 +88,13 @@ class Change(NamedTuple):
         return self.variable.kind == WEIGHT and (self.share is not None or self.num_unknown > 0)
 
 
+def _largest_share(second: np.ndarray, first: np.ndarray, allowed: np.ndarray) -> float:
+    """Returns the largest difference of two changes, over its bound, where that is known."""
+    known, gap = np.isfinite(allowed), np.abs(second - first)
+    gap = np.where(np.isnan(second) & np.isnan(first), 0, np.where(np.isnan(gap), np.inf, gap))
+    return float(np.max(np.where(known, gap / np.where(known, allowed, 1), 0), initial=0.0))
+
+
 def variables_of(pair: StepPair) -> list[Variable]:
     """Returns the weights, statistics and optimizer state that both trainings have."""
     kinds, found = pair.first.trace.kinds, list[Variable]()
@@ -143,11 +151,25 @@ class Claim:
     def spread(self, variable: Variable, copy: int, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the relative difference of a variable's gradients, for each element."""
         first, second, allowed = self._gradient(variable.weight, copy)
+        apart = bounds.distance_of_gradients(first, second, allowed)
+        if num_sums := self.pair.first.trace.num_sums(shape):
+            first, second = (x if x is None else dense(x)[:-num_sums] for x in (first, second))
         spread = bounds.spread_of(first, second, allowed)
+        if num_sums and spread.shape in ((), (shape[0] - num_sums,)):
+            spread = np.broadcast_to(spread, (shape[0] - num_sums,))
+            is_linear = variable.kind != WEIGHT or self._is_linear(variable.weight)
+            of_sums = apart if is_linear else bounds.spread_of_sums(spread, apart)
+            return np.append(spread, np.full(num_sums, of_sums))
         if spread.shape in ((), shape):
             return spread
         # State of another shape, as means of rows.
-        return np.asarray(bounds.distance_of_gradients(first, second, allowed))
+        return np.asarray(apart)
+
+    def _is_linear(self, weight: str) -> bool:
+        """Returns whether the update of a weight is known to be linear in its gradient."""
+        oracle = self.pair.first.updater
+        rule = oracle.rules.get(weight) if isinstance(oracle, RuleOracle) else None
+        return rule is not None and rule.family == "SGD"
 
     def _state(self, variable: Variable, copy: int) -> tuple[Array, Array] | None:
         """Returns a variable of a copy before and after the step; 0 before it is created."""
@@ -222,8 +244,14 @@ class Claim:
     ) -> Change:  # fmt: skip
         old, new, own_old, own_new = map(dense, states)
         size = np.maximum(np.abs(old) + np.abs(new), np.abs(own_old) + np.abs(own_new))
+        num_sums = self.pair.first.trace.num_sums(first.shape)
         if variable.kind == STATISTIC:
-            allowed = bounds.of_statistics(size, self.pair.tolerance.of_batch)
+            number = np.prod(self.pair.first.trace.variables[variable.first].shape)
+            of_statistics = functools.partial(
+                bounds.of_statistics, allowed=self.pair.tolerance.of_batch,
+                least=norm(size[-num_sums:]) / number**0.5 if num_sums else 0.0,
+            )  # fmt: skip
+            allowed = by_part(of_statistics, num_sums, size)
         else:
             mixes, oracle = 0.0, self.pair.first.updater
             has_rule = isinstance(oracle, RuleOracle) and variable.weight in oracle.rules
@@ -232,18 +260,36 @@ class Claim:
             stored = self.pair.first.ends[0], self.pair.second.ends[copy]
             keys = variable.first, variable.second
             unit = bounds.unit_of_state(*(a[k] for a, k in zip(stored, keys, strict=True)))
-            allowed = bounds.of_change(
-                first, second, size, unit, self.spread(variable, copy, first.shape),
-                is_weight=variable.kind == WEIGHT, mixes=mixes,
-            )  # fmt: skip
-            allowed = allowed + self._correction * np.abs(first)
-        allowed = allowed + 2 * np.abs(own_old - old)  # Of state that has drifted by rounding.
-        known, gap = np.isfinite(allowed), np.abs(second - first)
-        gap = np.where(np.isnan(second) & np.isnan(first), 0, np.where(np.isnan(gap), np.inf, gap))
-        share = np.max(np.where(known, gap / np.where(known, allowed, 1), 0), initial=0.0)
-        num_unknown = int(np.sum(~known))
+            of_change = functools.partial(
+                bounds.of_change, unit=unit, is_weight=variable.kind == WEIGHT, mixes=mixes
+            )
+            spread = self.spread(variable, copy, first.shape)
+            allowed = by_part(of_change, num_sums, first, second, size, spread)
+            allowed = allowed + with_sums(self._correction * np.abs(first), num_sums)
+        # Of state that has drifted by rounding.
+        allowed = allowed + with_sums(2 * np.abs(own_old - old), num_sums)
+        share = _largest_share(second, first, allowed)
+        moved = self._moved_later(variable, copy) if num_sums else None
+        if moved is not None and _largest_share(second - moved, first, allowed) <= 1:
+            rounding = with_sums(bounds.STORED * unit * size + TINY, num_sums)
+            share = max(share, _largest_share(moved, np.zeros_like(moved), rounding))
+        num_unknown = int(np.sum(~np.isfinite(allowed)))
         is_compared = num_unknown < first.size or not first.size
-        return Change(variable, copy, float(share) if is_compared else None, first, num_unknown)
+        return Change(variable, copy, share if is_compared else None, first, num_unknown)
+
+    def _moved_later(self, variable: Variable, copy: int) -> np.ndarray | None:
+        """Returns by how much only the second script changes a weight after the update.
+
+        None if both do, or none does. Sums of an update that is not linear are known less exactly.
+        """
+        if variable.kind != WEIGHT:
+            return None
+        (own, other), names = (self.pair.first, self.pair.second), (variable.first, variable.second)
+        if own.ends[0][names[0]] is not own.named("after")[0].get(names[0]):
+            return None
+        end, after = other.ends[copy][names[1]], other.named("after")[copy].get(names[1])
+        is_changed = after is not None and end is not after
+        return variable.as_first(end) - variable.as_first(after) if is_changed else None
 
     @functools.cached_property
     def owned(self) -> set[str]:
@@ -369,7 +415,7 @@ class Claim:
         Args:
             names: variables of the second training, whose updates are not.
         """
-        step = self.pair.first
+        step = self.pair.first.for_rules
         if step.updater is None or not names:
             return False
         before, after = step.named("before")[0], step.named("after")[0]

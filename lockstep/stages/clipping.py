@@ -26,6 +26,7 @@ from lockstep.numeric.arrays import (
     total_norm,
 )
 from lockstep.reference import StepPair
+from lockstep.step import Gradients
 
 _SCALED = 1e-5  # Relative deviation of factors that are equal.
 _CLOSE = 1e-3  # The same beside limits, which are short numbers.
@@ -222,8 +223,9 @@ def _why_other(pair: StepPair, entering: Named, applied: Named) -> tuple[str, st
     factors = _factor(applied, entering), _factor(terms.reference_applied, terms.reference)
     limits = [limits_of(each) for each in (step, pair.first)]
     if scale != 1 and limits[0] and "unscale" not in calls[: calls.index(f"clip {limits[0][0]}")]:
-        scaled = _clipped(limits[0], scaled_all(entering, scale))
-        if any(_are_near(applied, scaled_all(scaled, 1 / by)) for by in (scale, 1)):
+        scaled = _clipped(terms, limits[0], scaled_all(entering, scale))
+        own = terms.elements(applied)
+        if any(_are_near(own, scaled_all(scaled, 1 / by)) for by in (scale, 1)):
             text = f"gradients are clipped ({', '.join(limits[0])}) before unscale_: they are then"
             return "clipped_before_unscale", f"{text} multiplied by the loss scale, {scale:g}"
     if scale != 1 and abs(factors[0] - scale) <= _CLOSE * scale and "unscale" not in calls:
@@ -249,7 +251,7 @@ def _why_other(pair: StepPair, entering: Named, applied: Named) -> tuple[str, st
                 cause, reason = "other_clipping", "as by the norm of other gradients"
             return cause, f"{text}: {reason}" if reason else text
     texts = [
-        f"multiplied by {_shown(own, sent)} (to norm {total_norm(own):.4g})"
+        f"multiplied by {_shown(own, sent)} (to norm {terms.norm_of(own):.4g})"
         for sent, own in ((terms.reference, terms.reference_applied), (entering, applied))
     ]
     text = f"gradients are {texts[0]} in the first recording and {texts[1]} in the second"
@@ -270,16 +272,16 @@ def _of_previous_step(pair: StepPair, applied: Named) -> tuple[str, str] | None:
     return "stale_gradient", text
 
 
-def _clipped(limits: list[str], gradients: Named) -> Named:
-    """Returns gradients after clipping; see `limits_of`."""
+def _clipped(terms: Gradients, limits: list[str], gradients: Named) -> Named:
+    """Returns the known elements of gradients after clipping; see `limits_of`."""
     for limit in limits:
         kind, number = limit.split()[0], float(limit.split()[-1])
         if kind == "value":
             gradients = {n: np.clip(dense(g), -number, number) for n, g in gradients.items()}
         else:
-            size = total_norm(gradients)
+            size = terms.norm_of(gradients)
             gradients = scaled_all(gradients, min(1.0, number / size) if size else 1.0)
-    return gradients
+    return terms.elements(gradients)
 
 
 def _are_near(actual: Named, expected: Named) -> bool:
@@ -351,7 +353,7 @@ def other_limits(pair: StepPair) -> Iterator[Finding]:
         return  # The norm is that of all weights.
     both = terms.reference_applied, terms.applied[0]
     factors = [_factor(a, g) for a, g in zip(both, (terms.reference, terms.given[0]), strict=True)]
-    norms = [total_norm(applied) for applied in both]
+    norms = [total_norm(step.applied(0)) for step in (pair.first, pair.second)]
     if not all(0 < factor < 1 + _CLOSE for factor in factors):
         return
     is_clipped = [factor < 1 - _CLOSE for factor in factors]

@@ -22,7 +22,7 @@ from lockstep.explain.tensors import why_tensor
 from lockstep.explain.terms import Sums
 from lockstep.explain.used import used_gradients
 from lockstep.explain.variants import differ_by_layers, other_settings_of
-from lockstep.numeric.arrays import Named, distance, is_far, norm, ratio, total_norm
+from lockstep.numeric.arrays import Named, distance, is_far, norm, ratio
 from lockstep.reference import StepPair
 from lockstep.stages.clipping import (
     check_clipping,
@@ -257,7 +257,7 @@ def _sums(pair: StepPair, received: Sequence[Named], factors: Sequence[float]) -
             name: np.sum([f * raw[name] for f, raw in zip(factors, terms.raw, strict=True)], axis=0)
             for name in terms.names
         }
-        times = min(1.0, terms.clipping[1] / (total_norm(total) + _EPSILON_OF_CLIPPING))
+        times = min(1.0, terms.clipping[1] / (terms.norm_of(total) + _EPSILON_OF_CLIPPING))
         factors = [factor * times for factor in factors]
     means = functools.partial(meanings, pair, of_sum=True)
     return Sums(pair.second, received, factors, means, clips_by_hand(pair))

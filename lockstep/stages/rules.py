@@ -17,13 +17,14 @@ from lockstep.numeric.arrays import (
     are_finite,
     dense,
     distance,
+    elements_of,
     factor_of,
     norm,
-    plain,
     ratio,
     same_bits,
     unit_of,
 )
+from lockstep.numeric.sampling import without_sums
 from lockstep.oracles.rules import COUNTERS, Rule, RuleOracle, detail_of
 from lockstep.reference import SAME_START, StepPair
 
@@ -129,9 +130,10 @@ def _changes(pair: StepPair) -> Iterator[_Change]:
         found = []
         for slot in own[0].keys() & own[1].keys():
             keys = [each[slot] for each in own]
-            new = [np.asarray(arrays[key]) for arrays, key in zip(after, keys, strict=True)]
+            # An unknown rule may not be linear, as sums of samples would need.
+            new = [elements_of(arrays[key]) for arrays, key in zip(after, keys, strict=True)]
             old = [
-                np.asarray(a.get(k, np.zeros_like(x)))
+                elements_of(a.get(k, np.zeros_like(x)))
                 for a, k, x in zip(before, keys, new, strict=True)
             ]
             if new[1].ndim == len(names.transpose):
@@ -145,7 +147,7 @@ def _kept_in_short(pair: StepPair, changes: Sequence[_Change]) -> Iterator[Findi
     """Finds weights or optimizer state that only the second trace keeps in 16 bits."""
     # State of gradients in 16 bits may have these bits, too.
     applied = pair.matching.to_first(pair.second.applied(0))
-    whole = {n for n, g in applied.items() if unit_of(plain(g)) == EPS}
+    whole = {n for n, g in applied.items() if unit_of(g) == EPS}
     changes = [x for x in changes if x.weight in whole and all(map(np.any, x.after))]
     for slot in dict.fromkeys(x.slot for x in changes if x.slot not in COUNTERS):
         kept = [x for x in changes if x.slot == slot]
@@ -164,7 +166,9 @@ def _near(pair: StepPair) -> Mapping[str, np.ndarray]:
     """Returns name of a weight → which elements have nearly equal gradients; most of them."""
     allowed, found = max(_NEAR, pair.tolerance.usual), {}
     for name, first in pair.gradients.reference_applied.items():
+        num = pair.first.trace.num_sums(first.shape)
         second = pair.gradients.applied[0][name]
+        first, second = (without_sums(array, num) for array in (first, second))
         is_near = np.abs(second - first) <= allowed * np.abs(first)
         if is_near.size and np.mean(is_near) > _MOST:
             found[name] = is_near
@@ -318,8 +322,8 @@ def _effects(
 
     The names are those of weights and state in the second trace that it changes.
     """
-    before, applied = pair.second.named("before")[0], pair.second.applied(0)
-    oracle = pair.second.updater
+    step = pair.second.for_rules
+    before, applied, oracle = step.named("before")[0], step.applied(0), step.updater
     assert isinstance(oracle, RuleOracle)
     others = {
         pair.in_second(name): dataclasses.replace(b, **{setting: getattr(a, setting)})

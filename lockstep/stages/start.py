@@ -266,7 +266,8 @@ def compare_starts(pair: StepPair) -> Iterator[Finding]:
     if not (apart := pair.start_distances):
         return
     far = max(apart.values())
-    if second.trace.about.replayed:
+    is_replayed = second.trace.about.replayed and (is_first or not second.trace.about.sample)
+    if is_replayed:
         text = "the step was to start from the state of the first recording, and does not"
         yield second.found("start", "not_replayed", text, distance=far)
     elif is_first:

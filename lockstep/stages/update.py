@@ -24,20 +24,20 @@ from lockstep.numeric.arrays import (
     length,
     same_bits,
 )
+from lockstep.numeric.sampling import by_part, with_sums
 from lockstep.numeric.tolerance import Expression, value_of
 from lockstep.oracles.rules import RuleOracle
 
 
 def check_update(context: Context) -> Iterator[Finding]:
     """Checks the update of each copy, with the gradients that it applies."""
+    context = context.for_rules
     updates = [bool(own) for own in context.named("after")]
     if any(updates) and not all(updates):
         text = "nothing of this step was recorded on these replicas: they update no weights in it"
         states = zip(updates, context.named("before"), strict=True)
         # Arrays of other kinds show that the recording continues without this one.
-        items = [
-            copy for copy, (has_update, before) in enumerate(states) if not (has_update or before)
-        ]
+        items = [copy for copy, known in enumerate(states) if not any(known)]
         if items:
             yield context.found("update", "not_updated", text, kind="after", items=items)
     oracle = context.updater
@@ -89,12 +89,12 @@ def least_bounds(context: Context, before: Named, after: Named, names: Iterable[
         return np.abs(np.where(np.isfinite(array), dense(array), 0))
 
     assert context.updater is not None
-    units = context.updater.units
-    return {
-        n: MARGIN * units[n] * (size(after[n]) + size(before.get(n, 0))) + TINY
-        for n in names
-        if n in units
-    }
+    units, found = context.updater.units, Named()
+    for n in names:
+        if n in units:
+            bound = MARGIN * units[n] * (size(after[n]) + size(before.get(n, 0))) + TINY
+            found[n] = with_sums(bound, context.trace.num_sums(bound.shape))
+    return found
 
 
 def rounding_bounds(context: Context, before: Named, sums: Named) -> Named:
@@ -112,6 +112,7 @@ def rounding_bounds(context: Context, before: Named, sums: Named) -> Named:
             return array._replace(values=near(array.values, unit))
         if not np.issubdtype(array.dtype, np.floating):
             return array
+        array = np.asarray(array)
         return array * (1 + unit * generator.choice([-1, 1], array.shape)).astype(array.dtype)
 
     for _ in range(3):
@@ -129,8 +130,11 @@ def rounding_bounds(context: Context, before: Named, sums: Named) -> Named:
             far = np.abs(dense(array) - dense(base[name]))
             apart[name] = np.maximum(apart[name], np.where(np.isfinite(far), far, 0))
 
-    least = least_bounds(context, before, base, apart)
-    return {n: least[n] + MARGIN * (apart[n] + np.sqrt(np.mean(apart[n] ** 2))) for n in least}
+    def of_rounding(apart: np.ndarray) -> np.ndarray:
+        return MARGIN * (apart + np.sqrt(np.mean(apart**2)))
+
+    least, num_sums = least_bounds(context, before, base, apart), context.trace.num_sums
+    return {n: least[n] + by_part(of_rounding, num_sums(apart[n].shape), apart[n]) for n in least}
 
 
 def _explain(

@@ -1115,7 +1115,7 @@ def case_errors():
         train_with_closure("twice.npz", model, torch.optim.LBFGS(model.parameters(), 0.01), steps=1)
 
     with open("damaged.npz", "wb") as file:
-        file.write(b"PK\x03\x04 damaged")
+        file.write(b"damaged")
     with np.load("first.npz") as file:
         np.savez("later.npz", about=str(file["about"]).replace('"version": 2', '"version": 3'))
     cases = [

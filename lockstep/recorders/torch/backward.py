@@ -23,8 +23,7 @@ from lockstep.recorders.torch.private import (
     private,
     tree_leaves,
 )
-from lockstep.recorders.torch.recording import Recording
-from lockstep.recorders.torch.values import to_array
+from lockstep.recorders.torch.recording import ENDS, Recording
 
 
 class GradientObserver:
@@ -99,9 +98,8 @@ class GradientObserver:
         if own.is_on and is_own and step.calls[-1:] != [call]:
             if not step.unclipped:
                 step.unclipped = {
-                    index: (p.grad.detach().clone(), step.scale_of(name))
+                    index: own.arrays_of("unclipped", index, p.grad, step.scale_of(name))
                     for index, (name, p) in enumerate(own.weights.items())
-                    if p.grad is not None
                 }
             step.calls.append(call)
         return original(parameters, *args, **options)
@@ -146,6 +144,8 @@ class GradientObserver:
         for key, array in step.arrays.items():
             if key.split("/")[0] in (*OF_LOSS, "removed") and array.dtype.kind == "f":
                 step.arrays[key] = array / array.dtype.type(number)
+                if key.endswith("/sums"):  # The last one is the sum of squares.
+                    step.arrays[key][-1] /= number
         step.losses = [x / number for x in step.losses]
         if own.placement.of_fsdp:  # The schedule reduces after the last backward pass.
             own.save_gradients("sums", own.weights)
@@ -204,23 +204,26 @@ class GradientObserver:
         if not passes:
             return
         kind = "sums" if passes[-1] != "backward" else "raw"
-        is_left, removed = False, dict[int, np.ndarray]()
+        is_left, removed = False, dict[str, np.ndarray]()
         for index, (name, p) in enumerate(own.weights.items()):
-            left = step.arrays.get(f"{kind}/{own.placement.rank}/{index}")
-            if left is None or name in step.updated:
+            key = f"{kind}/{own.placement.rank}/{index}"
+            kept = {e: step.arrays[f"{key}{e}"] for e in ENDS if f"{key}{e}" in step.arrays}
+            if not kept or name in step.updated:
                 continue
-            of_script = None if p.grad is None else to_array(p.grad) / step.scale_of(name)
-            array = np.zeros_like(left) if of_script is None else of_script
-            is_left |= bool(array.any())
-            removed[index] = left - array
+            arrays = own.arrays_of(kind, index, p.grad, step.scale_of(name))
+            for end, left in kept.items():
+                array = arrays.get(end, np.zeros_like(left))
+                is_left |= bool(array.any())
+                removed[f"{index}{end}"] = left - array
         is_removed = any(x.any() for x in removed.values())
         placements = own.placement.placements
-        for index, array in removed.items() if is_removed else ():
+        for place, array in removed.items() if is_removed else ():
             # Another process may have a part that is not 0.
             if own.placement.mesh or array.any():
-                step.removed[index] = step.removed.get(index, 0) + array
-                text = placements.get(f"{kind}/{index}", "")
-                placements |= {f"removed/{index}": text} if text else {}
+                step.removed[place] = step.removed.get(place, 0) + array
+                number = place.partition("/")[0]
+                text = placements.get(f"{kind}/{number}", "")
+                placements |= {f"removed/{number}": text} if text else {}
         if is_removed and not is_left:
             step.calls.append("clear")
             step.num_cleared = len(step.losses)
@@ -268,9 +271,9 @@ class GradientObserver:
         scale = float(getattr(optimizer, "grad_scale", None) or 1)  # It divides by it itself.
         # Before the first update, also of weights that no optimizer may have.
         saved = own.weights.keys() - own.step.updated if not own.is_updated else names
-        for index, (value, of_value) in (own.step.unclipped or {}).items():
+        for index, arrays in (own.step.unclipped or {}).items():
             if [*own.weights][index] in saved:
-                own.save("unclipped", index, value, of_value)
+                own.put("unclipped", index, arrays)
         own.save_gradients("clipped", saved, scale)
         self.settings[id(optimizer)] = own.variables.groups_of(optimizer)
 

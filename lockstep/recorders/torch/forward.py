@@ -18,6 +18,7 @@ from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import (
     computed_in,
+    is_dtensor,
     local,
     random_states,
     take,
@@ -223,14 +224,21 @@ class ForwardObserver:
         own, step = self.recording, self.recording.step
         if not own.placement.is_last:
             return
-        step.num_bytes += sum(math.prod(local(x).shape) * x.element_size() for x in outputs)
+        for x in outputs:
+            shape = local(x).shape
+            is_sampled = own.sample and own.sample.takes(shape[1:])
+            size = own.sample.length if own.sample and is_sampled else math.prod(shape[1:])
+            step.num_bytes += len(local(x)) * size * x.element_size()
         if step.num_bytes > MOST_BYTES:
             outside = ("y_pred", "y_grad")
             step.arrays = {k: v for k, v in step.arrays.items() if not k.startswith(outside)}
             return
         for x in outputs:
             own.add("y_pred", [x])
-            own.add("y_grad", [torch.zeros_like(x)])  # Stays 0 if the loss does not use it.
+            # Stays 0 if the loss does not use it.
+            is_large = own.sample and not is_dtensor(x)
+            zeros = x.new_zeros(()).expand_as(x) if is_large else torch.zeros_like(x)
+            own.add("y_grad", [zeros])
             if x.requires_grad and own.placement.knows_loss:
                 key = [key for key in step.arrays if key.startswith("y_grad/")][-1]
                 x.register_hook(functools.partial(self._after_loss, step, key))
@@ -239,7 +247,9 @@ class ForwardObserver:
         # DDP gives None for an output that the loss does not use.
         own = self.recording
         if gradient is not None and step is own.step and key in step.arrays:
-            array = to_array(gradient) / (step.scale * own.placement.num_parts)
+            text = own.placement.placements.get(f"y_grad/{key.split('/')[-1]}", "")
+            rows = own.rows("y_grad", gradient, text)
+            array = to_array(rows) / (step.scale * own.placement.num_parts)
             before = step.arrays[key]
             step.arrays[key] = before + array if before.shape == array.shape else array
             if not own.placement.place("y_grad", int(key.split("/")[-1]), gradient):

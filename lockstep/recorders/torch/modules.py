@@ -117,7 +117,7 @@ class Modules:
             self.unknown.add(key)  # Parts of a sum that are split in several ways.
             own.step.arrays.pop(key, None)
             return
-        array = to_array(value)
+        array = to_array(own.rows(kind, value, text))
         array = array / (own.step.scale * own.placement.num_parts) if "_grad" in kind else array
         if rows is not None:
             numbers, size = rows[0].cpu().numpy(), rows[1]

@@ -145,6 +145,35 @@ class Placement:
         self.placements |= {f"{kind}/{index}": text} if text else {}
         return text is not None
 
+    def whole_shape(self, kind: str, index: Any, value: Tensor) -> tuple[int, ...]:
+        """Returns the shape of the whole array of which a tensor is a part, once it is placed."""
+        text = self.placements.get(f"{kind}/{index}", "")
+        if not self.mesh or is_dtensor(value) or not text:
+            return tuple(value.shape)
+        dimensions = self.mesh.dimensions(text)
+        sizes = [[self.mesh.sizes[axis] for axis in each.axes] for each in dimensions]
+        return tuple(n * math.prod(own) for n, own in zip(value.shape, sizes, strict=True))
+
+    def split_sums(
+        self, kind: str, index: Any, shape: Sequence[int]
+    ) -> Sequence[np.ndarray] | None:
+        """Notes that samples of the parts of an array are summands of that of the whole.
+
+        Returns:
+            For each dimension, the places of this process' part in the whole; None for all.
+        """
+        text = self.placements.get(f"{kind}/{index}", "")
+        if not self.mesh or not text:
+            return None
+        dimensions = self.mesh.dimensions(text)
+        split = [axis for each in dimensions for axis in each.axes]
+        sums = [word for word in text.split() if "(" in word]
+        self.placements[f"{kind}/{index}"] = " ".join([*sums, *(f"sum({a})" for a in split)])
+        if not split:
+            return None
+        found = places(dimensions, shape, self.mesh.sizes, self.mesh.at)
+        return [along.ravel() for along in found]
+
     def text_of(self, kind: str, index: Any, value: Tensor) -> str | None:
         """Returns how an array is part of the whole one; "" for all of it, None if not known."""
         assert self.mesh
@@ -160,7 +189,7 @@ class Placement:
             text = self._text_of_rows(kind, value)
             if kind.startswith("module_"):
                 text = self._text_of_layer(kind, index.partition(":")[2], value, text)
-        elif self.texts and kind in ("before", "after", "replaced"):
+        elif self.texts and kind in ("before", "after", "replaced", "start"):
             variable = [*self.variables.described.values()][index]
             name = variable.get("of", variable["name"])
             is_like = "of" not in variable or value.shape == self.variables.weights[name].shape

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lockstep.numeric.sampling import Sample
 from lockstep.recorders.common import (
     DEFAULT_STEPS,
     Hooks,
@@ -17,6 +18,7 @@ from lockstep.recorders.common import (
     with_command,
 )
 from lockstep.recorders.output import Output
+from lockstep.recorders.states import sample_in
 from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.loaders import observe_loaders
@@ -25,6 +27,9 @@ from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import layers_of, settings_of
+
+USUAL_SAMPLE, LEAST_SAMPLE = 4096, 16  # Elements of an array.
+MOST_WHOLE_BYTES = 64 << 20  # Of all weights.
 
 
 class record:
@@ -71,6 +76,12 @@ class record:
             `replay` has: a resumed job does not begin with step 0.
         others: Name → module or mapping of tensors whose state belongs to the training, as averages
             of the weights: {"ema": average}.
+        sample: The number of elements that are kept of each variable and gradient, with random sums
+            of all elements; smaller arrays are whole. 0 keeps whole arrays; None does so up to 64
+            MiB of weights, and keeps 4,096 elements above, or does as `replay`. A sampled recording
+            has one step, unless `steps` says more; later ones start from their own weights.
+        start: Whether a sampled recording has the whole state before its first step, too, which
+            `replay` needs. Without it, both scripts must start from the same weights.
 
     `lockstep.assert_same_training` gives path, steps, replay and permute in place of the arguments.
     """
@@ -82,20 +93,27 @@ class record:
         shards: str | None = None, feed_examples: bool = False, modules: bool | str = False,
         mesh: Any = None, dims: str | Mapping[str, str] = "", first_step: int = 0,
         others: Mapping[str, Any] | None = None,
+        sample: int | None = None, start: bool = False,
     ) -> None:  # fmt: skip
         file, given = with_command(
             path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
-            shards=shards,
+            shards=shards, start=start,
         )  # fmt: skip
         self.is_recording = file is not None
         if file is None:
             return
-        pattern, shards = given.pop("modules"), given.pop("shards")
+        pattern, shards, start = (given.pop(key) for key in ("modules", "shards", "start"))
+        chosen = _sample(sample, model, given["replay"])
+        self.keeps_start = start and chosen is not None
+        if chosen and given["steps"] is DEFAULT_STEPS:
+            given["steps"] = 1
         self.path, self.request = file, (request := Request(**given, first_step=first_step))
         kind = type(model).__name__
         is_known = kind not in ("DataParallel", "FullyShardedDataParallel")
         require(is_known, f"model: {kind} cannot be recorded; use DDP or fully_shard")
-        own = Recording(model, optimizer, others or {}, mesh, dims, request.wanted, first_step)
+        own = Recording(
+            model, optimizer, others or {}, mesh, dims, request.wanted, first_step, chosen
+        )
         self.recording, place = own, own.placement
         is_alone = shards is None or (shards == "each" and request.replay and place.num_ranks == 1)
         require(is_alone, f"shards={shards!r}: must be 'each', with replay= and in one process")
@@ -189,6 +207,8 @@ class record:
         if self.shards:
             self.shards.begin()
         own.save_variables("before", variables.all())
+        if self.keeps_start and not own.per_step["steps"]:
+            own.save_variables("start", variables.all())
 
     def _warn_of_no_forward_pass(self) -> None:
         seen = "no forward pass was seen; call model, in train mode"
@@ -207,8 +227,8 @@ class record:
             cleared = step.losses[: step.num_cleared]
             for index, losses in enumerate(x for x in (step.losses, cleared) if x):
                 own.save("loss", index, sum(losses))
-            for index, array in step.removed.items():
-                step.arrays[f"removed/{own.placement.rank}/{index}"] = array
+            for place, array in step.removed.items():
+                step.arrays[f"removed/{own.placement.rank}/{place}"] = array
             if self.shards:
                 self.shards.end(self.path)
             own.keep()
@@ -254,6 +274,7 @@ class record:
             "data_layout": "NCHW" if "OIHW" in str(described) else "",
             "tied": own.variables.tied(),
             "loader_seeds": self.loader_seeds,
+            "sample": own.sample._asdict() if own.sample else {},
             **own.per_step,
         }
         if not place.mesh:
@@ -272,3 +293,16 @@ class record:
             return {"class": "", "framework": "torch"}
         rule = {"class": type(optimizers[0]).__name__, "framework": "torch"}
         return {**settings_of(optimizers[0].defaults), **rule}
+
+
+def _sample(sample: int | None, model: nn.Module, replay: str | None) -> Sample | None:
+    """Returns how large arrays are sampled; None to keep whole ones."""
+    if sample is None and replay:
+        return Sample(**found) if (found := sample_in(replay)) else None
+    if sample is None:
+        size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        sample = USUAL_SAMPLE if size_bytes > MOST_WHOLE_BYTES else 0
+    is_number = isinstance(sample, int) and not isinstance(sample, bool)
+    is_right = is_number and (sample == 0 or sample >= LEAST_SAMPLE)
+    require(is_right, f"sample={sample}: must be {LEAST_SAMPLE} or more, or 0 for whole arrays")
+    return Sample(sample) if sample else None

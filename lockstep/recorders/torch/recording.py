@@ -1,6 +1,6 @@
 """Holds what was seen of the current step, and the arrays of the steps before it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,18 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.archive import Member
+from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES
+from lockstep.numeric.sampling import Sample
 from lockstep.recorders.common import Hooks
 from lockstep.recorders.output import Output
 from lockstep.recorders.torch.placement import Placement
 from lockstep.recorders.torch.private import indices_of_sparse, uncompiled, values_of_sparse
+from lockstep.recorders.torch.samples import rows_sampled, sample_of
 from lockstep.recorders.torch.values import local, to_array
 from lockstep.recorders.torch.variables import Variables
 
+SAMPLED = {*OF_VARIABLES, *OF_GRADIENTS} - {"start"}  # Kinds of arrays.
+ENDS = "", "/elements", "/sums"  # Of names of arrays that are no rows.
 PER_STEP = (
     *("steps", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale", "passes"),
 )
 # Kinds that stay as they are when they are saved, and are most of a step.
-_WRITTEN_AT_ONCE = ("before", "replaced", "unclipped", "clipped", "after", "left")
+_WRITTEN_AT_ONCE = ("before", "start", "replaced", "unclipped", "clipped", "after", "left")
 
 
 class Step:
@@ -34,8 +39,9 @@ class Step:
         passes: For each forward pass, how its gradients are reduced.
         settings: The groups of the optimizers, in the order in which they ended.
         updated: Names of the weights that were updated.
-        removed: What the script took from gradients between backward passes, by number of weight.
-        unclipped: The gradients before clipping, each with its scale.
+        removed: What the script took from gradients between backward passes, by the number of the
+            weight with the end of the array's name.
+        unclipped: The gradients before clipping, each by the ends of the names of its arrays.
         in_evaluation: Names of layers.
         num_forward: Forward passes in train mode.
         num_bytes: Bytes of outputs.
@@ -52,8 +58,8 @@ class Step:
         self.calls, self.passes = list[str](), list[str]()
         self.settings: list[dict[str, Any]] = []
         self.updated = set[str]()
-        self.removed: dict[int, Any] = {}
-        self.unclipped: dict[int, tuple[Tensor, float]] | None = None
+        self.removed: dict[str, Any] = {}
+        self.unclipped: dict[int, dict[str, np.ndarray]] | None = None
         self.in_evaluation: dict[str, None] = {}
         self.num_forward, self.num_bytes, self.num_fed = 0, 0, 0
         self.loss_scale = self.scale = 1.0
@@ -73,6 +79,7 @@ class Recording:
         optimizer, others, mesh, dims: The same.
         wanted: The steps to record.
         number: The number of the first step.
+        sample: How large arrays are sampled; None to keep whole ones.
 
     Attributes:
         ddp: The model in DDP; None without it.
@@ -86,13 +93,14 @@ class Recording:
         called_others: Names of further modules that were called since the last update.
         hooks: What is removed where no step is recorded.
         output: The file; it is opened when the recording begins.
+        shapes: "KIND/INDEX" → shape of the whole array, if it is sampled.
         per_step: Key of the description → a value for each recorded step.
         computed_in: 16-bit dtype of the layers.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Any, others: Any, mesh: Any, dims: Any,
-        wanted: Iterable[int], number: int,
+        wanted: Iterable[int], number: int, sample: Sample | None = None,
     ) -> None:  # fmt: skip
         self.ddp: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         self.called = model.module if self.ddp else model
@@ -101,11 +109,12 @@ class Recording:
         self.weights = self.variables.weights
         dims = {"inputs": dims} if isinstance(dims, str) else dims
         self.placement = Placement(self.variables, self.ddp, mesh, dims)
-        self.wanted, self.number = {*wanted}, number
+        self.wanted, self.number, self.sample = {*wanted}, number, sample
         self.hooks, self.step = Hooks(), Step()
         self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
         self.called_others = set[str]()
         self.output: Output
+        self.shapes: dict[str, tuple[int, ...]] = {}
         self.per_step: dict[str, list[Any]] = {key: [] for key in PER_STEP}
         self.computed_in = ""
 
@@ -128,6 +137,8 @@ class Recording:
             if name not in numbers:
                 described[name], numbers[name] = variable, len(numbers)
             self.save(kind, numbers[name], value)
+            if shape := self.shapes.get(f"{kind}/{numbers[name]}"):
+                described[name]["shape"] = shape
 
     def save_left(self) -> None:
         """Saves what the script has changed since the update: averaged, sent or clipped weights."""
@@ -135,9 +146,13 @@ class Recording:
             return  # The parts of other ranks may not have changed.
         self.save_variables("left", [*self.variables.of_model(), *self.variables.of_optimizers()])
         arrays, start = self.step.arrays, f"left/{self.placement.rank}/"
+        changed = set[str]()  # Places of arrays, of which a part of a sample may not have changed.
         for key in [key for key in arrays if key.startswith(start)]:
             after = arrays.get(f"after/{key.removeprefix('left/')}")
-            if after is None or after == arrays[key]:  # The same array in the file.
+            if after is not None and after != arrays[key]:  # Not the same array in the file.
+                changed.add(key.removeprefix(start).partition("/")[0])
+        for key in [key for key in arrays if key.startswith(start)]:
+            if key.removeprefix(start).partition("/")[0] not in changed:
                 del arrays[key]
 
     def save_gradients(self, kind: str, names: Iterable[str], scale: float | None = None) -> None:
@@ -150,24 +165,53 @@ class Recording:
 
     def save(self, kind: str, index: int, value: Any, scale: float = 1.0) -> None:
         """Saves one array; None and what is no number are left out."""
+        self.put(kind, index, self.arrays_of(kind, index, value, scale))
+
+    def put(self, kind: str, index: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Adds arrays of `arrays_of` to the step: in the file, if they stay, else in memory."""
         key = f"{kind}/{self.placement.rank}/{index}"
+        is_written = kind in _WRITTEN_AT_ONCE
+        for end, array in arrays.items():
+            self.step.arrays[f"{key}{end}"] = self.output.add(array) if is_written else array
+
+    def arrays_of(
+        self, kind: str, index: int, value: Any, scale: float = 1.0
+    ) -> dict[str, np.ndarray]:
+        """Returns the arrays that hold a value, by the ends of their names; none of no number."""
+        whole = value
         if isinstance(value, Tensor):
             if not self.placement.place(kind, index, value):
-                return
+                return {}
             value = local(value)
         if scale != 1 and value is not None:
             value = value / float(scale)
+        if isinstance(value, Tensor) and self.sample:
+            if kind in SAMPLED:
+                shape = self.placement.whole_shape(kind, index, whole)
+                if self.sample.takes(shape):
+                    self.shapes[f"{kind}/{index}"] = shape
+                    value = value.to_dense() if value.layout != torch.strided else value
+                    part = self.placement.split_sums(kind, index, shape)
+                    found = sample_of(self.sample, value.detach(), shape, part)
+                    return {f"/{end}": array for end, array in found.items()}
+            value = self.rows(kind, value, self.placement.placements.get(f"{kind}/{index}", ""))
         if isinstance(value, Tensor) and value.is_sparse and value.sparse_dim() == 1:
-            self._put(f"{key}/values", to_array(values_of_sparse(value)))
-            self._put(f"{key}/indices", to_array(indices_of_sparse(value)[0]))
-            self._put(f"{key}/rows", np.array(len(value)))
-        elif isinstance(value, Tensor | int | float):
-            self._put(key, to_array(torch.as_tensor(value)))
+            return {
+                "/values": to_array(values_of_sparse(value)),
+                "/indices": to_array(indices_of_sparse(value)[0]),
+                "/rows": np.array(len(value)),
+            }
+        is_number = isinstance(value, Tensor | int | float)
+        return {"": to_array(torch.as_tensor(value))} if is_number else {}
 
-    def _put(self, key: str, array: np.ndarray) -> None:
-        """Adds an array to the step: in the file, if it stays as it is, else in memory."""
-        is_written = key.split("/")[0] in _WRITTEN_AT_ONCE
-        self.step.arrays[key] = self.output.add(array) if is_written else array
+    def rows(self, kind: str, value: Tensor, text: str) -> Tensor:
+        """Returns outputs of the model, or of modules, with samples of long rows.
+
+        Those that are split, which a text says, stay whole.
+        """
+        if self.sample is None or kind[:2] not in ("y_", "mo") or text:
+            return value
+        return rows_sampled(self.sample, local(value).detach())
 
     def keep(self) -> None:
         """Writes the arrays of the step, which has ended, and keeps what was noted of it."""

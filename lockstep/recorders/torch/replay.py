@@ -53,7 +53,7 @@ class Replay:
     def __init__(self, recording: Recording, request: Request, path: str) -> None:
         assert request.replay
         self.recording, self.placement = recording, recording.placement
-        self.states = States(request.replay, request.wanted, request.names)
+        self.states = States(request.replay, request.wanted, request.names, takes_samples=True)
         self.path, self.trace, self.name = path, self.states.trace, self.states.name
         self.not_loaded = self.states.not_loaded
         self.twins: dict[str, str] = {}  # Copies of a weight that the other recording has once.
@@ -139,15 +139,23 @@ class Replay:
 
     # Loading.
 
-    @torch.no_grad()
     def load(self) -> None:
-        """Assigns the recorded state before this step; warns of what does not fit."""
-        step, known = self.recording.number, {*self.not_loaded}
+        """Loads the state before this step, and its random state; warns of what does not fit."""
+        step = self.recording.number
         try:
             before = self._before(step)
         except ValueError as error:
             warnings.warn(f"{self.path}: step {step}: nothing is loaded: {error}", stacklevel=2)
             return
+        if before:
+            self._load_variables(step, before)
+        is_alike = self.trace.about.num_replicas == self.placement.num_replicas
+        if self.states.framework == "torch" and is_alike:
+            set_random_states(self._random(step, self.placement.replica))
+
+    @torch.no_grad()
+    def _load_variables(self, step: int, before: Named) -> None:
+        known = {*self.not_loaded}
         for variable, value in self._own():
             name = variable["name"]
             if any(name.startswith(f"{key}.") for key in self.recording.called_others):
@@ -159,8 +167,6 @@ class Replay:
             classes = self._classes(step)
             for name, p in self.recording.weights.items():
                 self._load_state(name, p, before, classes)
-            if self.trace.about.num_replicas == self.placement.num_replicas:
-                set_random_states(self._random(step, self.placement.replica))
         if new := [name for name in self.not_loaded if name not in known]:
             text = ", ".join(new[:_MOST_NAMED])
             text += f" and {len(new) - _MOST_NAMED} more" if len(new) > _MOST_NAMED else ""

@@ -32,7 +32,7 @@ class Variables:
     def __init__(self, module: nn.Module, optimizer: Any, others: Mapping[str, Any]) -> None:
         self.module, self.others = module, others
         self.weights = dict(module.named_parameters())
-        self.described: dict[str, dict[str, str]] = {}
+        self.described: dict[str, dict[str, Any]] = {}
         self.stepped, self._stepped_before = list[Any](), list[Any]()
         self._names = {p: name for name, p in self.weights.items()}
         owners = dict(module.named_modules())
