@@ -11,6 +11,7 @@ from lockstep.answer.text import notes_of, sentence_of
 from lockstep.answer.verdict import CLEAN, EXIT_CODE_OF, FAULT, NOT_VERIFIED
 from lockstep.comparison import verify_against, verify_alone
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT, Trace, Variable
+from lockstep.numeric.arrays import EPS
 from lockstep.numeric.state_bounds import of_change, of_start, spread_of
 from lockstep.numeric.tolerance import Tolerance
 from script_samples import NORM, Script, sgd
@@ -422,6 +423,25 @@ def test_the_bound_of_a_change_ignores_the_difference_of_a_wrong_gradient():
     assert spread_of(first, second, 0.0).max() < 1e-5
     allowed = of_change(first, first, first, agreeing, unit=1e-7, is_weight=True, mixes=0.0)
     assert allowed[0] < 1e-5 < allowed[1] < 1e-3 and np.isinf(allowed[2:]).all()
+
+
+def test_a_gradient_that_cancels_the_momentum_may_differ_in_its_last_place():
+    """Adam's second step: of 1,000 changes, that of one weight is 1e-5 of the usual one."""
+
+    def change(gradient):
+        momentum = np.float32(0.1) * gradient + np.float32(0.9) * momenta
+        return (1e-3 * momentum / np.abs(momenta)).astype(np.float64)
+
+    momenta = np.full(1000, 1.6e-5, np.float32)
+    gradient = np.full(1000, 1e-4, np.float32)
+    gradient[0] = -9 * momenta[0] * np.float32(1 + 1e-5)
+    other = np.nextafter(gradient, np.float32(0))
+    first, second, size = change(gradient), change(other), np.full(1000, 1e-6)
+    spread = spread_of(gradient, other, 1e-4)
+    assert 0 < spread.max() <= EPS and abs(first[0]) < 1e-4 * abs(first[1])
+    allowed = of_change(first, second, size, spread, unit=EPS, is_weight=True, mixes=0.0)
+    assert (np.abs(second - first) <= allowed).all() and (allowed < 1e-5 * first[1]).all()
+    assert np.abs(second - first)[0] > 64 * EPS * np.abs(first[0])
 
 
 def test_elements_whose_gradients_are_rounding_alone_are_counted():

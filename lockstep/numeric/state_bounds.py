@@ -11,8 +11,10 @@ its bits are those of bfloat16.
   weight's gradient agrees within its own bound: with that of a wrong gradient, every wrong update
   would agree. An element whose ρ is above `MOST_KNOWN` is one of rounding alone, and is not
   compared.
-- Where ρ is above u, the gradient may cancel the momentum: the change is smaller than its terms.
-  The second factor then is at least the root mean square of D1 for weights, |S| + |S'| for state.
+- The gradient may cancel the momentum: the change is smaller than its terms, and a difference of
+  the gradient in the last place (ρ <= u) is a large part of it. `COMPUTED` · ρ · the root mean
+  square of D1 for weights, · (|S| + |S'|) for state, if that is more. In 31 M weights under AdamW,
+  one change in 300 of the usual size was 4 times the bound without it.
 - An optimizer without a known rule may mix the elements of a weight, as Muon does: `COMPUTED` ·
   max(u, relative distance of the gradients) · the root mean square of D1, in addition.
 - Adam outside of PyTorch corrects its bias with 1 − β^t in float32, which loses digits while t is
@@ -106,11 +108,9 @@ def of_change(
     """
     least = np.full(first.shape, mean_square(first)) if is_weight else size
     terms = np.maximum(np.abs(first), np.abs(second))
-    terms = np.maximum(terms, np.where(spread > unit, least, 0))
     with np.errstate(invalid="ignore"):
-        computed = np.where(
-            np.isfinite(spread), COMPUTED * np.maximum(unit, spread) * terms, np.inf
-        )
+        computed = COMPUTED * np.maximum(np.maximum(unit, spread) * terms, spread * least)
+    computed = np.where(np.isfinite(spread), computed, np.inf)
     bound = STORED * unit * size + computed + TINY
     return bound + COMPUTED * max(unit, mixes) * mean_square(first) if mixes else bound
 
