@@ -52,6 +52,8 @@ def idle_steps(
         {*verdict.steps} - {*first.steps}, "the first recording does not have it"
     )
     apart = "the step starts from another state: record it with replay="
+    if first.about.sample:
+        apart = "a sampled recording is replayed from the state before its first step only"
     reasons |= dict.fromkeys(skipped, apart)
     idle = {s: reasons[s] for s in sorted(reasons) if s not in wrong} | dict(verdict.idle)
     if not (is_compared or verdict.faults):

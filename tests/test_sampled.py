@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 
 import numpy as np
 import pytest
@@ -216,10 +217,13 @@ def test_a_sampled_recording_is_replayed_from_its_start(tmp_path):
     assert all(map(same_bits, found, start)) and not states.before(1, 0)
 
 
-def test_the_command_keeps_the_start_from_which_its_next_runs_start(monkeypatch):
-    monkeypatch.setenv(VARIABLE, '{"path": "one.npz", "replay": null}')
+@pytest.mark.parametrize(("replay", "start"), [(None, True), ("one.npz", False)])
+def test_the_command_keeps_the_start_of_its_first_run_from_which_others_start(
+    replay, start, monkeypatch
+):
+    monkeypatch.setenv(VARIABLE, json.dumps({"path": "two.npz", "replay": replay}))
     given = with_command(None, start=False, replay="other.npz")
-    assert given == ("one.npz", {"start": True, "replay": None})
+    assert given == ("two.npz", {"start": start, "replay": replay})
 
 
 # --- PyTorch -------------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ def with_command(path: Path | None, **options: Any) -> tuple[str | None, dict[st
     Args:
         path: `*.npz`; None to record only if the command says so.
         **options: those that the recorder has, with the values of the script. The command decides
-            what is replayed, permuted and run by shard, and keeps the start, from which its next
-            runs start; it may decide the others.
+            what is replayed, permuted and run by shard, and keeps the start of its first run, from
+            which the next ones start; it may decide the others.
 
     Raises:
         ValueError: the file cannot be written, or the recorder lacks an option of the command.
@@ -96,7 +96,7 @@ def with_command(path: Path | None, **options: Any) -> tuple[str | None, dict[st
         path = given.pop("path")
         for key in given.keys() - options.keys():
             raise ValueError(f"{key}: cannot be recorded in this framework; leave it out")
-        own = {"replay": None, "permute": None, "shards": None, "start": True}
+        own = {"replay": None, "permute": None, "shards": None, "start": "replay" not in given}
         options |= {key: x for key, x in own.items() if key in options} | given
     if path is None:
         return None, options
