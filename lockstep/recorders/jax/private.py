@@ -45,7 +45,7 @@ def context() -> Any:
 def manual_axes() -> tuple[str, ...]:
     """Returns the axes of the devices of which each runs the function that is traced."""
     axes = tuple(private(jax.sharding.get_abstract_mesh(), "manual_axes"))
-    if axes or HAS_CONTEXTS:
+    if axes or common.numbers_of(jax.__version__) >= (0, 8):
         return axes
     core = private(private(jax, "_src"), "core")  # There, the axis of pmap is no mesh.
     return tuple(private(core, "get_axis_env")().axis_names())
