@@ -215,5 +215,5 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_random_numbers_in_other_places(place):
     build, expected = PLACES[place]
-    found = zoo.search(Program(build), 2)
+    found = zoo.search(Program(build), 2).findings
     assert [(each.stage, each.status, each.detail) for each in found] == expected, found

@@ -1131,7 +1131,7 @@ def case_errors():
          {"replay": "absent.npz"}),
         ("replay=later.npz: has the format version 3, and this version of", model, optimizer,
          {"replay": "later.npz"}),
-        ("replay=damaged.npz: the recording was not finished: the", model, optimizer,
+        ("replay=damaged.npz: is no .npz file or is damaged", model, optimizer,
          {"replay": "damaged.npz"}),
         ("replay=first.npz: no weight fits weight (5, 7); it has 0.weight (4, 1, 2, 2)", larger,
          adamw(larger), {"steps": [0], "replay": "first.npz"}),
