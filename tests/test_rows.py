@@ -181,3 +181,8 @@ def test_rounding_errors_of_an_oracle_do_not_cancel():
     half = {name: array / 2 for name, array in near.items()}
     assert OracleBound([step, step]).near(half, [(1.5, term), (-1.0, term)]) == [*NAMES]
     assert OracleBound([step]).near(term, [(0.0, term)]) == []
+
+
+def test_a_gradient_of_zeros_has_no_ties():
+    zeros = {"w": np.zeros(8)}
+    assert Tolerance(ties=1e-3).shares(zeros, [(1.0, zeros)]) == {"w": 0.0}

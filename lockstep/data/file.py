@@ -49,7 +49,7 @@ _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
 _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
     *("in_evaluation", "calls", "loss_scale", "permuted", "modules", "asked", "ended_with"),
-    *("passes", "tied", "not_loaded", "loader_seeds"),
+    *("passes", "tied", "not_loaded", "loader_seeds", "device"),
 )
 _OF_STAGES = ("ranks", "placements", "names", "modules", "variables", "gradients")  # On a mesh.
 _GROWING = (  # Keys that are longer with each step.
@@ -147,12 +147,12 @@ def _read_file(name: str, file: BinaryIO) -> _File:
         if text.dtype.kind != "U" or text.shape or text.dtype.itemsize > _MAX_ABOUT_BYTES:
             raise Fault("has an 'about' that is not one text of at most 64 MiB; record it again")
         about, aliases = about_from(str(text.read()))
-        if members and not about.steps:
+        named = {name: each for name, each in members.items() if name.split("/")[1] != KEPT}
+        if named and not about.steps:
             raise Fault("has no steps; record it again")
         for alias, of in aliases.items():
             if alias in members or of not in members or not _NAME.fullmatch(alias):
                 raise Fault(f"has a wrong alias {shown(alias)}; record it again")
-        named = {name: each for name, each in members.items() if name.split("/")[1] != KEPT}
         arrays = Arrays(named | {alias: members[of] for alias, of in aliases.items()})
         _check_arrays(about, arrays)
     return _File(name, about, arrays)

@@ -163,6 +163,7 @@ class About:
         order: "reduce, clip", or "clip, reduce" as Keras' `fit` under a strategy.
         reduced_in: dtype in which gradients are all-reduced, "" for their own.
         computed_in: dtype in which layers compute, as under autocast; "" for that of the weights.
+        device: kind of the devices, as "cpu" or "cuda"; "" if unknown.
         optimizer: class and constant settings.
         settings: for each recorded step, a list of the optimizer's parameter groups: "weights"
             (names) and "learning_rate", "momentum", "dampening", "weight_decay", "beta_1",
@@ -219,6 +220,7 @@ class About:
     order: str = REDUCE_FIRST
     reduced_in: str = ""
     computed_in: str = ""
+    device: str = ""
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     settings: tuple[Sequence[Mapping[str, Any]], ...] = ()
     layers: tuple[Mapping[str, Any], ...] = ()

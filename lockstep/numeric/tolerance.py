@@ -26,7 +26,7 @@ the 2-norm of the difference is bounded, for each tensor, by
   no BatchNorm makes gradients that are rounding alone.
 - A GPU may round float32 to TF32 in products, and chooses so by the size of a batch: K is `IN_TF32`
   units of TF32. No permutation shows it, as batches have equal sizes.
-- Where a BatchNorm, or a GPU's kernel for another size of a batch, adds in another order, the
+- Where a BatchNorm, or on a GPU the kernel for another size of a batch, adds in another order, the
   outputs of the same examples differ in their last bits, and units whose inputs are nearly 0 turn
   over, each with its part of the gradient: `TIES` of the tensor is allowed behind a BatchNorm, else
   `TIES_ALONE`, in a direction of its own. What is along the gradient, as a factor is, has the tight
@@ -126,7 +126,7 @@ class Tolerance:
                 continue
             allowed = self._allowed(name, size, largest, most)
             found[name] = length(actual - value) / allowed
-            if self._may_be_ties(actual, value, size):
+            if size and self._may_be_ties(actual, value, size):
                 found[name] = min(found[name], length(actual - value) / (self.ties * size))
         return found
 

@@ -89,6 +89,7 @@ class record:
         return {
             **request.about("jax", error, self._states),
             "versions": {"jax": jax.__version__},
+            "device": jax.default_backend(),
             "layers": [],
             "optimizer": optimizer | {"framework": "jax"},
             "data_layout": self.data_layout,

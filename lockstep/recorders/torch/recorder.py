@@ -269,6 +269,7 @@ class record:
             "gradients": list(own.weights),
             "reduction": "mean" if own.ddp else "",
             "computed_in": own.computed_in,
+            "device": next((p.device.type for p in own.weights.values()), ""),
             "optimizer": self._optimizer(),
             "layers": [*layers_of(own.module), *own.variables.layers_of_others()],
             "data_layout": "NCHW" if "OIHW" in str(described) else "",
