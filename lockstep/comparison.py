@@ -14,7 +14,6 @@ from lockstep.answer.verdict import BY_DESIGN, Finding, Verdict, finding_of
 from lockstep.context import Context
 from lockstep.data.trace import STATISTIC, WEIGHT, Trace
 from lockstep.explain.pairing import has_ties
-from lockstep.explain.raw_rows import decays_equally
 from lockstep.not_checked import (
     ended_early,
     idle_steps,
@@ -265,7 +264,7 @@ class _Compared:
         step.compared = pair.findings
         for stage, compare in self._comparisons.items():
             if stage == "forward" and has_ties(pair):
-                pair.allow_ties(decays_equally)
+                pair.allow_ties()
             pair.findings += compare(pair)
         yield from ()
 

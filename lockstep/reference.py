@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -142,18 +142,14 @@ class StepPair:
         """Whether each copy applies the gradient that the reference applies."""
         return self._agree(self.gradients.applied, self.gradients.reference_applied)
 
-    def allow_ties(self, is_design: Callable[["StepPair"], bool] = lambda pair: False) -> None:
-        """Allows that units whose inputs are nearly 0 turn over, if that explains all gradients.
-
-        Args:
-            is_design: whether gradients that then still differ do so by design.
-        """
+    def allow_ties(self) -> None:
+        """Allows that units whose inputs are nearly 0 turn over, if that explains all gradients."""
         tight = self.tolerance
         if tight.given:
             return
         ties = TIES if has_batch_norms(self.second) else TIES_ALONE
         self._set_tolerance(dataclasses.replace(tight, ties=ties))
-        if not ((self.is_given_right and self.is_applied_right) or is_design(self)):
+        if not (self.is_given_right and self.is_applied_right):
             self._set_tolerance(tight)
 
     def _set_tolerance(self, tolerance: Tolerance) -> None:
