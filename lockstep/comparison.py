@@ -46,7 +46,6 @@ from lockstep.stages.statistics import compare_statistics
 from lockstep.stages.summary import Summary
 
 _AFTER_GRADIENTS = compare_statistics, compare_updates
-_LARGE = 16  # Elements that tell the dtype in which they were kept.
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")  # Of trainings that overflow.

@@ -42,6 +42,23 @@ def test_a_reference_in_tf32_is_known_to_its_rounding_alone(reference, gradient,
     assert verdict.ok == is_right
 
 
+@pytest.mark.parametrize(
+    ("device", "gradient", "is_right"),
+    [
+        ("cuda", rounded(5e-4), True),
+        ("cpu", rounded(5e-4), False),
+        ("cuda", rounded(1e-2), False),
+        ("cuda", times(1.0005), False),
+    ],
+)
+def test_units_turn_over_on_a_gpu_without_a_batch_norm(device, gradient, is_right):
+    about = {"about": {"layers": (), "device": device}, "steps": (0,)}
+    one, two = Script(**about), Script(**about, replicas=2, gradient=gradient)
+    tolerance = tolerance_of(one.trace(), None, {}, None)
+    verdict = verify_against(one.trace(), two.trace("two.npz"), {}, tolerance)
+    assert verdict.ok == is_right, str(verdict)
+
+
 ASKED = """
 import torch
 from lockstep.recorders.torch.values import rounds_to_tf32

@@ -7,8 +7,6 @@ import numpy as np
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding, finding_of
 from lockstep.numeric.arrays import EPS, MARGIN, ratio
 
-Evaluate = Callable[[int], float]  # Number of a replica → loss of its shard with its state.
-
 
 def check_evaluation(
     logs: Mapping[str, float], expected: Mapping[str, float], *,

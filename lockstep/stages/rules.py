@@ -31,7 +31,6 @@ from lockstep.reference import SAME_START, StepPair
 _NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
 _OF_FRAMEWORKS = ("epsilon_placement", "squares", "betas_in")
 _FORMS = ("amsgrad", "maximize")  # Settings that make another rule.
-_CLOSE = 1e-4
 
 
 _NEAR = 1e-4  # Least relative difference of the elements of gradients whose changes are compared.
