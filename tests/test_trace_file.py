@@ -177,6 +177,7 @@ def test_a_rank_that_ends_early_has_no_arrays_in_later_steps(tmp_path):
         for key in ("settings", "micro_batches"):
             description[key] = description[key][:number]
         members = {k: x for k, x in arrays(number, (1,)).items() if not re.match(r"1/\w+/1/3", k)}
+        members["1/kept/1/0"] = np.zeros(3)  # Written before an update that did not come.
         write_trace(tmp_path / "two.rank1.npz", description, members)
         trace = load(path)
         assert trace.steps == (0, 234) and len(trace.about.variables) == 4
