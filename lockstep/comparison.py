@@ -13,7 +13,7 @@ from lockstep.answer.text import first_names
 from lockstep.answer.verdict import BY_DESIGN, Finding, Verdict, finding_of
 from lockstep.context import Context
 from lockstep.data.trace import STATISTIC, WEIGHT, Trace
-from lockstep.explain.pairing import has_ties
+from lockstep.explain.pairing import widen_bound
 from lockstep.not_checked import (
     ended_early,
     idle_steps,
@@ -262,8 +262,8 @@ class _Compared:
         """Compares a step up to its gradients; the pair gets the findings."""
         step.compared = pair.findings
         for stage, compare in self._comparisons.items():
-            if stage == "forward" and has_ties(pair):
-                pair.allow_ties()
+            if stage == "forward":
+                widen_bound(pair)
             pair.findings += compare(pair)
         yield from ()
 

@@ -152,6 +152,17 @@ class StepPair:
         if not (self.is_given_right and self.is_applied_right):
             self._set_tolerance(tight)
 
+    def enlarge(self, apart: float) -> None:
+        """Widens the bound on ranks of a model that round to 16 bits; see `numeric.tolerance`.
+
+        Args:
+            apart: relative distance of the outputs of equal examples.
+        """
+        tight = self.tolerance
+        if tight.unit > EPS and self.second.trace.model_axes and apart > tight.unit:
+            times = tight.times * apart / tight.unit
+            self._set_tolerance(dataclasses.replace(tight, times=times))
+
     def _set_tolerance(self, tolerance: Tolerance) -> None:
         self.tolerance = tolerance
         for name in ("is_given_right", "is_applied_right", "different_gradients"):
@@ -360,8 +371,10 @@ def of_pair(tolerance: Tolerance, first: Trace, second: Trace) -> Tolerance:
     if tolerance.given:
         return tolerance
     if tolerance.unit > EPS and second.model_axes:
-        text = f"{tolerance.text}, twice as much on ranks of a model"
-        return dataclasses.replace(tolerance, times=2 * tolerance.times, text=text)
+        num_weights = sum(kind == WEIGHT for kind in first.kinds.values())
+        times = max(2.0, num_weights**0.5)
+        text = f"{tolerance.text}, {times:.2g} times as much on ranks of a model"
+        return dataclasses.replace(tolerance, times=times * tolerance.times, text=text)
     if first.about.framework == second.about.framework or tolerance.times >= WITHOUT_SPREAD:
         return tolerance
     text = f"{tolerance.text}, and at least {WITHOUT_SPREAD:g} units between two frameworks"

@@ -195,10 +195,11 @@ def one_device():
     return x, {"w": w, "n": n}, {"w": x.T @ (error * n), "n": (error * y).sum(0)}
 
 
-def recorded(on, x, weights, gradients, placements, factors=None):
+def recorded(on, x, weights, gradients, placements, factors=None, outputs=None):
     """Returns a trace of one step of gradient descent; arguments hold the array of each rank.
 
-    `factors` are those by which the ranks clip their gradients to norm 0.1.
+    `factors` are those by which the ranks clip their gradients to norm 0.1. With `outputs`, the
+    model computes in bfloat16.
     """
     arrays, calls = {"data/0": x}, ["forward", "backward", *["clip norm 0.1"] * bool(factors)]
     for index, name in enumerate("wn"):
@@ -211,28 +212,34 @@ def recorded(on, x, weights, gradients, placements, factors=None):
     about = {"variables": [{"name": n, "kind": "weight"} for n in "wn"], "gradients": ["w", "n"]}
     about |= {"optimizer": {"class": "SGD", "framework": "torch"}, "settings": [[group]]}
     about |= {"calls": [calls]}
+    if outputs is not None:
+        arrays |= {"y_pred/0": [outputs] * on.size}
+        about |= {"computed_in": "bfloat16"}
     return load(write(on, arrays, placements, **about))
 
 
-def verdict(change=lambda x, gradients: None, axis="tp", factors=(None, None)):
+def verdict(
+    change=lambda x, gradients: None, axis="tp", factors=(None, None), outputs=(None, None)
+):
     """Verifies a training on two ranks that split w against one device.
 
     Args:
         change: changes the examples and the gradients of the ranks.
         axis: name of the axis.
         factors: by which one device, and each rank, clips its gradients; None if none clips.
+        outputs: of one device, and of each rank, which compute in bfloat16; None if not recorded.
     """
     x, weights, gradients = one_device()
     alone = Mesh({"dp": 1}, ("dp",))
     whole = ({k: [v] for k, v in d.items()} for d in (weights, gradients))
-    one = recorded(alone, [x], *whole, {}, factors[0])
+    one = recorded(alone, [x], *whole, {}, factors[0], outputs[0])
     mesh, w = Mesh({axis: 2}, ()), f"i o[{axis}]"
     images = [x.copy(), x.copy()]
     own = {"w": local_parts(gradients["w"], w, mesh), "n": [gradients["n"].copy()] * 2}
     change(images, own)
     held = {"w": local_parts(weights["w"], w, mesh), "n": [weights["n"]] * 2}
     placements = {f"{kind}/0": w for kind in ("before", "unclipped", "clipped", "after")}
-    two = recorded(mesh, images, held, own, placements, factors[1])
+    two = recorded(mesh, images, held, own, placements, factors[1], outputs[1])
     one.name, two.name = "one.npz", "two.npz"
     return compare_traces([one, two], {})["two.npz"]
 
@@ -245,6 +252,20 @@ def test_a_split_weight_is_the_same_training():
     found = verdict()
     assert found.ok
     assert {"gradients", "update", "agreement"} <= {*found.checked}
+
+
+@pytest.mark.parametrize(("units_of_outputs", "is_right"), [(0, False), (2, True)])
+def test_16_bits_of_parts_move_gradients_as_far_as_outputs(units_of_outputs, is_right):
+    unit, outputs = 2.0**-7, np.ones((4, 6), np.float32)
+    generator = np.random.default_rng(2)
+
+    def shake(images, own):
+        own["w"] = [g * (1 + 3 * unit * generator.choice([-1, 1], g.shape)) for g in own["w"]]
+        own["w"] = [g.astype(np.float32) for g in own["w"]]
+
+    moved = outputs * np.float32(1 + units_of_outputs * unit)
+    assert verdict(outputs=(outputs, outputs)).ok
+    assert verdict(shake, outputs=(outputs, moved)).ok == is_right
 
 
 def test_a_sum_that_is_not_reduced_is_named():

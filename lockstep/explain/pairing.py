@@ -72,21 +72,23 @@ def matched_examples(pair: StepPair) -> list[Matched]:
     return found
 
 
-def has_ties(pair: StepPair) -> bool:
-    """Returns whether outputs of equal examples differ, by rounding alone.
+def widen_bound(pair: StepPair) -> None:
+    """Widens the bound of gradients that differ, as far as the outputs of equal examples do.
 
-    Layers that normalise a batch, and a GPU's kernels for batches of another size, add in another
-    order. Asked where gradients differ: units whose inputs are nearly 0 may turn over.
+    Ranks of a model round parts of an activation to 16 bits. Layers that normalise a batch, and a
+    GPU's kernels for batches of another size, add in another order: units whose inputs are nearly 0
+    may turn over.
     """
     if not pair.is_comparable or pair.are_gradients_right:
-        return False
-    on_gpu = {step.trace.about.device for step, _ in pair.both} & {"cuda", "gpu"}
-    if not (has_batch_norms(pair.second) or on_gpu):
-        return False
+        return
     pairs = [each for matched in matched_examples(pair) for each in matched.pairs["y_pred"]]
     apart = [ratio(distance(b, a), norm(a)) for a, b in pairs]
+    pair.enlarge(max(apart, default=0.0))
+    on_gpu = {step.trace.about.device for step, _ in pair.both} & {"cuda", "gpu"}
     # Outputs that are not recorded may differ.
-    return 0 < max(apart, default=_BY_ROUNDING) <= _BY_ROUNDING
+    is_rounding = 0 < max(apart, default=_BY_ROUNDING) <= _BY_ROUNDING
+    if is_rounding and (has_batch_norms(pair.second) or on_gpu):
+        pair.allow_ties()
 
 
 def located_examples(pair: StepPair) -> list[Located]:
