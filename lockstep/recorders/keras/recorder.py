@@ -62,7 +62,7 @@ class Recorder:
                 f"model {self._model.name} is compiled with jit_compile=True, and XLA does not run"
                 " the hooks; compile it with jit_compile=False to record it"
             )
-        self._request = Request(steps, replay, permute, names)
+        self._request = Request(steps=steps, replay=replay, permute=permute, names=names)
         self._observer = StepObserver(self._model, self._optimizers, self._request)
         self.about: dict[str, Any] = {}
         self.arrays: dict[str, np.ndarray] = {}
