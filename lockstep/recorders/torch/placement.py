@@ -182,7 +182,7 @@ class Placement:
             text = self._text_of_rows(kind, value)
             if kind.startswith("module_"):
                 text = self._text_of_layer(kind, index.partition(":")[2], value, text)
-        elif self.texts and kind in ("before", "after", "replaced", "start"):
+        elif self.texts and kind in ("before", "after", "left", "replaced", "start"):
             variable = [*self.variables.described.values()][index]
             name = variable.get("of", variable["name"])
             is_like = "of" not in variable or value.shape == self.variables.weights[name].shape

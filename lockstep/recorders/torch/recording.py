@@ -140,9 +140,10 @@ class Recording:
                 described[name]["shape"] = shape
 
     def save_left(self) -> None:
-        """Saves what the script has changed since the update: averaged, sent or clipped weights."""
-        if self.placement.mesh:
-            return  # The parts of other ranks may not have changed.
+        """Saves what the script has changed since the update: averaged, sent or clipped weights.
+
+        Parts of other ranks may not have changed: those of a whole array are what the update left.
+        """
         self.save_variables("left", [*self.variables.of_model(), *self.variables.of_optimizers()])
         arrays, start = self.step.arrays, f"left/{self.placement.rank}/"
         changed = set[str]()  # Places of arrays, of which a part of a sample may not have changed.
