@@ -295,7 +295,7 @@ def require_equal_starts(folder):
 @pytest.mark.parametrize(
     ("wrapper", "bugs"),
     [("ddp", {"row": "unexplained", "row_later": "changed_on_its_own"}),
-     ("fsdp", {"row": "unexplained"})],
+     ("fsdp", {"row": "unexplained", "row_later": "changed_on_its_own"})],
 )  # fmt: skip
 def test_sampled_recordings_of_torch(wrapper, bugs, tmp_path):
     """Faults are found in rows of an embedding of which no element is kept."""
@@ -327,7 +327,7 @@ def test_sampled_recordings_of_jax(kind, bugs, tmp_path):
     require_equal_starts(tmp_path)
 
 
-FRAMEWORKS = [pytest.param(each, marks=needs(each)) for each in ("torch", "jax")]
+FRAMEWORKS = [pytest.param(each, marks=needs(each)) for each in ("torch", "jax", "keras")]
 
 
 @pytest.mark.slow

@@ -3,11 +3,12 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES
+from lockstep.numeric.arrays import Rows, dense
 from lockstep.numeric.sampling import Indices, Sample
 from lockstep.recorders.common import axes_between, require
 
@@ -114,7 +115,7 @@ def has_rows(kind: str) -> bool:
 
 
 def members_of(
-    sample: Sample | None, kind: str, array: np.ndarray, layout: str = "", text: str = "",
+    sample: Sample | None, kind: str, array: np.ndarray | Rows, layout: str = "", text: str = "",
     sizes: Mapping[str, int] | None = None, at: Mapping[str, int] | None = None,
 ) -> Members:  # fmt: skip
     """Returns what a file has of an array of a kind, which is sampled if it is large.
@@ -129,15 +130,52 @@ def members_of(
         text: how it is a part of the whole one; "" for all of it.
         sizes, at: the number of devices along each axis of a mesh, and the place of this one.
     """
+    if isinstance(array, Rows):
+        return _members_of_rows(sample, kind, array, layout)
     if sample and has_rows(kind) and not text:
         return Members({"": sample.of_rows(array)})
     shape = whole_shape(text, array.shape, sizes or {})
     if not sample or kind not in SAMPLED or not sample.takes(shape):
         return Members({"": array}, text=text)
     found, part = as_summands(text, shape, sizes or {}, at or {})
-    usual = "".join(sorted(layout, key="OIHW".find)) if len(layout) == array.ndim else ""
-    axes = axes_between(layout, usual, array.ndim)
-    own = sample.members(
-        np.transpose(array, axes), [shape[k] for k in axes], part and [part[k] for k in axes]
-    )
+    axes = _usual_axes(layout, array.ndim)
+    ordered = [shape[k] for k in axes]
+    own = sample.members(np.transpose(array, axes), ordered, part and [part[k] for k in axes])
     return Members({f"/{end}": each for end, each in own.items()}, shape, found)
+
+
+def _members_of_rows(sample: Sample | None, kind: str, rows: Rows, layout: str) -> Members:
+    """Returns the same of a gradient of some rows; with a sample, also the terms of its elements.
+
+    A row may occur several times, and an optimizer may square the terms, and not their sum.
+    """
+    shape = (rows.rows, *rows.values.shape[1:])
+    own: dict[str, Any] = rows._asdict()
+    is_sampled = sample is not None and kind in SAMPLED and sample.takes(shape)
+    if sample and is_sampled:
+        axes = _usual_axes(layout, len(shape))
+        ordered = [shape[k] for k in axes]
+        places = np.unravel_index(sample.places(ordered), ordered)
+        own = sample.members(np.transpose(dense(rows), axes), ordered)
+        own["elements"] = own["elements"].astype(rows.values.dtype)
+        own |= _terms(rows, [places[axes.index(k)] for k in range(len(axes))])._asdict()
+    arrays = {f"/{end}": np.asarray(each) for end, each in own.items()}
+    return Members(arrays, shape if is_sampled else ())
+
+
+def _usual_axes(layout: str, ndim: int) -> tuple[int, ...]:
+    usual = "".join(sorted(layout, key="OIHW".find)) if len(layout) == ndim else ""
+    return axes_between(layout, usual, ndim)
+
+
+def _terms(rows: Rows, places: Sequence[np.ndarray]) -> Rows:
+    """Returns the terms of the elements at some places, for each dimension of a gradient."""
+    order = np.argsort(rows.indices, kind="stable")
+    indices = rows.indices[order]
+    starts, ends = (np.searchsorted(indices, places[0], side) for side in ("left", "right"))
+    counts = ends - starts
+    elements = np.repeat(np.arange(len(counts)), counts)
+    numbers = np.arange(len(elements)) - np.repeat(np.cumsum(counts) - counts, counts)
+    own = order[np.repeat(starts, counts) + numbers]
+    wanted = (own, *(along[elements] for along in places[1:]))
+    return Rows(rows.values[wanted], elements, len(counts))
