@@ -82,6 +82,11 @@ def _compared_with_model(
 
     trace = _trace_of(one)
     require_steps(trace)
+    if any(variable.shape for variable in trace.about.variables):
+        raise ValueError(
+            f"{trace.name or 'the recording'}: is recorded with sample=, and a model computes whole"
+            " arrays; record it with sample=0"
+        )
     verdict = check(
         trace,
         KerasOracle(model, trace),
@@ -108,6 +113,8 @@ def _trace_of(training: Any) -> "Trace":
         return training
     if isinstance(training, str | os.PathLike):
         return trace_file.load(training)
+    if getattr(training, "path", ""):  # A recorder that has written a file.
+        return trace_file.load(training.path)
     return trace_file.from_parts(training.about, training.arrays)
 
 

@@ -47,8 +47,10 @@ part of each device. In `shard_map`, what is kept is split as its weight is if i
 
 All steps run the compiled function unchanged. Before a recorded step, a second compiled version
 with callbacks runs on copies of the arguments: recording does not change the training, and takes
-about twice the time and memory in these steps. `train_step` must be a pure function. With several
-processes, each writes a file: "two.rank0.npz", "two.rank1.npz".
+about twice the time and memory in these steps, and the memory of the host for their arrays.
+`train_step` must be a pure function. With several processes, each writes a file: "two.rank0.npz",
+"two.rank1.npz". Above 64 MiB of weights, or with `sample=N`, the file has samples of large arrays:
+see `docs/verify_scripts.md`.
 """
 
 from lockstep.recorders.common import DEFAULT_STEPS

@@ -25,7 +25,9 @@ one device:
 
 The hooks replace methods of the model and of the classes of optimizers, and
 `GradientTape.gradient`, until the end of the block. Each optimizer that a step applies is recorded.
-Recording does not change the training bitwise; other steps are not copied.
+Recording does not change the training bitwise; other steps are not copied. `record` writes arrays
+to the file as they come; above 64 MiB of weights, or with `sample=N`, samples of large ones: see
+`docs/verify_scripts.md`. `Recorder` keeps whole arrays in memory.
 
 XLA does not run the hooks: `jit_compile=True` may stand on a function that the step calls, but not
 around the step.

@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.answer.verdict import Finding
 from lockstep.context import Context
 from lockstep.data.match import Matching
-from lockstep.data.trace import STATISTIC, WEIGHT, Trace
+from lockstep.data.trace import STATISTIC, WEIGHT, Trace, Variable
 from lockstep.numeric.arrays import (
     EPS,
     MARGIN,
@@ -285,12 +285,23 @@ def _require_equal_order(first: Trace, second: Trace, matching: Matching) -> Non
     """Raises a ValueError if samples of a weight count its elements in other orders."""
     for pair in matching.pairs:
         own, other = first.variables[pair.first], second.variables[pair.second]
-        is_ordered = [*pair.transpose] == sorted(pair.transpose) or (own.layout and other.layout)
-        if own.shape and not is_ordered:
+        if own.shape and _order_of(other, pair.transpose) != _order_of(own, range(len(own.shape))):
             raise ValueError(
                 f"{second.name}: {other.name} is sampled with its axes in another order than"
                 f" {own.name} of {first.name}; record both without sample="
             )
+
+
+def _order_of(variable: Variable, transpose: Sequence[int]) -> list[int]:
+    """Returns which axis of the reference is each axis of a sample, counted in order O, I, H, W.
+
+    Args:
+        variable: a variable that is sampled.
+        transpose: for each axis of the reference, that of the variable.
+    """
+    layout = variable.layout if len(variable.layout) == len(transpose) else ""
+    axes = sorted(range(len(transpose)), key=lambda k: "OIHW".find(layout[k]) if layout else k)
+    return [[*transpose].index(axis) for axis in axes]
 
 
 def common_steps(first: Trace, second: Trace) -> Iterator[tuple[Context, Context]]:

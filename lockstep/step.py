@@ -13,7 +13,17 @@ import numpy as np
 
 from lockstep.data.match import Matching
 from lockstep.data.trace import WEIGHT
-from lockstep.numeric.arrays import Named, dense, norm, plain, same_bits, total_norm
+from lockstep.numeric.arrays import (
+    Array,
+    Named,
+    add,
+    dense,
+    norm,
+    plain,
+    same_bits,
+    scaled_all,
+    total_norm,
+)
 from lockstep.numeric.sampling import Sampled, without_sums
 from lockstep.recorded import Step
 
@@ -199,12 +209,17 @@ def given_of(step: Step, copy: int) -> Named:
 
 
 def _sum_of_raw(step: Step) -> Named:
-    total: Named = {}
-    if step.has("raw"):
-        for own in step.named("raw"):
-            for name, gradient in own.items():
-                total[name] = total.get(name, 0.0) + step.share(0) * dense(gradient)
-    return total
+    of_shards = step.named("raw") if step.has("raw") else []
+    names = dict.fromkeys(name for own in of_shards for name in own)
+    sums = {name: add([_wide(own[name]) for own in of_shards if name in own]) for name in names}
+    return scaled_all(sums, step.share(0))
+
+
+def _wide(gradient: Array) -> Array:
+    """Returns a gradient in float64."""
+    if not isinstance(gradient, Sampled):
+        return dense(gradient)
+    return Sampled(gradient.elements.astype(np.float64), gradient.sums, gradient.squares)
 
 
 States = tuple[np.ndarray, np.ndarray]  # Before and after the step.

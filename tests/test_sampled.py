@@ -16,8 +16,9 @@ from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, Trace
 from lockstep.numeric.arrays import add, dense, norm, same_bits, scaled, unit_of
 from lockstep.numeric.sampling import Sample, Sampled
 from lockstep.numeric.tolerance import Tolerance
-from lockstep.recorders.common import VARIABLE, with_command
-from lockstep.recorders.states import States, sample_in
+from lockstep.recorders.common import VARIABLE, Request, sample_in, with_command
+from lockstep.recorders.parts import as_summands, members_of
+from lockstep.recorders.states import States
 from recorder_scripts import FOLDER, needs, run_script
 from script_samples import Script
 from verifier.changes import clip
@@ -101,6 +102,44 @@ def test_the_sums_have_the_norm_and_know_of_each_row():
         gap = dense(sample.of(other)) - dense(sample.of(array))
         assert not gap[:16].any()
         assert np.linalg.norm(gap) > 0.1 * np.linalg.norm(other[row] - array[row])
+
+
+@given(SEEDS, SIZES, st.sampled_from(["", "OI", "IO"]))
+def test_samples_of_parts_add_up_to_that_of_the_whole_in_any_layout(seed, elements, layout):
+    """Rows are split over two devices, columns in zigzag over two others."""
+    array, sample = np.random.default_rng(seed).normal(size=(6, 8)), Sample(elements, seed=seed)
+    found, sizes = [], {"a": 2, "b": 2}
+    for place in np.ndindex(2, 2):
+        at = dict(zip("ab", place, strict=True))
+        text = "d0[a] d1[b:zigzag]"
+        _, (rows, columns) = as_summands(text, array.shape, sizes, at)
+        part = array[np.ix_(rows, columns)]
+        found.append(members_of(sample, "raw", part, layout, text, sizes, at))
+    whole = members_of(sample, "raw", array, layout)
+    of_transposed = members_of(sample, "raw", array.T, layout[::-1])
+    assert {each.text for each in found} == {"sum(a) sum(b)"}
+    assert {each.shape for each in (*found, whole)} == {(6, 8)}
+    for end, expected in whole.arrays.items():
+        np.testing.assert_allclose(sum(each.arrays[end] for each in found), expected, 1e-9, 1e-9)
+        if layout:
+            np.testing.assert_allclose(of_transposed.arrays[end], expected, 1e-9, 1e-9)
+
+
+def test_large_models_are_sampled_unless_the_script_chooses():
+    for options, size, steps, sample in (
+        ({}, 64 << 20, {0, 1, 2}, None),
+        ({}, (64 << 20) + 1, {0}, Sample(4096)),
+        ({"first_step": 7}, 1 << 30, {7}, Sample(4096)),
+        ({"steps": 2}, 1 << 30, {0, 1}, Sample(4096)),
+        ({"sample": 16}, 1, {0}, Sample(16)),
+        ({"sample": 0}, 1 << 30, {0, 1, 2}, None),
+    ):
+        request = Request(**options)
+        request.choose_sample(size)
+        assert (request.wanted, request.sample) == (steps, sample)
+    for sample in (15, -1, True, 20.0):
+        with pytest.raises(ValueError, match=f"sample={sample}: must be 16 or more, or 0 for whol"):
+            Request(sample=sample)
 
 
 def test_samples_keep_the_dtype():
@@ -211,16 +250,15 @@ def test_a_sampled_recording_is_replayed_from_its_start(tmp_path):
     path, trace = str(tmp_path / "one.npz"), sampled(Script(steps=(0, 1)).trace(), 16)
     trace_file.save(trace, path)
     assert sample_in(path) == trace.about.sample
-    for options, text in (
-        ({}, "which only PyTorch can replay; record it with sample=0"),
-        ({"takes_samples": True}, "without the whole state before step 0; record it with start="),
+    assert Request(replay=path).sample == Sample(16) and Request(replay=path).wanted == {0}
+    with pytest.raises(
+        ValueError, match="without the whole state before step 0; record it with st"
     ):
-        with pytest.raises(ValueError, match=text):
-            States(path, [0, 1], {}, **options)
+        States(path, [0, 1], {})
     start = Script(steps=(0, 1)).trace().arrays(0, "before", 0)
     trace.put(0, "start", 0, start)
     trace_file.save(trace, path)
-    states = States(path, [0, 1], {}, takes_samples=True)
+    states = States(path, [0, 1], {})
     found = states.before(0, 0).values()
     assert all(map(same_bits, found, start)) and not states.before(1, 0)
 
@@ -234,14 +272,14 @@ def test_the_command_keeps_the_start_of_its_first_run_from_which_others_start(
     assert given == ("two.npz", {"start": start, "replay": replay})
 
 
-# --- PyTorch -------------------------------------------------------------------------------------
+# --- Frameworks ----------------------------------------------------------------------------------
 
 
 def run(script, folder, *arguments, processes=1):
     """Runs a script of `recorder_scripts`; returns its exit code, and what it printed."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
     words = *(launcher if processes > 1 else ()), FOLDER / script, *arguments
-    done = run_script("torch", *words, cwd=folder, timeout=200)
+    done = run_script(script.partition("_")[0], *words, cwd=folder, timeout=200)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -250,12 +288,22 @@ def verdict_of(folder, second="two.npz"):
     return [*compare_traces(traces, {}).values()][-1]
 
 
+def require_equal_starts(folder):
+    """Asserts that both recordings have samples of the same weights, of all that are large."""
+    first, second = (
+        trace_file.load(folder / n).named(0, "before", 0) for n in ("one.npz", "two.npz")
+    )
+    large = [name for name, array in first.items() if isinstance(array, Sampled)]
+    assert len(large) > 2 and all(first[name].is_same(second[name]) for name in large)
+    assert all(first[n].norm == pytest.approx(second[n].norm, rel=1e-9) for n in large)
+
+
 @pytest.mark.slow
 @needs("torch")
 @pytest.mark.parametrize(
     ("wrapper", "bugs"),
     [("ddp", {"row": "unexplained", "row_later": "changed_on_its_own"}),
-     ("fsdp", {"row": "unexplained"})],
+     ("fsdp", {"row": "unexplained", "row_later": "changed_on_its_own"})],
 )  # fmt: skip
 def test_sampled_recordings_of_torch(wrapper, bugs, tmp_path):
     """Faults are found in rows of an embedding of which no element is kept."""
@@ -265,35 +313,53 @@ def test_sampled_recordings_of_torch(wrapper, bugs, tmp_path):
         assert code == 0, printed
         verdict = verdict_of(tmp_path)
         assert [f.detail for f in verdict.faults] == [detail] * bool(bug), (bug, verdict.faults)
-    first, second = (
-        trace_file.load(tmp_path / n).named(0, "before", 0) for n in ("one.npz", "two.npz")
-    )
-    large = [name for name, array in first.items() if isinstance(array, Sampled)]
-    assert len(large) > 2 and all(first[name].is_same(second[name]) for name in large)
-    assert all(first[n].norm == pytest.approx(second[n].norm, rel=1e-9) for n in large)
+    require_equal_starts(tmp_path)
 
 
 @pytest.mark.slow
-@needs("torch")
-def test_replay_needs_the_start(tmp_path):
-    assert run("torch_sampled.py", tmp_path, "one.npz")[0] == 0
-    code, printed = run("torch_sampled.py", tmp_path, "two.npz", "plain", "", "one.npz")
-    line = "replay=one.npz: is recorded with sample=, without the whole state before step 0; record"
-    assert code == 1 and line in printed.splitlines()[-1]
-    assert run("torch_sampled.py", tmp_path, "one.npz", "plain", "start")[0] == 0
-    for bug, status in (("other_start", CLEAN), ("row", FAULT)):
-        code, printed = run("torch_sampled.py", tmp_path, "two.npz", "plain", bug, "one.npz")
+@needs("jax")
+@pytest.mark.parametrize(
+    ("kind", "bugs"),
+    [("shards", {"loss": "other_loss", "row": "unexplained", "reduce": "not_all_reduced"}),
+     ("pmap", {"reduce": "not_all_reduced"}),
+     ("mesh", {"row": "unexplained", "unclipped": "other_clipping"})],
+)  # fmt: skip
+def test_sampled_recordings_of_jax(kind, bugs, tmp_path):
+    """Clipping, which the step does not keep but on a mesh, is read off whole arrays."""
+    assert run("jax_sampled.py", tmp_path, "one.npz") == (0, "")
+    for bug, detail in {**bugs, "": ""}.items():
+        code, printed = run("jax_sampled.py", tmp_path, "two.npz", kind, bug)
         assert code == 0, printed
         verdict = verdict_of(tmp_path)
-        assert verdict.status == (FAULT if bug == "other_start" else status)
-        if bug == "other_start":  # What the script itself starts from belongs to the claim.
-            assert {f.stage for f in verdict.faults} == {"start"}
+        assert [f.detail for f in verdict.faults] == [detail] * bool(bug), (bug, verdict.faults)
+    require_equal_starts(tmp_path)
+
+
+FRAMEWORKS = [pytest.param(each, marks=needs(each)) for each in ("torch", "jax", "keras")]
 
 
 @pytest.mark.slow
-@needs("torch")
-def test_large_models_are_sampled_without_being_asked(tmp_path):
-    code, printed = run("torch_sampled.py", tmp_path, "large.npz", "large")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_replay_needs_the_start(framework, tmp_path):
+    script = f"{framework}_sampled.py"
+    assert run(script, tmp_path, "one.npz")[0] == 0
+    code, printed = run(script, tmp_path, "two.npz", "plain", "", "one.npz")
+    line = "replay=one.npz: is recorded with sample=, without the whole state before step 0; record"
+    assert code == 1 and line in printed.splitlines()[-1]
+    assert run(script, tmp_path, "one.npz", "plain", "start")[0] == 0
+    for bug in ("other_start", "row"):
+        code, printed = run(script, tmp_path, "two.npz", "plain", bug, "one.npz")
+        assert code == 0, printed
+        verdict = verdict_of(tmp_path)
+        assert verdict.status == FAULT
+        # What the script itself starts from belongs to the claim.
+        assert ({f.stage for f in verdict.faults} == {"start"}) == (bug == "other_start")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_large_models_are_sampled_without_being_asked(framework, tmp_path):
+    code, printed = run(f"{framework}_sampled.py", tmp_path, "large.npz", "large")
     assert code == 0, printed
     trace = trace_file.load(tmp_path / "large.npz")
     assert trace.about.sample == {"elements": 4096, "sums": 8, "seed": 0}

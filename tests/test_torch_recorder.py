@@ -28,7 +28,9 @@ def test_recordings_of_torch(kind, last, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["clamp", "average", "hook", "checkpoint", "sparse"])
+@pytest.mark.parametrize(
+    "kind", ["clamp", "average", "hook", "checkpoint", "sparse", "clamp fsdp", "clamp tensor"]
+)
 def test_what_a_script_changes_after_the_update_belongs_to_the_step(kind, tmp_path):
     script = FOLDER / "torch_later_changes.py"
 
@@ -37,9 +39,10 @@ def test_what_a_script_changes_after_the_update_belongs_to_the_step(kind, tmp_pa
         return done.returncode, done.stdout + done.stderr[-3000:]
 
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    kind, *split = kind.split()
     assert run(script, kind)[0] == 0
     for wrong, code in (((), 0), (("wrong",), 9)):
-        ended, printed = run(*launcher, script, kind, *wrong)
+        ended, printed = run(*launcher, script, kind, *split, *wrong)
         assert ended == 0, printed
         found, printed = run("-m", "lockstep", "one.npz", "two.npz")
         assert found == code, printed

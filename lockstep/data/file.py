@@ -45,6 +45,7 @@ _NAME = re.compile(
     rf"{_NUMBER}/[a-z_]{{1,40}}/{_NUMBER}/{_NUMBER}(/(values|indices|rows|elements|sums))?",
     re.ASCII,
 )
+_OF_SAMPLE = {"elements", "sums"}  # Members.
 _RANK = re.compile(r"(.*)\.rank(0|[1-9][0-9]{0,5})\.npz", re.DOTALL)
 _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
@@ -268,23 +269,31 @@ def _shape_of(
     """
     if parts == {""}:
         return arrays.data[place].shape
-    if parts == {*Rows._fields}:
-        values, indices, rows = (arrays.data[f"{place}/{part}"] for part in Rows._fields)
-        are_integers = {indices.dtype.kind, rows.dtype.kind} <= {"i", "u"}
-        have_shapes = rows.shape == () and values.shape[:1] == indices.shape != ()
-        if are_integers and have_shapes:
-            number, numbers = int(arrays[f"{place}/rows"]), arrays[f"{place}/indices"]
-            if numbers.size and not 0 <= numbers.min() <= numbers.max() < number:
-                rows_of = f"has a row outside of 0 to {number - 1} in {place}"
-                raise Fault(f"{rows_of}/indices; record it again")
-            return (number, *values.shape[1:])
-    if parts == {"elements", "sums"}:
+    if parts in (_OF_SAMPLE, _OF_SAMPLE | {*Rows._fields}):
         elements, sums = (arrays.data[f"{place}/{part}"] for part in ("elements", "sums"))
         sizes = (sample.get("elements"),), (sample.get("sums", -1) + 1,)
-        if (elements.shape, sums.shape) == sizes and sums.dtype == np.float64:
+        is_right = (elements.shape, sums.shape) == sizes and sums.dtype == np.float64
+        has_terms = parts == _OF_SAMPLE or _shape_of_rows(place, arrays) == elements.shape
+        if is_right and has_terms:
             return elements.shape
         raise Fault(f"has a wrong sample in {place}; record it again")
+    if parts == {*Rows._fields} and (shape := _shape_of_rows(place, arrays)):
+        return shape
     raise Fault(f"has wrong rows in {place}; record it again")
+
+
+def _shape_of_rows(place: str, arrays: Arrays) -> tuple[int, ...]:
+    """Returns the shape of the whole weight of a gradient of some rows; () if it has no such."""
+    values, indices, rows = (arrays.data[f"{place}/{part}"] for part in Rows._fields)
+    are_integers = {indices.dtype.kind, rows.dtype.kind} <= {"i", "u"}
+    have_shapes = rows.shape == () and values.shape[:1] == indices.shape != ()
+    if not (are_integers and have_shapes):
+        return ()
+    number, numbers = int(arrays[f"{place}/rows"]), arrays[f"{place}/indices"]
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < number:
+        rows_of = f"has a row outside of 0 to {number - 1} in {place}"
+        raise Fault(f"{rows_of}/indices; record it again")
+    return (number, *values.shape[1:])
 
 
 def _with_equal_steps(files: Sequence[_File]) -> list[_File]:

@@ -262,6 +262,12 @@ def _collected(
             place = position, kind, "/".join([str(move(kind, int(index))), *suffix])
             text = about.placements.get(f"{kind}/{index}", "")
             found.setdefault(place, {}).setdefault(text, {})[int(rank)] = array
+    for (position, kind, index), by_text in found.items():
+        if kind == "left":  # Ranks whose part did not change after the update.
+            ranks = {rank for held in by_text.values() for rank in held}
+            for text, held in found.get((position, "after", index), {}).items():
+                kept = {rank: array for rank, array in held.items() if rank not in ranks}
+                by_text[text] = kept | by_text.get(text, {})
     return dict(sorted(found.items()))
 
 

@@ -291,12 +291,12 @@ class _Members(collections.UserDict[str, Any]):
 
 def _read(stored: Mapping[str, Any], name: str) -> Array | None:
     """Returns an array of any form; None if it does not exist."""
-    if f"{name}/rows" in stored:
-        values, indices, rows = (stored[f"{name}/{part}"] for part in Rows._fields)
-        return Rows(values, indices, int(rows))
     if f"{name}/sums" in stored:
         elements, sums = stored[f"{name}/elements"], stored[f"{name}/sums"]
         return Sampled(elements, sums[:-1], float(sums[-1]))
+    if f"{name}/rows" in stored:
+        values, indices, rows = (stored[f"{name}/{part}"] for part in Rows._fields)
+        return Rows(values, indices, int(rows))
     return stored.get(name)
 
 
@@ -501,7 +501,13 @@ class Trace:
         variables = tuple(dataclasses.replace(v, shape=()) for v in self.about.variables)
         trace.about = dataclasses.replace(self.about, sample={}, variables=variables)
         kept = {name.removesuffix("/elements"): name for name in self._stored}
-        names = {name: of for name, of in kept.items() if not name.endswith("/sums")}
+        of_rows = {name.removesuffix("/rows") for name in kept if name.endswith("/rows")}
+        names = {
+            name: of
+            for name, of in kept.items()
+            # Of a sampled gradient of rows, the terms of its elements are kept, too.
+            if not name.endswith("/sums") and name not in of_rows
+        }
         trace._stored, trace._index = _Renamed(self._stored, names), {}
         for name in names:
             trace._add_to_index(name)

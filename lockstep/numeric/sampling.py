@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 NUM_SUMS = 8
+CHUNK = 1 << 17  # Elements that are converted to float64 at a time: they stay in a cache.
 _SLACK = 2  # Times the root mean square, of K sums of independent errors.
 _SUMS_AGREE = 2.0**-40  # Relative; float64 sums in another order.
 
@@ -58,16 +59,86 @@ class Sample(NamedTuple):
         """Returns the signs of the first index `(K, shape[0])`, and of the others `(K, …)`."""
         return _signs(self, tuple(shape))
 
+    def select(self, shape: Sequence[int], part: Indices | None = None) -> "Selection":
+        """Returns what is kept of a part of an array of a shape; of all of it without a part."""
+        places: tuple[np.ndarray, ...] = np.unravel_index(self.places(shape), tuple(shape))
+        rows, columns = self.signs(shape)
+        is_here = np.ones(self.elements, bool)
+        if part is None:
+            return Selection(places, is_here, rows, columns)
+        local = []
+        for along, length, own in zip(places, shape, part, strict=True):
+            numbers = np.full(length, -1)
+            numbers[own] = np.arange(len(own))
+            local.append(numbers[along])
+        is_here = np.all([along >= 0 for along in local], axis=0)
+        columns = columns[np.ix_(np.arange(self.sums), *part[1:])]
+        return Selection(
+            tuple(along[is_here] for along in local), is_here, rows[:, part[0]], columns
+        )
+
+    def members(
+        self, array: np.ndarray, shape: Sequence[int], part: Indices | None = None
+    ) -> dict[str, np.ndarray]:
+        """Returns what a file has of an array, or of the part of one that this process has.
+
+        Args:
+            array: the array, or the part.
+            shape: the shape of the whole array.
+            part: for each dimension, the places of the part in the whole; None for all.
+
+        Returns:
+            "elements", 0 where another process has them, and "sums", those of the part, then that
+            of its squares.
+        """
+        own = self.select(shape, part)
+        elements = np.zeros(self.elements, array.dtype)
+        elements[own.is_here] = array[own.places]
+        return {"elements": elements, "sums": _sums(array, own.rows, own.columns)}
+
     def of(self, array: np.ndarray) -> "Sampled":
         """Returns the sampled array."""
-        return Sampled(array.ravel()[self.places(array.shape)], *self.sums_of(array))
+        found = self.members(array, array.shape)
+        return Sampled(found["elements"], found["sums"][:-1], float(found["sums"][-1]))
 
-    def sums_of(self, array: np.ndarray) -> tuple[np.ndarray, float]:
-        """Returns the K sums, and the sum of squares, in float64."""
-        rows, columns = self.signs(array.shape)
-        matrix = np.asarray(array, np.float64).reshape(array.shape[0], -1)
-        sums = np.sum((rows.astype(np.float64) @ matrix) * columns.reshape(self.sums, -1), axis=1)
-        return sums, float(np.sum(np.square(matrix)))
+    def of_rows(self, array: np.ndarray) -> np.ndarray:
+        """Returns samples of the rows of outputs: elements, then sums over √K, in the same dtype.
+
+        Short rows stay as they are.
+        """
+        if array.ndim < 2 or not self.takes(array.shape[1:]):
+            return array
+        rows = [np.asarray(self.of(row)).astype(array.dtype) for row in array]
+        return np.stack(rows) if rows else np.zeros((0, self.length), array.dtype)
+
+
+class Selection(NamedTuple):
+    """What is kept of a part of an array.
+
+    Attributes:
+        places: for each dimension, the places in the part of the elements that it has.
+        is_here: `(N,)`, whether the part has an element.
+        rows, columns: the signs of the first index of the part, and of its others.
+    """
+
+    places: tuple[np.ndarray, ...]
+    is_here: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+
+
+def _sums(array: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Returns the K sums, and that of squares, in float64; of a part of the rows at a time."""
+    width = max(math.prod(array.shape[1:]), 1)
+    of_rows, squares = rows.astype(np.float64), 0.0
+    total, number = np.zeros((len(rows), width)), max(CHUNK // width, 1)
+    with np.errstate(all="ignore"):  # Of gradients that overflow.
+        for start in range(0, len(array), number):
+            chunk = np.asarray(array[start : start + number], np.float64)
+            chunk = chunk.reshape(len(chunk), width)
+            total += of_rows[:, start : start + number] @ chunk
+            squares += float(np.sum(np.square(chunk)))
+        return np.append(np.sum(total * columns.reshape(len(rows), width), axis=1), squares)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lockstep.data import about as description
+from lockstep.data.file import TraceError, load
 from lockstep.data.trace import REDUCE_FIRST
+from lockstep.numeric.sampling import Sample
 
 FORMAT: dict[str, Any] = {"format": description.FORMAT, "version": description.VERSION}
 DEFAULT_STEPS = (0, 1, 2)  # A shorter training has recorded all that was asked for.
 VARIABLE = "LOCKSTEP_RECORD"  # Has what `python -m lockstep run` asks for, as JSON text.
+USUAL_SAMPLE, LEAST_SAMPLE = 4096, 16  # Elements of an array.
+MOST_WHOLE_BYTES = 64 << 20  # Of all weights.
 Path = str | os.PathLike[str]
 
 
@@ -113,24 +117,56 @@ class Request:
         steps: numbers of steps to record, from `first_step`, or how many of the first.
         replay, permute, names: as the recorders take them.
         first_step: number of the first step of this process.
+        sample: number of elements of sampled arrays; 0 for whole arrays; None to do as `replay`, or
+            to sample large models only, see `choose_sample`.
+        start: whether a sampled recording has the whole state before its first step.
 
     Attributes:
         replay, permute, names: the same.
-        wanted: the numbers of the steps to record.
+        wanted: the numbers of the steps to record. By default, a sampled recording has the first
+            one: `choose_sample` removes the others.
         asked: those that were asked for, in ascending order; empty for the default.
+        sample: how large arrays are sampled; None for whole arrays.
 
     Raises:
-        ValueError: there is no such step.
+        ValueError: there is no such step or sample.
     """
 
     def __init__(
-        self, steps: int | Iterable[int], replay: Path | None, permute: int | None,
-        names: Mapping[str, str] | None, first_step: int = 0,
+        self, *, steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
+        permute: int | None = None, names: Mapping[str, str] | None = None, first_step: int = 0,
+        sample: int | None = None, start: bool = False,
     ) -> None:  # fmt: skip
         self.replay = None if replay is None else os.fspath(replay)
         self.permute, self.names = permute, names or {}
         self.wanted = wanted_steps(steps, first_step)
-        self.asked = [] if steps is DEFAULT_STEPS else sorted(self.wanted)
+        self._is_default, self._start = steps is DEFAULT_STEPS, start
+        self.asked = [] if self._is_default else sorted(self.wanted)
+        self.sample: Sample | None = None
+        self._is_chosen = sample is not None or self.replay is not None
+        is_number = isinstance(sample, int) and not isinstance(sample, bool)
+        is_right = sample is None or (is_number and (sample == 0 or sample >= LEAST_SAMPLE))
+        require(is_right, f"sample={sample}: must be {LEAST_SAMPLE} or more, or 0 for whole arrays")
+        if sample:
+            self._take(Sample(sample))
+        elif sample is None and self.replay and (found := sample_in(self.replay)):
+            self._take(Sample(**found))
+
+    def choose_sample(self, size_bytes: int) -> None:
+        """Samples a model whose weights have many bytes together, unless the script has chosen."""
+        if not self._is_chosen and size_bytes > MOST_WHOLE_BYTES:
+            self._take(Sample(USUAL_SAMPLE))
+        self._is_chosen = True
+
+    def _take(self, sample: Sample) -> None:
+        self.sample = sample
+        if self._is_default:  # Later steps would start from other states.
+            self.wanted.intersection_update({min(self.wanted)})
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the whole state before the first step is kept beside its samples."""
+        return self._start and self.sample is not None
 
     def about(
         self, framework: str, error: BaseException | None, replayed: Any
@@ -148,7 +184,16 @@ class Request:
             "not_loaded": [*replayed.not_loaded] if replayed else [],
             "asked": self.asked,
             "ended_with": in_words(error),
+            "sample": self.sample._asdict() if self.sample else {},
         }
+
+
+def sample_in(path: str) -> Mapping[str, int]:
+    """Returns how a recording is sampled; empty if it is whole, or cannot be read."""
+    try:
+        return load(path).about.sample
+    except TraceError:  # Reading it for the replay raises an error that says why.
+        return {}
 
 
 def wanted_steps(steps: int | Iterable[int], first_step: int = 0) -> set[int]:

@@ -39,23 +39,15 @@ class Source(NamedTuple):
         return None if array is None else np.transpose(array, self.axes)
 
 
-def sample_in(path: str) -> Mapping[str, int]:
-    """Returns how a recording is sampled; empty if it is whole, or cannot be read."""
-    try:
-        return load(path).about.sample
-    except TraceError:  # Reading it for the replay raises an error that says why.
-        return {}
-
-
 class States:
     """The states before the steps of another recording, of all its processes.
+
+    A sampled one has the whole state before its first step alone: the script continues from there.
 
     Args:
         path: its file, `one.npz`, also for `one.rank0.npz` and further ones.
         wanted: numbers of the steps that are recorded here.
         names: name of a variable here → its name there.
-        takes_samples: whether the recording may be sampled. Its first step alone then has a whole
-            state, and the script continues from there.
 
     Attributes:
         trace: the recording.
@@ -67,10 +59,7 @@ class States:
         ValueError: it cannot be read, or does not have the steps or the whole state.
     """
 
-    def __init__(
-        self, path: str, wanted: Collection[int], names: Mapping[str, str], *,
-        takes_samples: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, path: str, wanted: Collection[int], names: Mapping[str, str]) -> None:
         try:
             self.trace = load(path)
         except TraceError as error:
@@ -82,14 +71,11 @@ class States:
         steps = [step for position, step in positions if self.trace.has(position, "before")]
         missing = sorted({*wanted} - {*steps})
         require(not missing, f"replay={path}: lacks steps {missing}; it has {steps}")
-        is_sampled = f"replay={path}: is recorded with sample="
-        is_known = takes_samples or not self.trace.about.sample
-        require(is_known, f"{is_sampled}, which only PyTorch can replay; record it with sample=0")
         self._kind = "start" if self.trace.about.sample else "before"
         require(
             self.trace.has(self.position(self._first), self._kind),
-            f"{is_sampled}, without the whole state before step {self._first}; record it with"
-            " start=True, or leave out replay=",
+            f"replay={path}: is recorded with sample=, without the whole state before step"
+            f" {self._first}; record it with start=True, or leave out replay=",
         )
 
     @property

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import subprocess
+import sys
 
 import pytest
 
@@ -14,8 +15,10 @@ INSTALLED = ROOT / ".venv-bench"  # By `make frameworks`.
 def interpreter(package):
     """Returns an interpreter that has a package: `LOCKSTEP_…_PYTHON`, or that of `INSTALLED`.
 
-    Returns "" where there is none.
+    Keras is installed beside the tests. Returns "" where there is none.
     """
+    if package == "keras":
+        return sys.executable
     has_package = any(INSTALLED.glob(f"lib/python*/site-packages/{package}"))
     own = str(INSTALLED / "bin" / "python") if has_package else ""
     return os.environ.get(f"LOCKSTEP_{package.upper()}_PYTHON") or own

@@ -3,7 +3,7 @@
 `clamp` clips them, `average` averages them over the processes in place of the gradients, `hook`
 normalises their rows in a hook of the optimizer, `checkpoint` computes the forward pass again in
 the backward pass, and `sparse` has an embedding whose rows occur several times. `wrong` is the same
-on rank 0 alone, or with another number.
+on rank 0 alone, or with another number. `fsdp` and `tensor` split the weights over the processes.
 """
 
 import os
@@ -12,6 +12,13 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +37,15 @@ else:
 weights, called = [*model.parameters()], model
 if world_size > 1:
     dist.init_process_group("gloo")
-    called = model if KIND == "average" else DistributedDataParallel(model)
+    if "fsdp" in sys.argv:
+        fully_shard(model)
+    elif "tensor" in sys.argv:
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, mesh, plan)
+    elif KIND != "average":
+        called = DistributedDataParallel(model)
+    weights = [*model.parameters()]
 if KIND == "hook":
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 else:
@@ -59,6 +74,7 @@ if KIND == "hook":
     optimizer.register_step_post_hook(normalise)
 path, replay = ("two.npz", "one.npz") if world_size > 1 else ("one.npz", None)
 own = slice(rank * 12 // world_size, (rank + 1) * 12 // world_size)
+own = slice(12) if "tensor" in sys.argv else own
 with record_torch.record(path, called, optimizer, steps=3, replay=replay):
     for step in range(3):
         given = (ids if KIND == "sparse" else x)[step, own]

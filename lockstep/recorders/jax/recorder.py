@@ -11,7 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT
+from lockstep.data.trace import (
+    OF_GRADIENTS,
+    OF_VARIABLES,
+    SEED,
+    STATE,
+    STATISTIC,
+    WEIGHT,
+    Mesh,
+)
 from lockstep.recorders.common import DEFAULT_STEPS, Request, rank_path, with_command
 from lockstep.recorders.jax.arrays import copied, is_array, like, placement_of, plain
 from lockstep.recorders.jax.clipping import clipped_by_state
@@ -20,6 +28,7 @@ from lockstep.recorders.jax.keeping import GRADIENTS, Kept
 from lockstep.recorders.jax.replicas import Replicas, has_axis
 from lockstep.recorders.jax.trees import carried_paths, flatten, found_at, tail, without_role
 from lockstep.recorders.output import Output
+from lockstep.recorders.parts import members_of
 from lockstep.recorders.states import Own, States
 
 KINDS = {"params": WEIGHT, "state": STATISTIC, "opt_state": STATE, "key": SEED}
@@ -47,6 +56,10 @@ class record:
     replay: str | os.PathLike[str] | None = None  # Trace to load the state from, before each step.
     permute: int | None = None  # Seed to permute the examples of each replica.
     names: Mapping[str, str] = field(default_factory=dict)  # For `replay`: own name to its name.
+    # Elements that are kept of each array, with random sums; 0 for whole arrays; None: as `replay`,
+    # else 4,096 above 64 MiB of weights. Then the first step alone is recorded by default.
+    sample: int | None = None
+    start: bool = False  # Keeps the whole state before a sampled first step, too, for `replay`.
 
     def __post_init__(self) -> None:
         if type(self.step).__module__.startswith("flax.nnx"):
@@ -57,7 +70,7 @@ class record:
             )
         self._file, given = with_command(
             self.path, steps=self.steps, replay=self.replay, permute=self.permute,
-            names=self.names, modules=False,
+            names=self.names, modules=False, sample=self.sample, start=self.start,
         )  # fmt: skip
         del given["modules"]  # `module` records them.
         self._request: Request | None = Request(**given) if self._file else None
@@ -100,7 +113,7 @@ class record:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step, and records it if its number is among `steps`."""
         number, self._number = self._number, self._number + 1
-        if number not in self._wanted:
+        if number not in self._wanted or not self._request:
             return self.step(*args, **kwargs)
         names, leaves, tree = flatten((args, kwargs), skip=1)
         arrays = {i: plain(leaf) for i, leaf in enumerate(leaves) if is_array(leaf)}
@@ -109,11 +122,12 @@ class record:
         placed = placed_leaves(self.step, args, kwargs)
         replicas = Replicas(placed, inputs, self.pmap, self._shardings)
         variables = self._describe(leaves, inputs)
+        self._request.choose_sample(_size_of_weights(leaves, variables))
         found = dict[str, Any]()
         if self._states:
             found["replaced"] = replicas.columns("replaced", placed, inputs, KINDS)
             self._load(number, leaves, variables, has_keys=not replicas.split_keys)
-        if self._request and (seed := self._request.permute) is not None:
+        if (seed := self._request.permute) is not None:
             for index, _ in inputs["batch"]:
                 leaves[index] = replicas.permuted(leaves[index], (seed, number))
         args, kwargs = jax.tree.unflatten(tree, leaves)
@@ -122,6 +136,8 @@ class record:
             self._about["computed_in"] = computed_in(self.step, args, kwargs)
         found["data"] = replicas.columns("data", placed, inputs, ["batch"])
         found["before"] = replicas.columns("before", placed, inputs, KINDS)
+        if self._request.keeps_start and not self._about["steps"]:
+            found["start"] = found["before"]
         found["random"] = replicas.columns("random", placed, inputs, ["key"])
         kept = self._kept.run(self.step, args, kwargs, replicas)
         result = self.step(*args, **kwargs)
@@ -194,7 +210,6 @@ class record:
         if self._output is None:
             path, several = str(self._file), jax.process_count() > 1
             self._output = Output(rank_path(path, jax.process_index()) if several else path)
-        output = self._output
         about, settings = self._about, {k: v for k, v in self.optimizer.items() if k != "class"}
         settings = {k: float(v(number)) if callable(v) else v for k, v in settings.items()}
         settings["weights"] = [v["name"] for v in about["variables"] if v["kind"] == WEIGHT]
@@ -207,16 +222,43 @@ class record:
         if replicas.mesh:
             about |= self._on_mesh(replicas, found) | {"ranks": about.pop("replicas")}
         one_key = not replicas.split_keys and self._kept.is_of_one_program
+        texts = dict(about.get("placements", {}))
         for key, columns in found.items():
             kind, _, number_of_module = key.partition("/")
             for index, column in enumerate(columns, int(number_of_module or 0)):
+                text = texts.get(f"{kind}/{index}", "")
                 for (replica, _), array in zip(replicas.local, column, strict=True):
                     if kind == "random" and one_key and replica > 0:
                         continue  # One program draws the numbers of all devices.
                     array = array.view(np.uint8) if kind == "random" else array
                     array = array.squeeze() if kind == "loss" else array
-                    name = f"{len(about['steps'])}/{kind}/{replica}/{index}"
-                    output.put(name, array)
+                    self._put(kind, replica, index, array, text)
+
+    def _put(self, kind: str, replica: int, index: int, array: np.ndarray, text: str) -> None:
+        """Writes an array of a replica, or a sample of it; `text` says how it is a part."""
+        about, sizes = self._about, self._about.get("mesh", {})
+        assert self._output and self._request
+        variable = self._variable_of(kind, index)
+        found = members_of(
+            self._request.sample, kind, array, variable.get("layout", ""), text, sizes,
+            Mesh(sizes, ()).coordinates(replica),
+        )  # fmt: skip
+        if found.shape and kind in OF_VARIABLES:
+            variable["shape"] = found.shape
+        if text:
+            about["placements"][f"{kind}/{index}"] = found.text
+        for end, each in found.arrays.items():
+            self._output.put(f"{len(about['steps'])}/{kind}/{replica}/{index}{end}", each)
+
+    def _variable_of(self, kind: str, index: int) -> dict[str, Any]:
+        """Returns the description of the variable of an array; empty if it has none."""
+        variables = self._about["variables"]
+        if kind in OF_VARIABLES:
+            found: dict[str, Any] = variables[index]
+            return found
+        names = self._kept.gradients if kind in OF_GRADIENTS else []
+        weights = {v["name"]: v for v in variables if v["kind"] == WEIGHT}
+        return weights.get(names[index], {}) if names else {}
 
     def _clipped(
         self, found: Mapping[str, Any], settings: Mapping[str, Any], replicas: Replicas
@@ -243,6 +285,8 @@ class record:
             if sharding:
                 ndim = found[kind][int(place)][0].ndim
                 placements[key] = placement_of(sharding.spec, ndim, kind == "data")
+                if kind == "before" and "start" in found:
+                    placements[f"start/{place}"] = placements[key]
         weights = [v["name"] for v in self._about["variables"] if v["kind"] == WEIGHT]
         for kind in [kind for kind in GRADIENTS if kind in found]:
             is_sum = found[kind] is found.get("sums")
@@ -264,3 +308,10 @@ class record:
             "num_replicas": math.prod(sizes[axis] for axis in data_axes),
             "placements": {key: text for key, text in placements.items() if text},
         }
+
+
+def _size_of_weights(leaves: Sequence[Any], variables: Sequence[tuple[int, Own]]) -> int:
+    """Returns the bytes of one copy of all weights."""
+    weights = [(index, own) for index, own in variables if own.about["kind"] == WEIGHT]
+    sizes = (math.prod(own.shape) * np.result_type(leaves[i]).itemsize for i, own in weights)
+    return sum(sizes)

@@ -1,14 +1,21 @@
 """Copies of tensors in the steps that are recorded, by replica."""
 
 import collections
-from collections.abc import Collection, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from lockstep.data.archive import Member
+from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, WEIGHT
+from lockstep.numeric.arrays import Rows
+from lockstep.recorders.common import Request
 from lockstep.recorders.keras.private import is_in_xla
 from lockstep.recorders.keras.values import plain_copy, replica_id, to_numpy_dtype
+from lockstep.recorders.output import Output
+from lockstep.recorders.parts import members_of
 
 # What a compiled function may compute: a recording without it can be compared.
 OF_FORWARD_PASS = ("y_pred", "mask", "loss", "objective")
@@ -19,19 +26,26 @@ class Copies:
     """Copies tensors and variables of replicas while they run traced steps.
 
     Args:
-        wanted: the numbers of the steps to record.
+        request: the steps to record, and how large arrays are sampled.
+        about: the description, as far as it is known.
 
     Attributes:
+        output: the file to which arrays are written as they come; None to keep them in memory.
         number: replica → the number of its step, a tensor; -1 if that is not recorded.
         error: the first error within a step, in words.
-        kept: number of a step, kind and replica → "INDEX", or "INDEX/values", … → array.
+        kept: number of a step, kind and replica → "INDEX", or "INDEX/values", … → array, or what
+            the file has of it; None if that cannot be written.
+        shapes: index of a variable that is sampled → its whole shape.
     """
 
-    def __init__(self, wanted: Collection[int]) -> None:
-        self.wanted, self.error = wanted, ""
+    def __init__(self, request: Request, about: Mapping[str, Any]) -> None:
+        self._request, self._about, self.error = request, about, ""
+        self.output: Output | None = None
         self.number: dict[int, tf.Tensor] = {}
-        self.kept: dict[tuple[int, str, int], dict[str, np.ndarray]] = {}
+        self.kept: dict[tuple[int, str, int], dict[str, np.ndarray | Member | None]] = {}
+        self.shapes: dict[int, tuple[int, ...]] = {}
         self._num_seen: collections.Counter[int] = collections.Counter()
+        self._lock = threading.Lock()  # Replicas run in threads.
 
     @property
     def is_in_step(self) -> bool:
@@ -50,7 +64,7 @@ class Copies:
         def begin(*sizes: np.ndarray) -> np.int64:
             number = self._num_seen[replica]
             self._num_seen[replica] += 1
-            return np.int64(number if number in self.wanted else -1)
+            return np.int64(number if number in self._request.wanted else -1)
 
         # At the end of the data, a step begins in vain: it must not be counted.
         sizes = [tf.size(leaf) for leaf in data[:1]]
@@ -84,9 +98,9 @@ class Copies:
                 parts[f"{index}"] = value
 
         def keep(number: np.int64, *arrays: np.ndarray) -> np.int64:
-            copies = map(plain_copy, arrays)  # Buffers are reused.
-            kept = self.kept.setdefault((int(number), kind, replica), {})
-            kept |= zip(parts, copies, strict=True)
+            with self._lock:
+                found = dict(zip(parts, arrays, strict=True))
+                self._keep((int(number), kind, replica), found)
             return number
 
         def copy() -> tf.Tensor:
@@ -94,6 +108,42 @@ class Copies:
             return tf.numpy_function(keep, [number, *flat], tf.int64)
 
         tf.cond(number >= 0, copy, lambda: number)
+
+    def _keep(self, key: tuple[int, str, int], arrays: Mapping[str, np.ndarray]) -> None:
+        """Keeps copies of arrays, or writes them; their buffers are reused."""
+        number, kind, _ = key
+        if kind == "start" and number != min(self._request.wanted):
+            return
+        kept = self.kept.setdefault(key, {})
+        for place, array in self._sampled(kind, arrays).items():
+            if self.output and kind != "learning_rate":
+                kept[place] = self.output.add(plain_copy(array))
+            else:
+                kept[place] = plain_copy(array)
+
+    def _sampled(self, kind: str, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Returns arrays by their places, of which large ones are sampled."""
+        found: dict[str, np.ndarray] = {}
+        for place in dict.fromkeys(each.partition("/")[0] for each in arrays):
+            array: Any = arrays.get(place)
+            if array is None:
+                values, indices, rows = (arrays[f"{place}/{end}"] for end in Rows._fields)
+                array = Rows(values, indices, int(rows))
+            layout = self._variable_of(kind, int(place)).get("layout", "")
+            own = members_of(self._request.sample, kind, array, layout)
+            if own.shape and kind in OF_VARIABLES:
+                self.shapes[int(place)] = own.shape
+            found |= {f"{place}{end}": each for end, each in own.arrays.items()}
+        return found
+
+    def _variable_of(self, kind: str, index: int) -> Mapping[str, Any]:
+        """Returns the description of the variable of an array; empty if it has none."""
+        variables: Sequence[Mapping[str, Any]] = self._about["variables"]
+        if kind in OF_VARIABLES:
+            return variables[index]
+        name = self._about["gradients"][index] if kind in OF_GRADIENTS else ""
+        weights = (each for each in variables if each["kind"] == WEIGHT)
+        return next((each for each in weights if each["name"] == name), {})
 
     @property
     def steps(self) -> list[int]:
@@ -110,10 +160,11 @@ class Copies:
         found: dict[str, float] = {}
         for (number, kind, _), arrays in sorted(self.kept.items()):
             if (number, kind) == (step, "learning_rate"):
-                found = {index: float(array) for index, array in arrays.items()} | found
+                rates = {x: float(np.asarray(array)) for x, array in arrays.items()}
+                found = rates | found
         return found
 
-    def arrays(self) -> Iterator[tuple[int, str, int, str, np.ndarray]]:
+    def arrays(self) -> Iterator[tuple[int, str, int, str, np.ndarray | Member | None]]:
         """Yields position, kind, replica and place of each array of the steps that have ended."""
         steps = self.steps
         for (number, kind, replica), arrays in sorted(self.kept.items()):

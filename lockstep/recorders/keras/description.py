@@ -1,9 +1,11 @@
 """Describes models: their variables and their layers."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT
 from lockstep.recorders.keras.private import layers_in, layers_of, set_strategy
@@ -91,3 +93,9 @@ def computed_in(model: keras.Model) -> str:
     """Returns the 16-bit dtype in which layers with weights compute, or ""."""
     dtypes = {layer.compute_dtype for layer in layers_of(model) if layer.weights}
     return next((dtype for dtype in ("float16", "bfloat16") if dtype in dtypes), "")
+
+
+def size_of_weights(model: keras.Model) -> int:
+    """Returns the bytes of one copy of all weights."""
+    weights = [(math.prod(w.shape), tf.as_dtype(w.dtype).size) for w in model.weights]
+    return sum(number * size for number, size in weights)

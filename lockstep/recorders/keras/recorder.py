@@ -21,7 +21,8 @@ from lockstep.recorders.common import (
 from lockstep.recorders.keras.description import Models, computed_in
 from lockstep.recorders.keras.optimizers import Optimizers
 from lockstep.recorders.keras.steps import StepObserver
-from lockstep.recorders.output import write
+from lockstep.recorders.keras.values import replicas_here
+from lockstep.recorders.output import Output, write
 
 _KERNELS = "TF_ENABLE_ONEDNN_OPTS"  # Chooses TensorFlow's kernels on CPUs; only recorded.
 _GRADIENTS = ("raw", "clipped", "sums")
@@ -40,10 +41,16 @@ class Recorder:
         permute: seed for a permutation of each replica's examples in these steps.
         names: name of a variable → its name in `replay`; others are matched by name, else in order,
             by kind and shape.
+        sample: the number of elements that are kept of each variable and gradient, with random sums
+            of all elements; smaller arrays are whole. 0 for whole arrays. None: as in `replay`,
+            else 4,096 above 64 MiB of weights; then the first step alone is recorded by default.
+        start: whether a sampled recording has the whole state before its first step, too, which
+            `replay` needs.
 
     Attributes:
         about: the description of the recording, complete after the block.
-        arrays: `POSITION/KIND/REPLICA/INDEX` → array, after the block.
+        arrays: `POSITION/KIND/REPLICA/INDEX` → array, after the block; empty if a file has them.
+        path: that file, as `record` got it; "" without one.
 
     Raises:
         ValueError: no hook can run in this training, or `replay` lacks steps or variables.
@@ -54,6 +61,7 @@ class Recorder:
         optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None,
         *, steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
         permute: int | None = None, names: Mapping[str, str] | None = None,
+        sample: int | None = 0, start: bool = False,
     ):  # fmt: skip
         self._model = model if isinstance(model, keras.Model) else Models(model)
         self._optimizers = Optimizers(self._model, optimizer)
@@ -62,28 +70,44 @@ class Recorder:
                 f"model {self._model.name} is compiled with jit_compile=True, and XLA does not run"
                 " the hooks; compile it with jit_compile=False to record it"
             )
-        self._request = Request(steps, replay, permute, names)
+        self._request = Request(
+            steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start
+        )
         self._observer = StepObserver(self._model, self._optimizers, self._request)
         self.about: dict[str, Any] = {}
-        self.arrays: dict[str, np.ndarray] = {}
+        self.arrays: dict[str, Any] = {}
+        self.path = ""
 
     def wrap(self, step: Callable) -> Callable:
         """Returns a custom loop's replica step with hooks; its arguments are the batch."""
         return partial(self._observer.step, step)
 
     def __enter__(self) -> "Recorder":
+        if self.path:
+            name, strategy = self.path, self._model.distribute_strategy
+            replicas = replicas_here(strategy)
+            if len(replicas) < strategy.num_replicas_in_sync:
+                name = rank_path(name, replicas[0] // len(replicas))
+            self._observer.copies.output = Output(name)
         self._observer.install()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._observer.remove()
         observer, replay = self._observer, self._observer.replay
+        copies, output = observer.copies, observer.copies.output
         self.about = self._description(error)
-        for position, kind_of, replica, place, array in observer.copies.arrays():
+        for position, kind_of, replica, place, array in copies.arrays():
             is_shared = kind_of == "objective" and observer.has_parts
             if not (is_shared or (kind_of in _GRADIENTS and self._is_repeated(place))):
-                self.arrays[f"{position}/{kind_of}/{replica}/{place}"] = array
-        if text := observer.copies.error or (replay.error if replay else ""):
+                name = f"{position}/{kind_of}/{replica}/{place}"
+                if output:
+                    output.put(name, array)
+                else:
+                    self.arrays[name] = array
+        if output:
+            output.close(self.about)
+        if text := copies.error or (replay.error if replay else ""):
             raise ValueError(text) from None  # Without the notes of a traced function.
 
     def _is_repeated(self, place: str) -> bool:
@@ -93,10 +117,12 @@ class Recorder:
     def _description(self, error: BaseException | None) -> dict[str, Any]:
         observer, optimizers = self._observer, self._optimizers
         copies, replay = observer.copies, observer.replay
+        own = observer.about | (optimizers.description() if optimizers.applied else {})
+        for index, shape in copies.shapes.items():
+            own["variables"][index]["shape"] = shape
         return {
             **self._request.about("keras", error, replay.states if replay else None),
-            **observer.about,
-            **(optimizers.description() if optimizers.applied else {}),
+            **own,
             "reduction": "sum",
             "order": CLIP_FIRST,
             "num_replicas": self._model.distribute_strategy.num_replicas_in_sync,
@@ -113,7 +139,7 @@ class Recorder:
         }
 
     def save(self, path: Path) -> None:
-        """Writes a file when it is complete; process 0 of several processes `….rank0.npz`."""
+        """Writes a file; process 0 of several processes `….rank0.npz`."""
         name, replicas = os.fspath(path), self.about["replicas"]
         if 0 < len(replicas) < self.about["num_replicas"]:
             name = rank_path(name, replicas[0] // len(replicas))
@@ -134,25 +160,27 @@ def record(
     optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None, *,
     steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
     permute: int | None = None, names: Mapping[str, str] | None = None,
+    sample: int | None = None, start: bool = False,
 ) -> Iterator[Recorder | NotRecording]:  # fmt: skip
-    """Records steps in a `with` block and saves them at its end, even if an error ends it.
+    """Records steps in a `with` block; its end finishes the file, also if an error ends it.
+
+    The file is written as arrays come; an older one is replaced when the block begins. Process 0 of
+    several processes writes `….rank0.npz`.
 
     See `Recorder` for the arguments; `lockstep.assert_same_training` gives path, steps, replay and
     permute in place of those of the script. With path None, only its runs are recorded.
     """
-    file, given = with_command(path, steps=steps, replay=replay, permute=permute, names=names)
+    file, given = with_command(
+        path, steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start
+    )
     if file is None:
         yield NotRecording()
         return
     recorder = Recorder(model, optimizer, **given)
-    try:
-        with recorder:
-            yield recorder
-    finally:
-        if recorder.arrays:
-            recorder.save(file)
-    if not recorder.arrays:
+    recorder.path = file
+    with recorder:
+        yield recorder
+    if not recorder.about["steps"]:
         raise ValueError(
-            f"{file} is not written: no step was recorded; train within the block, and call"
-            " tf.function there"
+            f"{file}: no step was recorded; train within the block, and call tf.function there"
         )

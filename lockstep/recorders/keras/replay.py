@@ -66,4 +66,6 @@ class Replay:
                 local.assign(tf.cast(tf.reshape(array, local.shape), local.dtype))
             return number
 
-        tf.cond(number >= 0, assign, lambda: number)
+        is_sampled = bool(self.states.trace.about.sample)  # Its first state alone is whole.
+        is_given = number == self._first if is_sampled else number >= 0
+        tf.cond(is_given, assign, lambda: number)

@@ -10,7 +10,7 @@ from keras import tree
 
 from lockstep.recorders.common import Hooks, Request
 from lockstep.recorders.keras.copies import NOT_WRAPPED, Copies
-from lockstep.recorders.keras.description import is_frozen
+from lockstep.recorders.keras.description import is_frozen, size_of_weights
 from lockstep.recorders.keras.optimizers import OPTIMIZERS, Optimizers, parts_of
 from lockstep.recorders.keras.private import (
     hook_update,
@@ -42,9 +42,9 @@ class StepObserver:
 
     def __init__(self, model: keras.Model, optimizers: Optimizers, request: Request) -> None:
         self._model, self._optimizers, self._hooks = model, optimizers, Hooks()
-        self._seed = request.permute
+        self._request, self._seed = request, request.permute
         self.about: dict[str, Any] = {"variables": [], "gradients": []}
-        self.copies = Copies(request.wanted)
+        self.copies = Copies(request, self.about)
         self.replay = Replay(request) if request.replay else None
         self.has_parts, self.repeated, self.frozen = False, set[str](), list[str]()
         self._num_states: dict[int, int] = {}  # Of a replica in a step: what is copied of `_state`.
@@ -88,6 +88,7 @@ class StepObserver:
             self._build_model(data)
         for optimizer in self._optimizers.known_before_a_step():
             self._add(optimizer)
+        self._request.choose_sample(size_of_weights(self._model))
         replica = replica_id()
         self._applied[replica], self._num_states[replica] = {}, 0
         self._scaled.discard(replica)
@@ -137,6 +138,8 @@ class StepObserver:
             number, variables = self.copies.number[replica], self.about["variables"]
             self.replay.assign(state, variables, number, first)
         self.copies.keep("before", state[first:], places)
+        if self._request.keeps_start:
+            self.copies.keep("start", state[first:], places)
         old = sum(len(parts_of(each)) for each in applied[: max(kept - 1, 0)])
         new = self._optimizers.parts[old:]
         rates = [part.learning_rate for part in new]

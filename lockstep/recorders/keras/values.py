@@ -71,3 +71,13 @@ def permuted(data: Any, number: tf.Tensor, seed: Sequence[int]) -> Any:
 
     moved = iter(tf.cond(number >= 0, permute, lambda: [tf.identity(part) for part in parts]))
     return tree.map_structure(lambda leaf: None if leaf is None else next(moved), data)
+
+
+def replicas_here(strategy: tf.distribute.Strategy) -> list[int]:
+    """Returns the numbers of the replicas of this process."""
+
+    def number() -> tf.Tensor:
+        return tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
+    found = tf.function(lambda: strategy.run(number))()
+    return [int(each) for each in strategy.experimental_local_results(found)]

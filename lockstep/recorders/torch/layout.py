@@ -2,13 +2,14 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from lockstep.recorders.common import require
+from lockstep.recorders.parts import Dimension, dimensions_of
 from lockstep.recorders.torch.private import mesh_of_group, root_mesh
 from lockstep.recorders.torch.values import is_dtensor
 
@@ -16,20 +17,6 @@ DATA, STAGES = (  # Names of axes that split the batch, and the layers of a pipe
     re.compile("(dp|data|fsdp|ddp|hsdp|replicate|shard|batch)", re.IGNORECASE),
     re.compile("(pp|pipe|stage)", re.IGNORECASE),
 )
-DIMENSION = re.compile(r"(?:(\d+)\*)?(\w+)(?:\[([\w,]+)(:zigzag)?\])?")
-
-
-class Dimension(NamedTuple):
-    """A dimension of a whole array: the axes of the mesh over which it is split, outer ones first.
-
-    It has `blocks` parts, each of which is split. With `is_zigzag`, rank r of n has the chunks r
-    and 2n - 1 - r of 2n.
-    """
-
-    text: str
-    blocks: int = 1
-    axes: tuple[str, ...] = ()
-    is_zigzag: bool = False
 
 
 class Mesh:
@@ -130,39 +117,6 @@ class Mesh:
         other = {axis for each in found for axis in each.axes} - {*self.sizes}
         require(not other, f"dims: {text!r}: mesh has no axis {', '.join(sorted(other))}")
         return found
-
-
-def dimensions_of(text: str) -> list[Dimension]:
-    """Parses how an array is split over the axes."""
-    found = []
-    for word in text.split():
-        if match := DIMENSION.fullmatch(word):
-            axes = tuple(match[3].split(",")) if match[3] else ()
-            found.append(Dimension(word, int(match[1] or 1), axes, bool(match[4])))
-        else:
-            require(re.fullmatch(r"(sum|mean)\([\w,]+\)", word), f"dims: {word!r} in {text!r}")
-    return found
-
-
-def places(
-    dimensions: Sequence[Dimension], shape: Sequence[int], sizes: Mapping[str, int],
-    at: Mapping[str, int],
-) -> tuple[np.ndarray, ...]:  # fmt: skip
-    """Returns the places of the part of a process along each dimension of a whole array."""
-    found = []
-    for each, length in zip(dimensions, shape, strict=True):
-        pieces = np.array_split(np.arange(length), each.blocks)
-        for axis in each.axes:
-            number, i = sizes[axis], at[axis]
-            for k, piece in enumerate(pieces):
-                if each.is_zigzag:
-                    chunks = np.array_split(piece, 2 * number)
-                    pieces[k] = np.concatenate([chunks[i], chunks[2 * number - 1 - i]])
-                else:
-                    size = -(-len(piece) // number)  # As `torch.chunk`; the last may have less.
-                    pieces[k] = piece[i * size : (i + 1) * size]
-        found.append(np.concatenate(pieces))
-    return np.ix_(*found)
 
 
 def mesh_of(mesh: Any, groups: Sequence[Any], weights: Any) -> Mesh | None:

@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.numeric.sampling import Indices
 from lockstep.recorders.common import require
-from lockstep.recorders.torch.layout import (
+from lockstep.recorders.parts import (
     Dimension,
-    Mesh,
+    as_summands,
     dimensions_of,
-    mesh_of,
     places,
+    whole_shape,
 )
+from lockstep.recorders.torch.layout import Mesh, mesh_of
 from lockstep.recorders.torch.private import (
     check_sharded,
     fsdp_groups,
@@ -150,13 +152,9 @@ class Placement:
         text = self.placements.get(f"{kind}/{index}", "")
         if not self.mesh or is_dtensor(value) or not text:
             return tuple(value.shape)
-        dimensions = self.mesh.dimensions(text)
-        sizes = [[self.mesh.sizes[axis] for axis in each.axes] for each in dimensions]
-        return tuple(n * math.prod(own) for n, own in zip(value.shape, sizes, strict=True))
+        return whole_shape(text, value.shape, self.mesh.sizes)
 
-    def split_sums(
-        self, kind: str, index: Any, shape: Sequence[int]
-    ) -> Sequence[np.ndarray] | None:
+    def split_sums(self, kind: str, index: Any, shape: Sequence[int]) -> Indices | None:
         """Notes that samples of the parts of an array are summands of that of the whole.
 
         Returns:
@@ -165,14 +163,9 @@ class Placement:
         text = self.placements.get(f"{kind}/{index}", "")
         if not self.mesh or not text:
             return None
-        dimensions = self.mesh.dimensions(text)
-        split = [axis for each in dimensions for axis in each.axes]
-        sums = [word for word in text.split() if "(" in word]
-        self.placements[f"{kind}/{index}"] = " ".join([*sums, *(f"sum({a})" for a in split)])
-        if not split:
-            return None
-        found = places(dimensions, shape, self.mesh.sizes, self.mesh.at)
-        return [along.ravel() for along in found]
+        found, part = as_summands(text, shape, self.mesh.sizes, self.mesh.at)
+        self.placements[f"{kind}/{index}"] = found
+        return part
 
     def text_of(self, kind: str, index: Any, value: Tensor) -> str | None:
         """Returns how an array is part of the whole one; "" for all of it, None if not known."""
@@ -189,7 +182,7 @@ class Placement:
             text = self._text_of_rows(kind, value)
             if kind.startswith("module_"):
                 text = self._text_of_layer(kind, index.partition(":")[2], value, text)
-        elif self.texts and kind in ("before", "after", "replaced", "start"):
+        elif self.texts and kind in ("before", "after", "left", "replaced", "start"):
             variable = [*self.variables.described.values()][index]
             name = variable.get("of", variable["name"])
             is_like = "of" not in variable or value.shape == self.variables.weights[name].shape

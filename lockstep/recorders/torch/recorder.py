@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.numeric.sampling import Sample
 from lockstep.recorders.common import (
     DEFAULT_STEPS,
     Hooks,
@@ -18,7 +17,6 @@ from lockstep.recorders.common import (
     with_command,
 )
 from lockstep.recorders.output import Output
-from lockstep.recorders.states import sample_in
 from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.loaders import observe_loaders
@@ -27,9 +25,6 @@ from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
 from lockstep.recorders.torch.values import layers_of, settings_of
-
-USUAL_SAMPLE, LEAST_SAMPLE = 4096, 16  # Elements of an array.
-MOST_WHOLE_BYTES = 64 << 20  # Of all weights.
 
 
 class record:
@@ -97,22 +92,19 @@ class record:
     ) -> None:  # fmt: skip
         file, given = with_command(
             path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
-            shards=shards, start=start,
+            shards=shards, sample=sample, start=start,
         )  # fmt: skip
         self.is_recording = file is not None
         if file is None:
             return
-        pattern, shards, start = (given.pop(key) for key in ("modules", "shards", "start"))
-        chosen = _sample(sample, model, given["replay"])
-        self.keeps_start = start and chosen is not None
-        if chosen and given["steps"] is DEFAULT_STEPS:
-            given["steps"] = 1
+        pattern, shards = given.pop("modules"), given.pop("shards")
         self.path, self.request = file, (request := Request(**given, first_step=first_step))
+        request.choose_sample(sum(p.numel() * p.element_size() for p in model.parameters()))
         kind = type(model).__name__
         is_known = kind not in ("DataParallel", "FullyShardedDataParallel")
         require(is_known, f"model: {kind} cannot be recorded; use DDP or fully_shard")
         own = Recording(
-            model, optimizer, others or {}, mesh, dims, request.wanted, first_step, chosen
+            model, optimizer, others or {}, mesh, dims, request.wanted, first_step, request.sample
         )
         self.recording, place = own, own.placement
         is_alone = shards is None or (shards == "each" and request.replay and place.num_ranks == 1)
@@ -207,7 +199,7 @@ class record:
         if self.shards:
             self.shards.begin()
         own.save_variables("before", variables.all())
-        if self.keeps_start and not own.per_step["steps"]:
+        if self.request.keeps_start and not own.per_step["steps"]:
             own.save_variables("start", variables.all())
 
     def _warn_of_no_forward_pass(self) -> None:
@@ -275,7 +267,6 @@ class record:
             "data_layout": "NCHW" if "OIHW" in str(described) else "",
             "tied": own.variables.tied(),
             "loader_seeds": self.loader_seeds,
-            "sample": own.sample._asdict() if own.sample else {},
             **own.per_step,
         }
         if not place.mesh:
@@ -294,16 +285,3 @@ class record:
             return {"class": "", "framework": "torch"}
         rule = {"class": type(optimizers[0]).__name__, "framework": "torch"}
         return {**settings_of(optimizers[0].defaults), **rule}
-
-
-def _sample(sample: int | None, model: nn.Module, replay: str | None) -> Sample | None:
-    """Returns how large arrays are sampled; None to keep whole ones."""
-    if sample is None and replay:
-        return Sample(**found) if (found := sample_in(replay)) else None
-    if sample is None:
-        size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        sample = USUAL_SAMPLE if size_bytes > MOST_WHOLE_BYTES else 0
-    is_number = isinstance(sample, int) and not isinstance(sample, bool)
-    is_right = is_number and (sample == 0 or sample >= LEAST_SAMPLE)
-    require(is_right, f"sample={sample}: must be {LEAST_SAMPLE} or more, or 0 for whole arrays")
-    return Sample(sample) if sample else None

@@ -8,17 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.archive import Member
-from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES
 from lockstep.numeric.sampling import Sample
 from lockstep.recorders.common import Hooks
 from lockstep.recorders.output import Output
+from lockstep.recorders.parts import SAMPLED, has_rows
 from lockstep.recorders.torch.placement import Placement
 from lockstep.recorders.torch.private import indices_of_sparse, uncompiled, values_of_sparse
 from lockstep.recorders.torch.samples import rows_sampled, sample_of
 from lockstep.recorders.torch.values import local, to_array
 from lockstep.recorders.torch.variables import Variables
 
-SAMPLED = {*OF_VARIABLES, *OF_GRADIENTS} - {"start"}  # Kinds of arrays.
 ENDS = "", "/elements", "/sums"  # Of names of arrays that are no rows.
 PER_STEP = (
     *("steps", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale", "passes"),
@@ -141,9 +140,10 @@ class Recording:
                 described[name]["shape"] = shape
 
     def save_left(self) -> None:
-        """Saves what the script has changed since the update: averaged, sent or clipped weights."""
-        if self.placement.mesh:
-            return  # The parts of other ranks may not have changed.
+        """Saves what the script has changed since the update: averaged, sent or clipped weights.
+
+        Parts of other ranks may not have changed: those of a whole array are what the update left.
+        """
         self.save_variables("left", [*self.variables.of_model(), *self.variables.of_optimizers()])
         arrays, start = self.step.arrays, f"left/{self.placement.rank}/"
         changed = set[str]()  # Places of arrays, of which a part of a sample may not have changed.
@@ -209,7 +209,7 @@ class Recording:
 
         Those that are split, which a text says, stay whole.
         """
-        if self.sample is None or kind[:2] not in ("y_", "mo") or text:
+        if self.sample is None or not has_rows(kind) or text:
             return value
         return rows_sampled(self.sample, local(value).detach())
 

@@ -7,43 +7,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.numeric.sampling import Indices, Sample
+from lockstep.numeric.sampling import CHUNK, Indices, Sample
 from lockstep.recorders.torch.values import to_array
-
-_CHUNK = 1 << 17  # Elements that are converted to float64 at a time: they stay in a cache.
 
 
 def sample_of(
     sample: Sample, value: Tensor, shape: Sequence[int], part: Indices | None = None
 ) -> dict[str, np.ndarray]:
-    """Returns the elements of a tensor, and its sums with that of squares, for a file.
-
-    Args:
-        sample: what is kept.
-        value: the tensor, or the part of one that this process has.
-        shape: the shape of the whole tensor.
-        part: for each dimension, the places of the part in the whole; None for all.
-
-    Returns:
-        "elements", 0 where another process has them, and "sums", those of the part.
-    """
-    places = np.unravel_index(sample.places(shape), tuple(shape))
-    rows, columns = sample.signs(shape)
-    is_here = np.ones(sample.elements, bool)
-    if part is not None:
-        rows = rows[:, part[0]]
-        columns = columns[np.ix_(np.arange(sample.sums), *part[1:])]
-        local = []
-        for along, length, own in zip(places, shape, part, strict=True):
-            numbers = np.full(length, -1)
-            numbers[own] = np.arange(len(own))
-            local.append(numbers[along])
-        is_here = np.all([along >= 0 for along in local], axis=0)
-        places = tuple(along[is_here] for along in local)
-    known = to_array(value[tuple(torch.from_numpy(along) for along in places)])
+    """Returns what a file has of a tensor, or of a part of one; see `Sample.members`."""
+    own = sample.select(shape, part)
+    known = to_array(value[tuple(torch.from_numpy(along) for along in own.places)])
     elements = np.zeros(sample.elements, known.dtype)
-    elements[is_here] = known
-    return {"elements": elements, "sums": _sums(value, rows, columns)}
+    elements[own.is_here] = known
+    return {"elements": elements, "sums": _sums(value, own.rows, own.columns)}
 
 
 def _sums(value: Tensor, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -51,8 +27,8 @@ def _sums(value: Tensor, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     width = max(math.prod(value.shape[1:]), 1)
     of_rows = _as_float64(rows, value)
     total, squares = of_rows.new_zeros(len(rows), width), of_rows.new_zeros(())
-    for start in range(0, len(value), max(_CHUNK // width, 1)):
-        chunk = value[start : start + max(_CHUNK // width, 1)]
+    for start in range(0, len(value), max(CHUNK // width, 1)):
+        chunk = value[start : start + max(CHUNK // width, 1)]
         chunk = chunk.reshape(len(chunk), width).double()
         total += of_rows[:, start : start + len(chunk)] @ chunk
         squares += chunk.square().sum()

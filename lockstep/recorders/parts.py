@@ -1,0 +1,181 @@
+"""How the arrays of a process are parts of whole ones, and samples of such parts."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES
+from lockstep.numeric.arrays import Rows, dense
+from lockstep.numeric.sampling import Indices, Sample
+from lockstep.recorders.common import axes_between, require
+
+SAMPLED = {*OF_VARIABLES, *OF_GRADIENTS} - {"start"}  # Kinds of arrays.
+_OF_ROWS = ("y_pred", "y_grad", "module_")  # Starts of kinds whose rows are sampled.
+_DIMENSION = re.compile(r"(?:(\d+)\*)?(\w+)(?:\[([\w,]+)(:zigzag)?\])?")
+
+
+class Dimension(NamedTuple):
+    """A dimension of a whole array: the axes of the mesh over which it is split, outer ones first.
+
+    It has `blocks` parts, each of which is split. With `is_zigzag`, rank r of n has the chunks r
+    and 2n - 1 - r of 2n.
+    """
+
+    text: str
+    blocks: int = 1
+    axes: tuple[str, ...] = ()
+    is_zigzag: bool = False
+
+
+def dimensions_of(text: str) -> list[Dimension]:
+    """Parses how an array is split over the axes."""
+    found = []
+    for word in text.split():
+        if match := _DIMENSION.fullmatch(word):
+            axes = tuple(match[3].split(",")) if match[3] else ()
+            found.append(Dimension(word, int(match[1] or 1), axes, bool(match[4])))
+        else:
+            require(re.fullmatch(r"(sum|mean)\([\w,]+\)", word), f"dims: {word!r} in {text!r}")
+    return found
+
+
+def places(
+    dimensions: Sequence[Dimension], shape: Sequence[int], sizes: Mapping[str, int],
+    at: Mapping[str, int],
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """Returns the places of the part of a process along each dimension of a whole array."""
+    found = []
+    for each, length in zip(dimensions, shape, strict=True):
+        pieces = np.array_split(np.arange(length), each.blocks)
+        for axis in each.axes:
+            number, i = sizes[axis], at[axis]
+            for k, piece in enumerate(pieces):
+                if each.is_zigzag:
+                    chunks = np.array_split(piece, 2 * number)
+                    pieces[k] = np.concatenate([chunks[i], chunks[2 * number - 1 - i]])
+                else:
+                    size = -(-len(piece) // number)  # As `torch.chunk`; the last may have less.
+                    pieces[k] = piece[i * size : (i + 1) * size]
+        found.append(np.concatenate(pieces))
+    return np.ix_(*found)
+
+
+def whole_shape(text: str, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape of the whole array of which an array of a shape is a part, as a text says.
+
+    `sizes` has the number of devices along each axis.
+    """
+    split = [[sizes[axis] for axis in each.axes] for each in dimensions_of(text)]
+    split = split or [[] for _ in shape]
+    return tuple(n * math.prod(own) for n, own in zip(shape, split, strict=True))
+
+
+def as_summands(
+    text: str, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]
+) -> tuple[str, Indices | None]:
+    """Returns how samples of parts make that of a whole array, of which they are summands.
+
+    Args:
+        text: how the parts make the whole array.
+        shape: that of the whole array.
+        sizes, at: the number of devices along each axis, and the place of this one.
+
+    Returns:
+        The text for the samples, and for each dimension the places of this part; None for all.
+    """
+    dimensions = dimensions_of(text)
+    split = [axis for each in dimensions for axis in each.axes]
+    words = [word for word in text.split() if "(" in word] + [f"sum({axis})" for axis in split]
+    if not split:
+        return " ".join(words), None
+    found = places(dimensions, shape, sizes, at)
+    return " ".join(words), [along.ravel() for along in found]
+
+
+class Members(NamedTuple):
+    """What a file has of an array.
+
+    Attributes:
+        arrays: the arrays, by the ends of their names.
+        shape: that of the whole array, if it is sampled; else empty.
+        text: how the arrays are parts of those of the whole array.
+    """
+
+    arrays: dict[str, np.ndarray]
+    shape: tuple[int, ...] = ()
+    text: str = ""
+
+
+def has_rows(kind: str) -> bool:
+    """Returns whether the arrays of a kind have a row for each example, which may be long."""
+    return kind.startswith(_OF_ROWS)
+
+
+def members_of(
+    sample: Sample | None, kind: str, array: np.ndarray | Rows, layout: str = "", text: str = "",
+    sizes: Mapping[str, int] | None = None, at: Mapping[str, int] | None = None,
+) -> Members:  # fmt: skip
+    """Returns what a file has of an array of a kind, which is sampled if it is large.
+
+    Samples have the axes in the order O, I, H, W.
+
+    Args:
+        sample: how large arrays are sampled; None for whole arrays.
+        kind: the kind of the array; see `data.trace`.
+        array: the array, or the part of one that this process has.
+        layout: the order of its axes; "" if that has no meaning.
+        text: how it is a part of the whole one; "" for all of it.
+        sizes, at: the number of devices along each axis of a mesh, and the place of this one.
+    """
+    if isinstance(array, Rows):
+        return _members_of_rows(sample, kind, array, layout)
+    if sample and has_rows(kind) and not text:
+        return Members({"": sample.of_rows(array)})
+    shape = whole_shape(text, array.shape, sizes or {})
+    if not sample or kind not in SAMPLED or not sample.takes(shape):
+        return Members({"": array}, text=text)
+    found, part = as_summands(text, shape, sizes or {}, at or {})
+    axes = _usual_axes(layout, array.ndim)
+    ordered = [shape[k] for k in axes]
+    own = sample.members(np.transpose(array, axes), ordered, part and [part[k] for k in axes])
+    return Members({f"/{end}": each for end, each in own.items()}, shape, found)
+
+
+def _members_of_rows(sample: Sample | None, kind: str, rows: Rows, layout: str) -> Members:
+    """Returns the same of a gradient of some rows; with a sample, also the terms of its elements.
+
+    A row may occur several times, and an optimizer may square the terms, and not their sum.
+    """
+    shape = (rows.rows, *rows.values.shape[1:])
+    own: dict[str, Any] = rows._asdict()
+    is_sampled = sample is not None and kind in SAMPLED and sample.takes(shape)
+    if sample and is_sampled:
+        axes = _usual_axes(layout, len(shape))
+        ordered = [shape[k] for k in axes]
+        places = np.unravel_index(sample.places(ordered), ordered)
+        own = sample.members(np.transpose(dense(rows), axes), ordered)
+        own["elements"] = own["elements"].astype(rows.values.dtype)
+        own |= _terms(rows, [places[axes.index(k)] for k in range(len(axes))])._asdict()
+    arrays = {f"/{end}": np.asarray(each) for end, each in own.items()}
+    return Members(arrays, shape if is_sampled else ())
+
+
+def _usual_axes(layout: str, ndim: int) -> tuple[int, ...]:
+    usual = "".join(sorted(layout, key="OIHW".find)) if len(layout) == ndim else ""
+    return axes_between(layout, usual, ndim)
+
+
+def _terms(rows: Rows, places: Sequence[np.ndarray]) -> Rows:
+    """Returns the terms of the elements at some places, for each dimension of a gradient."""
+    order = np.argsort(rows.indices, kind="stable")
+    indices = rows.indices[order]
+    starts, ends = (np.searchsorted(indices, places[0], side) for side in ("left", "right"))
+    counts = ends - starts
+    elements = np.repeat(np.arange(len(counts)), counts)
+    numbers = np.arange(len(elements)) - np.repeat(np.cumsum(counts) - counts, counts)
+    own = order[np.repeat(starts, counts) + numbers]
+    wanted = (own, *(along[elements] for along in places[1:]))
+    return Rows(rows.values[wanted], elements, len(counts))
