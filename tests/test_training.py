@@ -19,7 +19,6 @@ from app.commands.train import _find_result
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
 from app.options import Config
-from app.options.split_numbers import num_shards
 from app.records.checkpoint import checkpoint_paths, find_newest_checkpoint, save_checkpoint
 from app.records.event_file import event_files
 from app.records.files import write_file
@@ -42,6 +41,7 @@ from conftest import CPUS
 from failing_steps import after_step
 from models import MODELS
 from strategies import STRATEGIES
+from strategies.layout import layout_of
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,8 @@ def make(dataset, run_dir, *, strategy="single", steps_per_call=1, from_scratch=
     loop._num_steps_in_time = lambda: steps_per_call
     loop.start(from_scratch=from_scratch)
     assert loop.strategy.num_devices == num_devices
-    assert loop.strategy.num_shards == num_shards(strategy, config.distribution, num_devices)
+    layout = layout_of(strategy, config.distribution, num_devices)
+    assert loop.strategy.num_shards == layout.num_shards
     return loop
 
 
