@@ -42,6 +42,14 @@ ALL_REDUCE_ALGORITHMS: dict[str, tuple[str, ...]] = {
     "multi_worker": ("ring", "nccl"),
 }
 
+# Options that not every strategy has.
+OPTIONS_OF_SOME = tuple(dict.fromkeys(name for own in STRATEGY_OPTIONS.values() for name in own))
+
+
+def has_option(strategy: str, name: str) -> bool:
+    """Returns whether a strategy has an option, one of `OPTIONS_OF_SOME`."""
+    return name in STRATEGY_OPTIONS.get(strategy, ())
+
 
 def load_strategy_class(name: str) -> "type[Strategy]":
     """Imports and returns the class of a strategy.

@@ -21,6 +21,7 @@ from strategies.copies import CopyStates, State, Variables
 from strategies.device_tape import DeviceTape
 from strategies.evaluation import Evaluation, LogitsAndTotals, Statistics
 from strategies.gradient_buckets import GradientBuckets
+from strategies.layout import layout_of
 from strategies.loss import differentiate, loss_scale_of, shard_loss
 from strategies.observer import Observer, Shard
 from strategies.options import StrategyOptions
@@ -77,13 +78,13 @@ class Strategy(abc.ABC):
         self.options = options = options or StrategyOptions()
         self.devices, self.workers = list(devices), workers or Workers()
         self.num_devices = len(devices)
-        self.devices_per_replica = options.model_parallel or self.default_model_parallel()
-        self.num_replicas = self.num_copies = self.num_devices // self.devices_per_replica
-        self.shards_per_replica = self.count_shards_per_replica()
-        self.num_shards = self.num_replicas * self.shards_per_replica
-        weights = options.shard_weights or [1] * self.num_replicas
-        self._check_options(weights)
-        self.shard_weights = [w for w in weights for _ in range(self.shards_per_replica)]
+        self.layout = layout = layout_of(self.name, options, self.num_devices)
+        self.num_replicas, self.num_copies = layout.num_replicas, layout.num_copies
+        self.num_shards = layout.num_shards
+        self.devices_per_replica = layout.devices_per_replica
+        self.shards_per_replica = layout.shards_per_replica
+        self._check_options()
+        self.shard_weights = [w for w in layout.weights for _ in range(self.shards_per_replica)]
         self.syncs_batch_norm = options.batch_norm == "sync"
         self.observer = Observer()
         automatic = options.all_reduce == "auto"
@@ -93,15 +94,16 @@ class Strategy(abc.ABC):
         self._evaluation = Evaluation(self.forward, self.distribute, self.workers)
         self.prepare()
 
-    def _check_options(self, replica_weights: Sequence[int]) -> None:
+    def _check_options(self) -> None:
         if self.num_replicas * self.devices_per_replica != self.num_devices:
             raise ValueError(
                 f"--model_parallel={self.devices_per_replica} must divide the"
                 f" {self.num_devices} devices"
             )
-        if len(replica_weights) != self.num_replicas:
+        weights = self.layout.weights
+        if len(weights) != self.num_replicas:
             raise ValueError(
-                f"--shard_weights={','.join(map(str, replica_weights))} must have a weight for each"
+                f"--shard_weights={','.join(map(str, weights))} must have a weight for each"
                 f" of {self.num_replicas} replicas"
             )
         algorithms = ALL_REDUCE_ALGORITHMS.get(self.name, ())
@@ -171,14 +173,6 @@ class Strategy(abc.ABC):
             One list of V sums per replica, placed like the input. With one replica, the input.
         """
         return per_replica_tensors
-
-    def default_model_parallel(self) -> int:
-        """Returns the devices per replica if `model_parallel` is not given."""
-        return 1
-
-    def count_shards_per_replica(self) -> int:
-        """Returns the number of shards that each replica processes in a step."""
-        return self.options.accumulate_steps
 
     def default_all_reduce(self) -> str:
         """Returns the algorithm that "auto" stands for on these devices."""

@@ -104,16 +104,6 @@ class ClusterWorkers(Workers):
         )
         self.strategy = CollectiveStrategy(local_devices, all_reduce, addresses, index)
         self._num_local = len(local_devices)
-        self._num_posted = itertools.count()
-
-    def post(self, text: str) -> list[str]:
-        """Returns the texts that the workers post, in order of workers, without a collective.
-
-        For values needed before a collective can work, such as the number of devices per worker.
-        """
-        prefix = f"lockstep/{next(self._num_posted)}"
-        tf_private.post_key_value(f"{prefix}/{self.index}", text)
-        return [tf_private.wait_for_key_value(f"{prefix}/{i}") for i in range(self.count)]
 
     def leave(self) -> None:
         """Waits until no worker needs another one, so that each can end; gives up soon.

@@ -34,14 +34,6 @@ class GradientBuckets:
         ]
         self.buckets = self._fill(bucket_bytes)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that a replica sends, in the dtypes of the all-reduce."""
-        return sum(
-            shape.num_elements() * dtype.size
-            for (shape, _), dtype in zip(self._likes, self._dtypes, strict=True)
-        )
-
     def _fill(self, bucket_bytes: int) -> list[list[int]]:
         """Returns the positions of the tensors in each bucket."""
         buckets: list[list[int]] = []

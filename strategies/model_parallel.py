@@ -31,9 +31,6 @@ class ModelParallelStrategy(Strategy):
     parts: list[list[DevicePart]]
     split_axis: ClassVar[int | None] = None
 
-    def default_model_parallel(self) -> int:
-        return self.num_devices
-
     def prepare(self) -> None:
         if self.options.jit_compile:
             raise ValueError(f"--jit_compile is not available in {self.name}; leave the flag out")

@@ -45,9 +45,6 @@ class PipelineStrategy(ModelParallelStrategy):
 
     name = "pipeline"
 
-    def count_shards_per_replica(self) -> int:
-        return self.options.micro_batches
-
     def prepare(self) -> None:
         super().prepare()
         schedule = SCHEDULES[self.options.schedule]

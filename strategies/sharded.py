@@ -51,7 +51,6 @@ class ShardedStrategy(ReplicaList):
         if shard not in SHARD_CHOICES:
             raise ValueError(f"--shard must be one of {', '.join(SHARD_CHOICES)}, got {shard}")
         self.splits_gradients, self.splits_weights = shard != "optimizer", shard == "weights"
-        self.num_copies = 1 if self.splits_weights else self.num_replicas
 
     def default_all_reduce(self) -> str:
         return "direct" if self.num_replicas > 1 else "none"

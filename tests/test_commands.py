@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from app.data.synthetic import generate_synthetic
-from app.options import Config, split_numbers
+from app.options import Config
 from app.options.names import COMPARED_BY_DEFAULT
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.event_file import event_files
@@ -23,6 +23,7 @@ from conftest import program_environment, run_ok
 from in_process import run_here, run_here_ok
 from models import MODELS
 from report_samples import write_training
+from strategies.layout import layout_of
 
 SMALL = ["--num_train_examples=500", "--recipe=fast", "--epochs=1", "--allow_unverified_data"]
 ON_CPUS = ["--device=cpu", "--num_devices=2"]
@@ -74,8 +75,8 @@ def check_run(run_dir, strategy):
     num_devices = 1 if strategy == "single" else 2
     assert len(summary.devices) == num_devices
     counts = summary.num_replicas, summary.num_shards, summary.num_copies
-    functions = split_numbers.num_replicas, split_numbers.num_shards, split_numbers.num_copies
-    assert counts == tuple(f(strategy, config.distribution, num_devices) for f in functions)
+    layout = layout_of(strategy, config.distribution, num_devices)
+    assert counts == (layout.num_replicas, layout.num_shards, layout.num_copies)
     names = {path.name for path in run_dir.iterdir()}
     assert names == {
         ".lock", "log.txt", "config.json", "history.jsonl", "summary.json",

@@ -96,9 +96,12 @@ def test_output_directory_memory_and_disk(tmp_path, monkeypatch):
     (tmp_path / "theirs" / "file").touch()
     for name in (tmp_path / "theirs" / "file" / "run", tmp_path / "theirs", "~nobody-here/run"):
         assert check_output(config(out=str(name))).error.exit_code == 5, name
-    for available, mark in ((None, OK), (1 << 30, WARNING), (3 << 30, OK)):
-        monkeypatch.setattr(machine, "available_bytes", lambda free=available: free)
-        assert machine.check_processor().mark == mark
+    for pages, mark in ((1 << 18, WARNING), (3 << 18, OK)):
+        sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}
+        with monkeypatch.context() as patch:
+            patch.setattr(machine.os, "sysconf", sizes.__getitem__)
+            patch.setattr(machine, "num_cores", lambda: 2)
+            assert machine.check_processor().mark == mark
     for free, mark in ((1 << 20, ERROR), (100 << 20, WARNING), (1 << 30, OK)):
         room = os.statvfs_result((1024, 1024, 0, 0, free // 1024, 0, 0, 0, 0, 255))
         monkeypatch.setattr(machine.os, "statvfs", lambda path, room=room: room)

@@ -55,7 +55,7 @@ def test_loads_compressed_and_unpacked_files(folder):
 def test_a_file_that_unpacks_without_end_is_cut_off(folder, monkeypatch):
     monkeypatch.setattr(fashion_mnist, "_MAX_FILE_BYTES", 100_000)
     write(folder, TRAIN_IMAGES, idx_bytes(np.zeros((30, 28, 28), np.uint8)) + bytes(10**6))
-    with pytest.raises(DataError, match="bytes after the header"):
+    with pytest.raises(DataError, match="100,001 bytes that begin with 00000803 0000001e"):
         load(folder)
 
 

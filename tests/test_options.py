@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from app.options import Config, names, split_numbers
+from app.options import Config, names
 from app.options.help_text import PAGE, option_page
 from app.options.option import option, rows_of
 from app.options.rules import check_shards, num_framework_replicas
@@ -22,6 +22,7 @@ from models import MODELS, load_model_builder
 from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES, STRATEGY_OPTIONS, load_strategy_class
 from strategies.collective_cluster import IMPLEMENTATIONS
 from strategies.collectives import ALL_REDUCE_FUNCTIONS, shard_sizes
+from strategies.layout import layout_of
 from strategies.mirrored import CROSS_DEVICE_OPS
 
 
@@ -242,9 +243,8 @@ def test_an_option_goes_to_the_strategies_that_have_it_and_to_no_other():
     ],
 )
 def test_numbers_of_a_strategy_follow_from_its_options(strategy, options, num_devices, numbers):
-    split = strategy, Distribution(**options), num_devices
-    functions = split_numbers.num_replicas, split_numbers.num_shards, split_numbers.num_copies
-    assert tuple(function(*split) for function in functions) == numbers
+    layout = layout_of(strategy, Distribution(**options), num_devices)
+    assert (layout.num_replicas, layout.num_shards, layout.num_copies) == numbers
 
 
 @pytest.mark.parametrize("weights", [(3, 1), (1, 3), (2, 2, 5), (1, 1, 1), (5, 1, 1)])
@@ -261,7 +261,7 @@ def test_no_shard_is_empty_from_the_fewest_examples_on_and_one_is_below(weights,
             sum(sizes[end - weight : end]) for end, weight in zip(ends, per_shard, strict=True)
         )
 
-    fewest = split_numbers.fewest_examples("manual", split, len(weights))
+    fewest = layout_of("manual", split, len(weights)).fewest_examples
     assert has_empty_shard(fewest - 1)
     assert not any(has_empty_shard(n) for n in range(fewest, fewest + 20))
 

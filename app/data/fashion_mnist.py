@@ -7,6 +7,7 @@ which their SHA-256 verifies.
 
 import gzip
 import hashlib
+import math
 import os
 import pathlib
 import struct
@@ -29,9 +30,7 @@ from app.data.data_sources import (
 from app.data.dataset import IMAGE_SHAPE, ImageDataset
 from app.runtime.errors import DataError, reason_of
 
-_IMAGES_MAGIC, _LABELS_MAGIC = 0x803, 0x801
 _MAX_FILE_BYTES = 64 << 20
-_MAX_EXAMPLES = 60_000
 
 
 def load_fashion_mnist(
@@ -71,15 +70,13 @@ def _read(path: pathlib.Path) -> bytes:
     try:
         with opener(path, "rb") as file:
             return file.read(_MAX_FILE_BYTES + 1)
-    except gzip.BadGzipFile as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         with open(path, "rb") as file:
             start = file.read(16)
         what = "a web page" if start.lstrip().startswith(b"<") else f"it starts with {start[:4]!r}"
         raise DataError(
             f"{path}: not an intact gzip file ({error}, {what}); download it again"
         ) from error
-    except (EOFError, zlib.error) as error:
-        raise DataError(f"{path}: truncated or damaged ({error}); download it again") from error
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); check its permissions"
@@ -91,31 +88,19 @@ def _parse_idx(content: bytes, path: object, *, is_images: bool) -> np.ndarray:
 
     Reference: the IDX format, at the end of Y. LeCun's page on MNIST.
     """
-    magic = _IMAGES_MAGIC if is_images else _LABELS_MAGIC
-    header_bytes = 16 if is_images else 8
-    found = struct.unpack(">I", content[:4])[0] if len(content) >= header_bytes else None
-    if found != magic:
-        swapped = found in (_IMAGES_MAGIC, _LABELS_MAGIC)
-        kind, other = ("images", "labels") if is_images else ("labels", "images")
+    image_shape = IMAGE_SHAPE[:2] if is_images else ()
+    header_bytes = 8 + 4 * len(image_shape)
+    array = np.frombuffer(content[header_bytes:], np.uint8)
+    count = array.size // math.prod(image_shape)
+    if content != _idx_header((count, *image_shape)) + array.tobytes() or not count:
+        kind = "images of 28 x 28" if is_images else "labels"
+        expected = f"{_idx_header((0, *image_shape))[:4].hex()}, their number N"
+        expected += ", 28, 28 and 784 N bytes" if is_images else " and N bytes"
+        start = content[:header_bytes].hex(" ", 4) or "nothing"
         raise DataError(
-            f"{path}: starts with {content[:4].hex() or 'nothing'}"
-            + (f", which marks {other}" if swapped else "")
-            + f", not with {magic:08x}, which marks {kind}; "
-            + ("the files are swapped, rename them" if swapped else "download it again")
+            f"{path}: {len(content):,} bytes that begin with {start}; a file of {kind} has"
+            f" {expected}; download it again"
         )
-    shape = struct.unpack(f">{header_bytes // 4 - 1}I", content[4:header_bytes])
-    if shape[1:] != ((28, 28) if is_images else ()) or not 0 < shape[0] <= _MAX_EXAMPLES:
-        raise DataError(
-            f"{path}: the header says {' x '.join(map(str, shape))}, not up to {_MAX_EXAMPLES}"
-            " images of 28 x 28 or labels for them; download it again"
-        )
-    expected_bytes = int(np.prod(shape))
-    if len(content) - header_bytes != expected_bytes:
-        raise DataError(
-            f"{path}: {len(content) - header_bytes} bytes after the header, which says"
-            f" {expected_bytes}; download it again"
-        )
-    array = np.frombuffer(content, np.uint8, offset=header_bytes)
     if is_images:
         return array.reshape(-1, *IMAGE_SHAPE)
     if array.max() > 9:
@@ -180,8 +165,12 @@ def _load_prepared(tfds_dir: pathlib.Path, allow_unverified: bool) -> ImageDatas
 
 def idx_bytes(array: np.ndarray) -> bytes:
     """Returns a uint8 array of any number of axes as an IDX file."""
-    header = struct.pack(f">I{array.ndim}I", 0x800 | array.ndim, *array.shape)
-    return header + array.tobytes()
+    return _idx_header(array.shape) + array.tobytes()
+
+
+def _idx_header(shape: tuple[int, ...]) -> bytes:
+    """Returns a mark of bytes with so many axes, and their lengths."""
+    return struct.pack(f">{1 + len(shape)}I", 0x800 | len(shape), *shape)
 
 
 def _download(source: DataSource) -> None:

@@ -17,24 +17,12 @@ def num_steps_per_epoch(num_examples: int, global_batch_size: int, last_batch: s
     return full + (1 if rest and last_batch == "keep" else 0)
 
 
-Examples = tuple[np.ndarray | tf.Tensor, np.ndarray | tf.Tensor]
-
-
 def keep_in_memory(
     images: np.ndarray | tf.Tensor, labels: np.ndarray | tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns copies of the examples, from which `train_dataset` reads."""
     with tf.device("/device:CPU:0"):
         return tf.constant(images), tf.constant(labels, tf.int32)
-
-
-def find_changed(examples: Examples, others: Examples) -> int | None:
-    """Returns the first example that differs between two copies in memory; None without one."""
-    for ours, theirs in zip(examples, others, strict=True):
-        a, b = np.asarray(ours), np.asarray(theirs)
-        if not np.array_equal(a, b):
-            return int(np.argmax((a != b).reshape(len(a), -1).any(axis=1)))
-    return None
 
 
 def train_dataset(

@@ -21,7 +21,6 @@ from app.data.data_sources import (
 )
 from app.data.fashion_mnist import load_fashion_mnist
 from app.devices.device_setup import num_cores
-from app.devices.free_memory import available_bytes
 from app.options import Config
 from app.records.run_directory import check_not_foreign, named_path
 from app.runtime.errors import (
@@ -109,13 +108,11 @@ def install_all(requirements: pathlib.Path = REQUIREMENTS) -> str:
 
 
 def check_processor() -> Check:
-    """Reports cores and free memory."""
-    free, shown = available_bytes(), f"{platform.machine()}, {num_cores()} cores"
-    if free is None:
-        return Check("processor", shown)
-    shown += f", {free / 2**30:.1f} GiB of memory available"
-    if free < _LEAST_MEMORY_BYTES:
-        return Check("processor", shown, WARNING, "LeNet needs 2 GiB; end other programs")
+    """Reports cores and memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    shown = f"{platform.machine()}, {num_cores()} cores, {memory / 2**30:.1f} GiB of memory"
+    if memory < _LEAST_MEMORY_BYTES:
+        return Check("processor", shown, WARNING, "LeNet needs 2 GiB; use a larger machine")
     return Check("processor", shown)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 from app.options import names, rules, table
 from app.options.names import MULTI_WORKER, SINGLE
 from app.options.option import Option, did_you_mean, shown_flag
-from app.options.split_numbers import OPTIONS_OF_SOME, has_option
 from app.runtime.errors import ConfigError
+from strategies import OPTIONS_OF_SOME, has_option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

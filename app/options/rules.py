@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.options import names, split_numbers
+from app.options import names
 from app.options.fault import MIN_STRAGGLER_STEPS, Fault
 from app.options.names import MULTI_WORKER, SINGLE
 from app.options.option import shown_flag
-from app.options.split_numbers import OPTIONS_OF_SOME, has_option
 from app.options.table import options_of
 from app.runtime.errors import ConfigError
-from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
+from strategies import ALL_REDUCE_ALGORITHMS, OPTIONS_OF_SOME, STRATEGIES, has_option
+from strategies.layout import layout_of
 
 if TYPE_CHECKING:
     from app.options.config import Config
@@ -202,10 +202,10 @@ def check_shards(
             f"--last_batch=drop leaves no step in an epoch of {examples} examples with"
             f" --global_batch_size={size}; use a smaller batch"
         )
-    split = options.strategy, options, number
-    rest, fewest = examples % size, split_numbers.fewest_examples(*split)
+    layout = layout_of(options.strategy, options, number)
+    rest, fewest = examples % size, layout.fewest_examples
     if not drops and 0 < rest < fewest:
-        replicas, shards = split_numbers.num_replicas(*split), split_numbers.num_shards(*split)
+        replicas, shards = layout.num_replicas, layout.num_shards
         few = f"{replicas} replicas" if shards == replicas else f"{shards} shards"
         if fewest != shards:
             few = shown_flag("shard_weights", options.shard_weights)
@@ -218,9 +218,9 @@ def check_shards(
 def _check_batch(config: "Config", num_devices: int) -> None:
     """Checks that each shard has an example of a full batch."""
     options, size = config.distribution, config.training.global_batch_size
-    split = options.strategy, options, num_devices
-    replicas, fewest = split_numbers.num_replicas(*split), split_numbers.fewest_examples(*split)
-    parts = split_numbers.shards_per_replica(options.strategy, options)
+    layout = layout_of(options.strategy, options, num_devices)
+    replicas, fewest = layout.num_replicas, layout.fewest_examples
+    parts = layout.shards_per_replica
     if parts > 1 and replicas <= size < replicas * parts:
         is_pipeline = has_option(options.strategy, "micro_batches")
         share = f"{size // replicas}, the share of each of {replicas} replicas in "
@@ -261,15 +261,14 @@ def _num_faulty(config: "Config", strategy: str, fault: Fault) -> int | None:
     number = 1 if strategy == SINGLE else config.num_devices_of_all_workers
     if number is None:
         return None
-    split = strategy, config.distribution, number
-    replicas = split_numbers.num_replicas(*split)
+    layout = layout_of(strategy, config.distribution, number)
     numbers = {
         "parts": 1,
-        "replicas": replicas,
-        "shards": split_numbers.num_shards(*split),
-        "copies": split_numbers.num_copies(*split),
-        "micro-batches": split_numbers.shards_per_replica(strategy, config.distribution),
-        "devices of a replica": number // max(1, replicas),
+        "replicas": layout.num_replicas,
+        "shards": layout.num_shards,
+        "copies": layout.num_copies,
+        "micro-batches": layout.shards_per_replica,
+        "devices of a replica": layout.devices_per_replica,
     }
     return numbers[fault.kind.counts]
 

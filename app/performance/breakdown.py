@@ -6,12 +6,12 @@ from typing import Any
 
 from app.devices.device_setup import num_cores
 from app.options import Config
-from app.options.split_numbers import has_option
 from app.performance import interval
 from app.performance.case import Case, Sample
 from app.performance.interval import Interval
 from app.performance.traffic import Traffic
 from app.report.result import Block, Table
+from strategies import has_option
 
 ALL_REDUCE = "all-reduce"
 _COMPUTE, _INPUT, _REST = "compute", "input", "everything else"

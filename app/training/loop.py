@@ -1,5 +1,6 @@
 """Runs a training: steps, verification, checkpoints, evaluation."""
 
+import contextlib
 import math
 import pathlib
 import time
@@ -21,7 +22,7 @@ from app.runtime.versions import CPU_KERNELS
 from app.training.all_reduce_self_test import run_all_reduce_self_test
 from app.training.evaluation import evaluate
 from app.training.fault_injection import inject_data_fault, inject_fault
-from app.training.memory_guard import MemoryGuard
+from app.training.memory_guard import naming_out_of_memory
 from app.training.optimizers import last_learning_rate
 from app.training.run_writer import RunWriter, summary_template
 from app.training.training_spec import TrainingSpec
@@ -61,7 +62,6 @@ class Training:
     Raises:
         ConfigError: the strategy cannot run like this, or the fault has no effect.
         DataError: another worker has other data.
-        DeviceError: the batch does not fit into memory.
         AllReduceError: the all-reduce loses or repeats values of replicas.
     """
 
@@ -80,9 +80,6 @@ class Training:
         self.spec.check_same_data(self._workers)
         self.steps_per_epoch = self.spec.steps_per_epoch
         self.strategy = self.spec.build_strategy(devices)
-        largest_batch_size = max(self.spec.batch_sizes())
-        self._guard = MemoryGuard(self.strategy, config, devices, largest_batch_size)
-        self._guard.check()
         run_all_reduce_self_test(self.strategy)
         if config.verification.fault:
             self._faulty_observer = inject_fault(
@@ -151,7 +148,7 @@ class Training:
 
     def _train(self) -> None:
         """Trains the remaining epochs; after a signal, saves the state and ends."""
-        with self._bar, self._guard.naming_errors(self._is_within_epoch), signals.deferred():
+        with self._bar, self._naming_out_of_memory(), signals.deferred():
             try:
                 while not self.is_finished:
                     while self._is_within_epoch():
@@ -167,7 +164,6 @@ class Training:
             except Exception as error:
                 if self._writer and isinstance(error, MismatchError):
                     self._writer.mismatch(self._state.progress)
-                self.spec.check_examples()  # A changed example may be the cause of any error.
                 raise
 
     def begin(self) -> None:
@@ -191,7 +187,7 @@ class Training:
         )
         if self.is_finished:
             return  # The previous attempt was interrupted after its last checkpoint.
-        with self._guard.naming_errors(self._is_within_epoch):
+        with self._naming_out_of_memory():
             # An attribute, because deleting an iterator of `tf.distribute` can take 30 s.
             self._iterator = self.strategy.distribute(self._batches())
             start = time.monotonic()
@@ -266,12 +262,10 @@ class Training:
 
         Raises:
             DivergedError: the loss or a weight is not finite.
-            MismatchError: an example has changed in memory.
             ReplicaDivergenceError: replicas hold different weights.
         """
         self._bar.evaluating()
         self._state.check_replica_divergence(shown=self._workers.is_chief)
-        self.spec.check_examples()
         start = time.monotonic()
         test = evaluate(self.strategy, self.dataset, self._after_test_batch)
         evaluation_sec = time.monotonic() - start
@@ -313,6 +307,10 @@ class Training:
         if fault:
             return inject_data_fault(fault, batches, self.strategy, seed=seed)
         return batches(seed)
+
+    def _naming_out_of_memory(self) -> contextlib.AbstractContextManager[None]:
+        size, num_replicas = max(self.spec.batch_sizes()), self.strategy.num_replicas
+        return naming_out_of_memory(size, num_replicas, self._is_within_epoch)
 
     def _is_within_epoch(self) -> bool:
         return self._state.progress.epoch_step < self.steps_per_epoch

@@ -4,7 +4,6 @@ import dataclasses
 import pathlib
 
 from app.options import Config
-from app.options.split_numbers import OPTIONS_OF_SOME
 from app.records.checkpoint import CheckpointSearchResult, find_newest_checkpoint
 from app.records.history import HISTORY_FILE
 from app.records.run_directory import (
@@ -16,6 +15,7 @@ from app.records.run_metadata import RunMetadata
 from app.runtime import console
 from app.runtime.errors import CheckpointError
 from app.runtime.versions import CPU_KERNELS, KERNELS_CHANGED, NOT_RECORDED
+from strategies import OPTIONS_OF_SOME
 
 # Options that change how the steps are computed, but not the result except for rounding.
 _HOW = {

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from app.data.dataset import ImageDataset
 from app.data.input_pipeline import (
-    find_changed,
     keep_in_memory,
     num_steps_per_epoch,
     train_batch,
@@ -17,7 +16,7 @@ from app.data.input_pipeline import (
 from app.devices.device_setup import Devices
 from app.options import Config
 from app.records.run_metadata import RunMetadata
-from app.runtime.errors import DataError, MismatchError
+from app.runtime.errors import DataError
 from app.runtime.versions import versions
 from app.training.optimizers import initial_loss_scale
 from app.training.recipes import REFERENCE_GLOBAL_BATCH_SIZE, find_recipe
@@ -48,7 +47,6 @@ class TrainingSpec:
         self.num_steps = config.training.epochs * self.steps_per_epoch
         # TensorFlow's copies of the training examples, once `batches` has made them.
         self._examples: tuple[tf.Tensor, tf.Tensor] | None = None
-        self._test_part_sha256 = dataset.sha256_of_test_part()
         self._recipe = find_recipe(config.training.recipe, config.training.model)
         self.learning_rate = config.training.learning_rate or self._recipe.learning_rate(
             global_batch_size=config.training.global_batch_size, num_steps=self.num_steps
@@ -146,26 +144,6 @@ class TrainingSpec:
             last_batch=self.config.training.last_batch,
             start_step=start_step,
             flip=self.flips,
-        )
-
-    def check_examples(self) -> None:
-        """Checks that no example in memory has changed since the start.
-
-        Raises:
-            MismatchError: one has; names its index.
-        """
-        data = self.dataset
-        loaded = data.train_images, data.train_labels
-        changed = find_changed(self._examples, loaded) if self._examples else None
-        if changed is not None:
-            what = f"training example {changed}"
-        elif data.sha256_of_test_part() != self._test_part_sha256:
-            what = "a test example"
-        else:
-            return
-        raise MismatchError(
-            f"{what} has changed in memory since it was loaded; test the memory of this machine,"
-            " then run the same command again to resume from the last checkpoint"
         )
 
     def check_same_data(self, workers: Workers) -> None:
