@@ -23,9 +23,9 @@ from .mutations import Mutation, copy_with
 
 LIST = pathlib.Path(__file__).with_name("strategy_bugs.toml")
 COMMON = "--device=cpu --dataset=synthetic --recipe=fast --learning_rate=0.05"
-STEPS = {  # Model → a few small batches over more than one epoch, with a short last batch.
+STEPS = {  # Model → small batches, of LeNet over an epoch with a short last batch and into the next.
     "lenet": "--steps=5 --epochs=3 --num_train_examples=100 --global_batch_size=40",
-    "resnet9": "--steps=4 --epochs=3 --num_train_examples=30 --global_batch_size=11",
+    "resnet9": "--steps=1 --epochs=2 --num_train_examples=30 --global_batch_size=11",
 }
 TIMEOUT_SEC = 900  # A prediction that nothing explains is computed in many wrong ways.
 CAUGHT = MismatchError.exit_code, AllReduceError.exit_code
