@@ -12,7 +12,7 @@ import tensorflow as tf
 import verification_samples
 from app.data.input_pipeline import train_dataset
 from app.options.fault import FAULTS
-from app.training.optimizers import ScaledSGD
+from app.training.optimizers import FusedSGD, ScaledSGD
 from conftest import CPUS
 from strategies import model_parallel
 from strategies.stages import Passes
@@ -94,6 +94,17 @@ def overflowing():
 def test_other_precisions_are_clean(split, precision, optimizer):
     verdict = record(split, norm, precision=precision, optimizer=optimizer).check()
     assert verdict.status == "clean", str(verdict)
+
+
+def test_the_reference_of_skipped_steps_is_not_the_optimizer_itself(monkeypatch):
+    """The update without weight decay, with a loss scale that does not overflow."""
+
+    def decaying():
+        return ScaledSGD(0.1, momentum=0.9, weight_decay=1e-3, initial_scale=2.0**10)
+
+    monkeypatch.setattr(ScaledSGD, "update_step", FusedSGD.update_step)
+    verdict = record("manual", norm, precision="mixed_float16", optimizer=decaying).check()
+    assert causes(verdict) == {("update", "other_weight_decay")}, str(verdict)
 
 
 def test_rounding_is_right_and_more_is_not():
@@ -282,6 +293,16 @@ def unpacked(order, shift):
     return edit
 
 
+def clipped(trace):
+    for shard in trace.shards:
+        raw = trace.arrays(1, "raw", shard)
+        trace.put(1, "raw", shard, [a * np.float32(1e-3 / norm_of(raw)) for a in raw])
+
+
+def norm_of(arrays):
+    return np.sqrt(sum(np.sum(np.square(a)) for a in arrays))
+
+
 def exchanged(trace):
     first, second = (trace.arrays(1, "y_pred", shard) for shard in trace.shards)
     trace.put(1, "y_pred", 0, [first[0][::-1]])
@@ -299,6 +320,7 @@ def exchanged(trace):
         (times(0, 1, "raw", 1, only=0), ("gradients", "frozen")),
         (stale, ("gradients", "stale_gradient")),
         (repeated, ("gradients", "repeated_gradient")),
+        (clipped, ("gradients", "clipped_before_the_sum")),
         (not_cleared, ("all-reduce", "stale_gradient")),
         (unpacked(-1, 0), ("all-reduce", "swapped_parts")),
         (unpacked(1, 1), ("all-reduce", "swapped_parts")),

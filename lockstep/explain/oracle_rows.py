@@ -11,8 +11,10 @@ from lockstep.explain.raw_rows import Raw
 from lockstep.explain.rows import Meaning, Row, computed
 from lockstep.explain.solve import solve
 from lockstep.explain.states import other_steps
-from lockstep.numeric.arrays import Named, dense
+from lockstep.numeric.arrays import Named, dense, total_norm
 from lockstep.oracles import Batch
+
+_CLOSE = 1e-4  # Relative; of norms that are clipped to one number.
 
 
 def rows_of_shard(context: Context, shard: int) -> Iterator[Row]:
@@ -30,6 +32,12 @@ def rows_of_shard(context: Context, shard: int) -> Iterator[Row]:
             is_own = context.has("y_pred") and not context.is_wrong("forward")
             detail = "repeated_gradient" if is_own else "same_examples"
             yield Row(detail, text, [(1.0, raw[other])])
+    norms, right = [total_norm(own) for own in raw], context.gradients(shard)
+    is_one_norm = len(norms) > 1 and np.ptp(norms) < _CLOSE * max(norms)
+    if is_one_norm and norms[shard] < total_norm(right):
+        text = f"each shard clips its own gradient to norm {norms[0]:.4g}, not their sum"
+        factor = norms[shard] / total_norm(right)
+        yield Row("clipped_before_the_sum", text, [(factor, right)])
     for name, value in state.items():
         if name.endswith("loss_scale") and value.ndim == 0 and value != 1:
             text = f"the gradients are multiplied by the loss scale, {float(value):g}"

@@ -23,7 +23,7 @@ from .mutations import Mutation, copy_with
 
 LIST = pathlib.Path(__file__).with_name("strategy_bugs.toml")
 COMMON = "--device=cpu --dataset=synthetic --recipe=fast --learning_rate=0.05"
-STEPS = {  # Model → small batches, of LeNet over an epoch with a short last batch and into the next.
+STEPS = {  # Model → small batches; of LeNet with a short last one, and of the next epoch.
     "lenet": "--steps=5 --epochs=3 --num_train_examples=100 --global_batch_size=40",
     "resnet9": "--steps=1 --epochs=2 --num_train_examples=30 --global_batch_size=11",
 }
