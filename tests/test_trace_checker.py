@@ -5,6 +5,7 @@ Each training is recorded once; most faults are made in the arrays of the record
 
 import functools
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -16,6 +17,7 @@ from app.training.optimizers import FusedSGD, ScaledSGD
 from conftest import CPUS
 from strategies import model_parallel
 from strategies.stages import Passes
+from strategies.tf_private import learning_rate_schedule
 from verification_samples import (
     GLOBAL_BATCH_SIZE,
     NUM_STEPS,
@@ -105,6 +107,23 @@ def test_the_reference_of_skipped_steps_is_not_the_optimizer_itself(monkeypatch)
     monkeypatch.setattr(ScaledSGD, "update_step", FusedSGD.update_step)
     verdict = record("manual", norm, precision="mixed_float16", optimizer=decaying).check()
     assert causes(verdict) == {("update", "other_weight_decay")}, str(verdict)
+
+
+def test_a_schedule_that_is_a_step_ahead_is_not_an_update_that_is_made_twice(monkeypatch):
+    """The first step of a warm-up, whose learning rate is 0, is then that of the second one."""
+
+    def warming():
+        schedule = keras.optimizers.schedules.CosineDecay(0.0, 5, warmup_target=0.1, warmup_steps=3)
+        return FusedSGD(schedule, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+    inner = FusedSGD.update_step
+
+    def update_step(self, gradient, variable, learning_rate):
+        inner(self, gradient, variable, learning_rate_schedule(self)(self.iterations + 1))
+
+    monkeypatch.setattr(FusedSGD, "update_step", update_step)
+    verdict = record("single", plain, optimizer=warming).check()
+    assert causes(verdict) == {("update", "other_learning_rate")}, str(verdict)
 
 
 def test_rounding_is_right_and_more_is_not():

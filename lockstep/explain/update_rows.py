@@ -101,6 +101,10 @@ def update_rows(
         text = f"the weights are rounded to {name} after the update"
         short = {n: rounded(expected[n]) for n in update.applied}
         yield update.leaves("reduced_precision", text, short)
+    ahead = {name: update.before[name] + 1 for name in counters}
+    for more in ({}, {"weight_decay": 0.0}) if is_counted_once else ():  # One that is not ahead.
+        text = "the learning rate is that of the next step"
+        yield update.row("other_learning_rate", text, state=ahead, **more)
     far = [(update.variant(rate=2.0, decays=decays), decays) for decays in (True, False)]
     yield from _of_solved_numbers(update, far, wrong)
     if is_counted_once:  # Without momentum, it is the update with another learning rate.
