@@ -16,7 +16,7 @@ IN_COPIES = copies.listed()
 
 @pytest.mark.parametrize(
     "mutation",
-    [*LISTED, *(bug.mutation for bug in IN_COPIES), *mutations.drawn(20, seed=1)],
+    [*LISTED, copies.NARROW, *(bug.mutation for bug in IN_COPIES), *mutations.drawn(20, seed=1)],
     ids=lambda m: m.name,
 )
 def test_each_bug_can_be_made_in_one_place(mutation):

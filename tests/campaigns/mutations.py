@@ -88,14 +88,14 @@ def _changes(text: str) -> Iterator[tuple[int, int, str]]:
             yield *place(node), str(node.value + 1)
 
 
-def copy_with(folder: pathlib.Path, mutation: Mutation | None = None) -> pathlib.Path:
-    """Copies the repository, with a bug or without, and returns the copy; it has no `.git`."""
+def copy_with(folder: pathlib.Path, *mutations: Mutation) -> pathlib.Path:
+    """Copies the repository, makes changes in the copy, and returns it; it has no `.git`."""
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
     if (ROOT / ".venv").exists():
         (copy / ".venv").symlink_to((ROOT / ".venv").resolve())
-    if mutation:
+    for mutation in mutations:
         path = copy / mutation.file
         text = path.read_text("utf-8")
         check(text.count(mutation.old) == 1, f"{mutation} does not fit the program")
