@@ -1,14 +1,24 @@
-"""The list of bugs of `make mutations` follows the program, and bugs can be drawn."""
+"""The lists of bugs of `make mutations` and `copies` follow the program; bugs can be drawn."""
+
+import re
+import shlex
 
 import pytest
 
-from campaigns import mutations
+from campaigns import copies, mutations
 from conftest import ROOT
+from in_process import parse_here
+from lockstep.answer.causes import DETAILS
 
 LISTED = mutations.listed()
+IN_COPIES = copies.listed()
 
 
-@pytest.mark.parametrize("mutation", [*LISTED, *mutations.drawn(20, seed=1)], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "mutation",
+    [*LISTED, copies.NARROW, *(bug.mutation for bug in IN_COPIES), *mutations.drawn(20, seed=1)],
+    ids=lambda m: m.name,
+)
 def test_each_bug_can_be_made_in_one_place(mutation):
     source = (ROOT / mutation.file).read_text("utf-8")
     assert source.count(mutation.old) == 1
@@ -24,3 +34,11 @@ def test_every_package_of_the_program_has_one():
     } - {"doctor"}  # It changes nothing.
     named = {each.file.removeprefix("app/").split("/")[0] for each in LISTED}
     assert len(LISTED) >= 80 and named == packages
+
+
+def test_each_bug_in_a_copy_has_words_and_flags():
+    assert len(IN_COPIES) >= 45 and len({bug.mutation.name for bug in IN_COPIES}) == len(IN_COPIES)
+    for bug in IN_COPIES:
+        named = {word for word in bug.words if re.fullmatch("[a-z_0-9]+", word)}
+        assert bug.words and named <= set(DETAILS), bug
+        parse_here("verify", *shlex.split(bug.flags))

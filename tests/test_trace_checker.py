@@ -3,15 +3,33 @@
 Each training is recorded once; most faults are made in the arrays of the recording.
 """
 
+import functools
+
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import verification_samples
+from app.data.input_pipeline import train_dataset
 from app.options.fault import FAULTS
-from app.training.optimizers import ScaledSGD
+from app.training.optimizers import FusedSGD, ScaledSGD
 from conftest import CPUS
 from lockstep.data.trace import STATE, WEIGHT
 from strategies import model_parallel
-from verification_samples import NUM_STEPS, SPLITS, norm, plain, record, recorded, residual, sgd
+from strategies.stages import Passes
+from strategies.tf_private import learning_rate_schedule
+from verification_samples import (
+    GLOBAL_BATCH_SIZE,
+    NUM_STEPS,
+    SPLITS,
+    norm,
+    plain,
+    record,
+    recorded,
+    residual,
+    sgd,
+)
 
 slow = pytest.mark.slow
 
@@ -79,6 +97,34 @@ def overflowing():
 def test_other_precisions_are_clean(split, precision, optimizer):
     verdict = record(split, norm, precision=precision, optimizer=optimizer).check()
     assert verdict.status == "clean", str(verdict)
+
+
+def test_the_reference_of_skipped_steps_is_not_the_optimizer_itself(monkeypatch):
+    """The update without weight decay, with a loss scale that does not overflow."""
+
+    def decaying():
+        return ScaledSGD(0.1, momentum=0.9, weight_decay=1e-3, initial_scale=2.0**10)
+
+    monkeypatch.setattr(ScaledSGD, "update_step", FusedSGD.update_step)
+    verdict = record("manual", norm, precision="mixed_float16", optimizer=decaying).check()
+    assert causes(verdict) == {("update", "other_weight_decay")}, str(verdict)
+
+
+def test_a_schedule_that_is_a_step_ahead_is_not_an_update_that_is_made_twice(monkeypatch):
+    """The first step of a warm-up, whose learning rate is 0, is then that of the second one."""
+
+    def warming():
+        schedule = keras.optimizers.schedules.CosineDecay(0.0, 5, warmup_target=0.1, warmup_steps=3)
+        return FusedSGD(schedule, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+    inner = FusedSGD.update_step
+
+    def update_step(self, gradient, variable, learning_rate):
+        inner(self, gradient, variable, learning_rate_schedule(self)(self.iterations + 1))
+
+    monkeypatch.setattr(FusedSGD, "update_step", update_step)
+    verdict = record("single", plain, optimizer=warming).check()
+    assert causes(verdict) == {("update", "other_learning_rate")}, str(verdict)
 
 
 def test_rounding_is_right_and_more_is_not():
@@ -190,6 +236,22 @@ def test_gradients_that_are_not_summed_over_the_replicas_are_named(
     assert set(finding.items) == {"replica 0", "replica 1"} and len(finding.tensors) == tensors
 
 
+def test_activations_that_stages_send_in_bfloat16_are_named(monkeypatch):
+    forward, backward = Passes.forward, Passes.backward
+
+    def sent(x):
+        return tf.cast(tf.cast(x, tf.bfloat16), x.dtype) if x.dtype.is_floating else x
+
+    def backward_of_sent(self, k, m, dy, loss_scale):
+        return backward(self, k, m, sent(dy) if k == 0 else dy, loss_scale)
+
+    monkeypatch.setattr(Passes, "forward", lambda self, k, m, x: forward(self, k, m, sent(x)))
+    monkeypatch.setattr(Passes, "backward", backward_of_sent)
+    verdict = record("pipeline", plain).check(1)
+    assert causes(verdict) == {("forward", "reduced_precision")}, str(verdict)
+    assert "with the outputs of" in verdict.faults[0].text
+
+
 def test_every_fault_to_inject_is_tested():
     assert {fault.partition(":")[0] for fault, *_ in INJECTED} | {"slow_replica"} == set(FAULTS)
 
@@ -238,6 +300,40 @@ def other_start(kind):
     return edit
 
 
+def not_cleared(trace):
+    for copy in trace.copies:
+        pairs = zip(trace.arrays(0, "sums", copy), trace.arrays(1, "sums", copy), strict=True)
+        trace.put(1, "sums", copy, [before + own for before, own in pairs])
+
+
+def repeated(trace):
+    trace.put(1, "raw", 1, trace.arrays(1, "raw", 0))
+
+
+def unpacked(order, shift):
+    """Returns an edit of sums that are put into a bucket, moved and taken out in an order."""
+
+    def edit(trace):
+        for copy in trace.copies:
+            sums = trace.arrays(1, "sums", copy)
+            bucket = np.roll(np.concatenate([np.ravel(a) for a in sums]), shift)
+            ends = np.cumsum([a.size for a in sums[::order]])[:-1]
+            pairs = zip(np.split(bucket, ends), sums[::order], strict=True)
+            trace.put(1, "sums", copy, [part.reshape(a.shape) for part, a in pairs][::order])
+
+    return edit
+
+
+def clipped(trace):
+    for shard in trace.shards:
+        raw = trace.arrays(1, "raw", shard)
+        trace.put(1, "raw", shard, [a * np.float32(1e-3 / norm_of(raw)) for a in raw])
+
+
+def norm_of(arrays):
+    return np.sqrt(sum(np.sum(np.square(a)) for a in arrays))
+
+
 def exchanged(trace):
     first, second = (trace.arrays(1, "y_pred", shard) for shard in trace.shards)
     trace.put(1, "y_pred", 0, [first[0][::-1]])
@@ -256,6 +352,11 @@ def exchanged(trace):
         (times(1.001, 1, "raw", 1), ("gradients", "scaled_gradient")),
         (times(0, 1, "raw", 1, only=0), ("gradients", "frozen")),
         (stale, ("gradients", "stale_gradient")),
+        (repeated, ("gradients", "repeated_gradient")),
+        (clipped, ("gradients", "clipped_before_the_sum")),
+        (not_cleared, ("all-reduce", "stale_gradient")),
+        (unpacked(-1, 0), ("all-reduce", "swapped_parts")),
+        (unpacked(1, 1), ("all-reduce", "swapped_parts")),
         (times(2, 1, "sums", 1), ("all-reduce", "scaled_gradient")),
         (with_nan, ("all-reduce", "not_finite")),
         (lambda trace: change(trace, 1, "sums", 1, lambda a: np.nextafter(a, 2 * a)),
@@ -282,6 +383,24 @@ def test_a_factor_of_one_devices_channels_is_named():
     first = verdict.faults[0]
     assert (first.stage, first.detail) == ("gradients", "scaled_gradient"), str(verdict)
     assert "the channels of device 1 of 3 are 2 times as large" in first.text
+def test_a_loss_of_the_targets_of_another_micro_batch_is_named():
+    def edit(trace):
+        (logits,), (_, labels) = trace.arrays(1, "y_pred", 0), trace.arrays(1, "data", 1)
+        of_targets = np.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+        loss = np.sum(np.log(np.sum(np.exp(logits), axis=1)) - of_targets) / GLOBAL_BATCH_SIZE
+        trace.put(1, "loss", 0, [np.float32(loss), np.float32(0)])
+
+    first = recorded("pipeline", norm).edited(edit).check(2).faults[0]
+    assert (first.stage, first.detail) == ("loss", "other_targets")
+    assert first.text == "the loss is that of the targets of micro-batch 1"
+
+
+def test_a_full_batch_in_place_of_the_short_last_one_is_named(monkeypatch):
+    dropped = functools.partial(train_dataset, last_batch="drop")
+    monkeypatch.setattr(verification_samples, "train_dataset", dropped)
+    first = record("manual", plain).check().faults[0]
+    assert (first.stage, first.detail, first.steps) == ("examples", "last_batch_dropped", (2,))
+    assert first.text.endswith("of 10 examples here, the training a batch of 15")
 
 
 def test_what_follows_from_a_fault_is_not_a_fault():

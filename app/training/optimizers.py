@@ -70,6 +70,7 @@ class ScaledSGD(FusedSGD):
         **options: of `keras.optimizers.SGD`.
 
     Attributes:
+        decay, initial_scale, growth_steps: see above; `decay` is the weight decay.
         loss_scale: factor of the loss in the next step, after `build`.
         finite_steps: steps since the last change of the scale, after `build`.
 
@@ -86,14 +87,14 @@ class ScaledSGD(FusedSGD):
         **options: Any,
     ):
         super().__init__(learning_rate, **options)  # Keras would decay weights in skipped steps.
-        self._decay, self._initial_scale = weight_decay, initial_scale
-        self._growth_steps = growth_steps
+        self.decay, self.initial_scale = weight_decay, initial_scale
+        self.growth_steps = growth_steps
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Creates the optimizer's variables."""
         super().build(variables)
         options: dict[str, Any] = {"shape": (), "aggregation": "only_first_replica"}
-        scale = keras.initializers.Constant(self._initial_scale)
+        scale = keras.initializers.Constant(self.initial_scale)
         self.loss_scale = self.add_variable(
             initializer=scale, dtype="float32", name="loss_scale", **options
         )
@@ -114,7 +115,7 @@ class ScaledSGD(FusedSGD):
         super().apply(replaced_by_nan(grads, are_right), trainable_variables)
         scale = tf.convert_to_tensor(self.loss_scale.value)
         count = tf.where(are_right, tf.convert_to_tensor(self.finite_steps.value) + 1, 0)
-        grows = count >= self._growth_steps
+        grows = count >= self.growth_steps
         factor = tf.where(are_right, tf.where(grows, 2.0, 1.0), 0.5)
         self.loss_scale.assign(tf.maximum(scale * factor, 1.0))
         self.finite_steps.assign(tf.where(grows, tf.zeros_like(count), count))
@@ -130,8 +131,8 @@ class ScaledSGD(FusedSGD):
         if self.momentum:
             changed.append(self.momentums[optimizer_variable_index(self, variable)].value)
         before = [tf.identity(each) for each in changed]
-        if self._decay:
-            rate = tf.cast(self._decay, gradient.dtype) * tf.cast(learning_rate, gradient.dtype)
+        if self.decay:
+            rate = tf.cast(self.decay, gradient.dtype) * tf.cast(learning_rate, gradient.dtype)
             changed[0].assign_sub(changed[0] * rate)
         super().update_step(gradient, variable, learning_rate)
         is_right = are_finite([gradient])

@@ -14,16 +14,52 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from app.training.optimizers import FusedSGD
+from app.training.optimizers import FusedSGD, ScaledSGD
 from app.training.training_spec import TrainingSpec
 from lockstep.data.trace import Trace
 from lockstep.numeric.arrays import EPS, Named, are_finite, rows_of
 from lockstep.oracles import Ask, Computed
 from lockstep.oracles.keras import KerasOracle, OneDevice, in_dtype, in_float64, to_numpy
 from lockstep.recorders.common import Hooks
-from strategies.tf_private import flatten_layers
+from strategies.tf_private import flatten_layers, learning_rate_schedule
 
 _LOSS_SCALE = "optimizer/loss_scale"  # The optimizer's variable, with gradients in float16.
+
+
+class SkippingSGD(keras.optimizers.SGD):
+    """Keras' SGD with the loss scale of `ScaledSGD`, which it computes by itself; runs eagerly.
+
+    Args:
+        optimizer: has the settings, and is not changed.
+    """
+
+    def __init__(self, optimizer: ScaledSGD):
+        rate = learning_rate_schedule(optimizer) or float(optimizer.learning_rate)
+        super().__init__(rate, optimizer.momentum, optimizer.nesterov, weight_decay=optimizer.decay)
+        self._scale, self._growth_steps = optimizer.initial_scale, optimizer.growth_steps
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Creates the variables of `ScaledSGD`, in the same order."""
+        super().build(variables)
+        initial = keras.initializers.Constant(self._scale)
+        self.loss_scale = self.add_variable((), initial, dtype="float32", name="loss_scale")
+        self.finite_steps = self.add_variable((), dtype="int64", name="finite_steps")
+
+    def apply(
+        self,
+        grads: Sequence[tf.Tensor],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> None:
+        """Updates the weights if all gradients are finite, then the scale."""
+        scale, count = float(self.loss_scale), int(self.finite_steps) + 1
+        if are_finite([np.asarray(gradient) for gradient in grads]):
+            super().apply(grads, trainable_variables)
+            factor = 2.0 if count >= self._growth_steps else 1.0
+        else:
+            self.iterations.assign_add(1)
+            factor, count = 0.5, 0
+        self.loss_scale.assign(max(scale * factor, 1.0))
+        self.finite_steps.assign(0 if factor > 1 else count)
 
 
 class StrategyOracle(KerasOracle):
@@ -52,7 +88,10 @@ class StrategyOracle(KerasOracle):
             if self._synchronizes and isinstance(layer, keras.layers.BatchNormalization):
                 layer.synchronized = True  # Its variance is then rounded as over devices.
         optimizer = self._spec.create_optimizer()
-        if type(optimizer) is FusedSGD:  # The reference makes its updates with Keras' own code.
+        # The reference makes its updates with Keras' own code.
+        if isinstance(optimizer, ScaledSGD):
+            optimizer = SkippingSGD(optimizer)
+        elif type(optimizer) is FusedSGD:
             optimizer = keras.optimizers.SGD.from_config(optimizer.get_config())
         model.compile(optimizer=optimizer, loss=self._mean_loss, auto_scale_loss=False)
         return model

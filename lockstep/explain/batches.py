@@ -109,20 +109,25 @@ def inputs_of(context: Context) -> _Inputs:
     return rows if all(inputs) else []
 
 
-def why_size(sizes: tuple[int, int], usual: tuple[int, int]) -> Why | None:
+def why_size(
+    sizes: tuple[int, int],
+    usual: tuple[int, int],
+    names: tuple[str, str] = ("first recording", "second recording"),
+) -> Why | None:
     """Explains different examples by a smaller last batch that one recording has.
 
     Args:
         sizes: numbers of examples of a step in both recordings.
         usual: the same of the first step.
+        names: what has these examples.
     """
     is_last = [size < whole for size, whole in zip(sizes, usual, strict=True)]
     if is_last[0] == is_last[1]:
         return None
-    names = ("first", "second") if is_last[0] else ("second", "first")
+    short, full = names if is_last[0] else names[::-1]
     return "last_batch_dropped", (
-        f"the {names[0]} recording has a last batch of {min(sizes)} examples here, the {names[1]}"
-        f" one a batch of {max(sizes)}"
+        f"the {short} has a last batch of {min(sizes)} examples here, the {full} a batch of"
+        f" {max(sizes)}"
     )
 
 

@@ -11,8 +11,10 @@ from lockstep.explain.raw_rows import Raw
 from lockstep.explain.rows import Meaning, Row, computed
 from lockstep.explain.solve import solve
 from lockstep.explain.states import other_steps
-from lockstep.numeric.arrays import Named, dense
+from lockstep.numeric.arrays import Named, dense, total_norm
 from lockstep.oracles import Batch
+
+_CLOSE = 1e-4  # Relative; of norms that are clipped to one number.
 
 
 def rows_of_shard(context: Context, shard: int) -> Iterator[Row]:
@@ -26,7 +28,16 @@ def rows_of_shard(context: Context, shard: int) -> Iterator[Row]:
     for other in context.shards:
         if other != shard:
             text = f"the gradients are those that {context.trace.name_of('raw', other)} sends"
-            yield Row("same_examples", text, [(1.0, raw[other])])
+            # With predictions of its own examples, only its gradients can be those of another one.
+            is_own = context.has("y_pred") and not context.is_wrong("forward")
+            detail = "repeated_gradient" if is_own else "same_examples"
+            yield Row(detail, text, [(1.0, raw[other])])
+    norms, right = [total_norm(own) for own in raw], context.gradients(shard)
+    is_one_norm = len(norms) > 1 and np.ptp(norms) < _CLOSE * max(norms)
+    if is_one_norm and norms[shard] < total_norm(right):
+        text = f"each shard clips its own gradient to norm {norms[0]:.4g}, not their sum"
+        factor = norms[shard] / total_norm(right)
+        yield Row("clipped_before_the_sum", text, [(factor, right)])
     for name, value in state.items():
         if name.endswith("loss_scale") and value.ndim == 0 and value != 1:
             text = f"the gradients are multiplied by the loss scale, {float(value):g}"
@@ -35,8 +46,8 @@ def rows_of_shard(context: Context, shard: int) -> Iterator[Row]:
         cause = "regulariser_repeated" if factor else "regulariser_missing"
         text = f"those of a loss that contains regularisation {factor} times"
         yield variant(cause, text, scales=(ask.scales[0], ask.scales[1] * factor))
-    for moved in shifted_targets(context, ask.data):
-        yield variant("labels_shifted", "those for targets shifted by one example", data=moved)
+    for detail, targets, moved in other_targets(context, shard):
+        yield variant(detail, f"those for {targets}", data=moved)
     for cause, text, predict in context.oracle.backward_faults(ask):
         yield computed(cause, f"the gradients are {text}", predict)
     for cause, text, changes in other_steps(context, shard):
@@ -108,8 +119,16 @@ def _weights_of_shards(context: Context) -> list[float]:
     return [number / sum(sums) for number in sums] if sum(sums) else []
 
 
-def shifted_targets(context: Context, data: Batch) -> Iterator[Batch]:
-    """Yields examples with their targets shifted by one example, in both directions."""
+def other_targets(context: Context, shard: int) -> Iterator[tuple[str, str, Batch]]:
+    """Yields cause, targets in words, and the examples of a shard with these targets."""
+    data = context.actual[shard].data
     num_inputs, _ = context.oracle.targets(data)
+    inputs, own = data[:num_inputs], data[num_inputs:]
+    text = "targets shifted by one example relative to the inputs"
     for shift in (1, -1):
-        yield data[:num_inputs] + [np.roll(array, shift, axis=0) for array in data[num_inputs:]]
+        yield "labels_shifted", text, inputs + [np.roll(array, shift, axis=0) for array in own]
+    for other in context.shards:
+        targets = context.data[other][num_inputs:]
+        if other != shard and [a.shape for a in targets] == [a.shape for a in own]:
+            text = f"the targets of {context.trace.name_of('data', other)}"
+            yield "other_targets", text, inputs + targets

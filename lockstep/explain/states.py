@@ -31,6 +31,11 @@ def other_steps(context: Context, shard: int) -> Iterator[OtherStep]:
         examples = {"data": context.data[number], "starts": context.actual[number].starts}
         yield "same_examples", text, examples
     yield from _of_previous_step(context, shard, state)
+    layer_names = context.oracle.layer_names
+    for number, name in enumerate(layer_names) if len(layer_names) <= _MOST_LAYERS else ():
+        for dtype in SHORT:
+            text = f"those with the outputs of {name} rounded to {dtype}"
+            yield "reduced_precision", text, {"short": ((number, dtype),)}
     groups, single = _groups(context, state), _single(context)
     for first, second in itertools.combinations(range(len(context.trace.about.parts)), 2):
         for where, names in (groups | single).items():

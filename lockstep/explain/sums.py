@@ -15,6 +15,7 @@ from lockstep.explain.tensors import (
     BITS,
     SHORT,
     levels_of,
+    moved_in_bucket,
     moved_parts,
     to_levels,
     to_signs,
@@ -92,8 +93,9 @@ def _rows(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row]:
     yield from _rows_of_scales(sums, copy)
     yield from _rows_of_axes(sums, copy, wrong)
     yield from _rows_of_shards(sums, copy, wrong)
-    yield from _rows_of_previous(sums)
+    yield from _rows_of_previous(sums, copy)
     yield from _rows_of_dtypes(sums, wrong)
+    yield from _rows_of_buckets(sums, copy)
     yield from _rows_of_copies(sums, copy, wrong)
 
 
@@ -165,8 +167,14 @@ def _rows_of_replicas(sums: Sums) -> Iterator[Row]:
                 yield Row("lost_replica", text, sums.of(sums.factors * kept * times), shards)
 
 
-def _rows_of_previous(sums: Sums) -> Iterator[Row]:
-    """Yields sums of what was sent in the previous step."""
+def _rows_of_previous(sums: Sums, copy: int) -> Iterator[Row]:
+    """Yields sums of what was sent in the previous step, or added to what that step received."""
+    before = sums.context.previous
+    if before and before.has("sums"):
+        text = "the gradients of the previous step are not cleared, and those of this one are added"
+        yield Row(
+            "stale_gradient", text, [*sums.of(sums.factors), (1.0, before.named("sums")[copy])]
+        )
     old, factors = sums.previous, [*map(float, sums.factors)]
     if not old or any(name not in own for own in old for name in sums.kinds):
         return
@@ -234,6 +242,14 @@ def _rows_of_axes(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row]:
         for text, value in moved_parts(context, right[name]):
             moved.setdefault(text, {})[name] = value
     for text, values in moved.items():
+        yield Row("swapped_parts", text, [(1.0, values)], bound=bound)
+
+
+def _rows_of_buckets(sums: Sums, copy: int) -> Iterator[Row]:
+    """Yields the right sums in one bucket, taken out of it in another order or place."""
+    got = {name: dense(array) for name, array in sums.received[copy].items()}
+    bound = _Wide(sums, of_largest=True)
+    for text, values in moved_in_bucket({n: dense(sums.right(n)) for n in got}, got):
         yield Row("swapped_parts", text, [(1.0, values)], bound=bound)
 
 

@@ -1,6 +1,7 @@
 """Explains one wrong tensor, and describes its parts on the devices and in lower precision."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,26 @@ def moved_parts(context: Context, array: np.ndarray) -> Iterator[tuple[str, np.n
             moved = [np.resize(ranges[(d + shift) % num], ranges[d].size) for d in range(num)]
             text = f"each device's elements are those of the device {shift} further on"
             yield text, np.concatenate(moved).reshape(array.shape)
+
+
+def moved_in_bucket(
+    right: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Yields arrays of one flat bucket, taken out of it in another order or place, in words."""
+    if len(right) < 2 or any(np.shape(got[name]) != array.shape for name, array in right.items()):
+        return
+    for packed, unpacked in itertools.product([[*right], [*right][::-1]], repeat=2):
+        bucket = np.concatenate([right[name].ravel() for name in packed])
+        taken = np.concatenate([got[name].ravel() for name in unpacked])
+        # Where the largest element is tells how far the bucket has moved.
+        shift = int(np.argmax(np.abs(taken)) - np.argmax(np.abs(bucket)))
+        text = "gradients are taken out of a bucket in another order than they were put into it"
+        if packed == unpacked:
+            text = f"the gradients of a bucket are moved by {abs(shift)} elements"
+        parts = np.split(np.roll(bucket, shift), np.cumsum([right[n].size for n in unpacked])[:-1])
+        values = {n: p.reshape(right[n].shape) for n, p in zip(unpacked, parts, strict=True)}
+        if packed != unpacked or shift:
+            yield text, values
 
 
 def to_bfloat16(array: np.ndarray) -> np.ndarray:

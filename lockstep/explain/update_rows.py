@@ -101,6 +101,10 @@ def update_rows(
         text = f"the weights are rounded to {name} after the update"
         short = {n: rounded(expected[n]) for n in update.applied}
         yield update.leaves("reduced_precision", text, short)
+    ahead = {name: update.before[name] + 1 for name in counters}
+    for more in ({}, {"weight_decay": 0.0}) if is_counted_once else ():  # One that is not ahead.
+        text = "the learning rate is that of the next step"
+        yield update.row("other_learning_rate", text, state=ahead, **more)
     far = [(update.variant(rate=2.0, decays=decays), decays) for decays in (True, False)]
     yield from _of_solved_numbers(update, far, wrong)
     if is_counted_once:  # Without momentum, it is the update with another learning rate.
@@ -324,6 +328,16 @@ def _of_solved_settings(update: _Update) -> Iterator[Row]:
         if np.isfinite(more) and (decay := usual + more) > 0:
             text = f"the change is that of a weight decay of {decay:.4g}"
             yield update.row("other_weight_decay", text, weight_decay=decay)
+    weights = [name for name in update.wrong if kinds[name] == WEIGHT and name in update.before]
+    if not rules and len(weights) == len(update.wrong):
+        before, expected = (
+            {n: dense(s[n]) for n in weights} for s in (update.before, update.expected)
+        )
+        share = update.factor(weights, {n: expected[n] + before[n] for n in weights})
+        if np.isfinite(share):
+            text = f"each weight also changes by {share:.4g} times itself"
+            moved = {n: expected[n] + share * before[n] for n in weights}
+            yield update.leaves("other_weight_decay", text, moved)
     if usual := updater.momentum if updater else 0.0:
         names = [name for name in update.wrong if kinds[name] == STATE] or [*update.wrong]
         more = update.factor(names, update.variant(momentum=2 * usual))

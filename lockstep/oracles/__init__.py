@@ -21,6 +21,7 @@ class Ask(NamedTuple):
         starts: start of the backward pass by each prediction, in place of the gradient of the loss.
         replica: number of the replica that the code sees.
         off: indices of the layers to compute in inference mode.
+        short: indices of the layers whose outputs are rounded, and the dtype, such as bfloat16.
         parts: the steps of the shards that make up `data`: layers that do not synchronise use
             their seeds, statistics and replica numbers.
     """
@@ -31,6 +32,7 @@ class Ask(NamedTuple):
     starts: list[np.ndarray] | None = None
     replica: int = 0
     off: tuple[int, ...] = ()
+    short: tuple[tuple[int, str], ...] = ()
     parts: "tuple[Ask, ...]" = ()
 
 

@@ -1,6 +1,7 @@
 """Computes steps of a Keras model on one device, without a strategy."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -126,6 +127,8 @@ class OneDevice:
         off = in_inference_mode([self.layers[index] for index in ask.off])
         changed: list[Named] = []
         with off, Hooks() as hooks, self._precision(), as_replica(ask.replica):
+            for index, dtype in ask.short:
+                hooks.hook(self.layers[index], "call", functools.partial(_in_short, dtype))
             if ask.parts:
                 changed = hooks.enter_context(by_shard(self.model, self.variables, ask.parts))
             hooks.hook(self.model, "compute_loss", compute_loss)
@@ -360,6 +363,15 @@ class KerasOracle(Oracle):
                 hooks.hook(optimizer, name, lambda inner, g, v, own: inner(g, v, rate * own))
             optimizer.apply(list(map(to_tf, sums.values())), one.weights_of(list(sums)))
         return one.read()
+
+
+def _in_short(dtype: str, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls a layer and rounds its outputs; their gradients are rounded on the way back."""
+
+    def rounded(output: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tf.cast(output, dtype), output.dtype) if is_float(output) else output
+
+    return keras.tree.map_structure(rounded, inner(*args, **kwargs))
 
 
 def _seeds_drawn(trace: Trace) -> set[str]:

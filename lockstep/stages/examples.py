@@ -101,6 +101,11 @@ def _against_batch(context: Context, batch: Batch) -> Iterator[Finding]:
         return
     wrong = [s for s in context.shards if shards[s] - asked]
     why = why_rows(asked, given, context.sizes, context.oracle.known_examples())
+    if extra.keys() - asked.keys():
+        of_first = [context.trace.arrays(0, "data", shard) or [] for shard in context.shards]
+        usual = sum(rows_of(data).total() for data in of_first)
+        names = "data set", "training"
+        why = why_size((asked.total(), given.total()), (usual, usual), names) or why
     yield context.found("examples", *why, items=wrong)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Actual, Context
-from lockstep.explain.oracle_rows import shifted_targets
+from lockstep.explain.oracle_rows import other_targets
 from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, are_finite, dense, factor_of, joined
 
 
@@ -33,7 +33,7 @@ def _check_losses(context: Context) -> Iterator[Finding | Actual]:
     """Checks the losses that the shards compute from their own predictions."""
     losses = recorded_losses(context)
     if not losses.are_right and context.has("y_pred", "mask"):
-        found = [x for shard in losses.odd for x in _shifted_targets_of(context, shard, losses)]
+        found = [x for shard in losses.odd for x in _other_targets_of(context, shard, losses)]
         yield from found
         context = context.knowing(found)
         losses = recorded_losses(context)
@@ -79,17 +79,14 @@ def _check_losses(context: Context) -> Iterator[Finding | Actual]:
         )  # fmt: skip
 
 
-def _shifted_targets_of(
-    context: Context, shard: int, losses: "Losses"
-) -> Iterator[Finding | Actual]:
+def _other_targets_of(context: Context, shard: int, losses: "Losses") -> Iterator[Finding | Actual]:
     """Checks whether a shard's loss is that of targets of other inputs."""
     y_pred, masks = context.arrays("y_pred")[shard], context.arrays("mask")[shard]
-    for moved in shifted_targets(context, context.data[shard]):
+    for detail, targets, moved in other_targets(context, shard):
         loss = context.oracle.loss(context.state(shard), moved, y_pred, masks)
         if losses.is_share(shard, loss):
             yield Actual(shard, {"data": moved})
-            text = "the loss is that of targets shifted by one example relative to the inputs"
-            yield context.found("loss", "labels_shifted", text, items=(shard,))
+            yield context.found("loss", detail, f"the loss is that of {targets}", items=(shard,))
             return
 
 

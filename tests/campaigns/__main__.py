@@ -26,6 +26,7 @@ CAMPAIGNS = {
     "network": (0, "a training with one network fault; needs root"),
     "fuzz": (20, "500 damaged inputs of each kind"),
     "mutations": (0, "a bug of mutations.toml; or so many drawn at random"),
+    "copies": (0, "a bug of strategy_bugs.toml in a copy of the program, and verify there"),
     "zoo": (0, "a reported bug of Keras programs, and its correction"),
     "scripts": (0, "a training script with a bug, or a right one, in PyTorch, JAX or Keras"),
     "layouts": (8, "a seed of small right trainings in 13 parallel layouts and two dtypes"),

@@ -88,13 +88,18 @@ def _changes(text: str) -> Iterator[tuple[int, int, str]]:
             yield *place(node), str(node.value + 1)
 
 
-def _copy(folder: pathlib.Path) -> pathlib.Path:
-    """Copies the repository and returns the copy; the environment is shared."""
+def copy_with(folder: pathlib.Path, *mutations: Mutation) -> pathlib.Path:
+    """Copies the repository, makes changes in the copy, and returns it; it has no `.git`."""
     copy = folder / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
     if (ROOT / ".venv").exists():
         (copy / ".venv").symlink_to((ROOT / ".venv").resolve())
+    for mutation in mutations:
+        path = copy / mutation.file
+        text = path.read_text("utf-8")
+        check(text.count(mutation.old) == 1, f"{mutation} does not fit the program")
+        path.write_text(text.replace(mutation.old, mutation.new), "utf-8")
     return copy
 
 
@@ -152,11 +157,7 @@ def run(
     mutations = drawn(cycles, seed) if cycles else listed()
     noticed = []
     for mutation in [each for each in mutations if each.name in (only or each.name)]:
-        copy = _copy(folder)
-        path = copy / mutation.file
-        text = path.read_text("utf-8")
-        check(text.count(mutation.old) == 1, f"{mutation} does not fit the program")
-        path.write_text(text.replace(mutation.old, mutation.new), "utf-8")
+        copy = copy_with(folder, mutation)
         names = next((n for p, n in first.items() if fnmatch.fnmatch(mutation.file, p)), [])
         found = (next((copy / "tests").rglob(f"test_{name}.py")) for name in names)
         tests = [str(path.relative_to(copy)) for path in found]
@@ -166,7 +167,7 @@ def run(
         old, new = (" ".join(each.split()) for each in (mutation.old, mutation.new))
         yield f"{mutation.name}: {mutation.file}: `{old}` → `{new}`: {noticed[-1] or 'NO TEST'}"
     tests = sorted({name for name in noticed if name})
-    broken = _run_tests(_copy(folder), "--maxfail=1000", *tests) if tests else []
+    broken = _run_tests(copy_with(folder), "--maxfail=1000", *tests) if tests else []
     check(not broken, f"{broken} fail without a mutation, too")
     counts["bugs"], counts["noticed"] = len(noticed), sum(map(bool, noticed))
     check(counts["noticed"] >= 0.95 * len(noticed), "too few bugs are noticed")
