@@ -239,6 +239,14 @@ IF_SEEN = {  # Detail → what the recorder saw → remedy, and an example as in
             " hooks of weights",
             ("", ""),
         ),
+        "mesh": (
+            "reduce the gradients over all axes of the mesh that split the examples, in the last"
+            " backward pass of each step",
+            (
+                'fully_shard(model, mesh=mesh["dp_shard"])',
+                'fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])',
+            ),
+        ),
         "no wrapper": (
             "all-reduce the gradients before the update, or wrap the model in"
             " DistributedDataParallel",
