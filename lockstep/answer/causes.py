@@ -56,8 +56,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     " computed, or accept that this is a different training",
     "other_loss": "compute the same loss in all trainings",
     "other_outputs": "compare the forward pass in both scripts: functions, masks and dtypes",
-    "other_backward": "compare the backward pass of the module in both scripts: hooks, custom"
-    " gradients, detached tensors, and sums over devices",
+    "other_backward": "compare the backward pass in both scripts: hooks, custom gradients, detached"
+    " tensors, and sums over devices",
     "other_targets": "use the same target for each example in all trainings",
     "label_smoothing": "use the same label smoothing on all replicas",
     "other_loss_reduction": "average the loss over the same axes in both scripts, and divide"
@@ -273,6 +273,10 @@ CODE = {  # Framework → detail → an example: a line to remove, and one to ad
     },
     "torch": {
         "not_all_reduced": ("output = ddp.module(x)", "output = ddp(x)"),
+        "forgotten_backward_sum": (
+            "dist.all_gather(parts, z)",
+            "parts = torch.distributed.nn.functional.all_gather(z)  # With its gradient.",
+        ),
         "reduced_over_other_axis": ("all_reduce(g)", "all_reduce(g, group=mesh['dp'].get_group())"),
         "same_examples": ("shuffle=True", "sampler=DistributedSampler(dataset)"),
         "other_examples_in_a_replica": ("sampler(world_size, rank)", "sampler(dp_size, dp_rank)"),
