@@ -40,7 +40,6 @@ DETAILS = {  # Detail → remedy, in any framework.
     " or record the first script with the larger batch",
     "sampler_padding": "accept the difference, or drop the last batch in both scripts",
     "labels_shifted": "shuffle and batch inputs and targets together, in one data set",
-    "row_of_two_parts": "let each part of a batch begin where the part before it ends",
     "other_normalisation": "scale the inputs in both scripts in the same way",
     "other_layout": "order the axes of the inputs in the same way in both scripts: NHWC or NCHW",
     "not_reshuffled": "reshuffle the data set in each epoch",
@@ -73,7 +72,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     "regularisation_in_the_loss": "apply weight decay in both scripts in the same place: the loss"
     " or the optimizer",
     # Gradients of a replica.
-    "scaled_gradient": "divide the loss by the global batch size exactly once",
+    "scaled_gradient": "divide the loss by the global batch size exactly once; where only some"
+    " gradients have the factor, look for code that multiplies them",
     "loss_scale_left": "divide the gradients by the loss scale before they are applied: in PyTorch,"
     " call scaler.step(optimizer)",
     "other_loss_scale": "use the same loss scale on all replicas while gradients are summed",
@@ -324,7 +324,6 @@ MERGED = {
         "same_examples": "same examples",
         "repeated_examples": "repeated examples",
         "lost_examples": "lost examples",
-        "row_of_two_parts": "row of two parts",
     },
     # In another order, each step and each replica has other examples.
     "other_examples": {"other_examples": "", "other_order": "other order"},

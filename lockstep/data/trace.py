@@ -170,8 +170,8 @@ class About:
             "beta_2", "rho", "epsilon" (numbers or null), "nesterov", "amsgrad" (booleans or null);
             "optimizer", its class, where there are several optimizers.
         layers: for each layer "name", "class" and "weights" (names), and where it has them
-            "epsilon", "momentum", "strides", "padding", "dilation", "groups", "rate" (of dropout)
-            and "synchronized" (BatchNorm).
+            "epsilon", "momentum", "strides", "padding", "dilation", "groups", "rate" (of
+            dropout), "scale_grad_by_freq" (of embeddings) and "synchronized" (BatchNorm).
         data_layout: "NHWC", "NCHW" or "".
         micro_batches: for each step, the forward passes whose gradients a replica accumulates;
             empty for 1.

@@ -12,7 +12,7 @@ from lockstep.numeric.arrays import (
     factor_of,
     is_far,
 )
-from lockstep.reference import StepPair
+from lockstep.reference import StepPair, common_steps
 
 
 def agree_in_value(pair: StepPair) -> bool:
@@ -25,6 +25,15 @@ def agree_in_value(pair: StepPair) -> bool:
         [losses_of(step) for step in (pair.first, pair.second)],
     )
     return any(abs(a - b) <= allowed * abs(a) for a, b in itertools.product(*losses))
+
+
+def agree_in_each_step(pair: StepPair) -> bool:
+    """Returns whether the losses of all steps agree that start from the same state."""
+    steps = [
+        StepPair(first, second, pair.matching, pair.tolerance)
+        for first, second in common_steps(pair.first.trace, pair.second.trace)
+    ]
+    return all(agree_in_value(each) for each in steps if each.starts_equally)
 
 
 def are_of_whole_batch(pair: StepPair) -> bool:

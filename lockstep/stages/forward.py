@@ -11,7 +11,7 @@ from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.context import Actual, Context
 from lockstep.data.trace import STATISTIC
 from lockstep.explain.axes import order_of_parts
-from lockstep.explain.loss_values import agree_in_value
+from lockstep.explain.loss_values import agree_in_each_step
 from lockstep.explain.pairing import Matched, Pairs, matched_examples
 from lockstep.explain.random_layers import is_random
 from lockstep.explain.states import other_steps
@@ -246,7 +246,7 @@ def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
             " gradients of the loss with respect to these are not"
         )
         cause = "other_loss"
-        if agree_in_value(pair):
+        if agree_in_each_step(pair):
             cause = "other_backward"
             text += (
                 ". The loss itself agrees: a part of its gradient is missing, as of tensors that"

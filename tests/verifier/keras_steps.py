@@ -114,7 +114,7 @@ FAULTS = [
      "update: schedule_stepped_too_often", ONE, "by 2"),
     ("adamw", (0,), updated(sums=lambda f, step: {n: 0.37 * g for n, g in step["sums", 1].items()}),
      "update: scaled_gradient", ONE, "by 0.37, to norm"),
-    ("plain", (0,), first_half_twice, "all-reduce: row_of_two_parts", ALL, "added twice"),
+    ("plain", (0,), first_half_twice, "all-reduce: repeated_gradient", ALL, "added twice"),
     ("normalised", (0,), statistics_of_the_whole_batch,
      "statistics: whole_batch_norm", ONE, "over the whole batch"),
     ("normalised", (0,), after(STATISTIC, lambda new, old: new + (new - old)),
