@@ -366,7 +366,7 @@ def _sum_of_some(sums: Sums, name: str, got: np.ndarray) -> tuple[str, str] | No
     flat, limit, num = got.ravel(), sums.bound(name, parts).ravel(), len(rows)
     total = rows.sum(axis=0)
     wrong = np.abs(total - flat) > limit
-    if num > _MOST_SUBSETS or np.count_nonzero(wrong) < 2:
+    if num > _MOST_SUBSETS or not wrong.any():
         return None
 
     def fit(terms: np.ndarray) -> np.ndarray:
@@ -381,8 +381,8 @@ def _sum_of_some(sums: Sums, name: str, got: np.ndarray) -> tuple[str, str] | No
     is_zero = not np.any(flat[wrong])
     if not is_zero and np.any([fit(row) for row in rows], axis=0).all():
         return "own_gradient_only", f"{shown} it is the gradient of one replica, not the sum"
-    twice = np.any([fit(total + row) for row in rows], axis=0).all()
-    if twice or (is_range and fit(2 * total).all()):
+    is_double = fit(2 * total).all()  # Also if the others have no part in it.
+    if is_range if is_double else np.any([fit(total + row) for row in rows], axis=0).all():
         return (
             "repeated_gradient",
             f"{shown} the gradient of a replica, or all of it, is added twice",

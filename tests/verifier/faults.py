@@ -288,7 +288,10 @@ FAULTS = {
     "flipped sums that nothing uses": ({}, {**flip("sums")}, ""),
     "flipped clipped": ({}, {**flip("clipped")},
         "clipping: unexplained; update: clipped_on_one_replica"),
-    "flipped after": ({}, {**flip("after")}, "update: changed_on_its_own"),
+    "flipped after": ({}, {**flip("after")}, "update: changed_on_its_own",
+        {"text": "1 of 36 elements differs from the update, and all other elements are right"}),
+    "flipped after, of three": ({}, {**flip("after", 1)}, "update: unexplained",
+        {"text": "1 of 3 elements differs from the update: too few to tell"}),
     "flipped before": ({}, {**flip("before")},
         "start: diverged_replicas; update: changed_on_its_own"),
 }  # fmt: skip

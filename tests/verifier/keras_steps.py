@@ -109,7 +109,7 @@ FAULTS = [
     ("momentum", (0,), after(WEIGHT, lambda new, old: noisy(new)),
      "update: unexplained", ONE, "different update"),
     ("momentum", (0,), after(WEIGHT, lambda new, old: one_more(new)),
-     "update: changed_on_its_own", ONE, "1 elements"),
+     "update: changed_on_its_own", ONE, "elements differs from the update"),
     ("adamw", (0,), lambda f: edit("after", 1, end=clock(f), change=lambda i: i + 1)(f),
      "update: schedule_stepped_too_often", ONE, "by 2"),
     ("adamw", (0,), updated(sums=lambda f, step: {n: 0.37 * g for n, g in step["sums", 1].items()}),
