@@ -34,6 +34,7 @@ from lockstep.stages.examples import (
     compare_examples,
     other_examples,
     repeated_batch,
+    with_data_axes,
 )
 from lockstep.stages.forward import compare_each_example
 from lockstep.stages.gradients import FACTORS, compare_gradients, divides_what_it_kept
@@ -173,6 +174,7 @@ def verify_against(
     Raises:
         ValueError: the recordings have no step or no weight in common.
     """
+    second = with_data_axes(first, second)
     matching = match_traces(first, second, names)
     result, compared = Result(), _Compared(other_examples(first, second))
     require_steps(second)

@@ -348,7 +348,9 @@ class Context(Step):
         """How the step's gradients were reduced, as a recorder of PyTorch saw it; "" if unknown."""
         about = self.trace.about
         passes = about.passes[self.position] if about.passes else ()
-        if not passes or self.trace.mesh:
+        if self.trace.mesh:
+            return "mesh" if about.framework == "torch" else ""
+        if not passes:
             return ""
         return "module" if "module" in passes else passes[-1] or "no wrapper"
 

@@ -315,6 +315,37 @@ def test_ranks_of_a_replica_with_different_examples_are_named():
     assert "rank 0 (tp 0), rank 1 (tp 1)" in found.faults[0].text
 
 
+@pytest.mark.parametrize(
+    ("is_reduced", "examples", "cause"),
+    [
+        (False, [0, 1], "not_all_reduced"),
+        (True, [0, 1], ""),
+        (False, [0, 0], "lost_examples"),
+    ],
+)
+def test_an_axis_of_whole_weights_may_split_the_examples(is_reduced, examples, cause):
+    x, weights, whole = one_device()
+    mesh, halves = Mesh({"replicate": 2, "shard": 1}, ("shard",)), [x[:2], x[2:]]
+    own = []
+    for rows in halves:
+        y = rows @ weights["w"]
+        error = y * weights["n"] / 2
+        own.append({"w": rows.T @ (error * weights["n"]), "n": (error * y).sum(0)})
+    gradients = {k: [g] * 2 if is_reduced else [each[k] for each in own] for k, g in whole.items()}
+    copies = {name: [array] * 2 for name, array in weights.items()}
+    one = recorded(
+        Mesh({"dp": 1}, ("dp",)), [x], *({k: [v] for k, v in d.items()} for d in (weights, whole)),
+        {},
+    )  # fmt: skip
+    two = recorded(mesh, [halves[i] for i in examples], copies, gradients, {})
+    one.name, two.name = "one.npz", "two.npz"
+    found = compare_traces([one, two], {})["two.npz"]
+    assert causes(found)[:1] == [*filter(None, [cause])]
+    assert found.ok != bool(cause)
+    if cause == "not_all_reduced":
+        assert "their mean over replicate is right" in found.faults[0].text
+
+
 def test_an_update_of_one_part_only_is_found():
     def other_part(images, own):
         own["w"] = [own["w"][0], 1.01 * own["w"][1]]

@@ -63,7 +63,7 @@ def details_used():
 
 
 def test_every_detail_has_a_cause_and_a_remedy():
-    assert len(DETAILS) == 116
+    assert len(DETAILS) == 115
     for framework, remedies in IN_FRAMEWORK.items():
         assert remedies.keys() <= DETAILS.keys()
         for detail, remedy in DETAILS.items():
@@ -73,7 +73,7 @@ def test_every_detail_has_a_cause_and_a_remedy():
         assert all(ast.parse(line) for lines in changes.values() for line in filter(None, lines))
         assert "+" in code_of(next(iter(changes)), framework) and not code_of("x", framework)
     assert {cause_of(detail) for detail in DETAILS} == {*CAUSES} and len(CAUSES) <= 65
-    assert len({words_of(detail) for detail in DETAILS}) == 116
+    assert len({words_of(detail) for detail in DETAILS}) == 115
     for cause, details in MERGED.items():
         assert len(details) > 1 and {*map(cause_of, details)} == {cause}
         # The cause alone says the detail only if that is its whole kind, or a new name of it.

@@ -40,7 +40,6 @@ DETAILS = {  # Detail → remedy, in any framework.
     " or record the first script with the larger batch",
     "sampler_padding": "accept the difference, or drop the last batch in both scripts",
     "labels_shifted": "shuffle and batch inputs and targets together, in one data set",
-    "row_of_two_parts": "let each part of a batch begin where the part before it ends",
     "other_normalisation": "scale the inputs in both scripts in the same way",
     "other_layout": "order the axes of the inputs in the same way in both scripts: NHWC or NCHW",
     "not_reshuffled": "reshuffle the data set in each epoch",
@@ -56,8 +55,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     " computed, or accept that this is a different training",
     "other_loss": "compute the same loss in all trainings",
     "other_outputs": "compare the forward pass in both scripts: functions, masks and dtypes",
-    "other_backward": "compare the backward pass of the module in both scripts: hooks, custom"
-    " gradients, detached tensors, and sums over devices",
+    "other_backward": "compare the backward pass in both scripts: hooks, custom gradients, detached"
+    " tensors, and sums over devices",
     "other_targets": "use the same target for each example in all trainings",
     "label_smoothing": "use the same label smoothing on all replicas",
     "other_loss_reduction": "average the loss over the same axes in both scripts, and divide"
@@ -73,7 +72,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     "regularisation_in_the_loss": "apply weight decay in both scripts in the same place: the loss"
     " or the optimizer",
     # Gradients of a replica.
-    "scaled_gradient": "divide the loss by the global batch size exactly once",
+    "scaled_gradient": "divide the loss by the global batch size exactly once; where only some"
+    " gradients have the factor, look for code that multiplies them",
     "loss_scale_left": "divide the gradients by the loss scale before they are applied: in PyTorch,"
     " call scaler.step(optimizer)",
     "other_loss_scale": "use the same loss scale on all replicas while gradients are summed",
@@ -239,6 +239,14 @@ IF_SEEN = {  # Detail → what the recorder saw → remedy, and an example as in
             " hooks of weights",
             ("", ""),
         ),
+        "mesh": (
+            "reduce the gradients over all axes of the mesh that split the examples, in the last"
+            " backward pass of each step",
+            (
+                'fully_shard(model, mesh=mesh["dp_shard"])',
+                'fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])',
+            ),
+        ),
         "no wrapper": (
             "all-reduce the gradients before the update, or wrap the model in"
             " DistributedDataParallel",
@@ -265,6 +273,10 @@ CODE = {  # Framework → detail → an example: a line to remove, and one to ad
     },
     "torch": {
         "not_all_reduced": ("output = ddp.module(x)", "output = ddp(x)"),
+        "forgotten_backward_sum": (
+            "dist.all_gather(parts, z)",
+            "parts = torch.distributed.nn.functional.all_gather(z)  # With its gradient.",
+        ),
         "reduced_over_other_axis": ("all_reduce(g)", "all_reduce(g, group=mesh['dp'].get_group())"),
         "same_examples": ("shuffle=True", "sampler=DistributedSampler(dataset)"),
         "other_examples_in_a_replica": ("sampler(world_size, rank)", "sampler(dp_size, dp_rank)"),
@@ -312,7 +324,6 @@ MERGED = {
         "same_examples": "same examples",
         "repeated_examples": "repeated examples",
         "lost_examples": "lost examples",
-        "row_of_two_parts": "row of two parts",
     },
     # In another order, each step and each replica has other examples.
     "other_examples": {"other_examples": "", "other_order": "other order"},

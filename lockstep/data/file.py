@@ -6,6 +6,7 @@ checked when it is opened, and an array is read, with its checksum, when it is a
 
 import collections
 import dataclasses
+import functools
 import glob
 import json
 import math
@@ -31,9 +32,9 @@ from lockstep.data.archive import (
     errors_of,
     require_finished,
 )
-from lockstep.data.layout import assemble
+from lockstep.data.layout import assemble, axes_of_copies
 from lockstep.data.layout_about import moves
-from lockstep.data.trace import OF_MODULES, STATE, About, Trace
+from lockstep.data.trace import OF_MODULES, STATE, About, Mesh, Trace
 from lockstep.numeric.arrays import Rows
 
 __all__ = ["TraceError", "Writer", "from_parts", "load", "save"]
@@ -111,7 +112,20 @@ def _load_on_mesh(files: Sequence["_File"], name: str) -> Trace:
     trace = Trace(_with_ends(whole.about, files), arrays, name)
     trace.of_replica, trace.views_of = whole.of_replica, whole.views
     trace.parts_of = whole.parts
+    trace.as_data = {
+        axis: functools.partial(_load_on_mesh, [_on_data_axis(file, axis) for file in files], name)
+        for axis in axes_of_copies([file.about for file in files])
+    }
     return trace
+
+
+def _on_data_axis(file: "_File", axis: str) -> "_File":
+    """Returns the file of a rank whose mesh has one more axis of data."""
+    mesh = Mesh(file.about.mesh, (*file.about.data_axes, axis))
+    about = dataclasses.replace(
+        file.about, data_axes=mesh.data_axes, num_replicas=mesh.num_replicas
+    )
+    return file._replace(about=about)
 
 
 def from_parts(about: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Trace:

@@ -19,6 +19,7 @@ from lockstep.data.about import Fault, shown
 from lockstep.data.layout_about import merged, moves, renamed
 from lockstep.data.trace import (
     OF_GRADIENTS,
+    WEIGHT,
     About,
     Mesh,
     is_of_copies,
@@ -244,6 +245,25 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
     for name in [n for n in found.arrays if (*n.split("/")[:2],) in left_out]:
         del found.arrays[name]
     return found
+
+
+def axes_of_copies(abouts: Sequence[About]) -> list[str]:
+    """Returns the axes of the model along which all ranks hold the same weights, none split."""
+    mesh = abouts[0].on_mesh
+    assert mesh is not None
+    split, weights = set[str](), dict[int, list[str]]()
+    for about in map(renamed, abouts):
+        kinds = {f"before/{index}": v.kind for index, v in enumerate(about.variables)}
+        for place, text in about.placements.items():
+            split |= placement_from(text, mesh).axes if kinds.get(place) == WEIGHT else set()
+        own = [v.name for v in about.variables if v.kind == WEIGHT]
+        weights |= dict.fromkeys(about.ranks, own)
+    return [
+        axis
+        for axis, size in mesh.model_axes.items()
+        if size > 1 and axis not in split
+        and all(weights[mesh.along(axis, rank)[0]] == weights[rank] for rank in weights)
+    ]  # fmt: skip
 
 
 _Place = tuple[str, str, str]  # Position, kind, INDEX and suffix.

@@ -39,7 +39,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -170,8 +170,8 @@ class About:
             "beta_2", "rho", "epsilon" (numbers or null), "nesterov", "amsgrad" (booleans or null);
             "optimizer", its class, where there are several optimizers.
         layers: for each layer "name", "class" and "weights" (names), and where it has them
-            "epsilon", "momentum", "strides", "padding", "dilation", "groups", "rate" (of dropout)
-            and "synchronized" (BatchNorm).
+            "epsilon", "momentum", "strides", "padding", "dilation", "groups", "rate" (of
+            dropout), "scale_grad_by_freq" (of embeddings) and "synchronized" (BatchNorm).
         data_layout: "NHWC", "NCHW" or "".
         micro_batches: for each step, the forward passes whose gradients a replica accumulates;
             empty for 1.
@@ -332,6 +332,8 @@ class Trace:
         numbers: the replicas' numbers in messages, of a trace without some; empty for all of them.
         views_of: name of an array of a shard → rank → its copy, as an object with `read()`.
         parts_of: name of a gradient on a rank → the part that it holds, in the same form.
+        as_data: axis of the model along which all ranks hold whole weights → reads the trace with
+            it as an axis of data.
     """
 
     def __init__(
@@ -349,6 +351,7 @@ class Trace:
         self.numbers: Sequence[int] = ()
         self.views_of: Mapping[str, Mapping[int, Any]] = {}
         self.parts_of: Mapping[str, Any] = {}
+        self.as_data: Mapping[str, Callable[[], Trace]] = {}
         self._stored = {} if stored is None else stored
         self._index: dict[tuple[int, str, int], set[str]] = {}  # → Names of its arrays.
         for key in self._stored:

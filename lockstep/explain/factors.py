@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from lockstep.context import Context
 from lockstep.explain.axes import sizes_of_axes
+from lockstep.explain.loss_values import are_of_whole_batch
 from lockstep.explain.rows import Meaning
 from lockstep.reference import StepPair
 
@@ -26,7 +27,9 @@ def meanings(
     """
     of_parts = [*_of_micro_batches(pair), *sizes_of_axes(pair)]
     of_replicas = [*_of_ended_replicas(pair), *_of_replicas(pair)]
-    known = of_replicas + of_parts if of_sum else _in_order(pair, of_parts, of_replicas)
+    known = of_replicas + of_parts
+    if not of_sum:
+        known = [*_of_whole_losses(pair), *_in_order(pair, of_parts, of_replicas)]
     known += _of_examples(pair)
     of_short = list(_of_short_batch(pair))
     known = of_short + known if of_short and _agree_at_first(pair) else known + of_short
@@ -51,6 +54,17 @@ def _in_order(pair: StepPair, of_parts: list[Known], of_replicas: list[Known]) -
     sums = [known for known in of_replicas if known not in means]
     counts = {step.trace.micro_batches(step.position, 0) for step, _ in pair.both}
     return [*means, *of_parts, *sums] if len(counts) == 1 else [*of_parts, *means, *sums]
+
+
+def _of_whole_losses(pair: StepPair) -> Iterator[Known]:
+    """Yields the factor of losses that each replica computes from the outputs of all of them."""
+    second, first = (step.trace.about.num_replicas for step, _ in pair.both)
+    if second > first and are_of_whole_batch(pair):
+        why = (
+            "the loss of each replica is that of the whole batch, and its gradient reaches only the"
+            f" replica's own part of what it is computed from; the mean divides it by {second}"
+        )
+        yield first / second, "forgotten_backward_sum", why
 
 
 def _of_replicas(pair: StepPair) -> Iterator[Known]:

@@ -16,13 +16,14 @@ _SAME_BATCH = 1e-4
 Layer = Mapping[str, Any]
 
 BOTH_SIDES, AT_THE_END = "on both sides", "more at the end"
-KINDS = ("batchnorm", "layernorm", "conv", "dropout")
+KINDS = ("batchnorm", "layernorm", "conv", "dropout", "embedding")
 SETTINGS = {  # Setting → its cause.
     "epsilon": "other_batch_norm_epsilon",
     "padding": "other_padding",
     "strides": "other_layer_settings",
     "dilation": "other_layer_settings",
     "rate": "other_layer_settings",
+    "scale_grad_by_freq": "other_layer_settings",
 }
 
 

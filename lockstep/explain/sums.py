@@ -5,6 +5,7 @@ comparison with a reference, whose gradient says with which factors the sum is r
 """
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -19,10 +20,12 @@ from lockstep.explain.tensors import (
     moved_parts,
     to_levels,
     to_signs,
+    why_part,
     why_tensor,
 )
 from lockstep.explain.terms import Sums
 from lockstep.numeric.arrays import (
+    EPS,
     NOTHING_BUT_ROUNDING,
     Named,
     are_finite,
@@ -363,6 +366,15 @@ def _why_one(sums: Sums, copy: int, name: str) -> tuple[str, str]:
     return _sum_of_some(sums, name, dense(got)) or why_tensor(got, right, 0.0, sums.num)
 
 
+def _why_part(sums: Sums, name: str, got: np.ndarray) -> tuple[str, str] | None:
+    """Explains a sum of which a few rows or columns are 0, or have a factor."""
+    right = dense(sums.right(name))
+    parts = [f * dense(own[name]) for f, own in zip(sums.factors, sums.sent, strict=True)]
+    limit = max(length(sums.bound(name, parts)), 64 * EPS * length(right))
+    found = why_part(got, right, limit)
+    return found if found and found[0] != "unexplained" else None
+
+
 def _sum_of_some(sums: Sums, name: str, got: np.ndarray) -> tuple[str, str] | None:
     """Explains a sum that is right in some elements and lacks or repeats a shard in the others."""
     parts = [f * dense(own[name]) for f, own in zip(sums.factors, sums.sent, strict=True)]
@@ -377,12 +389,18 @@ def _sum_of_some(sums: Sums, name: str, got: np.ndarray) -> tuple[str, str] | No
         return np.abs(terms - flat)[wrong] <= 2 * limit[wrong]
 
     where = np.flatnonzero(wrong)
+    # A part that is sent on its own, and not the rows or columns that a script changes.
+    is_range = len(where) == where[-1] - where[0] + 1 > math.prod(got.shape[1:])
+    if not is_range and (why := _why_part(sums, name, got)):
+        return why
     shown = f"in {np.mean(wrong):.0%} of the elements, numbers {where[0]} to {where[-1]},"
-    if np.any([fit(row) for row in rows], axis=0).all():
+    is_zero = not np.any(flat[wrong])
+    if not is_zero and np.any([fit(row) for row in rows], axis=0).all():
         return "own_gradient_only", f"{shown} it is the gradient of one replica, not the sum"
-    if fit(2 * total).all() or np.any([fit(total + row) for row in rows], axis=0).all():
+    is_double = fit(2 * total).all()  # Also if the others have no part in it.
+    if is_range if is_double else np.any([fit(total + row) for row in rows], axis=0).all():
         return (
-            "row_of_two_parts",
+            "repeated_gradient",
             f"{shown} the gradient of a replica, or all of it, is added twice",
         )
     found = np.zeros(len(where), bool)

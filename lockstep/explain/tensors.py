@@ -18,6 +18,7 @@ from lockstep.numeric.arrays import (
 )
 
 BITS = (8, 4)  # Of quantised gradients.
+_LISTED = 4
 _FEW = 4  # Numbers of which chance makes each a whole multiple, within rounding, in one of 10,000.
 
 
@@ -69,7 +70,67 @@ def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> t
             return "quantised", f"the gradient is rounded to whole multiples, in {bits} bits"
     if length(a - to_signs(e)) <= limit:
         return "quantised", "the gradient has the signs of the right one, and its mean size"
-    return "unexplained", unknown
+    return why_part(a, e, limit) or ("unexplained", unknown)
+
+
+def why_part(actual: Any, expected: Any, limit: float) -> tuple[str, str] | None:
+    """Explains an array of which only a few rows, columns or elements are wrong, or says which.
+
+    Args:
+        actual, expected: the arrays.
+        limit: Euclidean distance that rounding can cause.
+    """
+    a, e = dense(actual), dense(expected)
+    if a.shape != e.shape or not a.ndim or not np.isfinite(a).all():
+        return None
+    parts = [*_wrong_parts(np.square(a - e), limit)]
+    if not parts:
+        return None
+    shown, wrong = min(parts, key=lambda part: np.count_nonzero(part[1]))
+    own, right = a[wrong], e[wrong]
+    if not np.any(own):
+        return "frozen", f"the gradient is 0 in {shown}, and right elsewhere"
+    factor = factor_of([own], [right])
+    if np.count_nonzero(right) >= _FEW and length(own - factor * right) <= abs(factor) * limit:
+        times = f"{factor:.4g} times what it should be"
+        return "scaled_gradient", f"the gradient is {times} in {shown}, and right elsewhere"
+    return "unexplained", (
+        f"the gradient is wrong in {shown}, where the relative difference is"
+        f" {ratio(length(own - right), length(right)):.2g}, and right elsewhere"
+    )
+
+
+def _wrong_parts(squares: np.ndarray, limit: float) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields, in words, the rows, columns or elements without which an array is right; a mask.
+
+    Args:
+        squares: squares of the differences.
+        limit: Euclidean distance that rounding can cause.
+    """
+    axes = range(squares.ndim)
+    for what, kept in (("row", axes[:1]), ("column", axes[-1:]), ("element", axes)):
+        if squares.ndim < 2 and what != "element":
+            continue
+        sizes = np.sum(squares, axis=tuple(axis for axis in axes if axis not in kept))
+        order = np.argsort(sizes, axis=None)
+        number = sizes.size - np.count_nonzero(np.cumsum(sizes.ravel()[order]) <= limit**2)
+        if not 0 < number <= sizes.size / 2:
+            continue
+        wrong = np.zeros(sizes.size, bool)
+        wrong[order[sizes.size - number :]] = True
+        wrong = wrong.reshape([n if axis in kept else 1 for axis, n in enumerate(squares.shape)])
+        yield _named_parts(what, wrong), np.broadcast_to(wrong, squares.shape)
+
+
+def _named_parts(what: str, wrong: np.ndarray) -> str:
+    """Returns "row 3 of 20", or "2 of 20 rows (3, 7)"."""
+    number, long = np.count_nonzero(wrong), [axis for axis, n in enumerate(wrong.shape) if n > 1]
+    places = [tuple(int(place[axis]) for axis in long) for place in np.argwhere(wrong)]
+    listed = [str(place[0] if len(place) == 1 else place) for place in places[:_LISTED]]
+    if number == 1:
+        return f"{what} {listed[0]} of {wrong.size}"
+    more = ", …" if number > _LISTED else ""
+    return f"{number} of {wrong.size} {what}s ({', '.join(listed)}{more})"
 
 
 def levels_of(bits: int) -> tuple[int, ...]:

@@ -21,8 +21,14 @@ def differ_by_layers(pair: StepPair) -> bool:
     return bool(causes) and all(status != FAULT for *_, status in causes)
 
 
-def other_settings_of(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
-    """Returns what differs before the backward pass: in the loss, or in the layers."""
+def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> list[Finding]:
+    """Returns what differs before the backward pass: in the loss, or in the layers.
+
+    Args:
+        pair: the step.
+        wrong: names of the wrong gradients.
+        where: a sentence on the part that is wrong; "" if it is not known.
+    """
     earlier = [each for each in pair.findings if each.stage in ("forward", "loss")]
     known = [each for each in earlier if each.detail != "unexplained"]
     causes = [(each.detail, each.text, each.status) for each in known]
@@ -37,6 +43,8 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
     if not causes:
         num = len(pair.gradients.names)
         text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
+        if where:
+            text += f": {where}"
         if pair.has("data", "y_pred", "y_grad") and not earlier:
             text += (
                 "; outputs, and the gradients of the loss by them, agree: it is in another part of"

@@ -32,7 +32,8 @@ class Output:
         except BlockingIOError:
             raise ValueError(
                 f"{path}: another process writes this file; give each its own path, or record after"
-                " init_process_group, which gives each rank its file"
+                " init_process_group, which gives each rank its file, and with mesh= where"
+                " DDP reduces over some of the processes"
             ) from None
         except OSError as error:
             self._fail(error)

@@ -212,6 +212,19 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
     return {n: once[0] if once and why[0] == "other_order" else why for n, why in found.items()}
 
 
+def with_data_axes(first: Trace, second: Trace) -> Trace:
+    """Returns a trace whose axes of data are all those over which the script splits the batch.
+
+    Gradients may not be reduced over one of them, by which a recorder knows it: the ranks along it
+    then hold whole weights, and the examples of all of them are those of the first trace.
+    """
+    for read in second.as_data.values() if other_examples(first, second) else ():
+        other = with_data_axes(first, read())
+        if other_examples(first, other) == {}:
+            return other
+    return second
+
+
 def _counted(steps: Sequence[tuple[_Inputs, _Inputs]]) -> list[tuple[_Rows, _Rows]]:
     """Counts the rows of both recordings in each step, without padding if they differ in length.
 

@@ -11,6 +11,7 @@ from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.context import Actual, Context
 from lockstep.data.trace import STATISTIC
 from lockstep.explain.axes import order_of_parts
+from lockstep.explain.loss_values import agree_in_each_step
 from lockstep.explain.pairing import Matched, Pairs, matched_examples
 from lockstep.explain.random_layers import is_random
 from lockstep.explain.states import other_steps
@@ -244,7 +245,14 @@ def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
             f"the losses of {len(wrong)} examples differ: their outputs are equal, and the"
             " gradients of the loss with respect to these are not"
         )
-        yield _found(pair, "loss", wrong, "other_loss", text, distance=far)
+        cause = "other_loss"
+        if agree_in_each_step(pair):
+            cause = "other_backward"
+            text += (
+                ". The loss itself agrees: a part of its gradient is missing, as of tensors that"
+                " are detached, or gathered from other replicas without a gradient"
+            )
+        yield _found(pair, "loss", wrong, cause, text, distance=far)
     elif factors and max(factors) - min(factors) > limit * max(map(abs, factors)):
         # A mean over replicas divides what each of them sends.
         right = 1 / pair.second.share(0)

@@ -18,7 +18,7 @@ from lockstep.explain.layers import reordered_rows
 from lockstep.explain.raw_rows import decays_equally, raw_rows
 from lockstep.explain.rows import choose, explained_apart
 from lockstep.explain.solve import solve
-from lockstep.explain.tensors import why_tensor
+from lockstep.explain.tensors import why_part, why_tensor
 from lockstep.explain.terms import Sums
 from lockstep.explain.used import used_gradients
 from lockstep.explain.variants import differ_by_layers, other_settings_of
@@ -321,7 +321,7 @@ def _sent(
     if left:
         factors = None
         others = _reordered(pair, left) or _by_tensor(pair, raw, right, left)
-        findings += others or other_settings_of(pair, left)
+        findings += others or other_settings_of(pair, left, _part_of(pair, raw, right, left))
     return _measured(pair, findings, wrong, raw, right), factors
 
 
@@ -383,18 +383,38 @@ def _by_tensor(
     pair: StepPair, raw: Sequence[Named], right: Sequence[float], wrong: Sequence[str]
 ) -> list[Finding]:
     """Explains gradients one by one, and groups them; empty if one of them is unexplained."""
-    reference = pair.gradients.reference
+    by_layers = differ_by_layers(pair)
 
     def why(name: str) -> tuple[str, str]:
-        total = np.sum([f * own[name] for f, own in zip(right, raw, strict=True)], axis=0)
-        limit = pair.tolerance.allowed([name]) * norm(reference[name])
-        known = why_tensor(total, reference[name], limit, len(raw))
-        return known if total.size > 1 else ("unexplained", "")
+        arrays = _arrays_of(pair, raw, right, name)
+        known = why_tensor(*arrays, len(raw)) if arrays[0].size > 1 else ("unexplained", "")
+        if known[0] in ("unexplained", "scaled_gradient"):
+            known = (None if by_layers else why_part(*arrays)) or ("unexplained", "")
+        return known
 
     rows = explained_apart(wrong, why)
-    if any(row.detail in ("unexplained", "scaled_gradient") for row, *_ in rows):
+    if any(row.detail == "unexplained" for row, *_ in rows):
         return []
     return [
         pair.second.found("gradients", row.detail, row.text, tensors=names)
         for row, names, _ in rows
     ]
+
+
+def _arrays_of(
+    pair: StepPair, raw: Sequence[Named], right: Sequence[float], name: str
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Returns a gradient, that of the reference, and the distance that rounding can cause."""
+    total = np.sum([f * own[name] for f, own in zip(right, raw, strict=True)], axis=0)
+    reference = pair.gradients.reference[name]
+    return total, reference, pair.tolerance.allowed([name]) * norm(reference)
+
+
+def _part_of(
+    pair: StepPair, raw: Sequence[Named], right: Sequence[float], wrong: Sequence[str]
+) -> str:
+    """Returns in which part of one gradient alone all of the difference is; "" if in several."""
+    if len(wrong) > 1 or differ_by_layers(pair):
+        return ""
+    _, text = why_part(*_arrays_of(pair, raw, right, wrong[0])) or ("", "")
+    return text

@@ -1,18 +1,9 @@
 """Compares the losses that scripts report with those of another recording."""
 
-import itertools
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator
 
 from lockstep.answer.verdict import Finding
-from lockstep.context import Context
-from lockstep.numeric.arrays import (
-    add_named,
-    dense,
-    factor_of,
-    is_far,
-)
+from lockstep.explain.loss_values import agree_in_value, losses_of
 from lockstep.reference import StepPair
 
 
@@ -26,7 +17,7 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
     if not (pair.computes_the_same and first and second):
         return
     pair.second.mark_checked("loss")
-    if any(abs(a - b) <= allowed * abs(a) for a, b in itertools.product(first, second)):
+    if agree_in_value(pair):
         return
     times = second[0] / first[0] if first[0] else float("nan")
     sizes = {size for step, _ in pair.both for size in step.sizes[:1]} - {0, 1}
@@ -39,48 +30,3 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
         text += f": {times:.6g} times, a sum over examples in place of a mean"
     finding = pair.second.found("loss", cause, text, distance=abs(times - 1), allowed=allowed)
     yield finding if is_sum else pair.explained(finding)
-
-
-def losses_of(context: Context) -> list[float]:
-    """Returns the loss of the whole batch in each form that a script may report."""
-    kind = context.kind_of_loss
-    if not context.has(kind) or not all(context.arrays(kind)):
-        return []
-    losses = [[float(np.sum(np.float64(a))) for a in arrays] for arrays in context.arrays(kind)]
-    times = {1.0, _factor_by_hand(context)}
-    forms = [[each[0] for each in losses]]
-    # The second array is a part of the first: the regularisation of Keras, or losses whose
-    # gradients a script has cleared.
-    if all(len(each) > 1 for each in losses):
-        forms.append([each[0] - each[1] for each in losses])
-    forms += _of_ranks(context, forms[0])
-    found = []
-    for per_shard in forms:
-        found += [float(np.mean(per_shard)), float(np.sum(per_shard))]
-        if all(context.sizes):
-            found.append(float(np.average(per_shard, weights=context.sizes)))
-    return [factor * loss for factor in times for loss in found]
-
-
-def _of_ranks(context: Context, losses: Sequence[float]) -> list[list[float]]:
-    """Returns mean and sum of the losses of each shard's ranks, if these have other parts of it."""
-    forms: list[list[float]] = [[], []]
-    for shard, loss in enumerate(losses):
-        views = context.trace.views(context.position, context.kind_of_loss, shard, 0)
-        own = [float(np.sum(np.float64(view))) for view in views.values()]
-        own = own if own and is_far(max(own), min(own)) else [loss]
-        forms[0].append(float(np.mean(own)))
-        forms[1].append(float(np.sum(own)))
-    return [form for form in forms if form != losses]
-
-
-def _factor_by_hand(context: Context) -> float:
-    """Returns the factor by which a script multiplies its gradients, in place of its loss; or 1."""
-    changed, name = context.changed_by_hand, "sums" if context.has("sums") else "raw"
-    if not changed or not context.has(name):
-        return 1.0
-    own = add_named(context.named(name))
-    names = [n for n in changed if n in own]
-    factor = factor_of([changed[n] for n in names], [own[n] for n in names])
-    is_factor = factor > 0 and not any(is_far(changed[n], factor * dense(own[n])) for n in names)
-    return factor * len(context.named(name)) if is_factor else 1.0

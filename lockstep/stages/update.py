@@ -28,6 +28,8 @@ from lockstep.numeric.sampling import by_part, with_sums
 from lockstep.numeric.tolerance import Expression, value_of
 from lockstep.oracles.rules import RuleOracle
 
+_SHOW_THE_RULE = 8  # Elements that an update moves as it should: another rule moves them, too.
+
 
 def check_update(context: Context) -> Iterator[Finding]:
     """Checks the update of each copy, with the gradients that it applies."""
@@ -156,7 +158,7 @@ def _explain(
     bound = _BoundOfUpdate(context, before, after, bounds)
     rows = update_rows(context, copy, expected, weights) if weights else ()
     chosen, unknown = choose(after, weights, rows, bound, right=expected)
-    alone = _alone(after, expected, bounds, unknown)
+    alone = _alone(before, after, expected, bounds, unknown)
     chosen += explained_apart(unknown, alone.__getitem__)
     for row, names, _ in chosen:
         predicted = {n: a for _, term in row.terms for n, a in term.items()} if counters else {}
@@ -217,26 +219,34 @@ class _BoundOfUpdate:
 
 
 def _alone(
-    after: Named, expected: Named, bounds: Named, names: Sequence[str]
+    before: Named, after: Named, expected: Named, bounds: Named, names: Sequence[str]
 ) -> dict[str, tuple[str, str]]:
     """Returns cause and text of variables that no hypothesis explains."""
-    few = {}
+    few, found = dict[str, int](), dict[str, tuple[str, str]]()
     for name in names:
-        num = int(np.sum(~(np.abs(dense(after[name]) - dense(expected[name])) <= bounds[name])))
-        if num <= max(1, np.size(after[name]) // 100):
-            few[name] = num
-    changed = f"{sum(few.values())} elements differ from the update, all other elements are right"
-    found = {}
-    for name in names:
+        right = np.abs(dense(after[name]) - dense(expected[name])) <= bounds[name]
+        moved = dense(expected[name]) != dense(before.get(name, 0.0))
+        num = int(np.sum(~right))
         if not are_finite([after[name]]) and are_finite([expected[name]]):
             text = "NaN or infinite, although weights and gradients are finite"
             found[name] = "not_finite", text
-        elif name in few:
-            found[name] = "changed_on_its_own", changed
-        else:
+        elif num > max(1, right.size // 100):
             text = "the optimizer makes a different update with these gradients"
             found[name] = "unexplained", text
-    return found
+        elif np.count_nonzero(right & moved) < _SHOW_THE_RULE:
+            text = f"{_differing(num, right.size)}: too few to tell another rule from a change"
+            found[name] = "unexplained", f"{text} outside of the update"
+        else:
+            few[name] = num
+    total = _differing(sum(few.values()), sum(np.size(after[name]) for name in few))
+    text = f"{total}, and all other elements are right"
+    return found | dict.fromkeys(few, ("changed_on_its_own", text))
+
+
+def _differing(number: int, total: int) -> str:
+    if total == 1:
+        return "the only element differs from the update"
+    return f"{number} of {total} elements {'differs' if number == 1 else 'differ'} from the update"
 
 
 def _changed(context: Context) -> dict[str, list[int]]:

@@ -108,6 +108,12 @@ def case_fsdp_uneven():
     trace = assert_same_as_one("hybrid")
     assert trace.about["data_axes"] == ["replicate", "shard"]
     assert placements(trace, "clipped")["last.weight"] == "d0[shard] d1"
+    model = Network()
+    fully_shard(model, mesh=meshes("replicate", "shard")["shard"])
+    train(model, "submesh.npz", (dist.get_rank(), 4), replay=ONE)
+    assert of_all_ranks("submesh").about["data_axes"] == ["shard"]
+    first = compare(ONE, "submesh.npz").faults[0]
+    assert (first.detail, first.seen) == ("not_all_reduced", "mesh"), first
 
 
 def sequence_parallel(mesh):

@@ -94,6 +94,23 @@ def of_kernel(factor):
     return {"gradient": lambda s, r, g: [np.float32(factor) * g[0], g[1]]}
 
 
+def in_rows(rows, change):
+    """Some rows of the kernel's gradient are changed on each replica."""
+
+    def changed(script, replica, gradients):
+        kernel = gradients[0].copy()
+        kernel[rows] = change(kernel[rows])
+        return [kernel, gradients[1]]
+
+    return {"gradient": changed}
+
+
+def rows_after_the_sum(rows, change):
+    """The same, once it is summed."""
+    after = in_rows(rows, change)["gradient"]
+    return {"reduce": lambda sent: [after(None, 0, own) for own in mean_of(sent)]}
+
+
 def apart(script, replica, gradients):
     return [gradients[0] + 0.01 * np.sin(1 + 9 * gradients[0]), gradients[1]]
 

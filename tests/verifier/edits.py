@@ -26,15 +26,15 @@ def moments_in_16_bits(script):
         edit(in_16_bits, "after", None, index)["edit"](script)
 
 
-def flip(kind):
+def flip(kind, index=0):
     """One bit of the exponent, in one array of one step."""
 
     def flipped(array):
         bits = array.copy().reshape(-1).view(np.uint32)
-        bits[5] ^= 1 << 25
+        bits[5 % bits.size] ^= 1 << 25
         return bits.view(np.float32).reshape(array.shape)
 
-    return edit(flipped, kind, 1, 0, 2)
+    return edit(flipped, kind, 1, index, 2)
 
 
 def random_states(state_of, change=None):

@@ -30,7 +30,7 @@ def squares(outputs, targets, smoothing):
 
 def trained(
     *, replicas=1, framework="torch", parts=1, loss=softmax, sequences=False, smoothing=(0.0, 0.0),
-    seed=0, given=True, layers=(), on_all=False, **changes,
+    seed=0, given=True, layers=(), on_all=False, values=(), **changes,
 ):  # fmt: skip
     """Returns a recording of one step of a linear model, some of whose arrays a replica changes.
 
@@ -41,6 +41,7 @@ def trained(
         given: whether targets are arguments of the step.
         changes: functions of inputs, targets, outputs and the gradient of the loss.
         on_all: whether all replicas have these changes, not only replica 1.
+        values: the loss of each replica, if it is recorded.
     """
     random = np.random.default_rng(seed)
     shape = (NUM, LENGTH, FEATURES) if sequences else (NUM, FEATURES)
@@ -69,6 +70,8 @@ def trained(
         raw.append(total)
         for kind, each in {**arrays, "raw": [total]}.items():
             trace.put(0, kind, replica, each)
+        if values:
+            trace.put(0, "loss", replica, [np.float32(values[replica])])
     for replica in range(replicas):
         mean = np.mean(raw, 0)
         for kind, array in {"before": w, "after": w - mean, "sums": mean}.items():
@@ -88,6 +91,10 @@ def mask(gradient):
     gradient = gradient.copy()
     gradient[:2] = 0
     return gradient
+
+
+def a_part(gradient):
+    return gradient * np.float32([1, 0.5, 1, 0.2])
 
 
 def second_of_two():
@@ -133,6 +140,7 @@ NORM = ({"name": "norm", "class": "BatchNorm1d", "weights": []},)
 SMALL = np.float32(1 + 1e-6)
 NEXT = {"y": lambda y: np.roll(y, 1, axis=0)}
 ZEROS = {"y": lambda y: 0 * y}
+HALVED = {"of_loss": lambda g: g / 2, "on_all": True}
 SECOND = {"place": ((0,), ("replica 1",), ())}
 UNEXPLAINED, LOCAL = "gradients: unexplained", "gradients: local_statistics?"
 ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and gradients), more.
@@ -157,6 +165,16 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
     "label smoothing": ({}, {"smoothing": (0, 0.1)}, "label_smoothing"),
     "no label smoothing": ({"smoothing": (0.1, 0.1)}, {"smoothing": (0.1, 0)}, "label_smoothing"),
     "a lost loss": ({}, {"of_loss": lambda g: 0 * g}, "lost_replica"),
+    "a gradient of a part of each output": (
+        {"loss": squares, "values": (2, 2)}, {"of_loss": a_part}, "loss: other_backward;"
+        " gradients: other_backward", {"text": "gathered from other replicas without a gradient"}),
+    "a gradient of a part of each output, another loss": (
+        {"loss": squares, "values": (2, 2)}, {"of_loss": a_part, "values": (2, 1)}, "other_loss"),
+    "a loss of all outputs on each replica": ({"values": (2, 2)}, {**HALVED},
+        "gradients: forgotten_backward_sum", {"text": "the loss of each replica is that of the"}),
+    "a loss of all outputs, summed": ({"values": (2, 2)}, {}, ""),
+    "a share of the loss of each replica": ({"values": (2, 2)}, {**HALVED, "values": (0.5, 1.5)},
+        "gradients: mean_instead_of_sum"),
     "a scaled loss": ({}, {"of_loss": lambda g: 3 * g}, "scaled_gradient"),
     "masked examples": ({}, {"of_loss": mask}, "other_targets"),
     "other outputs": ({}, {"output": lambda y: 2 * y},

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from lockstep.recorders.torch.private import tree_leaves, tree_map_only
 
 NAMES = {"lr": "learning_rate", "eps": "epsilon", "alpha": "rho", "stride": "strides", "p": "rate"}
-OF_LAYERS = ("eps", "momentum", "stride", "padding", "dilation", "groups", "p")
+OF_LAYERS = (
+    *("eps", "momentum", "stride", "padding", "dilation", "groups", "p"),
+    "scale_grad_by_freq",
+)
 
 
 def to_array(value: Tensor) -> np.ndarray:

@@ -1,0 +1,94 @@
+"""The losses that scripts compute, in the forms in which they may report that of a batch."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.context import Context
+from lockstep.numeric.arrays import (
+    add_named,
+    dense,
+    factor_of,
+    is_far,
+)
+from lockstep.reference import StepPair, common_steps
+
+
+def agree_in_value(pair: StepPair) -> bool:
+    """Returns whether the loss of the whole batch is known in both, and in some form the same.
+
+    Scripts report losses in different forms, which do not affect the training.
+    """
+    allowed, losses = (
+        pair.tolerance.of_batch,
+        [losses_of(step) for step in (pair.first, pair.second)],
+    )
+    return any(abs(a - b) <= allowed * abs(a) for a, b in itertools.product(*losses))
+
+
+def agree_in_each_step(pair: StepPair) -> bool:
+    """Returns whether the losses of all steps agree that start from the same state."""
+    steps = [
+        StepPair(first, second, pair.matching, pair.tolerance)
+        for first, second in common_steps(pair.first.trace, pair.second.trace)
+    ]
+    return all(agree_in_value(each) for each in steps if each.starts_equally)
+
+
+def are_of_whole_batch(pair: StepPair) -> bool:
+    """Returns whether each replica differentiates the loss of the whole batch, not of its part."""
+    first, second = pair.first, pair.second
+    is_reported = second.trace.about.framework == "jax"  # What is differentiated is not recorded.
+    if is_reported or not second.has("loss") or len(second.shards) < 2:
+        return False
+    allowed, whole = pair.tolerance.of_batch, losses_of(first)
+    own = [float(np.sum(np.float64(x))) for losses in second.arrays("loss") for x in losses[:1]]
+    return len(own) == len(second.shards) and all(
+        any(abs(loss - right) <= allowed * abs(right) for right in whole) for loss in own
+    )
+
+
+def losses_of(context: Context) -> list[float]:
+    """Returns the loss of the whole batch in each form that a script may report."""
+    kind = context.kind_of_loss
+    if not context.has(kind) or not all(context.arrays(kind)):
+        return []
+    losses = [[float(np.sum(np.float64(a))) for a in arrays] for arrays in context.arrays(kind)]
+    times = {1.0, _factor_by_hand(context)}
+    forms = [[each[0] for each in losses]]
+    # The second array is a part of the first: the regularisation of Keras, or losses whose
+    # gradients a script has cleared.
+    if all(len(each) > 1 for each in losses):
+        forms.append([each[0] - each[1] for each in losses])
+    forms += _of_ranks(context, forms[0])
+    found = []
+    for per_shard in forms:
+        found += [float(np.mean(per_shard)), float(np.sum(per_shard))]
+        if all(context.sizes):
+            found.append(float(np.average(per_shard, weights=context.sizes)))
+    return [factor * loss for factor in times for loss in found]
+
+
+def _of_ranks(context: Context, losses: Sequence[float]) -> list[list[float]]:
+    """Returns mean and sum of the losses of each shard's ranks, if these have other parts of it."""
+    forms: list[list[float]] = [[], []]
+    for shard, loss in enumerate(losses):
+        views = context.trace.views(context.position, context.kind_of_loss, shard, 0)
+        own = [float(np.sum(np.float64(view))) for view in views.values()]
+        own = own if own and is_far(max(own), min(own)) else [loss]
+        forms[0].append(float(np.mean(own)))
+        forms[1].append(float(np.sum(own)))
+    return [form for form in forms if form != losses]
+
+
+def _factor_by_hand(context: Context) -> float:
+    """Returns the factor by which a script multiplies its gradients, in place of its loss; or 1."""
+    changed, name = context.changed_by_hand, "sums" if context.has("sums") else "raw"
+    if not changed or not context.has(name):
+        return 1.0
+    own = add_named(context.named(name))
+    names = [n for n in changed if n in own]
+    factor = factor_of([changed[n] for n in names], [own[n] for n in names])
+    is_factor = factor > 0 and not any(is_far(changed[n], factor * dense(own[n])) for n in names)
+    return factor * len(context.named(name)) if is_factor else 1.0
