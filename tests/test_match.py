@@ -175,6 +175,12 @@ def test_numbers_in_names_are_not_trusted_where_they_differ():
     matching = matched(first, trace("torch", *torch))
     assert names_of(matching) == {("0/w", "0.weight"), ("1/w", "2.weight"), ("2/w", "4.weight")}
     assert matching.unmatched_second == ["0.bias", "2.bias", "4.bias"]
+    first, second = (
+        trace("jax", *(weight(f"net/w{i + start}", k) for i, k in enumerate(kernels)))
+        for start in (0, 1)
+    )
+    matching = matched(first, second)
+    assert names_of(matching) == {(f"net/w{i}", f"net/w{i + 1}") for i in range(3)}
 
 
 # --- Order and layers ----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from lockstep.recorders.common import VARIABLE, with_command
 from lockstep.recorders.states import States, sample_in
 from recorder_scripts import FOLDER, needs, run_script
 from script_samples import Script
+from verifier.changes import clip
 
 SEEDS, SIZES = st.integers(0, 2**32 - 1), st.integers(1, 30)  # The kernel has 36 elements.
 
@@ -156,6 +157,13 @@ def test_causes_are_named_as_in_whole_recordings():
         second = Script(replicas=2, replay=first, **{key: function})
         whole = verify_against(first.trace(), second.trace("two.npz"), {}, Tolerance())
         assert reduced(whole) == reduced(compared(first, second, 16)) != [], key
+
+
+def test_norms_of_clipping_are_those_of_whole_gradients():
+    first = Script(clip=clip)
+    second = Script(replicas=2, replay=first, clip=lambda r, g: [a / 2 for a in clip(r, g)])
+    (finding,) = compared(first, second, 16).findings
+    assert "(to norm 0.1) in the first" in finding.text and "(to norm 0.05)" in finding.text
 
 
 def test_whole_and_other_samples_are_refused():

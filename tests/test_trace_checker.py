@@ -9,6 +9,7 @@ import pytest
 from app.options.fault import FAULTS
 from app.training.optimizers import ScaledSGD
 from conftest import CPUS
+from lockstep.data.trace import STATE, WEIGHT
 from strategies import model_parallel
 from verification_samples import NUM_STEPS, SPLITS, norm, plain, record, recorded, residual, sgd
 
@@ -226,6 +227,17 @@ def stale(trace):
     trace.put(1, "raw", 1, trace.arrays(0, "raw", 1))
 
 
+def other_start(kind):
+    """All replicas start from another value of the last variable of a kind."""
+
+    def edit(trace):
+        last = [i for i, entry in enumerate(trace.about.variables) if entry.kind == kind][-1]
+        for copy in trace.copies:
+            change(trace, 0, "before", copy, lambda array: array + 0.01, only=last)
+
+    return edit
+
+
 def exchanged(trace):
     first, second = (trace.arrays(1, "y_pred", shard) for shard in trace.shards)
     trace.put(1, "y_pred", 0, [first[0][::-1]])
@@ -235,6 +247,8 @@ def exchanged(trace):
 @pytest.mark.parametrize(
     ("edit", "found"),
     [
+        (other_start(WEIGHT), ("start", "other_initial_weights")),
+        (other_start(STATE), ("start", "other_initial_state")),
         (times(1.01, 0, "before", 1), ("start", "diverged_replicas")),
         (times(1.01, 1, "before", 1), ("start", "changed_on_its_own")),
         (exchanged, ("forward", "unexplained")),
@@ -256,6 +270,18 @@ def test_a_fault_in_a_stage_is_found_there(edit, found):
     verdict = recorded("manual", norm).edited(edit).check(2)
     assert verdict.faults, str(verdict)
     assert (verdict.faults[0].stage, verdict.faults[0].detail) == found, str(verdict)
+
+
+def test_a_factor_of_one_devices_channels_is_named():
+    def doubled(array):
+        first, second, third = np.array_split(array, 3, axis=-1)
+        return np.concatenate([first, 2 * second, third], axis=-1)
+
+    training = recorded("tensor", plain)
+    verdict = training.edited(lambda trace: change(trace, 1, "raw", 0, doubled, only=0)).check(2)
+    first = verdict.faults[0]
+    assert (first.stage, first.detail) == ("gradients", "scaled_gradient"), str(verdict)
+    assert "the channels of device 1 of 3 are 2 times as large" in first.text
 
 
 def test_what_follows_from_a_fault_is_not_a_fault():

@@ -78,6 +78,7 @@ def check(row: Row) -> None:
     told = str(verdict)
     assert (shown(verdict, row.also), verdict.status) == (row.found, row.expected), told
     assert all(finding.cause == cause_of(finding.detail) for finding in verdict.findings)
+    assert not (verdict.faults and verdict.unknown_weights), told  # A fault is why they are not.
     assert row.text in " ".join(told.split()), told
     assert {*row.checked} <= {*verdict.checked}, verdict.checked
     assert {*verdict.checked}.isdisjoint(row.unchecked) and (row.notes or not verdict.notes), told

@@ -4,7 +4,7 @@ import types
 
 import numpy as np
 
-from lockstep.data.trace import SEED, Variable
+from lockstep.data.trace import SEED, STATE, WEIGHT, Variable
 from script_samples import WEIGHTS, adam, batch_of, mean_of, sgd
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
@@ -272,6 +272,34 @@ def drawn(seeds, shift):
     """Augmentations that the workers of a loader draw."""
     about = {"loader_seeds": seeds}
     return {"about": about, "inputs": lambda x: np.roll(x, shift, axis=1)}
+
+
+def with_more(variable, value_of):
+    """A variable that the optimizer does not change: `value_of(position, replica)`."""
+
+    def edited(script):
+        for position in range(1, len(script.steps) + 1):
+            for replica in range(script.replicas):
+                for kind in ("before", "after"):
+                    value = np.full(5, value_of(position, replica), np.float32)
+                    script.arrays[f"{position}/{kind}/{replica}/6"] = value
+
+    return {"edit": edited, "more_variables": [variable]}
+
+
+def with_average(changes_on_all):
+    """A weight that the optimizer does not have, which the script changes between the steps."""
+
+    def value_of(position, replica):
+        return position if changes_on_all or replica == 0 else 1
+
+    return with_more(Variable("average", WEIGHT), value_of)
+
+
+def residuals(loaded_at=9):
+    """Each replica has its own; from a step on, all have that of replica 0."""
+    residual = Variable("residual", STATE, of="dense/kernel", slot="residual")
+    return with_more(residual, lambda position, replica: 1 + replica * (position < loaded_at))
 
 
 ON, OFF = ([],) * 4, (["drop"],) * 4  # Layers in evaluation mode, in each step.

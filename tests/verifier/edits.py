@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lockstep.data.trace import SEED, WEIGHT, Variable
+from lockstep.data.trace import SEED, Variable
 from script_samples import batch_of, examples, mean_of, split_evenly
 
 from .changes import as_it_is, in_16_bits
@@ -47,20 +47,6 @@ def random_states(state_of, change=None):
                     script.arrays[f"{position}/random_after/{replica}/0"] = state + np.uint8(change)
 
     return {"edit": edited}
-
-
-def with_average(changes_on_all):
-    """A weight that the optimizer does not have, which the script changes between the steps."""
-
-    def edited(script):
-        for position in range(1, len(script.steps) + 1):
-            for replica in range(script.replicas):
-                value = position if changes_on_all or replica == 0 else 1
-                for kind in ("before", "after"):
-                    name = f"{position}/{kind}/{replica}/6"
-                    script.arrays[name] = np.full(5, value, np.float32)
-
-    return {"edit": edited, "more_variables": [Variable("average", WEIGHT)]}
 
 
 def without_state(script):

@@ -102,6 +102,7 @@ FAULTS = {
         g: [a * np.float32(0.01 / length_of(g)) for a in g]
     }, "gradients: clipped_before_the_sum"),
     "one is larger": ({}, {**of_kernel(1.01)}, "gradients: scaled_gradient"),
+    "one has the other sign": ({}, {**of_kernel(-1)}, "gradients: unexplained"),
     "doubled": ({}, {**times(2)}, "gradients: sum_instead_of_mean"),
     "halved": ({}, {**times(0.5)}, "gradients: mean_instead_of_sum"),
     "tripled": ({}, {**times(3)}, "gradients: scaled_gradient"),

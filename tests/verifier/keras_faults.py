@@ -43,6 +43,13 @@ def without_loss(faulty):
         faulty.follow(step)
 
 
+def without_losses(faulty):
+    """No step shows a loss."""
+    for step in faulty.steps:
+        for key in [key for key in step if key[0] == "loss"]:
+            del step[key]
+
+
 def regularised_gradients(faulty):
     for step in faulty.steps:
         for r in REPLICAS:

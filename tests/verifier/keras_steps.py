@@ -45,6 +45,7 @@ GRADIENT_FAULTS = [
     ("raw", times(np.float32(np.inf)), "not_finite", range(4), (2,)),
     ("raw", times(3), "scaled_gradient", (2,), REPLICAS),
     ("raw", rounded, "reduced_precision", None, (2,)),
+    ("raw", lambda g: rounded(g, tf.float16), "reduced_precision", None, (2,)),
     ("raw", top_k, "sparsified", None, (0,)),
     ("raw", int8, "quantised", (1,), (0,)),
     ("raw", signs, "quantised", (1,), (0,)),
@@ -122,6 +123,9 @@ FAULTS = [
     ("normalised", (0,),
      after(STATISTIC, lambda new, old: old + np.float32(4 / 3) * (new - old)),
      "statistics: wrong_count", ONE, "n / (n - 1)"),
+    ("normalised", (0,),
+     after(STATISTIC, lambda new, old: old + np.float32(3 / 4) * (new - old)),
+     "statistics: wrong_count", ONE, "(n - 1) / n"),
     ("normalised", (0,), after(STATISTIC, lambda new, old: old),
      "statistics: inference_mode", ONE, ""),
     ("normalised", (0,), after(STATISTIC, lambda new, old: noisy(new)),
@@ -164,6 +168,8 @@ MORE = {  # Name: model, positions, what is changed, what is found, and more.
         "model": lambda: dense(loss="mae"), "place": ((0,), replicas(*ALL), ())}),
     "a weighted mean of each": ("momentum", (0,), Copy.compute, "loss: weighted_mean_of_means", {
         "model": lambda: dense(loss=SHARED_MEAN(), optimizer=optimizers.SGD(0.05, momentum=0.9))}),
+    "its losses are not recorded": ("masked sequence", (0,), without_losses, "", {
+        "text": "shares 0.422/0.578 of the sample weights, or unmasked steps, their gradients"}),
     "a last batch that does not divide": ("plain", (0, 1), None, "loss: mean_of_means", {
         "whole": short_last_batch, "text": "2/2/0", "place": ((1,), None, None)}),
     "two at once": ("plain", (0,), lambda f: f.compute(scales=(1.0, 1.0)).change(
