@@ -494,30 +494,34 @@ def clipping_loop(step, kind):
     return [np.asarray(leaf) for leaf in jax.tree.leaves((params, loss))]
 
 
+def check_clipping(kind, bug, optimizer):
+    """Clipping is read off the optimizer's state; another one, or none, is a fault."""
+    options = {"arguments": {"params": 0, "opt_state": 1, "batch": (2, 3)}, "steps": 3}
+    options |= {"outputs": {"params": 0, "opt_state": 1, "loss": 2}, "optimizer": optimizer}
+    run = partial(clipping_loop, kind=kind)
+    record("one", clipping_step(1, kind), run, **options)
+    one = Trace("one")
+    clipped, sums = one.get(2, "clipped"), one.get(2, "sums")
+    if kind == "Adam":
+        assert is_close(clipped, [g.clip(-2.5, 2.5) for g in sums])
+    else:
+        norm = sum(float((g * g).sum()) for g in sums) ** 0.5
+        assert is_close(clipped, [g * (2.5 / norm) for g in sums]) and norm > 2.5
+    assert not compare("one.npz").findings
+    for wrong in ("", bug):
+        record("two", clipping_step(2, kind, wrong), run, replay="one.npz", **options)
+        found = compare("one.npz", "two.npz")
+        assert bool(found.faults) == bool(wrong), (kind, wrong, str(found))
+
+
 def case_clipping_that_is_not_kept():
-    """It is read off the optimizer's state; another one, or none, is a fault."""
-    settings = {
-        "SGD": {"class": "SGD", "learning_rate": 0.1, "momentum": 0.9},
-        "plain": {"class": "SGD", "learning_rate": 0.1},
-        "Adam": {"class": "Adam", "learning_rate": 0.01, "epsilon": 1e-8},
-    }
-    for kind, optimizer in settings.items():
-        options = {"arguments": {"params": 0, "opt_state": 1, "batch": (2, 3)}, "steps": 3}
-        options |= {"outputs": {"params": 0, "opt_state": 1, "loss": 2}, "optimizer": optimizer}
-        run = partial(clipping_loop, kind=kind)
-        record("one", clipping_step(1, kind), run, **options)
-        one = Trace("one")
-        clipped, sums = one.get(2, "clipped"), one.get(2, "sums")
-        if kind == "Adam":
-            assert is_close(clipped, [g.clip(-2.5, 2.5) for g in sums])
-        else:
-            norm = sum(float((g * g).sum()) for g in sums) ** 0.5
-            assert is_close(clipped, [g * (2.5 / norm) for g in sums]) and norm > 2.5
-        assert not compare("one.npz").findings
-        for bug in ("", {"SGD": "no clipping", "plain": "limit", "Adam": "before the sum"}[kind]):
-            record("two", clipping_step(2, kind, bug), run, replay="one.npz", **options)
-            found = compare("one.npz", "two.npz")
-            assert bool(found.faults) == bool(bug), (kind, bug, str(found))
+    check_clipping("SGD", "no clipping", SGD)
+
+
+def case_clipping_with_other_optimizers():
+    check_clipping("plain", "limit", {"class": "SGD", "learning_rate": 0.1})
+    adam = {"class": "Adam", "learning_rate": 0.01, "epsilon": 1e-8}
+    check_clipping("Adam", "before the sum", adam)
 
 
 def case_steps_of_libraries():
@@ -592,9 +596,9 @@ def case_errors():
 
 
 CASES = {
-    "one": [case_shard_map, case_jit, case_mesh, case_errors],
+    "one": [case_shard_map, case_jit, case_mesh, case_clipping_that_is_not_kept, case_errors],
     "more": [
-        *(case_replay, case_pmap, case_carried_state, case_clipping_that_is_not_kept),
+        *(case_replay, case_pmap, case_carried_state, case_clipping_with_other_optimizers),
         *(case_steps_of_libraries, case_without_a_file),
     ],
 }
