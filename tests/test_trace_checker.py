@@ -383,6 +383,8 @@ def test_a_factor_of_one_devices_channels_is_named():
     first = verdict.faults[0]
     assert (first.stage, first.detail) == ("gradients", "scaled_gradient"), str(verdict)
     assert "the channels of device 1 of 3 are 2 times as large" in first.text
+
+
 def test_a_loss_of_the_targets_of_another_micro_batch_is_named():
     def edit(trace):
         (logits,), (_, labels) = trace.arrays(1, "y_pred", 0), trace.arrays(1, "data", 1)

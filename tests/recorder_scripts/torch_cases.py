@@ -281,6 +281,14 @@ def case_shards():
             momentum(whole), "output.npz", **options)  # fmt: skip
 
 
+def case_modules_of_shards():
+    """The outputs of a module are in the order of the batch, as those of the model."""
+    of_two("shards", 0.0)
+    options = {"steps": 1, "replay": "shards.npz", "by_shard": "each", "modules": True}
+    one = trained("by_shard", None, momentum, **options).arrays
+    np.testing.assert_array_equal(one["1/module_out/0/4"], one["1/y_pred/0/0"])
+
+
 class WithLoss(nn.Module):
     """Returns the loss of its inputs and targets."""
 
@@ -1385,7 +1393,7 @@ CASES = {
         *(case_two_models, case_outputs, case_two_optimizers, case_ambiguous_optimizers),
         *(case_first_step, case_parts_of_a_model, case_missing_functions, case_exception),
         *(case_nested, case_accelerate, case_lightning, case_replay_in_evaluation, case_errors),
-        *(case_compiled, case_versions),
+        *(case_modules_of_shards, case_compiled, case_versions),
     ],
     "more": [
         *(case_shards, case_fed, case_port, case_other_optimizer, case_tied),
