@@ -16,7 +16,8 @@ from app.options.fault import FAULTS
 from app.training.optimizers import FusedSGD, ScaledSGD
 from conftest import CPUS
 from lockstep.data.trace import STATE, WEIGHT
-from strategies import model_parallel
+from strategies import model_parallel, sync_batch_norm
+from strategies.replica import Replica
 from strategies.stages import Passes
 from strategies.tf_private import learning_rate_schedule
 from verification_samples import (
@@ -250,6 +251,28 @@ def test_activations_that_stages_send_in_bfloat16_are_named(monkeypatch):
     verdict = record("pipeline", plain).check(1)
     assert causes(verdict) == {("forward", "reduced_precision")}, str(verdict)
     assert "with the outputs of" in verdict.faults[0].text
+
+
+def test_another_momentum_of_synchronised_statistics_is_not_local(monkeypatch):
+    def apply(layer, *arguments):
+        momentum = layer.momentum
+        layer.momentum = 1 - momentum
+        try:
+            return inner(layer, *arguments)
+        finally:
+            layer.momentum = momentum
+
+    inner = sync_batch_norm._apply
+    monkeypatch.setattr(sync_batch_norm, "_apply", apply)
+    verdict = record("sync manual", norm).check(1)
+    assert causes(verdict) == {("statistics", "other_batch_norm_momentum")}, str(verdict)
+
+
+def test_statistics_that_all_micro_batches_update_are_named(monkeypatch):
+    values = Replica.values
+    monkeypatch.setattr(Replica, "values", lambda self, index: values(self, 0))
+    first = record("accumulation 2 × 2", norm).check(1).faults[0]
+    assert (first.stage, first.detail) == ("statistics", "doubled_average"), first
 
 
 def test_every_fault_to_inject_is_tested():

@@ -130,12 +130,6 @@ def _of_shard(context: Context, shard: int, names: Sequence[str]) -> Iterator[Fi
     cause, text = _why(context, shard, left, before, own, wrong)
     if any(finding.detail == "random_layers" for finding in context.findings):
         return
-    if context.oracle.synchronized_layers and cause == "unexplained":
-        cause = "local_statistics"
-        text = (
-            "the layer is synchronized, but its moving statistics are those of one replica's"
-            " examples, not of the whole batch"
-        )
     yield context.found("statistics", cause, text, **where)
 
 
@@ -154,13 +148,26 @@ def _why(
     """Explains statistics by known ways to average wrongly."""
     allowed = MARGIN * context.expected(shard).forward
 
-    def fits(predicted: Named) -> bool:
-        return all(n in predicted and not is_far(left[n], predicted[n], allowed) for n in wrong)
+    def fits(predicted: Named, times: float = 1.0) -> bool:
+        limit = allowed * max(1.0, times)
+        return all(n in predicted and not is_far(left[n], predicted[n], limit) for n in wrong)
 
     change = {n: dense(own[n]) - dense(before[n]) for n in wrong}
     again = context.oracle.compute(context.ask(shard, state=context.state(shard) | own)).after
     if fits(again) or fits({n: dense(own[n]) + change[n] for n in wrong}):
         return "doubled_average", "moving statistics change twice as much as they should"
+    ask, replica = context.ask(shard), context.trace.replica_of(shard)
+    if context.oracle.synchronized_layers and fits(context.oracle.compute(ask).after):
+        return "local_statistics", (
+            "the layer is synchronized, but its moving statistics are those of one replica's"
+            " examples, not of the whole batch"
+        )
+    together = [s for s in context.shards if context.trace.replica_of(s) == replica]
+    for other in together if len(together) > 1 else ():
+        ask = context.ask(other, state=ask.state)
+        ask = ask._replace(state=context.oracle.compute(ask).after)
+    if len(together) > 1 and fits(ask.state):
+        return "doubled_average", "all micro-batches of the replica update these statistics"
     if context.oracle.layers_with_statistics and len(context.shards) > 1:
         whole = context.oracle.compute(context.ask(shard, data=context.whole, starts=None))
         if fits(whole.after):
@@ -174,6 +181,12 @@ def _why(
         for factor, what in ((num / (num - 1), "n / (n - 1)"), ((num - 1) / num, "(n - 1) / n")):
             if fits({n: dense(before[n]) + factor * change[n] for n in wrong}):
                 return "wrong_count", f"moving statistics are those of a count that is {what} off"
+    moved = [dense(left[n]) - dense(before[n]) for n in wrong]
+    times = factor_of(moved, [change[n] for n in wrong])
+    by_share = {n: dense(before[n]) + times * change[n] for n in wrong}
+    if np.isfinite(times) and fits(by_share, times):  # With that of its rounding.
+        text = f"moving statistics change {times:.4g} times as much as they should"
+        return "other_batch_norm_momentum", text
     return (
         "unexplained",
         "moving statistics or seeds differ from those of one device for the replica's examples",
