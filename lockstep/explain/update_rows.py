@@ -329,7 +329,9 @@ def _of_solved_settings(update: _Update) -> Iterator[Row]:
             text = f"the change is that of a weight decay of {decay:.4g}"
             yield update.row("other_weight_decay", text, weight_decay=decay)
     weights = [name for name in update.wrong if kinds[name] == WEIGHT and name in update.before]
-    if not rules and len(weights) == len(update.wrong):
+    undecayed = {} if rules else update.variant(weight_decay=0.0)
+    is_decayed = any(not np.array_equal(undecayed[n], update.expected[n]) for n in undecayed)
+    if is_decayed and len(weights) == len(update.wrong):
         before, expected = (
             {n: dense(s[n]) for n in weights} for s in (update.before, update.expected)
         )
