@@ -1334,6 +1334,35 @@ def record_one_process():
     model = Halves()
     train_halves("single.npz", lambda model: [adamw(model)], model=model)
     train_rows("rows_of_one.npz", model=Halves(), replay=None)
+    train_averaged("averaged_by_one.npz")
+
+
+def train_averaged(path, keeper=0, share=0.1, **options):
+    """Trains with an average of the weights, which one process keeps."""
+    own, average = Halves(), Halves()
+    rank, num = (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
+    model = DistributedDataParallel(own) if num > 1 else own
+    optimizer, others = adamw(model), {"average": average} if rank == keeper else None
+    with record_torch.record(path, model, optimizer, steps=3, others=others, **options):
+        for step in range(3):
+            x, y = batch(step, rank, num)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for a, p in zip(average.parameters(), own.parameters(), strict=True):
+                    a.lerp_(p, share)
+
+
+def case_average_of_one_rank():
+    """One rank may keep the average of the weights, which is compared there."""
+    for keeper in (0, 1):
+        for share, is_right in ((0.1, True), (0.2, False)):
+            name = f"average_{keeper}_{is_right}"
+            train_averaged(f"{name}.npz", keeper=keeper, share=share, replay="averaged_by_one.npz")
+            verdict = of_all_ranks(name) and compare("averaged_by_one.npz", f"{name}.npz")
+            assert verdict.ok == is_right, str(verdict)
+            assert {f.stage for f in verdict.faults} == ({"statistics"} if not is_right else set())
 
 
 class OwnRows(torch.optim.SGD):
@@ -1438,7 +1467,7 @@ CASES = {
         case_state_that_does_not_fit,
     ],
     "two": [case_ddp, case_bypass, case_no_sync],
-    "sharded": [case_fsdp, case_owned_state, case_mesh],
+    "sharded": [case_fsdp, case_owned_state, case_average_of_one_rank, case_mesh],
 }
 NUM_PROCESSES = {"two": 2, "sharded": 2, "four": 4}
 
