@@ -136,18 +136,19 @@ def _without_other_rule(trace: Trace, result: Result) -> list[str]:
     A script may change them, in a hook of the optimizer: in every step, and on each copy. Whether
     it does so in the other script, too, the comparison tells.
     """
-    seen: dict[str, set[tuple[int, str]]] = {}
+    seen: dict[str, set[tuple[int, str]]] = {}  # Weight → steps and copies; of its state, too.
     found = [f for f in result.findings if (f.stage, f.detail) == ("update", "unexplained")]
     items = [trace.name_of("after", copy) for copy in trace.copies]
     for each in found:
         for name in each.tensors:
             places = itertools.product(each.steps, each.items or items)
-            seen.setdefault(name, set()).update(places)
+            seen.setdefault(trace.variables[name].of or name, set()).update(places)
     num = len(trace.steps) * len(items)
     names = [name for name, places in seen.items() if len(places) == num > len(items)]
     if not names:
         return []
-    result.findings = [f for f in result.findings if f not in found or not {*f.tensors} <= {*names}]
+    known = {key for key, variable in trace.variables.items() if {key, variable.of} & {*names}}
+    result.findings = [f for f in result.findings if f not in found or not {*f.tensors} <= known]
     kind = trace.about.optimizer.get("class", "the optimizer")
     return [
         f"not compared without a reference: updates that are not those of {kind}, in every step:"

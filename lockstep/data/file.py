@@ -34,7 +34,7 @@ from lockstep.data.archive import (
 )
 from lockstep.data.layout import assemble, axes_of_copies
 from lockstep.data.layout_about import moves
-from lockstep.data.trace import OF_MODULES, STATE, About, Mesh, Trace
+from lockstep.data.trace import OF_MODULES, STATE, STATISTIC, About, Mesh, Trace, Variable
 from lockstep.numeric.arrays import Rows
 
 __all__ = ["TraceError", "Writer", "from_parts", "load", "save"]
@@ -330,8 +330,14 @@ def _with_equal_steps(files: Sequence[_File]) -> list[_File]:
 def _with_common_state(files: Sequence[_File]) -> Sequence[_File]:
     """Returns the files with equal variables: a rank may have optimizer state that others lack."""
     abouts = [file.about for file in files]
+    everywhere = set.intersection(*({*about.variables} for about in abouts))
+
+    def may_lack(variable: Variable) -> bool:
+        is_average = variable.kind == STATISTIC and bool(variable.name) and not variable.of
+        return variable.kind == STATE or (is_average and variable not in everywhere)
+
     known = {
-        (tuple(v for v in about.variables if v.kind != STATE), about.gradients) for about in abouts
+        (tuple(v for v in about.variables if not may_lack(v)), about.gradients) for about in abouts
     }
     if abouts[0].mesh or len(known) > 1 or len({about.variables for about in abouts}) == 1:
         return files
@@ -359,10 +365,13 @@ def _only_one_has(key: str, *values: Sequence[Any]) -> str:
     """Returns which weights or gradients only one of two ranks has, in words."""
     if key not in ("variables", "gradients"):
         return ""
-    first, second = ({getattr(each, "name", each): None for each in value} for value in values)
+    first, second = ({getattr(each, "name", each): each for each in value} for value in values)
     only = [name for name in (*first, *second) if (name in first) != (name in second)]
-    names = ", ".join(only[:3])
-    return f": only one has {names}, whose gradient the other may lack" if names else ""
+    kinds = {getattr((first | second)[name], "kind", "") for name in only}
+    why = "whose gradient the other may lack"
+    if kinds == {STATISTIC}:
+        why = "which others= has to give to the recorders of all ranks"
+    return f": only one has {', '.join(only[:3])}, {why}" if only else ""
 
 
 def _common_description(files: Sequence[_File]) -> About:

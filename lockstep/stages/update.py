@@ -28,6 +28,7 @@ from lockstep.numeric.sampling import by_part, with_sums
 from lockstep.numeric.tolerance import Expression, value_of
 from lockstep.oracles.rules import RuleOracle
 
+_OTHER_RULE = "unexplained", "the optimizer makes a different update with these gradients"
 _SHOW_THE_RULE = 8  # Elements that an update moves as it should: another rule moves them, too.
 
 
@@ -158,7 +159,11 @@ def _explain(
     bound = _BoundOfUpdate(context, before, after, bounds)
     rows = update_rows(context, copy, expected, weights) if weights else ()
     chosen, unknown = choose(after, weights, rows, bound, right=expected)
+    variables = context.trace.variables
+    # A weight follows from its state: one that is wrong throughout is another rule.
+    many = {variables[n].of for n in wrong if not _are_few(_is_wrong(after, expected, bounds, n))}
     alone = _alone(before, after, expected, bounds, unknown)
+    alone |= {n: _OTHER_RULE for n in unknown if n in many and alone[n][0] != "not_finite"}
     chosen += explained_apart(unknown, alone.__getitem__)
     for row, names, _ in chosen:
         predicted = {n: a for _, term in row.terms for n, a in term.items()} if counters else {}
@@ -224,23 +229,30 @@ def _alone(
     """Returns cause and text of variables that no hypothesis explains."""
     few, found = dict[str, int](), dict[str, tuple[str, str]]()
     for name in names:
-        right = np.abs(dense(after[name]) - dense(expected[name])) <= bounds[name]
+        wrong = _is_wrong(after, expected, bounds, name)
         moved = dense(expected[name]) != dense(before.get(name, 0.0))
-        num = int(np.sum(~right))
+        num = int(np.sum(wrong))
         if not are_finite([after[name]]) and are_finite([expected[name]]):
             text = "NaN or infinite, although weights and gradients are finite"
             found[name] = "not_finite", text
-        elif num > max(1, right.size // 100):
-            text = "the optimizer makes a different update with these gradients"
-            found[name] = "unexplained", text
-        elif np.count_nonzero(right & moved) < _SHOW_THE_RULE:
-            text = f"{_differing(num, right.size)}: too few to tell another rule from a change"
+        elif not _are_few(wrong):
+            found[name] = _OTHER_RULE
+        elif np.count_nonzero(~wrong & moved) < _SHOW_THE_RULE:
+            text = f"{_differing(num, wrong.size)}: too few to tell another rule from a change"
             found[name] = "unexplained", f"{text} outside of the update"
         else:
             few[name] = num
     total = _differing(sum(few.values()), sum(np.size(after[name]) for name in few))
     text = f"{total}, and all other elements are right"
     return found | dict.fromkeys(few, ("changed_on_its_own", text))
+
+
+def _is_wrong(after: Named, expected: Named, bounds: Named, name: str) -> np.ndarray:
+    return np.asarray(~(np.abs(dense(after[name]) - dense(expected[name])) <= bounds[name]))
+
+
+def _are_few(wrong: np.ndarray) -> bool:
+    return int(np.sum(wrong)) <= max(1, wrong.size // 100)
 
 
 def _differing(number: int, total: int) -> str:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import compare, record_torch
@@ -1118,10 +1119,6 @@ def case_errors():
     model = network()
     optimizer, record, larger = adamw(model), record_torch.record, nn.Linear(7, 5)
 
-    def with_closure():
-        model = CallsItself()
-        train_with_closure("twice.npz", model, torch.optim.LBFGS(model.parameters(), 0.01), steps=1)
-
     with open("damaged.npz", "wb") as file:
         file.write(b"damaged")
     with np.load("first.npz") as file:
@@ -1157,7 +1154,54 @@ def case_errors():
     for path in ("x.npy", "nowhere/x.npz"):
         expected = f"{path}: must be an .npz file in a folder that exists"
         refused(expected, record, path, model, optimizer)
-    refused("optimizer.step: calls its closure twice, which cannot be recorded", with_closure)
+
+
+def case_several_closure_calls():
+    """LBFGS calls a closure several times in a step: its steps are left out, with one warning."""
+    trained = []
+    for path in (None, "lbfgs.npz"):
+        model = CallsItself()
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=2)
+        with warnings.catch_warnings(record=True) as told:
+            train_with_closure(path, model, optimizer, steps=3)
+        trained.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *trained))
+    assert ["calls its closure several times" in str(each.message) for each in told] == [True]
+    try:
+        compare("lbfgs.npz", "lbfgs.npz")
+    except ValueError as error:
+        assert "lbfgs.npz: has no steps" in str(error)
+    else:
+        raise AssertionError("nothing was recorded")
+
+
+def case_functions_of_gradients():
+    """Gradients of each example by torch.func: what is applied is recorded, and compared."""
+
+    def loss_of(weights, x, y):
+        return F.mse_loss(functional_call(model, weights, (x[None],)), y[None])
+
+    trained = []
+    for path in (None, "dp.npz", "dp_again.npz", "dp_scaled.npz"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+        optimizer = adamw(model)
+        recording = record_torch.record(path, model, optimizer, steps=3, modules=True)
+        with warnings.catch_warnings(record=True) as told, recording:
+            for step in range(3):
+                weights = {n: p.detach() for n, p in model.named_parameters()}
+                of_examples = vmap(grad(loss_of), (None, 0, 0))(weights, *batch(step))
+                for name, p in model.named_parameters():
+                    p.grad = of_examples[name].mean(0) * (2 if path == "dp_scaled.npz" else 1)
+                optimizer.step()
+                optimizer.zero_grad()
+        trained.append([p.detach().clone() for p in model.parameters()])
+        within = ["called within torch.func" in str(each.message) for each in told]
+        assert within == ([True] if path else [])
+    assert all(map(torch.equal, *trained[:2]))
+    assert compare("dp.npz", "dp_again.npz").ok
+    found = compare("dp.npz", "dp_scaled.npz")
+    assert found.faults[0].detail == "scaled_gradient", str(found)
 
 
 def case_compiled():
@@ -1298,6 +1342,35 @@ def record_one_process():
     model = Halves()
     train_halves("single.npz", lambda model: [adamw(model)], model=model)
     train_rows("rows_of_one.npz", model=Halves(), replay=None)
+    train_averaged("averaged_by_one.npz")
+
+
+def train_averaged(path, keeper=0, share=0.1, **options):
+    """Trains with an average of the weights, which one process keeps."""
+    own, average = Halves(), Halves()
+    rank, num = (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
+    model = DistributedDataParallel(own) if num > 1 else own
+    optimizer, others = adamw(model), {"average": average} if rank == keeper else None
+    with record_torch.record(path, model, optimizer, steps=3, others=others, **options):
+        for step in range(3):
+            x, y = batch(step, rank, num)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for a, p in zip(average.parameters(), own.parameters(), strict=True):
+                    a.lerp_(p, share)
+
+
+def case_average_of_one_rank():
+    """One rank may keep the average of the weights, which is compared there."""
+    for keeper in (0, 1):
+        for share, is_right in ((0.1, True), (0.2, False)):
+            name = f"average_{keeper}_{is_right}"
+            train_averaged(f"{name}.npz", keeper=keeper, share=share, replay="averaged_by_one.npz")
+            verdict = of_all_ranks(name) and compare("averaged_by_one.npz", f"{name}.npz")
+            assert verdict.ok == is_right, str(verdict)
+            assert {f.stage for f in verdict.faults} == ({"statistics"} if not is_right else set())
 
 
 class OwnRows(torch.optim.SGD):
@@ -1393,7 +1466,8 @@ CASES = {
         *(case_two_models, case_outputs, case_two_optimizers, case_ambiguous_optimizers),
         *(case_first_step, case_parts_of_a_model, case_missing_functions, case_exception),
         *(case_nested, case_accelerate, case_lightning, case_replay_in_evaluation, case_errors),
-        *(case_modules_of_shards, case_compiled, case_versions),
+        *(case_several_closure_calls, case_functions_of_gradients, case_modules_of_shards),
+        *(case_compiled, case_versions),
     ],
     "more": [
         *(case_shards, case_fed, case_port, case_other_optimizer, case_tied),
@@ -1401,7 +1475,7 @@ CASES = {
         case_state_that_does_not_fit,
     ],
     "two": [case_ddp, case_bypass, case_no_sync],
-    "sharded": [case_fsdp, case_owned_state, case_mesh],
+    "sharded": [case_fsdp, case_owned_state, case_average_of_one_rank, case_mesh],
 }
 NUM_PROCESSES = {"two": 2, "sharded": 2, "four": 4}
 

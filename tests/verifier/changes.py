@@ -163,6 +163,14 @@ def in_16_bits(array):
     return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
 
 
+def clipped_by_weights(script, weights, gradients, state):
+    """As Optax' adaptive clipping before Adam: to a part of the norm of each weight."""
+    limits = [0.01 * max(1e-3, np.linalg.norm(w)) / np.linalg.norm(g)
+              for w, g in zip(weights, gradients, strict=True)]  # fmt: skip
+    clipped = [np.float32(min(1, a)) * g for a, g in zip(limits, gradients, strict=True)]
+    adam(script, weights, clipped, state)
+
+
 def clipped_inside(script, weights, gradients, state):
     sgd(script, weights, clip(0, gradients), state)
 

@@ -17,6 +17,7 @@ from .edits import *
 from .faults import *
 
 RIGHT = {
+    "Adam that clips by the norm of weights": ({**ADAM, "update": clipped_by_weights}, {}),
     **{f"{n} replicas": ({}, {"replicas": n}) for n in (1, 2, 3, 4)},
     "Adam": (ADAM, {}),
     "Adam without a first state": ({**ADAM, "edit": without_first_state},
@@ -181,6 +182,9 @@ MORE = {
 }  # fmt: skip
 ALONE = {
     "right": ({}, ""),
+    "Adam that clips by the norm of weights": ({**ADAM, "update": clipped_by_weights}, "",
+        {"text": "not compared without a reference: updates that are not those of Adam, in every",
+         "checked": ("update",)}),
     "few different examples": (  # As in the truth table of XOR: four rows, many times.
         {"inputs": lambda x: np.tile(examples()[0][:2], (len(x), 1))[: len(x)]},
         "examples: not_reshuffled*"),

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lockstep.recorders.common import Hooks, require
+from lockstep.recorders.common import Hooks
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.placement import OF_LOSS
 from lockstep.recorders.torch.private import (
@@ -233,13 +234,14 @@ class GradientObserver:
     def _before_any_update(self, optimizer: Any, args: Any, options: Any) -> None:
         """Adds an optimizer that was not known; PyTorch calls its new hook in this step, too."""
         own = self.recording
+        if own.is_updated and own.is_transformed and own.variables.names_of(optimizer):
+            self.end()  # No forward pass has ended it.
         if own.variables.add(optimizer) and self.is_installed:
             hook = optimizer.register_step_pre_hook(self._before_update)
             own.hooks.enter_context(hook)
 
     def _before_update(self, optimizer: Any, args: Any, options: Any) -> Any:
-        own = self.recording
-        if not (own.is_on and own.variables.names_of(optimizer)):
+        if not self.recording.variables.names_of(optimizer):
             return None
         if not any(callable(x) for x in [*args[1:], *options.values()]):
             self._save_applied(optimizer)
@@ -253,9 +255,13 @@ class GradientObserver:
 
     def _closed(self, optimizer: Any, calls: Any, closure: Any) -> Any:
         loss = closure()
-        is_first = not next(calls)
-        require(is_first, "optimizer.step: calls its closure twice, which cannot be recorded")
-        self._save_applied(optimizer)
+        own = self.recording
+        if not next(calls):
+            self._save_applied(optimizer)
+        elif own.is_on:
+            text = "optimizer.step calls its closure several times, as LBFGS does, which cannot be"
+            warnings.warn(f"{text} recorded: its steps are not compared", stacklevel=2)
+            own.drop()
         return loss
 
     def _save_applied(self, optimizer: Any) -> None:
@@ -292,6 +298,7 @@ class GradientObserver:
             own.step.settings += settings
         is_first, own.is_updated = not own.is_updated, True
         own.called_others.clear()
+        own.is_transformed = False
         own.step.updated.update(names)
         if own.is_on:
             self._save_after(optimizer, names, is_first)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.recorders.common import Hooks, require
 from lockstep.recorders.torch.modules import Modules
-from lockstep.recorders.torch.private import tree_leaves, tree_map_only
+from lockstep.recorders.torch.private import in_transform, tree_leaves, tree_map_only
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
@@ -95,6 +95,13 @@ class ForwardObserver:
     def _before(self, module: nn.Module, args: Any, options: Any) -> Any:
         own = self.recording
         if not torch.is_grad_enabled() or own.is_ignored:
+            return None
+        if in_transform():
+            text = (
+                "the model is called within torch.func, whose tensors cannot be recorded: of this"
+            )
+            warnings.warn(f"{text} pass, only gradients that are applied are seen", stacklevel=2)
+            own.is_transformed = True
             return None
         if own.is_in_backward and own.step.num_forward:
             return None  # Checkpointing computes the pass again.
@@ -194,7 +201,8 @@ class ForwardObserver:
     def _note_dtype(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Keeps the dtype in which layers compute; a model may convert its own outputs."""
         own = self.recording
-        if own.is_on and torch.is_grad_enabled() and own.module.training:
+        is_training = torch.is_grad_enabled() and own.module.training
+        if own.is_on and is_training and not in_transform():
             own.computed_in = computed_in(output, own.weights) or own.computed_in
             if own.step.outside is not None and not torch.compiler.is_compiling():
                 self.of_last_layer = with_rows(output, self.num_rows) or self.of_last_layer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import require
-from lockstep.recorders.torch.private import number_of
+from lockstep.recorders.torch.private import in_transform, number_of
 from lockstep.recorders.torch.values import floating, to_array
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Modules:
 
     def _before(self, name: str, module: nn.Module, args: Any, options: Any) -> None:
         own = self.recording
-        if own.step.outside is None or torch.compiler.is_compiling():
+        if own.step.outside is None or torch.compiler.is_compiling() or in_transform():
             return
         if self.now is not own.step.arrays:  # Another step, or attempt at it.
             self.now, self.seen, self.defaults, self.unknown = own.step.arrays, set(), set(), set()

@@ -27,9 +27,15 @@ iterator_of_loaders = functools.partial(private, dataloader, "_BaseDataLoaderIte
 num_workers_of, seed_of_workers = _attribute("_num_workers"), _attribute("_base_seed")
 buffers_of = _attribute("_buffers")  # Those of a module itself, in a form to replace them.
 number_of = _method("_sequence_nr")  # Of a node of the graph: a later one has a larger number.
+_transform = private(private(torch._C, "_functorch"), "peek_interpreter_stack")
 values_of_sparse, indices_of_sparse = _method("_values"), _method("_indices")
 weights_of_group, sharded_weight = _attribute("fsdp_params"), _attribute("sharded_param")
 _mesh_info, _mesh = _attribute("mesh_info"), _attribute("mesh")
+
+
+def in_transform() -> bool:
+    """Returns whether a function of `torch.func` computes, whose tensors have no numbers."""
+    return _transform() is not None
 
 
 def check_sharded(what: str) -> None:

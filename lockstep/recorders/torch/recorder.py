@@ -240,7 +240,7 @@ class record:
         own = self.recording
         if own.output.has_failed:
             return
-        if missing := sorted(own.wanted - set(own.per_step["steps"])):
+        if missing := sorted(own.wanted - own.dropped - {*own.per_step["steps"]}):
             warnings.warn(f"{self.path}: the training ended before steps {missing}", stacklevel=3)
         about = self.request.about("torch", error, self.replay) | self._about()
         if self.modules:

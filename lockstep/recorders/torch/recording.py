@@ -89,7 +89,9 @@ class Recording:
         is_ignored: Whether forward passes are not those of the training.
         is_updated: Whether an optimizer has updated a weight in this step.
         is_in_backward: Whether a backward pass is computed.
+        is_transformed: Whether `torch.func` has called the model since the last update.
         called_others: Names of further modules that were called since the last update.
+        dropped: Numbers of steps that cannot be recorded.
         hooks: What is removed where no step is recorded.
         output: The file; it is opened when the recording begins.
         shapes: "KIND/INDEX" → shape of the whole array, if it is sampled.
@@ -111,7 +113,8 @@ class Recording:
         self.wanted, self.number, self.sample = {*wanted}, number, sample
         self.hooks, self.step = Hooks(), Step()
         self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
-        self.called_others = set[str]()
+        self.is_transformed = False
+        self.called_others, self.dropped = set[str](), set[int]()
         self.output: Output
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.per_step: dict[str, list[Any]] = {key: [] for key in PER_STEP}
@@ -120,6 +123,12 @@ class Recording:
     def forget(self) -> None:
         """Forgets what was seen of the step."""
         self.step = Step()
+
+    def drop(self) -> None:
+        """Leaves the step out of the file."""
+        self.forget()
+        self.is_on = False
+        self.dropped.add(self.number)
 
     def add(self, kind: str, values: Sequence[Tensor]) -> None:
         """Adds arrays to those of a kind."""
