@@ -59,7 +59,6 @@ def check_torch():
         *(private.buffers_of, private.number_of, private.values_of_sparse, private.move_first),
         *(private.indices_of_sparse, private.num_workers_of, private.seed_of_workers),
         *(private.weights_of_group, private.sharded_weight, private.mesh_of_group),
-        private.whole_weight,
     ):
         fails(each, object())
     is_checked_at_import(framework.utils._pytree, "tree_leaves")
@@ -76,10 +75,6 @@ def check_sharded():
     fully_shard(model, mesh=mesh)
     (group,) = private.fsdp_groups(model)
     assert len([private.sharded_weight(each) for each in private.weights_of_group(group)]) == 2
-    weights = private.weights_of_group(group)
-    assert [private.whole_weight(each) for each in weights] == [None, None]
-    model(framework.ones(1, 2))
-    assert [private.whole_weight(each).shape for each in weights] == [(3, 2), (3,)]
     assert private.root_mesh(private.mesh_of_group(group)).mesh.numel() == 1
 
 

@@ -1274,11 +1274,7 @@ def case_fsdp():
     about = trace.abouts[1]
     assert (about["mesh"], about["data_axes"]) == ({"data": 2}, ["data"])
     assert about["ranks"] == [1] and about["num_replicas"] == 2 and "replicas" not in about
-    for step in range(3):  # Each rank's own gradient, before the reduce-scatter.
-        of_ranks = [trace.kind("raw", step, rank) for rank in (0, 1)]
-        mean = {name: (of_ranks[0][name] + of_ranks[1][name]) / 2 for name in of_ranks[0]}
-        assert_close(whole(trace, "sums", step), mean)
-        assert not np.array_equal(of_ranks[0]["4.weight"], of_ranks[1]["4.weight"])
+    assert not trace.kind("raw")
     # Rows of parts, of which the last may have less.
     assert [trace.kind("before", 0, r)["4.weight"].shape for r in (0, 1)] == [(3, 64), (2, 64)]
     index = trace.about["gradients"].index("4.weight")

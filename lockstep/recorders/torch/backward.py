@@ -21,15 +21,17 @@ from lockstep.recorders.torch.private import (
     move_first,
     of_pipelines,
     private,
-    sharded_weight,
     tree_leaves,
-    whole_weight,
 )
 from lockstep.recorders.torch.recording import ENDS, Recording
 
 
 class GradientObserver:
     """Copies gradients when autograd has computed them, when they are reduced, clipped and applied.
+
+    Those by weights that `fully_shard` has split are copied once they are reduced. A hook of the
+    whole weight, which exists within the backward pass, sees each rank's own; but where they are
+    recorded, the checks do not look for faults of the parts, as a rank that scales its own part.
 
     Args:
         recording: What has the model and the arrays.
@@ -173,40 +175,15 @@ class GradientObserver:
         mesh = own.placement.mesh
         if own.ddp and mesh and mesh.stages:  # The forward pass was in `no_sync`.
             self.forward.before_ddp()
-        handles = self._observe_whole_weights() if own.is_on and not self.depth else []
         self.depth += 1
         own.is_in_backward = True
         try:
             inner(tensors, *args, **options)
         finally:
-            for handle in handles:
-                handle.remove()
             self.depth -= 1
             own.is_in_backward = self.depth > 0
         if own.is_on and not self.depth:
             self._after_backward(tensors)
-
-    def _observe_whole_weights(self) -> list[Any]:
-        """Observes the gradients of this rank by weights that `fully_shard` has split.
-
-        They are reduced and freed within the backward pass. Of a step with several passes, they are
-        not recorded: each pass reduces its own, or adds to those before.
-        """
-        own, place = self.recording, self.recording.placement
-        is_first = not any(call.startswith("backward") for call in own.step.calls)
-        if not is_first or (place.mesh and place.mesh.stages):
-            for index, p in enumerate(own.weights.values()):
-                for end in ENDS if p in place.of_fsdp else ():
-                    own.step.arrays.pop(f"raw/{place.rank}/{index}{end}", None)
-            return []
-        numbers = {p: (index, name) for index, (name, p) in enumerate(own.weights.items())}
-        handles = []
-        for each in place.in_groups:
-            whole, number = whole_weight(each), numbers.get(sharded_weight(each))
-            if whole is not None and whole.requires_grad and number:
-                hook = functools.partial(self._after_gradient, *number)
-                handles.append(whole.register_post_accumulate_grad_hook(hook))
-        return handles
 
     def _after_backward(self, tensors: Any) -> None:
         own, step = self.recording, self.recording.step

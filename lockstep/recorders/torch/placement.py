@@ -44,7 +44,7 @@ class Placement:
         mesh, dims: As those of `record`.
 
     Attributes:
-        in_groups, of_fsdp: The weights that `fully_shard` has split, as it holds them.
+        of_fsdp: The weights that `fully_shard` has split.
         rank, num_ranks, replica, num_replicas: The place of this process.
         mesh: The devices on their axes; None if nothing is split.
         placements: "KIND/INDEX" → how an array is part of a whole one.
@@ -61,8 +61,7 @@ class Placement:
         groups = fsdp_groups(self.module)
         if groups:
             check_sharded("fully_shard")
-        self.in_groups = [p for group in groups for p in weights_of_group(group)]
-        self.of_fsdp = {sharded_weight(p) for p in self.in_groups}
+        self.of_fsdp = {sharded_weight(p) for group in groups for p in weights_of_group(group)}
         group = ddp.process_group if ddp else None
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = self.replica = dist.get_rank(group) if is_distributed else 0

@@ -83,12 +83,6 @@ def mesh_of_group(group: Any) -> Any:
     return _mesh(_mesh_info(group))
 
 
-def whole_weight(param: Any) -> Any:
-    """Returns the weight that a forward pass uses of one in a group; None before the first pass."""
-    private(type(param), "unsharded_param")
-    return getattr(param, "unsharded_param", None)
-
-
 def root_mesh(mesh: Any) -> Any:
     """Returns the mesh of which a mesh is a part; itself if it is none, or not known."""
     return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
