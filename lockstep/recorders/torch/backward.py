@@ -30,6 +30,10 @@ from lockstep.recorders.torch.recording import ENDS, Recording
 class GradientObserver:
     """Copies gradients when autograd has computed them, when they are reduced, clipped and applied.
 
+    Those by weights that `fully_shard` has split are copied once they are reduced. A hook of the
+    whole weight, which exists within the backward pass, sees each rank's own; but where they are
+    recorded, the checks do not look for faults of the parts, as a rank that scales its own part.
+
     Args:
         recording: What has the model and the arrays.
         forward: Observes its forward passes.
