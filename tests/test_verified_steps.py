@@ -21,6 +21,7 @@ from app.records.history import load_history, load_summary
 from app.records.run_metadata import Progress
 from app.runtime.errors import ConfigError, MismatchError
 from app.training.loop import Training
+from app.training.resume import find_checkpoint
 from app.training.training_spec import TrainingSpec
 from app.verification.step_verifier import (
     MISMATCH_DIRECTORY,
@@ -54,7 +55,7 @@ def _quick(monkeypatch):
     monkeypatch.setitem(MODELS, "resnet18", "dense_network:build_conv_norm_network")
     monkeypatch.setattr(
         "app.report.accuracy_plot.plot_accuracy",
-        lambda run_dirs, out_dir: write_file(out_dir / "accuracy.png", ""),
+        lambda runs, out_dir: write_file(out_dir / "accuracy.png", ""),
     )
 
 
@@ -70,7 +71,7 @@ def make(run_dir, *, num_devices=2, **options):
     run_dir.mkdir(exist_ok=True)
     loop = Training(config, devices, dataset(), run_dir)
     loop.verifier = create_step_verifier(loop.spec, loop.strategy, run_dir)
-    loop.start(from_scratch=False)
+    loop.start(find_checkpoint(run_dir))
     assert loop.strategy.num_devices == num_devices
     return loop
 

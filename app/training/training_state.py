@@ -16,7 +16,7 @@ from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
 from app.runtime.errors import DivergedError
 from app.training.replica_divergence import check_replica_divergence
-from app.training.resume import find_checkpoint
+from app.training.resume import resumed_progress
 from app.training.run_writer import RunWriter
 from app.training.strategy_builder import restore
 from strategies.base import StepTotals, Strategy
@@ -92,23 +92,23 @@ class TrainingState:
         )
 
     def restore(
-        self, run_dir: pathlib.Path, *, has_schedule: bool
-    ) -> CheckpointSearchResult | None:
-        """Restores the newest valid checkpoint of a run; returns None without one.
+        self, found: CheckpointSearchResult, run_dir: pathlib.Path, *, has_schedule: bool
+    ) -> None:
+        """Restores the checkpoint from which a run resumes.
 
         Args:
-            run_dir: the run directory.
+            found: the checkpoint.
+            run_dir: the run directory, for messages.
             has_schedule: whether the learning rate depends on the number of epochs.
 
         Raises:
-            CheckpointError: no checkpoint is valid, or it is of another training.
+            CheckpointError: it is of another training.
         """
-        found = find_checkpoint(run_dir, self._config, self._metadata, has_schedule=has_schedule)
-        if found is not None:
-            self.progress = found.checkpoint.progress
-            self.checkpoints.mark_saved(self.progress)
-            restore(self._strategy, found.checkpoint)
-        return found
+        self.progress = resumed_progress(
+            found, run_dir, self._config, self._metadata, has_schedule=has_schedule
+        )
+        self.checkpoints.mark_saved(self.progress)
+        restore(self._strategy, found.checkpoint)
 
     def broadcast(self, workers: Workers, resumed: CheckpointSearchResult | None) -> None:
         """Broadcasts the chief's state, restored from a checkpoint or not, to every worker."""
@@ -128,6 +128,10 @@ class TrainingState:
             **epoch_totals(progress).plus(totals)._asdict(),
             epoch_sec=progress.epoch_sec + call_sec,
         )
+
+    def add_compilation(self, sec: float) -> None:
+        """Sets the seconds of compilation of this attempt."""
+        self.progress = dataclasses.replace(self.progress, compile_sec=sec)
 
     def add_verification(self, sec: float, *, verified: int = 0, wrong: int = 0) -> None:
         """Adds the verification of a step to the progress of the epoch.
@@ -205,12 +209,11 @@ class TrainingState:
         apart = max(divergence.absolute, self.progress.statistics_apart)
         self.progress = dataclasses.replace(self.progress, statistics_apart=apart)
 
-    def save(self, writer: RunWriter | None, *, compile_sec: float) -> bool:
+    def save(self, writer: RunWriter | None) -> bool:
         """Saves a checkpoint; returns False if the last one has this state already.
 
         Args:
             writer: the writer; None on a worker that only checks the state.
-            compile_sec: seconds of compilation, for the summary.
 
         Raises:
             DivergedError: a weight or an optimizer variable is not finite.
@@ -232,7 +235,7 @@ class TrainingState:
             self._add_hash(weights_sha256(state))
         if writer:
             checkpoint = Checkpoint(self._metadata, self.progress, state, own)
-            writer.save(checkpoint, compile_sec=compile_sec)
+            writer.save(checkpoint)
         self.checkpoints.mark_saved(self.progress)
         return True
 
@@ -293,6 +296,7 @@ def after_epoch(
     )
     return Progress(
         step=progress.step,
+        compile_sec=progress.compile_sec,
         total_sec=progress.total_sec,
         history=[*progress.history, record],
         changes=progress.changes,
