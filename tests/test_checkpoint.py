@@ -63,9 +63,8 @@ def test_round_trip(tmp_path):
     saved = make(loss_sum=0.1, history=[record(1, step=5)], changes=["seed 0 → 1"])
     save_checkpoint(tmp_path, saved)
     path = tmp_path / "checkpoints" / "step-00000007-epoch-0001.safetensors"
-    found = find_newest_checkpoint(tmp_path)
-    loaded = found.checkpoint
-    assert found.path == path and found.damaged == [] and found.warning() is None
+    loaded = find_newest_checkpoint(tmp_path)
+    assert loaded.path == path and loaded.damaged == [] and loaded.warning() is None
     assert loaded.metadata == RUN_METADATA and loaded.progress == saved.progress
     assert list(loaded.state) == list(STATE)
     for name, array in STATE.items():
@@ -80,7 +79,7 @@ def test_the_newest_three_by_step_and_epoch_are_kept(tmp_path):
     for step in (5, 70, 700):
         os.utime(save(tmp_path, step), (2e9 - 1e6 * step, 2e9 - 1e6 * step))  # Times do not count.
     save(tmp_path, 700, history=[record(1)])  # After the evaluation of the same step.
-    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 1
+    assert find_newest_checkpoint(tmp_path).progress.epoch == 1
     assert names(tmp_path) == [
         "step-00000070-epoch-0000", "step-00000700-epoch-0000", "step-00000700-epoch-0001",
     ]  # fmt: skip
@@ -226,7 +225,7 @@ def test_arrays_of_every_form(tmp_path):
         "é/../\n": np.int64([-1]), "big endian": np.arange(3, dtype=">f4"),
     }  # fmt: skip
     save_checkpoint(tmp_path, dataclasses.replace(make(), state=arrays))
-    read = find_newest_checkpoint(tmp_path).checkpoint.state
+    read = find_newest_checkpoint(tmp_path).state
     assert list(read) == list(arrays)
     for name, array in arrays.items():
         expected = np.asarray(array)

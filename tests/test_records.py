@@ -18,6 +18,7 @@ from app.records.history import EpochRecord, Summary
 from app.records.run_directory import (
     check_same_run,
     load_run_config,
+    open_command_directory,
     open_log,
     open_run_directory,
 )
@@ -140,14 +141,16 @@ def test_a_run_directory_is_made_and_found_again(tmp_path):
 
 
 def test_a_verification_replaces_another_one_and_no_training(tmp_path):
-    for seed in (1, 2):
-        with open_run_directory(tmp_path / "one", {"command": "verify", "seed": seed}) as one:
-            assert one.replaces_verification
-            one.start(overwrite=False)
-    assert load_run_config(tmp_path / "one")["seed"] == 2
-    start(tmp_path / "run", {"command": "train"})
-    with open_run_directory(tmp_path / "run", {"command": "verify"}) as run:
-        assert not run.replaces_verification
+    verify, other = (
+        {"command": "verify", "seed": 2},
+        pytest.raises(OutputError, match="another run"),
+    )
+    start(tmp_path / "one", {"command": "verify"})
+    start(tmp_path / "run", {"model": "lenet"})
+    with RunContext(), open_command_directory(tmp_path / "one", verify, overwrite=False):
+        pass
+    with other, RunContext(), open_command_directory(tmp_path / "run", verify, overwrite=False):
+        pass
 
 
 def test_overwrite_removes_the_records_and_nothing_else_even_if_it_is_cut_off(

@@ -132,12 +132,12 @@ def test_a_run_cut_off_in_mid_epoch_equals_an_uninterrupted_one(
     assert summary.epoch_sec == np.median([record.epoch_sec for record in history])
     assert history[1].train_loss < history[0].train_loss
     assert history[0].images_per_sec == pytest.approx(300 / history[0].epoch_sec)
-    checkpoint = find_newest_checkpoint(whole).checkpoint
+    checkpoint = find_newest_checkpoint(whole)
     assert checkpoint.progress.step == 10 and checkpoint.progress.history == history
     assert checkpoint.metadata.steps_per_epoch == 5
 
     assert load_summary(cut).status == "running"
-    assert find_newest_checkpoint(cut).checkpoint.progress.step == 6
+    assert find_newest_checkpoint(cut).progress.step == 6
     if strategy == "manual":
         with pytest.raises(CheckpointError, match="epoch 2 has already started"):
             make(dataset, cut, strategy=strategy, epochs=1)
@@ -172,7 +172,7 @@ def test_signals_save_and_each_other_strategy_goes_on(dataset, tmp_path, monkeyp
             patch.setattr(signals, "check", check)
             train(dataset, run_dir, strategy=strategy, epochs=1)
         if strategy == "mirrored":
-            own = find_newest_checkpoint(run_dir).checkpoint.per_shard_statistics
+            own = find_newest_checkpoint(run_dir).per_shard_statistics
             assert len(own) == 2 and not np.array_equal(own[0][0], own[1][0])
     assert [path.stem for path in checkpoint_paths(run_dir)] == [
         f"step-{step:08d}-epoch-{epoch:04d}" for step, epoch in [(3, 0), (5, 0), (5, 1)]
@@ -279,7 +279,7 @@ def test_a_run_cut_off_at_any_write_can_be_finished(dataset, tmp_path, finished)
     assert before > 200 and len(disk.states) > before + 10
     for number, cut in enumerate(disk.states):
         found, summary, epochs = find_newest_checkpoint(cut), load_summary(cut), load_history(cut)
-        progress = found.checkpoint.progress if found else Progress()
+        progress = found.progress if found else Progress()
         assert not found or found.damaged == []
         assert summary is None or summary.steps <= progress.step
         assert number >= before or len(epochs) <= progress.epoch
@@ -315,7 +315,7 @@ def test_a_full_disk_ends_the_run_and_what_is_saved_stays(
     with monkeypatch.context() as patch, pytest.raises(DiskFullError):
         patch.setattr(os, "replace", fail)
         train(dataset, tmp_path, epochs=2)
-    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 1
+    assert find_newest_checkpoint(tmp_path).progress.epoch == 1
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
     if number == 4:
         assert train(dataset, tmp_path).weights_sha256 == finished[1].weights_sha256
@@ -383,7 +383,7 @@ def test_the_last_finite_checkpoint_is_kept(dataset, copy):
     loop._state.progress = before
     with pytest.raises(DivergedError, match="the checkpoint of step 10 is kept"):
         loop.run()
-    state = find_newest_checkpoint(copy).checkpoint.state
+    state = find_newest_checkpoint(copy).state
     assert all(np.isfinite(array).all() for array in state.values())
 
 
@@ -515,7 +515,7 @@ def test_another_way_of_computing_it_is_told(dataset, copy, monkeypatch, capsys)
 @pytest.mark.parametrize("before", [None, "Eigen on AVX2"])
 def test_other_kernels_are_told_in_one_line(dataset, copy, monkeypatch, capsys, before):
     """Also if the checkpoint of an earlier version does not say which kernels computed it."""
-    found = find_newest_checkpoint(copy).checkpoint
+    found = find_newest_checkpoint(copy)
     kernels = {"cpu_kernels": before} if before else {}
     versions = {n: v for n, v in found.metadata.versions.items() if n != "cpu_kernels"} | kernels
     metadata = dataclasses.replace(found.metadata, versions=versions)

@@ -133,12 +133,12 @@ def test_a_fault_that_begins_later_is_found_and_named(tmp_path):
     stopped = load_summary(tmp_path)
     assert (stopped.steps, stopped.verified_steps, stopped.mismatches) == (5, 4, 1)
     newest = find_newest_checkpoint(tmp_path)
-    assert (newest.checkpoint.progress.step, newest.checkpoint.progress.epoch_step) == (7, 2)
+    assert (newest.progress.step, newest.progress.epoch_step) == (7, 2)
     trace = trace_file.load(tmp_path / MISMATCH_DIRECTORY / TRACE_FILE)
     assert (trace.steps, len(trace.shards)) == ((6, 7), 2)  # The state before is kept, too.
     sums, sent = trace.named(1, "sums", 0), trace.named(1, "raw", 0)
     assert all(same_bits(sums[name], sent[name]) for name in sent)  # The fault itself can be seen.
-    before, saved = trace.named(1, "before", 0), newest.checkpoint.state
+    before, saved = trace.named(1, "before", 0), newest.state
     assert all(same_bits(before[name], saved[f"model/{name}"]) for name in sent)
 
 
@@ -242,7 +242,7 @@ def test_a_skipped_step_is_verified(tmp_path, monkeypatch, strategy):
     monkeypatch.setattr("app.training.optimizers.INITIAL_LOSS_SCALE", 2.0**24)
     summary = train(tmp_path / "right", **options)
     assert (summary.verified_steps, summary.mismatches) == (10, 0)
-    scales = find_newest_checkpoint(tmp_path / "right").checkpoint.state["optimizer/loss_scale"]
+    scales = find_newest_checkpoint(tmp_path / "right").state["optimizer/loss_scale"]
     assert 1024 <= scales < 2**24  # Some steps were skipped, and not all.
     # The second device skips no step.
     shared = "strategies.parts.share_overflow"

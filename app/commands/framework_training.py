@@ -21,7 +21,7 @@ from app.records.checkpoint import (
     save_checkpoint,
     weights_sha256,
 )
-from app.records.history import EpochRecord, Summary, checked_record
+from app.records.history import EpochRecord, checked_record
 from app.records.run_directory import (
     check_same_run,
     load_run_config,
@@ -64,9 +64,9 @@ def train_with_framework(
             if old := run_directory.old_config():
                 check_same_run(run_dir, old, run_directory.config)
             found = find_newest_checkpoint(run_dir)
-            if found and is_finished(found.checkpoint.metadata, found.checkpoint.progress):
+            if found and is_finished(found.metadata, found.progress):
                 console.say(f"{run_dir} is already finished; this is its result")
-                console.say(_write_records(run_dir, found.checkpoint).last_line())
+                _report(run_dir, found)
                 return
         run_directory.start(overwrite=True)  # The program cannot resume.
         open_log(run_dir)
@@ -83,12 +83,13 @@ def train_with_framework(
                 f"{name}: did not write its results and weights ({reason_of(error)})"
             ) from error
         save_checkpoint(run_dir, checkpoint)
-        console.say(_write_records(run_dir, checkpoint).last_line())
+        _report(run_dir, checkpoint)
 
 
-def _write_records(run_dir: pathlib.Path, checkpoint: Checkpoint) -> Summary:
+def _report(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
+    """Writes the records of a finished training, unless they are there; prints its last line."""
     write_records(run_dir, checkpoint.metadata, checkpoint.progress)
-    return summarize(checkpoint.metadata, checkpoint.progress)
+    console.say(summarize(checkpoint.metadata, checkpoint.progress).last_line())
 
 
 def _without_kernels(values: Mapping[str, Any]) -> dict[str, Any]:

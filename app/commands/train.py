@@ -11,7 +11,7 @@ from app.devices.cluster import Cluster, find_cluster, is_in_cluster
 from app.options import Config, rules
 from app.options.names import DEFAULT_LOCAL_WORKERS
 from app.records.caveats import caveats, injected_fault_caveat
-from app.records.checkpoint import CheckpointSearchResult, load_finished
+from app.records.checkpoint import Checkpoint, load_finished
 from app.records.history import Summary
 from app.records.run_directory import (
     LOG_FILE,
@@ -110,7 +110,7 @@ def print_result(config: Config, summary: Summary) -> None:
 
 
 def find_result(
-    config: Config, run_directory: RunDirectory, found: CheckpointSearchResult | None
+    config: Config, run_directory: RunDirectory, found: Checkpoint | None
 ) -> Summary | None:
     """Returns the result of a finished run in the directory; None if there is still to train.
 
@@ -121,13 +121,13 @@ def find_result(
         DiskFullError, OutputError: a record that is missing cannot be written.
     """
     path, new = run_directory.path, config.result_fields()
-    old = found.checkpoint.metadata.config if found else run_directory.old_config()
+    old = found.metadata.config if found else run_directory.old_config()
     if not old:
         return None
     changed = check_same_run(path, old, new if found else run_directory.config, accepted=ACCEPTED)
-    if found is None or not is_finished(found.checkpoint.metadata, found.checkpoint.progress):
+    if found is None or not is_finished(found.metadata, found.progress):
         return None
-    metadata, progress = found.checkpoint.metadata, found.checkpoint.progress
+    metadata, progress = found.metadata, found.progress
     if found.damaged or "epochs" in changed:
         return None
     asked, num_devices = config.num_devices_of_all_workers, len(metadata.devices)
@@ -142,15 +142,13 @@ def find_result(
             f" ({'; '.join(differing)}); choose"
             " another directory, raise --epochs to continue, or use --overwrite"
         )
-    if any(old.get(name) != value for name, value in new.items()):
+    if any(old.get(name) != value for name, value in new.items()):  # A default and a value.
         return None
     write_records(path, metadata, progress)
     return summarize(metadata, progress)
 
 
-def _train(
-    config: Config, run_directory: RunDirectory, found: CheckpointSearchResult | None
-) -> Summary:
+def _train(config: Config, run_directory: RunDirectory, found: Checkpoint | None) -> Summary:
     prepared = device_setup.set_up(config)
     _announce_to_others(prepared, _TRAIN)
     dataset = _load_data(config, prepared)

@@ -16,7 +16,7 @@ import pathlib
 import re
 import struct
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -46,29 +46,19 @@ class Checkpoint:
         state: name → array, in the order of the variables: model, then optimizer.
         per_shard_statistics: BatchNorm moving statistics of each shard; empty if all shards have
             equal statistics.
+        path: the file that it was loaded from; None for a new one.
+        damaged: newer files that failed verification, each with the reason, newest first.
     """
 
     metadata: RunMetadata
     progress: Progress
     state: dict[str, np.ndarray]
     per_shard_statistics: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
-
-
-class CheckpointSearchResult(NamedTuple):
-    """The newest checkpoint that verifies.
-
-    Attributes:
-        checkpoint: the verified checkpoint.
-        path: its file.
-        damaged: newer checkpoints that failed verification, each with the reason, newest first.
-    """
-
-    checkpoint: Checkpoint
-    path: pathlib.Path
-    damaged: list[tuple[pathlib.Path, str]]
+    path: pathlib.Path | None = None
+    damaged: list[tuple[pathlib.Path, str]] = dataclasses.field(default_factory=list)
 
     def warning(self) -> str | None:
-        """Text that names the damaged checkpoints and the selected one; None if none is damaged."""
+        """Text that names the damaged checkpoints and this one; None if none is damaged."""
         if not self.damaged:
             return None
         damages = "; ".join(f"{path} ({reason})" for path, reason in self.damaged)
@@ -166,7 +156,7 @@ def _name(progress: Progress) -> str:
     return f"step-{progress.step:08d}-epoch-{progress.epoch:04d}.safetensors"
 
 
-def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None:
+def find_newest_checkpoint(run_dir: pathlib.Path) -> Checkpoint | None:
     """Loads the newest valid checkpoint of a run; None if the run has no checkpoints.
 
     Raises:
@@ -176,7 +166,7 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | No
     damaged: list[tuple[pathlib.Path, str]] = []
     for path in reversed(checkpoint_paths(run_dir)):
         try:
-            return CheckpointSearchResult(_load(path), path, damaged)
+            return dataclasses.replace(_load(path), path=path, damaged=damaged)
         except MemoryError:
             raise
         except Exception as error:  # A damaged file, or one of another version, may raise any.
@@ -205,12 +195,12 @@ def load_finished(run_dir: pathlib.Path) -> Checkpoint:
     found = find_newest_checkpoint(run_dir)
     if found is None:
         raise CheckpointError(f"{run_dir} has no checkpoint; use --overwrite")
-    if not is_finished(found.checkpoint.metadata, found.checkpoint.progress):
+    if not is_finished(found.metadata, found.progress):
         raise CheckpointError(
             f"{found.warning() or found.path}: the training is not finished; run the same command"
             " again, or use --overwrite"
         )
-    return found.checkpoint
+    return found
 
 
 def _load(path: pathlib.Path) -> Checkpoint:

@@ -170,15 +170,12 @@ def load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
     Raises:
         OutputError: the file exists but is not a history.
     """
-    path = run_dir / HISTORY_FILE
-    if not path.exists():
-        return []
-    return _load(
-        path,
-        lambda: [
-            checked_record(EpochRecord, json.loads(line)) for line in read_text(path).splitlines()
-        ],
-    )
+
+    def parse(path: pathlib.Path) -> list[EpochRecord]:
+        lines = read_text(path).splitlines()
+        return [checked_record(EpochRecord, json.loads(line)) for line in lines]
+
+    return _load(run_dir / HISTORY_FILE, parse) or []
 
 
 def load_summary(run_dir: pathlib.Path) -> Summary | None:
@@ -187,10 +184,7 @@ def load_summary(run_dir: pathlib.Path) -> Summary | None:
     Raises:
         OutputError: the file exists but is not a summary.
     """
-    path = run_dir / SUMMARY_FILE
-    if not path.exists():
-        return None
-    return _load(path, lambda: checked_record(Summary, read_json(path)))
+    return _load(run_dir / SUMMARY_FILE, lambda path: checked_record(Summary, read_json(path)))
 
 
 def checked_record(record_class: type[Record], values: Mapping[str, Any]) -> Record:
@@ -212,9 +206,11 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
     return (int, float) if annotation is float else (typing.get_origin(annotation) or annotation,)
 
 
-def _load(path: pathlib.Path, parse: Callable[[], Parsed]) -> Parsed:
+def _load(path: pathlib.Path, parse: Callable[[pathlib.Path], Parsed]) -> Parsed | None:
+    if not path.exists():
+        return None
     try:
-        return parse()
+        return parse(path)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise OutputError(
             f"{path}: not readable as {path.name} ({reason_of(error)}); run its training"

@@ -111,12 +111,6 @@ class RunDirectory:
         """Returns the configuration of the run that was started here; {} without one."""
         return load_run_config(self.path) if (self.path / CONFIG_FILE).exists() else {}
 
-    @property
-    def replaces_verification(self) -> bool:
-        """Whether this is a verification in the place of another, which is a result, not a run."""
-        commands = {each.get("command") for each in (self.config, self.old_config()) if each}
-        return commands == {"verify"}
-
     def start(self, *, overwrite: bool, cpu_kernels: str = "") -> None:
         """Starts or resumes the run, after all checks.
 
@@ -124,7 +118,7 @@ class RunDirectory:
             overwrite: remove the files of another run, and nothing else.
             cpu_kernels: the kernels that a training computes with, for `config.json`.
         """
-        if overwrite or self.replaces_verification:
+        if overwrite:
             for name in (*_RECORDS, *(each.name for each in event_files(self.path))):
                 self.remove(name)
                 if name == SUMMARY_FILE:
@@ -225,14 +219,14 @@ def open_command_directory(
     """
     with open_run_directory(path, config) as run_directory:
         open_log(path)
-        if config.get("command") == "verify" and not overwrite:
-            if not run_directory.replaces_verification:
-                raise OutputError(
-                    f"--out={path} contains another run than a verification; choose another"
-                    " directory, or --overwrite to remove the run"
-                )
-        elif not overwrite and (old := run_directory.old_config()):
+        old = {} if overwrite else run_directory.old_config()
+        if old and config.get("command") != "verify":
             check_same_run(path, old, run_directory.config)
+        elif old and old.get("command") != "verify":
+            raise OutputError(
+                f"--out={path} contains another run than a verification; choose another"
+                " directory, or --overwrite to remove the run"
+            )
         yield run_directory
 
 

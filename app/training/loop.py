@@ -11,7 +11,7 @@ import tensorflow as tf
 from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
 from app.options import Config
-from app.records.checkpoint import CheckpointSearchResult
+from app.records.checkpoint import Checkpoint
 from app.records.history import Summary
 from app.records.run_metadata import Progress, is_finished, summarize
 from app.runtime import console, signals
@@ -94,12 +94,12 @@ class Training:
         self.verifier: StepVerifier | None = None
         self._metadata = self.spec.metadata(self.strategy, devices)
         self._state = TrainingState(config, self.strategy, self._metadata)
-        self._resumed: CheckpointSearchResult | None = None
+        self._resumed: Checkpoint | None = None
         self._writer: RunWriter | None = None  # `begin` creates it, on the chief alone.
         self._step_sec = math.inf
         self._on_progress()
 
-    def start(self, resumed: CheckpointSearchResult | None) -> None:
+    def start(self, resumed: Checkpoint | None) -> None:
         """Restores the checkpoint from which the run resumes; None to start from scratch.
 
         Raises:

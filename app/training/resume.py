@@ -5,7 +5,7 @@ import pathlib
 
 from app.options import Config
 from app.options.split_numbers import OPTIONS_OF_SOME
-from app.records.checkpoint import CheckpointSearchResult, find_newest_checkpoint
+from app.records.checkpoint import Checkpoint, find_newest_checkpoint
 from app.records.history import HISTORY_FILE
 from app.records.run_directory import check_same_run
 from app.records.run_metadata import Progress, RunMetadata
@@ -22,7 +22,7 @@ ACCEPTED = {
 }
 
 
-def find_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None:
+def find_checkpoint(run_dir: pathlib.Path) -> Checkpoint | None:
     """Finds the checkpoint from which a training resumes; None if nothing was saved.
 
     Raises:
@@ -39,7 +39,7 @@ def find_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None:
 
 
 def resumed_progress(
-    found: CheckpointSearchResult,
+    found: Checkpoint,
     run_dir: pathlib.Path,
     config: Config,
     metadata: RunMetadata,
@@ -60,7 +60,7 @@ def resumed_progress(
     Raises:
         CheckpointError: the checkpoint is of another training.
     """
-    saved, progress = found.checkpoint.metadata, found.checkpoint.progress
+    saved, progress = found.metadata, found.progress
     num_begun = progress.epoch + (progress.epoch_step > 0)
     if num_begun > config.training.epochs:
         raise CheckpointError(

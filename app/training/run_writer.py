@@ -3,7 +3,7 @@
 import pathlib
 from typing import TYPE_CHECKING
 
-from app.records.checkpoint import Checkpoint, CheckpointSearchResult, save_checkpoint
+from app.records.checkpoint import Checkpoint, save_checkpoint
 from app.records.event_file import EventFile
 from app.records.files import io_errors_as, remove
 from app.records.history import (
@@ -36,7 +36,7 @@ class RunWriter:
         self._run_dir, self._metadata = run_dir, metadata
         self._events = EventFile(run_dir)
 
-    def begin(self, progress: Progress, resumed: CheckpointSearchResult | None) -> None:
+    def begin(self, progress: Progress, resumed: Checkpoint | None) -> None:
         """Starts the records of this attempt.
 
         Args:

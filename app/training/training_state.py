@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.options import Config
-from app.records.checkpoint import Checkpoint, CheckpointSearchResult, weights_sha256
+from app.records.checkpoint import Checkpoint, weights_sha256
 from app.records.history import EpochRecord
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
@@ -91,9 +91,7 @@ class TrainingState:
             config.output.checkpoint_every, metadata.steps_per_epoch
         )
 
-    def restore(
-        self, found: CheckpointSearchResult, run_dir: pathlib.Path, *, has_schedule: bool
-    ) -> None:
+    def restore(self, found: Checkpoint, run_dir: pathlib.Path, *, has_schedule: bool) -> None:
         """Restores the checkpoint from which a run resumes.
 
         Args:
@@ -108,14 +106,14 @@ class TrainingState:
             found, run_dir, self._config, self._metadata, has_schedule=has_schedule
         )
         self.checkpoints.mark_saved(self.progress)
-        restore(self._strategy, found.checkpoint)
+        restore(self._strategy, found)
 
-    def broadcast(self, workers: Workers, resumed: CheckpointSearchResult | None) -> None:
+    def broadcast(self, workers: Workers, resumed: Checkpoint | None) -> None:
         """Broadcasts the chief's state, restored from a checkpoint or not, to every worker."""
         text = workers.broadcast(json.dumps(dataclasses.asdict(self.progress)).encode())
         self.progress = Progress.parse(json.loads(text))
         self.checkpoints.mark_saved(self.progress)
-        own = resumed.checkpoint.per_shard_statistics if resumed else []
+        own = resumed.per_shard_statistics if resumed else []
         self._strategy.states.broadcast(own)
 
     def add_steps(self, num_steps: int, totals: StepTotals, *, call_sec: float) -> None:

@@ -197,7 +197,7 @@ def fuzz_checkpoint(
     path.write_bytes(content)
 
     def read() -> None:
-        loaded = checkpoints.find_newest_checkpoint(folder).checkpoint
+        loaded = checkpoints.find_newest_checkpoint(folder)
         assert sum(a.nbytes for a in loaded.state.values()) < len(content)
 
     return read
