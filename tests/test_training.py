@@ -539,16 +539,6 @@ def test_the_same_kernels_are_not_told(dataset, copy, capsys):
     assert "kernels" not in capsys.readouterr().err
 
 
-def test_a_finished_run_of_other_kernels_is_finished(copy, tmp_path):
-    options = {"strategy": "single", "global_batch_size": 64, "recipe": "d2l", "epochs": 2}
-    config = Config.of(**options)
-    with opened(config, copy, tmp_path / "run") as (run_directory, found):
-        for kernels in ("Eigen on AVX2", "oneDNN on AVX2"):
-            run_directory.start(overwrite=False, cpu_kernels=kernels)
-            assert run_directory.old_config()["cpu_kernels"] == kernels
-            assert find_result(config, run_directory, found).status == "finished"
-
-
 def test_evaluation_checks_how_many_images_it_saw(dataset, tmp_path, monkeypatch):
     strategy = make(dataset, tmp_path).strategy
     assert evaluate(strategy, dataset).examples == 70

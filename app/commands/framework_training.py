@@ -58,7 +58,7 @@ def train_with_framework(
         DataError: the program did not write its results.
         DeviceError: the program failed.
     """
-    fields = {**_without_kernels(load_run_config(own_run)), "strategy": name}
+    fields = {**load_run_config(own_run), "strategy": name}
     with open_run_directory(run_dir, fields) as run_directory:
         if not config.output.overwrite:
             if old := run_directory.old_config():
@@ -92,11 +92,6 @@ def _report(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
     console.say(summarize(checkpoint.metadata, checkpoint.progress).last_line())
 
 
-def _without_kernels(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a record without the kernels, which are those of TensorFlow."""
-    return {name: value for name, value in values.items() if name != CPU_KERNELS}
-
-
 def _checkpoint(
     name: str,
     config: Config,
@@ -113,6 +108,7 @@ def _checkpoint(
     total_sec = sum(each.epoch_sec + each.evaluation_sec for each in history)
     framework, num_replicas = FRAMEWORKS[name], num_framework_replicas(config)
     jit_compile = framework.package == "jax"
+    versions = {n: v for n, v in own.metadata.versions.items() if n != CPU_KERNELS}  # TensorFlow's.
     metadata = dataclasses.replace(
         own.metadata,
         config={**own.metadata.config, "strategy": name, "jit_compile": jit_compile},
@@ -123,7 +119,7 @@ def _checkpoint(
         num_shards=1 if framework.syncs_batch_norm else num_replicas,
         num_copies=num_replicas,
         all_reduce=framework.title,
-        versions={**_without_kernels(own.metadata.versions), **measured["versions"]},
+        versions={**versions, **measured["versions"]},
     )
     progress = Progress(own.progress.step, total_sec=total_sec, history=history)
     return Checkpoint(metadata, progress, state)

@@ -165,9 +165,8 @@ def _train(config: Config, run_directory: RunDirectory, found: Checkpoint | None
         training = Training(config, prepared, dataset, path, on_progress)
         training.verifier = create_step_verifier(training.spec, training.strategy, path)
         training.start(found)
-        kernels = training.cpu_kernels
-        run_directory.start(overwrite=config.output.overwrite, cpu_kernels=kernels)
-        console.log(f"Kernels of the CPU: {kernels}")
+        run_directory.start(overwrite=config.output.overwrite)
+        console.log(f"Kernels of the CPU: {training.cpu_kernels}")
         console.set_overwriting(False)
         _announce(config, prepared, training)
         return training.run()

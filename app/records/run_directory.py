@@ -26,7 +26,6 @@ from app.records.files import (
 from app.records.history import SUMMARY_FILE
 from app.runtime import console
 from app.runtime.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
-from app.runtime.versions import CPU_KERNELS
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 # The files that a command writes beside its log and events, which --overwrite removes. The summary
@@ -69,7 +68,7 @@ def check_same_run(
         before, after = old.get(name), new.get(name)  # None is a default.
         if before != after and None in (before, after) and name in _RESOLVED_LATER:
             before, after = (each[name] for each in resolved) if resolved else (None, None)
-        if before == after or name == CPU_KERNELS:  # Another processor may resume the run.
+        if before == after:
             continue
         changes[name] = f"{name} {_shown(before)} → {_shown(after)}"
         if name not in accepted or (name == "epochs" and not 0 < (before or 0) < (after or 0)):
@@ -111,12 +110,11 @@ class RunDirectory:
         """Returns the configuration of the run that was started here; {} without one."""
         return load_run_config(self.path) if (self.path / CONFIG_FILE).exists() else {}
 
-    def start(self, *, overwrite: bool, cpu_kernels: str = "") -> None:
+    def start(self, *, overwrite: bool) -> None:
         """Starts or resumes the run, after all checks.
 
         Args:
             overwrite: remove the files of another run, and nothing else.
-            cpu_kernels: the kernels that a training computes with, for `config.json`.
         """
         if overwrite:
             for name in (*_RECORDS, *(each.name for each in event_files(self.path))):
@@ -124,9 +122,7 @@ class RunDirectory:
                 if name == SUMMARY_FILE:
                     self._sync()
             self._sync()  # Before the new configuration.
-        config = self.config | ({CPU_KERNELS: cpu_kernels} if cpu_kernels else {})
-        if self.old_config() != config:
-            write_json(self.path / CONFIG_FILE, config)
+        write_json(self.path / CONFIG_FILE, self.config)
 
     def remove(self, name: str) -> None:
         """Removes a record of an earlier run, if it exists.
