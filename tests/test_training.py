@@ -439,11 +439,11 @@ def test_more_epochs_go_on(dataset, tmp_path, finished, copy, monkeypatch, capsy
 
 @contextlib.contextmanager
 def opened(config, source, path):
-    """Opens a copy of a run as the command does; yields its directory and its checkpoint."""
+    """Opens a copy of a run as the command does."""
     with open_run_directory(path, config.result_fields()) as run_directory:
         run_directory.start(overwrite=False)
         shutil.copytree(source, path, dirs_exist_ok=True)
-        yield run_directory, find_checkpoint(path)
+        yield run_directory
 
 
 def test_a_result_is_that_of_the_checkpoint_whatever_the_records_say(tmp_path, finished):
@@ -451,10 +451,10 @@ def test_a_result_is_that_of_the_checkpoint_whatever_the_records_say(tmp_path, f
     for epochs in (2, 3):
         config = Config.of(global_batch_size=64, recipe="d2l", strategy="single", epochs=epochs)
         path = tmp_path / str(epochs)
-        with opened(config, finished[0], path) as (run_directory, found):
+        with opened(config, finished[0], path) as run_directory:
             (path / "summary.json").write_text("{")
             (path / "history.jsonl").unlink()
-            result = find_result(config, run_directory, found)
+            result = find_result(config, run_directory)
             assert result == (finished[1] if epochs == 2 else None)
         assert epochs == 3 or (load_summary(path), losses(path)) == (result, losses(finished[0]))
 
@@ -480,8 +480,8 @@ def test_another_training_is_refused(dataset, copy, options, network, told, monk
 def test_a_run_whose_default_is_spelled_out_is_the_same_run(dataset, copy, tmp_path, default):
     options = {"strategy": "single", "global_batch_size": 64, "recipe": "d2l", "epochs": 2}
     config = Config.of(**options, **default)
-    with opened(config, copy, tmp_path / "run") as (run_directory, found):
-        assert find_result(config, run_directory, found) is None  # The training compares values.
+    with opened(config, copy, tmp_path / "run") as run_directory:
+        assert find_result(config, run_directory) is None  # The training compares values.
     loop = make(dataset, copy, **default)
     assert loop.is_finished and loop.run().changes == []
 

@@ -11,7 +11,7 @@ from app.devices.cluster import Cluster, find_cluster, is_in_cluster
 from app.options import Config, rules
 from app.options.names import DEFAULT_LOCAL_WORKERS
 from app.records.caveats import caveats, injected_fault_caveat
-from app.records.checkpoint import Checkpoint, load_finished
+from app.records.checkpoint import load_finished
 from app.records.history import Summary
 from app.records.run_directory import (
     LOG_FILE,
@@ -52,8 +52,7 @@ def run(config: Config) -> Summary | None:
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
         console.set_overwriting(config.output.overwrite)
-        found = None if config.output.overwrite else find_checkpoint(path)
-        summary = None if config.output.overwrite else find_result(config, run_directory, found)
+        summary = None if config.output.overwrite else find_result(config, run_directory)
         if summary:
             console.say(f"{path} is already finished; this is its result")
             remove_stale_directories(pathlib.Path(tempfile.gettempdir()))  # Of a killed attempt.
@@ -63,7 +62,7 @@ def run(config: Config) -> Summary | None:
             ):  # The other workers wait for the chief.
                 _announce_to_others(device_setup.set_up(config), _FINISHED)
         else:
-            summary = _train(config, run_directory, found)
+            summary = _train(config, run_directory)
             console.say(f"saved in {path}; open {path / 'accuracy.png'}")
         print_result(config, summary)
     return summary
@@ -109,18 +108,17 @@ def print_result(config: Config, summary: Summary) -> None:
         console.say(line)
 
 
-def find_result(
-    config: Config, run_directory: RunDirectory, found: Checkpoint | None
-) -> Summary | None:
+def find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
     """Returns the result of a finished run in the directory; None if there is still to train.
 
     Also None if a default has become a value or the other way round: the training compares values.
 
     Raises:
-        CheckpointError: the run in the directory has another configuration.
+        CheckpointError: the run in the directory has another configuration, or no valid checkpoint.
         DiskFullError, OutputError: a record that is missing cannot be written.
     """
     path, new = run_directory.path, config.result_fields()
+    found = find_checkpoint(path)
     old = found.metadata.config if found else run_directory.old_config()
     if not old:
         return None
@@ -148,7 +146,7 @@ def find_result(
     return summarize(metadata, progress)
 
 
-def _train(config: Config, run_directory: RunDirectory, found: Checkpoint | None) -> Summary:
+def _train(config: Config, run_directory: RunDirectory) -> Summary:
     prepared = device_setup.set_up(config)
     _announce_to_others(prepared, _TRAIN)
     dataset = _load_data(config, prepared)
@@ -164,7 +162,7 @@ def _train(config: Config, run_directory: RunDirectory, found: Checkpoint | None
 
         training = Training(config, prepared, dataset, path, on_progress)
         training.verifier = create_step_verifier(training.spec, training.strategy, path)
-        training.start(found)
+        training.start(None if config.output.overwrite else find_checkpoint(path))
         run_directory.start(overwrite=config.output.overwrite)
         console.log(f"Kernels of the CPU: {training.cpu_kernels}")
         console.set_overwriting(False)

@@ -73,7 +73,7 @@ class Training:
         run_dir: pathlib.Path | None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config, self._devices, self.dataset = config, devices, dataset
+        self._config, self.dataset = config, dataset
         self._run_dir, self._on_progress = run_dir, on_progress
         self._workers = devices.workers or Workers()
         self.spec = TrainingSpec(config, dataset)
