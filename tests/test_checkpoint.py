@@ -24,6 +24,7 @@ from app.records.checkpoint import (
 from app.records.history import EpochRecord
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime.errors import CheckpointError, DiskFullError, OutputError
+from strategies.step_totals import StepTotals
 
 STATE = {
     "model/conv/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -45,7 +46,8 @@ def record(epoch, *, accuracy=0.5, step=None):
 
 def make(step=7, **progress):
     epoch_step = step % 10
-    defaults = {"epoch_step": epoch_step, "examples": epoch_step, "epoch_sec": 0.1 * epoch_step}
+    totals = StepTotals(0.0, 0, epoch_step)
+    defaults = {"epoch_step": epoch_step, "totals": totals, "epoch_sec": 0.1 * epoch_step}
     progress = Progress(step, **{**defaults, **progress})
     return Checkpoint(RUN_METADATA, progress, STATE, STATISTICS)
 
@@ -60,7 +62,7 @@ def names(run_dir):
 
 def test_round_trip(tmp_path):
     assert find_newest_checkpoint(tmp_path) is None
-    saved = make(loss_sum=0.1, history=[record(1, step=5)], changes=["seed 0 → 1"])
+    saved = make(totals=StepTotals(0.1, 2, 7), history=[record(1, step=5)], changes=["seed 0 → 1"])
     save_checkpoint(tmp_path, saved)
     path = tmp_path / "checkpoints" / "step-00000007-epoch-0001.safetensors"
     loaded = find_newest_checkpoint(tmp_path)
@@ -167,6 +169,7 @@ def test_a_checkpoint_of_another_version_or_step_is_refused(tmp_path):
         ({"format_version": 6}, "format version 6"),
         ({"progress": other_step}, "says step 8"),
         ({"progress": {**other_step, "step": "8"}}, "step is '8'"),
+        ({"progress": {**other_step, "totals": [1, "2", 3]}}, "totals is"),
         ({"per_shard_statistics": [1, 1, 1]}, "statistics/2/0"),
     ]:
         craft(save(tmp_path), **values)

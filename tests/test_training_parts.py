@@ -77,13 +77,12 @@ def test_one_number_that_is_not_finite_is_found(number):
 
 def test_a_training_begins_with_nothing_counted():
     numbers = dataclasses.asdict(Progress())
+    assert numbers.pop("totals") == (0, 0, 0)
     assert len(numbers) > 5 and not any(numbers.values())
 
 
 def test_a_finished_epoch_tells_of_training_and_test_apart():
-    under_way = Progress(
-        step=9, epoch_step=4, loss_sum=30.0, correct=15, examples=60, epoch_sec=2.0
-    )
+    under_way = Progress(step=9, epoch_step=4, totals=StepTotals(30.0, 15, 60), epoch_sec=2.0)
     test = StepTotals(10.0, 4, 40)
     after = after_epoch(under_way, test, evaluation_sec=0.5, learning_rate=0.1, injected_fault="")
     (record,) = after.history

@@ -181,7 +181,7 @@ def test_a_resumed_training_verifies_the_same_steps(tmp_path):
         old = [{k: v for k, v in record.items() if k not in new} for record in records]
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in old))
     assert counts(tmp_path) == [(0, 0), (0, 0)] and load_summary(tmp_path).verified_line() == ""
-    progress = dataclasses.asdict(Progress(step=2, epoch_step=2, examples=9, epoch_sec=1.0))
+    progress = dataclasses.asdict(Progress(step=2, epoch_step=2, epoch_sec=1.0))
     old = {name: value for name, value in progress.items() if name not in new}
     assert Progress.parse(old).verified_steps == 0
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from app.records.history import EpochRecord, Summary, checked_record
 from app.runtime.versions import CPU_KERNELS
+from strategies.step_totals import StepTotals
+
+_NO_EXAMPLES = StepTotals(0.0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +75,7 @@ class Progress:
     Attributes:
         step: optimizer steps since the start.
         epoch_step: optimizer steps of the current epoch, its position in the data.
-        loss_sum: sum of the losses over the examples of the current epoch.
-        correct: number of correct predictions in the current epoch.
-        examples: number of examples of the current epoch.
+        totals: sums over the examples of the current epoch.
         epoch_sec: seconds of training in the current epoch.
         statistics_apart: see `EpochRecord`; during the evaluation of the current epoch.
         verified_steps: see `EpochRecord`; of the current epoch.
@@ -88,9 +89,7 @@ class Progress:
 
     step: int = 0
     epoch_step: int = 0
-    loss_sum: float = 0.0
-    correct: int = 0
-    examples: int = 0
+    totals: StepTotals = _NO_EXAMPLES
     epoch_sec: float = 0.0
     statistics_apart: float = 0.0
     verified_steps: int = 0
@@ -109,7 +108,10 @@ class Progress:
             TypeError: a field is missing, unknown or of another type.
         """
         history = [checked_record(EpochRecord, record) for record in values["history"]]
-        return checked_record(cls, {**values, "history": history})
+        totals = StepTotals(*values["totals"])
+        if not all(isinstance(number, int | float) for number in totals):
+            raise TypeError(f"totals is {totals!r:.80}")
+        return checked_record(cls, {**values, "totals": totals, "history": history})
 
     @property
     def epoch(self) -> int:

@@ -25,7 +25,7 @@ from app.training.memory_guard import MemoryGuard
 from app.training.optimizers import last_learning_rate
 from app.training.run_writer import RunWriter
 from app.training.training_spec import TrainingSpec
-from app.training.training_state import TrainingState, after_epoch, epoch_totals
+from app.training.training_state import TrainingState, after_epoch
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
@@ -215,7 +215,7 @@ class Training:
         self._verify_if_due(before)  # A wrong step may be why a loss is not finite.
         self._state.check_finite(totals, "training loss")
         progress, images_per_sec = self._state.progress, totals.examples / call_sec
-        self._bar.step(progress.step, epoch_totals(progress), images_per_sec)
+        self._bar.step(progress.step, progress.totals, images_per_sec)
         if self._writer:
             self._writer.steps(
                 progress,

@@ -1,7 +1,6 @@
 """Writes the results of a run: its checkpoints, and the records derived from them."""
 
 import pathlib
-from typing import TYPE_CHECKING
 
 from app.records.checkpoint import Checkpoint, save_checkpoint
 from app.records.event_file import EventFile
@@ -16,9 +15,7 @@ from app.records.history import (
 )
 from app.records.run_metadata import Progress, RunMetadata, summarize
 from app.runtime import console
-
-if TYPE_CHECKING:  # Imports TensorFlow.
-    from strategies.step_totals import StepTotals
+from strategies.step_totals import StepTotals
 
 
 class RunWriter:
@@ -60,7 +57,7 @@ class RunWriter:
     def steps(
         self,
         progress: Progress,
-        totals: "StepTotals",
+        totals: StepTotals,
         *,
         images_per_sec: float,
         learning_rate: float,

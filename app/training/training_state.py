@@ -123,7 +123,7 @@ class TrainingState:
             progress,
             step=progress.step + num_steps,
             epoch_step=progress.epoch_step + num_steps,
-            **epoch_totals(progress).plus(totals)._asdict(),
+            totals=progress.totals.plus(totals),
             epoch_sec=progress.epoch_sec + call_sec,
         )
 
@@ -252,11 +252,6 @@ class TrainingState:
         )
 
 
-def epoch_totals(progress: Progress) -> StepTotals:
-    """Returns the sums over the current epoch."""
-    return StepTotals(progress.loss_sum, progress.correct, progress.examples)
-
-
 def after_epoch(
     progress: Progress,
     test: StepTotals,
@@ -274,7 +269,7 @@ def after_epoch(
         learning_rate: learning rate of the last step.
         injected_fault: the injected fault; "" without one.
     """
-    train = epoch_totals(progress)
+    train = progress.totals
     record = EpochRecord(
         epoch=progress.epoch + 1,
         step=progress.step,

@@ -36,6 +36,7 @@ from conftest import idx_files
 from in_process import parse_here
 from lockstep.data.file import TraceError, load
 from lockstep.numeric.arrays import Rows
+from strategies.step_totals import StepTotals
 from trace_samples import about, arrays
 
 LIMIT_SEC, LIMIT_BYTES = 10, 32 << 20
@@ -179,7 +180,7 @@ def fuzz_checkpoint(
     """Checkpoints that are damaged, or crafted with a valid hash."""
     from test_checkpoint import RUN_METADATA, STATE
 
-    progress = checkpoints.Progress(17, epoch_step=7, loss_sum=1.5, correct=3, examples=350)
+    progress = checkpoints.Progress(17, epoch_step=7, totals=StepTotals(1.5, 3, 350))
     own = [[np.float32([1, 2])], [np.float32([3, 4])]]
     saved = checkpoints.Checkpoint(RUN_METADATA, progress, STATE, own)
     path = checkpoints.save_checkpoint(folder, saved)
