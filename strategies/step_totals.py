@@ -2,9 +2,10 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import tensorflow as tf
+if TYPE_CHECKING:  # Checkpoints have totals, and are read without TensorFlow.
+    import tensorflow as tf
 
 
 class StepTotals(NamedTuple):
@@ -15,13 +16,15 @@ class StepTotals(NamedTuple):
     total does not depend on the number of steps per call.
     """
 
-    loss_sum: tf.Tensor | float
-    correct: tf.Tensor | int
-    examples: tf.Tensor | int
+    loss_sum: "tf.Tensor | float"
+    correct: "tf.Tensor | int"
+    examples: "tf.Tensor | int"
 
     @classmethod
     def zeros(cls) -> "StepTotals":
         """Returns totals over no examples, as tensors."""
+        import tensorflow as tf
+
         return cls(tf.zeros([], tf.float64), tf.zeros([], tf.int64), tf.zeros([], tf.int64))
 
     def plus(self, other: "StepTotals") -> "StepTotals":

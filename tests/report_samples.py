@@ -11,7 +11,7 @@ from app.performance.case import Block, Case, Facts, Sample
 from app.performance.case_comparison import all_comparisons
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
-from app.records.history import write_history, write_summary
+from app.records.history import write_history
 from app.runtime.errors import MismatchError
 from app.verification.output import IDENTICAL, Pair, Results, Run, report
 from lockstep.answer.verdict import BY_DESIGN, FAULT, STAGES, Finding, Measurement, Verdict, merged
@@ -35,8 +35,7 @@ def write_training(path, *, num_epochs=4, **changes):
     """Writes the files of `train`; returns its summary."""
     summary = make_summary(**{**HONEST, **changes})
     write_config(path, Config.of(), strategy=summary.strategy)
-    write_history(path, make_history(num_epochs))
-    write_summary(path, summary)
+    write_history(path, make_history(num_epochs), summary)
     return summary
 
 

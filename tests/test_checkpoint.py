@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import itertools
 import json
 import os
 import pathlib
@@ -12,17 +11,20 @@ import shutil
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+import safetensors.numpy
 
+from app.options import Config
 from app.records import checkpoint as checkpoints
 from app.records.checkpoint import (
     Checkpoint,
     find_newest_checkpoint,
+    load_finished,
     save_checkpoint,
 )
 from app.records.history import EpochRecord
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime.errors import CheckpointError, DiskFullError, OutputError
+from strategies.step_totals import StepTotals
 
 STATE = {
     "model/conv/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -30,9 +32,11 @@ STATE = {
     "optimizer/iteration": np.array(7),
 }
 STATISTICS = [[np.float32([1, 2])], [np.float32([3, 4])]]
+CONFIG = Config.of(epochs=4).result_fields()
 RUN_METADATA = RunMetadata(
-    {"model": "lenet"}, 0.1, 10, "synthetic", "ab", "cd", 2, 2, 2, {"python": "3"}
-)
+    CONFIG, 0.1, 10, "synthetic", "ab", "cd", 1000, 70, ["/device:CPU:0", "/device:CPU:1"], True, 0,
+    2, 2, 2, "reduce_to_one", 9, {"python": "3"},
+)  # fmt: skip
 
 
 def record(epoch, *, accuracy=0.5, step=None):
@@ -42,7 +46,8 @@ def record(epoch, *, accuracy=0.5, step=None):
 
 def make(step=7, **progress):
     epoch_step = step % 10
-    defaults = {"epoch_step": epoch_step, "examples": epoch_step, "epoch_sec": 0.1 * epoch_step}
+    totals = StepTotals(0.0, 0, epoch_step)
+    defaults = {"epoch_step": epoch_step, "totals": totals, "epoch_sec": 0.1 * epoch_step}
     progress = Progress(step, **{**defaults, **progress})
     return Checkpoint(RUN_METADATA, progress, STATE, STATISTICS)
 
@@ -52,45 +57,52 @@ def save(run_dir, step=7, **progress):
 
 
 def names(run_dir):
-    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    return sorted(path.stem for path in (run_dir / "checkpoints").iterdir())
 
 
 def test_round_trip(tmp_path):
     assert find_newest_checkpoint(tmp_path) is None
-    saved = make(loss_sum=0.1, history=[record(1, step=5)], changes=["seed 0 → 1"])
+    saved = make(totals=StepTotals(0.1, 2, 7), history=[record(1, step=5)], changes=["seed 0 → 1"])
     save_checkpoint(tmp_path, saved)
-    path = tmp_path / "checkpoints" / "step-00000007-epoch-0001"
-    found = find_newest_checkpoint(tmp_path)
-    loaded = found.checkpoint
-    assert found.path == path and found.damaged == [] and found.warning() is None
+    path = tmp_path / "checkpoints" / "step-00000007-epoch-0001.safetensors"
+    loaded = find_newest_checkpoint(tmp_path)
+    assert loaded.path == path and loaded.damaged == [] and loaded.warning() is None
     assert loaded.metadata == RUN_METADATA and loaded.progress == saved.progress
     assert list(loaded.state) == list(STATE)
     for name, array in STATE.items():
         np.testing.assert_array_equal(loaded.state[name], array, strict=True)
     np.testing.assert_array_equal(loaded.per_shard_statistics, STATISTICS)
-    stored = load_file(path / "state.safetensors")  # Plain arrays, for anyone to read.
+    stored = safetensors.numpy.load_file(path)  # Plain arrays, for anyone to read.
     assert set(stored) == {*STATE, "statistics/0/0", "statistics/1/0"}
     np.testing.assert_array_equal(stored["statistics/1/0"], STATISTICS[1][0])
-    mode = (path / "MANIFEST.json").stat().st_mode
-    assert (path / "state.safetensors").stat().st_mode == mode
 
 
 def test_the_newest_three_by_step_and_epoch_are_kept(tmp_path):
     for step in (5, 70, 700):
         os.utime(save(tmp_path, step), (2e9 - 1e6 * step, 2e9 - 1e6 * step))  # Times do not count.
     save(tmp_path, 700, history=[record(1)])  # After the evaluation of the same step.
-    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 1
+    assert find_newest_checkpoint(tmp_path).progress.epoch == 1
     assert names(tmp_path) == [
         "step-00000070-epoch-0000", "step-00000700-epoch-0000", "step-00000700-epoch-0001",
     ]  # fmt: skip
 
 
+def test_weights_of_a_training_that_is_not_finished_are_no_result(tmp_path):
+    save(tmp_path, 30, history=[record(epoch) for epoch in (1, 2, 3)])
+    last = save(tmp_path, 40, history=[record(epoch) for epoch in (1, 2, 3, 4)])
+    assert load_finished(tmp_path).progress.step == 40
+    last.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"damaged .* the training is not finished"):
+        load_finished(tmp_path)
+
+
 def test_temporary_ones_and_others_are_not_seen(tmp_path):
     path = save(tmp_path)
-    (tmp_path / "checkpoints" / "step-00000009-epoch-0000").symlink_to("nowhere")
+    link = path.with_name("step-00000009-epoch-0000.safetensors")
+    link.symlink_to("nowhere")
     assert find_newest_checkpoint(tmp_path).path == path
-    (tmp_path / "checkpoints" / "step-00000009-epoch-0000").unlink()
-    path.rename(path.with_name(f".{path.name}.99.tmp"))
+    link.unlink()
+    path.rename(path.with_name(f".lockstep-99-{path.name}"))
     (tmp_path / "checkpoints" / "step-9").mkdir()
     (tmp_path / "checkpoints" / "my notes").mkdir()
     assert find_newest_checkpoint(tmp_path) is None
@@ -104,71 +116,85 @@ def damage(path, kind):
     elif kind == "link":
         path.with_name("elsewhere").write_bytes(content)
         path.symlink_to("elsewhere")
-    elif kind != "remove":
+    elif kind == "directory":
+        path.mkdir()
+    else:
         middle = len(content) // 2
         changed = {"truncate": b"", "alter": b"7" + content[middle + 1 :]}[kind]
         path.write_bytes(content[:middle] + changed)
 
 
-DAMAGES = itertools.product(
-    ["remove", "truncate", "alter", "pipe", "link"], ["state.safetensors", "MANIFEST.json"]
-)
-
-
-@pytest.mark.parametrize(("kind", "file"), DAMAGES)
-def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path, file, kind):
+@pytest.mark.parametrize("kind", ["truncate", "alter", "pipe", "link", "directory"])
+def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path, kind):
     good, bad = save(tmp_path, 5), save(tmp_path, 8)
-    damage(bad / file, kind)
+    damage(bad, kind)
     found = find_newest_checkpoint(tmp_path)
     assert found.path == good and [path for path, _ in found.damaged] == [bad]
     assert str(good) in found.warning() and str(bad) in found.warning()
-    damage(good / file, kind)
+    damage(good, kind)
     told = r"step-00000008\S+: does not verify .*, as all 2 here do"
     with pytest.raises(CheckpointError, match=told):
         find_newest_checkpoint(tmp_path)
 
 
 def test_no_bit_of_a_file_changes_unseen(tmp_path):
-    path = save(tmp_path)
-    choose = random.Random(0)
-    for file in path.iterdir():
-        content = file.read_bytes()
-        for position in choose.sample(range(len(content)), 40):
-            bit = 1 << choose.randrange(8)
-            changed = bytes([content[position] ^ bit])
-            file.write_bytes(content[:position] + changed + content[position + 1 :])
-            with pytest.raises(CheckpointError):
-                find_newest_checkpoint(tmp_path)
-        file.write_bytes(content)
+    path, choose = save(tmp_path), random.Random(0)
+    content = path.read_bytes()
+    for position in [*range(16), *choose.sample(range(len(content)), 200), len(content) - 1]:
+        bit = 1 << choose.randrange(8)
+        changed = bytes([content[position] ^ bit])
+        path.write_bytes(content[:position] + changed + content[position + 1 :])
+        with pytest.raises(CheckpointError):
+            find_newest_checkpoint(tmp_path)
+    path.write_bytes(content)
     assert find_newest_checkpoint(tmp_path).path == path
 
 
-def change_manifest(path, **values):
-    """Changes the manifest of a checkpoint so that its hash is right again."""
-    manifest = json.loads((path / "MANIFEST.json").read_text()) | values
-    del manifest["sha256"]
-    manifest["sha256"] = checkpoints._manifest_sha256(manifest)
-    (path / "MANIFEST.json").write_text(json.dumps(manifest))
+def craft(path, **values):
+    """Changes what the header of a checkpoint says, so that its hash is right again."""
+    about = json.loads(checkpoints._header(path.read_bytes())["checkpoint"]) | values
+    texts = {"checkpoint": json.dumps(about), "sha256": "0" * 64}
+    content = safetensors.numpy.save(safetensors.numpy.load_file(path), metadata=texts)
+    sign(path, content)
+
+
+def sign(path, content):
+    sha256 = checkpoints._sha256(content, "0" * 64)
+    path.write_bytes(content.replace(b"0" * 64, sha256.encode(), 1))
 
 
 def test_a_checkpoint_of_another_version_or_step_is_refused(tmp_path):
     other_step = dataclasses.asdict(make(8).progress)
     for values, reason in [
-        ({"format_version": 5}, "format version 5"),
+        ({"format_version": 6}, "format version 6"),
         ({"progress": other_step}, "says step 8"),
         ({"progress": {**other_step, "step": "8"}}, "step is '8'"),
+        ({"progress": {**other_step, "totals": [1, "2", 3]}}, "totals is"),
         ({"per_shard_statistics": [1, 1, 1]}, "statistics/2/0"),
     ]:
-        change_manifest(save(tmp_path), **values)
+        craft(save(tmp_path), **values)
         with pytest.raises(CheckpointError, match=rf"step-00000007\S+: does not verify .*{reason}"):
             find_newest_checkpoint(tmp_path)
         shutil.rmtree(tmp_path / "checkpoints")
 
 
-def test_a_checkpoint_of_format_3_is_refused_not_overlooked(tmp_path):
-    path = save(tmp_path).rename(tmp_path / "checkpoints" / "step-00000007")
-    change_manifest(path, format_version=3)
-    with pytest.raises(CheckpointError, match="format version 3"):
+def test_sizes_that_do_not_fit_the_file_are_refused_whatever_its_hash(tmp_path):
+    path = save(tmp_path)
+    content = path.read_bytes()
+    sha256 = checkpoints._header(content)["sha256"].encode()
+    for old, new in ((b'"shape":[2,3]', b'"shape":[9,9]'), (b"[2,3]", b"[9e9]")):
+        sign(path, content.replace(sha256, b"0" * 64).replace(old, new))
+        with pytest.raises(CheckpointError, match="does not verify"):
+            find_newest_checkpoint(tmp_path)
+    path.write_bytes((2**62).to_bytes(8, "little") + content[8:])
+    with pytest.raises(CheckpointError, match="fewer than its header needs"):
+        find_newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step-00000007", "step-00000009-epoch-0001"])
+def test_a_checkpoint_of_version_1_is_refused_not_overlooked(tmp_path, name):
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"version 1 of this program.*; train in another"):
         find_newest_checkpoint(tmp_path)
 
 
@@ -179,7 +205,7 @@ def test_an_error_that_may_pass_is_no_damage(tmp_path, monkeypatch):
     def fail(path):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(checkpoints, "read_json", fail)
+    monkeypatch.setattr(checkpoints, "open_regular", fail)
     with pytest.raises(OutputError, match=r"cannot be read \(Too many open files"):
         find_newest_checkpoint(tmp_path)
 
@@ -202,7 +228,7 @@ def test_arrays_of_every_form(tmp_path):
         "é/../\n": np.int64([-1]), "big endian": np.arange(3, dtype=">f4"),
     }  # fmt: skip
     save_checkpoint(tmp_path, dataclasses.replace(make(), state=arrays))
-    read = find_newest_checkpoint(tmp_path).checkpoint.state
+    read = find_newest_checkpoint(tmp_path).state
     assert list(read) == list(arrays)
     for name, array in arrays.items():
         expected = np.asarray(array)

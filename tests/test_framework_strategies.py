@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from app.records.history import load_history, load_required_summary
+from app.records.history import load_history, load_summary
 from app.verification.frameworks import FRAMEWORKS
 from conftest import ROOT
 from in_process import run_here, run_here_ok
@@ -60,7 +60,7 @@ def test_what_a_program_has_trained_becomes_a_run(compared):
     assert result.returncode == 0, result.stderr
     line = next(line for line in result.stdout.splitlines() if "epoch 1: test acc " in line)
     run = out / "torch_ddp"
-    summary, (epoch,) = load_required_summary(run), load_history(run)
+    summary, (epoch,) = load_summary(run), load_history(run)
     assert (summary.strategy, summary.num_replicas, summary.steps) == ("torch_ddp", 2, 2)
     assert f"test acc {summary.test_accuracy:.2f}" in line
     assert summary.images_per_sec == pytest.approx(64 / summary.epoch_sec)

@@ -13,9 +13,15 @@ import pytest
 
 from app.records import files
 from app.records import history as histories
-from app.records.files import publish, read_json, write_atomically, write_json
+from app.records.files import publish, read_json, write_json
 from app.records.history import EpochRecord, Summary
-from app.records.run_directory import load_run_config, open_log, open_run_directory
+from app.records.run_directory import (
+    check_same_run,
+    load_run_config,
+    open_command_directory,
+    open_log,
+    open_run_directory,
+)
 from app.report.accuracy_plot import draw_accuracy, plot_accuracy
 from app.runtime.errors import CheckpointError, DiskFullError, OutputError
 from app.runtime.run_context import RunContext
@@ -58,23 +64,22 @@ def test_a_published_directory_is_on_the_disk_before_its_name(tmp_path, monkeypa
     ]
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "file.json"
     write_json(path, {"a": 1})
     full = OSError(errno.ENOSPC, "No space left on device")
-    told = r"file\.json: No .* 4,321 bytes needed, [\d,]+ free"
-    for error, raised, match in [
-        (KeyboardInterrupt, KeyboardInterrupt, None),
-        (full, DiskFullError, told),
-        (OSError(errno.EROFS, "Read-only"), OutputError, "file.json: Read-only"),
+    for call, error, raised, match in [
+        ("fsync", KeyboardInterrupt, KeyboardInterrupt, None),
+        ("fsync", full, DiskFullError, r"file\.json: No .* 13 bytes needed, [\d,]+ free"),
+        ("replace", OSError(errno.EROFS, "Read-only"), OutputError, "file.json: Read-only"),
     ]:
 
-        def fail(temporary, error=error):
-            temporary.write_text("half")
+        def fail(*_, error=error):
             raise error
 
-        with pytest.raises(raised, match=match):
-            write_atomically(path, fail, size_bytes=4321)
+        with monkeypatch.context() as patch, pytest.raises(raised, match=match):
+            patch.setattr(os, call, fail)
+            write_json(path, {"a": 2})
         assert read_json(path) == {"a": 1}
         assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
 
@@ -82,8 +87,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 def test_records_are_read_as_they_were_written(tmp_path):
     assert histories.load_history(tmp_path) == []
     assert histories.load_summary(tmp_path) is None
-    histories.write_history(tmp_path, make_history(3))
-    histories.write_summary(tmp_path, make_summary())
+    histories.write_history(tmp_path, make_history(3), make_summary())
+    assert histories.is_written(tmp_path, make_history(3), make_summary())
+    assert not histories.is_written(tmp_path, make_history(2), make_summary())
     assert histories.load_history(tmp_path) == make_history(3)
     assert histories.load_summary(tmp_path) == make_summary()
     lines = (tmp_path / "history.jsonl").read_text().splitlines()
@@ -113,11 +119,11 @@ def test_a_value_of_another_type_is_refused(tmp_path):
 def start(path, config, *, overwrite=False):
     """Opens, checks and starts a run as `train` does; returns whether it was there before."""
     with open_run_directory(path, config) as run_directory:
-        refused = not overwrite and run_directory.is_started
-        if refused:
-            run_directory.check_same_run()
+        old = run_directory.old_config()
+        if old and not overwrite:
+            check_same_run(path, old, run_directory.config)
         run_directory.start(overwrite=overwrite)
-        return refused
+        return bool(old)
 
 
 def names(path):
@@ -135,14 +141,16 @@ def test_a_run_directory_is_made_and_found_again(tmp_path):
 
 
 def test_a_verification_replaces_another_one_and_no_training(tmp_path):
-    for seed in (1, 2):
-        with open_run_directory(tmp_path / "one", {"command": "verify", "seed": seed}) as one:
-            assert one.replaces_verification
-            one.start(overwrite=False)
-    assert load_run_config(tmp_path / "one")["seed"] == 2
-    start(tmp_path / "run", {"command": "train"})
-    with open_run_directory(tmp_path / "run", {"command": "verify"}) as run:
-        assert not run.replaces_verification
+    verify, other = (
+        {"command": "verify", "seed": 2},
+        pytest.raises(OutputError, match="another run"),
+    )
+    start(tmp_path / "one", {"command": "verify"})
+    start(tmp_path / "run", {"model": "lenet"})
+    with RunContext(), open_command_directory(tmp_path / "one", verify, overwrite=False):
+        pass
+    with other, RunContext(), open_command_directory(tmp_path / "run", verify, overwrite=False):
+        pass
 
 
 def test_overwrite_removes_the_records_and_nothing_else_even_if_it_is_cut_off(
@@ -183,12 +191,13 @@ def test_what_is_refused_before_a_run_starts_changes_nothing(tmp_path):
 
 
 def test_what_a_killed_run_left_is_removed_and_nothing_of_others(tmp_path):
-    (tmp_path / ".config.json.99.tmp").write_text("half")
+    (tmp_path / ".lockstep-99-config.json").write_text("half")
     (tmp_path / "log.txt").write_text("half")
     start(tmp_path, {})
     (tmp_path / ".precious.tmp").mkdir()
-    (tmp_path / ".checkpoints.removed.7.tmp").mkdir()
-    (tmp_path / "checkpoints" / ".step-00000001-epoch-0000.99.tmp").mkdir(parents=True)
+    (tmp_path / ".lockstep-7-traces").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".lockstep-99-step-00000001-epoch-0000.safetensors").touch()
     start(tmp_path, {})
     assert names(tmp_path) == {".lock", "log.txt", "config.json", ".precious.tmp", "checkpoints"}
     assert names(tmp_path / "checkpoints") == set()
@@ -251,26 +260,16 @@ def test_a_directory_in_use_names_the_process_and_its_end_releases_it(tmp_path):
     assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
 
 
-def make_run(path, num_epochs=3, **changes):
-    path.mkdir()
-    histories.write_history(path, make_history(num_epochs))
-    histories.write_summary(path, make_summary(**changes))
-    return path
-
-
-def test_accuracies_after_one_epoch_are_bars(tmp_path):
-    run_dir = make_run(tmp_path / "run", 1, epochs=1)
-    summary, (record,) = histories.load_summary(run_dir), histories.load_history(run_dir)
-    (axes,) = draw_accuracy({"manual": (summary, [record])}).axes
+def test_accuracies_after_one_epoch_are_bars():
+    (record,) = make_history(1)
+    (axes,) = draw_accuracy({"manual": (make_summary(epochs=1), [record])}).axes
     drawn = [bar.get_width() for bar in axes.patches]
     assert drawn == [record.test_accuracy, record.train_accuracy]
     assert [text.get_text() for text in axes.texts] == [f"{each:.1%}" for each in drawn]
 
 
-def test_percents_on_the_axis_are_whole(tmp_path):
-    run_dir = make_run(tmp_path / "run", 2)
-    run = histories.load_summary(run_dir), histories.load_history(run_dir)
-    figure = draw_accuracy({"manual": run})
+def test_percents_on_the_axis_are_whole():
+    figure = draw_accuracy({"manual": (make_summary(), make_history(2))})
     (axes,) = figure.axes
     figure.canvas.draw()
     percents = 100 * axes.get_yticks()
@@ -282,17 +281,17 @@ def test_percents_on_the_axis_are_whole(tmp_path):
 
 def test_title_and_legend_say_what_and_where(tmp_path, monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
-    run_dir = make_run(tmp_path / "run")
-    plot_accuracy([run_dir], run_dir)
-    svg = (run_dir / "accuracy.svg").read_text()
+    history = make_history(3)
+    plot_accuracy({"manual": (make_summary(), history)}, tmp_path)
+    svg = (tmp_path / "accuracy.svg").read_text()
     for part in ("GENERATED", "manual on 2 simulated devices: timing is not scaling", "lenet"):
         assert part in svg
     assert "test: 66.7%" in svg and "train, mean of an epoch: 70.0%" in svg
-    picture = matplotlib.image.imread(run_dir / "accuracy.png")
+    picture = matplotlib.image.imread(tmp_path / "accuracy.png")
     assert picture.shape[0] > 350 and picture.shape[1] > 800
     assert picture.std() > 0.05  # Not an empty sheet.
-    other = make_run(tmp_path / "other", strategy="jax", dataset="fashion_mnist")
-    plot_accuracy([make_run(tmp_path / "real", dataset="fashion_mnist"), other], tmp_path)
+    runs = [make_summary(strategy=name, dataset="fashion_mnist") for name in ("manual", "jax")]
+    plot_accuracy({summary.strategy: (summary, history) for summary in runs}, tmp_path)
     svg = (tmp_path / "accuracy.svg").read_text()
     assert "manual: 66.7%" in svg and "jax: 66.7%" in svg
     assert "Fashion-MNIST" in svg and "GENERATED" not in svg

@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 from app.commands.compare import compare_weights, pair_lines
-from app.records.checkpoint import Checkpoint, save_checkpoint, weights_sha256
-from app.records.history import write_summary
-from app.records.run_metadata import Progress
 from app.report.training_result import results_table
 from app.runtime.errors import DataError
 from app.verification.comparison import largest_difference
-from test_checkpoint import RUN_METADATA, STATE
+from test_checkpoint import STATE
 from test_records import make_summary
 
 
@@ -44,45 +41,34 @@ def test_other_models_cannot_be_compared():
         largest_difference(STATE, {"model/other": np.zeros(1)})
 
 
-def make_run(path, state, **changes):
-    path.mkdir()
-    summary = make_summary(steps=10, weights_sha256=weights_sha256(state), **changes)
-    write_summary(path, summary)
-    save_checkpoint(path, Checkpoint(RUN_METADATA, Progress(10), state))
-    return path
+def compare(*runs):
+    """Compares runs, each given by its state and what differs in its summary."""
+    summaries = [make_summary(steps=10, **changes) for _, changes in runs]
+    return compare_weights(summaries, [state for state, _ in runs])
 
 
-def test_verdicts(tmp_path):
+def test_verdicts():
     other = changed("model/conv/kernel", 5, 5.5)
     norm = {**other, "model/norm/moving_mean": np.zeros(1)}
-    runs = [
-        make_run(tmp_path / "single", other, strategy="single", num_replicas=1, num_shards=1),
-        make_run(tmp_path / "manual", STATE),
-        make_run(tmp_path / "mirrored", STATE, strategy="mirrored"),
-    ]
-    verdict, apart, also_apart, explanation = pair_lines(compare_weights(runs), 10)
+    one = {"strategy": "single", "num_replicas": 1, "num_shards": 1}
+    runs = [(other, one), (STATE, {}), (STATE, {"strategy": "mirrored"})]
+    verdict, apart, also_apart, explanation = pair_lines(compare(*runs), 10)
     assert verdict == (
         "manual and mirrored end with bitwise identical weights; the others differ, as expected."
     )
     assert apart.startswith("single and manual: weights after 10 steps differ by at most 0.5")
     assert also_apart.startswith("single and mirrored")
     assert explanation.startswith("A difference is expected: the summation order differs")
-    (unexpected,) = compare_weights([runs[1], make_run(tmp_path / "bad", other)])
+    (unexpected,) = compare(runs[1], (other, {}))
     assert "should be bitwise identical" in unexpected.why
     verdict, *_ = pair_lines([unexpected], 10)
     assert verdict == "Weights differ that should be bitwise identical."
-    (same,) = compare_weights([runs[1], runs[2]])
+    (same,) = compare(runs[1], runs[2])
     assert pair_lines([same], 10) == ["All trainings end with bitwise identical weights."]
-    third = make_run(tmp_path / "sharded", STATE, strategy="sharded")
-    verdict, *_ = pair_lines(compare_weights([*runs, third]), 10)
+    verdict, *_ = pair_lines(compare(*runs, (STATE, {"strategy": "sharded"})), 10)
     assert verdict.startswith("manual, mirrored and sharded end with bitwise identical weights;")
     normalised = {**STATE, "model/norm/moving_mean": np.zeros(1)}
-    (expected,) = compare_weights(
-        [
-            make_run(tmp_path / "one", norm, strategy="single", num_replicas=1, num_shards=1),
-            make_run(tmp_path / "two", normalised),
-        ]
-    )
+    (expected,) = compare((norm, one), (normalised, {}))
     assert "its own statistics" in expected.why
 
 
@@ -99,13 +85,10 @@ def test_the_table_shows_speed_up_over_single_on_real_devices():
     assert [row[-1] for row in table.rows] == ["1.00x", "1.25x"]
 
 
-def test_runs_on_different_images_are_not_compared(tmp_path):
-    runs = [
-        make_run(tmp_path / "a", STATE, dataset_sha256="1"),
-        make_run(tmp_path / "b", STATE, dataset_sha256="2", dataset="fashion_mnist"),
-    ]
+def test_runs_on_different_images_are_not_compared():
+    other = {"dataset_sha256": "2", "dataset": "fashion_mnist"}
     with pytest.raises(DataError, match="manual on synthetic, manual on fashion_mnist"):
-        compare_weights(runs)
+        compare((STATE, {}), (STATE, other))
 
 
 @pytest.mark.parametrize(
@@ -118,12 +101,11 @@ def test_runs_on_different_images_are_not_compared(tmp_path):
         ({}, ""),
     ],
 )
-def test_runs_of_other_kernels_may_differ(tmp_path, changes, expected):
+def test_runs_of_other_kernels_may_differ(changes, expected):
     """Also if one of them resumed with others."""
     kernels = {"versions": {"cpu_kernels": "oneDNN on AVX2"}}
     other = changed("model/conv/kernel", 5, 5.5)
-    first = make_run(tmp_path / "a", STATE, **kernels)
-    (pair,) = compare_weights([first, make_run(tmp_path / "b", other, **(kernels | changes))])
+    (pair,) = compare((STATE, kernels), (other, kernels | changes))
     verdict, *_, why = pair_lines([pair], 10)
     if expected:
         assert verdict == "The trainings end with different weights, as expected."
@@ -132,13 +114,10 @@ def test_runs_of_other_kernels_may_differ(tmp_path, changes, expected):
         assert verdict == "Weights differ that should be bitwise identical."
 
 
-def test_a_reason_to_differ_is_named(tmp_path):
+def test_a_reason_to_differ_is_named():
     other = changed("model/conv/kernel", 5, 5.5)
-    runs = [make_run(tmp_path / "a", STATE), make_run(tmp_path / "b", other, all_reduce="nccl")]
-    assert "the summation order differs" in compare_weights(runs)[0].why
+    (pair,) = compare((STATE, {}), (other, {"all_reduce": "nccl"}))
+    assert "the summation order differs" in pair.why
     seed = {"model/dropout/seed_generator/seed_generator_state": np.zeros(2, np.int64)}
-    runs = [
-        make_run(tmp_path / "c", {**STATE, **seed}, num_shards=1),
-        make_run(tmp_path / "d", {**other, **seed}, num_shards=2),
-    ]
-    assert "random layers draw different numbers" in compare_weights(runs)[0].why
+    runs = ({**STATE, **seed}, {"num_shards": 1}), ({**other, **seed}, {"num_shards": 2})
+    assert "random layers draw different numbers" in compare(*runs)[0].why

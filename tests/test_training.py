@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import itertools
-import json
 import os
 import pathlib
 import shutil
@@ -14,8 +13,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from app.commands.compare import compare_weights
-from app.commands.train import _find_result
+from app.commands.train import find_result
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
 from app.options import Config
@@ -36,6 +34,7 @@ from app.runtime.errors import (
 )
 from app.training.evaluation import evaluate
 from app.training.loop import Training
+from app.training.resume import find_checkpoint
 from app.training.training_spec import TrainingSpec
 from conftest import CPUS
 from failing_steps import after_step
@@ -58,12 +57,13 @@ def _small_model():
         yield
 
 
-def plot_nothing(run_dirs, out_dir):
+def plot_nothing(runs, out_dir):
+    ((_, history),) = runs.values()
     for name in ("accuracy.png", "accuracy.svg"):
-        write_file(out_dir / name, f"of {len(load_history(run_dirs[0]))} epochs")
+        write_file(out_dir / name, f"of {len(history)} epochs")
 
 
-def make(dataset, run_dir, *, strategy="single", steps_per_call=1, from_scratch=False, **options):
+def make(dataset, run_dir, *, strategy="single", steps_per_call=1, **options):
     """Makes a training of 5 steps an epoch; a compiled call has a fixed number of steps."""
     defaults = {"strategy": strategy, "global_batch_size": 64, "recipe": "d2l", "epochs": 2}
     config = Config.of(**{**defaults, **options})
@@ -72,7 +72,7 @@ def make(dataset, run_dir, *, strategy="single", steps_per_call=1, from_scratch=
     run_dir.mkdir(exist_ok=True)
     loop = Training(config, devices, dataset, run_dir)
     loop._num_steps_in_time = lambda: steps_per_call
-    loop.start(from_scratch=from_scratch)
+    loop.start(find_checkpoint(run_dir))
     assert loop.strategy.num_devices == num_devices
     layout = layout_of(strategy, config.distribution, num_devices)
     assert loop.strategy.num_shards == layout.num_shards
@@ -132,12 +132,12 @@ def test_a_run_cut_off_in_mid_epoch_equals_an_uninterrupted_one(
     assert summary.epoch_sec == np.median([record.epoch_sec for record in history])
     assert history[1].train_loss < history[0].train_loss
     assert history[0].images_per_sec == pytest.approx(300 / history[0].epoch_sec)
-    checkpoint = find_newest_checkpoint(whole).checkpoint
+    checkpoint = find_newest_checkpoint(whole)
     assert checkpoint.progress.step == 10 and checkpoint.progress.history == history
     assert checkpoint.metadata.steps_per_epoch == 5
 
     assert load_summary(cut).status == "running"
-    assert find_newest_checkpoint(cut).checkpoint.progress.step == 6
+    assert find_newest_checkpoint(cut).progress.step == 6
     if strategy == "manual":
         with pytest.raises(CheckpointError, match="epoch 2 has already started"):
             make(dataset, cut, strategy=strategy, epochs=1)
@@ -172,9 +172,9 @@ def test_signals_save_and_each_other_strategy_goes_on(dataset, tmp_path, monkeyp
             patch.setattr(signals, "check", check)
             train(dataset, run_dir, strategy=strategy, epochs=1)
         if strategy == "mirrored":
-            own = find_newest_checkpoint(run_dir).checkpoint.per_shard_statistics
+            own = find_newest_checkpoint(run_dir).per_shard_statistics
             assert len(own) == 2 and not np.array_equal(own[0][0], own[1][0])
-    assert [path.name for path in checkpoint_paths(run_dir)] == [
+    assert [path.stem for path in checkpoint_paths(run_dir)] == [
         f"step-{step:08d}-epoch-{epoch:04d}" for step, epoch in [(3, 0), (5, 0), (5, 1)]
     ]
     resumed = train(dataset, run_dir, strategy="manual", epochs=1)
@@ -279,14 +279,14 @@ def test_a_run_cut_off_at_any_write_can_be_finished(dataset, tmp_path, finished)
     assert before > 200 and len(disk.states) > before + 10
     for number, cut in enumerate(disk.states):
         found, summary, epochs = find_newest_checkpoint(cut), load_summary(cut), load_history(cut)
-        progress = found.checkpoint.progress if found else Progress()
+        progress = found.progress if found else Progress()
         assert not found or found.damaged == []
         assert summary is None or summary.steps <= progress.step
         assert number >= before or len(epochs) <= progress.epoch
         figure = cut / "accuracy.png"
         assert not figure.exists() or figure.read_text().startswith("of ")
     chosen = [
-        next(c for c in disk.states if [*c.glob("checkpoints/.*.tmp/state*")]),
+        next(c for c in disk.states if [*c.glob("checkpoints/.lockstep-*")]),
         next(c for c in disk.states if load_history(c) and not load_summary(c)),
         disk.states[before // 3],
         disk.states[before // 2],
@@ -301,7 +301,7 @@ def test_a_run_cut_off_at_any_write_can_be_finished(dataset, tmp_path, finished)
         assert [*cut.rglob(".*")] == [cut / ".lock"]
 
 
-@pytest.mark.parametrize("number", [2, 3, 5])  # History, summary and figure of the first epoch.
+@pytest.mark.parametrize("number", [2, 4, 5])  # Figure, history and summary of the first epoch.
 def test_a_full_disk_ends_the_run_and_what_is_saved_stays(
     dataset, tmp_path, finished, number, monkeypatch
 ):
@@ -315,9 +315,9 @@ def test_a_full_disk_ends_the_run_and_what_is_saved_stays(
     with monkeypatch.context() as patch, pytest.raises(DiskFullError):
         patch.setattr(os, "replace", fail)
         train(dataset, tmp_path, epochs=2)
-    assert find_newest_checkpoint(tmp_path).checkpoint.progress.epoch == 1
+    assert find_newest_checkpoint(tmp_path).progress.epoch == 1
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
-    if number == 3:
+    if number == 4:
         assert train(dataset, tmp_path).weights_sha256 == finished[1].weights_sha256
 
 
@@ -366,7 +366,7 @@ def test_the_last_finite_checkpoint_is_kept(dataset, copy):
     loop._state.progress = before
     with pytest.raises(DivergedError, match="the checkpoint of step 10 is kept"):
         loop.run()
-    state = find_newest_checkpoint(copy).checkpoint.state
+    state = find_newest_checkpoint(copy).state
     assert all(np.isfinite(array).all() for array in state.values())
 
 
@@ -399,12 +399,12 @@ def test_a_damaged_checkpoint_is_replaced_by_the_training_that_resumes(
     dataset, copy, finished, capsys
 ):
     earlier, newest = checkpoint_paths(copy)
-    (newest / "state.safetensors").write_bytes((newest / "state.safetensors").read_bytes()[:-100])
+    newest.write_bytes(newest.read_bytes()[:-100])
     assert train(dataset, copy).weights_sha256 == finished[1].weights_sha256
     assert str(newest) in capsys.readouterr().err
     assert losses(copy) == losses(finished[0])
     for path in (earlier, newest):
-        (path / "MANIFEST.json").unlink()
+        path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="as all 2 here do not"):
         make(dataset, copy)
 
@@ -420,22 +420,26 @@ def test_more_epochs_go_on(dataset, tmp_path, finished, copy, monkeypatch, capsy
     assert "WARNING: epochs 2 → 3: the learning rate follows" in capsys.readouterr().err
 
 
-def test_a_finished_run_of_fewer_epochs_is_not_the_result(tmp_path, finished):
-    """As a kill leaves it, just after the run was started with more of them."""
+@contextlib.contextmanager
+def opened(config, source, path):
+    """Opens a copy of a run as the command does."""
+    with open_run_directory(path, config.result_fields()) as run_directory:
+        run_directory.start(overwrite=False)
+        shutil.copytree(source, path, dirs_exist_ok=True)
+        yield run_directory
+
+
+def test_a_result_is_that_of_the_checkpoint_whatever_the_records_say(tmp_path, finished):
+    """As a kill leaves them: at the end of an epoch, or just after a start with more epochs."""
     for epochs in (2, 3):
-        config = Config.of(global_batch_size=64, recipe="d2l", epochs=epochs)
-        with open_run_directory(tmp_path / "run", config.result_fields()) as run_directory:
-            run_directory.start(overwrite=False)
-            shutil.copytree(finished[0], tmp_path / "run", dirs_exist_ok=True)
-            assert (_find_result(config, run_directory) is None) == (epochs == 3)
-
-
-def test_weights_of_another_step_are_not_compared(copy, finished):
-    run_dirs = [copy, finished[0]]
-    assert compare_weights(run_dirs)[0].outcome == "bit-identical"
-    (checkpoint_paths(copy)[-1] / "state.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"damaged .* not the weights of step 10"):
-        compare_weights(run_dirs)
+        config = Config.of(global_batch_size=64, recipe="d2l", strategy="single", epochs=epochs)
+        path = tmp_path / str(epochs)
+        with opened(config, finished[0], path) as run_directory:
+            (path / "summary.json").write_text("{")
+            (path / "history.jsonl").unlink()
+            result = find_result(config, run_directory)
+            assert result == (finished[1] if epochs == 2 else None)
+        assert epochs == 3 or (load_summary(path), losses(path)) == (result, losses(finished[0]))
 
 
 # The changed options, the network in place of LeNet, and what the refusal says.
@@ -457,18 +461,12 @@ def test_another_training_is_refused(dataset, copy, options, network, told, monk
 
 @pytest.mark.parametrize("default", [{"learning_rate": 0.05}, {"num_train_examples": 300}])
 def test_a_run_whose_default_is_spelled_out_is_the_same_run(dataset, copy, tmp_path, default):
+    options = {"strategy": "single", "global_batch_size": 64, "recipe": "d2l", "epochs": 2}
+    config = Config.of(**options, **default)
+    with opened(config, copy, tmp_path / "run") as run_directory:
+        assert find_result(config, run_directory) is None  # The training compares values.
     loop = make(dataset, copy, **default)
     assert loop.is_finished and loop.run().changes == []
-    options = {"strategy": "single", "global_batch_size": 64, "recipe": "d2l", "epochs": 2}
-    with open_run_directory(
-        tmp_path / "run", Config.of(**options).result_fields()
-    ) as run_directory:
-        run_directory.start(overwrite=False)
-        shutil.copytree(copy, tmp_path / "run", dirs_exist_ok=True)
-    config = Config.of(**options, **default)
-    with open_run_directory(tmp_path / "run", config.result_fields()) as run_directory:
-        run_directory.check_same_run()
-        assert _find_result(config, run_directory) is None  # The training compares the values.
 
 
 def test_why_the_rate_is_not_that_of_the_recipe_is_told(dataset):
@@ -500,7 +498,7 @@ def test_another_way_of_computing_it_is_told(dataset, copy, monkeypatch, capsys)
 @pytest.mark.parametrize("before", [None, "Eigen on AVX2"])
 def test_other_kernels_are_told_in_one_line(dataset, copy, monkeypatch, capsys, before):
     """Also if the checkpoint of an earlier version does not say which kernels computed it."""
-    found = find_newest_checkpoint(copy).checkpoint
+    found = find_newest_checkpoint(copy)
     kernels = {"cpu_kernels": before} if before else {}
     versions = {n: v for n, v in found.metadata.versions.items() if n != "cpu_kernels"} | kernels
     metadata = dataclasses.replace(found.metadata, versions=versions)
@@ -522,20 +520,6 @@ def test_other_kernels_are_told_in_one_line(dataset, copy, monkeypatch, capsys, 
 def test_the_same_kernels_are_not_told(dataset, copy, capsys):
     make(dataset, copy, epochs=3)
     assert "kernels" not in capsys.readouterr().err
-
-
-def test_a_finished_run_of_other_kernels_is_finished(dataset, copy, tmp_path):
-    options = {"strategy": "single", "global_batch_size": 64, "recipe": "d2l", "epochs": 2}
-    config, path = Config.of(**options), tmp_path / "run"
-    with open_run_directory(path, config.result_fields()) as run_directory:
-        run_directory.start(overwrite=False, cpu_kernels="Eigen on AVX2")
-        shutil.copytree(copy, path, dirs_exist_ok=True)
-    assert json.loads((path / "config.json").read_text())["cpu_kernels"] == "Eigen on AVX2"
-    with open_run_directory(path, config.result_fields()) as run_directory:
-        run_directory.check_same_run()
-        assert _find_result(config, run_directory).status == "finished"
-        run_directory.start(overwrite=False, cpu_kernels="oneDNN on AVX2")
-    assert json.loads((path / "config.json").read_text())["cpu_kernels"] == "oneDNN on AVX2"
 
 
 def test_evaluation_checks_how_many_images_it_saw(dataset, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from strategies import STRATEGIES, STRATEGY_OPTIONS
 from strategies.manual import ManualStrategy
 from strategies.step_totals import StepTotals
 from test_checkpoint import RUN_METADATA
-from test_records import make_history, make_summary
+from test_records import make_history
 
 
 def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, monkeypatch):
@@ -33,7 +33,7 @@ def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, mo
     dataset = generate_synthetic(num_train=300, num_test=70)
     config = Config.of("train", strategy="manual", global_batch_size=64, recipe="fast", epochs=1)
     training = Training(config, Devices(CPUS[:2], simulated=True), dataset, None)
-    training.start(from_scratch=False)
+    training.start(None)
     training.assist()
     assert training.strategy.state()["optimizer/iteration"] == 5
     assert list(tmp_path.iterdir()) == []
@@ -70,20 +70,19 @@ def test_one_number_that_is_not_finite_is_found(number):
     with pytest.raises(
         DivergedError, match=r"^model/b is not finite at step 3 .* the checkpoint of step 2 is kept"
     ):
-        training.save(None, compile_sec=0.0)
+        training.save(None)
     del state["model/b"]
-    assert training.save(None, compile_sec=0.0)
+    assert training.save(None)
 
 
 def test_a_training_begins_with_nothing_counted():
     numbers = dataclasses.asdict(Progress())
+    assert numbers.pop("totals") == (0, 0, 0)
     assert len(numbers) > 5 and not any(numbers.values())
 
 
 def test_a_finished_epoch_tells_of_training_and_test_apart():
-    under_way = Progress(
-        step=9, epoch_step=4, loss_sum=30.0, correct=15, examples=60, epoch_sec=2.0
-    )
+    under_way = Progress(step=9, epoch_step=4, totals=StepTotals(30.0, 15, 60), epoch_sec=2.0)
     test = StepTotals(10.0, 4, 40)
     after = after_epoch(under_way, test, evaluation_sec=0.5, learning_rate=0.1, injected_fault="")
     (record,) = after.history
@@ -110,10 +109,10 @@ def test_the_best_epoch_need_not_be_the_last(tmp_path):
         EpochRecord(2, 20, 0.5, 0.7, 1.0, 0.6, 2.5, 400.0),
     ]
     state = {"model/kernel": np.ones(3, np.float32)}
-    writer = RunWriter(tmp_path, make_summary())
-    writer.begin(None)
     progress = Progress(step=20, history=history)
-    writer.save(Checkpoint(RUN_METADATA, progress, state), compile_sec=0.0)
+    writer = RunWriter(tmp_path, RUN_METADATA)
+    writer.begin(progress, None)
+    writer.save(Checkpoint(RUN_METADATA, progress, state))
     summary = load_summary(tmp_path)
     assert (summary.test_accuracy, summary.best_test_accuracy) == (0.6, 0.9)
 

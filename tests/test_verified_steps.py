@@ -21,6 +21,7 @@ from app.records.history import load_history, load_summary
 from app.records.run_metadata import Progress
 from app.runtime.errors import ConfigError, MismatchError
 from app.training.loop import Training
+from app.training.resume import find_checkpoint
 from app.training.training_spec import TrainingSpec
 from app.verification.step_verifier import (
     MISMATCH_DIRECTORY,
@@ -54,7 +55,7 @@ def _quick(monkeypatch):
     monkeypatch.setitem(MODELS, "resnet18", "dense_network:build_conv_norm_network")
     monkeypatch.setattr(
         "app.report.accuracy_plot.plot_accuracy",
-        lambda run_dirs, out_dir: write_file(out_dir / "accuracy.png", ""),
+        lambda runs, out_dir: write_file(out_dir / "accuracy.png", ""),
     )
 
 
@@ -70,7 +71,7 @@ def make(run_dir, *, num_devices=2, **options):
     run_dir.mkdir(exist_ok=True)
     loop = Training(config, devices, dataset(), run_dir)
     loop.verifier = create_step_verifier(loop.spec, loop.strategy, run_dir)
-    loop.start(from_scratch=False)
+    loop.start(find_checkpoint(run_dir))
     assert loop.strategy.num_devices == num_devices
     return loop
 
@@ -132,12 +133,12 @@ def test_a_fault_that_begins_later_is_found_and_named(tmp_path):
     stopped = load_summary(tmp_path)
     assert (stopped.steps, stopped.verified_steps, stopped.mismatches) == (5, 4, 1)
     newest = find_newest_checkpoint(tmp_path)
-    assert (newest.checkpoint.progress.step, newest.checkpoint.progress.epoch_step) == (7, 2)
+    assert (newest.progress.step, newest.progress.epoch_step) == (7, 2)
     trace = trace_file.load(tmp_path / MISMATCH_DIRECTORY / TRACE_FILE)
     assert (trace.steps, len(trace.shards)) == ((6, 7), 2)  # The state before is kept, too.
     sums, sent = trace.named(1, "sums", 0), trace.named(1, "raw", 0)
     assert all(same_bits(sums[name], sent[name]) for name in sent)  # The fault itself can be seen.
-    before, saved = trace.named(1, "before", 0), newest.checkpoint.state
+    before, saved = trace.named(1, "before", 0), newest.state
     assert all(same_bits(before[name], saved[f"model/{name}"]) for name in sent)
 
 
@@ -180,7 +181,7 @@ def test_a_resumed_training_verifies_the_same_steps(tmp_path):
         old = [{k: v for k, v in record.items() if k not in new} for record in records]
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in old))
     assert counts(tmp_path) == [(0, 0), (0, 0)] and load_summary(tmp_path).verified_line() == ""
-    progress = dataclasses.asdict(Progress(step=2, epoch_step=2, examples=9, epoch_sec=1.0))
+    progress = dataclasses.asdict(Progress(step=2, epoch_step=2, epoch_sec=1.0))
     old = {name: value for name, value in progress.items() if name not in new}
     assert Progress.parse(old).verified_steps == 0
 
@@ -241,7 +242,7 @@ def test_a_skipped_step_is_verified(tmp_path, monkeypatch, strategy):
     monkeypatch.setattr("app.training.optimizers.INITIAL_LOSS_SCALE", 2.0**24)
     summary = train(tmp_path / "right", **options)
     assert (summary.verified_steps, summary.mismatches) == (10, 0)
-    scales = find_newest_checkpoint(tmp_path / "right").checkpoint.state["optimizer/loss_scale"]
+    scales = find_newest_checkpoint(tmp_path / "right").state["optimizer/loss_scale"]
     assert 1024 <= scales < 2**24  # Some steps were skipped, and not all.
     # The second device skips no step.
     shared = "strategies.parts.share_overflow"

@@ -220,7 +220,7 @@ def test_every_file_of_a_training_with_a_fault_says_so(tmp_path):
     assert result.stderr.count(f"injected fault: {fault}") == 1
     assert load_summary(out).injected_fault == fault
     assert [record.injected_fault for record in load_history(out)] == [fault]
-    assert find_newest_checkpoint(out).checkpoint.metadata.config["inject"] == fault
+    assert find_newest_checkpoint(out).metadata.config["inject"] == fault
     for name in ("config.json", "log.txt"):
         assert fault in (out / name).read_text()
     assert fault in run_here_ok("evaluate", f"--run={out}", "--allow_unverified_data").stderr

@@ -13,21 +13,16 @@ from app.devices.gpus import query_driver
 from app.options import Config
 from app.options.names import FRAMEWORKS, SINGLE
 from app.records.caveats import caveats
-from app.records.checkpoint import find_newest_checkpoint, weights_sha256
+from app.records.checkpoint import load_finished
 from app.records.files import write_json
-from app.records.history import FIGURE_FILES, Summary, load_required_summary
+from app.records.history import FIGURE_FILES, Summary
 from app.records.run_directory import CONFIG_FILE, default_out, named_path, open_command_directory
+from app.records.run_metadata import summarize
 from app.report.page import REPORT_FILE, write_report
 from app.report.result import Result
 from app.report.training_result import results_table
 from app.runtime import console
-from app.runtime.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    LockstepError,
-    OutputError,
-)
+from app.runtime.errors import ConfigError, DataError, LockstepError, OutputError
 from app.runtime.processes import call_in_child_process
 from app.runtime.shown_command import shown_command
 from app.runtime.subprocesses import train_in_child_process
@@ -140,12 +135,15 @@ def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path])
     """Prints the table and the comparison of the weights; saves both, and a figure of all runs."""
     from app.report.accuracy_plot import plot_accuracy
 
-    summaries = [load_required_summary(path) for path in run_dirs]
-    pairs = compare_weights(run_dirs)
+    finished = [load_finished(path) for path in run_dirs]
+    summaries = [summarize(each.metadata, each.progress) for each in finished]
+    pairs = compare_weights(summaries, [each.state for each in finished])
     result = describe(config, summaries, pairs)
     console.say()
     result.print()
-    plot_accuracy(run_dirs, out_dir)
+    histories = [each.progress.history for each in finished]
+    runs = {s.strategy: (s, history) for s, history in zip(summaries, histories, strict=True)}
+    plot_accuracy(runs, out_dir)
     write_json(
         out_dir / "compare.json",
         {
@@ -226,23 +224,20 @@ def _identical(pairs: Sequence[Pair]) -> list[list[str]]:
     return groups
 
 
-def compare_weights(run_dirs: Sequence[pathlib.Path]) -> list[Pair]:
+def compare_weights(summaries: Sequence[Summary], states: "Sequence[State]") -> list[Pair]:
     """Compares the final weights of each pair of runs from equal initial weights.
 
     The outcome of a pair is `DIFFERENT` if both should be bitwise identical and are not.
 
     Raises:
         DataError: the runs were trained on different images.
-        CheckpointError: a run has no weights, or unusable ones.
     """
-    summaries = list(map(load_required_summary, run_dirs))
     if len({summary.dataset_sha256 for summary in summaries}) > 1:
         found = ", ".join(f"{s.strategy} on {s.dataset}" for s in summaries)
         raise DataError(
             f"trained on different images: {found}; give the data set with --dataset and use"
             " --overwrite"
         )
-    states = [_load_weights(*run) for run in zip(run_dirs, summaries, strict=True)]
     pairs = itertools.combinations(zip(summaries, states, strict=True), 2)
     return [_compare((one, two), (a, b)) for (one, a), (two, b) in pairs]
 
@@ -278,17 +273,3 @@ def _compare(summaries: tuple[Summary, Summary], states: "tuple[State, State]") 
             " part of the training"
         )
     return Pair(names, EXPECTED, absolute, relative, tensor, f"A difference is expected: {why}.")
-
-
-def _load_weights(run_dir: pathlib.Path, summary: Summary) -> "State":
-    """Loads the weights whose hash is in the summary."""
-    found = find_newest_checkpoint(run_dir)
-    if found is None:
-        raise CheckpointError(f"{run_dir} has no checkpoint; use --overwrite")
-    state = found.checkpoint.state
-    if weights_sha256(state) != summary.weights_sha256:
-        raise CheckpointError(
-            f"{found.warning() or found.path}: not the weights of step {summary.steps}, which"
-            f" {run_dir}/summary.json names; restore them, or use --overwrite"
-        )
-    return state

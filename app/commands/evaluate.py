@@ -80,12 +80,12 @@ def _open_run(config: Config) -> tuple[Config, Checkpoint]:
         )
     if warning := found.warning():
         console.warn(warning)
-    trained = found.checkpoint.metadata.config
+    trained = found.metadata.config
     if trained.get("inject"):
         console.warn(injected_fault_caveat(str(trained["inject"])))
     try:
         kept = {name: trained[name] for name in _KEPT}
-        return config.for_training(config.distribution.strategy, **kept), found.checkpoint
+        return config.for_training(config.distribution.strategy, **kept), found
     except (ConfigError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{found.path}: not a training of this program ({error}); choose another run"

@@ -17,30 +17,23 @@ from app.options.rules import num_framework_replicas
 from app.records.checkpoint import (
     Checkpoint,
     find_newest_checkpoint,
+    load_finished,
     save_checkpoint,
     weights_sha256,
 )
-from app.records.history import (
-    EpochRecord,
-    checked_record,
-    load_required_summary,
-    load_summary,
-    write_history,
-    write_summary,
-)
+from app.records.history import EpochRecord, checked_record
 from app.records.run_directory import (
-    RunDirectory,
+    check_same_run,
     load_run_config,
     open_log,
     open_run_directory,
 )
-from app.records.run_metadata import Progress
+from app.records.run_metadata import Progress, is_finished, summarize
 from app.runtime import console
 from app.runtime.errors import DataError, reason_of
 from app.runtime.versions import CPU_KERNELS
+from app.training.run_writer import write_records
 from app.verification.frameworks import FRAMEWORKS, TrainingFiles, run_program
-
-_FINISHED = "finished"
 
 
 def train_with_framework(
@@ -65,14 +58,15 @@ def train_with_framework(
         DataError: the program did not write its results.
         DeviceError: the program failed.
     """
-    fields = {**_without_kernels(load_run_config(own_run)), "strategy": name}
+    fields = {**load_run_config(own_run), "strategy": name}
     with open_run_directory(run_dir, fields) as run_directory:
         if not config.output.overwrite:
-            run_directory.check_same_run()
-            summary = load_summary(run_dir)
-            if summary and summary.status == _FINISHED and summary.epochs == config.training.epochs:
+            if old := run_directory.old_config():
+                check_same_run(run_dir, old, run_directory.config)
+            found = find_newest_checkpoint(run_dir)
+            if found and is_finished(found.metadata, found.progress):
                 console.say(f"{run_dir} is already finished; this is its result")
-                console.say(summary.last_line())
+                _report(run_dir, found)
                 return
         run_directory.start(overwrite=True)  # The program cannot resume.
         open_log(run_dir)
@@ -83,66 +77,52 @@ def train_with_framework(
             on_line=console.say,
         )  # fmt: skip
         try:
-            _write_run(name, config, run_directory, own_run, results, weights)
+            checkpoint = _checkpoint(name, config, own_run, results, weights)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"{name}: did not write its results and weights ({reason_of(error)})"
             ) from error
-        console.say(load_required_summary(run_dir).last_line())
+        save_checkpoint(run_dir, checkpoint)
+        _report(run_dir, checkpoint)
 
 
-def _without_kernels(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a record without the kernels, which are those of TensorFlow."""
-    return {name: value for name, value in values.items() if name != CPU_KERNELS}
+def _report(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
+    """Writes the records of a finished training, unless they are there; prints its last line."""
+    write_records(run_dir, checkpoint.metadata, checkpoint.progress)
+    console.say(summarize(checkpoint.metadata, checkpoint.progress).last_line())
 
 
-def _write_run(
+def _checkpoint(
     name: str,
     config: Config,
-    run_directory: RunDirectory,
     own_run: pathlib.Path,
     results: pathlib.Path,
     weights: pathlib.Path,
-) -> None:
-    """Writes checkpoint, history, figure and, last, the summary of a program's training."""
-    found = find_newest_checkpoint(own_run)
-    assert found is not None  # The run is finished.
-    own, own_summary = found.checkpoint, load_required_summary(own_run)
+) -> Checkpoint:
+    """Returns the last checkpoint of a program's training."""
+    own = load_finished(own_run)
     measured: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
-    state = _load_state(weights, own.state)
-    history = _history(own.progress.history, measured["epochs"], own_summary.num_train_examples)
+    state, num_examples = _load_state(weights, own.state), own.metadata.num_train_examples
+    history = _history(own.progress.history, measured["epochs"], num_examples)
     history[-1] = dataclasses.replace(history[-1], weights_sha256=weights_sha256(state))
     total_sec = sum(each.epoch_sec + each.evaluation_sec for each in history)
-    progress = Progress(own.progress.step, total_sec=total_sec, history=history)
     framework, num_replicas = FRAMEWORKS[name], num_framework_replicas(config)
-    common: dict[str, Any] = {
-        "num_shards": 1 if framework.syncs_batch_norm else num_replicas,
-        "num_copies": num_replicas,
-        "versions": {**_without_kernels(own.metadata.versions), **measured["versions"]},
-    }
+    jit_compile = framework.package == "jax"
+    versions = {n: v for n, v in own.metadata.versions.items() if n != CPU_KERNELS}  # TensorFlow's.
     metadata = dataclasses.replace(
-        own.metadata, config=run_directory.config, num_devices=num_replicas, **common
-    )
-    summary = dataclasses.replace(
-        own_summary,
-        status=_FINISHED,
-        strategy=name,
-        num_replicas=num_replicas,
+        own.metadata,
+        config={**own.metadata.config, "strategy": name, "jit_compile": jit_compile},
         devices=framework.device_names(num_replicas),
         simulated_devices=num_replicas > 1,
         intra_op_threads=0,
+        num_replicas=num_replicas,
+        num_shards=1 if framework.syncs_batch_norm else num_replicas,
+        num_copies=num_replicas,
         all_reduce=framework.title,
-        jit_compile=framework.package == "jax",
-        compile_sec=0.0,
-        **progress.results(),
-        **common,
+        versions={**versions, **measured["versions"]},
     )
-    save_checkpoint(run_directory.path, Checkpoint(metadata, progress, state))
-    write_history(run_directory.path, history)
-    write_summary(run_directory.path, summary)
-    from app.report.accuracy_plot import plot_accuracy
-
-    plot_accuracy([run_directory.path], run_directory.path)
+    progress = Progress(own.progress.step, total_sec=total_sec, history=history)
+    return Checkpoint(metadata, progress, state)
 
 
 def _history(

@@ -11,22 +11,23 @@ from app.devices.cluster import Cluster, find_cluster, is_in_cluster
 from app.options import Config, rules
 from app.options.names import DEFAULT_LOCAL_WORKERS
 from app.records.caveats import caveats, injected_fault_caveat
-from app.records.checkpoint import checkpoint_paths, load_manifest
-from app.records.history import Summary, load_required_summary, load_summary
+from app.records.checkpoint import load_finished
+from app.records.history import Summary
 from app.records.run_directory import (
     LOG_FILE,
     RunDirectory,
+    check_same_run,
     default_out,
-    load_run_config,
     named_path,
     open_log,
     open_run_directory,
-    unresolved_settings,
 )
+from app.records.run_metadata import is_finished, summarize
 from app.runtime import console, run_context, watchdog
-from app.runtime.errors import CheckpointError, ConfigError, OutputError, StalledError
+from app.runtime.errors import CheckpointError, ConfigError, StalledError
 from app.runtime.temporary_directories import remove_stale_directories
-from app.training.resume import accepted_changes
+from app.training.resume import ACCEPTED, find_checkpoint
+from app.training.run_writer import write_records
 
 if TYPE_CHECKING:
     # Importing these modules imports TensorFlow.
@@ -51,7 +52,7 @@ def run(config: Config) -> Summary | None:
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
         console.set_overwriting(config.output.overwrite)
-        summary = _find_result(config, run_directory)
+        summary = None if config.output.overwrite else find_result(config, run_directory)
         if summary:
             console.say(f"{path} is already finished; this is its result")
             remove_stale_directories(pathlib.Path(tempfile.gettempdir()))  # Of a killed attempt.
@@ -78,7 +79,8 @@ def _run_local_workers(config: Config) -> Summary:
     console.set_overwriting(config.output.overwrite)
     num_workers = config.cluster.num_workers or DEFAULT_LOCAL_WORKERS
     train_with_local_workers(config, num_workers, path)
-    return load_required_summary(path)
+    finished = load_finished(path)
+    return summarize(finished.metadata, finished.progress)
 
 
 def _find_cluster(config: Config) -> Cluster:
@@ -106,53 +108,42 @@ def print_result(config: Config, summary: Summary) -> None:
         console.say(line)
 
 
-def _find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
+def find_result(config: Config, run_directory: RunDirectory) -> Summary | None:
     """Returns the result of a finished run in the directory; None if there is still to train.
 
     Also None if a default has become a value or the other way round: the training compares values.
 
     Raises:
-        CheckpointError: the run in the directory has another configuration.
+        CheckpointError: the run in the directory has another configuration, or no valid checkpoint.
+        DiskFullError, OutputError: a record that is missing cannot be written.
     """
-    if config.output.overwrite or not run_directory.is_started:
+    path, new = run_directory.path, config.result_fields()
+    found = find_checkpoint(path)
+    old = found.metadata.config if found else run_directory.old_config()
+    if not old:
         return None
-    path = run_directory.path
-    old, new = load_run_config(path), run_directory.config
-    unresolved = unresolved_settings(old, new)
-    known = [{n: v for n, v in each.items() if n not in unresolved} for each in (old, new)]
-    changed = accepted_changes(path, *known)
-    try:
-        summary = load_summary(path)
-    except OutputError as error:  # The summary is rebuilt from the checkpoint.
-        console.warn(error.problem)
+    changed = check_same_run(path, old, new if found else run_directory.config, accepted=ACCEPTED)
+    if found is None or not is_finished(found.metadata, found.progress):
         return None
-    if summary is None or summary.status != "finished" or summary.epochs != config.training.epochs:
+    metadata, progress = found.metadata, found.progress
+    if found.damaged or "epochs" in changed:
         return None
-    if not _is_of_newest_checkpoint(summary, path):
-        console.warn(f"{path}: the summary is not that of the newest checkpoint; it is rewritten")
-        return None
-    asked, found = config.num_devices_of_all_workers, len(summary.devices)
+    asked, num_devices = config.num_devices_of_all_workers, len(metadata.devices)
     if config.distribution.strategy == "multi_worker" and config.num_devices_asked:
         asked = config.num_devices_asked * len(find_cluster(os.environ).addresses)
     differing = list(changed.values())
-    if asked not in (None, found):
-        differing.append(f"devices {found} → {asked}")
+    if asked not in (None, num_devices):
+        differing.append(f"devices {num_devices} → {asked}")
     if differing:
         raise CheckpointError(
             f"--out={path} holds a finished run of another configuration"
             f" ({'; '.join(differing)}); choose"
             " another directory, raise --epochs to continue, or use --overwrite"
         )
-    return None if unresolved else summary
-
-
-def _is_of_newest_checkpoint(summary: Summary, path: pathlib.Path) -> bool:
-    """Returns whether a summary has the results of the newest checkpoint, if it can be read."""
-    for newest in checkpoint_paths(path)[-1:]:
-        with contextlib.suppress(Exception):  # Only the summary is needed.
-            results = load_manifest(newest)[1].results()
-            return all(getattr(summary, name) == value for name, value in results.items())
-    return True
+    if any(old.get(name) != value for name, value in new.items()):  # A default and a value.
+        return None
+    write_records(path, metadata, progress)
+    return summarize(metadata, progress)
 
 
 def _train(config: Config, run_directory: RunDirectory) -> Summary:
@@ -171,10 +162,9 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
 
         training = Training(config, prepared, dataset, path, on_progress)
         training.verifier = create_step_verifier(training.spec, training.strategy, path)
-        training.start(from_scratch=config.output.overwrite)
-        kernels = training.cpu_kernels
-        run_directory.start(overwrite=config.output.overwrite, cpu_kernels=kernels)
-        console.log(f"Kernels of the CPU: {kernels}")
+        training.start(None if config.output.overwrite else find_checkpoint(path))
+        run_directory.start(overwrite=config.output.overwrite)
+        console.log(f"Kernels of the CPU: {training.cpu_kernels}")
         console.set_overwriting(False)
         _announce(config, prepared, training)
         return training.run()
@@ -209,7 +199,7 @@ def _assist(config: Config) -> None:
 
             training = Training(config, prepared, dataset, None, on_progress)
             training.verifier = create_step_verifier(training.spec, training.strategy, None)
-            training.start(from_scratch=config.output.overwrite)
+            training.start(None)
             console.say(f"worker {workers.index}: training; worker 0 prints and saves the results")
             training.assist()
     if not shares_terminal:

@@ -1,10 +1,10 @@
-"""Saves and loads checkpoints, which hold arrays and no code, with a hash of each file.
+"""Saves and loads checkpoints: arrays and no code, with metadata and a hash, in one file each.
 
-`checkpoints/step-00000235-epoch-0001/`, named by the optimizer steps and the finished epochs, holds
-`state.safetensors` and `MANIFEST.json`. The state has one copy of the weights, so that any strategy
-on any number of devices can load it. The per-replica BatchNorm statistics are stored as
-`statistics/REPLICA/POSITION`, so that a training with the same number of replicas resumes bitwise
-identically.
+`checkpoints/step-00000235-epoch-0001.safetensors`, named by the optimizer steps and the finished
+epochs, has one copy of the weights, so that any strategy on any number of devices can load it. The
+per-replica BatchNorm statistics are stored as `statistics/REPLICA/POSITION`, so that a training
+with the same number of replicas resumes bitwise identically. The header has two texts: `checkpoint`
+is JSON, and `sha256` the hash of the file with 64 zeros in the place of this hash.
 """
 
 import dataclasses
@@ -16,32 +16,24 @@ import pathlib
 import re
 import struct
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
 
-from app.records.files import (
-    discard,
-    io_errors_as,
-    make_directory,
-    open_regular,
-    read_json,
-    write_atomically,
-)
+from app.records.files import io_errors_as, make_directory, open_regular, remove, write_file
 from app.records.history import checked_record
-from app.records.run_metadata import Progress, RunMetadata
+from app.records.run_metadata import Progress, RunMetadata, is_finished
 from app.runtime.errors import CheckpointError, OutputError, reason_of
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 NUM_NEWEST_KEPT = 3
-_SIZE_BYTES_OF_NAMES = 64 << 10  # Approximate size of the manifest and of the arrays' names.
-_STATE_FILE, _MANIFEST_FILE = "state.safetensors", "MANIFEST.json"
 _OWN = "statistics/"  # Other names start with model/ or optimizer/.
+_NO_HASH = "0" * 64
 # Errors of missing or replaced files. Other errors of the system may be temporary.
 _MEANS_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
-# Names of format 3 have no epoch; such checkpoints are refused, not overlooked.
-_NAME = re.compile(r"step-(\d{8,})(?:-epoch-(\d{4,}))?")
+# Formats before 5 are directories, format 3 without an epoch: they are refused, not overlooked.
+_NAME = re.compile(r"step-(\d{8,})(?:-epoch-(\d{4,})(\.safetensors)?)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,29 +46,19 @@ class Checkpoint:
         state: name → array, in the order of the variables: model, then optimizer.
         per_shard_statistics: BatchNorm moving statistics of each shard; empty if all shards have
             equal statistics.
+        path: the file that it was loaded from; None for a new one.
+        damaged: newer files that failed verification, each with the reason, newest first.
     """
 
     metadata: RunMetadata
     progress: Progress
     state: dict[str, np.ndarray]
     per_shard_statistics: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
-
-
-class CheckpointSearchResult(NamedTuple):
-    """The newest checkpoint that verifies.
-
-    Attributes:
-        checkpoint: the verified checkpoint.
-        path: its directory.
-        damaged: newer checkpoints that failed verification, each with the reason, newest first.
-    """
-
-    checkpoint: Checkpoint
-    path: pathlib.Path
-    damaged: list[tuple[pathlib.Path, str]]
+    path: pathlib.Path | None = None
+    damaged: list[tuple[pathlib.Path, str]] = dataclasses.field(default_factory=list)
 
     def warning(self) -> str | None:
-        """Text that names the damaged checkpoints and the selected one; None if none is damaged."""
+        """Text that names the damaged checkpoints and this one; None if none is damaged."""
         if not self.damaged:
             return None
         damages = "; ".join(f"{path} ({reason})" for path, reason in self.damaged)
@@ -102,50 +84,44 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> pathlib.Pa
     parent = _parent(run_dir)
     with io_errors_as(parent):
         make_directory(parent)
-    arrays = dict(checkpoint.state)
-    for replica_id, own in enumerate(checkpoint.per_shard_statistics):
-        arrays |= {f"{_OWN}{replica_id}/{position}": array for position, array in enumerate(own)}
-
-    def write(directory: pathlib.Path) -> None:
-        directory.mkdir()
-        content = _array_bytes(arrays)
-        (directory / _STATE_FILE).write_bytes(content)
-        manifest = _manifest(checkpoint, content)
-        (directory / _MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-
-    size_bytes = sum(array.nbytes for array in arrays.values()) + _SIZE_BYTES_OF_NAMES
     path = parent / _name(checkpoint.progress)
-    write_atomically(path, write, size_bytes=size_bytes)
-    discard(checkpoint_paths(run_dir)[:-NUM_NEWEST_KEPT])
+    write_file(path, _to_bytes(checkpoint))
+    for old in checkpoint_paths(run_dir)[:-NUM_NEWEST_KEPT]:
+        with io_errors_as(old):
+            remove(old)
     return path
 
 
-def _array_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Returns the content of a safetensors file, which keeps the order in its metadata."""
-    in_order = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    return safetensors.numpy.save(in_order, metadata={"order": json.dumps(list(arrays))})
-
-
-def _arrays_of(content: bytes) -> dict[str, np.ndarray]:
-    """Returns the arrays of a safetensors file; the library sorts them by dtype and name."""
-    arrays = safetensors.numpy.load(content)
-    (header_size,) = struct.unpack_from("<Q", content)
-    header = json.loads(content[8 : 8 + header_size])
-    return {name: arrays[name] for name in json.loads(header["__metadata__"]["order"])}
-
-
-def _manifest(checkpoint: Checkpoint, content: bytes) -> dict:
-    """Returns the manifest: metadata, progress and the hashes of both files."""
-    sha256 = hashlib.sha256(content).hexdigest()
-    manifest = {
+def _to_bytes(checkpoint: Checkpoint) -> bytes:
+    """Returns the content of a checkpoint's file."""
+    arrays = dict(checkpoint.state)
+    for replica_id, own in enumerate(checkpoint.per_shard_statistics):
+        arrays |= {f"{_OWN}{replica_id}/{position}": array for position, array in enumerate(own)}
+    about = {
         "format_version": FORMAT_VERSION,
-        "epoch": checkpoint.progress.epoch,
         "metadata": dataclasses.asdict(checkpoint.metadata),
         "progress": dataclasses.asdict(checkpoint.progress),
-        "per_shard_statistics": [len(arrays) for arrays in checkpoint.per_shard_statistics],
-        "files": {_STATE_FILE: {"size_bytes": len(content), "sha256": sha256}},
+        "order": list(checkpoint.state),  # The library sorts arrays by dtype and name.
+        "per_shard_statistics": [len(own) for own in checkpoint.per_shard_statistics],
     }
-    return {**manifest, "sha256": _manifest_sha256(manifest)}
+    content = safetensors.numpy.save(
+        {name: np.asarray(array, order="C") for name, array in arrays.items()},
+        metadata={"checkpoint": json.dumps(about), "sha256": _NO_HASH},
+    )
+    return content.replace(_entry(_NO_HASH), _entry(_sha256(content, _NO_HASH)), 1)
+
+
+def _entry(sha256: str) -> bytes:
+    return f'"sha256":"{sha256}"'.encode()
+
+
+def _sha256(content: bytes, own: str) -> str:
+    """Hashes a file, with zeros in the place of its own hash."""
+    entry = _entry(own)
+    start = content.index(entry)
+    digest = hashlib.sha256(content[:start] + _entry(_NO_HASH))
+    digest.update(memoryview(content)[start + len(entry) :])
+    return digest.hexdigest()
 
 
 def checkpoint_paths(run_dir: pathlib.Path) -> list[pathlib.Path]:
@@ -177,10 +153,10 @@ def _parent(run_dir: pathlib.Path) -> pathlib.Path:
 
 
 def _name(progress: Progress) -> str:
-    return f"step-{progress.step:08d}-epoch-{progress.epoch:04d}"
+    return f"step-{progress.step:08d}-epoch-{progress.epoch:04d}.safetensors"
 
 
-def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | None:
+def find_newest_checkpoint(run_dir: pathlib.Path) -> Checkpoint | None:
     """Loads the newest valid checkpoint of a run; None if the run has no checkpoints.
 
     Raises:
@@ -190,9 +166,16 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | No
     damaged: list[tuple[pathlib.Path, str]] = []
     for path in reversed(checkpoint_paths(run_dir)):
         try:
-            return CheckpointSearchResult(load_checkpoint(path), path, damaged)
-        except CheckpointError as error:
-            damaged.append((path, reason_of(error.__cause__ or error)))
+            return dataclasses.replace(_load(path), path=path, damaged=damaged)
+        except MemoryError:
+            raise
+        except Exception as error:  # A damaged file, or one of another version, may raise any.
+            if isinstance(error, OSError) and error.errno not in _MEANS_DAMAGE:
+                raise OutputError(
+                    f"{path}: cannot be read ({reason_of(error)}); fix that and run the same"
+                    " command again"
+                ) from error
+            damaged.append((path, reason_of(error)))
     if not damaged:
         return None
     path, reason = damaged[0]
@@ -202,67 +185,53 @@ def find_newest_checkpoint(run_dir: pathlib.Path) -> CheckpointSearchResult | No
     )
 
 
-def load_checkpoint(path: pathlib.Path) -> Checkpoint:
-    """Loads one checkpoint and verifies it.
+def load_finished(run_dir: pathlib.Path) -> Checkpoint:
+    """Loads the last checkpoint of a finished training.
 
     Raises:
-        CheckpointError: the checkpoint is damaged.
-        OutputError: it cannot be read, for a reason that may be temporary.
+        CheckpointError: the training is not finished, or its last checkpoint is damaged.
+        OutputError: it cannot be read.
     """
-    try:
-        return _load(path)
-    except MemoryError:
-        raise
-    except Exception as error:  # A damaged file, or one of another version, may raise any.
-        if isinstance(error, OSError) and error.errno not in _MEANS_DAMAGE:
-            raise OutputError(
-                f"{path}: cannot be read ({reason_of(error)}); fix that and run the same command"
-                " again"
-            ) from error
+    found = find_newest_checkpoint(run_dir)
+    if found is None:
+        raise CheckpointError(f"{run_dir} has no checkpoint; use --overwrite")
+    if not is_finished(found.metadata, found.progress):
         raise CheckpointError(
-            f"{path}: does not verify ({reason_of(error)}); choose another checkpoint"
-        ) from error
+            f"{found.warning() or found.path}: the training is not finished; run the same command"
+            " again, or use --overwrite"
+        )
+    return found
 
 
 def _load(path: pathlib.Path) -> Checkpoint:
-    metadata, progress, manifest = load_manifest(path)
-    with open_regular(path / _STATE_FILE) as file:
+    if path.suffix != ".safetensors":
+        raise ValueError("written by version 1 of this program, which alone can read it")
+    with open_regular(path) as file:
         content = file.read()
-    expected = manifest["files"][_STATE_FILE]
-    if len(content) != expected["size_bytes"]:
-        raise ValueError(f"{_STATE_FILE} has {len(content):,} of {expected['size_bytes']:,} bytes")
-    if hashlib.sha256(content).hexdigest() != expected["sha256"]:
-        raise ValueError(f"{_STATE_FILE} has another SHA-256 than {_MANIFEST_FILE} says")
-    state, per_shard_statistics = _arrays_of(content), []
-    for replica_id, count in enumerate(manifest["per_shard_statistics"]):
-        own = [state.pop(f"{_OWN}{replica_id}/{position}") for position in range(count)]
-        per_shard_statistics.append(own)
-    return Checkpoint(metadata, progress, state, per_shard_statistics)
-
-
-def load_manifest(path: pathlib.Path) -> tuple[RunMetadata, Progress, dict]:
-    """Returns the contents of a manifest, checked as far as possible without the arrays.
-
-    Raises:
-        The exceptions that `load_checkpoint` converts to `CheckpointError`.
-    """
-    if path.is_symlink():
-        raise ValueError("a symbolic link")
-    manifest = read_json(path / _MANIFEST_FILE)
-    if (version := manifest["format_version"]) != FORMAT_VERSION:
+    header = _header(content)
+    about = json.loads(header["checkpoint"])
+    if (version := about["format_version"]) != FORMAT_VERSION:
         raise ValueError(
             f"format version {version!s:.20}, which another version of this program wrote; this one"
             f" reads {FORMAT_VERSION}"
         )
-    if manifest.pop("sha256") != _manifest_sha256(manifest):
-        raise ValueError(f"{_MANIFEST_FILE} has another SHA-256 than it says")
-    metadata = checked_record(RunMetadata, manifest["metadata"])
-    progress = Progress.parse(manifest["progress"])
+    if _sha256(content, header["sha256"]) != header["sha256"]:
+        raise ValueError("its SHA-256 is not that in its header")
+    metadata = checked_record(RunMetadata, about["metadata"])
+    progress = Progress.parse(about["progress"])
     if path.name != _name(progress):
-        raise ValueError(f"{_MANIFEST_FILE} says step {progress.step}, epoch {progress.epoch}")
-    return metadata, progress, manifest
+        raise ValueError(f"the header says step {progress.step}, epoch {progress.epoch}")
+    arrays = safetensors.numpy.load(content)  # Checks shapes and offsets before it reads.
+    own = [
+        [arrays[f"{_OWN}{replica_id}/{position}"] for position in range(count)]
+        for replica_id, count in enumerate(about["per_shard_statistics"])
+    ]
+    return Checkpoint(metadata, progress, {name: arrays[name] for name in about["order"]}, own)
 
 
-def _manifest_sha256(manifest: Mapping) -> str:
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+def _header(content: bytes) -> dict[str, Any]:
+    """Returns the texts in the header of a safetensors file."""
+    (size_bytes,) = struct.unpack_from("<Q", content)
+    if size_bytes > len(content) - 8:
+        raise ValueError(f"{len(content):,} bytes, fewer than its header needs")
+    return json.loads(content[8 : 8 + size_bytes])["__metadata__"]

@@ -8,44 +8,41 @@ import os
 import pathlib
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from app.runtime.errors import DiskFullError, LockstepError, OutputError
 
 _MAX_JSON_BYTES = 64 << 20
+TEMPORARY = ".lockstep-"  # The names of all temporary files and folders begin like this.
 
 
-def write_atomically(
-    path: pathlib.Path, write: Callable[[pathlib.Path], None], *, size_bytes: int | None = None
-) -> None:
-    """Calls `write` with a temporary path beside `path`, then publishes the result at `path`.
-
-    Args:
-        path: the final name; a file there is replaced, a directory must not exist.
-        write: called with the temporary path; may create a file or a directory there.
-        size_bytes: required size, for the message if the disk is full.
+def write_file(path: pathlib.Path, content: str | bytes) -> None:
+    """Writes a file; after a crash at any point it is what it was before, or complete.
 
     Raises:
         DiskFullError: no space; the temporary file is removed.
         OutputError: it cannot be written for another reason.
     """
+    data = content.encode() if isinstance(content, str) else content
     temporary = temporary_path(path)
     try:
-        with io_errors_as(path, size_bytes):
-            write(temporary)
-        publish(temporary, path, size_bytes)
+        with io_errors_as(path, len(data)):
+            temporary.write_bytes(data)
+        publish(temporary, path, len(data))
     except BaseException:
         with contextlib.suppress(OSError):
             remove(temporary)
         raise
 
 
-def publish(temporary: pathlib.Path, path: pathlib.Path, size_bytes: int | None = None) -> None:
-    """Renames a complete file or directory to `path`.
+def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+    """Writes a record as indented JSON, atomically."""
+    write_file(path, json.dumps(value, indent=2) + "\n")
 
-    Content and name are on disk when this returns; after a crash at any point, `path` is either
-    what it was before or complete.
+
+def publish(temporary: pathlib.Path, path: pathlib.Path, size_bytes: int | None = None) -> None:
+    """Renames a complete file, or a directory, to `path`; content and name are on disk then.
 
     Raises:
         DiskFullError, OutputError: it cannot be written.
@@ -57,23 +54,9 @@ def publish(temporary: pathlib.Path, path: pathlib.Path, size_bytes: int | None 
         fsync(path.parent)
 
 
-def write_file(path: pathlib.Path, content: str | bytes) -> None:
-    """Writes a file atomically.
-
-    Raises:
-        The exceptions of `write_atomically`.
-    """
-    data = content.encode() if isinstance(content, str) else content
-
-    def write(temporary: pathlib.Path) -> None:
-        temporary.write_bytes(data)
-
-    write_atomically(path, write, size_bytes=len(data))
-
-
-def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
-    """Writes a record as indented JSON, atomically."""
-    write_file(path, json.dumps(value, indent=2) + "\n")
+def temporary_path(path: pathlib.Path) -> pathlib.Path:
+    """Returns the temporary path beside `path` of this process."""
+    return path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
 
 
 def write_error(path: pathlib.Path, error: OSError, size_bytes: int | None = None) -> LockstepError:
@@ -95,6 +78,10 @@ def write_error(path: pathlib.Path, error: OSError, size_bytes: int | None = Non
 def io_errors_as(path: pathlib.Path, size_bytes: int | None = None) -> Iterator[None]:
     """Converts errors of changing `path` to the program's exceptions.
 
+    Args:
+        path: the file or directory.
+        size_bytes: size of what is written, for the message if the disk is full.
+
     Raises:
         DiskFullError, OutputError: see `write_error`.
     """
@@ -102,11 +89,6 @@ def io_errors_as(path: pathlib.Path, size_bytes: int | None = None) -> Iterator[
         yield
     except OSError as error:
         raise write_error(path, error, size_bytes) from error
-
-
-def temporary_path(path: pathlib.Path) -> pathlib.Path:
-    """Returns the temporary path beside `path` of this process."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def open_regular(path: pathlib.Path) -> io.BufferedReader:
@@ -160,20 +142,6 @@ def remove(path: pathlib.Path) -> None:
     else:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
-
-
-def discard(paths: list[pathlib.Path]) -> None:
-    """Removes directories; none of their names ever refers to a partial one, not even on disk.
-
-    Raises:
-        DiskFullError, OutputError: one cannot be removed.
-    """
-    for path in paths:
-        with io_errors_as(path):
-            temporary = temporary_path(path.with_name(f"{path.name}.removed"))
-            path.rename(temporary)
-            fsync(path.parent)
-            remove(temporary)
 
 
 def make_directory(path: pathlib.Path) -> None:

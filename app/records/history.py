@@ -1,5 +1,6 @@
 """Defines the results of a run: an `EpochRecord` per epoch, and a `Summary`."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -7,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from app.records.files import read_json, read_text, write_file, write_json
+from app.records.files import read_json, read_text, write_file
 from app.runtime.errors import OutputError, reason_of
 from app.runtime.versions import CPU_KERNELS, KERNELS_CHANGED, NOT_RECORDED
 
@@ -141,56 +142,49 @@ class Summary:
         return f"test acc: {accuracy:.2f}, {seconds:.1f} sec/epoch on {self.devices}"
 
 
-def write_history(run_dir: pathlib.Path, history: list[EpochRecord]) -> None:
-    """Writes all epochs so far, one line each; replaces the file atomically."""
+def write_history(run_dir: pathlib.Path, history: list[EpochRecord], summary: Summary) -> None:
+    """Writes all epochs so far, one line each, and then the summary; replaces both atomically."""
+    for name, text in _texts(history, summary).items():
+        write_file(run_dir / name, text)
+
+
+def is_written(run_dir: pathlib.Path, history: list[EpochRecord], summary: Summary) -> bool:
+    """Returns whether the files have this history and summary."""
+    with contextlib.suppress(OSError, ValueError):
+        texts = _texts(history, summary).items()
+        return all(read_text(run_dir / name) == text for name, text in texts)
+    return False
+
+
+def _texts(history: list[EpochRecord], summary: Summary) -> dict[str, str]:
     lines = [json.dumps(dataclasses.asdict(record)) + "\n" for record in history]
-    write_file(run_dir / HISTORY_FILE, "".join(lines))
+    return {
+        HISTORY_FILE: "".join(lines),
+        SUMMARY_FILE: json.dumps(dataclasses.asdict(summary), indent=2) + "\n",
+    }
 
 
 def load_history(run_dir: pathlib.Path) -> list[EpochRecord]:
-    """Reads the epochs of a run; an empty list before the end of the first epoch.
+    """Reads the epochs of a run for a report; an empty list before the end of the first epoch.
 
     Raises:
         OutputError: the file exists but is not a history.
     """
-    path = run_dir / HISTORY_FILE
-    if not path.exists():
-        return []
-    return _load(
-        path,
-        lambda: [
-            checked_record(EpochRecord, json.loads(line)) for line in read_text(path).splitlines()
-        ],
-    )
 
+    def parse(path: pathlib.Path) -> list[EpochRecord]:
+        lines = read_text(path).splitlines()
+        return [checked_record(EpochRecord, json.loads(line)) for line in lines]
 
-def write_summary(run_dir: pathlib.Path, summary: Summary) -> None:
-    """Writes `summary.json`."""
-    write_json(run_dir / SUMMARY_FILE, dataclasses.asdict(summary))
+    return _load(run_dir / HISTORY_FILE, parse) or []
 
 
 def load_summary(run_dir: pathlib.Path) -> Summary | None:
-    """Reads the summary of a run; None before the end of the first epoch.
+    """Reads the summary of a run for a report; None before the end of the first epoch.
 
     Raises:
         OutputError: the file exists but is not a summary.
     """
-    path = run_dir / SUMMARY_FILE
-    if not path.exists():
-        return None
-    return _load(path, lambda: checked_record(Summary, read_json(path)))
-
-
-def load_required_summary(run_dir: pathlib.Path) -> Summary:
-    """Reads the summary of a run that has finished an epoch.
-
-    Raises:
-        OutputError: the file does not exist, or is not a summary.
-    """
-    summary = load_summary(run_dir)
-    if summary is None:
-        raise OutputError(f"{run_dir}: {SUMMARY_FILE} is missing; train there for an epoch first")
-    return summary
+    return _load(run_dir / SUMMARY_FILE, lambda path: checked_record(Summary, read_json(path)))
 
 
 def checked_record(record_class: type[Record], values: Mapping[str, Any]) -> Record:
@@ -212,11 +206,13 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
     return (int, float) if annotation is float else (typing.get_origin(annotation) or annotation,)
 
 
-def _load(path: pathlib.Path, parse: Callable[[], Parsed]) -> Parsed:
+def _load(path: pathlib.Path, parse: Callable[[pathlib.Path], Parsed]) -> Parsed | None:
+    if not path.exists():
+        return None
     try:
-        return parse()
+        return parse(path)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise OutputError(
-            f"{path}: not readable as {path.name} ({reason_of(error)}); use --overwrite to"
-            " start from scratch"
+            f"{path}: not readable as {path.name} ({reason_of(error)}); run its training"
+            " again, which writes it again from the checkpoint"
         ) from error

@@ -1,4 +1,4 @@
-"""Names, creates or opens the directory of a run, locks it, and checks its configuration."""
+"""Names, creates or opens the directory of a run, locks it, and decides which run it holds."""
 
 import contextlib
 import errno
@@ -7,14 +7,14 @@ import itertools
 import json
 import os
 import pathlib
-import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from app.records.event_file import event_files
 from app.records.files import (
-    discard,
+    TEMPORARY,
     fsync,
     io_errors_as,
     make_directory,
@@ -26,49 +26,62 @@ from app.records.files import (
 from app.records.history import SUMMARY_FILE
 from app.runtime import console
 from app.runtime.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
-from app.runtime.versions import CPU_KERNELS
 
 CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 # The files that a command writes beside its log and events, which --overwrite removes. The summary
-# is removed first: without it, the run is not finished.
+# is removed first, so that no result is shown without its checkpoint.
 _RECORDS = (
     *(SUMMARY_FILE, "checkpoints", "history.jsonl", "accuracy.png", "accuracy.svg", "mismatch"),
     *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", "benchmark.json"),
     *("benchmark.png", "benchmark.svg"),
     "report.html",
 )
-# Temporary names of an interrupted write or removal.
-_LEFTOVER = re.compile(
-    rf"\.({'|'.join(map(re.escape, (CONFIG_FILE, *_RECORDS)))})(\.removed)?\.\d+\.tmp"
-)
-_LEFTOVER_CHECKPOINT = ".step-*.tmp"
 _WRITTEN_BY = {"written_by": "lockstep"}
 
 
-# Options whose default is the value of the recipe or of the data set, known once both are loaded.
-_RESOLVED_LATER = ("learning_rate", "num_train_examples")
-
-
-def unresolved_settings(old: dict, new: dict) -> set[str]:
-    """Returns the settings that may be equal: one configuration has the default, one a value."""
-    differing = [name for name in _RESOLVED_LATER if old.get(name) != new.get(name)]
-    return {name for name in differing if None in (old.get(name), new.get(name))}
-
-
-def changed_settings(old: dict, new: dict) -> dict[str, str]:
-    """Returns the settings that differ between two configurations, each as "name old → new".
-
-    `CPU_KERNELS` is not compared: a processor with other kernels may resume the run.
+def check_same_run(
+    path: pathlib.Path,
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    accepted: Collection[str] = (),
+    resolved: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+) -> dict[str, str]:
+    """Decides whether a command resumes the run in a directory; returns what has changed.
 
     Args:
-        old: configuration of the run on disk; may be of a version without some options.
-        new: configuration of this command.
+        path: the run directory, for the message.
+        old: settings of the run on disk; may be of a version without some options.
+        new: settings of the command.
+        accepted: settings that may change; "epochs" only to more.
+        resolved: of both, the values of options whose default depends on the recipe or the data;
+            None if they are not known yet, so that a default and a value are not compared.
+
+    Returns:
+        Setting → "name old → new" for the accepted changes.
+
+    Raises:
+        CheckpointError: another setting has changed.
     """
-    return {
-        name: f"{name} {_shown(old.get(name))} → {_shown(new.get(name))}"
-        for name in {**old, **new}
-        if old.get(name) != new.get(name) and name != CPU_KERNELS
-    }
+    changes, refused = dict[str, str](), list[str]()
+    for name in {**old, **new}:
+        before, after = old.get(name), new.get(name)  # None is a default.
+        if before != after and None in (before, after) and name in _RESOLVED_LATER:
+            before, after = (each[name] for each in resolved) if resolved else (None, None)
+        if before == after:
+            continue
+        changes[name] = f"{name} {_shown(before)} → {_shown(after)}"
+        if name not in accepted or (name == "epochs" and not 0 < (before or 0) < (after or 0)):
+            refused.append(changes[name])
+    if refused:
+        raise CheckpointError(
+            f"--out={path} contains a run with other settings ({'; '.join(refused)});"
+            " choose another directory, or --overwrite to start from scratch"
+        )
+    return changes
+
+
+_RESOLVED_LATER = ("learning_rate", "num_train_examples")  # As `RunMetadata.resolved` has them.
 
 
 def _shown(value: object) -> str:
@@ -93,80 +106,37 @@ class RunDirectory:
         self.path = path
         self.config = {**_WRITTEN_BY, **json.loads(json.dumps(config))}
 
-    @property
-    def is_started(self) -> bool:
-        """Whether any run was started in this directory."""
-        return (self.path / CONFIG_FILE).exists()
+    def old_config(self) -> dict:
+        """Returns the configuration of the run that was started here; {} without one."""
+        return load_run_config(self.path) if (self.path / CONFIG_FILE).exists() else {}
 
-    @property
-    def replaces_verification(self) -> bool:
-        """Whether this is a verification in the place of another, which is a result, not a run."""
-        commands = {self.config.get("command")}
-        if self.is_started:
-            commands.add(load_run_config(self.path).get("command"))
-        return commands == {"verify"}
-
-    def check_same_run(self) -> None:
-        """Checks that a run that was started here has this configuration.
-
-        Each training compares the settings that are not resolved yet.
-
-        Raises:
-            CheckpointError: it has another one.
-        """
-        if not self.is_started:
-            return
-        old = load_run_config(self.path)
-        unresolved = unresolved_settings(old, self.config)
-        changes = changed_settings(old, self.config)
-        refused = [line for name, line in changes.items() if name not in unresolved]
-        if refused:
-            raise other_settings_error(self.path, refused)
-
-    def start(self, *, overwrite: bool, cpu_kernels: str = "") -> None:
+    def start(self, *, overwrite: bool) -> None:
         """Starts or resumes the run, after all checks.
 
         Args:
             overwrite: remove the files of another run, and nothing else.
-            cpu_kernels: the kernels that a training computes with, for `config.json`.
         """
-        if overwrite or self.replaces_verification:
-            for name in _RECORDS:
+        if overwrite:
+            for name in (*_RECORDS, *(each.name for each in event_files(self.path))):
                 self.remove(name)
                 if name == SUMMARY_FILE:
                     self._sync()
-            for event_file in event_files(self.path):
-                self.remove(event_file.name)
             self._sync()  # Before the new configuration.
-        config = self.config | ({CPU_KERNELS: cpu_kernels} if cpu_kernels else {})
-        if not self.is_started or load_run_config(self.path) != config:
-            write_json(self.path / CONFIG_FILE, config)
+        write_json(self.path / CONFIG_FILE, self.config)
 
     def remove(self, name: str) -> None:
-        """Removes a record of an earlier run, if it exists; a directory is removed atomically.
+        """Removes a record of an earlier run, if it exists.
 
         Raises:
             OutputError: the record cannot be removed.
         """
-        path = self.path / name
-        if path.is_dir() and not path.is_symlink():
-            discard([path])
-        else:
-            with io_errors_as(path):
-                remove(path)
+        with io_errors_as(self.path / name):
+            remove(self.path / name)
 
     def _sync(self) -> None:
         """Flushes the names in the directory to disk."""
         with io_errors_as(self.path):
             fsync(self.path)
-
-
-def other_settings_error(path: pathlib.Path, changes: list[str]) -> CheckpointError:
-    """Returns the error for a run directory whose run has other settings."""
-    return CheckpointError(
-        f"--out={path} contains a run with other settings ({'; '.join(changes)});"
-        " choose another directory, or --overwrite to start from scratch"
-    )
 
 
 @contextlib.contextmanager
@@ -245,14 +215,14 @@ def open_command_directory(
     """
     with open_run_directory(path, config) as run_directory:
         open_log(path)
-        if config.get("command") == "verify" and not overwrite:
-            if not run_directory.replaces_verification:
-                raise OutputError(
-                    f"--out={path} contains another run than a verification; choose another"
-                    " directory, or --overwrite to remove the run"
-                )
-        elif not overwrite:
-            run_directory.check_same_run()
+        old = {} if overwrite else run_directory.old_config()
+        if old and config.get("command") != "verify":
+            check_same_run(path, old, run_directory.config)
+        elif old and old.get("command") != "verify":
+            raise OutputError(
+                f"--out={path} contains another run than a verification; choose another"
+                " directory, or --overwrite to remove the run"
+            )
         yield run_directory
 
 
@@ -263,15 +233,12 @@ def _clear_leftovers(path: pathlib.Path) -> None:
     before that: this attempt depends on them.
     """
     checkpoints = path / "checkpoints"
+    has_checkpoints = checkpoints.is_dir() and not checkpoints.is_symlink()
     with io_errors_as(path):
-        for leftover in path.iterdir():
-            if _LEFTOVER.fullmatch(leftover.name):
+        for folder in (checkpoints, path) if has_checkpoints else (path,):
+            for leftover in folder.glob(f"{TEMPORARY}*"):
                 remove(leftover)
-        if checkpoints.is_dir() and not checkpoints.is_symlink():
-            for leftover in checkpoints.glob(_LEFTOVER_CHECKPOINT):
-                remove(leftover)
-            fsync(checkpoints)
-        fsync(path)
+            fsync(folder)
     with contextlib.suppress(OSError):  # It may not be readable.
         fsync(path.parent)
 
@@ -318,7 +285,7 @@ def check_not_foreign(path: pathlib.Path) -> None:
         OutputError: it holds other files.
         OSError: it cannot be read.
     """
-    names = {entry.name for entry in path.iterdir() if not _LEFTOVER.fullmatch(entry.name)}
+    names = {entry.name for entry in path.iterdir() if not entry.name.startswith(TEMPORARY)}
     if names <= {LOCK_FILE, LOG_FILE}:
         return
     try:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from app.records.caveats import TIMING_CAVEAT, dataset_title
-from app.records.history import EpochRecord, Summary, load_history, load_required_summary
+from app.records.history import EpochRecord, Summary
 from app.report.plot_style import LOOKS, STYLE, Look, save_figure
 from app.report.training_result import devices_text
 
@@ -25,17 +25,14 @@ class _Curve(NamedTuple):
     values: list[float]
 
 
-def plot_accuracy(run_dirs: Sequence[pathlib.Path], out_dir: pathlib.Path) -> None:
+def plot_accuracy(runs: Mapping[str, Run], out_dir: pathlib.Path) -> None:
     """Draws accuracy over epochs into `accuracy.png` and `accuracy.svg`; writes each atomically.
 
     Args:
-        run_dirs: run directories with at least one finished epoch each.
+        runs: see `draw_accuracy`.
         out_dir: output directory.
     """
-    runs = [(load_required_summary(path), load_history(path)) for path in run_dirs]
-    save_figure(
-        draw_accuracy({s.strategy: (s, history) for s, history in runs}), out_dir, "accuracy"
-    )
+    save_figure(draw_accuracy(runs), out_dir, "accuracy")
 
 
 @matplotlib.rc_context(STYLE)

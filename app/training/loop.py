@@ -12,9 +12,9 @@ import tensorflow as tf
 from app.data.dataset import ImageDataset
 from app.devices.device_setup import Devices
 from app.options import Config
-from app.records.checkpoint import CheckpointSearchResult
+from app.records.checkpoint import Checkpoint
 from app.records.history import Summary
-from app.records.run_metadata import Progress
+from app.records.run_metadata import Progress, is_finished, summarize
 from app.runtime import console, signals
 from app.runtime.errors import MismatchError, Terminated
 from app.runtime.progress_bar import TrainingProgress
@@ -24,9 +24,9 @@ from app.training.evaluation import evaluate
 from app.training.fault_injection import inject_data_fault, inject_fault
 from app.training.memory_guard import naming_out_of_memory
 from app.training.optimizers import last_learning_rate
-from app.training.run_writer import RunWriter, summary_template
+from app.training.run_writer import RunWriter
 from app.training.training_spec import TrainingSpec
-from app.training.training_state import TrainingState, after_epoch, epoch_totals
+from app.training.training_state import TrainingState, after_epoch
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
@@ -73,7 +73,7 @@ class Training:
         run_dir: pathlib.Path | None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config, self._devices, self.dataset = config, devices, dataset
+        self._config, self.dataset = config, dataset
         self._run_dir, self._on_progress = run_dir, on_progress
         self._workers = devices.workers or Workers()
         self.spec = TrainingSpec(config, dataset)
@@ -89,26 +89,24 @@ class Training:
                 num_steps=self.spec.num_steps,
             )
         self.verifier: StepVerifier | None = None
-        self._metadata = self.spec.metadata(self.strategy)
+        self._metadata = self.spec.metadata(self.strategy, devices)
         self._state = TrainingState(config, self.strategy, self._metadata)
-        self._resumed: CheckpointSearchResult | None = None
+        self._resumed: Checkpoint | None = None
         self._writer: RunWriter | None = None  # `begin` creates it, on the chief alone.
-        self._compile_sec, self._step_sec = 0.0, math.inf
+        self._step_sec = math.inf
         self._on_progress()
 
-    def start(self, *, from_scratch: bool) -> None:
-        """Restores the newest valid checkpoint, if there is one.
-
-        Args:
-            from_scratch: do not look for a checkpoint.
+    def start(self, resumed: Checkpoint | None) -> None:
+        """Restores the checkpoint from which the run resumes; None to start from scratch.
 
         Raises:
-            CheckpointError: no checkpoint is valid, or it is of another training.
+            CheckpointError: it is of another training.
         """
-        if self._run_dir and not from_scratch:
-            self._resumed = self._state.restore(self._run_dir, has_schedule=self.spec.has_schedule)
+        self._resumed = resumed
+        if self._run_dir and resumed:
+            self._state.restore(resumed, self._run_dir, has_schedule=self.spec.has_schedule)
         if self._workers.count > 1:
-            self._state.broadcast(self._workers, self._resumed)
+            self._state.broadcast(self._workers, resumed)
 
     @property
     def cpu_kernels(self) -> str:
@@ -118,7 +116,7 @@ class Training:
     @property
     def is_finished(self) -> bool:
         """Whether all epochs are trained, evaluated and saved."""
-        return self._state.progress.epoch == self._config.training.epochs
+        return is_finished(self._metadata, self._state.progress)
 
     def run(self) -> Summary:
         """Trains the remaining steps; returns the summary, which has been written.
@@ -169,13 +167,8 @@ class Training:
     def begin(self) -> None:
         """Starts the records in the run directory, if there is one; compiles the step."""
         if self._run_dir:
-            self._writer = RunWriter(
-                self._run_dir,
-                summary_template(
-                    self._config, self._devices, self.dataset, self.strategy, self._metadata
-                ),
-            )
-            self._writer.begin(self._resumed)
+            self._writer = RunWriter(self._run_dir, self._metadata)
+            self._writer.begin(self._state.progress, self._resumed)
         self._resumed = None  # The arrays of the checkpoint are not needed any more.
         if self._config.verification.fault:
             self._faulty_observer.begin()
@@ -194,7 +187,7 @@ class Training:
             self.strategy.train_steps(self._iterator, 0)
             if self.verifier:
                 self.verifier.compile(self._iterator)
-            self._compile_sec = time.monotonic() - start
+            self._state.add_compilation(time.monotonic() - start)
 
     def step(self, num_steps: int) -> StepTotals:
         """Trains some steps in one compiled call, and adds them to the progress of the epoch.
@@ -218,7 +211,7 @@ class Training:
         self._verify_if_due(before)  # A wrong step may be why a loss is not finite.
         self._state.check_finite(totals, "training loss")
         progress, images_per_sec = self._state.progress, totals.examples / call_sec
-        self._bar.step(progress.step, epoch_totals(progress), images_per_sec)
+        self._bar.step(progress.step, progress.totals, images_per_sec)
         if self._writer:
             self._writer.steps(
                 progress,
@@ -282,20 +275,19 @@ class Training:
 
     def save(self) -> None:
         """Saves the state of the training, unless the last checkpoint has it."""
-        if self._state.save(self._writer, compile_sec=self._compile_sec):
+        if self._state.save(self._writer):
             self._on_progress()
 
     def end(self) -> Summary:
-        """Marks the run as finished and returns its summary, once every worker is done.
+        """Returns the summary of the run, once every worker is done.
 
         Raises:
             ValueError: there is no run directory.
         """
         if self._writer is None:
             raise ValueError("a training without a run directory has no summary; call assist")
-        summary = self._writer.finish()
         self._wait_for_all()
-        return summary
+        return summarize(self._metadata, self._state.progress)
 
     def _batches(self) -> tf.data.Dataset:
         """Returns the training dataset from the next step on, with any injected data fault."""

@@ -84,7 +84,7 @@ class TrainingSpec:
             reasons.append(f"{full:.4g} needs at least {least} steps")
         return f"{rate} ({'; '.join(reasons)})" if reasons else rate
 
-    def metadata(self, strategy: Strategy) -> RunMetadata:
+    def metadata(self, strategy: Strategy, devices: Devices) -> RunMetadata:
         """Returns the metadata of every checkpoint of this training."""
         return RunMetadata(
             config=self.config.result_fields(),
@@ -93,9 +93,16 @@ class TrainingSpec:
             dataset=self.dataset.name,
             dataset_sha256=self.dataset.sha256(),
             test_part_sha256=self.dataset.sha256_of_test_part(),
-            num_devices=strategy.num_devices,
+            num_train_examples=self.dataset.num_train_examples,
+            num_test_examples=self.dataset.num_test_examples,
+            devices=list(strategy.devices),
+            simulated_devices=devices.simulated,
+            intra_op_threads=devices.intra_op_threads,
+            num_replicas=strategy.num_replicas,
             num_shards=strategy.num_shards,
             num_copies=strategy.num_copies,
+            all_reduce=strategy.algorithm,
+            num_parameters=strategy.model.count_params(),
             versions=versions(),
         )
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.options import Config
-from app.records.checkpoint import Checkpoint, CheckpointSearchResult, weights_sha256
+from app.records.checkpoint import Checkpoint, weights_sha256
 from app.records.history import EpochRecord
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
 from app.runtime.errors import DivergedError
 from app.training.replica_divergence import check_replica_divergence
-from app.training.resume import find_checkpoint
+from app.training.resume import resumed_progress
 from app.training.run_writer import RunWriter
 from app.training.strategy_builder import restore
 from strategies.base import StepTotals, Strategy
@@ -91,31 +91,29 @@ class TrainingState:
             config.output.checkpoint_every, metadata.steps_per_epoch
         )
 
-    def restore(
-        self, run_dir: pathlib.Path, *, has_schedule: bool
-    ) -> CheckpointSearchResult | None:
-        """Restores the newest valid checkpoint of a run; returns None without one.
+    def restore(self, found: Checkpoint, run_dir: pathlib.Path, *, has_schedule: bool) -> None:
+        """Restores the checkpoint from which a run resumes.
 
         Args:
-            run_dir: the run directory.
+            found: the checkpoint.
+            run_dir: the run directory, for messages.
             has_schedule: whether the learning rate depends on the number of epochs.
 
         Raises:
-            CheckpointError: no checkpoint is valid, or it is of another training.
+            CheckpointError: it is of another training.
         """
-        found = find_checkpoint(run_dir, self._config, self._metadata, has_schedule=has_schedule)
-        if found is not None:
-            self.progress = found.checkpoint.progress
-            self.checkpoints.mark_saved(self.progress)
-            restore(self._strategy, found.checkpoint)
-        return found
+        self.progress = resumed_progress(
+            found, run_dir, self._config, self._metadata, has_schedule=has_schedule
+        )
+        self.checkpoints.mark_saved(self.progress)
+        restore(self._strategy, found)
 
-    def broadcast(self, workers: Workers, resumed: CheckpointSearchResult | None) -> None:
+    def broadcast(self, workers: Workers, resumed: Checkpoint | None) -> None:
         """Broadcasts the chief's state, restored from a checkpoint or not, to every worker."""
         text = workers.broadcast(json.dumps(dataclasses.asdict(self.progress)).encode())
         self.progress = Progress.parse(json.loads(text))
         self.checkpoints.mark_saved(self.progress)
-        own = resumed.checkpoint.per_shard_statistics if resumed else []
+        own = resumed.per_shard_statistics if resumed else []
         self._strategy.states.broadcast(own)
 
     def add_steps(self, num_steps: int, totals: StepTotals, *, call_sec: float) -> None:
@@ -125,9 +123,13 @@ class TrainingState:
             progress,
             step=progress.step + num_steps,
             epoch_step=progress.epoch_step + num_steps,
-            **epoch_totals(progress).plus(totals)._asdict(),
+            totals=progress.totals.plus(totals),
             epoch_sec=progress.epoch_sec + call_sec,
         )
+
+    def add_compilation(self, sec: float) -> None:
+        """Sets the seconds of compilation of this attempt."""
+        self.progress = dataclasses.replace(self.progress, compile_sec=sec)
 
     def add_verification(self, sec: float, *, verified: int = 0, wrong: int = 0) -> None:
         """Adds the verification of a step to the progress of the epoch.
@@ -205,12 +207,11 @@ class TrainingState:
         apart = max(divergence.absolute, self.progress.statistics_apart)
         self.progress = dataclasses.replace(self.progress, statistics_apart=apart)
 
-    def save(self, writer: RunWriter | None, *, compile_sec: float) -> bool:
+    def save(self, writer: RunWriter | None) -> bool:
         """Saves a checkpoint; returns False if the last one has this state already.
 
         Args:
             writer: the writer; None on a worker that only checks the state.
-            compile_sec: seconds of compilation, for the summary.
 
         Raises:
             DivergedError: a weight or an optimizer variable is not finite.
@@ -232,7 +233,7 @@ class TrainingState:
             self._add_hash(weights_sha256(state))
         if writer:
             checkpoint = Checkpoint(self._metadata, self.progress, state, own)
-            writer.save(checkpoint, compile_sec=compile_sec)
+            writer.save(checkpoint)
         self.checkpoints.mark_saved(self.progress)
         return True
 
@@ -249,11 +250,6 @@ class TrainingState:
             f"{problem} at step {self.progress.step} with learning rate {rate:g}; use a smaller"
             f" --learning_rate{kept}"
         )
-
-
-def epoch_totals(progress: Progress) -> StepTotals:
-    """Returns the sums over the current epoch."""
-    return StepTotals(progress.loss_sum, progress.correct, progress.examples)
 
 
 def after_epoch(
@@ -273,7 +269,7 @@ def after_epoch(
         learning_rate: learning rate of the last step.
         injected_fault: the injected fault; "" without one.
     """
-    train = epoch_totals(progress)
+    train = progress.totals
     record = EpochRecord(
         epoch=progress.epoch + 1,
         step=progress.step,
@@ -293,6 +289,7 @@ def after_epoch(
     )
     return Progress(
         step=progress.step,
+        compile_sec=progress.compile_sec,
         total_sec=progress.total_sec,
         history=[*progress.history, record],
         changes=progress.changes,

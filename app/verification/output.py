@@ -145,7 +145,7 @@ def verify_in_directory(
         traces = temporary_path(path / "traces")
         try:
             results = verify(traces)
-            run_directory.start(overwrite=overwrite)
+            run_directory.start(overwrite=True)  # An earlier verification is no run to resume.
             if keeps_traces:
                 publish(traces, path / "traces")
         finally:

@@ -1,6 +1,6 @@
 """Runs `main.py` with a failing disk: `python driver.py CALL:N:ACTION WORDS…`.
 
-CALL is one of `fsync`, `replace`, `rename`, `mkdir` of Python's `os`. At its Nth call the ACTION
+CALL is one of `fsync`, `replace`, `unlink`, `mkdir` of Python's `os`. At its Nth call the ACTION
 happens: `kill`; or, there and at all later calls, an error (`ENOSPC`, `EROFS`, `EIO`) or `slow`.
 """
 

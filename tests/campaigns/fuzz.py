@@ -36,6 +36,7 @@ from conftest import idx_files
 from in_process import parse_here
 from lockstep.data.file import TraceError, load
 from lockstep.numeric.arrays import Rows
+from strategies.step_totals import StepTotals
 from trace_samples import about, arrays
 
 LIMIT_SEC, LIMIT_BYTES = 10, 32 << 20
@@ -104,7 +105,7 @@ _KIND = st.sampled_from(["overwrite", "insert", "delete", "cut"])
 _EDIT = st.tuples(_KIND, _PLACE, st.one_of(st.binary(max_size=12), st.sampled_from(_CRAFTED)))
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
-    | st.sampled_from(["../x", "/etc/passwd", "state.safetensors", "F32", "O", "step", "\0"]),
+    | st.sampled_from(["../x", "/etc/passwd", "statistics/0/0", "F32", "O", "step", "\0"]),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
     ),
@@ -174,31 +175,31 @@ def fuzz_idx(folder: pathlib.Path, inner, outer, is_packed) -> Callable[[], None
 
 
 def fuzz_checkpoint(
-    folder: pathlib.Path, nodes, manifest_edits, state_edits, is_forged
+    folder: pathlib.Path, nodes, header_edits, state_edits, is_forged
 ) -> Callable[[], None]:
-    """Checkpoints that are damaged, or crafted with valid hashes."""
+    """Checkpoints that are damaged, or crafted with a valid hash."""
     from test_checkpoint import RUN_METADATA, STATE
 
-    progress = checkpoints.Progress(17, epoch_step=7, loss_sum=1.5, correct=3, examples=350)
+    progress = checkpoints.Progress(17, epoch_step=7, totals=StepTotals(1.5, 3, 350))
     own = [[np.float32([1, 2])], [np.float32([3, 4])]]
     saved = checkpoints.Checkpoint(RUN_METADATA, progress, STATE, own)
-    checkpoints.save_checkpoint(folder, saved)
-    (path,) = (folder / "checkpoints").iterdir()
-    state = path / "state.safetensors"
-    state.write_bytes(_edited(state.read_bytes(), state_edits))
-    manifest = json.loads(_edited_json(json.loads((path / "MANIFEST.json").read_text()), nodes, []))
-    if is_forged and isinstance(manifest, dict):
-        with contextlib.suppress(KeyError, TypeError):
-            told = manifest["files"]["state.safetensors"]
-            told["sha256"] = hashlib.sha256(state.read_bytes()).hexdigest()
-            told["size_bytes"] = state.stat().st_size
-        manifest.pop("sha256", None)
-        manifest["sha256"] = checkpoints._manifest_sha256(manifest)
-    (path / "MANIFEST.json").write_bytes(_edited_json(manifest, [], manifest_edits))
+    path = checkpoints.save_checkpoint(folder, saved)
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header, state = json.loads(content[8:end]), _edited(content[end:], state_edits)
+    texts = header["__metadata__"]
+    about = _edited_json(json.loads(texts["checkpoint"]), nodes, [])
+    texts |= {"checkpoint": about.decode("utf-8", "replace"), "sha256": "0" * 64}
+    text = _edited(json.dumps(header, separators=(",", ":")).encode(), header_edits)
+    content = len(text).to_bytes(8, "little") + text + state
+    if is_forged and b"0" * 64 in content:
+        sha256 = hashlib.sha256(content).hexdigest()
+        content = content.replace(b"0" * 64, sha256.encode(), 1)
+    path.write_bytes(content)
 
     def read() -> None:
-        loaded = checkpoints.find_newest_checkpoint(folder).checkpoint
-        assert sum(a.nbytes for a in loaded.state.values()) < state.stat().st_size
+        loaded = checkpoints.find_newest_checkpoint(folder)
+        assert sum(a.nbytes for a in loaded.state.values()) < len(content)
 
     return read
 
@@ -287,7 +288,7 @@ TARGETS = {
     "idx": (fuzz_idx, (DataError,), {"inner": _FILE_EDITS, "outer": _FILE_EDITS,
                                      "is_packed": st.booleans()}),
     "checkpoint": (fuzz_checkpoint, (CheckpointError, OutputError), {
-        "nodes": _NODES, "manifest_edits": _EDITS, "state_edits": _EDITS,
+        "nodes": _NODES, "header_edits": _EDITS, "state_edits": _EDITS,
         "is_forged": st.booleans()}),
     "flags": (fuzz_flags, (ConfigError,), {
         "command": st.sampled_from([*COMMANDS, "nonsense", ""]),

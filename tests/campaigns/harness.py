@@ -114,15 +114,16 @@ def check_output(program: Program, code: int) -> None:
 
 def checkpoints(run_dir: pathlib.Path) -> list[pathlib.Path]:
     """Returns the published checkpoints, the newest last."""
-    return sorted((run_dir / "checkpoints").glob("step-*"))
+    return sorted((run_dir / "checkpoints").glob("step-*.safetensors"))
 
 
 def check_intact(checkpoint: pathlib.Path) -> None:
-    """Checks a checkpoint against the hashes in its manifest."""
-    manifest = json.loads((checkpoint / "MANIFEST.json").read_bytes())
-    for name, told in manifest["files"].items():
-        sha256 = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
-        check(sha256 == told["sha256"], f"{checkpoint}/{name} is damaged")
+    """Checks a checkpoint against the hash in its header."""
+    content = checkpoint.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    told = header["__metadata__"]["sha256"]
+    sha256 = hashlib.sha256(content.replace(told.encode(), b"0" * 64, 1)).hexdigest()
+    check(sha256 == told, f"{checkpoint} is damaged")
 
 
 def finished_weights(run_dir: pathlib.Path) -> str:
