@@ -120,8 +120,6 @@ def threads_as_processes():
     """Replaces the child processes of a command with threads of this process."""
     tf.config.list_logical_devices()  # Fixes the number of devices before a command does.
     with pytest.MonkeyPatch.context() as patch:
-        # Several threads would each direct the files of all others into their own directory.
-        patch.setattr(RunContext, "use_temporary_directory", lambda self: None)
         patch.setattr(processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
         patch.setattr(case_process, "BLOCK_SEC", 0.1)

@@ -1,4 +1,4 @@
-"""The state of a command: its log, signals, temporary files, watchdog and bar, and their end."""
+"""The state of a command: its log, signals, watchdog and bar, and their end."""
 
 import contextlib
 import os
@@ -6,18 +6,16 @@ import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import types
 
 import pytest
 
-from app.runtime import console, progress_bar, run_context, signals, temporary_directories, watchdog
-from app.runtime.errors import DiskFullError, Terminated
+from app.runtime import console, progress_bar, run_context, signals, watchdog
+from app.runtime.errors import Terminated
 from app.runtime.progress_bar import TrainingProgress, duration_text
 from app.runtime.run_context import RunContext
-from app.runtime.temporary_directories import TemporaryDirectory, remove_stale_directories
 from conftest import ROOT
 from strategies.base import StepTotals
 
@@ -41,31 +39,6 @@ def python(body):
             yield process, line[3:].strip()
         finally:
             process.kill()
-
-
-def test_environment_and_temporary_files_are_as_before(monkeypatch, tmp_path):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("CHANGED", "before")
-    monkeypatch.setenv("REMOVED", "before")
-    before = dict(os.environ)
-    with RunContext() as context:
-        context.use_temporary_directory()
-        context.use_temporary_directory()  # Once is enough.
-        (own,) = tmp_path.iterdir()
-        assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(own)
-        (own / "generated.py").touch()
-        os.environ.update(CHANGED="after", ADDED="after")
-        del os.environ["REMOVED"]
-    assert dict(os.environ) == before and tempfile.tempdir is None
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_context_without_room_is_left_as_it_was_entered(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(DiskFullError, match="set TMPDIR to another"), RunContext() as context:
-        context.use_temporary_directory()
-    assert tempfile.tempdir == str(tmp_path / "missing") and run_context.current() is None
 
 
 def test_each_command_has_a_log_and_warnings_of_its_own(tmp_path, capsys):
@@ -179,50 +152,6 @@ def test_ignored_signals_stay_ignored():
             assert signals.requested() == 0
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-DIRECTORY = (
-    "from app.runtime.temporary_directories import TemporaryDirectory\n"
-    "directory = TemporaryDirectory()\nopen(f'{directory.name}/generated.so', 'w').close()\n"
-    "up(directory.name)\nsys.stdin.read()"
-)
-
-
-@pytest.fixture
-def own_place(tmp_path, monkeypatch):
-    """A place for temporary directories, old enough to be removed."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(temporary_directories, "_MIN_AGE_SEC", 0)
-    return tmp_path
-
-
-def test_the_next_process_removes_what_a_killed_one_has_left_and_no_other(own_place):
-    with python(DIRECTORY) as (process, left):
-        process.send_signal(signal.SIGSTOP)
-        remove_stale_directories(own_place)
-        assert os.listdir(left) == ["generated.so"]
-        process.kill()
-        process.wait(20)
-        assert os.listdir(left) == ["generated.so"]
-        with TemporaryDirectory() as own:
-            assert [str(path) for path in own_place.iterdir()] == [own]
-    assert list(own_place.iterdir()) == []
-
-
-def test_other_directories_links_and_those_of_other_users_stay(own_place, monkeypatch):
-    names = {"lockstep-first", "lockstep-tmp-file", "lockstep-tmp-link", "elsewhere"}
-    (own_place / "lockstep-first").mkdir()  # A run, as `doctor` advises.
-    (own_place / "lockstep-tmp-file").touch()
-    (own_place / "elsewhere").mkdir()
-    (own_place / "lockstep-tmp-link").symlink_to("elsewhere")
-    remove_stale_directories(own_place)
-    assert {path.name for path in own_place.iterdir()} == names
-    (own_place / "lockstep-tmp-other").mkdir()
-    another = os.geteuid() + 1
-    monkeypatch.setattr(os, "geteuid", lambda: another)
-    remove_stale_directories(own_place)
-    assert (own_place / "lockstep-tmp-other").exists()
 
 
 @pytest.mark.parametrize("report", ["print('told', flush=True)", "time.sleep(60)"])

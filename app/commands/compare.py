@@ -14,7 +14,7 @@ from app.options import Config
 from app.options.names import FRAMEWORKS, SINGLE
 from app.records.caveats import caveats
 from app.records.checkpoint import find_newest_checkpoint, weights_sha256
-from app.records.files import write_json
+from app.records.files import temporary_path, write_json
 from app.records.history import FIGURE_FILES, Summary, load_required_summary
 from app.records.run_directory import CONFIG_FILE, default_out, named_path, open_command_directory
 from app.report.page import REPORT_FILE, write_report
@@ -31,9 +31,8 @@ from app.runtime.errors import (
 from app.runtime.processes import call_in_child_process
 from app.runtime.shown_command import shown_command
 from app.runtime.subprocesses import train_in_child_process
-from app.runtime.temporary_directories import TemporaryDirectory
 from app.verification.comparison import largest_difference
-from app.verification.frameworks import find_interpreters, write_training_files
+from app.verification.frameworks import find_interpreters, temporary_folder, write_training_files
 from app.verification.output import DIFFERENT, IDENTICAL, Pair, record_of_pair
 from lockstep.answer.html import BAD, GOOD
 
@@ -117,12 +116,12 @@ def _train_with_frameworks(
     config: Config, interpreters: Mapping[str, str], path: pathlib.Path
 ) -> None:
     """Trains with frameworks, from equal weights and with the same order of examples."""
-    with TemporaryDirectory() as folder:
+    with temporary_folder(temporary_path(path / "traces")) as folder:
         files = call_in_child_process(
             write_training_files,
             config.for_training(next(iter(interpreters))),
             None,
-            pathlib.Path(folder),
+            folder,
         )
         own_run = path / config.own_strategies[0]
         for name, python in interpreters.items():

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pathlib
-import tempfile
 from typing import TYPE_CHECKING
 
 from app.devices import device_setup
@@ -25,7 +24,6 @@ from app.records.run_directory import (
 )
 from app.runtime import console, run_context, watchdog
 from app.runtime.errors import CheckpointError, ConfigError, OutputError, StalledError
-from app.runtime.temporary_directories import remove_stale_directories
 from app.training.resume import accepted_changes
 
 if TYPE_CHECKING:
@@ -54,7 +52,6 @@ def run(config: Config) -> Summary | None:
         summary = _find_result(config, run_directory)
         if summary:
             console.say(f"{path} is already finished; this is its result")
-            remove_stale_directories(pathlib.Path(tempfile.gettempdir()))  # Of a killed attempt.
             _warn_of_fault(config)
             if (
                 config.distribution.strategy == "multi_worker"

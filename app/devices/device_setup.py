@@ -173,12 +173,8 @@ def import_tensorflow(verbosity: int) -> Any:
 
     Raises:
         DeviceError: TensorFlow cannot be loaded.
-        DiskFullError: there is no space for temporary files.
     """
     os.environ["KERAS_BACKEND"] = "tensorflow"
-    context = run_context.current()
-    if context:  # TensorFlow writes generated code to files, and may not remove them.
-        context.use_temporary_directory()
     try:
         return _import_quietly(verbosity)
     except ImportError as error:

@@ -16,7 +16,6 @@ from app.runtime import console, signals
 from app.runtime.errors import DeviceError, LockstepError, PeerLostError, Terminated
 from app.runtime.run_context import PART_VARIABLE
 from app.runtime.subprocesses import Subprocess, child_environment, main_command
-from app.runtime.temporary_directories import TemporaryDirectory
 
 RETRY_FROM = 128  # Lower exit codes are final.
 # A worker that lost another one says so, or TensorFlow's native code aborts.
@@ -113,13 +112,10 @@ def _run_all(
     of the terminal reach this process only, which passes them on.
     """
     workers: list[Subprocess] = []
-    with (
-        signals.deferred(),
-        TemporaryDirectory() as temporary,
-    ):  # Killed workers cannot remove their own.
+    with signals.deferred():
         try:
             for cluster, share in zip(clusters, shares, strict=True):
-                own = {"TMPDIR": temporary, PART_VARIABLE: "1", **environment_of(cluster, share)}
+                own = {PART_VARIABLE: "1", **environment_of(cluster, share)}
                 command = main_command(words)
                 workers.append(
                     Subprocess(

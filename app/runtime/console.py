@@ -98,9 +98,6 @@ def leave(exit_code: int, last_line: str = "") -> NoReturn:
 
     Other threads continue and print until then, so that the last line is printed here.
     """
-    context = run_context.current()
-    if context:
-        context.remove_temporary_directory()
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             with contextlib.suppress(OSError):

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 import types
@@ -87,7 +86,7 @@ class ChildProcess:
         self._has_tensorflow, self._has_result = has_tensorflow, False
 
     def __enter__(self) -> Self:
-        environment = {**os.environ, "TMPDIR": tempfile.gettempdir(), **self._environment}
+        environment = {**os.environ, **self._environment}
         self._connection, theirs = multiprocessing.Pipe()
         with theirs, _hiding_main_module():
             self._process = (ForkServerProcess if self._has_tensorflow else SpawnProcess)(
@@ -165,6 +164,7 @@ def call_in_child_process(
     *arguments: Any,
     on_message: Callable[[Any], None] = lambda message: None,
     timeout_sec: float | None = None,
+    environment: Mapping[str, str] | None = None,
     has_tensorflow: bool = False,
 ) -> Result:
     """Returns `function(send, *arguments)`, computed in a new process.
@@ -175,13 +175,13 @@ def call_in_child_process(
         *arguments: further arguments of the function.
         on_message: called with each message, in order.
         timeout_sec: maximum time to wait for each message and the result; None for no limit.
-        has_tensorflow: see `ChildProcess`.
+        environment, has_tensorflow: see `ChildProcess`.
 
     Raises:
         The exceptions of `ChildProcess.receive`.
     """
     with ChildProcess(
-        call_function, function, *arguments, has_tensorflow=has_tensorflow
+        call_function, function, *arguments, environment=environment, has_tensorflow=has_tensorflow
     ) as process:
         while True:
             kind, value = process.receive(timeout_sec)
@@ -271,13 +271,11 @@ def _run(
         context.is_part = True
         channel = Channel(lambda message: connection.send(("message", message)), connection.recv)
         try:
-            context.use_temporary_directory()
             connection.send(("result", function(channel, *arguments)))
         except (BrokenPipeError, ConnectionResetError):  # The parent has ended.
             raise
         except Exception as error:
             connection.send(("error", _to_send(error)))
-        context.remove_temporary_directory()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(0)  # Deleting TensorFlow's objects can take 30 s.

@@ -9,12 +9,9 @@ import logging
 import os
 import pathlib
 import signal
-import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any, Self
-
-from app.runtime.temporary_directories import TemporaryDirectory
 
 # Set for a process whose parent is this program, too; the parent prints the command that resumes.
 PART_VARIABLE = "LOCKSTEP_PART"
@@ -23,8 +20,8 @@ PART_VARIABLE = "LOCKSTEP_PART"
 class RunContext:
     """The state of one command; a context manager, within which `current` returns it.
 
-    Leaving it restores what the command has changed in the process: environment variables, the
-    directory for temporary files, and everything registered with `at_end`.
+    Leaving it restores what the command has changed in the process: environment
+    variables and everything registered with `at_end`.
 
     Attributes:
         log: receives every printed line; has a file after `console.open_log`.
@@ -47,7 +44,6 @@ class RunContext:
         self.forward_warning: Callable[[str], None] | None = None
         self.requested_signal: signal.Signals | None = None
         self.on_first_signal: Callable[[], object] | None = None
-        self._temporary: TemporaryDirectory | None = None
         self._kept: list[object] = []
         self._at_end = contextlib.ExitStack()
 
@@ -66,27 +62,6 @@ class RunContext:
     def keep(self, *kept: object) -> None:
         """Keeps objects alive until the end of the context, with their destructors."""
         self._kept += kept
-
-    def use_temporary_directory(self) -> None:
-        """Directs temporary files into a directory that is removed at the end of the command.
-
-        The directory of a killed process is removed by the next process that starts.
-
-        Raises:
-            DiskFullError: there is no space for it.
-        """
-        if self._temporary:
-            return
-        self.at_end(setattr, tempfile, "tempdir", tempfile.tempdir)
-        self._temporary = TemporaryDirectory()
-        self.at_end(self._temporary.cleanup)
-        # The variable is for TensorFlow's native code; child processes get their own.
-        tempfile.tempdir = os.environ["TMPDIR"] = self._temporary.name
-
-    def remove_temporary_directory(self) -> None:
-        """Removes the directory of temporary files, for a process that exits immediately."""
-        if self._temporary:
-            self._temporary.cleanup()
 
 
 _current: contextvars.ContextVar[RunContext | None] = contextvars.ContextVar(

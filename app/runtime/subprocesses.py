@@ -6,7 +6,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,11 +22,8 @@ def main_command(words: Sequence[str]) -> list[str]:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """Returns the environment of this process, with changes, for a child process.
-
-    `TMPDIR` is this process' directory for temporary files, unless it is changed.
-    """
-    return {**os.environ, "TMPDIR": tempfile.gettempdir(), **changes}
+    """Returns the environment of this process, with changes, for a child process."""
+    return {**os.environ, **changes}
 
 
 class Subprocess(subprocess.Popen[bytes]):
