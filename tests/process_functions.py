@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from app.runtime import console, run_context
+from app.runtime import console
 from app.runtime.errors import DiskFullError
 
 
@@ -68,10 +68,10 @@ def echo(channel):
         channel.send(message)
 
 
-def warn_and_keep(send):
-    console.forward_warnings(send)
+def warn_and_keep(channel):
+    console.forward_warnings(channel.send)
     console.warn("a warning")
-    run_context.required().keep(Stubborn())
+    channel.kept.append(Stubborn())
 
 
 class Stubborn:

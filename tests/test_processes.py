@@ -76,11 +76,9 @@ def test_a_process_finds_modules_where_we_do_and_our_environment_stays(monkeypat
 
 
 def test_what_a_function_keeps_does_not_delay_the_end():
-    warnings = []
-    call_in_child_process(
-        process_functions.warn_and_keep, on_message=warnings.append, timeout_sec=60
-    )
-    assert warnings == ["a warning"]
+    with ChildProcess(process_functions.warn_and_keep) as process:
+        assert process.receive(60) == ("message", "a warning")
+        assert process.receive(60) == ("result", None)
 
 
 def test_a_process_ends_with_the_one_that_has_started_it():

@@ -18,7 +18,6 @@ from app.records.history import EpochRecord, Summary
 from app.records.run_directory import load_run_config, open_log, open_run_directory
 from app.report.accuracy_plot import draw_accuracy, plot_accuracy
 from app.runtime.errors import CheckpointError, DiskFullError, OutputError
-from app.runtime.run_context import RunContext
 from conftest import ROOT
 
 
@@ -222,7 +221,7 @@ def test_neither_links_nor_pipes_in_the_place_of_records_are_used(tmp_path, name
     for make in (os.mkfifo, lambda path: path.symlink_to("../victim")):
         (run_dir / name).unlink(missing_ok=True)
         make(run_dir / name)
-        with pytest.raises(OutputError), RunContext(), open_run_directory(run_dir, {}):
+        with pytest.raises(OutputError), open_run_directory(run_dir, {}):
             open_log(run_dir)
     assert victim.read_text() == "keep"
 

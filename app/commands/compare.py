@@ -65,8 +65,12 @@ def run(config: Config) -> list[Summary]:
         "strategy": ",".join(strategies),
         "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
     }
-    with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
-        run_directory.start(overwrite=config.output.overwrite)
+    overwrite = config.output.overwrite
+    with (
+        console.resumable(path, overwrite=overwrite),
+        open_command_directory(path, fields, overwrite=overwrite) as run_directory,
+    ):
+        run_directory.start(overwrite=overwrite)
         console.say(f"training with {', '.join([*own, *interpreters])}, one after another")
         for strategy in own:
             _announce(strategy, path)

@@ -15,18 +15,15 @@ from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple, Self, TypeVar
 
-from app.runtime import console
+from app.runtime.console import PART_VARIABLE
 from app.runtime.errors import (
     INTERRUPTED_EXIT_CODE,
     TERMINATED_EXIT_CODE,
     DeviceError,
-    LockstepError,
     StalledError,
     Terminated,
-    is_from_lack_of_memory,
-    out_of_memory,
+    expected_error,
 )
-from app.runtime.run_context import RunContext
 
 Result = TypeVar("Result")
 
@@ -52,10 +49,17 @@ _STREAMS = _Stream(1), _Stream(2)
 
 
 class Channel(NamedTuple):
-    """The child process' connection to its parent."""
+    """The child process' connection to its parent.
+
+    Attributes:
+        send: sends a message.
+        receive: waits for a message.
+        kept: objects that are not deleted at the end, which can take 30 s.
+    """
 
     send: Callable[[Any], None]
     receive: Callable[[], Any]
+    kept: list[object]
 
 
 class ChildProcess:
@@ -97,9 +101,8 @@ class ChildProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if not self._has_result:
-            self._process.terminate()
-        self._process.join(_GRACE_SEC)
+        if self._has_result:
+            self._process.join(_GRACE_SEC)
         self._process.kill()
         self._process.join()
         self._connection.close()
@@ -230,21 +233,21 @@ def start_tensorflow_server() -> None:
 
 def _death(exit_code: int) -> BaseException:
     """Returns the exception for a process that ended without a result; < 0 is a signal."""
-    if exit_code == INTERRUPTED_EXIT_CODE:
+    code = exit_code if exit_code >= 0 else 128 - exit_code  # As of a shell.
+    if code == INTERRUPTED_EXIT_CODE:
         return KeyboardInterrupt()
-    if exit_code == TERMINATED_EXIT_CODE:
+    if code == TERMINATED_EXIT_CODE:
         return Terminated()
+    if code == StalledError.exit_code:
+        return StalledError(
+            "a subprocess made no progress and was stopped; see its output above and run the same"
+            " command again"
+        )
     if exit_code == -signal.SIGKILL:
         return DeviceError(
             "a subprocess was killed, probably because memory ran out; use a smaller"
             " --global_batch_size or fewer devices"
         )
-    if exit_code == StalledError.exit_code:
-        return StalledError(
-            "a subprocess made no progress and was stopped; see its output above and run the same"
-            " command again"
-        )
-    code = exit_code if exit_code >= 0 else 128 - exit_code
     return DeviceError(
         f"a subprocess ended early with exit code {code}; run the same command again"
     )
@@ -261,18 +264,19 @@ def _run(
 ) -> None:
     """Calls the function in the new process, and sends its result or its exception."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent gets the signal, too, and acts on it.
-    signal.signal(signal.SIGTERM, lambda *_: console.leave(TERMINATED_EXIT_CODE))
     threading.Thread(target=_end_with_parent, args=(death_signal,), daemon=True).start()
     os.dup2(stdout, 1)  # Those of the server may be others.
     os.dup2(stderr, 2)
     os.environ.clear()
-    os.environ.update(environment)
-    with RunContext() as context, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        context.is_part = True
-        channel = Channel(lambda message: connection.send(("message", message)), connection.recv)
+    os.environ.update(environment, **{PART_VARIABLE: "1"})
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # The parent has ended.
+        kept = list[object]()
+        channel = Channel(
+            lambda message: connection.send(("message", message)), connection.recv, kept
+        )
         try:
             connection.send(("result", function(channel, *arguments)))
-        except (BrokenPipeError, ConnectionResetError):  # The parent has ended.
+        except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:
             connection.send(("error", _to_send(error)))
@@ -291,9 +295,7 @@ def _end_with_parent(death_signal: signal.Signals) -> None:
 
 def _to_send(error: Exception) -> Exception:
     """Returns the exception for the caller; for a bug, with the traceback as text."""
-    if isinstance(error, LockstepError):
-        return error
-    if is_from_lack_of_memory(error):
-        return out_of_memory(error)
+    if expected := expected_error(error):
+        return expected
     traced = "".join(traceback.format_exception(error))
     return RuntimeError(f"{type(error).__name__}: {error}\n{traced}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.runtime import signals
-from app.runtime.run_context import PART_VARIABLE
+from app.runtime.console import PART_VARIABLE
 
 _MAIN = pathlib.Path(__file__).parents[2] / "main.py"
 _GRACE_SEC = 5.0
