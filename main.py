@@ -9,7 +9,6 @@ import os
 import pathlib
 import signal
 import sys
-import traceback
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Until a command starts, SIGINT ends the process.
@@ -29,7 +28,6 @@ except ModuleNotFoundError:  # TensorFlow, which requires absl, is not installed
 
 from app.options import Config, flags
 from app.runtime import console, errors, signals
-from app.runtime.run_context import RunContext
 
 
 def parse(argv: list[str]) -> Config:
@@ -41,41 +39,25 @@ def parse(argv: list[str]) -> Config:
 
 
 def main(config: Config) -> int:
-    """Runs the command and returns its exit code; restores the state of the process."""
-    with RunContext(), signals.handled():
-        exit_code = run(config)
-        if config.command == "train" and config.has_workers:
-            # Shutting down TensorFlow's cluster can take 30 s, and waits for workers that have
-            # ended.
-            console.leave(exit_code)
-        return exit_code
+    """Runs the command as the only one of this process; returns the exit code."""
+    signals.install()
+    exit_code = run(config)
+    if config.command == "train" and config.has_workers:
+        # Shutting down TensorFlow's cluster can take 30 s, and waits for workers that have ended.
+        console.leave(exit_code)
+    return exit_code
 
 
 def run(config: Config) -> int:
-    """Runs the command within the current context; prints errors and returns the exit code."""
+    """Runs the command; prints errors and returns the exit code."""
     try:
-        importlib.import_module(f"app.commands.{config.command}").run(config)
+        with signals.deferred(signals.check):  # A signal ends the command, unless it is deferred.
+            importlib.import_module(f"app.commands.{config.command}").run(config)
         return 0
-    except errors.LockstepError as error:
-        return console.report_error(error)
-    except KeyboardInterrupt:
-        return console.report_interruption(True)
-    except errors.Terminated:
-        return console.report_interruption(False)
+    except (KeyboardInterrupt, errors.Terminated) as stop:
+        return console.report_interruption(stop)
     except Exception as error:
-        if errors.is_from_lack_of_memory(error):
-            console.log("".join(traceback.format_exception(error)))
-            return console.report_error(errors.out_of_memory(error))
-        return console.report_bug(error)  # The traceback is written to the log.
-
-
-def run_program(config: Config) -> int:
-    """Runs the command as the only task of this process; returns the exit code."""
-    exit_code = main(config)
-    # The work is done: a repeated stop request must not change the exit code.
-    for number in (signals.STOP_REQUEST, signals.HANG_UP):
-        signal.signal(number, signal.SIG_IGN)
-    return exit_code
+        return console.report_error(error)
 
 
 if __name__ == "__main__":
@@ -84,4 +66,4 @@ if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # For terminals that lack a character such as "—".
-    absl_app.run(run_program, flags_parser=parse)
+    absl_app.run(main, flags_parser=parse)

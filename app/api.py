@@ -46,8 +46,9 @@ def run(config: Config) -> Any:
 
 def _run(channel: Channel, config: Config) -> tuple[bool, Any]:
     """Runs a command in the new process; returns whether it finished, and its result."""
+    signals.install()
     try:
-        with signals.handled():
+        with signals.deferred(signals.check):
             return True, importlib.import_module(f"app.commands.{config.command}").run(config)
     except (KeyboardInterrupt, Terminated):
         return False, None

@@ -333,7 +333,9 @@ class Strategy(abc.ABC):
             return logits, loss, totals, gradients
 
         if self.options.jit_compile:
-            forward_and_backward = tf.function(forward_and_backward, jit_compile=True)
+            forward_and_backward = tf.function(
+                forward_and_backward, autograph=False, jit_compile=True
+            )
         images, labels = shard
         logits, loss, totals, gradients = forward_and_backward(images, labels, num_global_examples)
         shard_id = replica.replica_id * self.shards_per_replica + index

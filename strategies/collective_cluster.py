@@ -150,13 +150,13 @@ class ClusterWorkers(Workers):
         """Sums whole numbers over the workers; a broadcast if all but one worker pass 0."""
         return self._all_reduce(tf.constant(words)).numpy()
 
-    @tf.function
+    @tf.function(autograph=False)
     def _all_reduce(self, words: tf.Tensor) -> tf.Tensor:
         def sum_over_workers() -> tf.Tensor:
             replica = tf.distribute.get_replica_context()
             # Only the first replica of a worker contributes.
             is_first = replica.replica_id_in_sync_group % self._num_local == 0
-            own = words if is_first else tf.zeros_like(words)
+            own = tf.where(is_first, words, 0)
             return replica.all_reduce(tf.distribute.ReduceOp.SUM, own)
 
         return self.strategy.experimental_local_results(self.strategy.run(sum_over_workers))[0]

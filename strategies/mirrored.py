@@ -42,6 +42,7 @@ class MirroredStrategy(TfDistribute):
         self.model, self.optimizer = self.template.model, self.template.optimizer
         disable_optimizer_all_reduce(self.optimizer)  # Keras would sum the sums once more.
 
+    @tf.autograph.experimental.do_not_convert  # The functions below are graphs as they stand.
     def distribute(self, dataset: tf.data.Dataset) -> BatchIterator:
         """Distributes the shards of each global batch to the replicas in order.
 

@@ -6,6 +6,7 @@
 import contextlib
 import importlib
 import io
+import logging
 import os
 import queue
 import signal
@@ -14,15 +15,16 @@ import sys
 import threading
 import types
 
+import keras
 import pytest
 import tensorflow as tf
 
 from app.commands import compare
 from app.options import Config, flags
 from app.performance import case_process, rounds
-from app.runtime import processes
+from app.runtime import console, processes
 from app.runtime.processes import Channel
-from app.runtime.run_context import RunContext
+from strategies import tf_private
 
 
 def parse_here(*arguments) -> Config:
@@ -34,6 +36,7 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
     """Runs the program, with threads instead of child processes; asserts nothing."""
     main, argv = _import_main(), ["main.py", *map(str, arguments)]
     with (
+        restored_process(),
         threads_as_processes() as patch,
         contextlib.redirect_stdout(_Captured()) as stdout,
         contextlib.redirect_stderr(_Captured()) as stderr,
@@ -42,10 +45,42 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
             patch.setenv(name, value)
         patch.setattr(sys, "argv", argv)
         try:
-            code = main.main(main.parse(argv))
+            code = main.run(main.parse(argv))
         except SystemExit as end:
             code = end.code
     return subprocess.CompletedProcess(argv, code, stdout.text(), stderr.text())
+
+
+@contextlib.contextmanager
+def restored_process():
+    """Restores what a command changes in its process, which ends with it otherwise."""
+    environment, log = dict(os.environ), logging.getLogger("tensorflow")
+    level, is_deterministic = log.level, tf_private.is_op_determinism_enabled()
+    keras_config, experimental = keras.config, tf.config.experimental
+    settings = [
+        (keras_config.set_image_data_format, keras_config.image_data_format()),
+        (keras_config.set_floatx, keras_config.floatx()),
+        (keras_config.set_dtype_policy, keras_config.dtype_policy()),
+        (
+            experimental.enable_tensor_float_32_execution,
+            experimental.tensor_float_32_execution_enabled(),
+        ),
+        (
+            tf.config.optimizer.set_experimental_options,
+            tf.config.optimizer.get_experimental_options(),
+        ),
+    ]
+    try:
+        yield
+    finally:
+        console.close_log()
+        os.environ.clear()
+        os.environ.update(environment)
+        log.setLevel(level)
+        for restore, value in settings:
+            restore(value)
+        if not is_deterministic:
+            tf_private.disable_op_determinism()
 
 
 def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:
@@ -67,7 +102,7 @@ class _Captured(io.TextIOWrapper):
 
 
 class ThreadAsProcess:
-    """A `processes.ChildProcess` implemented by a thread with its own `RunContext`."""
+    """A `processes.ChildProcess` implemented by a thread."""
 
     def __init__(self, function, *arguments, **options):
         self._call = function, arguments
@@ -86,11 +121,10 @@ class ThreadAsProcess:
     def _run(self):
         function, arguments = self._call
         channel = Channel(
-            lambda message: self._to_caller.put(("message", message)), self._to_function.get
+            lambda message: self._to_caller.put(("message", message)), self._to_function.get, []
         )
         try:
-            with RunContext():
-                self._to_caller.put(("result", function(channel, *arguments)))
+            self._to_caller.put(("result", function(channel, *arguments)))
         except Exception as error:
             self._to_caller.put(("error", error))
 
@@ -119,13 +153,15 @@ def train_here(words, run_dir) -> int:
 def threads_as_processes():
     """Replaces the child processes of a command with threads of this process."""
     tf.config.list_logical_devices()  # Fixes the number of devices before a command does.
+    of_thread, warn = threading.local(), console.warn
     with pytest.MonkeyPatch.context() as patch:
-        # Several threads would each direct the files of all others into their own directory.
-        patch.setattr(RunContext, "use_temporary_directory", lambda self: None)
         patch.setattr(processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
         patch.setattr(case_process, "BLOCK_SEC", 0.1)
         patch.setattr(compare, "train_in_child_process", train_here)
+        # Each process would forward its own warnings.
+        patch.setattr(console, "forward_warnings", lambda to: setattr(of_thread, "warn", to))
+        patch.setattr(console, "warn", lambda text: getattr(of_thread, "warn", warn)(text))
         yield patch
 
 

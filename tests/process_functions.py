@@ -3,10 +3,9 @@
 import os
 import signal
 import sys
-import tempfile
 import time
 
-from app.runtime import console, run_context
+from app.runtime import console
 from app.runtime.errors import DiskFullError
 
 
@@ -57,9 +56,7 @@ def refuse_in_examination(send, config):
 
 
 def tell_search_path(channel):
-    descriptor, path = tempfile.mkstemp()
-    os.close(descriptor)
-    return sys.path, os.getcwd(), os.environ.get("GIVEN"), path
+    return sys.path, os.getcwd(), os.environ.get("GIVEN")
 
 
 def kill_itself(send):
@@ -71,10 +68,10 @@ def echo(channel):
         channel.send(message)
 
 
-def warn_and_keep(send):
-    console.forward_warnings(send)
+def warn_and_keep(channel):
+    console.forward_warnings(channel.send)
     console.warn("a warning")
-    run_context.required().keep(Stubborn())
+    channel.kept.append(Stubborn())
 
 
 class Stubborn:

@@ -1,6 +1,5 @@
 """Tests the commands called from Python."""
 
-import contextlib
 import os
 import pickle
 import re
@@ -14,7 +13,7 @@ from app import Config, LockstepError, run
 from app.records.history import load_history, load_summary
 from app.runtime.errors import ConfigError, OutputError
 from conftest import ROOT, assert_ok, run_python
-from in_process import ThreadAsProcess, run_here, threads_as_processes
+from in_process import ThreadAsProcess, restored_process, run_here, threads_as_processes
 
 
 def training(small_data, out, **options):
@@ -28,10 +27,8 @@ def training(small_data, out, **options):
 def here(monkeypatch):
     """Makes `run` use a thread instead of a process."""
     monkeypatch.setattr("app.api.ChildProcess", ThreadAsProcess)
-    monkeypatch.setattr(
-        "app.api.signals.handled", contextlib.nullcontext
-    )  # For the main thread only.
-    with threads_as_processes():
+    monkeypatch.setattr("app.api.signals.install", lambda: None)  # For the main thread only.
+    with restored_process(), threads_as_processes():
         yield
 
 

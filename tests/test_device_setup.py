@@ -1,24 +1,18 @@
 """Choosing devices: what the machine has is pretended."""
 
 import json
-import logging
-import os
 import subprocess
 import sys
-import tempfile
 import time
 
-import keras
 import pytest
 import tensorflow as tf
 
 from app.devices import device_setup, gpus
 from app.options import Config
 from app.runtime.errors import DeviceError
-from app.runtime.run_context import RunContext
 from conftest import CPUS, ROOT, program_environment, run_python
 from in_process import threads_as_processes
-from strategies import tf_private
 
 # Sets devices up as a program does, and prints what TensorFlow has then.
 SCRIPT = """
@@ -179,39 +173,6 @@ def test_a_process_that_has_its_devices_already_gives_those():
     told = "5 CPU devices requested, but this process has 4 CPU devices .*; use a new process"
     with pytest.raises(DeviceError, match=told):
         device_setup.set_up(Config.of(device="cpu", num_devices=5))
-
-
-def test_settings_of_one_command_do_not_reach_the_next():
-    def settings():
-        return (
-            keras.config.floatx(),
-            keras.config.image_data_format(),
-            keras.config.dtype_policy().name,
-            tf.config.optimizer.get_experimental_options(),
-            tf.config.experimental.tensor_float_32_execution_enabled(),
-            tf_private.is_op_determinism_enabled(),
-            logging.getLogger("tensorflow").level,
-            dict(os.environ),
-            tempfile.gettempdir(),
-        )
-
-    rewrites = {"arithmetic_optimization": True}
-    tf.config.optimizer.set_experimental_options(rewrites)
-    keras.config.set_image_data_format("channels_first")
-    logging.getLogger("tensorflow").setLevel(logging.WARNING)
-    before = settings()
-    try:
-        with RunContext():
-            config = Config.of(device="cpu", num_devices=2, deterministic=True, verbosity=-1)
-            device_setup.set_up(config)
-            keras.config.set_dtype_policy("mixed_bfloat16")
-            tf.config.experimental.enable_tensor_float_32_execution(False)
-            changed = [a != b for a, b in zip(settings(), before, strict=True)]
-            assert changed == [False, True, True, True, True, True, True, True, True]
-        assert settings() == before
-    finally:
-        device_setup.keep_order_of_summation()
-        keras.config.set_image_data_format("channels_last")
 
 
 def test_a_signal_while_tensorflow_is_imported_has_its_line(tmp_path):

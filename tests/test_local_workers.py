@@ -18,7 +18,6 @@ from app.devices.local_workers import Resources, find_culprit, free_ports, split
 from app.options import Config
 from app.records.history import load_summary
 from app.runtime.errors import DeviceError, LockstepError, PeerLostError
-from app.runtime.run_context import RunContext
 from app.runtime.shown_command import shown_python
 from conftest import program_environment
 from in_process import run_here_ok
@@ -251,6 +250,5 @@ def test_a_restart_does_not_overwrite_what_the_first_start_has_written(attempts,
 
     found = attempts([(1, 137), (1, 137), (0, 0)], write)
     config = Config.of("train", strategy="multi_worker", overwrite=True)
-    with RunContext():
-        local_workers.train_with_local_workers(config, 2, tmp_path)
+    local_workers.train_with_local_workers(config, 2, tmp_path)
     assert ["--overwrite" in words for _, words in found] == [True, True, False]

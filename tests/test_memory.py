@@ -41,15 +41,15 @@ def test_an_error_at_the_limit_of_the_address_space_is_one_of_memory():
     """In a process of its own, whose limit cannot be raised again."""
     script = (
         "import mmap, resource\n"
-        "from app.runtime.errors import is_from_lack_of_memory, is_out_of_memory\n"
+        "from app.runtime.errors import expected_error, is_out_of_memory\n"
         "error = ImportError('failed to map segment from shared object')\n"
-        "found = [is_from_lack_of_memory(error)]\n"
+        "found = [expected_error(error) is not None]\n"
         "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
-        "found.append(is_from_lack_of_memory(error))\n"
+        "found.append(expected_error(error) is not None)\n"
         "kept = []\n"
         "try:\n"
         "    while True: kept.append(mmap.mmap(-1, 32 << 20))\n"
         "except OSError: pass\n"
-        "print(*found, is_from_lack_of_memory(error), is_out_of_memory(error))"
+        "print(*found, expected_error(error) is not None, is_out_of_memory(error))"
     )
     assert run_python("-c", script).stdout.split() == ["False", "False", "True", "False"]

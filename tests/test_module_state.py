@@ -15,8 +15,6 @@ MUTABLE_CALLS = {
     "Thread", "open", "Logger", "getLogger", "TemporaryDirectory", "ExitStack",
 }  # fmt: skip
 ALLOWED = (
-    # By it the state of a command is found, which is handed to all that the command calls.
-    "_current: contextvars.ContextVar[RunContext | None] = contextvars.ContextVar(",
     # Guards `sys.modules`, which all commands of a process share.
     "_SYS_MODULES_LOCK = threading.Lock()",
 )

@@ -6,7 +6,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 
@@ -68,22 +67,18 @@ def test_how_it_failed_is_told(function, error, told):
 def test_a_process_finds_modules_where_we_do_and_our_environment_stays(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, "", "/nonexistent/of this test"])
-    before = dict(os.environ), tempfile.gettempdir(), sys.modules["__main__"]
+    before = dict(os.environ), sys.modules["__main__"]
     with ChildProcess(process_functions.tell_search_path, environment={"GIVEN": "x"}) as process:
-        assert (dict(os.environ), tempfile.gettempdir(), sys.modules["__main__"]) == before
-        _, (path, folder, given, temporary) = process.receive(60)
+        assert (dict(os.environ), sys.modules["__main__"]) == before
+        _, (path, folder, given) = process.receive(60)
     assert path == [name or str(ROOT) for name in sys.path]
     assert (folder, given) == (str(tmp_path), "x")
-    left = pathlib.Path(temporary)  # A file in the directory of the process.
-    assert left.parent.parent == pathlib.Path(before[1]) and not left.parent.exists()
 
 
 def test_what_a_function_keeps_does_not_delay_the_end():
-    warnings = []
-    call_in_child_process(
-        process_functions.warn_and_keep, on_message=warnings.append, timeout_sec=60
-    )
-    assert warnings == ["a warning"]
+    with ChildProcess(process_functions.warn_and_keep) as process:
+        assert process.receive(60) == ("message", "a warning")
+        assert process.receive(60) == ("result", None)
 
 
 def test_a_process_ends_with_the_one_that_has_started_it():

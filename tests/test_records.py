@@ -24,7 +24,6 @@ from app.records.run_directory import (
 )
 from app.report.accuracy_plot import draw_accuracy, plot_accuracy
 from app.runtime.errors import CheckpointError, DiskFullError, OutputError
-from app.runtime.run_context import RunContext
 from conftest import ROOT
 
 
@@ -147,9 +146,9 @@ def test_a_verification_replaces_another_one_and_no_training(tmp_path):
     )
     start(tmp_path / "one", {"command": "verify"})
     start(tmp_path / "run", {"model": "lenet"})
-    with RunContext(), open_command_directory(tmp_path / "one", verify, overwrite=False):
+    with open_command_directory(tmp_path / "one", verify, overwrite=False):
         pass
-    with other, RunContext(), open_command_directory(tmp_path / "run", verify, overwrite=False):
+    with other, open_command_directory(tmp_path / "run", verify, overwrite=False):
         pass
 
 
@@ -231,7 +230,7 @@ def test_neither_links_nor_pipes_in_the_place_of_records_are_used(tmp_path, name
     for make in (os.mkfifo, lambda path: path.symlink_to("../victim")):
         (run_dir / name).unlink(missing_ok=True)
         make(run_dir / name)
-        with pytest.raises(OutputError), RunContext(), open_run_directory(run_dir, {}):
+        with pytest.raises(OutputError), open_run_directory(run_dir, {}):
             open_log(run_dir)
     assert victim.read_text() == "keep"
 

@@ -87,7 +87,7 @@ def test_a_stall_ends_with_the_stacks_in_the_log(tmp_path, small_program):
     words = [*TRAIN, f"--out={tmp_path}/run", "--stall_timeout_sec=20"]
     with started(small_program, *words, slow_step=3) as process:
         code, last = end(process, timeout=200)
-    assert code == 138 and last.startswith("error: no progress for 20 s")
+    assert code == 142 and last.startswith("error: no progress for 20 s")
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "in <lambda>" in log and "in _train" in log
 

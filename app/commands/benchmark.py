@@ -14,7 +14,7 @@ from app.performance.rounds import measure
 from app.records.run_directory import RunDirectory, default_out, named_path, open_command_directory
 from app.report.page import REPORT_FILE, write_report
 from app.runtime import console
-from app.runtime.progress_bar import StepProgress
+from app.runtime.progress_bar import Progress
 
 
 def run(config: Config) -> None:
@@ -38,7 +38,7 @@ def _benchmark(config: Config, cases: list[Case], run_directory: RunDirectory) -
         f" {console.count(config.benchmark.repeats, 'round')}, each"
         " case in a process of its own"
     )
-    with StepProgress(1) as progress:
+    with Progress(1) as progress:
         samples = measure(measured, repeats=config.benchmark.repeats, progress=progress)
     sample_of = dict(zip(measured, samples, strict=True))
     breakdowns = [

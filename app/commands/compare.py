@@ -14,7 +14,7 @@ from app.options import Config
 from app.options.names import FRAMEWORKS, SINGLE
 from app.records.caveats import caveats
 from app.records.checkpoint import load_finished
-from app.records.files import write_json
+from app.records.files import temporary_path, write_json
 from app.records.history import FIGURE_FILES, Summary
 from app.records.run_directory import CONFIG_FILE, default_out, named_path, open_command_directory
 from app.records.run_metadata import summarize
@@ -26,9 +26,8 @@ from app.runtime.errors import ConfigError, DataError, LockstepError, OutputErro
 from app.runtime.processes import call_in_child_process
 from app.runtime.shown_command import shown_command
 from app.runtime.subprocesses import train_in_child_process
-from app.runtime.temporary_directories import TemporaryDirectory
 from app.verification.comparison import largest_difference
-from app.verification.frameworks import find_interpreters, write_training_files
+from app.verification.frameworks import find_interpreters, temporary_folder, write_training_files
 from app.verification.output import DIFFERENT, IDENTICAL, Pair, record_of_pair
 from lockstep.answer.html import BAD, GOOD
 
@@ -61,8 +60,12 @@ def run(config: Config) -> list[Summary]:
         "strategy": ",".join(strategies),
         "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
     }
-    with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
-        run_directory.start(overwrite=config.output.overwrite)
+    overwrite = config.output.overwrite
+    with (
+        console.resumable(path, overwrite=overwrite),
+        open_command_directory(path, fields, overwrite=overwrite) as run_directory,
+    ):
+        run_directory.start(overwrite=overwrite)
         console.say(f"training with {', '.join([*own, *interpreters])}, one after another")
         for strategy in own:
             _announce(strategy, path)
@@ -112,12 +115,12 @@ def _train_with_frameworks(
     config: Config, interpreters: Mapping[str, str], path: pathlib.Path
 ) -> None:
     """Trains with frameworks, from equal weights and with the same order of examples."""
-    with TemporaryDirectory() as folder:
+    with temporary_folder(temporary_path(path / "traces")) as folder:
         files = call_in_child_process(
             write_training_files,
             config.for_training(next(iter(interpreters))),
             None,
-            pathlib.Path(folder),
+            folder,
         )
         own_run = path / config.own_strategies[0]
         for name, python in interpreters.items():

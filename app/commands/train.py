@@ -2,8 +2,7 @@
 
 import contextlib
 import os
-import pathlib
-import tempfile
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from app.devices import device_setup
@@ -23,9 +22,8 @@ from app.records.run_directory import (
     open_run_directory,
 )
 from app.records.run_metadata import is_finished, summarize
-from app.runtime import console, run_context, watchdog
+from app.runtime import console, watchdog
 from app.runtime.errors import CheckpointError, ConfigError, StalledError
-from app.runtime.temporary_directories import remove_stale_directories
 from app.training.resume import ACCEPTED, find_checkpoint
 from app.training.run_writer import write_records
 
@@ -49,13 +47,14 @@ def run(config: Config) -> Summary | None:
     path = named_path(
         config.output.out or default_out(config.distribution.strategy, config.training.model)
     )
-    with open_run_directory(path, config.result_fields()) as run_directory:
+    with (
+        console.resumable(path, overwrite=config.output.overwrite),
+        open_run_directory(path, config.result_fields()) as run_directory,
+    ):
         open_log(path)
-        console.set_overwriting(config.output.overwrite)
         summary = None if config.output.overwrite else find_result(config, run_directory)
         if summary:
             console.say(f"{path} is already finished; this is its result")
-            remove_stale_directories(pathlib.Path(tempfile.gettempdir()))  # Of a killed attempt.
             _warn_of_fault(config)
             if (
                 config.distribution.strategy == "multi_worker"
@@ -75,10 +74,9 @@ def _run_local_workers(config: Config) -> Summary:
     path = named_path(
         config.output.out or default_out(config.distribution.strategy, config.training.model)
     )
-    console.set_run_directory(path)
-    console.set_overwriting(config.output.overwrite)
     num_workers = config.cluster.num_workers or DEFAULT_LOCAL_WORKERS
-    train_with_local_workers(config, num_workers, path)
+    with console.resumable(path, overwrite=config.output.overwrite):
+        train_with_local_workers(config, num_workers, path)
     finished = load_finished(path)
     return summarize(finished.metadata, finished.progress)
 
@@ -152,9 +150,7 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
     dataset = _load_data(config, prepared)
     path = run_directory.path
     with (
-        watchdog.watch(
-            config.output.stall_timeout_sec, lambda: _report_stall(config, path)
-        ) as on_progress,
+        _watch(config, f"to resume --out={path}", f"in {LOG_FILE} there") as on_progress,
         _naming_lost_peers(prepared),
     ):
         from app.training.loop import Training
@@ -165,7 +161,6 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         training.start(None if config.output.overwrite else find_checkpoint(path))
         run_directory.start(overwrite=config.output.overwrite)
         console.log(f"Kernels of the CPU: {training.cpu_kernels}")
-        console.set_overwriting(False)
         _announce(config, prepared, training)
         return training.run()
 
@@ -179,8 +174,8 @@ def _assist(config: Config) -> None:
 
     On the terminal of local workers, the last line is the chief's.
     """
-    shares_terminal = run_context.required().is_part
-    console.be_part()
+    shares_terminal = console.is_part()
+    os.environ[console.PART_VARIABLE] = "1"  # Only the chief says how to resume.
     prepared = device_setup.set_up(config)
     from strategies.workers import Workers
 
@@ -191,9 +186,7 @@ def _assist(config: Config) -> None:
                 console.say("the training is finished already")
             return
         dataset = _load_data(config, prepared)
-        with watchdog.watch(
-            config.output.stall_timeout_sec, lambda: _report_stall_of_worker(config)
-        ) as on_progress:
+        with _watch(config, "on every worker", "above") as on_progress:
             from app.training.loop import Training
             from app.verification.step_verifier import create_step_verifier
 
@@ -254,21 +247,13 @@ def _warn_of_fault(config: Config) -> None:
         console.warn(injected_fault_caveat(str(config.verification.fault)))
 
 
-def _report_stall(config: Config, path: pathlib.Path) -> None:
-    """Reports a stalled training; the watchdog calls it before it ends the process."""
-    error = _stalled(config, f"to resume --out={path}", f"in {LOG_FILE} there")
-    console.report_error(error)  # Print first: the log file's disk may be the cause.
-    watchdog.dump_stacks(path / LOG_FILE)
-
-
-def _report_stall_of_worker(config: Config) -> None:
-    """Reports a stalled worker, which has no run directory."""
-    watchdog.dump_stacks(None)
-    console.report_error(_stalled(config, "on every worker", "above"))
-
-
-def _stalled(config: Config, where: str, stacks: str) -> StalledError:
-    return StalledError(
-        f"no progress for {config.output.stall_timeout_sec} s (--stall_timeout_sec); run the same"
-        f" command again {where}; the stacks of all threads are {stacks}"
+def _watch(
+    config: Config, where: str, stacks: str
+) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """Ends a training without progress; see `watchdog.watch`."""
+    timeout_sec = config.output.stall_timeout_sec
+    stalled = StalledError(
+        f"no progress for {timeout_sec} s (--stall_timeout_sec); run the same command again"
+        f" {where}; the stacks of all threads are {stacks}"
     )
+    return watchdog.watch(timeout_sec, stalled)

@@ -5,7 +5,6 @@ import ctypes
 import dataclasses
 import logging
 import os
-import signal
 import tempfile
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +12,11 @@ from app.devices.cluster import Cluster, find_cluster
 from app.devices.gpus import why_no_gpu
 from app.devices.tensorflow_settings import (
     keep_order_of_summation,
-    restore_at_end,
-    restore_logging_at_end,
     settle_keras,
 )
 from app.options import Config
 from app.options.names import DEFAULT_LOGICAL_CPUS
-from app.runtime import console, processor, run_context, signals
+from app.runtime import console, processor, signals
 from app.runtime.errors import ConfigError, DeviceError, reason_of
 from app.runtime.kernels import describe_kernels
 
@@ -75,7 +72,6 @@ def set_up(config: Config) -> Devices:
             f"TF_CONFIG is set, but {config.distribution.strategy} runs on one machine: not used"
         )
     tf = import_tensorflow(config.output.verbosity)
-    restore_at_end()
     settle_keras()
     gpus = tf.config.list_physical_devices("GPU") if config.distribution.device != "cpu" else []
     wanted = config.num_devices_asked
@@ -173,12 +169,8 @@ def import_tensorflow(verbosity: int) -> Any:
 
     Raises:
         DeviceError: TensorFlow cannot be loaded.
-        DiskFullError: there is no space for temporary files.
     """
     os.environ["KERAS_BACKEND"] = "tensorflow"
-    context = run_context.current()
-    if context:  # TensorFlow writes generated code to files, and may not remove them.
-        context.use_temporary_directory()
     try:
         return _import_quietly(verbosity)
     except ImportError as error:
@@ -195,20 +187,14 @@ def _import_quietly(verbosity: int) -> Any:
 
         return tensorflow
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    restore_logging_at_end()
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
-    context, saved = run_context.current(), os.dup(2)
-
-    def leave() -> None:  # With its line on the real standard error.
-        os.dup2(saved, 2)
-        is_interrupt = context is not None and context.requested_signal == signal.SIGINT
-        console.leave(console.report_interruption(is_interrupt))
-
-    with tempfile.TemporaryFile() as held_back, signals.deferred(leave):
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as held_back:
         os.dup2(held_back.fileno(), 2)
         try:
             from app.runtime.tensorflow_module import tensorflow
-        except BaseException:
+        except Exception:
+            signals.check()  # A signal may be why the import failed.
             held_back.seek(0)
             os.write(saved, held_back.read())
             raise

@@ -13,10 +13,9 @@ from app.devices.cluster import Cluster
 from app.devices.gpus import query_driver
 from app.options import Config
 from app.runtime import console, signals
+from app.runtime.console import PART_VARIABLE
 from app.runtime.errors import DeviceError, LockstepError, PeerLostError, Terminated
-from app.runtime.run_context import PART_VARIABLE
 from app.runtime.subprocesses import Subprocess, child_environment, main_command
-from app.runtime.temporary_directories import TemporaryDirectory
 
 RETRY_FROM = 128  # Lower exit codes are final.
 # A worker that lost another one says so, or TensorFlow's native code aborts.
@@ -61,11 +60,12 @@ def train_with_local_workers(config: Config, num_workers: int, path: pathlib.Pat
     words = ["train", *config.flags(), f"--out={path}"]
     number = 0
     while True:
-        ports, before = free_ports(num_workers), _state_of(path)
+        ports, before = free_ports(num_workers), console.start_of_run(path)
         index, code = _run_all(words, start_cluster(ports), shares)
-        if _state_of(path) != before:  # A restart must not overwrite what this one has written.
+        if (
+            console.start_of_run(path) != before
+        ):  # A restart must not overwrite what this one has written.
             words = [word for word in words if not word.startswith("--overwrite")]
-            console.set_overwriting(False)
         if not code:
             return
         if code == 2 and len(list(filter(_is_free, ports))) < num_workers:
@@ -113,13 +113,10 @@ def _run_all(
     of the terminal reach this process only, which passes them on.
     """
     workers: list[Subprocess] = []
-    with (
-        signals.deferred(),
-        TemporaryDirectory() as temporary,
-    ):  # Killed workers cannot remove their own.
+    with signals.deferred():
         try:
             for cluster, share in zip(clusters, shares, strict=True):
-                own = {"TMPDIR": temporary, PART_VARIABLE: "1", **environment_of(cluster, share)}
+                own = {PART_VARIABLE: "1", **environment_of(cluster, share)}
                 command = main_command(words)
                 workers.append(
                     Subprocess(
@@ -160,15 +157,6 @@ def _wait(workers: Sequence[Subprocess], timeout_sec: float) -> None:
     deadline = time.monotonic() + timeout_sec
     while None in [worker.exit_code for worker in workers] and time.monotonic() < deadline:
         time.sleep(_POLL_SEC)
-
-
-def _state_of(path: pathlib.Path) -> tuple[int, int] | None:
-    """Returns what changes when a training begins in a run directory."""
-    try:
-        status = (path / "config.json").stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def split_resources(

@@ -52,16 +52,11 @@ def join(cluster: Cluster, local_devices: Sequence[str], config: Config) -> Clus
     auto = config.distribution.all_reduce == "auto"
     all_reduce = default_all_reduce(local_devices) if auto else config.distribution.all_reduce
 
-    def report_loss() -> None:  # TensorFlow's call would wait.
-        console.report_error(
-            PeerLostError(
-                f"--start_timeout_sec={config.cluster.start_timeout_sec}: a worker came and was"
-                " lost; run"
-                " the same command again"
-            )
-        )
-
-    with naming_lost_peers(cluster), watchdog.watch(config.cluster.start_timeout_sec, report_loss):
+    lost = PeerLostError(  # TensorFlow's call would wait.
+        f"--start_timeout_sec={config.cluster.start_timeout_sec}: a worker came and was lost; run"
+        " the same command again"
+    )
+    with naming_lost_peers(cluster), watchdog.watch(config.cluster.start_timeout_sec, lost):
         workers = ClusterWorkers(cluster.addresses, cluster.index, local_devices, all_reduce)
     signals.reinstall()
     return workers
@@ -83,7 +78,7 @@ def meet(cluster: Cluster, settings: Mapping[str, object], timeout_sec: float) -
             " or give another port on every worker"
         ) from error
     kind = _Chief if cluster.is_chief else _Worker
-    with listener:
+    with listener, signals.deferred():  # Within a callback, an exception would only be logged.
         answer = asyncio.run(kind(cluster, settings, listener).meet(timeout_sec))
     if answer.get("error"):
         raise (ConfigError if answer.get("code") == 2 else PeerLostError)(str(answer["error"]))
@@ -100,6 +95,7 @@ class _Meeting:
         """Waits for the task, or until no worker is missing; names the missing ones meanwhile."""
         start, num_lines = time.monotonic(), 0
         while not task.done() if task else self._missing:
+            signals.check()
             names = self._cluster.names_of(sorted(self._missing))
             waited_sec = time.monotonic() - start
             # Worker 0 tells those that have come who is missing.

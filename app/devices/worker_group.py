@@ -100,4 +100,4 @@ def _be_worker(
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # The parent process prints.
     limit_cores(cores)
     send = channel.send if index == 0 else lambda message: None
-    return function(Channel(send, channel.receive), *arguments)
+    return function(channel._replace(send=send), *arguments)

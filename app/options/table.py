@@ -210,7 +210,7 @@ class Output:
         "Save a checkpoint every STEPS steps; default: every five minutes. One is always saved at"
         " the end of an epoch.", _RUNS, metavar="STEPS", low=1, high=1_000_000_000)
     stall_timeout_sec: int = option(1800,
-        "Stop with exit code 138 after SEC seconds without progress; 0 waits forever.", _RUNS,
+        "Stop with exit code 142 after SEC seconds without progress; 0 waits forever.", _RUNS,
         metavar="SEC", low=0, high=1_000_000)
     verbosity: int = option(-1,
         "0 shows TensorFlow's warnings, 1 all of its messages.", _ALL, metavar="-1|0|1", low=-1,

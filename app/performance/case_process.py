@@ -11,7 +11,7 @@ from app.devices import device_setup
 from app.options import rules
 from app.performance.case import Block, Case, Facts
 from app.performance.traffic import Traffic, count_traffic
-from app.runtime import console, run_context
+from app.runtime import console
 from app.runtime.processes import Channel
 
 if TYPE_CHECKING:  # Not imported before its devices are set up.
@@ -63,7 +63,7 @@ def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
     while num_steps := channel.receive():
         channel.send(("block", _time_block(strategy, iterator, num_steps)))
     # Deleting an iterator of MirroredStrategy can take 30 s; it is kept until the process ends.
-    run_context.required().keep(iterator)
+    channel.kept.append(iterator)
     peak = _peak_memory_bytes(strategy.local_devices)
     if not case.counts_traffic:
         return peak, None

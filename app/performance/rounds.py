@@ -9,10 +9,10 @@ from app.devices.worker_group import WorkerGroup
 from app.performance.case import Block, Case, Facts, Sample
 from app.performance.case_process import sample
 from app.runtime.processes import ChildProcess
-from app.runtime.progress_bar import StepProgress
+from app.runtime.progress_bar import Progress
 
 
-def measure(cases: Sequence[Case], *, repeats: int, progress: StepProgress) -> list[Sample]:
+def measure(cases: Sequence[Case], *, repeats: int, progress: Progress) -> list[Sample]:
     """Measures cases in `repeats` rounds, one block per case in every round.
 
     Each case has a separate process, which sleeps while others are timed. The order of the cases is
@@ -48,7 +48,7 @@ def measure(cases: Sequence[Case], *, repeats: int, progress: StepProgress) -> l
 class _Sampler:
     """The parent's side of a process that times blocks; the constructor waits until it is ready."""
 
-    def __init__(self, stack: contextlib.ExitStack, progress: StepProgress, case: Case):
+    def __init__(self, stack: contextlib.ExitStack, progress: Progress, case: Case):
         self._case, self._progress = case, progress
         self._process = _create_process(case)
         stack.enter_context(self._process)

@@ -11,13 +11,20 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TextIO
 
-from app.runtime import run_context
-from app.runtime.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, LockstepError
-from app.runtime.shown_command import shown_python
+from app.runtime.errors import (
+    INTERRUPTED_EXIT_CODE,
+    TERMINATED_EXIT_CODE,
+    LockstepError,
+    Terminated,
+    expected_error,
+)
+from app.runtime.shown_command import shown_path, shown_python
 
+# Set for a process whose parent is this program, too; the parent prints the command that resumes.
+PART_VARIABLE = "LOCKSTEP_PART"
 _RED, _YELLOW = "31", "33"
 
 
@@ -32,20 +39,40 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
+class _Forwarded(logging.Handler):
+    """Hands each warning to a function."""
+
+    def __init__(self, forward: Callable[[str], None]):
+        super().__init__(logging.WARNING)
+        self._forward = forward
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._forward(record.getMessage())
+
+
 def open_log(path: pathlib.Path) -> None:
-    """Writes all further output of the command to `path`, too, with the time of day.
+    """Writes all further output of this process to `path`, too, with the time of day.
 
     Raises:
         OSError: the file cannot be written.
     """
-    context = run_context.required()
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644))
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    context.log.addHandler(handler)
-    context.log_file = pathlib.Path(handler.baseFilename)
-    context.at_end(handler.close)
-    context.at_end(context.log.removeHandler, handler)
+    _logger().addHandler(handler)
+
+
+def log_file() -> pathlib.Path | None:
+    """Returns the path of the log; None without one."""
+    handlers = _logger().handlers
+    return next((pathlib.Path(h.baseFilename) for h in handlers if isinstance(h, _LogFile)), None)
+
+
+def close_log() -> None:
+    """Ends the log and the forwarding of warnings."""
+    for handler in list(_logger().handlers):
+        _logger().removeHandler(handler)
+        handler.close()
 
 
 def log(text: str) -> None:
@@ -59,24 +86,16 @@ def say(text: str = "") -> None:
     _write(sys.stdout, text)
 
 
-def set_overwriting(will_overwrite: bool) -> None:
-    """Sets whether the run directory holds another run, which will be removed."""
-    run_context.required().will_overwrite = will_overwrite
-
-
 def forward_warnings(forward: Callable[[str], None]) -> None:
     """Forwards warnings to a function instead of printing them."""
-    run_context.required().forward_warning = forward
+    _logger().addHandler(_Forwarded(forward))
 
 
 def warn(text: str) -> None:
     """Prints a highlighted warning."""
-    context = run_context.current()
-    if context and context.forward_warning:
-        context.forward_warning(text)
-        return
     _log(logging.WARNING, text)
-    _write(sys.stderr, _colored(f"WARNING: {text}", _YELLOW, sys.stderr))
+    if not any(isinstance(handler, _Forwarded) for handler in _logger().handlers):
+        _write(sys.stderr, _colored(f"WARNING: {text}", _YELLOW, sys.stderr))
 
 
 def count(number: int, noun: str) -> str:
@@ -84,13 +103,26 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def report_error(error: LockstepError) -> int:
-    """Prints the last line of a failed command and returns its exit code."""
+def report_error(error: Exception) -> int:
+    """Prints the last line of a failed command and returns its exit code.
+
+    The traceback of an unexpected exception is written to the log, or printed without one.
+    """
+    expected, path = expected_error(error), log_file()
+    if expected is not error:
+        traced = "".join(traceback.format_exception(error))
+        _log(logging.ERROR, traced)
+        if expected is None:
+            first_line = (str(error).splitlines() or [""])[0]
+            where = f"the traceback is in {path}" if path else "the traceback is above"
+            expected = LockstepError(f"a bug ({type(error).__name__}: {first_line}); {where}")
+            if path is None:
+                _write(sys.stderr, traced.rstrip())
     # One line, whatever characters a value contains.
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(expected))
     _write(sys.stderr, f"{_colored('error:', _RED, sys.stderr)} {text}")
-    _log(logging.ERROR, str(error))
-    return error.exit_code
+    _log(logging.ERROR, str(expected))
+    return expected.exit_code
 
 
 def leave(exit_code: int, last_line: str = "") -> NoReturn:
@@ -98,9 +130,6 @@ def leave(exit_code: int, last_line: str = "") -> NoReturn:
 
     Other threads continue and print until then, so that the last line is printed here.
     """
-    context = run_context.current()
-    if context:
-        context.remove_temporary_directory()
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             with contextlib.suppress(OSError):
@@ -110,69 +139,68 @@ def leave(exit_code: int, last_line: str = "") -> NoReturn:
     os._exit(exit_code)
 
 
-def be_part() -> None:
-    """Disables advice on how to resume: the parent process prints it."""
-    run_context.required().is_part = True
+def is_part() -> bool:
+    """Returns whether the parent process is this program, too."""
+    return PART_VARIABLE in os.environ
 
 
-def set_run_directory(path: pathlib.Path) -> None:
-    """Sets the run directory whose log another process writes."""
-    run_context.required().run_dir = path.absolute()
+@contextlib.contextmanager
+def resumable(run_dir: pathlib.Path, *, overwrite: bool) -> Iterator[None]:
+    """Adds to an interruption of the block how to resume the run in a directory.
+
+    Args:
+        run_dir: the run directory.
+        overwrite: whether another run may be there, which the new one removes when it starts.
+    """
+    run_dir, before = run_dir.absolute(), start_of_run(run_dir) if overwrite else ()
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as stop:
+        is_saved = before != start_of_run(run_dir) and any(run_dir.glob("**/checkpoints/step-*"))
+        if is_saved:
+            stop.args = (f"; the state is saved; resume with: {_same_command(run_dir)}",)
+        raise
 
 
-def report_interruption(is_interrupt: bool) -> int:
-    """Prints the command that resumes, if a state was saved; returns the exit code."""
+def start_of_run(run_dir: pathlib.Path) -> tuple[int, int] | None:
+    """Returns what changes when a run starts in a directory."""
+    try:
+        status = (run_dir / "config.json").stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def report_interruption(stop: BaseException) -> int:
+    """Prints the last line after a `KeyboardInterrupt` or `Terminated`; returns the exit code."""
+    is_interrupt = isinstance(stop, KeyboardInterrupt)
     what = "interrupted" if is_interrupt else "terminated"
     _log(logging.ERROR, what)
-    context = run_context.current()
-    run_dir = _run_dir(context) if context else None
-    if context and context.is_part:
-        _write(sys.stderr, what)
-    elif run_dir and any(run_dir.glob("**/checkpoints/step-*")):
-        _write(sys.stderr, f"{what}; the state is saved; resume with: {_same_command(run_dir)}")
-    else:
-        _write(sys.stderr, f"{what}; no state is saved yet; run the same command again")
+    advice = stop.args[0] if stop.args else "; no state is saved yet; run the same command again"
+    _write(sys.stderr, what if is_part() else f"{what}{advice}")
     return INTERRUPTED_EXIT_CODE if is_interrupt else TERMINATED_EXIT_CODE
-
-
-def _run_dir(context: run_context.RunContext) -> pathlib.Path | None:
-    """Returns the run directory to resume; None without one."""
-    run_dir = context.log_file.parent if context.log_file else context.run_dir
-    if run_dir is None or context.will_overwrite:
-        return None
-    with contextlib.suppress(OSError, ValueError):  # The current directory may have been removed.
-        return pathlib.Path(os.path.relpath(run_dir))
-    return run_dir
 
 
 def _same_command(run_dir: pathlib.Path) -> str:
     """Returns the command line that resumes a run, quoted for a shell."""
     words = [word for word in sys.argv if word.lstrip("-").partition("=")[0] != "overwrite"]
     if not any(word.lstrip("-").partition("=")[0] == "out" for word in words):
-        words.append(f"--out={run_dir}")
+        words.append(f"--out={shown_path(str(run_dir))}")
     return shlex.join([shown_python(), *words])
 
 
-def report_bug(error: Exception) -> int:
-    """Writes the traceback to the log, or to standard error without one; returns 1."""
-    text = "".join(traceback.format_exception(error))
-    context = run_context.current()
-    log_file = context.log_file if context else None
-    if log_file:
-        _log(logging.ERROR, text)
-    else:
-        _write(sys.stderr, text.rstrip())
-    first_line = (str(error).splitlines() or [""])[0]
-    where = f"the traceback is in {log_file}" if log_file else "the traceback is above"
-    _write(sys.stderr, f"error: a bug ({type(error).__name__}: {first_line}); {where}")
-    return 1
+def _logger() -> logging.Logger:
+    """Returns the logger of this process, which prints nothing by itself."""
+    logger = logging.getLogger("lockstep.program")
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    return logger
 
 
 def _log(level: int, text: str) -> None:
-    """Writes to the log of the command; outside of a command, does nothing."""
-    context = run_context.current()
-    if context:
-        context.log.log(level, "%s", text)
+    """Writes to the log, if there is one."""
+    if _logger().handlers:
+        _logger().log(level, "%s", text)
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -110,7 +110,7 @@ class PeerLostError(LockstepError):
 class StalledError(LockstepError):
     """A training makes no progress; a retry makes sense."""
 
-    exit_code = 138
+    exit_code = 142  # As of a process that SIGALRM has ended.
 
 
 class Terminated(BaseException):
@@ -129,13 +129,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return _memory_error(error) is not None
 
 
-def is_from_lack_of_memory(error: BaseException) -> bool:
-    """Returns whether an unexpected error means that memory ran out, or came when none was left.
+def expected_error(error: Exception) -> LockstepError | None:
+    """Returns the error that an exception is reported as; None for a bug.
 
-    At the limit of the address space (`ulimit -v`), native code fails in many ways; few name the
-    cause.
+    An unexpected error is one of memory if it came when none was left: at the limit of the address
+    space (`ulimit -v`), native code fails in many ways, and few name the cause.
     """
-    return is_out_of_memory(error) or _is_address_space_used_up()
+    if isinstance(error, LockstepError):
+        return error
+    return out_of_memory(error) if is_out_of_memory(error) or _is_address_space_used_up() else None
 
 
 def _is_address_space_used_up() -> bool:

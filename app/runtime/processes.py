@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 import types
@@ -16,18 +15,15 @@ from multiprocessing.context import ForkServerProcess, SpawnProcess
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple, Self, TypeVar
 
-from app.runtime import console
+from app.runtime.console import PART_VARIABLE
 from app.runtime.errors import (
     INTERRUPTED_EXIT_CODE,
     TERMINATED_EXIT_CODE,
     DeviceError,
-    LockstepError,
     StalledError,
     Terminated,
-    is_from_lack_of_memory,
-    out_of_memory,
+    expected_error,
 )
-from app.runtime.run_context import RunContext
 
 Result = TypeVar("Result")
 
@@ -53,10 +49,17 @@ _STREAMS = _Stream(1), _Stream(2)
 
 
 class Channel(NamedTuple):
-    """The child process' connection to its parent."""
+    """The child process' connection to its parent.
+
+    Attributes:
+        send: sends a message.
+        receive: waits for a message.
+        kept: objects that are not deleted at the end, which can take 30 s.
+    """
 
     send: Callable[[Any], None]
     receive: Callable[[], Any]
+    kept: list[object]
 
 
 class ChildProcess:
@@ -87,7 +90,7 @@ class ChildProcess:
         self._has_tensorflow, self._has_result = has_tensorflow, False
 
     def __enter__(self) -> Self:
-        environment = {**os.environ, "TMPDIR": tempfile.gettempdir(), **self._environment}
+        environment = {**os.environ, **self._environment}
         self._connection, theirs = multiprocessing.Pipe()
         with theirs, _hiding_main_module():
             self._process = (ForkServerProcess if self._has_tensorflow else SpawnProcess)(
@@ -98,9 +101,8 @@ class ChildProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if not self._has_result:
-            self._process.terminate()
-        self._process.join(_GRACE_SEC)
+        if self._has_result:
+            self._process.join(_GRACE_SEC)
         self._process.kill()
         self._process.join()
         self._connection.close()
@@ -165,6 +167,7 @@ def call_in_child_process(
     *arguments: Any,
     on_message: Callable[[Any], None] = lambda message: None,
     timeout_sec: float | None = None,
+    environment: Mapping[str, str] | None = None,
     has_tensorflow: bool = False,
 ) -> Result:
     """Returns `function(send, *arguments)`, computed in a new process.
@@ -175,13 +178,13 @@ def call_in_child_process(
         *arguments: further arguments of the function.
         on_message: called with each message, in order.
         timeout_sec: maximum time to wait for each message and the result; None for no limit.
-        has_tensorflow: see `ChildProcess`.
+        environment, has_tensorflow: see `ChildProcess`.
 
     Raises:
         The exceptions of `ChildProcess.receive`.
     """
     with ChildProcess(
-        call_function, function, *arguments, has_tensorflow=has_tensorflow
+        call_function, function, *arguments, environment=environment, has_tensorflow=has_tensorflow
     ) as process:
         while True:
             kind, value = process.receive(timeout_sec)
@@ -230,21 +233,21 @@ def start_tensorflow_server() -> None:
 
 def _death(exit_code: int) -> BaseException:
     """Returns the exception for a process that ended without a result; < 0 is a signal."""
-    if exit_code == INTERRUPTED_EXIT_CODE:
+    code = exit_code if exit_code >= 0 else 128 - exit_code  # As of a shell.
+    if code == INTERRUPTED_EXIT_CODE:
         return KeyboardInterrupt()
-    if exit_code == TERMINATED_EXIT_CODE:
+    if code == TERMINATED_EXIT_CODE:
         return Terminated()
+    if code == StalledError.exit_code:
+        return StalledError(
+            "a subprocess made no progress and was stopped; see its output above and run the same"
+            " command again"
+        )
     if exit_code == -signal.SIGKILL:
         return DeviceError(
             "a subprocess was killed, probably because memory ran out; use a smaller"
             " --global_batch_size or fewer devices"
         )
-    if exit_code == StalledError.exit_code:
-        return StalledError(
-            "a subprocess made no progress and was stopped; see its output above and run the same"
-            " command again"
-        )
-    code = exit_code if exit_code >= 0 else 128 - exit_code
     return DeviceError(
         f"a subprocess ended early with exit code {code}; run the same command again"
     )
@@ -261,23 +264,22 @@ def _run(
 ) -> None:
     """Calls the function in the new process, and sends its result or its exception."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent gets the signal, too, and acts on it.
-    signal.signal(signal.SIGTERM, lambda *_: console.leave(TERMINATED_EXIT_CODE))
     threading.Thread(target=_end_with_parent, args=(death_signal,), daemon=True).start()
     os.dup2(stdout, 1)  # Those of the server may be others.
     os.dup2(stderr, 2)
     os.environ.clear()
-    os.environ.update(environment)
-    with RunContext() as context, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        context.is_part = True
-        channel = Channel(lambda message: connection.send(("message", message)), connection.recv)
+    os.environ.update(environment, **{PART_VARIABLE: "1"})
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # The parent has ended.
+        kept = list[object]()
+        channel = Channel(
+            lambda message: connection.send(("message", message)), connection.recv, kept
+        )
         try:
-            context.use_temporary_directory()
             connection.send(("result", function(channel, *arguments)))
-        except (BrokenPipeError, ConnectionResetError):  # The parent has ended.
+        except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:
             connection.send(("error", _to_send(error)))
-        context.remove_temporary_directory()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(0)  # Deleting TensorFlow's objects can take 30 s.
@@ -293,9 +295,7 @@ def _end_with_parent(death_signal: signal.Signals) -> None:
 
 def _to_send(error: Exception) -> Exception:
     """Returns the exception for the caller; for a bug, with the traceback as text."""
-    if isinstance(error, LockstepError):
-        return error
-    if is_from_lack_of_memory(error):
-        return out_of_memory(error)
+    if expected := expected_error(error):
+        return expected
     traced = "".join(traceback.format_exception(error))
     return RuntimeError(f"{type(error).__name__}: {error}\n{traced}")

@@ -1,17 +1,15 @@
 """Handles SIGINT and SIGTERM: the first lets a training finish its call and save; the second exits.
 
-Python's signal handlers run between bytecodes, so that a compiled call of a minute would delay
-them. A separate thread reads each signal when it arrives, and acts on it: within `deferred`, it
-sets a flag, which `check` turns into an exception; elsewhere nothing is to be saved, and it exits.
+Python calls a handler between two instructions of the main thread. A signal therefore waits for the
+current compiled call, which takes half a second or one step, and for XLA while it compiles.
 """
 
 import contextlib
 import ctypes
 import signal
-import socket
 from collections.abc import Callable, Iterator
 
-from app.runtime import console, run_context
+from app.runtime import console
 from app.runtime.errors import INTERRUPTED_EXIT_CODE, TERMINATED_EXIT_CODE, Terminated
 
 _EXIT_CODES = {signal.SIGINT: INTERRUPTED_EXIT_CODE, signal.SIGTERM: TERMINATED_EXIT_CODE}
@@ -19,32 +17,46 @@ _EXIT_CODES = {signal.SIGINT: INTERRUPTED_EXIT_CODE, signal.SIGTERM: TERMINATED_
 # terminal or a service manager may have sent the same signal to both processes.
 STOP_REQUEST = signal.SIGUSR1
 # SIGHUP of a closed terminal comes from the kernel, and often also from the shell.
-HANG_UP = signal.SIGHUP
-_ALL = (*_EXIT_CODES, STOP_REQUEST, HANG_UP)
+_ALL = (*_EXIT_CODES, STOP_REQUEST, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # Loaded here, because a forked child should not load libraries.
 
 
-@contextlib.contextmanager
-def handled() -> Iterator[None]:
-    """Handles SIGINT, SIGTERM and stop requests while a command runs, in the main thread.
+class _Handler:
+    """Keeps the first signal, and exits at a second SIGINT or SIGTERM.
 
-    Afterwards the process has its earlier handlers, and no additional thread.
+    Attributes:
+        first: the first signal; None without one.
+        on_first: called at the first signal.
     """
-    with contextlib.ExitStack() as stack:
-        ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
-        thread = run_context.start_thread(_watch, ours, run_context.required(), name="signals")
-        stack.callback(thread.join)
-        stack.callback(theirs.close)  # Ends the thread.
-        theirs.setblocking(False)
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        stack.callback(signal.set_wakeup_fd, before, warn_on_full_buffer=False)
-        for number in _ALL:
-            previous = signal.getsignal(number)
-            if previous != signal.SIG_IGN:  # Set by shells for background jobs.
-                signal.signal(number, _wake_up)
-                stack.callback(signal.signal, number, previous or signal.SIG_DFL)
-        yield
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.on_first: Callable[[], object] = lambda: None
+        self._count = 0
+
+    def __call__(self, number: int, _frame: object) -> None:
+        received = signal.Signals(number)
+        self._count += received in _EXIT_CODES
+        if self._count > 1:
+            last_line = f"a second {received.name}: exiting now; the last checkpoint is kept"
+            console.leave(_EXIT_CODES[received], last_line)
+        if self.first is None:
+            self.first = received
+            self.on_first()
+
+
+def install() -> None:
+    """Handles SIGINT, SIGTERM, SIGHUP and stop requests from now on; call it in the main thread."""
+    handler = _Handler()
+    for number in _ALL:
+        if signal.getsignal(number) != signal.SIG_IGN:  # Set by shells for background jobs.
+            signal.signal(number, handler)
+
+
+def _installed() -> _Handler | None:
+    handlers = map(signal.getsignal, _ALL)
+    return next((handler for handler in handlers if isinstance(handler, _Handler)), None)
 
 
 def reinstall() -> None:
@@ -73,23 +85,23 @@ def deferred(on_first: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Lets a block finish its work after the first signal, until it calls `check`.
 
     Args:
-        on_first: called in a separate thread at the first signal.
+        on_first: called at the first signal; `check` to raise the exception at once.
     """
-    context = run_context.current()
-    if context is None:
+    handler = _installed()
+    if handler is None:
         yield
         return
-    context.on_first_signal = on_first
+    before, handler.on_first = handler.on_first, on_first
     try:
         yield
     finally:
-        context.on_first_signal = None
+        handler.on_first = before
 
 
 def requested() -> int:
     """Returns the number of the first signal received; 0 without one."""
-    context = run_context.current()
-    return (context and context.requested_signal) or 0
+    handler = _installed()
+    return (handler and handler.first) or 0
 
 
 def check(number: int | None = None) -> None:
@@ -105,27 +117,3 @@ def check(number: int | None = None) -> None:
     number = requested() if number is None else number
     if number:
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
-
-
-def _wake_up(*_: object) -> None:
-    """Does nothing: Python writes the signal to the thread's socket."""
-
-
-def _watch(ours: socket.socket, context: run_context.RunContext) -> None:
-    """Runs in a separate thread: acts on each signal, whatever other threads do."""
-    count = 0
-    while numbers := ours.recv(16):
-        for number in numbers:
-            if number not in _ALL:
-                continue
-            count += number in _EXIT_CODES
-            if count > 1:
-                last_line = f"a second {signal.Signals(number).name}: exiting now; the last"
-                console.leave(
-                    _EXIT_CODES[signal.Signals(number)], f"{last_line} checkpoint is kept"
-                )
-            if context.requested_signal is None:
-                context.requested_signal = signal.Signals(number)
-                if context.on_first_signal is None:
-                    console.leave(console.report_interruption(number == signal.SIGINT))
-                context.on_first_signal()

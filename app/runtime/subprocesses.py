@@ -6,12 +6,11 @@ import pathlib
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.runtime import signals
-from app.runtime.run_context import PART_VARIABLE
+from app.runtime.console import PART_VARIABLE
 
 _MAIN = pathlib.Path(__file__).parents[2] / "main.py"
 _GRACE_SEC = 5.0
@@ -23,11 +22,8 @@ def main_command(words: Sequence[str]) -> list[str]:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """Returns the environment of this process, with changes, for a child process.
-
-    `TMPDIR` is this process' directory for temporary files, unless it is changed.
-    """
-    return {**os.environ, "TMPDIR": tempfile.gettempdir(), **changes}
+    """Returns the environment of this process, with changes, for a child process."""
+    return {**os.environ, **changes}
 
 
 class Subprocess(subprocess.Popen[bytes]):

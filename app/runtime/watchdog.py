@@ -1,35 +1,35 @@
 """Ends a training without progress, which hangs in a collective, on a disk or on a device."""
 
 import contextlib
-import ctypes
 import faulthandler
-import pathlib
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import IO
 
-from app.runtime import console, run_context
-from app.runtime.errors import StalledError
+from app.runtime import console
+from app.runtime.errors import LockstepError
 
 _PERIOD_SEC = 0.5
-_REPORT_SEC = 5.0
 _STANDARD_ERROR = 2
-# The kernel ends a process so long after it has written the stacks.
-_MAX_GRACE_SEC = 30.0
+# Where no Python code can run, the kernel ends the process so much later: its timer runs while
+# the process is suspended, which for a minute must not end it.
+_GRACE_SEC = 90.0
 
 
 @contextlib.contextmanager
-def watch(timeout_sec: float, on_stall: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Ends the process with code 138 if the block of a `with` statement makes no progress.
+def watch(timeout_sec: float, stalled: LockstepError) -> Iterator[Callable[[], None]]:
+    """Ends the process if the block of a `with` statement makes no progress.
 
-    Only seconds in which this process could run count, so that a suspended process or machine does
-    not count as stalled. A process whose native code holds Python's lock for that long, so that no
-    thread can run, is ended by a timer of the kernel (`_KernelTimer`).
+    A thread counts the seconds in which this process could run, writes the stacks of all threads to
+    the log, or to standard error without one, and reports the error. Native code that holds
+    Python's global lock stops the thread, too: the C code of `faulthandler` then writes the stacks,
+    and SIGALRM of the kernel ends the process, which a shell reports as code 142.
 
     Args:
         timeout_sec: seconds without progress that count as a stall; 0 for no limit.
-        on_stall: called in a separate thread before the process ends.
+        stalled: error with which the process ends.
 
     Yields:
         A function to call whenever there is progress.
@@ -42,81 +42,38 @@ def watch(timeout_sec: float, on_stall: Callable[[], None]) -> Iterator[Callable
     def on_progress() -> None:
         nonlocal idle_sec
         idle_sec = 0.0
+        faulthandler.dump_traceback_later(timeout_sec + _GRACE_SEC - 1, file=file)
+        signal.setitimer(signal.ITIMER_REAL, timeout_sec + _GRACE_SEC)
 
     def count_idle_seconds() -> None:
         nonlocal idle_sec
-        last, context = time.monotonic(), run_context.current()
-        with contextlib.closing(kernel_timer):
-            while not ended.wait(_PERIOD_SEC):
-                kernel_timer.restart(context.log_file if context else None)
-                now = time.monotonic()
-                idle_sec += min(now - last, 2 * _PERIOD_SEC)
-                last = now
-                if idle_sec >= timeout_sec:
-                    # In a separate thread, because the disk that it writes to may hang.
-                    run_context.start_thread(on_stall).join(_REPORT_SEC)
-                    console.leave(StalledError.exit_code)
+        last = time.monotonic()
+        while not ended.wait(_PERIOD_SEC):
+            now = time.monotonic()
+            idle_sec += min(now - last, 2 * _PERIOD_SEC)
+            last = now
+            if idle_sec >= timeout_sec:
+                _end(stalled, file)
 
-    kernel_timer = _KernelTimer(timeout_sec)
-    kernel_timer.restart(None)  # At once: the block may let no other thread run.
-    thread = run_context.start_thread(count_idle_seconds, name="watchdog")
-    try:
+    path = console.log_file()
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(path, "ab")) if path else _STANDARD_ERROR
+        stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+        stack.callback(faulthandler.cancel_dump_traceback_later)
+        stack.callback(ended.set)
+        on_progress()  # At once: the block may let no other thread run.
+        threading.Thread(target=count_idle_seconds, daemon=True, name="watchdog").start()
         yield on_progress
-    finally:
-        ended.set()
-        thread.join()
 
 
-class _KernelTimer:
-    """Writes the stacks of all threads, then ends this process, unless it is restarted in time.
+def _end(stalled: LockstepError, file: int | IO[bytes]) -> None:
+    """Reports the error, writes the stacks, and ends the process.
 
-    The first SIGALRM of the timer writes the stacks and restores the default action, with which the
-    next one ends the process (code 142). A process that was suspended for longer than the time has
-    until then to restart the timer.
-
-    Does nothing without glibc, or where the calling program uses SIGALRM.
+    The last line is printed before anything is written to the log, as its disk may hang.
     """
-
-    def __init__(self, timeout_sec: float):
-        self._grace_sec = min(timeout_sec / 2, _MAX_GRACE_SEC)
-        self._first_sec = timeout_sec - self._grace_sec
-        self._files = contextlib.ExitStack()
-        self._log_file: pathlib.Path | None = None
-        # Sets a handler that is called once; Python's `signal` can only set permanent ones.
-        self._set_once = getattr(ctypes.CDLL(None), "sysv_signal", None)
-        if self._set_once is None or signal.getsignal(signal.SIGALRM) != signal.SIG_DFL:
-            self._set_once = None
-            return
-        self._set_once.restype = ctypes.c_void_p
-        self._set_once.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        faulthandler.register(signal.SIGALRM, _STANDARD_ERROR, all_threads=True)
-        self._write_stacks = self._set_once(signal.SIGALRM, None)
-
-    def restart(self, log_file: pathlib.Path | None) -> None:
-        """Starts to count again; the stacks are appended to the file, or to standard error."""
-        if self._set_once is None:
-            return
-        if log_file != self._log_file:
-            self._log_file = log_file
-            with contextlib.suppress(OSError):  # Keeps the file before.
-                file = open(str(log_file), "ab")  # noqa: SIM115
-                self._files.callback(file.close)
-                faulthandler.register(signal.SIGALRM, file, all_threads=True)
-        self._set_once(signal.SIGALRM, self._write_stacks)
-        signal.setitimer(signal.ITIMER_REAL, self._first_sec, self._grace_sec)
-
-    def close(self) -> None:
-        """Ends the timer."""
-        if self._set_once is not None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            faulthandler.unregister(signal.SIGALRM)
-        self._files.close()
-
-
-def dump_stacks(path: pathlib.Path | None) -> None:
-    """Appends the stacks of all threads to a file, or to standard error without one."""
-    if path is None:
-        faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
-        return
-    with open(path, "ab") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
+    if file == _STANDARD_ERROR:
+        faulthandler.dump_traceback(file)
+        console.leave(console.report_error(stalled))
+    exit_code = console.report_error(stalled)
+    faulthandler.dump_traceback(file)
+    console.leave(exit_code)

@@ -249,6 +249,7 @@ def inject_data_fault(
     dataset = create_dataset(seed)
     if fault.name == "same_shard":
 
+        @tf.autograph.experimental.do_not_convert
         def repeat_first_shard(images: tf.Tensor, labels: tf.Tensor) -> Batch:
             shards = range(strategy.num_shards)
             bounds = [strategy.shard_bounds(tf.size(labels), s) for s in shards]
@@ -259,6 +260,7 @@ def inject_data_fault(
         return dataset.map(repeat_first_shard)
     if fault.name == "shuffle_order":
 
+        @tf.autograph.experimental.do_not_convert
         def take_one_part_from(right: Batch, wrong: Batch) -> tuple[tf.Tensor, ...]:
             num_examples, num = tf.size(right[1]), strategy.shards_per_replica
             first = int(fault.parameters["replica"]) * num

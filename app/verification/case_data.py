@@ -132,6 +132,7 @@ class CaseData:
         size = max(self._class_weight) + 1
         weights = tf.constant([float(self._class_weight.get(i, 1)) for i in range(size)])
 
+        @tf.autograph.experimental.do_not_convert
         def add(x: Any, y: Any, *others: tf.Tensor) -> tuple:
             if others or not tf.is_tensor(y):
                 return x, y, *others  # `fit` refuses them.
@@ -177,8 +178,9 @@ class CaseData:
         """Returns the dataset with only some batches, whose numbers are ascending."""
         numbers = tf.constant(batches, tf.int64)
         dataset = self.dataset().take(batches[-1] + 1).enumerate()
-        dataset = dataset.filter(lambda number, batch: tf.reduce_any(number == numbers))
-        dataset = dataset.map(lambda number, batch: batch)
+        as_written = tf.autograph.experimental.do_not_convert
+        is_one = as_written(lambda number, batch: tf.reduce_any(number == numbers))
+        dataset = dataset.filter(is_one).map(as_written(lambda number, batch: batch))
         return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
     def _read(self, dataset: tf.data.Dataset) -> list[Batch]:
@@ -202,6 +204,7 @@ class CaseData:
         dataset = tf.data.Dataset.from_tensor_slices(tuple(joined)).batch(self.first_size)
         spec = self.dataset().element_spec
 
+        @tf.autograph.experimental.do_not_convert
         def nest(*leaves: tf.Tensor) -> Any:
             values = iter(leaves)
             flat = [None if is_none(leaf) else next(values) for leaf in tf.nest.flatten(spec)]

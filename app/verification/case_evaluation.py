@@ -78,6 +78,7 @@ def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+@tf.autograph.experimental.do_not_convert
 def _shards_of(dataset: tf.data.Dataset, num_replicas: int) -> list[tf.data.Dataset]:
     """Splits each batch into one part per replica, as `MirroredStrategy` does."""
 

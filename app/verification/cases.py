@@ -8,7 +8,8 @@ from app.options.names import KERAS_FIT
 from app.report.training_result import devices_text
 from app.runtime import console
 from app.runtime.processes import call_in_child_process
-from app.runtime.progress_bar import StepProgress
+from app.runtime.progress_bar import Progress
+from app.verification.frameworks import temporary_folder
 from app.verification.output import Results, Run, verify_in_directory
 from app.verification.recording import Send
 
@@ -37,11 +38,15 @@ def verify_case(config: Config) -> dict[str, Run]:
 
     def verify(traces: pathlib.Path) -> Results:
         runs = dict[str, Run]()
-        with StepProgress(case.steps) as progress:
+        # AutoGraph writes files for the functions of a case, which a child process does not remove.
+        folder = temporary_folder(traces / "generated")
+        with Progress(case.steps) as progress, folder as generated:
             for strategy in config.distribution.strategies:
                 progress.start(f"verifying {strategy}: starting TensorFlow")
                 run = call_in_child_process(
-                    _verify_with, config, strategy, traces, on_message=progress.message
+                    *(_verify_with, config, strategy, traces),
+                    on_message=progress.message,
+                    environment={"TMPDIR": str(generated.absolute())},
                 )
                 runs[run.verdict.name] = run
         largest = max(runs.values(), key=lambda run: len(run.devices))

@@ -3,12 +3,14 @@
 A program is run by a Python interpreter that has the framework; it may not be this one.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
 import re
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from subprocess import PIPE
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ import numpy as np
 
 from app.options import Config
 from app.options.rules import num_framework_replicas
+from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError, DeviceError
 from app.runtime.subprocesses import Subprocess, child_environment, output_of
 from app.verification.framework_trace import convert
@@ -75,6 +78,21 @@ class TrainingFiles(NamedTuple):
     batches: pathlib.Path
     learning_rate: float
     num_epochs: int
+
+
+@contextlib.contextmanager
+def temporary_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Creates a folder and its parents, and removes the folder at the end of the block.
+
+    Raises:
+        DiskFullError, OutputError: the folder cannot be created.
+    """
+    with io_errors_as(path):
+        path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_training_files(

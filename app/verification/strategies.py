@@ -13,12 +13,12 @@ from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import io_errors_as
 from app.runtime import console
 from app.runtime.processes import call_in_child_process, start_tensorflow_server
-from app.runtime.progress_bar import StepProgress
-from app.runtime.temporary_directories import TemporaryDirectory
+from app.runtime.progress_bar import Progress
 from app.verification.comparison import compare_traces, normalised_by
 from app.verification.frameworks import (
     find_interpreters,
     record_framework,
+    temporary_folder,
     write_training_files,
 )
 from app.verification.output import Pair, Results, Run, verify_in_directory
@@ -68,13 +68,13 @@ def _verify_each(
     if has_server := config.output.verbosity < 0:
         start_tensorflow_server()
     importlib.import_module("app.report.verification_plot")  # Meanwhile: matplotlib takes a while.
-    with StepProgress(2 * num_steps) as progress, TemporaryDirectory() as folder:
+    with Progress(2 * num_steps) as progress, temporary_folder(traces / "files") as folder:
         call = functools.partial(
             call_in_child_process, on_message=progress.message, has_tensorflow=has_server
         )
         if interpreters:
             single = config.for_training(SINGLE, inject=None)
-            files = call(write_training_files, single, num_steps, pathlib.Path(folder))
+            files = call(write_training_files, single, num_steps, folder)
         for name in sorted(names, key=lambda name: name == SINGLE):
             inject = config.verification.inject if name == config.faulty_strategy else None
             child, path = config.for_training(name, inject=inject), traces / f"{name}.npz"

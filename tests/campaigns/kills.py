@@ -121,7 +121,7 @@ def _memory_limit(site: Site) -> Ended:
     mib = site.random.randint(1500, 6000)
     prefix = ["prlimit", f"--as={mib << 20}", *MAIN]
     # Without address space, native code may also abort, use a null pointer, or exit by itself.
-    expected = (0, 6, 138, 127, -9, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGALRM)
+    expected = (0, 6, 138, 142, 127, -9, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGALRM)
     return site.start(WATCHED, prefix=prefix), f"{mib} MiB of address space", expected
 
 
