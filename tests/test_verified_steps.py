@@ -69,8 +69,8 @@ def make(run_dir, *, num_devices=2, **options):
     num_devices = 1 if config.distribution.strategy == "single" else num_devices
     devices = Devices(CPUS[:num_devices], simulated=num_devices > 1)
     run_dir.mkdir(exist_ok=True)
-    loop = Training(config, devices, dataset(), run_dir)
-    loop.verifier = create_step_verifier(loop.spec, loop.strategy, run_dir)
+    verifier = functools.partial(create_step_verifier, run_dir)
+    loop = Training(config, devices, dataset(), run_dir, create_step_check=verifier)
     loop.start(find_checkpoint(run_dir))
     assert loop.strategy.num_devices == num_devices
     return loop

@@ -1,6 +1,7 @@
 """`train`: runs one training in one directory."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -156,8 +157,8 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         from app.training.loop import Training
         from app.verification.step_verifier import create_step_verifier
 
-        training = Training(config, prepared, dataset, path, on_progress)
-        training.verifier = create_step_verifier(training.spec, training.strategy, path)
+        verifier = functools.partial(create_step_verifier, path)
+        training = Training(config, prepared, dataset, path, on_progress, verifier)
         training.start(None if config.output.overwrite else find_checkpoint(path))
         run_directory.start(overwrite=config.output.overwrite)
         console.log(f"Kernels of the CPU: {training.cpu_kernels}")
@@ -190,8 +191,8 @@ def _assist(config: Config) -> None:
             from app.training.loop import Training
             from app.verification.step_verifier import create_step_verifier
 
-            training = Training(config, prepared, dataset, None, on_progress)
-            training.verifier = create_step_verifier(training.spec, training.strategy, None)
+            verifier = functools.partial(create_step_verifier, None)
+            training = Training(config, prepared, dataset, None, on_progress, verifier)
             training.start(None)
             console.say(f"worker {workers.index}: training; worker 0 prints and saves the results")
             training.assist()

@@ -5,7 +5,6 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -25,13 +24,11 @@ from app.training.fault_injection import inject_data_fault, inject_fault
 from app.training.memory_guard import naming_out_of_memory
 from app.training.optimizers import last_learning_rate
 from app.training.run_writer import RunWriter
+from app.training.step_check import CreateStepCheck
 from app.training.training_spec import TrainingSpec
 from app.training.training_state import TrainingState, after_epoch
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
-
-if TYPE_CHECKING:  # The verifier belongs to a higher layer, which hands it to the loop.
-    from app.verification.step_verifier import StepVerifier
 
 # The number of steps of a compiled call grows until it takes this long, so that the bar is updated
 # and the host is mostly idle.
@@ -52,12 +49,12 @@ class Training:
         dataset: the data.
         run_dir: the run directory, locked; None for a worker other than the chief.
         on_progress: called whenever there is progress.
+        create_step_check: creates what verifies steps while they are trained; None for none.
 
     Attributes:
         dataset: the data.
         spec: batches, steps and learning rate.
         strategy: the strategy, with the model and the optimizer.
-        verifier: records and checks steps; None, unless the caller sets one before `run`.
 
     Raises:
         ConfigError: the strategy cannot run like this, or the fault has no effect.
@@ -72,6 +69,7 @@ class Training:
         dataset: ImageDataset,
         run_dir: pathlib.Path | None,
         on_progress: Callable[[], None] = lambda: None,
+        create_step_check: CreateStepCheck = lambda spec, strategy: None,
     ) -> None:
         self._config, self.dataset = config, dataset
         self._run_dir, self._on_progress = run_dir, on_progress
@@ -88,7 +86,7 @@ class Training:
                 batch_sizes=self.spec.batch_sizes(),
                 num_steps=self.spec.num_steps,
             )
-        self.verifier: StepVerifier | None = None
+        self._step_check = create_step_check(self.spec, self.strategy)
         self._metadata = self.spec.metadata(self.strategy, devices)
         self._state = TrainingState(config, self.strategy, self._metadata)
         self._resumed: Checkpoint | None = None
@@ -185,8 +183,8 @@ class Training:
             self._iterator = self.strategy.distribute(self._batches())
             start = time.monotonic()
             self.strategy.train_steps(self._iterator, 0)
-            if self.verifier:
-                self.verifier.compile(self._iterator)
+            if self._step_check:
+                self._step_check.compile(self._iterator)
             self._state.add_compilation(time.monotonic() - start)
 
     def step(self, num_steps: int) -> StepTotals:
@@ -200,8 +198,8 @@ class Training:
             MismatchError: the step was verified and differs from the reference.
         """
         before, start = self._state.progress, time.monotonic()
-        if self.verifier:
-            totals, call_sec = self.verifier.train_steps(self._iterator, num_steps, before)
+        if self._step_check:
+            totals, call_sec = self._step_check.train_steps(self._iterator, num_steps, before)
             self._state.add_verification(time.monotonic() - start - call_sec)
         else:
             totals = self.strategy.train_steps(self._iterator, num_steps)
@@ -230,10 +228,10 @@ class Training:
         Raises:
             MismatchError: the step is wrong, and the training is configured to stop.
         """
-        if self.verifier is None or not self.verifier.is_due(before):
+        if self._step_check is None or not self._step_check.is_due(before):
             return
         start = time.monotonic()
-        finding = self.verifier.check(before)
+        finding = self._step_check.check(before)
         is_wrong = finding is not None
         self._state.add_verification(time.monotonic() - start, verified=1, wrong=int(is_wrong))
         if finding is None:
@@ -311,8 +309,8 @@ class Training:
         """Returns the number of steps of the next compiled call."""
         progress = self._state.progress
         num_steps = self._state.checkpoints.num_steps_before_next(progress)
-        if self.verifier:
-            num_steps = min(num_steps, self.verifier.num_steps_before_next(progress))
+        if self._step_check:
+            num_steps = min(num_steps, self._step_check.num_steps_before_next(progress))
         return min(num_steps, self._num_steps_in_time())
 
     def _num_steps_in_time(self) -> int:

@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from app.records.files import io_errors_as, remove
 from app.records.run_metadata import Progress
 from app.runtime import console
 from app.runtime.errors import ConfigError, LockstepError
+from app.training.step_check import StepFinding
 from app.training.training_spec import TrainingSpec
 from app.verification.recorder import SendTime, StepRecorder, check_repeatable, find_straggler
 from app.verification.strategy_oracle import StrategyOracle
@@ -40,30 +41,15 @@ _STEPS_PER_END = 200
 _STRAGGLER_STEPS = 8  # Number of last recorded steps in all of which a straggler must be late.
 
 
-class StepFinding(NamedTuple):
-    """Describes what is wrong with a step.
-
-    Attributes:
-        text: cause, step, kind, tensor, replica and size of the mismatch, in one line.
-        before: state before the step, as in a checkpoint; None if copies of the weights differed
-            before the step, or on a worker other than the chief.
-        per_shard_statistics: BatchNorm statistics before the step.
-    """
-
-    text: str
-    before: State | None
-    per_shard_statistics: list[list[np.ndarray]]
-
-
 def create_step_verifier(
-    spec: TrainingSpec, strategy: Strategy, run_dir: pathlib.Path | None
+    run_dir: pathlib.Path | None, spec: TrainingSpec, strategy: Strategy
 ) -> "StepVerifier | None":
     """Creates the verifier of steps; None if no step is to be verified or can be.
 
     Args:
+        run_dir: directory for the trace of a mismatch; None on a worker other than the chief.
         spec: specification of the training.
         strategy: a built strategy; its observer may inject a fault.
-        run_dir: directory for the trace of a mismatch; None on a worker other than the chief.
 
     Raises:
         ConfigError: `--verify_every` is set, but the steps cannot be verified.
