@@ -80,7 +80,7 @@ def wait_until(condition):
 
 
 def wait_for_checkpoint(out):
-    wait_until(lambda: (out / "checkpoints" / "step-00000005-epoch-0000").exists())
+    wait_until(lambda: (out / "checkpoints" / "step-00000005-epoch-0000.safetensors").exists())
 
 
 def is_alive(pid):

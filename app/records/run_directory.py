@@ -37,6 +37,7 @@ _RECORDS = (
     "report.html",
 )
 _WRITTEN_BY = {"written_by": "lockstep"}
+_RESOLVED_LATER = ("learning_rate", "num_train_examples")  # As `RunMetadata.resolved` has them.
 
 
 def check_same_run(
@@ -79,9 +80,6 @@ def check_same_run(
             " choose another directory, or --overwrite to start from scratch"
         )
     return changes
-
-
-_RESOLVED_LATER = ("learning_rate", "num_train_examples")  # As `RunMetadata.resolved` has them.
 
 
 def _shown(value: object) -> str:
