@@ -22,8 +22,21 @@ _LISTED = 4
 _FEW = 4  # Numbers of which chance makes each a whole multiple, within rounding, in one of 10,000.
 
 
-def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> tuple[str, str]:
-    """Explains one wrong gradient independently of other replicas and tensors."""
+def why_tensor(
+    actual: Any,
+    expected: Any,
+    limit: float,
+    num_replicas: int,
+    of_device: tuple[str, str] | None = None,
+) -> tuple[str, str]:
+    """Explains one wrong gradient independently of other replicas and tensors.
+
+    Args:
+        actual, expected: the arrays.
+        limit: Euclidean distance that rounding can cause.
+        num_replicas: number of replicas.
+        of_device: what explains the part of one device; comes before its rows and columns.
+    """
     a, e = dense(actual), dense(expected)
     if a.shape != e.shape:
         return "unexplained", f"the gradient has shape {a.shape}, not {e.shape}"
@@ -70,7 +83,7 @@ def why_tensor(actual: Any, expected: Any, limit: float, num_replicas: int) -> t
             return "quantised", f"the gradient is rounded to whole multiples, in {bits} bits"
     if length(a - to_signs(e)) <= limit:
         return "quantised", "the gradient has the signs of the right one, and its mean size"
-    return why_part(a, e, limit) or ("unexplained", unknown)
+    return of_device or why_part(a, e, limit) or ("unexplained", unknown)
 
 
 def why_part(actual: Any, expected: Any, limit: float) -> tuple[str, str] | None:

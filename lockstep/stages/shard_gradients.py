@@ -137,9 +137,7 @@ def _compare(
 
     def why(name: str) -> tuple[str, str]:
         asked = actual[name], expected[name], limits[name]
-        alone = why_tensor(*asked, len(context.shards))
-        of_part = factor_of_part(context, *asked) if alone[0] == "unexplained" else None
-        return of_part or alone
+        return why_tensor(*asked, len(context.shards), factor_of_part(context, *asked))
 
     chosen, left = choose(actual, left, rows, bound, right=expected)
     for row, names, _ in [*chosen, *explained_apart(left, why)]:
