@@ -174,14 +174,14 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
     """Compares the inputs of all steps, ignoring the order within a step and the replica.
 
     Returns:
-        Number of a step → why its inputs differ; None if a trace has no inputs, or if their first
-        axis is not the examples.
+        Number of a step → why its inputs differ; None if no step is in both, a trace has no inputs,
+        or if their first axis is not the examples.
     """
     if has_examples_second(first, second):
         return None
     both = list(common_steps(first, second))
     counted = _counted([(inputs_of(own), inputs_of(other)) for own, other in both])
-    if not all(map(all, counted)):
+    if not counted or not all(map(all, counted)):
         return None
     steps = [
         StepInputs(given, used, own, other)

@@ -187,10 +187,30 @@ def _why(
     if np.isfinite(times) and fits(by_share, times):  # With that of its rounding.
         text = f"moving statistics change {times:.4g} times as much as they should"
         return "other_batch_norm_momentum", text
+    times, by_count = _of_other_count(left, before, own, wrong)
+    if times > 0 and fits(by_count, times):
+        return "wrong_count", f"the statistics of the batch count {times:.4g} times, not once"
     return (
         "unexplained",
         "moving statistics or seeds differ from those of one device for the replica's examples",
     )
+
+
+def _of_other_count(
+    left: Named, before: Named, own: Named, wrong: Sequence[str]
+) -> tuple[float, Named]:
+    """Returns how often a batch counts in moving statistics, and what these are then; 0 if unknown.
+
+    A batch adds own - m * before, with a momentum m that fits; so that the right statistics and
+    those before have two factors, which are solved.
+    """
+    terms = [np.concatenate([dense(s[n]).ravel() for n in wrong]) for s in (own, before, left)]
+    if np.count_nonzero(terms[2]) < 4:
+        return 0.0, {}
+    (times, kept), *_ = np.linalg.lstsq(np.stack(terms[:2], axis=1), terms[2], rcond=None)
+    is_momentum = abs(times - 1) > _CLOSE and 0 <= kept / (1 - times) <= 1
+    counted = {n: times * dense(own[n]) + kept * dense(before[n]) for n in wrong}
+    return (float(times), counted) if is_momentum else (0.0, {})
 
 
 def _averages(context: Context) -> Iterator[Finding]:

@@ -252,7 +252,7 @@ LAYERS = {
     ),
     # `SyncBatchNorm` corrects the moving variance by n / (n - 1) of a replica's own values.
     "sync_batch_norm_count": Case(
-        "pytorch/pytorch/issues/22192", "statistics", "local_statistics", tensors="moving_variance",
+        "pytorch/pytorch/issues/22192", "statistics", "wrong_count", tensors="moving_variance",
         wrong=Program(lambda: summed(Unbiased(synchronized=True)), uneven),
         right=Program(lambda: summed(layers.BatchNormalization(synchronized=True)), uneven),
     ),
