@@ -208,7 +208,8 @@ def _of_other_count(
     if np.count_nonzero(terms[2]) < 4:
         return 0.0, {}
     (times, kept), *_ = np.linalg.lstsq(np.stack(terms[:2], axis=1), terms[2], rcond=None)
-    is_momentum = abs(times - 1) > _CLOSE and 0 <= kept / (1 - times) <= 1
+    # With a momentum of 0, it is a factor of the whole.
+    is_momentum = abs(times - 1) > _CLOSE and _CLOSE < kept / (1 - times) <= 1
     counted = {n: times * dense(own[n]) + kept * dense(before[n]) for n in wrong}
     return (float(times), counted) if is_momentum else (0.0, {})
 
