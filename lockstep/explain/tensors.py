@@ -75,6 +75,12 @@ def why_tensor(
             "clipped_before_the_sum",
             f"the gradient's elements are clipped to values of {largest:.4g}",
         )
+    cause = _why_rounded(a, e, limit) or of_device or why_part(a, e, limit)
+    return cause or ("unexplained", unknown)
+
+
+def _why_rounded(a: np.ndarray, e: np.ndarray, limit: float) -> tuple[str, str] | None:
+    """Explains a gradient that is rounded to fewer bits; None if it is not."""
     for name, bits in (("bfloat16", 16), ("float16", 13)):
         if has_short_mantissa(a, bits) and length(a - e) <= 2.0 ** (bits - 23) * length(e):
             return "reduced_precision", f"the gradient is rounded to {name}"
@@ -83,7 +89,7 @@ def why_tensor(
             return "quantised", f"the gradient is rounded to whole multiples, in {bits} bits"
     if length(a - to_signs(e)) <= limit:
         return "quantised", "the gradient has the signs of the right one, and its mean size"
-    return of_device or why_part(a, e, limit) or ("unexplained", unknown)
+    return None
 
 
 def why_part(actual: Any, expected: Any, limit: float) -> tuple[str, str] | None:
