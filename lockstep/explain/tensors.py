@@ -110,7 +110,9 @@ def why_part(actual: Any, expected: Any, limit: float) -> tuple[str, str] | None
     if not np.any(own):
         return "frozen", f"the gradient is 0 in {shown}, and right elsewhere"
     factor = factor_of([own], [right])
-    if np.count_nonzero(right) >= _FEW and length(own - factor * right) <= abs(factor) * limit:
+    is_clear = limit <= NOTHING_BUT_ROUNDING * length(own - right)  # Else, a factor fits rounding.
+    is_factor = length(own - factor * right) <= abs(factor) * limit
+    if is_clear and is_factor and np.count_nonzero(right) >= _FEW:
         times = f"{factor:.4g} times what it should be"
         return "scaled_gradient", f"the gradient is {times} in {shown}, and right elsewhere"
     return "unexplained", (
