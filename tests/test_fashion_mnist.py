@@ -59,6 +59,13 @@ def test_a_file_that_unpacks_without_end_is_cut_off(folder, monkeypatch):
         load(folder)
 
 
+@pytest.mark.parametrize("extra", [b"\0", bytes(783)])
+def test_a_file_with_a_part_of_an_image_is_refused(folder, extra):
+    write(folder, TRAIN_IMAGES, idx_bytes(np.zeros((30, 28, 28), np.uint8)) + extra)
+    with pytest.raises(DataError, match="bytes that begin with 00000803 0000001e"):
+        load(folder)
+
+
 def test_only_data_that_is_missing_is_replaced(folder):
     """Generated images take the place of missing ones, and of nothing else."""
     with pytest.raises(DataError) as refusal:

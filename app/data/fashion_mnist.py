@@ -91,8 +91,8 @@ def _parse_idx(content: bytes, path: object, *, is_images: bool) -> np.ndarray:
     image_shape = IMAGE_SHAPE[:2] if is_images else ()
     header_bytes = 8 + 4 * len(image_shape)
     array = np.frombuffer(content[header_bytes:], np.uint8)
-    count = array.size // math.prod(image_shape)
-    if content != _idx_header((count, *image_shape)) + array.tobytes() or not count:
+    count, rest = divmod(array.size, math.prod(image_shape))
+    if rest or not count or content[:header_bytes] != _idx_header((count, *image_shape)):
         kind = "images of 28 x 28" if is_images else "labels"
         expected = f"{_idx_header((0, *image_shape))[:4].hex()}, their number N"
         expected += ", 28, 28 and 784 N bytes" if is_images else " and N bytes"
