@@ -347,11 +347,13 @@ class Context(Step):
     def _passes(self) -> str:
         """How the step's gradients were reduced, as a recorder of PyTorch saw it; "" if unknown."""
         about = self.trace.about
-        passes = about.passes[self.position] if about.passes else ()
         if self.trace.mesh:
             return "mesh" if about.framework == "torch" else ""
-        if not passes:
+        if not about.passes:
             return ""
+        passes = about.passes[self.position]
+        if not passes:  # Parts of the model are called.
+            return "" if about.reduction else "no wrapper"
         return "module" if "module" in passes else passes[-1] or "no wrapper"
 
     def measure(
