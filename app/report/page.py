@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from app.records.files import io_errors_as, make_directory, read_json, write_file
@@ -107,7 +107,7 @@ def find_records(directories: Sequence[pathlib.Path]) -> list[Record]:
 def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, dict]]:
     """Yields path, command and configuration of a run; for a comparison, also of its trainings."""
     config = load_run_config(path)  # Raises the missing file.
-    strategies = str(config.get("strategy")).split(",")
+    strategies = _strategies_of(config)
     if config.get("command") in _MEASURED:
         yield path, config["command"], config
     elif len(strategies) > 1 or (path / "compare.json").exists():
@@ -118,6 +118,11 @@ def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, di
                 yield child, "train", load_run_config(child)
     else:
         yield path, "train", config
+
+
+def _strategies_of(config: Mapping[str, Any]) -> list[str]:
+    """Returns the strategy of a training, or those of a comparison."""
+    return str(config.get("strategy")).split(",")
 
 
 def _runs_in(path: pathlib.Path) -> list[pathlib.Path]:
@@ -149,14 +154,8 @@ def _shown(name: str) -> str:
 
 
 def _render(records: Sequence[Record]) -> str:
-    trainings = [record for record in records if record.command == "train"]
-    sections = [_section(record) for record in records if record not in trainings]
     caveats: dict[str, list[str]] = {}
-    for section in sections:
-        for caveat in section.result.caveats:
-            caveats.setdefault(caveat, []).append(section.title)
-    if trainings:
-        sections.append(_trainings(trainings, caveats))
+    sections = _sections(records, caveats)
     names = ", ".join(record.label for record in records)
     made = time.strftime("%Y-%m-%d %H:%M:%S %z")
     body = [html.paragraph(f"Made {made} from {names}.", "quiet")]
@@ -170,6 +169,36 @@ def _render(records: Sequence[Record]) -> str:
     return html.document(f"Lockstep report: {names}", "Lockstep report", body)
 
 
+def _sections(records: Sequence[Record], caveats: dict[str, list[str]]) -> list[Section]:
+    """Returns a section for each command, and one for all other trainings; adds their caveats."""
+    sections = list[Section]()
+    trainings = [record for record in records if record.command == "train"]
+    for record in records:
+        if record.command == "train":
+            continue
+        section = _section(record)
+        for caveat in section.result.caveats:
+            caveats.setdefault(caveat, []).append(section.title)
+        sections.append(section)
+        if record.command == "compare":
+            paths = [record.path / name for name in _strategies_of(record.config)]
+            own = [each for each in trainings if each.path in paths]
+            trainings = [each for each in trainings if each not in own]
+            sections[-1] = _with_trainings(section, own, caveats) if own else section
+    return [*sections, _trainings(trainings, caveats)] if trainings else sections
+
+
+def _with_trainings(
+    comparison: Section, records: Sequence[Record], caveats: dict[str, list[str]]
+) -> Section:
+    """Adds lines, curves and settings of its trainings to the section of a comparison."""
+    own, result = _trainings(records, caveats), comparison.result
+    has_table = any(isinstance(block, Table) for block in result.blocks)
+    blocks = [each for each in own.result.blocks if not (has_table and isinstance(each, Table))]
+    result = Result([*result.verdicts, *own.result.verdicts], [*result.blocks, *blocks])
+    return dataclasses.replace(own, title=comparison.title, result=result)
+
+
 def _html_of(section: Section) -> str:
     """Returns a section as HTML: results, figure and settings."""
     lines = ["<section>", f"<h2>{html.text_of(section.title)}</h2>"]
@@ -177,7 +206,7 @@ def _html_of(section: Section) -> str:
         if isinstance(block, Table):
             lines.append(_table(block))
         elif isinstance(block, Facts):
-            lines.append(html.facts_list(block.title, block.facts))
+            lines.append(html.facts_list(block.title or "Set-up", block.facts))
         elif block:
             lines.append(html.paragraph(block))
     if section.figure:
