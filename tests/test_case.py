@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from app.devices.device_setup import Devices
 from app.options import Config
-from app.runtime.errors import ConfigError, DataError
+from app.runtime.errors import ConfigError, DataError, OutputError
 from app.verification.case_data import CaseData
 from app.verification.case_file import CaseFile
 from app.verification.case_training import CaseTraining
@@ -284,6 +284,15 @@ def test_a_state_that_is_not_restored_is_named(write, monkeypatch, is_restored):
     names = {variable.name for variable in training.variables} - {"learning_rate"}
     differing = training.resume()
     assert {name.rpartition("/")[2] for name in differing} == (set() if is_restored else names)
+
+
+def test_a_recording_that_cannot_be_written_is_one_line(write, tmp_path):
+    path = write(MODEL + DATA)
+    case, config = CaseFile(path), Config.of("verify", case=str(path), global_batch_size=4)
+    data = CaseData(case, 4, 1)
+    training = CaseTraining(case, data, config, Devices(CPUS[:1], simulated=False), "single")
+    with pytest.raises(OutputError, match="No such file or directory; choose another directory"):
+        training.record(data.part(data.steps), tmp_path / "missing" / "1.npz")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,8 @@ import tensorflow as tf
 from app.devices.device_setup import Devices
 from app.options import Config
 from app.options.names import KERAS_FIT
-from app.runtime.errors import ConfigError, OutputError
+from app.records.files import write_error
+from app.runtime.errors import ConfigError
 from app.verification.case_data import CaseData, Part
 from app.verification.case_evaluation import compare_evaluation, no_warning_of_the_end
 from app.verification.case_file import CaseFile
@@ -108,7 +109,12 @@ class CaseTraining:
         return self._case.distribute(self._strategy, self._config.training.global_batch_size)
 
     def record(self, part: Part, path: pathlib.Path) -> Trace:
-        """Records `fit` on the dataset of a part, in a file, with memory for one step."""
+        """Records `fit` on the dataset of a part, in a file, with memory for one step.
+
+        Raises:
+            ConfigError: the training cannot be recorded, or does not reach the steps.
+            DiskFullError, OutputError: the file cannot be written.
+        """
         try:
             recorder = Recorder(self.model, steps=part.wanted)
         except ValueError as error:
@@ -129,10 +135,9 @@ class CaseTraining:
                 f"{self._flag}: fit did not reach {part.steps[0].name}; return the same number of"
                 " batches from data() and distribute()"
             )
-        try:
-            return trace_file.load(path)
-        except trace_file.TraceError as error:  # The recorder has printed why, as for a full disk.
-            raise OutputError(f"{error}; choose another directory with --out") from error
+        if recorder.output_error:
+            raise write_error(path, recorder.output_error)
+        return trace_file.load(path)
 
     def check(self, part: Part, trace: Trace, begin_step: Callable[[str], None]) -> Verdict:
         """Compares each step of a part with one device.
