@@ -36,11 +36,12 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The part of the page about one or several records."""
+    """The part of the page about one or several records; `caveats` has their names."""
 
     title: str
     result: Result
     settings: Table
+    caveats: Mapping[str, Sequence[str]]
     figure: bytes | None = None
 
 
@@ -154,8 +155,10 @@ def _shown(name: str) -> str:
 
 
 def _render(records: Sequence[Record]) -> str:
-    caveats: dict[str, list[str]] = {}
-    sections = _sections(records, caveats)
+    sections, caveats = _sections(records), dict[str, list[str]]()
+    for section in sections:
+        for text, labels in section.caveats.items():
+            caveats.setdefault(text, []).extend(labels)
     names = ", ".join(record.label for record in records)
     made = time.strftime("%Y-%m-%d %H:%M:%S %z")
     body = [html.paragraph(f"Made {made} from {names}.", "quiet")]
@@ -169,34 +172,33 @@ def _render(records: Sequence[Record]) -> str:
     return html.document(f"Lockstep report: {names}", "Lockstep report", body)
 
 
-def _sections(records: Sequence[Record], caveats: dict[str, list[str]]) -> list[Section]:
-    """Returns a section for each command, and one for all other trainings; adds their caveats."""
+def _sections(records: Sequence[Record]) -> list[Section]:
+    """Returns a section for each command, and one for all other trainings."""
     sections = list[Section]()
     trainings = [record for record in records if record.command == "train"]
     for record in records:
         if record.command == "train":
             continue
-        section = _section(record)
-        for caveat in section.result.caveats:
-            caveats.setdefault(caveat, []).append(section.title)
-        sections.append(section)
+        section, own = _section(record), list[Record]()
         if record.command == "compare":
             paths = [record.path / name for name in _strategies_of(record.config)]
             own = [each for each in trainings if each.path in paths]
             trainings = [each for each in trainings if each not in own]
-            sections[-1] = _with_trainings(section, own, caveats) if own else section
-    return [*sections, _trainings(trainings, caveats)] if trainings else sections
+        sections.append(_with_trainings(section, own) if own else section)
+    return [*sections, _trainings(trainings)] if trainings else sections
 
 
-def _with_trainings(
-    comparison: Section, records: Sequence[Record], caveats: dict[str, list[str]]
-) -> Section:
+def _with_trainings(comparison: Section, records: Sequence[Record]) -> Section:
     """Adds lines, curves and settings of its trainings to the section of a comparison."""
-    own, result = _trainings(records, caveats), comparison.result
+    own, result = _trainings(records), comparison.result
     has_table = any(isinstance(block, Table) for block in result.blocks)
     blocks = [each for each in own.result.blocks if not (has_table and isinstance(each, Table))]
-    result = Result([*result.verdicts, *own.result.verdicts], [*result.blocks, *blocks])
-    return dataclasses.replace(own, title=comparison.title, result=result)
+    return dataclasses.replace(
+        own,
+        title=comparison.title,
+        result=Result([*result.verdicts, *own.result.verdicts], [*result.blocks, *blocks]),
+        caveats={**comparison.caveats, **own.caveats},
+    )
 
 
 def _html_of(section: Section) -> str:
@@ -234,12 +236,13 @@ def _section(record: Record) -> Section:
         else:
             result = Result(blocks=["Not finished: there is no result yet."])
         drawn = figure.read_bytes() if figure.is_file() and not figure.is_symlink() else None
-    return Section(record.label, result, settings_table({record.label: settings}), drawn)
+    caveats = {caveat: [record.label] for caveat in result.caveats}
+    return Section(record.label, result, settings_table({record.label: settings}), caveats, drawn)
 
 
-def _trainings(records: Sequence[Record], caveats: dict[str, list[str]]) -> Section:
-    """Returns the section of all trainings, and adds their caveats."""
-    summaries, drawn, settings = {}, {}, {}
+def _trainings(records: Sequence[Record]) -> Section:
+    """Returns the section of some trainings."""
+    summaries, drawn, settings, caveats = {}, {}, {}, dict[str, list[str]]()
     for record in records:
         name = record.label
         summary, history = load_summary(record.path), load_history(record.path)
@@ -264,7 +267,7 @@ def _trainings(records: Sequence[Record], caveats: dict[str, list[str]]) -> Sect
 
             figure = render(draw_accuracy(drawn), "svg")
     title = records[0].label if len(records) == 1 else "Trainings"
-    return Section(title, result, table, figure)
+    return Section(title, result, table, caveats, figure)
 
 
 @contextlib.contextmanager
