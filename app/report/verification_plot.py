@@ -51,33 +51,41 @@ def _draw(
     measured: Mapping[str, Sequence[Measurement]], step_names: Sequence[str], result: Result
 ) -> Figure:
     rows = {name: _lines(own) for name, own in measured.items()}
-    worst: dict[str, float] = {}
-    for lines_of in rows.values():
-        for stage, lines in lines_of.items():
-            largest = max(share for line in lines for _, share in line)
-            worst[stage] = max(worst.get(stage, 0.0), largest)
+    worst = _largest(rows.values())
     stages = {stage: title for stage, title in _PANELS.items() if stage in worst}
     stages |= {stage: stage for stage, share in worst.items() if stage not in stages and share > 1}
     stages = stages or {stage: stage for stage in worst}
-    size = 2.6 * len(stages) + 0.8, 2.3 * len(rows) + 1.5
-    figure = Figure(figsize=size, layout="constrained")
+    ticks, letters = _ticks(step_names, max(m.step for own in measured.values() for m in own))
+    width = 2.6 * len(stages) + 0.8
+    told = [*result.caveats, *(sentence for _, sentence in result.verdicts)]
+    title = _wrapped(told, min(110, int(12 * width)))
+    notes = _wrapped(_notes(result, letters), min(140, int(14.5 * width)))
+    height = 2.2 * len(rows) + 0.25 * title.count("\n") + 0.18 * notes.count("\n") + 1.0
+    figure = Figure(figsize=(width, height), layout="constrained")
     panels = figure.subplots(len(rows), len(stages), sharex=True, sharey=True, squeeze=False)
     for row, (name, lines_of) in zip(panels, rows.items(), strict=True):
         for axes, stage in zip(row, stages, strict=True):
             _draw_panel(axes, lines_of.get(stage, []))
         row[0].set_ylabel(f"{_plain(name)}\ndifference / allowed")
     panels[0, 0].set_ylim(_FLOOR / 2, max(10, 5 * max(worst.values())))  # Shared by all panels.
-    for axes, title in zip(panels[0], stages.values(), strict=True):
-        axes.set_title(title, fontsize=9)
-    ticks, legend = _ticks(step_names, max(m.step for own in measured.values() for m in own))
+    for axes, stage_title in zip(panels[0], stages.values(), strict=True):
+        axes.set_title(stage_title, fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("step")
         axes.set_xticks(list(ticks), list(ticks.values()))
-    told = [*result.caveats, *(sentence for _, sentence in result.verdicts)]
-    set_title(figure, _wrapped(told, min(110, int(12 * size[0]))))
-    notes = _wrapped(_notes(result, legend), min(140, int(14.5 * size[0])))
+    set_title(figure, title)
     figure.supxlabel(notes, fontsize=9, color="0.25", ha="left", x=0.01, linespacing=1.4)
     return figure
+
+
+def _largest(rows: Iterable[Mapping[str, Sequence[Line]]]) -> dict[str, float]:
+    """Returns stage → the largest fraction of what rounding allows."""
+    worst: dict[str, float] = {}
+    for lines_of in rows:
+        for stage, lines in lines_of.items():
+            largest = max(share for line in lines for _, share in line)
+            worst[stage] = max(worst.get(stage, 0.0), largest)
+    return worst
 
 
 def _lines(measured: Sequence[Measurement]) -> dict[str, list[Line]]:
