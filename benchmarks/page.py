@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from app.performance import interval
-from app.report.plot_style import LOOKS, STYLE, save_figure
+from app.report.plot_style import LOOKS, STYLE, save_figure, set_title
 from app.runtime import processor
 from app.runtime.versions import CPU_KERNELS
 from parts import OWN, PARTS, PEERS
@@ -118,7 +118,7 @@ def plot_ratios(machine: str, results: dict[str, Any], path: pathlib.Path) -> No
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel("ratio of times; left of 1 is faster")
     axes.grid(axis="x")
-    figure.suptitle(f"{machine}, shared by all devices of a program")
+    set_title(figure, f"{machine}, shared by all devices of a program")
     save_figure(figure, path.parent, path.stem)
 
 

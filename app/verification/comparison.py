@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from app.verification.output import DIFFERENT, EQUAL, IDENTICAL, OTHER_TRAINING, Pair
-from lockstep.data.trace import STATISTIC, WEIGHT, About, Trace
+from lockstep.data.trace import OF_COPIES, STATISTIC, WEIGHT, About, Trace
 from lockstep.numeric.arrays import Named, all_same_bits, relative_norm, same_bits
 
 _OF_SHARDS = ("data", "y_pred", "loss", "raw", "own_before", "own_after")
-_OF_COPIES = ("before", "sums", "after")
 
 
 def largest_difference(
@@ -54,7 +53,7 @@ def compare_traces(
     """
     first, second = traces
     by_shard = first.about.shards == second.about.shards
-    kinds = (*_OF_SHARDS, *_OF_COPIES) if by_shard else _OF_COPIES
+    kinds = (*_OF_SHARDS, *OF_COPIES) if by_shard else OF_COPIES
     if all(
         _have_same_bits(first, second, position, kind)
         for position in range(len(first.steps))
