@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from app.options import Config
-from app.options.rules import num_framework_replicas
 from app.records.checkpoint import (
     Checkpoint,
     find_newest_checkpoint,
@@ -106,7 +105,7 @@ def _checkpoint(
     history = _history(own.progress.history, measured["epochs"], num_examples)
     history[-1] = dataclasses.replace(history[-1], weights_sha256=weights_sha256(state))
     total_sec = sum(each.epoch_sec + each.evaluation_sec for each in history)
-    framework, num_replicas = FRAMEWORKS[name], num_framework_replicas(config)
+    framework, num_replicas = FRAMEWORKS[name], config.num_framework_replicas
     jit_compile = framework.package == "jax"
     versions = {n: v for n, v in own.metadata.versions.items() if n != CPU_KERNELS}  # TensorFlow's.
     metadata = dataclasses.replace(

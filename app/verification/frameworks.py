@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from app.options import Config
-from app.options.rules import num_framework_replicas
 from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError, DeviceError
 from app.runtime.subprocesses import Subprocess, child_environment, output_of
@@ -206,7 +205,7 @@ def _program_words(
     return [
         *(str(_ROOT / "frameworks" / framework.program), *framework.flags),
         f"--model={training.model}",
-        f"--{framework.flag_of_replicas}={num_framework_replicas(config)}",
+        f"--{framework.flag_of_replicas}={config.num_framework_replicas}",
         f"--global_batch_size={training.global_batch_size}",
         f"--learning_rate={files.learning_rate!r}",
         f"--last_batch={training.last_batch}",
@@ -253,5 +252,5 @@ def record_framework(
         has_batch_norm = any("/moving_" in name for name in start)
         syncs_batch_norm = framework.syncs_batch_norm and has_batch_norm
         convert(script, path, start, syncs_batch_norm=syncs_batch_norm)
-    num_replicas = num_framework_replicas(config)
+    num_replicas = config.num_framework_replicas
     return Recorded(framework.device_names(num_replicas), num_replicas > 1)

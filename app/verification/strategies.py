@@ -64,6 +64,7 @@ def _verify_each(
     """
     names, num_steps = config.distribution.strategies, config.verification.steps
     runs = dict[str, Run]()
+    faulty = faulty_strategy(config)
     # The messages of the process that imports TensorFlow cannot be shown.
     if has_server := config.output.verbosity < 0:
         start_tensorflow_server()
@@ -76,7 +77,7 @@ def _verify_each(
             single = config.for_training(SINGLE, inject=None)
             files = call(write_training_files, single, num_steps, folder)
         for name in sorted(names, key=lambda name: name == SINGLE):
-            inject = config.verification.inject if name == config.faulty_strategy else None
+            inject = config.verification.inject if name == faulty else None
             child, path = config.for_training(name, inject=inject), traces / f"{name}.npz"
             if name not in (*FRAMEWORKS, MULTI_WORKER):
                 weights: Sequence[int] = ()
