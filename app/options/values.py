@@ -102,5 +102,9 @@ class Values:
         if "inject" in rows:
             fault = self.verification.fault
             fields["inject"] = fault.spec if fault else None
+        if self.is_comparison:
+            in_order = sorted(self.strategies, key=lambda name: name != SINGLE)
+            fields["strategy"] = ",".join(in_order)
+            fields["num_replicas"] = self.num_devices_of_all_workers  # For data parallelism.
         # Lists, as read back from a file.
         return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}

@@ -127,7 +127,7 @@ def write_training_files(
 
 
 def find_interpreters(names: Sequence[str]) -> dict[str, str]:
-    """Returns framework → the Python interpreter that runs it.
+    """Returns framework → the Python interpreter that runs it, for those among the names.
 
     `LOCKSTEP_TORCH_PYTHON` and `LOCKSTEP_JAX_PYTHON` name the interpreters; the default is the one
     that `make frameworks` installs.
@@ -135,7 +135,7 @@ def find_interpreters(names: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: the interpreter does not exist, or cannot import the framework.
     """
-    return {name: _find_interpreter(name, FRAMEWORKS[name]) for name in names}
+    return {name: _find_interpreter(name, FRAMEWORKS[name]) for name in names if name in FRAMEWORKS}
 
 
 def _find_interpreter(name: str, framework: Framework) -> str:

@@ -37,13 +37,8 @@ def verify_strategies(config: Config) -> dict[str, Run]:
         MismatchError: a step differs from the reference, or a replica is a straggler.
         DivergedError: every step is right, and the training diverges.
     """
-    interpreters = find_interpreters([n for n in config.distribution.strategies if n in FRAMEWORKS])
-    fields = {
-        **config.result_fields(),
-        "strategy": ",".join(config.distribution.strategies),
-        "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
-        "steps": config.verification.steps,
-    }
+    interpreters = find_interpreters(config.strategies)
+    fields = {**config.result_fields(), "steps": config.verification.steps}
 
     def verify(traces: pathlib.Path) -> Results:
         with io_errors_as(traces):
