@@ -76,6 +76,11 @@ def _check_command(config: Values) -> None:
                 " --verify_every=0, which verifies no step; leave one of them out"
             )
         check_shards(config, config.num_devices_of_all_workers)
+    if config.benchmark.repeats < names.MIN_ROUNDS:
+        raise ConfigError(
+            f"--repeats={config.benchmark.repeats} gives no verdict: the intervals of fewer than"
+            f" {names.MIN_ROUNDS} rounds are too narrow; use --repeats={names.MIN_ROUNDS} or more"
+        )
     if config.benchmark.breakdown:
         _check_breakdown(config)
     if config.command == "report" and not config.words.directories:

@@ -237,21 +237,21 @@ class Benchmark:
     """What is measured: every combination of the lists."""
 
     repeats: int = option(10,
-        f"Number of rounds, at least {names.MIN_ROUNDS} for a verdict; each round times every case"
-        " once.", ("benchmark",), bounds=(names.MIN_ROUNDS, 10_000))
+        f"Number of rounds, at least {names.MIN_ROUNDS}; each round times every case once.",
+        ("benchmark",), bounds=(1, 10_000), affects_result=True)
     breakdown: bool = option(False,
         "Show where the time of a step goes, and count the bytes between devices.",
-        ("benchmark",))
+        ("benchmark",), affects_result=True)
     model: tuple[str, ...] = option(("lenet",),
-        "Networks.", ("benchmark",), choices=names.MODEL_NAMES)
+        "Networks.", ("benchmark",), choices=names.MODEL_NAMES, affects_result=True)
     num_devices: tuple[int, ...] = option((1, 2),
         "Numbers of devices; multi_worker has one worker for each device.", ("benchmark",),
-        bounds=(1, names.MAX_DEVICES))
+        bounds=(1, names.MAX_DEVICES), affects_result=True)
     global_batch_size: tuple[int, ...] = option((256,),
         "Examples in a step, over all replicas.", ("benchmark",),
-        bounds=(1, names.NUM_TRAIN_EXAMPLES), alias="batch_size")
+        bounds=(1, names.NUM_TRAIN_EXAMPLES), alias="batch_size", affects_result=True)
     precision: tuple[str, ...] = option(("float32",),
-        "Precisions.", ("benchmark",), choices=names.PRECISIONS)
+        "Precisions.", ("benchmark",), choices=names.PRECISIONS, affects_result=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
