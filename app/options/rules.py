@@ -22,14 +22,18 @@ _CASE_OPTIONS = {
     *("case", "thorough", "steps", "strategies", "global_batch_size", "seed", "deterministic"),
     *("num_gpus", "device", "num_devices", "out", "overwrite", "keep_traces", "verbosity"),
 }
-_WORKER_OPTIONS = ("num_workers", "max_restarts", "start_timeout_sec")
-_FRAMEWORK_MODELS = ("lenet", "resnet18")
-# What the programs in frameworks/ compute.
-_FRAMEWORK_OPTIONS = {
-    "recipe": "d2l",
-    "precision": "float32",
-    "batch_norm": "average",
-    "jit_compile": False,
+# Option → the strategies that have it, for each that not all have.
+_STRATEGIES_OF = {
+    **{name: tuple(s for s in STRATEGIES if has_option(s, name)) for name in OPTIONS_OF_SOME},
+    **dict.fromkeys(("num_workers", "max_restarts", "start_timeout_sec"), (MULTI_WORKER,)),
+}
+# Option → its values that the programs in frameworks/ compute.
+_FRAMEWORK_OPTIONS: dict[str, tuple] = {
+    "model": ("lenet", "resnet18"),
+    "recipe": ("d2l",),
+    "precision": ("float32",),
+    "batch_norm": ("average",),
+    "jit_compile": (False,),
 }
 _EVEN_FRAMEWORKS = ("jax_jit", "jax_pmap")  # Their replicas have equally many examples.
 _SEE = "see docs/verify_your_own.md"
@@ -41,24 +45,17 @@ def check(config: Values) -> None:
     Raises:
         ConfigError: two options contradict each other, or one would have no effect.
     """
-    changed = config.changed()
     _check_devices(config)
     _check_data(config)
     if config.verification.case:
         _check_case(config)
         return
-    if "thorough" in changed:
+    if config.verification.thorough:
         raise ConfigError(f"--thorough needs --case=FILE; {_SEE}")
     if names.KERAS_FIT in config.strategies:
         raise ConfigError(f"--strategies={names.KERAS_FIT} needs verify --case=FILE; {_SEE}")
     _check_names(config)
     _check_frameworks(config)
-    for name in _WORKER_OPTIONS:
-        if name in changed and not config.has_workers:
-            raise ConfigError(
-                f"{shown_flag(name, changed[name])} needs the strategy {MULTI_WORKER}, got"
-                f" {', '.join(config.strategies)}; leave the flag out"
-            )
     _check_strategies(config)
     _check_fault(config)
     _check_command(config)
@@ -162,9 +159,8 @@ def _check_data(config: Values) -> None:
 def _check_strategies(config: Values) -> None:
     """Checks that each option belongs to one of the strategies."""
     chosen, changed = config.own_strategies, config.changed()
-    for name in OPTIONS_OF_SOME:
-        if name in changed and not any(has_option(strategy, name) for strategy in chosen):
-            owners = [strategy for strategy in STRATEGIES if has_option(strategy, name)]
+    for name, owners in _STRATEGIES_OF.items():
+        if name in changed and set(owners).isdisjoint(chosen):
             raise ConfigError(
                 f"{shown_flag(name, changed[name])} needs the strategy {_or(owners)}, got"
                 f" {', '.join(chosen)}; leave the flag out"
@@ -173,10 +169,10 @@ def _check_strategies(config: Values) -> None:
     for name in chosen:
         offered = ("auto", *ALL_REDUCE_ALGORITHMS.get(name, ()))
         if options.all_reduce not in offered and has_option(name, "all_reduce"):
-            owners = [n for n, a in ALL_REDUCE_ALGORITHMS.items() if options.all_reduce in a]
+            others = [n for n, a in ALL_REDUCE_ALGORITHMS.items() if options.all_reduce in a]
             raise ConfigError(
                 f"--all_reduce={options.all_reduce} is not available in {name}, only in"
-                f" {' and '.join(owners)}; choose {', '.join(offered)}"
+                f" {' and '.join(others)}; choose {', '.join(offered)}"
             )
     if options.all_reduce == "nccl" and options.device == "cpu":
         raise ConfigError("--all_reduce=nccl needs GPUs, got --device=cpu; use --all_reduce=auto")
@@ -351,16 +347,12 @@ def _check_frameworks(config: Values) -> None:
     shown, changed = ",".join(chosen), config.changed()
     if not config.own_strategies:
         raise ConfigError(f"--strategies={shown}: has no strategy to compare with; add single")
-    if config.training.model not in _FRAMEWORK_MODELS:
-        raise ConfigError(
-            f"--model={config.training.model} does not run in {chosen[0]}; use"
-            f" {' or '.join(_FRAMEWORK_MODELS)}"
-        )
-    for option, value in _FRAMEWORK_OPTIONS.items():
-        if option in changed:
+    for name, values in _FRAMEWORK_OPTIONS.items():
+        if changed.get(name, values[0]) not in values:
+            others = " or ".join(f"--{name}={value}" for value in values)
             raise ConfigError(
-                f"{shown_flag(option, changed[option])} does not run in {chosen[0]}; use"
-                f" --{option}={value}, or leave {shown} out of --strategies"
+                f"{shown_flag(name, changed[name])} does not run in {chosen[0]}; use {others}, or"
+                f" leave {shown} out of --strategies"
             )
     if config.distribution.num_gpus or config.distribution.device == "gpu":
         raise ConfigError(
