@@ -24,11 +24,11 @@ from small_models import (
     functional_network,
     momentum_sgd,
     network_with_dropout,
+    new_strategy,
     small_network,
     small_resnet,
 )
-from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES, load_strategy_class
-from strategies.options import StrategyOptions
+from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
 from walks import (
     NUM_STEPS,
     ROUNDING,
@@ -328,7 +328,7 @@ def one_device(network, optimizer):
 @pytest.mark.parametrize("name", PARALLEL)
 def test_replicas_start_from_the_weights_of_the_first_whatever_builds_them(name):
     """Without a seed each model that is built has weights of its own."""
-    strategy = load_strategy_class(name)(CPUS[:3])
+    strategy = new_strategy(name, 3)
     strategy.build(small_network, lambda: keras.optimizers.SGD(0.1))
     first, *others = strategy.states.per_copy()
     assert len(others) == strategy.num_copies - 1
@@ -438,10 +438,9 @@ def test_real_networks_with_empty_shards(network):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_all_reduce_that_is_unknown_is_refused_at_once(name):
-    strategy_class = load_strategy_class(name)
     for unknown in ("magic", *([] if name in ALL_REDUCE_ALGORITHMS else ["none"])):
         with pytest.raises(ValueError, match=f"strategy {name} must be one of .*, got {unknown}"):
-            strategy_class(CPUS[:1], StrategyOptions(all_reduce=unknown))
+            new_strategy(name, 1, all_reduce=unknown)
 
 
 @pytest.mark.parametrize("name", ["manual", "mirrored"])
@@ -462,7 +461,7 @@ def test_numbers_of_devices_and_weights_that_do_not_fit_are_refused():
         ("pipeline", 4, {"model_parallel": 3}, "--model_parallel=3 must divide the 4 devices"),
     ]:
         with pytest.raises(ValueError, match=told):
-            load_strategy_class(name)(CPUS[:num_devices], StrategyOptions(**options))
+            new_strategy(name, num_devices, **options)
 
 
 @pytest.mark.parametrize("name", ["mirrored", "multi_worker"])

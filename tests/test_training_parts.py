@@ -20,7 +20,7 @@ from app.training.training_spec import TrainingSpec
 from app.training.training_state import CheckpointSchedule, TrainingState, after_epoch
 from conftest import CPUS
 from models import MODELS
-from strategies import STRATEGIES, STRATEGY_OPTIONS
+from strategies import STRATEGIES
 from strategies.manual import ManualStrategy
 from strategies.step_totals import StepTotals
 from test_checkpoint import RUN_METADATA
@@ -117,7 +117,7 @@ def test_the_best_epoch_need_not_be_the_last(tmp_path):
     assert (summary.test_accuracy, summary.best_test_accuracy) == (0.6, 0.9)
 
 
-# Which strategy gets which options, and what is refused as it is built.
+# What is refused as a strategy is built.
 
 
 def build(strategy="manual", **options):
@@ -143,22 +143,3 @@ def test_a_model_that_cannot_be_split_is_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(STRATEGIES, "manual", f"{__name__}:Unable")
     with pytest.raises(ConfigError, match=r"^--num_devices=2 is more than 1 layer; use fewer devi"):
         build()
-
-
-@pytest.mark.parametrize("name", ["manual", "sharded", "pipeline", "tensor"])
-def test_a_strategy_is_given_its_own_options_and_no_others(monkeypatch, name):
-    given = {}
-
-    def record(**options):
-        given.update(options)
-
-    def refuse(self, devices, options, workers):
-        raise ValueError("that is all; continue")
-
-    monkeypatch.setattr("app.training.strategy_builder.StrategyOptions", record)
-    monkeypatch.setattr(Unable, "__init__", refuse)
-    monkeypatch.setattr(Unable, "name", name)
-    monkeypatch.setitem(STRATEGIES, name, f"{__name__}:Unable")
-    with pytest.raises(ConfigError, match=r"^that is all; continue$"):
-        build(name)
-    assert set(given) == {"label_smoothing", *STRATEGY_OPTIONS[name]}

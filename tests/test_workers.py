@@ -10,6 +10,7 @@ from app.devices import device_setup
 from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
 from app.options import Config
+from app.options.table import Distribution
 from app.runtime.errors import ConfigError
 from strategies.workers import Workers, split_bytes
 
@@ -146,7 +147,7 @@ def normalise(prepared):
     from app.training.replica_divergence import check_replica_divergence
     from strategies import load_strategy_class
 
-    strategy = load_strategy_class("multi_worker")(prepared.names, workers=prepared.workers)
+    strategy = load_strategy_class("multi_worker")(prepared.names, Distribution(), prepared.workers)
     results = train_with_batch_norm(strategy)
     own = results[1]
     after_reading = strategy.states.per_shard_statistics()
@@ -164,7 +165,7 @@ def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
     from conftest import CPUS  # A worker must not find devices made already.
     from strategies import load_strategy_class
 
-    expected = train_with_batch_norm(load_strategy_class("manual")(CPUS))
+    expected = train_with_batch_norm(load_strategy_class("manual")(CPUS, Distribution()))
     for _, results, _ in per_worker:
         totals, own, state, evaluated, logits, after_reading, averaged, given_back, divergence = (
             results

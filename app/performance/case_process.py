@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.devices import device_setup
-from app.options import rules
 from app.performance.case import Block, Case, Facts
 from app.performance.traffic import Traffic, count_traffic
 from app.runtime import console
@@ -43,9 +42,7 @@ def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.training_spec import TrainingSpec
 
-    dataset = load_data(case.config)
-    rules.check_shards(case.config, len(prepared.names), len(dataset.train_images))
-    spec = TrainingSpec(case.config, dataset)
+    spec = TrainingSpec(case.config, load_data(case.config))
     strategy = spec.build_strategy(prepared, all_reduce="none" if case.no_sync else None)
     run_all_reduce_self_test(strategy)
     batches = spec.batches() if case.reads_input else _repeat_one_batch(spec)

@@ -281,15 +281,7 @@ def _check_can_happen(fault: Fault, strategy: Strategy, batch_sizes: Collection[
     Raises:
         ConfigError: it has none.
     """
-    numbers = {
-        "parts": 1,
-        "replicas": strategy.num_replicas,
-        "shards": strategy.num_shards,
-        "copies": strategy.num_copies,
-        "micro-batches": strategy.shards_per_replica,
-        "devices of a replica": strategy.devices_per_replica,
-    }
-    fault.check(strategy.name, numbers[fault.kind.counts])
+    fault.check(strategy.name, strategy)
     if fault.name == "mean_of_means" and not any(
         len(set(_shard_sizes(strategy, n))) > 1 for n in batch_sizes
     ):

@@ -1,6 +1,6 @@
 """Builds a strategy from recipe, model and devices, and restores checkpoints."""
 
-from typing import Any
+import dataclasses
 
 import keras
 
@@ -11,9 +11,8 @@ from app.runtime.errors import CheckpointError, ConfigError
 from app.training.optimizers import initial_loss_scale
 from app.training.recipes import find_recipe
 from models import load_model_builder
-from strategies import STRATEGY_OPTIONS, load_strategy_class
+from strategies import load_strategy_class
 from strategies.base import Strategy
-from strategies.options import StrategyOptions
 
 
 def build_strategy(
@@ -86,32 +85,21 @@ def create_strategy(
         config: names the strategy and its options.
         devices: devices of the replicas.
         all_reduce: algorithm that replaces the one of `config`.
-        label_smoothing: see `StrategyOptions`.
+        label_smoothing: see `strategies.loss.shard_loss`.
 
     Raises:
         ConfigError: the strategy cannot run on these devices.
     """
-    own_options = _own_options(config, all_reduce or config.distribution.all_reduce)
-    options = StrategyOptions(label_smoothing=label_smoothing, **own_options)
+    options = config.distribution
+    if all_reduce:
+        options = dataclasses.replace(options, all_reduce=all_reduce)
     try:
-        return load_strategy_class(config.distribution.strategy)(
-            devices.names, options, devices.workers
+        return load_strategy_class(options.strategy)(
+            devices.names, options, devices.workers, label_smoothing=label_smoothing
         )
     except ValueError as error:
         advice = "" if ";" in str(error) else "; choose other devices or --all_reduce=auto"
         raise ConfigError(f"{error}{advice}") from error
-
-
-def _own_options(config: Config, all_reduce: str) -> dict[str, Any]:
-    """Returns the options that only some strategies have."""
-    dtype = config.distribution.communication_dtype
-    options = {
-        **vars(config.distribution),
-        "jit_compile": config.training.jit_compile,
-        "all_reduce": all_reduce,
-        "communication_dtype": None if dtype == "float32" else dtype,
-    }
-    return {name: options[name] for name in STRATEGY_OPTIONS.get(config.distribution.strategy, ())}
 
 
 def restore(strategy: Strategy, checkpoint: Checkpoint) -> None:

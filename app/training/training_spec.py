@@ -14,7 +14,7 @@ from app.data.input_pipeline import (
     train_dataset,
 )
 from app.devices.device_setup import Devices
-from app.options import Config
+from app.options import Config, rules
 from app.records.run_metadata import RunMetadata
 from app.runtime.errors import DataError
 from app.runtime.versions import versions
@@ -58,7 +58,11 @@ class TrainingSpec:
         Args:
             devices: devices of the replicas.
             all_reduce: algorithm that replaces the one of the configuration.
+
+        Raises:
+            ConfigError: it cannot be built, or a shard of a batch would have no example.
         """
+        rules.check_shards(self.config, len(devices.names), self.dataset.num_train_examples)
         return build_strategy(
             self.config,
             devices,

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from app.options import Config
-from app.options.rules import num_framework_replicas
 from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError, DeviceError
 from app.runtime.subprocesses import Subprocess, child_environment, output_of
@@ -128,7 +127,7 @@ def write_training_files(
 
 
 def find_interpreters(names: Sequence[str]) -> dict[str, str]:
-    """Returns framework → the Python interpreter that runs it.
+    """Returns framework → the Python interpreter that runs it, for those among the names.
 
     `LOCKSTEP_TORCH_PYTHON` and `LOCKSTEP_JAX_PYTHON` name the interpreters; the default is the one
     that `make frameworks` installs.
@@ -136,7 +135,7 @@ def find_interpreters(names: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: the interpreter does not exist, or cannot import the framework.
     """
-    return {name: _find_interpreter(name, FRAMEWORKS[name]) for name in names}
+    return {name: _find_interpreter(name, FRAMEWORKS[name]) for name in names if name in FRAMEWORKS}
 
 
 def _find_interpreter(name: str, framework: Framework) -> str:
@@ -206,7 +205,7 @@ def _program_words(
     return [
         *(str(_ROOT / "frameworks" / framework.program), *framework.flags),
         f"--model={training.model}",
-        f"--{framework.flag_of_replicas}={num_framework_replicas(config)}",
+        f"--{framework.flag_of_replicas}={config.num_framework_replicas}",
         f"--global_batch_size={training.global_batch_size}",
         f"--learning_rate={files.learning_rate!r}",
         f"--last_batch={training.last_batch}",
@@ -253,5 +252,5 @@ def record_framework(
         has_batch_norm = any("/moving_" in name for name in start)
         syncs_batch_norm = framework.syncs_batch_norm and has_batch_norm
         convert(script, path, start, syncs_batch_norm=syncs_batch_norm)
-    num_replicas = num_framework_replicas(config)
+    num_replicas = config.num_framework_replicas
     return Recorded(framework.device_names(num_replicas), num_replicas > 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from app.devices import device_setup
 from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
-from app.options import Config, rules
+from app.options import Config
 from app.options.names import SINGLE
 from app.records.files import io_errors_as
 from app.runtime import console
@@ -145,9 +145,7 @@ def set_up(send: Send, config: Config) -> "tuple[device_setup.Devices, TrainingS
     from app.training.training_spec import TrainingSpec
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    dataset = load_data(config)
-    rules.check_shards(config, len(devices.names), len(dataset.train_images))
-    return devices, TrainingSpec(config, dataset)
+    return devices, TrainingSpec(config, load_data(config))
 
 
 def _record(

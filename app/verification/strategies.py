@@ -37,13 +37,8 @@ def verify_strategies(config: Config) -> dict[str, Run]:
         MismatchError: a step differs from the reference, or a replica is a straggler.
         DivergedError: every step is right, and the training diverges.
     """
-    interpreters = find_interpreters([n for n in config.distribution.strategies if n in FRAMEWORKS])
-    fields = {
-        **config.result_fields(),
-        "strategy": ",".join(config.distribution.strategies),
-        "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
-        "steps": config.verification.steps,
-    }
+    interpreters = find_interpreters(config.strategies)
+    fields = {**config.result_fields(), "steps": config.verification.steps}
 
     def verify(traces: pathlib.Path) -> Results:
         with io_errors_as(traces):
@@ -64,6 +59,7 @@ def _verify_each(
     """
     names, num_steps = config.distribution.strategies, config.verification.steps
     runs = dict[str, Run]()
+    faulty = faulty_strategy(config)
     # The messages of the process that imports TensorFlow cannot be shown.
     if has_server := config.output.verbosity < 0:
         start_tensorflow_server()
@@ -76,7 +72,7 @@ def _verify_each(
             single = config.for_training(SINGLE, inject=None)
             files = call(write_training_files, single, num_steps, folder)
         for name in sorted(names, key=lambda name: name == SINGLE):
-            inject = config.verification.inject if name == config.faulty_strategy else None
+            inject = config.verification.inject if name == faulty else None
             child, path = config.for_training(name, inject=inject), traces / f"{name}.npz"
             if name not in (*FRAMEWORKS, MULTI_WORKER):
                 weights: Sequence[int] = ()
