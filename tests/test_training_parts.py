@@ -122,9 +122,8 @@ def test_the_best_epoch_need_not_be_the_last(tmp_path):
 
 def build(strategy="manual", **options):
     config = Config.of(strategy=strategy, num_devices=2, **options)
-    shapes = {"image_shape": (28, 28, 1), "num_classes": 10}
     devices = Devices(CPUS[:2], simulated=True)
-    return build_strategy(config, devices, **shapes, learning_rate=0.1, num_steps=1)
+    return build_strategy(config, devices)
 
 
 def test_statistics_of_the_whole_batch_need_batch_norm():

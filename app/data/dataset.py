@@ -38,17 +38,6 @@ class ImageDataset:
     test_labels: np.ndarray
 
     @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of an image."""
-        height, width, channels = self.train_images.shape[1:]
-        return height, width, channels
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes; labels are 0 to `num_classes` − 1."""
-        return NUM_CLASSES
-
-    @property
     def num_train_examples(self) -> int:
         """Number of training images."""
         return len(self.train_images)

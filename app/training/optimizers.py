@@ -6,17 +6,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from app.options import Config
 from strategies.loss import are_finite, replaced_by_nan
 from strategies.tf_private import learning_rate_schedule, optimizer_variable_index
 
 # Gradients of a mean loss above 2 overflow; the scale is then halved in each step.
 INITIAL_LOSS_SCALE = 2.0**15
-
-
-def initial_loss_scale(config: Config) -> float | None:
-    """Returns the loss scale of the first step; None without loss scaling."""
-    return INITIAL_LOSS_SCALE if config.training.precision == "mixed_float16" else None
 
 
 class ScaledSGD(keras.optimizers.SGD):
