@@ -105,12 +105,7 @@ def _load_dataset(config: Config, checkpoint: Checkpoint) -> ImageDataset:
             f"--data_dir={config.data.data_dir} has no effect on a run with generated images;"
             " leave the flag out"
         )
-    dataset = load_dataset(
-        name,
-        data_dir=config.data.data_dir,
-        allow_unverified=config.data.allow_unverified_data,
-        warn=console.warn,
-    )
+    dataset = load_dataset(config, name)
     if dataset.sha256_of_test_part() != checkpoint.metadata.test_part_sha256:
         raise DataError(
             f"the test images found are not those of {named_path(config.evaluation.run)} (its data"
