@@ -163,7 +163,9 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         run_directory.start(overwrite=config.output.overwrite)
         console.log(f"Kernels of the CPU: {training.cpu_kernels}")
         _announce(config, prepared, training)
-        return training.run()
+        summary = training.run()
+        assert summary, "the chief has a run directory"
+        return summary
 
 
 # The chief's first message to the other workers.
@@ -195,7 +197,7 @@ def _assist(config: Config) -> None:
             training = Training(config, prepared, dataset, None, on_progress, verifier)
             training.start(None)
             console.say(f"worker {workers.index}: training; worker 0 prints and saves the results")
-            training.assist()
+            training.run()
     if not shares_terminal:
         console.say(f"worker {workers.index}: done")
 
@@ -224,15 +226,15 @@ def _load_data(config: Config, prepared: device_setup.Devices) -> "ImageDataset"
 
 
 def _announce(config: Config, prepared: device_setup.Devices, training: "Training") -> None:
-    dataset = training.dataset
+    spec, dataset = training.spec, training.spec.dataset
     console.say(
         f"{config.distribution.strategy}: {config.training.model} on {dataset.name},"
         f" {dataset.num_train_examples:,} training images"
     )
     console.say(
         f"{console.count(config.training.epochs, 'epoch')} of"
-        f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.training.recipe},"
-        f" batch {config.training.global_batch_size}, {training.spec.rate_text()}"
+        f" {console.count(spec.steps_per_epoch, 'step')}, recipe {config.training.recipe},"
+        f" batch {config.training.global_batch_size}, {spec.rate_text()}"
     )
     num_replicas, num_devices = training.strategy.num_replicas, training.strategy.num_devices
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"
