@@ -113,8 +113,7 @@ def test_the_best_epoch_need_not_be_the_last(tmp_path):
     ]
     state = {"model/kernel": np.ones(3, np.float32)}
     progress = Progress(step=20, history=history)
-    writer = RunWriter(tmp_path, RUN_METADATA)
-    writer.begin(progress, None)
+    writer = RunWriter(tmp_path, RUN_METADATA, progress)
     writer.save(Checkpoint(RUN_METADATA, progress, state))
     summary = load_summary(tmp_path)
     assert (summary.test_accuracy, summary.best_test_accuracy) == (0.6, 0.9)

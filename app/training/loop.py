@@ -153,8 +153,8 @@ class Training:
     def _begin(self) -> None:
         """Starts the records in the run directory, if there is one; compiles the step."""
         if self._run_dir:
-            self._writer = RunWriter(self._run_dir, self._metadata)
-            self._writer.begin(self._state.progress, self._resumed)
+            progress = self._state.progress
+            self._writer = RunWriter(self._run_dir, self._metadata, progress, self._resumed)
         self._resumed = None  # The arrays of the checkpoint are not needed any more.
         if self._config.verification.fault:
             self._faulty_observer.begin()
