@@ -20,7 +20,7 @@ from app.runtime.progress_bar import TrainingProgress
 from app.runtime.versions import CPU_KERNELS
 from app.training.all_reduce_self_test import run_all_reduce_self_test
 from app.training.evaluation import evaluate
-from app.training.fault_injection import inject_data_fault, inject_fault
+from app.training.fault_injection import FaultyObserver, inject_fault
 from app.training.optimizers import last_learning_rate
 from app.training.run_writer import RunWriter
 from app.training.step_check import CreateStepCheck
@@ -75,8 +75,9 @@ class Training:
         self.spec.check_same_data(self._workers)
         self.strategy = self.spec.build_strategy(devices)
         run_all_reduce_self_test(self.strategy)
+        self._faulty: FaultyObserver | None = None
         if config.verification.fault:
-            self._faulty_observer = inject_fault(
+            self._faulty = inject_fault(
                 config.verification.fault,
                 self.strategy,
                 batch_sizes=self.spec.batch_sizes(),
@@ -145,8 +146,8 @@ class Training:
                 self.save()
                 self._wait_for_all()
                 raise
-            except Exception as error:
-                if self._writer and isinstance(error, MismatchError):
+            except MismatchError:
+                if self._writer:
                     self._writer.mismatch(self._state.progress)
                 raise
 
@@ -156,8 +157,8 @@ class Training:
             progress = self._state.progress
             self._writer = RunWriter(self._run_dir, self._metadata, progress, self._resumed)
         self._resumed = None  # The arrays of the checkpoint are not needed any more.
-        if self._config.verification.fault:
-            self._faulty_observer.begin()
+        if self._faulty:
+            self._faulty.begin()
         self._bar = TrainingProgress(
             self._config.training.epochs,
             self.spec.steps_per_epoch,
@@ -264,10 +265,8 @@ class Training:
         def batches(seed: int) -> tf.data.Dataset:
             return self.spec.batches(seed=seed, start_step=self._state.progress.step)
 
-        seed, fault = self._config.training.seed, self._config.verification.fault
-        if fault:
-            return inject_data_fault(fault, batches, self.strategy, seed=seed)
-        return batches(seed)
+        seed = self._config.training.seed
+        return self._faulty.batches(batches, seed) if self._faulty else batches(seed)
 
     @contextlib.contextmanager
     def _naming_out_of_memory(self) -> Iterator[None]:
