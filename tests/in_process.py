@@ -18,13 +18,13 @@ import types
 import keras
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import config as framework_config  # To undo op determinism.
 
 from app.commands import compare
 from app.options import Config, flags
 from app.performance import case_process, rounds
 from app.runtime import console, processes
 from app.runtime.processes import Channel
-from strategies import tf_private
 
 
 def parse_here(*arguments) -> Config:
@@ -55,7 +55,7 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
 def restored_process():
     """Restores what a command changes in its process, which ends with it otherwise."""
     environment, log = dict(os.environ), logging.getLogger("tensorflow")
-    level, is_deterministic = log.level, tf_private.is_op_determinism_enabled()
+    level, is_deterministic = log.level, framework_config.is_op_determinism_enabled()
     keras_config, experimental = keras.config, tf.config.experimental
     settings = [
         (keras_config.set_image_data_format, keras_config.image_data_format()),
@@ -80,7 +80,7 @@ def restored_process():
         for restore, value in settings:
             restore(value)
         if not is_deterministic:
-            tf_private.disable_op_determinism()
+            framework_config.disable_op_determinism()
 
 
 def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:

@@ -5,7 +5,6 @@ import time
 import numpy as np
 import pytest
 
-from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices import device_setup
 from app.devices.local_workers import split_resources
 from app.devices.worker_group import WorkerGroup
@@ -74,14 +73,7 @@ def talk(prepared, config):
         "largest": workers.all_reduce_max(index, -index, 0.1 + index),
         "arrays": workers.gather_arrays([np.full((2, 3), index, np.float32), np.int64([index])]),
     }
-    strategy = build_strategy(
-        config,
-        prepared,
-        image_shape=IMAGE_SHAPE,
-        num_classes=NUM_CLASSES,
-        learning_rate=0.1,
-        num_steps=3,
-    )
+    strategy = build_strategy(config, prepared)
     run_all_reduce_self_test(strategy)
     images = np.zeros((50, 28, 28, 1), np.uint8)
     images[:, 0, 0, 0] = np.arange(50)  # Each example shows its index.

@@ -10,7 +10,7 @@ import numpy as np
 from app.data.input_pipeline import train_batch, train_dataset
 from app.options import Config
 from app.options.fault import Fault
-from app.training.fault_injection import inject_data_fault, inject_fault
+from app.training.fault_injection import inject_fault
 from app.verification.recorder import StepRecorder
 from app.verification.strategy_oracle import StrategyOracle
 from lockstep.data.trace import Trace
@@ -188,7 +188,7 @@ def record(
         inner = inject_fault(fault, strategy, batch_sizes=sizes, num_steps=num_steps)
         inner.begin()
         recorder.inner = inner
-        dataset = inject_data_fault(fault, batches, strategy, seed=SEED)
+        dataset = inner.batches(batches, SEED)
     strategy.observer = recorder
     trace = Trace(recorder.about(range(num_steps)))
     iterator = strategy.distribute(dataset)

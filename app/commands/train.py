@@ -110,7 +110,9 @@ def _train(config: Config, run_directory: RunDirectory) -> Summary:
         run_directory.start(overwrite=overwrite)
         console.log(f"Kernels of the CPU: {training.cpu_kernels}")
         _announce(config, devices, training)
-        return training.run()
+        summary = training.run()
+        assert summary, "the chief has a run directory"
+        return summary
 
 
 def _assist(config: Config) -> None:
@@ -131,7 +133,7 @@ def _assist(config: Config) -> None:
                 training.start(None)
                 index = workers.index
                 console.say(f"worker {index}: training; worker 0 prints and saves the results")
-                training.assist()
+                training.run()
     if not shares_terminal:
         done = (
             "the training is finished already" if is_finished else f"worker {workers.index}: done"
@@ -183,15 +185,15 @@ def _announce_to_others(devices: Devices, what: bytes) -> None:
 
 
 def _announce(config: Config, devices: Devices, training: "Training") -> None:
-    dataset = training.dataset
+    spec, dataset = training.spec, training.spec.dataset
     console.say(
         f"{config.distribution.strategy}: {config.training.model} on {dataset.name},"
         f" {dataset.num_train_examples:,} training images"
     )
     console.say(
         f"{console.count(config.training.epochs, 'epoch')} of"
-        f" {console.count(training.steps_per_epoch, 'step')}, recipe {config.training.recipe},"
-        f" batch {config.training.global_batch_size}, {training.spec.rate_text()}"
+        f" {console.count(spec.steps_per_epoch, 'step')}, recipe {config.training.recipe},"
+        f" batch {config.training.global_batch_size}, {spec.rate_text()}"
     )
     num_replicas, num_devices = training.strategy.num_replicas, training.strategy.num_devices
     split = f"{console.count(num_replicas, 'replica')} of {num_devices // num_replicas} devices:"

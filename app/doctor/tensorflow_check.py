@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices.gpus import gpu_obstacles, query_driver
 from app.doctor.machine import NOTE, OK, WARNING, Check
 from app.options import Config
@@ -130,10 +129,7 @@ def _test_all_reduce(send: Send, config: Config, prepared: Any, name: str) -> No
     from app.training.strategy_builder import build_strategy
 
     try:
-        strategy = build_strategy(
-            config.for_training(name), prepared,
-            image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, learning_rate=0.1, num_steps=1,
-        )  # fmt: skip
+        strategy = build_strategy(config.for_training(name), prepared)
         run_all_reduce_self_test(strategy)
     except LockstepError as error:
         send(("checks", Check.of_error(name, error)))

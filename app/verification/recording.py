@@ -158,7 +158,7 @@ def _record(
 ) -> Recorded:
     """Trains and writes the trace of each step, with memory for one step."""
     from app.training.all_reduce_self_test import run_all_reduce_self_test
-    from app.training.fault_injection import inject_data_fault, inject_fault
+    from app.training.fault_injection import inject_fault
     from app.verification.recorder import StepRecorder, check_repeatable
 
     config, strategy = spec.config, spec.build_strategy(devices)
@@ -171,9 +171,10 @@ def _record(
     batches = spec.batches()
     if fault := config.verification.fault:
         sizes, seed = spec.batch_sizes(), config.training.seed
-        recorder.inner = inject_fault(fault, strategy, batch_sizes=sizes, num_steps=num_steps)
-        recorder.inner.begin()
-        batches = inject_data_fault(fault, lambda s: spec.batches(seed=s), strategy, seed=seed)
+        faulty = inject_fault(fault, strategy, batch_sizes=sizes, num_steps=num_steps)
+        faulty.begin()
+        recorder.inner = faulty
+        batches = faulty.batches(lambda s: spec.batches(seed=s), seed)
     strategy.observer = recorder
     iterator = strategy.distribute(batches)
     times = []
