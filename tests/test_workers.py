@@ -7,8 +7,7 @@ import pytest
 
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices import device_setup
-from app.devices.local_workers import split_resources
-from app.devices.worker_group import WorkerGroup
+from app.devices.local_workers import WorkerGroup, split_resources
 from app.options import Config
 from app.runtime.errors import ConfigError
 from strategies.workers import Workers, split_bytes
