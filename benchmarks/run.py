@@ -32,7 +32,7 @@ sys.path.insert(0, str(FOLDER.parent))
 import page
 import parts
 from app.records.files import write_file
-from app.runtime import processor
+from app.runtime import kernels
 from app.runtime.console import count
 from app.runtime.errors import reason_of
 from parts import EIGEN, ISA, ONEDNN, OWN, PARTS, PROGRAMS, QUICK, Part
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     for name, value in ISA.get(options.isa, {}).items():
         os.environ[name] = f"{os.environ.get(name, '')} {value}".strip()
-    machine, flags = page.name_of_machine(options.isa), processor.usable_flags()
+    machine, flags = page.name_of_machine(options.isa), kernels.usable_flags()
     print(machine)
     paths = [options.out / "bench.md"]
     paths += [options.output] if options.output and not options.quick else []

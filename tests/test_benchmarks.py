@@ -137,7 +137,7 @@ def test_what_a_processor_cannot_show_is_left_out_with_the_reason(name, flags, i
 def test_each_program_gets_its_kernels(monkeypatch, flags, limit, given):
     """Keras and d2l those of TensorFlow, this project its own, whatever the user has chosen."""
     parts = load("parts")
-    monkeypatch.setattr(parts.processor, "read_flags", lambda: flags)
+    monkeypatch.setattr(parts.kernels, "read_flags", lambda: flags)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     monkeypatch.delenv(parts.kernels.VARIABLE, raising=False)
     if given:
@@ -215,7 +215,7 @@ def test_a_limit_is_that_of_all_programs_and_of_the_processors_name(tmp_path, mo
     for name in run.ISA["avx2"]:
         monkeypatch.setenv(name, "--own" if name == "XLA_FLAGS" else "")
     flags = AVX2 | {"avx512f", "amx_bf16"}
-    monkeypatch.setattr(run.processor, "read_flags", lambda: flags)
+    monkeypatch.setattr(run.kernels, "read_flags", lambda: flags)
     monkeypatch.setattr(run, "measure", lambda part, options: sys.exit("measured"))
     with pytest.raises(SystemExit, match="measured"):
         run.main(["--only=lenet", "--data_dir=x", f"--out={tmp_path}"])

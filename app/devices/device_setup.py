@@ -16,9 +16,8 @@ from app.devices.tensorflow_settings import (
 )
 from app.options import Config
 from app.options.names import DEFAULT_LOGICAL_CPUS
-from app.runtime import console, processor, signals
+from app.runtime import console, kernels, signals
 from app.runtime.errors import ConfigError, DeviceError, reason_of
-from app.runtime.kernels import describe_kernels
 
 if TYPE_CHECKING:
     from strategies.workers import Workers  # Imports TensorFlow.
@@ -81,7 +80,7 @@ def set_up(config: Config) -> Devices:
             f"--num_gpus={config.distribution.num_gpus}, but this machine has no GPU that"
             " TensorFlow can use:"
             f" {console.count(config.distribution.num_gpus, 'replica')} on logical CPU devices"
-            " instead"
+            " instead, whose times say nothing of GPUs"
         )
     default = len(gpus) or (1 if cluster else DEFAULT_LOGICAL_CPUS)
     devices = _prepare(gpus[: wanted or default], wanted or default, cluster)
@@ -101,17 +100,18 @@ def _check_bfloat16() -> None:
     """
     from strategies.tf_private import is_onednn_enabled
 
-    flags, has_onednn = processor.read_flags(), is_onednn_enabled()
-    usable = processor.usable_flags(flags)
-    if not flags or (has_onednn and processor.computes_in_bfloat16(usable)):
+    flags, has_onednn = kernels.read_flags(), is_onednn_enabled()
+    usable = kernels.usable_flags(flags)
+    if not flags or (has_onednn and kernels.computes_in_bfloat16(usable)):
         return
     if has_onednn and "avx512f" in flags - usable:  # TensorFlow asks for AVX-512, and oneDNN fails.
         raise ConfigError(
             "--precision=mixed_bfloat16: TensorFlow fails because ONEDNN_MAX_CPU_ISA excludes this"
             " processor's AVX-512; unset the variable"
         )
+    shown = kernels.describe_kernels(has_onednn)
     console.warn(
-        f"--precision=mixed_bfloat16: the kernels of this CPU ({describe_kernels(has_onednn)})"
+        f"--precision=mixed_bfloat16: the kernels of this CPU ({shown})"
         f" emulate bfloat16: LeNet takes about {_TIMES_OF_EMULATED_BFLOAT16} times as long as in"
         " float32"
     )
