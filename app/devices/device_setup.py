@@ -75,7 +75,7 @@ def set_up(config: Config) -> Devices:
     gpus = tf.config.list_physical_devices("GPU") if config.distribution.device != "cpu" else []
     wanted = config.num_devices_asked
     _check_gpus(config, gpus, wanted)
-    if config.distribution.num_gpus and not gpus:
+    if config.distribution.num_gpus and not gpus and (cluster is None or cluster.is_chief):
         console.warn(
             f"--num_gpus={config.distribution.num_gpus}, but this machine has no GPU that"
             " TensorFlow can use:"
