@@ -1,7 +1,6 @@
 """Defines what is measured: the programs, the parts in which they are timed, their environment."""
 
 import dataclasses
-import os
 
 from app.runtime import kernels
 
@@ -112,13 +111,13 @@ QUICK = ("lenet", "resnet18")
 QUICK_PROGRAMS = (*OWN, "manual × 2, Eigen", "PyTorch DDP × 2", "PyTorch DDP × 2, bfloat16")
 
 
-def environment_of(name: str) -> dict[str, str]:
-    """Returns the environment of a program, whatever kernels the user of this one has chosen.
+def environment_of(name: str) -> dict[str, str | None]:
+    """Returns the variables of a program, whatever kernels the user of this one has chosen.
 
-    Keras and d2l compute with the kernels that TensorFlow chooses, as after an installation.
+    None removes one. Keras and d2l compute with the kernels that TensorFlow chooses, as after an
+    installation.
     """
-    environment, words = dict(os.environ), PROGRAMS[name].split()
-    environment.pop(kernels.VARIABLE, None)
+    environment, words = dict[str, str | None](), PROGRAMS[name].split()
     flags, usable = kernels.read_flags(), kernels.usable_flags()
     if "=" in words[0]:
         variable, _, environment[variable] = words[0].partition("=")
@@ -126,7 +125,7 @@ def environment_of(name: str) -> dict[str, str]:
         kernels.choose_kernels(environment)
     elif usable != flags and usable.isdisjoint(_FLAGS_OF_TENSORFLOW):
         environment[kernels.VARIABLE] = "0"  # TensorFlow does not see the limit of --isa.
-    return environment
+    return {kernels.VARIABLE: None, **environment}
 
 
 def why_left_out(name: str, flags: frozenset[str]) -> str:

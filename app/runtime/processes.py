@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -33,11 +34,12 @@ class Process(subprocess.Popen[bytes]):
 
     Args:
         command: program and arguments.
-        environment: variables in addition to those of this process.
+        environment: variables in addition to those of this process; None removes one.
         death_signal: signal that the kernel sends to the process if this one ends, even if killed:
             SIGKILL, or `signals.STOP_REQUEST` for a process that saves; None to leave it to the
             process.
         cores: numbers of the processor cores that the process may use; empty for all.
+        keeps_errors: whether `last_line` is known, and nothing is printed on standard error.
         **options: options of `subprocess.Popen`. With `start_new_session`, all processes of the
             session are killed.
     """
@@ -46,25 +48,27 @@ class Process(subprocess.Popen[bytes]):
         self,
         command: Sequence[str],
         *,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         death_signal: signal.Signals | None = signal.SIGKILL,
         cores: Sequence[int] = (),
+        keeps_errors: bool = False,
         **options: Any,
     ):
-        parent = os.getpid()
+        parent, variables = os.getpid(), {**os.environ, **(environment or {})}
+        self._has_session = options.get("start_new_session", False)
+        # Not a pipe, which would not be read until the end.
+        self._errors = tempfile.TemporaryFile() if keeps_errors else None  # noqa: SIM115
 
         def settle_in() -> None:  # Between fork and exec; must not import or print.
             if death_signal:
                 signals.end_with_parent(death_signal, parent)
             limit_cores(cores)
 
-        self._has_session = options.get("start_new_session", False)
         super().__init__(
             command,
-            env={**os.environ, **(environment or {})},
-            stdin=subprocess.DEVNULL,
+            env={name: value for name, value in variables.items() if value is not None},
             preexec_fn=settle_in if death_signal or cores else None,
-            **options,
+            **{"stdin": subprocess.DEVNULL, "stderr": self._errors, **options},
         )
 
     def __exit__(self, *exception: Any) -> None:
@@ -73,6 +77,14 @@ class Process(subprocess.Popen[bytes]):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         super().__exit__(*exception)
+
+    @property
+    def last_line(self) -> str:
+        """The last line on standard error; "" without one."""
+        if self._errors is None:
+            return ""
+        self._errors.seek(0)
+        return b"".join([*self._errors][-1:]).decode(errors="replace").strip()
 
     @property
     def exit_code(self) -> int | None:

@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from subprocess import PIPE
 from typing import NamedTuple
@@ -180,21 +179,18 @@ def run_program(
         DeviceError: the program failed.
     """
     command = [python, *_program_words(FRAMEWORKS[name], config, files, written), *flags]
-    with tempfile.TemporaryFile() as errors:
-        with Process(
-            command,
-            environment={"PYTHONUNBUFFERED": "1"},
-            stdout=PIPE,
-            stderr=errors,
-            start_new_session=True,
-        ) as process:
-            for line in process.stdout or ():
-                on_line(line.decode(errors="replace").rstrip())
-            process.wait()
-        errors.seek(0)
-        last_line = b"".join([*errors][-1:]).decode(errors="replace").strip()
+    with Process(
+        command,
+        environment={"PYTHONUNBUFFERED": "1"},
+        keeps_errors=True,
+        stdout=PIPE,
+        start_new_session=True,
+    ) as process:
+        for line in process.stdout or ():
+            on_line(line.decode(errors="replace").rstrip())
+        process.wait()
     if exit_code := process.exit_code:
-        reason = last_line.removeprefix("error: ") or "no message"
+        reason = process.last_line.removeprefix("error: ") or "no message"
         raise DeviceError(
             f"the program of {name} ended with exit code {exit_code}: {reason}; run it by hand, see"
             " docs/verify_scripts.md"
