@@ -74,7 +74,7 @@ def restored_process():
     try:
         yield
     finally:
-        console.close_log()
+        close_log()
         os.environ.clear()
         os.environ.update(environment)
         log.setLevel(level)
@@ -82,6 +82,14 @@ def restored_process():
             restore(value)
         if not is_deterministic:
             tf_private.disable_op_determinism()
+
+
+def close_log():
+    """Ends the log and the forwarding of warnings, which a process does by ending."""
+    logger = logging.getLogger("lockstep.program")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
 
 
 def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:

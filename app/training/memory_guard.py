@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from app.runtime import console
-from app.runtime.errors import DeviceError, is_out_of_memory
+from app.runtime.errors import DeviceError, memory_error
 
 
 @contextlib.contextmanager
@@ -24,7 +24,7 @@ def naming_out_of_memory(
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error) and is_within_epoch():
+        if memory_error(error) and is_within_epoch():
             half = global_batch_size // 2 // num_replicas * num_replicas
             advice = (
                 f"use --global_batch_size={half} or less"
