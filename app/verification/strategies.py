@@ -7,7 +7,7 @@ import itertools
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
-from app.devices import device_setup
+from app.devices.tensorflow_settings import import_tensorflow
 from app.options import Config
 from app.options.names import FRAMEWORKS, MULTI_WORKER, SINGLE
 from app.options.rules import faulty_strategy
@@ -66,9 +66,9 @@ def _verify_each(
     """
     names, num_steps = config.distribution.strategies, config.verification.steps
     runs = dict[str, Run]()
-    import_tensorflow = functools.partial(device_setup.import_tensorflow, config.output.verbosity)
+    prepare = functools.partial(import_tensorflow, config.output.verbosity)
     with contextlib.ExitStack() as stack:
-        call_prepared = stack.enter_context(prepared_calls(import_tensorflow))
+        call_prepared = stack.enter_context(prepared_calls(prepare))
         # Meanwhile: matplotlib takes a while.
         importlib.import_module("app.report.verification_plot")
         progress = stack.enter_context(Progress(2 * num_steps))
