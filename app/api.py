@@ -35,7 +35,7 @@ def run(config: Config) -> Any:
         try:
             _, (is_done, result) = process.receive()
         except KeyboardInterrupt:
-            process.signal(signals.STOP_REQUEST)
+            process.send_signal(signals.STOP_REQUEST)
             with contextlib.suppress(LockstepError):  # It was not training yet.
                 process.receive()  # The training saves its state.
             raise

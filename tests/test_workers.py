@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from app.devices import device_setup
-from app.devices.local_workers import split_resources
-from app.devices.worker_group import WorkerGroup
+from app.devices.local_workers import WorkerGroup, split_resources
 from app.options import Config
 from app.options.table import Distribution
 from app.runtime.errors import ConfigError

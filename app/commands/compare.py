@@ -24,11 +24,10 @@ from app.records.run_metadata import summarize
 from app.report.page import REPORT_FILE, write_report
 from app.report.result import Result
 from app.report.training_result import results_table
-from app.runtime import console
+from app.runtime import console, signals
 from app.runtime.errors import ConfigError, LockstepError, OutputError
-from app.runtime.processes import call_in_child_process
+from app.runtime.processes import call_in_child_process, start_program
 from app.runtime.shown_command import shown_command
-from app.runtime.subprocesses import train_in_child_process
 from app.verification.comparison import compare_weights, pair_lines
 from app.verification.frameworks import find_interpreters, temporary_folder, write_training_files
 from app.verification.output import DIFFERENT, IDENTICAL, Pair, record_of_pair
@@ -75,8 +74,8 @@ def _train(config: Config, strategy: str, run_directory: RunDirectory) -> None:
     """
     path = run_directory.path
     _announce(strategy, path)
-    words = ["train", *config.for_training(strategy).flags()]
-    if exit_code := train_in_child_process(words, path / strategy):
+    words = ["train", *config.for_training(strategy).flags(), f"--out={path / strategy}"]
+    if exit_code := train_in_child_process(words):
         if not any(path.glob(f"*/{CONFIG_FILE}")):  # Nothing was trained: free it.
             run_directory.remove(CONFIG_FILE)
         raise LockstepError(
@@ -129,6 +128,22 @@ def _train_with_frameworks(
         for name, python in interpreters.items():
             _announce(name, path)
             train_with_framework(name, python, config, files, own_run, path / name)
+
+
+def train_in_child_process(words: Sequence[str]) -> int:
+    """Runs a training command as a child process and returns its exit code.
+
+    Two MirroredStrategies of different size in one process break every later collective, and each
+    training should run in the environment of a user's own run.
+
+    Raises:
+        KeyboardInterrupt, Terminated: a signal was received; the child has saved its state.
+    """
+    child = start_program(words, death_signal=signals.STOP_REQUEST)
+    with signals.deferred(lambda: child.send_signal(signals.STOP_REQUEST)):
+        child.wait()
+    signals.check()
+    return child.exit_code or 0
 
 
 def _report(config: Config, out_dir: pathlib.Path, run_dirs: list[pathlib.Path]) -> list[Summary]:

@@ -14,9 +14,8 @@ from app.doctor.machine import NOTE, OK, WARNING, Check
 from app.options import Config
 from app.runtime import console
 from app.runtime.errors import DeviceError, LockstepError, reason_of
-from app.runtime.kernels import VARIABLE, describe_kernels
+from app.runtime.kernels import VARIABLE, describe_kernels, usable_flags
 from app.runtime.processes import call_in_child_process
-from app.runtime.processor import usable_flags
 
 TIMEOUT_SEC = 90.0
 _NCCL_ADVICE = (

@@ -17,7 +17,7 @@ from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title
 from app.records.files import write_json
 from app.report.result import Block, Result, Table
 from app.runtime import console
-from app.runtime.processor import processor_name
+from app.runtime.kernels import processor_name
 
 BENCHMARK_FILE = "benchmark.json"
 

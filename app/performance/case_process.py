@@ -1,6 +1,5 @@
 """Runs the process of a case: builds a training, warms up, and times blocks of steps on demand."""
 
-import os
 import pathlib
 import re
 import time
@@ -33,8 +32,6 @@ def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
         Its peak memory in bytes, and its traffic if the case counts it.
     """
     start = time.monotonic()
-    if case.cores and hasattr(os, "sched_setaffinity"):  # Before TensorFlow counts the cores.
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: case.cores])
     console.forward_warnings(lambda text: channel.send(("warning", text)))
     prepared = device_setup.set_up(case.config)
 

@@ -15,7 +15,7 @@ from app.records.checkpoint import Checkpoint
 from app.records.history import Summary
 from app.records.run_metadata import Progress, is_finished, summarize
 from app.runtime import console, signals
-from app.runtime.errors import DeviceError, MismatchError, Terminated, is_out_of_memory
+from app.runtime.errors import DeviceError, MismatchError, Terminated, memory_error
 from app.runtime.progress_bar import TrainingProgress
 from app.runtime.versions import CPU_KERNELS
 from app.training.all_reduce_self_test import run_all_reduce_self_test
@@ -278,7 +278,7 @@ class Training:
         try:
             yield
         except Exception as error:
-            if not is_out_of_memory(error) or not self._is_within_epoch():
+            if not memory_error(error) or not self._is_within_epoch():
                 raise
             size, num_replicas = max(self.spec.batch_sizes()), self.strategy.num_replicas
             half = size // 2 // num_replicas * num_replicas

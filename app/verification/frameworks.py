@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from subprocess import PIPE
 from typing import NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 from app.options import Config
 from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError, DeviceError
-from app.runtime.subprocesses import Subprocess, child_environment, output_of
+from app.runtime.processes import Process, output_of
 from app.verification.framework_trace import convert
 from app.verification.recording import Recorded, set_up
 from lockstep.data import file as trace_file
@@ -146,9 +145,12 @@ def _find_interpreter(name: str, framework: Framework) -> str:
     if not pathlib.Path(python).exists():
         raise ConfigError(f"{needs}, and there is no {python}; {advice}")
     try:
-        output_of([python, "-c", f"import {framework.package}"], timeout_sec=_IMPORT_TIMEOUT_SEC)
-    except OSError as error:
-        raise ConfigError(f"{needs}, which {python} cannot import; {advice}") from error
+        command = [python, "-c", f"import {framework.package}"]
+        exit_code, _ = output_of(command, timeout_sec=_IMPORT_TIMEOUT_SEC)
+    except OSError:
+        exit_code = 1
+    if exit_code:
+        raise ConfigError(f"{needs}, which {python} cannot import; {advice}")
     return python
 
 
@@ -176,21 +178,18 @@ def run_program(
         DeviceError: the program failed.
     """
     command = [python, *_program_words(FRAMEWORKS[name], config, files, written), *flags]
-    environment = child_environment(PYTHONUNBUFFERED="1")
-    with tempfile.TemporaryFile() as errors:
-        process = Subprocess(
-            command, environment, stdout=PIPE, stderr=errors, start_new_session=True
-        )
-        try:
-            for line in process.stdout or ():
-                on_line(line.decode(errors="replace").rstrip())
-            process.wait()
-        finally:
-            process.end()
-        errors.seek(0)
-        last_line = b"".join([*errors][-1:]).decode(errors="replace").strip()
+    with Process(
+        command,
+        environment={"PYTHONUNBUFFERED": "1"},
+        keeps_errors=True,
+        stdout=PIPE,
+        start_new_session=True,
+    ) as process:
+        for line in process.stdout or ():
+            on_line(line.decode(errors="replace").rstrip())
+        process.wait()
     if exit_code := process.exit_code:
-        reason = last_line.removeprefix("error: ") or "no message"
+        reason = process.last_line.removeprefix("error: ") or "no message"
         raise DeviceError(
             f"the program of {name} ended with exit code {exit_code}: {reason}; run it by hand, see"
             " docs/verify_scripts.md"

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from app.devices import device_setup
-from app.devices.local_workers import split_resources
-from app.devices.worker_group import WorkerGroup
+from app.devices.local_workers import WorkerGroup, split_resources
 from app.options import Config
 from app.options.names import SINGLE
 from app.records.files import io_errors_as

@@ -1,18 +1,20 @@
 """Runs `verify --strategies`: records and checks each strategy, and compares pairs."""
 
+import contextlib
 import functools
 import importlib
 import itertools
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
+from app.devices.tensorflow_settings import import_tensorflow
 from app.options import Config
 from app.options.names import FRAMEWORKS, MULTI_WORKER, SINGLE
 from app.options.rules import faulty_strategy
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import io_errors_as
 from app.runtime import console
-from app.runtime.processes import call_in_child_process, start_tensorflow_server
+from app.runtime.processes import prepared_calls
 from app.runtime.progress_bar import Progress
 from app.verification.comparison import compare_traces, normalised_by
 from app.verification.frameworks import (
@@ -60,14 +62,14 @@ def _verify_each(
     names, num_steps = config.distribution.strategies, config.verification.steps
     runs = dict[str, Run]()
     faulty = faulty_strategy(config)
-    # The messages of the process that imports TensorFlow cannot be shown.
-    if has_server := config.output.verbosity < 0:
-        start_tensorflow_server()
-    importlib.import_module("app.report.verification_plot")  # Meanwhile: matplotlib takes a while.
-    with Progress(2 * num_steps) as progress, temporary_folder(traces / "files") as folder:
-        call = functools.partial(
-            call_in_child_process, on_message=progress.message, has_tensorflow=has_server
-        )
+    prepare = functools.partial(import_tensorflow, config.output.verbosity)
+    with contextlib.ExitStack() as stack:
+        call_prepared = stack.enter_context(prepared_calls(prepare))
+        # Meanwhile: matplotlib takes a while.
+        importlib.import_module("app.report.verification_plot")
+        progress = stack.enter_context(Progress(2 * num_steps))
+        folder = stack.enter_context(temporary_folder(traces / "files"))
+        call = functools.partial(call_prepared, on_message=progress.message)
         if interpreters:
             single = config.for_training(SINGLE, inject=None)
             files = call(write_training_files, single, num_steps, folder)
