@@ -131,8 +131,9 @@ def test_prepared_calls_share_a_process():
         with pytest.raises(DeviceError, match="probably because memory ran out"):
             call(process_functions.kill_itself)
     assert messages == [1, 1]  # The second is a fork of its own.
-    with pytest.raises(DeviceError, match="exit code 137"), prepared_calls(str) as call:
-        call(process_functions.vanish)
+    for function, code in ((process_functions.vanish, 137), (process_functions.leave, 1)):
+        with pytest.raises(DeviceError, match=f"exit code {code}"), prepared_calls(str) as call:
+            call(function)
     with pytest.raises(DiskFullError), prepared_calls(process_functions.refuse_to_prepare) as call:
         call(process_functions.add, 2, 3)
 

@@ -351,8 +351,11 @@ def _fork_for_each_call(channel: Channel, prepare: Callable[[], object]) -> NoRe
         function, arguments = channel.receive()
         parent, pid = os.getpid(), os.fork()
         if not pid:
-            signals.end_with_parent(signal.SIGKILL, parent)
-            _answer(channel, function, arguments)
+            try:
+                signals.end_with_parent(signal.SIGKILL, parent)
+                _answer(channel, function, arguments)
+            finally:
+                os._exit(1)  # `sys.exit` has left the function: there is no answer.
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code < 0:  # Ends like its fork, as which the parent process sees it.
             os.kill(os.getpid(), -code)
