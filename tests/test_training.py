@@ -436,7 +436,7 @@ def test_a_result_is_that_of_the_checkpoint_whatever_the_records_say(tmp_path, f
         with opened(config, finished[0], path) as run_directory:
             (path / "summary.json").write_text("{")
             (path / "history.jsonl").unlink()
-            result = find_result(run_directory)
+            result = find_result(run_directory, find_checkpoint(path))
             assert result == (finished[1] if epochs == 2 else None)
         assert epochs == 3 or (load_summary(path), losses(path)) == (result, losses(finished[0]))
 
@@ -463,7 +463,8 @@ def test_a_run_whose_default_is_spelled_out_is_the_same_run(dataset, copy, tmp_p
     options = {"strategy": "single", "global_batch_size": 64, "recipe": "d2l", "epochs": 2}
     config = Config.of(**options, **default)
     with opened(config, copy, tmp_path / "run") as run_directory:
-        assert find_result(run_directory) is None  # The training compares values.
+        found = find_checkpoint(run_directory.path)
+        assert find_result(run_directory, found) is None  # The training compares values.
     loop = make(dataset, copy, **default)
     assert loop.is_finished and loop.run().changes == []
 

@@ -20,7 +20,7 @@ from app.records.run_metadata import Progress, summarize
 from app.runtime import console
 from app.runtime.errors import DataError, reason_of
 from app.runtime.versions import CPU_KERNELS
-from app.training.resume import find_result
+from app.training.resume import find_checkpoint, find_result
 from app.training.run_writer import write_records
 from app.verification.frameworks import FRAMEWORKS, Framework, TrainingFiles, run_program
 
@@ -51,7 +51,9 @@ def train_with_framework(
     fields = {**own.metadata.config, "strategy": name, "jit_compile": jit_compile}
     with open_run_directory(run_dir, fields) as run_directory:
         open_log(run_dir)
-        summary = None if config.output.overwrite else find_result(run_directory)
+        summary = None
+        if not config.output.overwrite:
+            summary = find_result(run_directory, find_checkpoint(run_dir))
         if summary is None:
             run_directory.start(overwrite=True)  # The program cannot resume.
             results, weights = (files.start.with_name(n) for n in ("results.json", "end.npz"))

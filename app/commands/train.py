@@ -63,15 +63,7 @@ def _run_in(config: Config, path: pathlib.Path) -> Summary:
     """Trains in a directory, or prints the result that is there."""
     with open_run_directory(path, config.result_fields()) as run_directory:
         open_log(path)
-        asked = config.num_devices_of_all_workers
-        summary = None if config.output.overwrite else find_result(run_directory, asked)
-        if summary:
-            _warn_of_fault(config)
-            if config.has_workers:  # The other workers wait for the chief.
-                _announce_to_others(device_setup.set_up(config), _FINISHED)
-        else:
-            summary = _train(config, run_directory)
-            console.say(f"saved in {path}; open {path / 'accuracy.png'}")
+        summary = _train(config, run_directory)
         for caveat in caveats(config, summary):
             console.warn(caveat)
         for line in summary.last_lines():
@@ -101,18 +93,30 @@ _TRAIN, _FINISHED = b"train", b"finished"
 
 
 def _train(config: Config, run_directory: RunDirectory) -> Summary:
+    """Trains what is left to train in the directory; returns the result."""
     path, overwrite = run_directory.path, config.output.overwrite
+    found = None
+    if not overwrite:
+        found = find_checkpoint(path)
+        summary = find_result(run_directory, found, config.num_devices_of_all_workers)
+        if summary:
+            _warn_of_fault(config)
+            if config.has_workers:  # The other workers wait for the chief.
+                _announce_to_others(device_setup.set_up(config), _FINISHED)
+            return summary
     devices = device_setup.set_up(config)
     _announce_to_others(devices, _TRAIN)
     where = f"to resume --out={path}", f"in {LOG_FILE} there"
     with _built_training(config, devices, path, *where) as training:
-        training.start(None if overwrite else find_checkpoint(path))
+        training.start(found)
+        del found  # Its arrays are not needed any more.
         run_directory.start(overwrite=overwrite)
         console.log(f"Kernels of the CPU: {training.cpu_kernels}")
         _announce(config, devices, training)
         summary = training.run()
         assert summary, "the chief has a run directory"
-        return summary
+    console.say(f"saved in {path}; open {path / 'accuracy.png'}")
+    return summary
 
 
 def _assist(config: Config) -> None:

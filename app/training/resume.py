@@ -39,21 +39,23 @@ def find_checkpoint(run_dir: pathlib.Path) -> Checkpoint | None:
     return found
 
 
-def find_result(run_directory: RunDirectory, num_devices: int | None = None) -> Summary | None:
+def find_result(
+    run_directory: RunDirectory, found: Checkpoint | None, num_devices: int | None = None
+) -> Summary | None:
     """Returns the result of a finished run in the directory; None if there is still to train.
 
     Also None if a default has become a value or the other way round: the training compares values.
 
     Args:
         run_directory: the directory, opened for the training that is asked for.
+        found: its newest checkpoint.
         num_devices: the number of devices that is asked for; None for any.
 
     Raises:
-        CheckpointError: the run in the directory has another configuration, or no valid checkpoint.
+        CheckpointError: the run in the directory has another configuration.
         DiskFullError, OutputError: a record that is missing cannot be written.
     """
     path, new = run_directory.path, run_directory.config
-    found = find_checkpoint(path)
     old = run_directory.old_config()
     if found:
         old = {**found.metadata.config, "written_by": new["written_by"]}
