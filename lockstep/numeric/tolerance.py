@@ -84,6 +84,24 @@ def size_of(expression: Expression, name: str) -> float:
     )
 
 
+def error_of_sum(number: int) -> float:
+    """Returns the units of rounding in a sum of so many numbers: they grow like a random walk."""
+    return float(number**0.5 / OF_ROOT)
+
+
+def share_of_ties(gap: np.ndarray, value: np.ndarray, far: float, along: float) -> float:
+    """Returns the distance of an array from its value over what units that turn over can cause.
+
+    Args:
+        gap: the difference.
+        value: the value.
+        far: the largest distance.
+        along: the largest distance in the direction of the value, as of a factor.
+    """
+    own = abs(float(np.sum(gap * value))) / max(length(value), TINY)
+    return max(length(gap) / max(far, TINY), own / max(along * (1 + EPS), TINY))
+
+
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
     """The bound of gradients of one reference; see above.
@@ -129,20 +147,14 @@ class Tolerance:
                 is_same = np.array_equal(actual, value, equal_nan=True)
                 found[name] = 0.0 if is_same else np.inf
                 continue
-            allowed = self._allowed(name, size, largest, most)
-            found[name] = length(actual - value) / allowed
-            if size and self._may_be_ties(actual, value, size):
-                found[name] = min(found[name], length(actual - value) / (self.ties * size))
+            gap = actual - value
+            found[name] = length(gap) / self._allowed(name, size, largest, most)
+            if size and self.ties:
+                part = ALONG if actual.size >= MANY else NEARLY_ALONG
+                part = 1.0 if actual.size < FEW else part
+                of_ties = share_of_ties(gap, value, self.ties * size, part * length(gap))
+                found[name] = min(found[name], of_ties)
         return found
-
-    def _may_be_ties(self, actual: np.ndarray, value: np.ndarray, size: float) -> bool:
-        """Returns whether a difference is one of units that turn over."""
-        gap = actual - value
-        if not self.ties or length(gap) > self.ties * size:
-            return False
-        most = ALONG if actual.size >= MANY else NEARLY_ALONG
-        along = abs(float(np.sum(gap * value)))
-        return actual.size < FEW or along <= most * length(gap) * length(value)
 
     def _allowed(self, name: str, size: float, largest: float, most: float) -> float:
         if self.given:
@@ -193,7 +205,7 @@ class Tolerance:
         """Returns the bound of a batch with so many numbers as inputs, where there is no spread."""
         if self.given or self.spread or self.unit > EPS or not number:
             return self
-        return dataclasses.replace(self, times=max(least, number**0.5 / OF_ROOT))
+        return dataclasses.replace(self, times=max(least, error_of_sum(number)))
 
     @property
     def of_batch(self) -> float:

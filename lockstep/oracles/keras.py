@@ -130,7 +130,8 @@ class OneDevice:
             for index, dtype in ask.short:
                 hooks.hook(self.layers[index], "call", functools.partial(_in_short, dtype))
             if ask.parts:
-                changed = hooks.enter_context(by_shard(self.model, self.variables, ask.parts))
+                by_parts = by_shard(self.model, self.variables, ask.parts, at_once=ask.at_once)
+                changed = hooks.enter_context(by_parts)
             hooks.hook(self.model, "compute_loss", compute_loss)
             hooks.hook(self.optimizer, "apply", apply)
             self.model.train_step(from_json(self.trace.about.structure, self._tensors(ask.data)))
