@@ -168,12 +168,11 @@ class Context(Step):
         self.expected(0)
         (of_all,) = self._together
         near = of_all.in_float32 or of_all
-        yield near
+        yield near.without_ties
         if of_all.in_float32:
-            yield of_all
-        if may_widen:
-            y_pred = joined(self.arrays("y_pred")) if self.has("y_pred") else []
-            yield self._widened(near, y_pred)
+            yield of_all.without_ties
+        y_pred = joined(self.arrays("y_pred")) if self.has("y_pred") else []
+        yield self._widened(near.without_ties, y_pred) if may_widen else of_all
 
     def together(self, parts: Sequence[Ask]) -> Ask:
         """Returns the step of the whole batch, whose synchronised layers see all shards."""

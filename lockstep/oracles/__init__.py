@@ -26,6 +26,7 @@ class Ask(NamedTuple):
             their seeds, statistics and replica numbers.
         at_once: whether layers that synchronise see the whole batch, in place of one shard after
             the other, with the sums over all of them.
+        noise: relative change of each number that a layer returns, and seed of its sign.
     """
 
     state: Named
@@ -37,6 +38,7 @@ class Ask(NamedTuple):
     short: tuple[tuple[int, str], ...] = ()
     parts: "tuple[Ask, ...]" = ()
     at_once: bool = False
+    noise: tuple[float, int] = (0.0, 0)
 
 
 class Computed(NamedTuple):

@@ -44,6 +44,34 @@ class Drawn(NamedTuple):
     along: float
 
 
+class Moved(NamedTuple):
+    """How far a repetition moves the gradients.
+
+    Attributes:
+        gradients: absolute distance of each gradient.
+        backward: relative distance of all gradients.
+    """
+
+    gradients: dict[str, float]
+    backward: float
+
+    @staticmethod
+    def between(result: Named, own: Named, unit: float) -> "Moved":
+        """Returns how far a result is from a step; 0 for one that overflowed.
+
+        Args:
+            result: the gradients of the result.
+            own: those of the step.
+            unit: the least relative distance.
+        """
+        if result.keys() != own.keys():
+            return Moved(dict.fromkeys(own, 0.0), unit)
+        apart = {name: distance(result[name], g) for name, g in own.items()}
+        relative = [ratio(far, norm(own[name])) for name, far in apart.items()]
+        every = ratio(float(np.sqrt(sum(far**2 for far in apart.values()))), total_norm(own))
+        return Moved(apart, max(unit, every, *(r for r in relative if r < NOTHING_BUT_ROUNDING)))
+
+
 class Expected(NamedTuple):
     """The step of a shard on one device, and how far rounding reaches.
 
@@ -57,6 +85,7 @@ class Expected(NamedTuple):
         ask: what was computed.
         of_unit: relative distance of predictions after a change of all weights by a unit.
         drawn: for each gradient, how far rounding that turns units over moves it; see `widened`.
+        smooth: for each gradient, how far the repetition moves it that moves it least.
         in_float32: the same in float32, if the step was computed in float64.
     """
 
@@ -69,7 +98,20 @@ class Expected(NamedTuple):
     ask: Ask | None = None
     of_unit: float = EPS
     drawn: Mapping[str, Drawn] = types.MappingProxyType({})
+    smooth: Mapping[str, Drawn] = types.MappingProxyType({})
     in_float32: "Expected | None" = None
+
+    @property
+    def without_ties(self) -> "Expected":
+        """The same, if few units turn over: a gradient moves in its direction as outputs do."""
+        if not self.smooth:
+            return self
+        times = MARGIN / _OF_DRAWS
+        drawn = {
+            name: Drawn(times * far, times * along) for name, (far, along) in self.smooth.items()
+        }
+        along = {name: own.along for name, own in self.smooth.items()}
+        return self._replace(gradients=along, backward=max(self.of_unit, EPS), drawn=drawn)
 
 
 class OracleBound(NamedTuple):
@@ -194,8 +236,6 @@ def _repeated(oracle: Oracle, ask: Ask, rounded: Sequence[str], seed: int) -> Ex
     fine = oracle.compute_finely(ask) if unit > EPS else None
     if fine and not _is_another_step(fine, own, others, unit):
         others.append(fine)
-    forward = backward = unit
-    gradients = dict.fromkeys(own.raw, 0.0)
     # A mean of nearly 0, as behind another normalisation, has rounding errors of larger numbers.
     statistics = {
         n: max(
@@ -204,27 +244,26 @@ def _repeated(oracle: Oracle, ask: Ask, rounded: Sequence[str], seed: int) -> Ex
         )
         for n in changed
     }
-    size = total_norm(own.raw)
-    for result in others:
-        forward = max(forward, relative_distance(result.y_pred, own.y_pred))
-        if result.raw.keys() != own.raw.keys():  # From a step that overflowed.
-            continue
-        apart = {name: distance(result.raw[name], g) for name, g in own.raw.items()}
-        gradients = {name: max(apart[name], far) for name, far in gradients.items()}
-        backward = max(backward, ratio(float(np.sqrt(sum(a**2 for a in apart.values()))), size))
-    for name, far in gradients.items():
-        if (relative := ratio(far, norm(own.raw[name]))) < NOTHING_BUT_ROUNDING:
-            backward = max(backward, relative)
-    forward = max(forward, _OF_ORDER * relative_distance(at_once.y_pred, own.y_pred))
-    return Expected(own, forward, backward, gradients, statistics, ask=ask, of_unit=of_unit)
+    forward = max(relative_distance(other.y_pred, own.y_pred) for other in others)
+    forward = max(unit, forward, _OF_ORDER * relative_distance(at_once.y_pred, own.y_pred))
+    reached = [Moved.between(other.raw, own.raw, unit) for other in others]
+    backward = max(each.backward for each in reached)
+    gradients = {name: max(each.gradients[name] for each in reached) for name in own.raw}
+    drawn = [_drawn(other.raw, own.raw) for other in others[:2]]
+    smooth = {
+        name: Drawn(*np.min([each[name] for each in drawn], axis=0))
+        for name in own.raw
+        if all(name in each for each in drawn)
+    }
+    return Expected(
+        own, forward, backward, gradients, statistics, ask=ask, of_unit=of_unit, smooth=smooth
+    )
 
 
 def widened(
     oracle: Oracle, rounded: Sequence[str], expected: Expected, y_pred: Sequence[Array]
 ) -> Expected:
     """Returns `expected` with what rounding moves that may turn units over; see `tolerance`.
-
-    Nothing is drawn where the outputs have the bits of the step: all units are as in it.
 
     Args:
         oracle, rounded: see `measure`.
@@ -234,20 +273,30 @@ def widened(
     """
     ask, step = expected.ask, expected.step
     apart = relative_distance(y_pred, step.y_pred) if y_pred else _OF_DRAWS * expected.forward
-    if ask is None or apart == 0:
+    if ask is None:
         return expected
     times = _NOISE * max(1.0, apart / max(expected.of_unit, oracle.unit))
     generator, drawn = np.random.default_rng(0), dict[str, Drawn]()
-    for _ in range(_DRAWS):
-        near = _changed(ask, rounded, oracle.unit * times, generator)
-        raw = oracle.compute(ask._replace(state=ask.state | near)).raw
-        for name in step.raw.keys() & raw.keys():
-            value = dense(step.raw[name])
-            gap = dense(raw[name]) - value
-            along = abs(float(np.sum(gap * value))) / max(norm(value), TINY)
-            last = drawn.get(name, Drawn(0.0, 0.0))
-            drawn[name] = Drawn(max(last.far, norm(gap)), max(last.along, along))
+    for number in range(_DRAWS):
+        unit = oracle.unit * times
+        near = ask._replace(
+            state=ask.state | _changed(ask, rounded, unit, generator), noise=(unit, number)
+        )
+        for name, own in _drawn(oracle.compute(near).raw, step.raw).items():
+            last = drawn.get(name, own)
+            drawn[name] = Drawn(max(last.far, own.far), max(last.along, own.along))
     return expected._replace(drawn=drawn)
+
+
+def _drawn(result: Named, own: Named) -> dict[str, Drawn]:
+    """Returns how far each gradient of a result is from that of a step."""
+    found = {}
+    for name in own.keys() & result.keys():
+        value = dense(own[name])
+        gap = dense(result[name]) - value
+        along = abs(float(np.sum(gap * value))) / max(norm(value), TINY)
+        found[name] = Drawn(norm(gap), along)
+    return found
 
 
 def _changed(
