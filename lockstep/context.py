@@ -159,7 +159,7 @@ class Context(Step):
     def expected_together(self, *, may_widen: bool) -> Iterator[Expected]:
         """Yields the step of all shards, whose layers synchronise; what a bound allows grows.
 
-        First in float32, where no unit turns over if the outputs have the same bits, then in
+        First in float32, where no unit turns over if outputs are bitwise identical, then in
         float64, then with what units that turn over can change.
 
         Args:
