@@ -160,10 +160,7 @@ class Context(Step):
         """Yields the step of all shards, whose layers synchronise; what a bound allows grows.
 
         First in float32, where no unit turns over if outputs are bitwise identical, then in
-        float64, then with what units that turn over can change.
-
-        Args:
-            may_widen: whether units may turn over.
+        float64, then, where they may, with what units that turn over can change.
         """
         self.expected(0)
         (of_all,) = self._together
