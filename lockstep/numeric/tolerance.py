@@ -9,8 +9,13 @@ the 2-norm of the difference is bounded, for each tensor, by
 - u is the unit of the *reference's* arithmetic: of its autocast dtype, or of its weights if these
   are kept in 16 bits, else of float32. With the coarser unit of both, a training that computes in
   16 bits would pass.
+- The terms are what the shards send, where they are recorded: a sum of which much cancels has the
+  errors of its parts.
 - The largest tensor is there for gradients that are 0 but for rounding, such as that of a bias
-  before BatchNorm: what was summed to them is of the size of other gradients.
+  before a softmax: what was summed to them is of the size of other gradients. BatchNorm subtracts
+  means from all of n numbers, whose sum is 0 then; the errors of these means point in one
+  direction, and add up to n of them, over a standard deviation that may be small. A gradient
+  counts as 0 in float32 if both are below `ZERO` units of the largest tensor.
 - The spread is the distance of the reference's gradient from itself with permuted examples, as part
   of the largest tensor: a ReLU or a maximum near a tie turns over with the last bits. It is 8 times
   that of a few permutations, and at most `MOST_BY_ROUNDING` of the tensor: a larger one is a fault
@@ -67,7 +72,8 @@ import numpy as np
 from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, are_finite, dense, length, ratio
 
 WITH_SPREAD, WITHOUT_SPREAD, IN_16_BITS, IN_TF32 = 8.0, 64.0, 1.0, 16.0
-OF_ROOT = 5.0
+OF_ROOT = 4.0
+ZERO = 256.0
 OF_LARGEST = 0.02
 TIES, TIES_ALONE = 1e-2, 1e-3
 ALONG, NEARLY_ALONG = 0.5, 0.95
@@ -128,6 +134,8 @@ class Tolerance:
         given: relative difference that a user allows, in place of all others; 0 without it.
         ties: part of a tensor that units which turn over may change.
         of_largest: part of the largest tensor that counts.
+        zero: units of the largest tensor below which a gradient counts as 0.
+        summed: name of a weight in the reference → Σ |c|‖t‖ of what the shards send.
     """
 
     text: str = ""
@@ -137,6 +145,8 @@ class Tolerance:
     given: float = 0.0
     ties: float = 0.0
     of_largest: float = 1.0
+    zero: float = 0.0
+    summed: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def shares(
         self, observed: Named, expression: Expression, names: Sequence[str] | None = None
@@ -162,7 +172,11 @@ class Tolerance:
                 found[name] = 0.0 if is_same else np.inf
                 continue
             gap = actual - value
-            found[name] = length(gap) / self._allowed(name, size, largest, most)
+            summed = max(size, self.summed.get(name, 0.0))
+            found[name] = length(gap) / self._allowed(name, summed, largest, most)
+            if self.zero:
+                least = self.zero * self.unit * largest + TINY
+                found[name] = min(found[name], max(length(actual), length(value)) / least)
             if size and self.ties:
                 part = ALONG if actual.size >= MANY else NEARLY_ALONG
                 part = 1.0 if actual.size < FEW else part

@@ -43,7 +43,7 @@ def without_an_example(faulty):
     right = faulty.oracle.compute(ask)
     masks = [np.zeros(())]
     starts = faulty.oracle.loss_gradients(ask.state, ask.data, right.y_pred, masks)
-    without = [np.where(np.arange(len(start))[:, None] == 5, 0, start) for start in starts]
+    without = [np.where(np.arange(len(start))[:, None] == 8, 0, start) for start in starts]
     sums = [faulty.oracle.compute(ask._replace(starts=each)).raw for each in (without, starts)]
     with_gradients(faulty, *sums)
 
@@ -54,7 +54,7 @@ def with_another_mask(faulty):
 
     def call(layer, x):
         y = inner(layer, x)
-        lost = tf.constant(generator.random(x.shape) < 0.02) & (x > FAR)
+        lost = tf.constant(generator.random(x.shape) < 0.1) & (x > FAR)
         return tf.where(lost, tf.stop_gradient(y), y)
 
     right = faulty.oracle.compute(together(faulty)).raw
