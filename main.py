@@ -3,7 +3,6 @@
 python main.py [COMMAND] [--flags]        python main.py --help
 """
 
-import importlib
 import io
 import os
 import pathlib
@@ -26,6 +25,7 @@ except ModuleNotFoundError:  # TensorFlow, which requires absl, is not installed
     )
     sys.exit(2)
 
+from app.commands import run_command
 from app.options import Config, flags
 from app.runtime import console, errors, signals
 
@@ -51,8 +51,7 @@ def main(config: Config) -> int:
 def run(config: Config) -> int:
     """Runs the command; prints errors and returns the exit code."""
     try:
-        with signals.deferred(signals.check):  # A signal ends the command, unless it is deferred.
-            importlib.import_module(f"app.commands.{config.command}").run(config)
+        run_command(config)
         return 0
     except (KeyboardInterrupt, errors.Terminated) as stop:
         return console.report_interruption(stop)

@@ -1,9 +1,9 @@
 """The Python API: runs commands from a script or a notebook."""
 
 import contextlib
-import importlib
 from typing import Any
 
+from app.commands import run_command
 from app.options import Config
 from app.runtime import signals
 from app.runtime.errors import LockstepError, Terminated
@@ -35,7 +35,7 @@ def run(config: Config) -> Any:
         try:
             _, (is_done, result) = process.receive()
         except KeyboardInterrupt:
-            process.signal(signals.STOP_REQUEST)
+            process.send_signal(signals.STOP_REQUEST)
             with contextlib.suppress(LockstepError):  # It was not training yet.
                 process.receive()  # The training saves its state.
             raise
@@ -48,7 +48,6 @@ def _run(channel: Channel, config: Config) -> tuple[bool, Any]:
     """Runs a command in the new process; returns whether it finished, and its result."""
     signals.install()
     try:
-        with signals.deferred(signals.check):
-            return True, importlib.import_module(f"app.commands.{config.command}").run(config)
+        return True, run_command(config)
     except (KeyboardInterrupt, Terminated):
         return False, None

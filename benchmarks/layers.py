@@ -223,7 +223,7 @@ def main() -> None:
             venv = ".venv-bench" if name == "PyTorch" else ".venv"
             command = [FOLDER.parent / venv / "bin" / "python", __file__, f"--answer={name}"]
             command += [f"--precision={options.precision}"]
-            environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": value, **ISA.get(options.isa, {})}
+            environment = {"TF_ENABLE_ONEDNN_OPTS": value, **ISA.get(options.isa, {})}
             running.append(stack.enter_context(Running(name, command, environment)))
         for each in running:
             each.ask()

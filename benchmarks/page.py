@@ -10,8 +10,8 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from app.performance import interval
-from app.report.plot_style import LOOKS, STYLE, save_figure
-from app.runtime import processor
+from app.report.plot_style import LOOKS, STYLE, save_figure, set_title
+from app.runtime import kernels
 from app.runtime.versions import CPU_KERNELS
 from parts import OWN, PARTS, PEERS
 
@@ -20,9 +20,9 @@ FOLDER = pathlib.Path(__file__).parent
 
 def name_of_machine(isa: str | None) -> str:
     """Returns the name of this kind of processor, a heading of the page."""
-    features = ", ".join(processor.features(processor.usable_flags()))
+    features = ", ".join(kernels.features(kernels.usable_flags()))
     limit = " limited to" if isa else ":"
-    return f"{processor.processor_name()}{limit} {features}, {os.cpu_count()} cores"
+    return f"{kernels.processor_name()}{limit} {features}, {os.cpu_count()} cores"
 
 
 def figure_name(machine: str) -> str:
@@ -118,7 +118,7 @@ def plot_ratios(machine: str, results: dict[str, Any], path: pathlib.Path) -> No
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel("ratio of times; left of 1 is faster")
     axes.grid(axis="x")
-    figure.suptitle(f"{machine}, shared by all devices of a program")
+    set_title(figure, f"{machine}, shared by all devices of a program")
     save_figure(figure, path.parent, path.stem)
 
 

@@ -1,9 +1,8 @@
 """Defines what is measured: the programs, the parts in which they are timed, their environment."""
 
 import dataclasses
-import os
 
-from app.runtime import kernels, processor
+from app.runtime import kernels
 
 # Limit → what makes oneDNN, PyTorch, MKL and XLA compute as on such a processor.
 ISA = {
@@ -104,31 +103,35 @@ PARTS = {
         num_steps=235,  # The last batch is short.
     ),
 }  # fmt: skip
+# Where TensorFlow 2.21 finds one of them, it switches oneDNN on.
+_FLAGS_OF_TENSORFLOW = {
+    *("avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
+}
 QUICK = ("lenet", "resnet18")
 QUICK_PROGRAMS = (*OWN, "manual × 2, Eigen", "PyTorch DDP × 2", "PyTorch DDP × 2, bfloat16")
 
 
-def environment_of(name: str) -> dict[str, str]:
-    """Returns the environment of a program, whatever kernels the user of this one has chosen.
+def environment_of(name: str) -> dict[str, str | None]:
+    """Returns the variables of a program, whatever kernels the user of this one has chosen.
 
-    Keras and d2l compute with the kernels that TensorFlow chooses, as after an installation.
+    None removes one. Keras and d2l compute with the kernels that TensorFlow chooses, as after an
+    installation.
     """
-    environment, words = dict(os.environ), PROGRAMS[name].split()
-    environment.pop(kernels.VARIABLE, None)
-    flags, usable = processor.read_flags(), processor.usable_flags()
+    environment, words = dict[str, str | None](), PROGRAMS[name].split()
+    flags, usable = kernels.read_flags(), kernels.usable_flags()
     if "=" in words[0]:
         variable, _, environment[variable] = words[0].partition("=")
     elif words[0] == "lockstep":
         kernels.choose_kernels(environment)
-    elif usable != flags and not kernels.is_tensorflows_choice(usable):
+    elif usable != flags and usable.isdisjoint(_FLAGS_OF_TENSORFLOW):
         environment[kernels.VARIABLE] = "0"  # TensorFlow does not see the limit of --isa.
-    return environment
+    return {kernels.VARIABLE: None, **environment}
 
 
 def why_left_out(name: str, flags: frozenset[str]) -> str:
     """Returns why a program is not measured on a processor with these flags; "" if it is."""
-    if "bfloat16" in name and flags and not processor.computes_in_bfloat16(flags):
+    if "bfloat16" in name and flags and not kernels.computes_in_bfloat16(flags):
         return "bfloat16, which this processor emulates: several times slower than float32"
-    if name.startswith("Keras") and "oneDNN" in name and kernels.is_tensorflows_choice(flags):
+    if name.startswith("Keras") and "oneDNN" in name and flags & _FLAGS_OF_TENSORFLOW:
         return f"Keras with {ONEDNN}, which TensorFlow chooses on this processor"
     return ""

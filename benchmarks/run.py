@@ -19,11 +19,10 @@ import math
 import os
 import pathlib
 import platform
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from subprocess import PIPE
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent
@@ -32,55 +31,46 @@ sys.path.insert(0, str(FOLDER.parent))
 import page
 import parts
 from app.records.files import write_file
-from app.runtime import processor
+from app.runtime import kernels
 from app.runtime.console import count
 from app.runtime.errors import reason_of
+from app.runtime.processes import Process
 from parts import EIGEN, ISA, ONEDNN, OWN, PARTS, PROGRAMS, QUICK, Part
 
 STARTED_TOGETHER = 3  # More would compete for the cores, and some have deadlines.
-GRACE_SEC = 10
 NUM_ROUNDS = 9
 BLOCK_SEC, QUICK_BLOCK_SEC = 2.0, 1.0  # Of `manual`, at least a step.
 START_SEC = 12.0  # Of a program: imports, warm-up; in part while another one starts.
 
 
-class Running(contextlib.AbstractContextManager):
+class Running(Process):
     """A program in a process of its own; leaving the context ends it and its child processes."""
 
     def __init__(
         self,
         name: str,
         command: Sequence[str | pathlib.Path],
-        environment: Mapping[str, str] = os.environ,
+        environment: Mapping[str, str | None] | None = None,
     ):
+        super().__init__(
+            command,
+            environment=environment,
+            keeps_errors=True,
+            stdin=PIPE,
+            stdout=PIPE,
+            start_new_session=True,
+        )
         self.name = name
-        # Not a pipe, which would not be read until the end; closed by `__exit__`.
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
-            env=environment,
-            start_new_session=True,  # A process group, ended as a whole.
-        )  # fmt: skip
 
     def ask(self, request: str = "") -> Any:
         """Sends a request, if there is one, and waits for the answer."""
         if request:
-            print(request, file=self._process.stdin, flush=True)
-        if line := self._process.stdout.readline():
+            self.stdin.write(f"{request}\n".encode())
+            self.stdin.flush()
+        if line := self.stdout.readline():
             return json.loads(line)
-        self._said.seek(0)
-        last = (self._said.read().strip().splitlines() or ["nothing"])[-1]
-        sys.exit(f"error: {self.name} ended before it answered; it said last: {last}")
-
-    def __exit__(self, *exception):
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(GRACE_SEC)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, 9)
-            self._process.wait()
-        self._said.close()
+        told = self.last_line or "nothing"
+        sys.exit(f"error: {self.name} ended before it answered; it said last: {told}")
 
 
 def start(name: str, part: Part, num_steps: int, options: argparse.Namespace) -> Running:
@@ -218,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     for name, value in ISA.get(options.isa, {}).items():
         os.environ[name] = f"{os.environ.get(name, '')} {value}".strip()
-    machine, flags = page.name_of_machine(options.isa), processor.usable_flags()
+    machine, flags = page.name_of_machine(options.isa), kernels.usable_flags()
     print(machine)
     paths = [options.out / "bench.md"]
     paths += [options.output] if options.output and not options.quick else []

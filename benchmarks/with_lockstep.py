@@ -33,6 +33,7 @@ class Training:
 
         from app.data.dataset_loader import load_data
         from app.runtime.versions import versions
+        from app.training.evaluation import batches_to_evaluate
         from app.training.training_spec import TrainingSpec
 
         self.versions, self._dataset = versions(), load_data(config)
@@ -42,7 +43,7 @@ class Training:
         job.check_parameters(sum(math.prod(weight.shape) for weight in weights))
         state = self._strategy.state()
         self._strategy.train_steps(self._strategy.distribute(spec.batches()), NUM_WARMUP_STEPS)
-        self._strategy.evaluate(self._dataset.batches_to_evaluate().take(1))  # Compiles it.
+        self._strategy.evaluate(batches_to_evaluate(self._dataset).take(1))  # Compiles it.
         self._strategy.load_state(state)
         self._batches = self._strategy.distribute(spec.batches())
 

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +78,7 @@ class Context(Step):
         self.measurements: list[Measurement] = []
         self.exact: frozenset[int] = frozenset()
         self._expected: dict[int, Expected] = {}
+        self._together: list[Expected] = []  # The step of all shards, if layers synchronise.
 
     # What is right.
 
@@ -138,6 +139,7 @@ class Context(Step):
             self._expected[shard] = self._measured(self.right[shard], exactly)
         else:
             of_all = self._measured(self.together(self.right), exactly)
+            self._together.append(of_all)
             ends = np.cumsum(self.sizes)[:-1]
             for s, after in enumerate(of_all.step.of_parts):
                 y_pred = [np.split(array, ends)[s] for array in of_all.step.y_pred]
@@ -145,12 +147,29 @@ class Context(Step):
                 self._expected[s] = of_all._replace(step=step)
         return self._expected[shard]
 
-    def widen(self, shard: int) -> None:
-        """Measures again how far rounding reaches in the gradients of a shard, with more effort."""
-        variables = self.of_kind("weight", STATISTIC)
+    def widen(self, shard: int) -> OracleBound:
+        """Returns the bound of a shard's gradients with what units that turn over can change."""
         y_pred = self.arrays("y_pred")[shard] if self.has("y_pred") else []
-        asked = self.oracle, self.right[shard], variables, self.expected(shard), y_pred
-        self._expected[shard] = widened(*asked)
+        self._expected[shard] = self._widened(self.expected(shard), y_pred)
+        return self.bound([shard])
+
+    def _widened(self, expected: Expected, y_pred: Sequence[Array]) -> Expected:
+        return widened(self.oracle, self.of_kind("weight", STATISTIC), expected, y_pred)
+
+    def expected_together(self, *, may_widen: bool) -> Iterator[Expected]:
+        """Yields the step of all shards, whose layers synchronise; what a bound allows grows.
+
+        First in float32, where no unit turns over if outputs are bitwise identical, then in
+        float64, then, where they may, with what units that turn over can change.
+        """
+        self.expected(0)
+        (of_all,) = self._together
+        near = of_all.in_float32 or of_all
+        yield near.without_ties
+        if of_all.in_float32:
+            yield of_all.without_ties
+        y_pred = joined(self.arrays("y_pred")) if self.has("y_pred") else []
+        yield self._widened(near.without_ties, y_pred) if may_widen else of_all
 
     def together(self, parts: Sequence[Ask]) -> Ask:
         """Returns the step of the whole batch, whose synchronised layers see all shards."""
@@ -227,17 +246,20 @@ class Context(Step):
             if size
         ])  # fmt: skip
 
-    def bound(self, shards: Sequence[int], times: float | None = None) -> OracleBound:
+    def bound(
+        self, shards: Sequence[int], times: float | None = None, steps: Sequence[Expected] = ()
+    ) -> OracleBound:
         """Returns how far rounding can move sums of gradients of some shards.
 
         Args:
             shards: the shards.
             times: factor over the gradients of `expected`; None for that of the first one's loss.
+            steps: their steps; empty for `expected`.
         """
         first, *_ = shards
         if times is None:
             times = self.actual[first].scales[0] / self.right[first].scales[0]
-        return OracleBound([self.expected(shard) for shard in shards], times)
+        return OracleBound(steps or [self.expected(shard) for shard in shards], times)
 
     @property
     def modal_layers(self) -> tuple[int, ...]:
@@ -347,11 +369,13 @@ class Context(Step):
     def _passes(self) -> str:
         """How the step's gradients were reduced, as a recorder of PyTorch saw it; "" if unknown."""
         about = self.trace.about
-        passes = about.passes[self.position] if about.passes else ()
         if self.trace.mesh:
             return "mesh" if about.framework == "torch" else ""
-        if not passes:
+        if not about.passes:
             return ""
+        passes = about.passes[self.position]
+        if not passes:  # Parts of the model are called.
+            return "" if about.reduction else "no wrapper"
         return "module" if "module" in passes else passes[-1] or "no wrapper"
 
     def measure(

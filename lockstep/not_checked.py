@@ -122,4 +122,4 @@ def not_compared(matching: Matching, second: Trace) -> Iterator[str]:
         x for r in second.copies for x in second.of_replica.get(r, second.about).not_loaded
     )
     if own:
-        yield f"not loaded by replay=, as it does not fit: {first_names([*own])}"
+        yield f"not loaded by replay=: {first_names([*own])}"

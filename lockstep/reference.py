@@ -31,6 +31,7 @@ from lockstep.numeric.tolerance import (
     TIES_ALONE,
     WITH_SPREAD,
     WITHOUT_SPREAD,
+    ZERO,
     Tolerance,
 )
 from lockstep.oracles.rules import Rule, RuleOracle
@@ -152,6 +153,13 @@ class StepPair:
         if not (self.is_given_right and self.is_applied_right):
             self._set_tolerance(tight)
 
+    def measure_terms(self) -> None:
+        """Gives the bound the sizes of what the shards send, if it is recorded."""
+        terms, raw = self.gradients, self.gradients.raw
+        sizes = {n: terms.share * sum(norm(own[n]) for own in raw) for n in terms.names if raw}
+        if sizes and not self.tolerance.given:
+            self._set_tolerance(dataclasses.replace(self.tolerance, summed=sizes))
+
     def enlarge(self, apart: float) -> None:
         """Widens the bound on ranks of a model that round to 16 bits; see `numeric.tolerance`.
 
@@ -230,7 +238,10 @@ def of_step(tolerance: Tolerance, first: Context, *, is_port: bool = False) -> T
         is_port: whether it is compared with another framework.
     """
     numbers = [x.size for shard in first.shards for x in first.inputs(shard)]
-    least = WITHOUT_SPREAD if is_port or has_batch_norms(first) else WITH_SPREAD
+    has_norms = has_batch_norms(first)
+    least = WITHOUT_SPREAD if is_port or has_norms else WITH_SPREAD
+    if has_norms and tolerance.unit == EPS and not tolerance.given:
+        tolerance = dataclasses.replace(tolerance, zero=ZERO)
     return tolerance.of_inputs(sum(numbers), least=least)
 
 

@@ -9,6 +9,7 @@ results of two strategies can only differ because of the subclasses.
 import abc
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -24,7 +25,6 @@ from strategies.gradient_buckets import GradientBuckets
 from strategies.layout import layout_of
 from strategies.loss import differentiate, loss_scale_of, shard_loss
 from strategies.observer import Observer, Shard
-from strategies.options import StrategyOptions
 from strategies.replica import Replica, copies_of
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
@@ -46,9 +46,11 @@ class Strategy(abc.ABC):
 
     Args:
         devices: names of the devices of all workers, for example `["/device:CPU:0"]`.
-        options: the options of this strategy; None for the defaults.
+        options: the options of this strategy: `Config.distribution`, or an object with its
+            attributes.
         workers: the processes that train together, with equal numbers of devices; None for a
             single process.
+        label_smoothing: see `strategies.loss.shard_loss`.
 
     Attributes:
         num_devices: number of devices, over all workers.
@@ -57,6 +59,8 @@ class Strategy(abc.ABC):
         num_copies: number of copies of the weights, over all workers.
         shard_weights: relative sizes of all shards.
         observer: hooks of the training step; replace it only before the first step.
+        bucket_mib: size of the gradient buckets of the all-reduce, in 2²⁰ bytes; 0 for one
+            all-reduce per gradient. Replace it only before the first step.
         steps: the compiled loop over `train_step`.
         model: the model of the first copy on this worker, after `build`.
         optimizer: the optimizer of the first copy on this worker, after `build`.
@@ -66,16 +70,19 @@ class Strategy(abc.ABC):
     """
 
     name: str
+    bucket_mib = 0.0
     model: keras.Model
     optimizer: keras.optimizers.Optimizer
 
     def __init__(
         self,
         devices: Sequence[str],
-        options: StrategyOptions | None = None,
+        options: Any,
         workers: Workers | None = None,
+        *,
+        label_smoothing: float = 0.0,
     ):
-        self.options = options = options or StrategyOptions()
+        self.options, self.label_smoothing = options, label_smoothing
         self.devices, self.workers = list(devices), workers or Workers()
         self.num_devices = len(devices)
         self.layout = layout = layout_of(self.name, options, self.num_devices)
@@ -346,8 +353,7 @@ class Strategy(abc.ABC):
         self, logits: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
     ) -> tuple[tf.Tensor, StepTotals]:
         """Computes a shard's part of the mean loss and its totals; see `shard_loss`."""
-        smoothing = self.options.label_smoothing
-        return shard_loss(logits, labels, num_global_examples, label_smoothing=smoothing)
+        return shard_loss(logits, labels, num_global_examples, label_smoothing=self.label_smoothing)
 
     def apply_gradients(self, replica: Replica, summed_gradients: list[tf.Tensor]) -> None:
         """Updates the weights of a replica with the gradients summed over all shards."""
@@ -415,12 +421,11 @@ class Strategy(abc.ABC):
         """The first device of each replica of this worker."""
         return self.local_devices[:: self.devices_per_replica]
 
-    def default_bucket_mib(self) -> float:
-        """Returns the default bucket size in MiB; 0 for one all-reduce per gradient."""
-        return 0.0
-
     def gradient_buckets(self, tensors: Sequence[tf.Tensor]) -> GradientBuckets:
         """Returns the all-reduce buckets for a replica's tensors."""
-        mib = self.options.bucket_mib
-        size = round((self.default_bucket_mib() if mib is None else mib) * 2**20)
-        return GradientBuckets(tensors, bucket_bytes=size, dtype=self.options.communication_dtype)
+        dtype = self.options.communication_dtype
+        return GradientBuckets(
+            tensors,
+            bucket_bytes=round(self.bucket_mib * 2**20),
+            dtype=None if dtype == "float32" else dtype,
+        )

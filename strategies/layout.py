@@ -45,7 +45,7 @@ def layout_of(strategy: str, options: Any, num_devices: int) -> Layout:
 
     Args:
         strategy: its name.
-        options: its options, with the names of `strategies.options.StrategyOptions`.
+        options: its options; see `strategies.base.Strategy`.
         num_devices: devices of all workers.
     """
     devices_per_replica = 1

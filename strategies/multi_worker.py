@@ -7,8 +7,6 @@ import tensorflow as tf
 
 from strategies.mirrored import MirroredStrategy
 
-_WHOLE_MB = 4096.0
-
 
 def default_all_reduce(devices: Sequence[str]) -> str:
     """Returns the algorithm that "auto" stands for: "nccl" on GPUs, else "ring" over gRPC."""
@@ -26,15 +24,12 @@ class MultiWorkerStrategy(MirroredStrategy):
     """
 
     name = "multi_worker"
+    bucket_mib = 4096.0  # Fits all gradients: each collective costs a network round trip.
     device_kinds: ClassVar = {"nccl": "GPU"}
 
     def default_all_reduce(self) -> str:
         """Returns `default_all_reduce` of the devices."""
         return default_all_reduce(self.devices)
-
-    def default_bucket_mib(self) -> float:
-        """Returns a size that fits all gradients: each collective costs a network round trip."""
-        return _WHOLE_MB
 
     def sum_buckets(self, buckets: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums buckets with one collective per bucket, in replica context."""

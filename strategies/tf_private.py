@@ -241,20 +241,3 @@ def reset_layer_numbers() -> None:
     from keras.src.utils import naming
 
     private(naming, "reset_uids")()
-
-
-def is_op_determinism_enabled() -> bool:
-    """Returns whether `tf.config.experimental.enable_op_determinism` was called."""
-    from tensorflow.python.framework import config
-
-    return private(config, "is_op_determinism_enabled")()
-
-
-def disable_op_determinism() -> None:
-    """Disables op determinism; TensorFlow has no public function for it.
-
-    Otherwise, determinism enabled for one command would slow down the next one in the process.
-    """
-    from tensorflow.python.framework import config
-
-    private(config, "disable_op_determinism")()

@@ -18,13 +18,14 @@ import types
 import keras
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import config as framework_config  # To undo op determinism.
 
 from app.commands import compare
 from app.options import Config, flags
 from app.performance import case_process, rounds
 from app.runtime import console, processes
-from app.runtime.processes import Channel
-from strategies import tf_private
+from app.runtime.processes import Channel, ChildProcess
+from app.verification import strategies
 
 
 def parse_here(*arguments) -> Config:
@@ -55,7 +56,7 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
 def restored_process():
     """Restores what a command changes in its process, which ends with it otherwise."""
     environment, log = dict(os.environ), logging.getLogger("tensorflow")
-    level, is_deterministic = log.level, tf_private.is_op_determinism_enabled()
+    level, is_deterministic = log.level, framework_config.is_op_determinism_enabled()
     keras_config, experimental = keras.config, tf.config.experimental
     settings = [
         (keras_config.set_image_data_format, keras_config.image_data_format()),
@@ -73,14 +74,22 @@ def restored_process():
     try:
         yield
     finally:
-        console.close_log()
+        close_log()
         os.environ.clear()
         os.environ.update(environment)
         log.setLevel(level)
         for restore, value in settings:
             restore(value)
         if not is_deterministic:
-            tf_private.disable_op_determinism()
+            framework_config.disable_op_determinism()
+
+
+def close_log():
+    """Ends the log and the forwarding of warnings, which a process does by ending."""
+    logger = logging.getLogger("lockstep.program")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
 
 
 def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:
@@ -107,7 +116,6 @@ class ThreadAsProcess:
     def __init__(self, function, *arguments, **options):
         self._call = function, arguments
         self._to_caller, self._to_function = queue.Queue(), queue.Queue()
-        self.pid = os.getpid()
 
     def __enter__(self):
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -120,15 +128,14 @@ class ThreadAsProcess:
 
     def _run(self):
         function, arguments = self._call
-        channel = Channel(
-            lambda message: self._to_caller.put(("message", message)), self._to_function.get, []
-        )
+        connection = types.SimpleNamespace(send=self._to_caller.put, recv=self._to_function.get)
+        channel = Channel(connection)
         try:
             self._to_caller.put(("result", function(channel, *arguments)))
         except Exception as error:
             self._to_caller.put(("error", error))
 
-    def signal(self, number):
+    def send_signal(self, number):
         """Threads end on their own."""
 
     def send(self, message):
@@ -140,10 +147,18 @@ class ThreadAsProcess:
             raise value
         return kind, value
 
+    result = ChildProcess.result
 
-def train_here(words, run_dir) -> int:
+
+@contextlib.contextmanager
+def calls_here(prepare):
+    """Replaces `prepared_calls`."""
+    yield processes.call_in_child_process
+
+
+def train_here(words) -> int:
     """Replaces `train_in_child_process`."""
-    result = run_here(*words, f"--out={run_dir}")
+    result = run_here(*words)
     sys.stdout.write(result.stdout)
     sys.stderr.write(result.stderr)
     return result.returncode
@@ -158,6 +173,7 @@ def threads_as_processes():
         patch.setattr(processes, "ChildProcess", ThreadAsProcess)
         patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
         patch.setattr(case_process, "BLOCK_SEC", 0.1)
+        patch.setattr(strategies, "prepared_calls", calls_here)
         patch.setattr(compare, "train_in_child_process", train_here)
         # Each process would forward its own warnings.
         patch.setattr(console, "forward_warnings", lambda to: setattr(of_thread, "warn", to))

@@ -27,8 +27,22 @@ def vanish(send):
     os._exit(137)
 
 
+def prepare():
+    sys.prepared = 0
+
+
+def refuse_to_prepare():
+    refuse(None)
+
+
+def is_prepared(send):
+    sys.prepared += 1
+    send(sys.prepared)
+    return True
+
+
 def hang(send):
-    send("started")
+    send(os.getpid())
     time.sleep(3600)
 
 
@@ -53,6 +67,10 @@ def fail_in_examination(send, config):
 
 def refuse_in_examination(send, config):
     refuse(send)
+
+
+def leave(send):
+    sys.exit(0)
 
 
 def tell_search_path(channel):

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import io
 
-from app.commands.compare import EXPECTED, describe
+from app.commands.compare import describe
 from app.options import Config
 from app.performance.benchmark_output import write_benchmark
 from app.performance.case import Block, Case, Facts, Sample
@@ -13,6 +13,7 @@ from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import write_json
 from app.records.history import write_history
 from app.runtime.errors import MismatchError
+from app.verification.comparison import EXPECTED
 from app.verification.output import IDENTICAL, Pair, Results, Run, report
 from lockstep.answer.verdict import BY_DESIGN, FAULT, STAGES, Finding, Measurement, Verdict, merged
 from test_records import make_history, make_summary

@@ -6,11 +6,11 @@ import keras
 import tensorflow as tf
 
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
+from app.options.table import Distribution
 from conftest import CPUS
 from models import load_model_builder
 from models.resnet import build_resnet
 from strategies import load_strategy_class
-from strategies.options import StrategyOptions
 
 
 def build_network(name):
@@ -113,8 +113,18 @@ def momentum_sgd():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
+def new_strategy(name, num_devices, *, bucket_mib=None, label_smoothing=0.0, **options):
+    """Creates a strategy, without building a model."""
+    strategy = load_strategy_class(name)(
+        CPUS[:num_devices], Distribution(**options), label_smoothing=label_smoothing
+    )
+    if bucket_mib is not None:
+        strategy.bucket_mib = bucket_mib
+    return strategy
+
+
 def create(name, num_replicas, build=small_network, optimizer_fn=None, **options):
-    strategy = load_strategy_class(name)(CPUS[:num_replicas], StrategyOptions(**options))
+    strategy = new_strategy(name, num_replicas, **options)
     assert strategy.num_devices == num_replicas
     strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
     return strategy

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import os
 import sys
 
 import numpy as np
@@ -137,7 +138,7 @@ def test_what_a_processor_cannot_show_is_left_out_with_the_reason(name, flags, i
 def test_each_program_gets_its_kernels(monkeypatch, flags, limit, given):
     """Keras and d2l those of TensorFlow, this project its own, whatever the user has chosen."""
     parts = load("parts")
-    monkeypatch.setattr(parts.processor, "read_flags", lambda: flags)
+    monkeypatch.setattr(parts.kernels, "read_flags", lambda: flags)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     monkeypatch.delenv(parts.kernels.VARIABLE, raising=False)
     if given:
@@ -215,7 +216,7 @@ def test_a_limit_is_that_of_all_programs_and_of_the_processors_name(tmp_path, mo
     for name in run.ISA["avx2"]:
         monkeypatch.setenv(name, "--own" if name == "XLA_FLAGS" else "")
     flags = AVX2 | {"avx512f", "amx_bf16"}
-    monkeypatch.setattr(run.processor, "read_flags", lambda: flags)
+    monkeypatch.setattr(run.kernels, "read_flags", lambda: flags)
     monkeypatch.setattr(run, "measure", lambda part, options: sys.exit("measured"))
     with pytest.raises(SystemExit, match="measured"):
         run.main(["--only=lenet", "--data_dir=x", f"--out={tmp_path}"])
@@ -223,7 +224,7 @@ def test_a_limit_is_that_of_all_programs_and_of_the_processors_name(tmp_path, mo
     with pytest.raises(SystemExit, match="measured"):
         run.main(["--isa=avx2", "--only=lenet", "--data_dir=x", f"--out={tmp_path}"])
     assert " limited to AVX2, " in capsys.readouterr().out
-    environment = run.parts.environment_of("manual × 2")
+    environment = {**os.environ, **run.parts.environment_of("manual × 2")}
     assert environment["XLA_FLAGS"] == f"--own {run.ISA['avx2']['XLA_FLAGS']}"
     assert environment["ATEN_CPU_CAPABILITY"] == "avx2"
     with pytest.raises(SystemExit, match="ONEDNN_MAX_CPU_ISA limits some programs only"):

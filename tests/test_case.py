@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from app.devices.device_setup import Devices
 from app.options import Config
-from app.runtime.errors import ConfigError, DataError
+from app.runtime.errors import ConfigError, DataError, OutputError
 from app.verification.case_data import CaseData
 from app.verification.case_file import CaseFile
 from app.verification.case_training import CaseTraining
@@ -179,7 +179,7 @@ def names_of(part):
 
 def test_the_steps_of_a_data_set_with_a_short_last_batch(write):
     data = case_data(write, "return data(n)")
-    (part,) = data.parts(1)
+    part = data.part(data.steps)
     assert names_of(part) == [
         "step 1", "step 2", "the last batch of an epoch (2 examples)",
         "the first step of the second epoch",
@@ -191,14 +191,6 @@ def test_the_steps_of_a_data_set_with_a_short_last_batch(write):
     assert np.array_equal(last.passes[0][2][0][:, 0], [24, 27])
 
 
-def test_steps_are_recorded_together_as_far_as_memory_allows(write):
-    data = case_data(write, "return data(n)", size=2, steps=3)  # And the last, and epoch 2.
-    for step_bytes, sizes in ((2**27, [2, 2, 1]), (1, [5])):
-        assert [len(part.steps) for part in data.parts(step_bytes)] == sizes
-    _, middle, _ = data.parts(2**27)
-    assert middle.wanted == [0, 1] and [int(x[0, 0]) for x, _ in middle.dataset] == [12, 24]
-
-
 def fake_trace(*batches):
     trace = Trace(About("keras", 1, steps=tuple(range(len(batches)))))
     for position, batch in enumerate(batches):
@@ -208,7 +200,7 @@ def fake_trace(*batches):
 
 def test_the_batches_of_a_set_that_shuffles_are_those_of_a_later_pass_in_each_epoch(write):
     data = case_data(write, "return data(10).unbatch().shuffle(10, seed=1).batch(n)")
-    (part,) = data.parts(1)
+    part = data.part(data.steps)
     used = [part.passes[1][0], part.passes[1][1], part.passes[1][2], part.passes[3][0]]
     assert not np.array_equal(used[0][0], used[3][0])
     found = part.batches_of(fake_trace(*used))
@@ -230,7 +222,7 @@ def test_a_case_that_distributes_its_data_trains_all_of_it(write):
 def test_a_set_without_end_has_no_last_batch(write):
     data = case_data(write, "return data(n).repeat()")
     assert data.num_batches is None
-    assert [names_of(part) for part in data.parts(1)] == [["step 1", "step 2"]]
+    assert names_of(data.part(data.steps)) == ["step 1", "step 2"]
 
 
 def test_a_generator_s_batches_are_counted(write):
@@ -273,7 +265,7 @@ def test_strings_and_none_are_data_too(write):
     x, y, weights = next(iter(data.to_evaluate()))
     assert x["text"].dtype == tf.string and x["text"].shape == (4, 3) and y.shape == (4, 1)
     assert float(x["text"][1, 2]) == 5 and weights is None
-    (first,) = data.parts(1)
+    first = data.part(data.steps)
     assert first.passes[0][0][0].dtype.kind == "S"
 
 
@@ -286,12 +278,21 @@ def test_a_state_that_is_not_restored_is_named(write, monkeypatch, is_restored):
     case, config = CaseFile(path), Config.of("verify", case=str(path), global_batch_size=4)
     data = CaseData(case, 4, 2)
     training = CaseTraining(case, data, config, Devices(CPUS[:1], simulated=False), "single")
-    training.record(data.part(data.steps))
+    training.record(data.part(data.steps), path.with_suffix(".npz"))
     if not is_restored:
         monkeypatch.setattr(keras.Variable, "assign", lambda variable, value: value)
     names = {variable.name for variable in training.variables} - {"learning_rate"}
     differing = training.resume()
     assert {name.rpartition("/")[2] for name in differing} == (set() if is_restored else names)
+
+
+def test_a_recording_that_cannot_be_written_is_one_line(write, tmp_path):
+    path = write(MODEL + DATA)
+    case, config = CaseFile(path), Config.of("verify", case=str(path), global_batch_size=4)
+    data = CaseData(case, 4, 1)
+    training = CaseTraining(case, data, config, Devices(CPUS[:1], simulated=False), "single")
+    with pytest.raises(OutputError, match="No such file or directory; choose another directory"):
+        training.record(data.part(data.steps), tmp_path / "missing" / "1.npz")
 
 
 @pytest.fixture(autouse=True)

@@ -178,7 +178,7 @@ def test_generated_images_and_simulated_gpus_say_so_where_one_looks(tmp_path, mo
     )
     # At the start and before the end.
     assert result.stderr.count("WARNING: GENERATED") == 2
-    assert result.stderr.count("WARNING: --num_gpus=2") == 2
+    assert result.stderr.count("--num_gpus=2") == 1
     summary = load_summary(tmp_path / "run")
     assert (summary.dataset, summary.num_replicas) == ("synthetic", 2)
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from app.data import dataset_loader
-from app.data.dataset_loader import load_dataset, with_train_subset
+from app.data.dataset_loader import load_data
 from app.data.input_pipeline import eval_dataset, num_steps_per_epoch, train_dataset
 from app.data.synthetic import generate_synthetic
+from app.options import Config
 from app.runtime.errors import DataError
 
 # The order of examples: complete, seeded, resumable, equal for every strategy.
@@ -106,7 +107,6 @@ def small(num_train=200, seed=0):
 def test_generated_set_has_the_form_of_the_real_one():
     dataset = small()
     assert dataset.name == "synthetic"
-    assert (dataset.image_shape, dataset.num_classes) == ((28, 28, 1), 10)
     assert dataset.train_images.shape == (200, 28, 28, 1) and dataset.train_images.dtype == np.uint8
     assert dataset.test_images.shape == (50, 28, 28, 1) and dataset.test_labels.dtype == np.uint8
     assert np.bincount(dataset.train_labels).tolist() == [20] * 10
@@ -153,29 +153,30 @@ def test_hash_sees_images_labels_and_order():
     assert len({dataset.sha256(), *(variant.sha256() for variant in variants)}) == 3
 
 
-def test_a_subset_larger_than_the_set_is_refused():
+def test_a_subset_larger_than_the_set_is_refused(monkeypatch):
+    monkeypatch.setattr(dataset_loader, "generate_synthetic", small)
+    config = Config.of(dataset="synthetic", num_train_examples=201)
     with pytest.raises(DataError, match="--num_train_examples=201 must be at most 200"):
-        with_train_subset(small(), 201, seed=0)
-    assert with_train_subset(small(), None, seed=0).sha256() == small().sha256()
+        load_data(config)
+    assert load_data(Config.of(dataset="synthetic")).sha256() == small().sha256()
 
 
-def test_auto_falls_back_with_a_warning_but_not_from_a_named_folder(monkeypatch, tmp_path):
-    told = []
-
+def test_auto_falls_back_with_a_warning_but_not_from_a_named_folder(monkeypatch, tmp_path, capsys):
     def load(name, data_dir, error):
         def load_fashion_mnist(data_dir, *, allow_unverified):
             raise error
 
         monkeypatch.setattr(dataset_loader, "load_fashion_mnist", load_fashion_mnist)
         monkeypatch.setattr(dataset_loader, "generate_synthetic", small)
-        return load_dataset(name, data_dir=data_dir, allow_unverified=False, warn=told.append)
+        return load_data(Config.of(dataset=name, data_dir=data_dir))
 
     missing, damaged = dataset_loader.DataMissingError("nowhere; get it"), DataError("damaged; g")
     assert load("auto", None, missing).name == "synthetic"
-    assert len(told) == 1 and "GENERATED" in told[0] and "nowhere" in told[0]
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "GENERATED" in told and "nowhere" in told
     for name, data_dir in [("auto", str(tmp_path)), ("fashion_mnist", None)]:
         with pytest.raises(DataError, match="nowhere"):
             load(name, data_dir, missing)
     with pytest.raises(DataError, match="damaged"):
         load("auto", None, damaged)
-    assert len(told) == 1
+    assert capsys.readouterr().err == ""

@@ -67,8 +67,7 @@ def test_a_step_is_gradients_their_sum_and_one_update(small_lenet, small_data):
     )
     spec = TrainingSpec(config, load_data(config))
     strategy = spec.build_strategy(Devices(CPUS[:3], simulated=True))
-    batch = next(strategy.distribute(spec.batches()))
-    before, gradients, sums, after = demo.observe_step(strategy, batch).values()
+    before, gradients, sums, after = demo.observe_step(strategy, spec.batches()).values()
     assert [len({a.tobytes() for a in copies}) for copies in (before, sums, after)] == [1, 1, 1]
     assert len({g.tobytes() for g in gradients}) == 3
     np.testing.assert_array_equal(gradients[0] + gradients[1] + gradients[2], sums[0])

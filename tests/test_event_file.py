@@ -16,8 +16,7 @@ def steps(run_dir, tag="steps/loss"):
 
 
 def write(run_dir, added, resume_at=0, **start):
-    events = EventFile(run_dir)
-    events.start(resume_at, **{"first_dropped_step": resume_at + 1, **start})
+    events = EventFile(run_dir, resume_at, **{"first_dropped_step": resume_at + 1, **start})
     for step in added:
         events.add(step, {"steps/loss": 1 / step, "steps/accuracy": 0.5})
     return events
@@ -80,7 +79,7 @@ def test_a_directory_in_its_place_is_told(tmp_path):
 
 
 def test_a_full_disk_is_told(tmp_path):
-    events = EventFile(tmp_path)
+    events = write(tmp_path, [])
     events._writer = tf.io.TFRecordWriter("/dev/full")
     with pytest.raises(DiskFullError, match="tfevents"):
         events.add(1, {"steps/loss": 1.0})

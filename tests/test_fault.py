@@ -4,6 +4,7 @@ import pytest
 
 from app.options import Config
 from app.options.fault import FAULTS, Fault
+from app.options.rules import faulty_strategy
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -56,7 +57,7 @@ def test_what_can_happen_is_not(options):
 def test_a_fault_goes_to_the_first_strategy_that_can_have_it(fault, faulty):
     strategies = ("single", "manual", "sharded", "pipeline", "tensor")
     config = Config.of("verify", strategies=strategies, num_devices=2, inject=fault)
-    assert config.faulty_strategy == faulty
+    assert faulty_strategy(config) == faulty
 
 
 def test_one_fault_has_one_spelling_in_the_records():

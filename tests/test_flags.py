@@ -12,7 +12,7 @@ import tensorflow as tf
 import app
 from app.options import Config
 from app.options.help_text import help_text
-from app.options.table import COMMANDS, PARTS, options_of
+from app.options.table import COMMANDS, options_of
 from conftest import copy_program, run_main, run_python
 from in_process import parse_here, run_here
 
@@ -59,8 +59,7 @@ def test_the_help_of_a_command_shows_its_common_options_and_examples_that_are_ac
     assert max(map(len, text.splitlines())) <= 80
     shown = re.findall(r"^  --(\w+)", text, re.MULTILINE)
     options = options_of(command)
-    assert sorted(shown) == sorted(name for name, option in options.items() if option.common)
-    assert len(shown) <= 12 or command == "verify"
+    assert tuple(shown) == COMMANDS[command].usual and len(shown) <= 10
     number = sum(not option.is_word for option in options.values())
     more = f"\n\nAll {number} options: python main.py {command} --helpfull"
     assert text.endswith(more) == (len(shown) < number)
@@ -68,16 +67,10 @@ def test_the_help_of_a_command_shows_its_common_options_and_examples_that_are_ac
         assert example in text and parse_here(command, *shlex.split(example)).command == command
 
 
-def test_the_help_of_verify_has_a_part_for_strategies_and_one_for_a_case():
-    parts = dict.fromkeys(PARTS, "")
-    for paragraph in help_text("verify").split("\n\n"):
-        title, _, rest = paragraph.partition("\n")
-        parts |= {name: rest for name, text in PARTS.items() if text == title}
-    for name, text in parts.items():
-        assert f"main.py verify --{name}=" in text and f"\n  --{name}=" in text
-    assert "--inject=" in parts["strategies"] and "--inject=" not in parts["case"]
-    assert "--strategies" in parts["case"] and "--num_devices" in parts["case"]
-    assert "python -m lockstep --help" in help_text("verify")
+def test_the_help_of_verify_says_what_can_be_verified():
+    text = help_text("verify")
+    for start in ("main.py verify --strategies=", "main.py verify --case=", "python -m lockstep"):
+        assert start in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -9,7 +9,7 @@ from app.devices import device_setup, rendezvous
 from app.doctor import tensorflow_check
 from app.doctor.machine import OK, WARNING
 from app.options import Config
-from app.runtime import kernels, processor
+from app.runtime import kernels
 from app.runtime.errors import ConfigError
 from conftest import run_ok, run_python
 
@@ -36,19 +36,16 @@ def test_onednn_is_chosen_with_avx2_unless_the_user_has_chosen(machine, flags, g
 
 
 @pytest.mark.parametrize(
-    ("flags", "features", "has_bfloat16", "is_tensorflows_choice"),
+    ("flags", "features", "has_bfloat16"),
     [
-        (AVX2 - {"avx2"}, ["AVX"], False, False), (AVX2, ["AVX2"], False, False),
-        (AVX2 | {"avx_vnni"}, ["AVX2"], False, True), (AVX512, ["AVX-512"], False, False),
-        (BF16, ["AVX-512", "AVX512_VNNI", "AVX512_BF16"], True, True),
-        (AMX, ["AVX-512", "AVX512_VNNI", "AVX512_BF16", "AMX"], True, True),
-        *((AVX2 | {flag}, ["AVX2"], False, True) for flag in ("amx_tile", "amx_int8")),
+        (AVX2 - {"avx2"}, ["AVX"], False), (AVX2, ["AVX2"], False), (AVX512, ["AVX-512"], False),
+        (BF16, ["AVX-512", "AVX512_VNNI", "AVX512_BF16"], True),
+        (AMX, ["AVX-512", "AVX512_VNNI", "AVX512_BF16", "AMX"], True),
     ],
 )  # fmt: skip
-def test_what_a_processor_computes_with(flags, features, has_bfloat16, is_tensorflows_choice):
-    assert processor.features(flags) == features
-    assert processor.computes_in_bfloat16(flags) == has_bfloat16
-    assert kernels.is_tensorflows_choice(flags) == is_tensorflows_choice
+def test_what_a_processor_computes_with(flags, features, has_bfloat16):
+    assert kernels.features(flags) == features
+    assert kernels.computes_in_bfloat16(flags) == has_bfloat16
 
 
 @pytest.mark.parametrize(
@@ -67,23 +64,23 @@ def test_what_a_processor_computes_with(flags, features, has_bfloat16, is_tensor
     ],
 )  # fmt: skip
 def test_a_limit_of_onednn_is_respected(limit, left):
-    assert processor.usable_flags(AMX | {"avx_vnni"}, limit) == left
+    assert kernels.usable_flags(AMX | {"avx_vnni"}, limit) == left
 
 
 def test_the_files_of_linux_are_read(tmp_path):
     path = tmp_path / "cpuinfo"
     path.write_text("processor\t: 0\nmodel name\t: A  CPU \nflags\t\t: fpu avx2\n\nflags : x\n")
-    assert processor.read_flags(path) == {"fpu", "avx2"}
-    assert processor.processor_name(path) == "A  CPU"
+    assert kernels.read_flags(path) == {"fpu", "avx2"}
+    assert kernels.processor_name(path) == "A  CPU"
     path.write_text("Features\t: fp asimd bf16\n")  # ARM.
-    assert processor.read_flags(path) == frozenset() == processor.read_flags(tmp_path / "none")
-    assert processor.processor_name(path) == processor.processor_name(tmp_path / "none") != ""
+    assert kernels.read_flags(path) == frozenset() == kernels.read_flags(tmp_path / "none")
+    assert kernels.processor_name(path) == kernels.processor_name(tmp_path / "none") != ""
     path.write_text("model name\t: \n")
-    assert processor.processor_name(path) != ""
+    assert kernels.processor_name(path) != ""
 
 
 def test_the_kernels_are_those_within_the_limit(monkeypatch):
-    monkeypatch.setattr(processor, "read_flags", lambda: AMX)
+    monkeypatch.setattr(kernels, "read_flags", lambda: AMX)
     assert kernels.describe_kernels(True) == "oneDNN on AVX-512"
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert kernels.describe_kernels(True) == "oneDNN on AVX2"
@@ -131,7 +128,7 @@ def test_the_recorders_choose_nothing():
 
 def bfloat16_here(monkeypatch, capsys, *, flags, limit="", has_onednn=True):
     """Sets up devices for bfloat16 on a made processor; returns the warning."""
-    monkeypatch.setattr(processor, "read_flags", lambda: flags)
+    monkeypatch.setattr(kernels, "read_flags", lambda: flags)
     monkeypatch.setattr("strategies.tf_private.is_onednn_enabled", lambda: has_onednn)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     tf.config.list_logical_devices()  # From here on, TensorFlow keeps the tests' four devices.
@@ -156,7 +153,7 @@ def test_a_precision_that_the_processor_emulates_is_told(monkeypatch, capsys):
 
 
 def test_doctor_tells_the_kernels(monkeypatch):
-    monkeypatch.setattr(processor, "read_flags", lambda: AVX2)
+    monkeypatch.setattr(kernels, "read_flags", lambda: AVX2)
     monkeypatch.setattr("strategies.tf_private.is_onednn_enabled", lambda: True)
     check = tensorflow_check._check_kernels()
     assert (check.mark, check.value) == (OK, "oneDNN on AVX2")
@@ -164,9 +161,9 @@ def test_doctor_tells_the_kernels(monkeypatch):
     monkeypatch.setenv(kernels.VARIABLE, "0")
     check = tensorflow_check._check_kernels()
     assert check.mark == WARNING and check.value == f"Eigen on AVX2 with {kernels.VARIABLE}=0"
-    monkeypatch.setattr(processor, "read_flags", lambda: AVX2 - {"avx2"})
+    monkeypatch.setattr(kernels, "read_flags", lambda: AVX2 - {"avx2"})
     assert tensorflow_check._check_kernels().mark == OK
-    monkeypatch.setattr(processor, "read_flags", lambda: AVX2)
+    monkeypatch.setattr(kernels, "read_flags", lambda: AVX2)
     monkeypatch.delenv(kernels.VARIABLE)  # TensorFlow was imported before `app`.
     assert tensorflow_check._check_kernels().mark == OK
 

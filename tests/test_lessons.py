@@ -15,7 +15,7 @@ from app.data.synthetic import generate_synthetic
 from app.training.recipes import find_recipe
 from conftest import CPUS, ROOT, run_python
 from models import load_model_builder
-from strategies import load_strategy_class
+from small_models import new_strategy
 
 NUM_STEPS = 50
 NUM_EXAMPLES = 16 * NUM_STEPS - 5  # The last batch is short.
@@ -39,7 +39,7 @@ def data():
 def train_in_the_program(values, num_replicas, images, labels):
     """Trains with the strategy `manual`, from these weights; returns the weights of all copies."""
     recipe = find_recipe("d2l", "lenet")
-    strategy = load_strategy_class("manual")(CPUS[:num_replicas])
+    strategy = new_strategy("manual", num_replicas)
     strategy.build(
         lambda: recipe.build_model(
             load_model_builder("lenet"), image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, seed=0

@@ -5,7 +5,7 @@ import errno
 import pytest
 import tensorflow as tf
 
-from app.runtime.errors import DiskFullError, is_out_of_memory, out_of_memory
+from app.runtime.errors import DiskFullError, expected_error, memory_error
 from conftest import run_python
 
 
@@ -21,7 +21,7 @@ def test_what_says_that_memory_ran_out_and_what_that_a_disk_is_full():
         (RuntimeError("OOM"), False),
         (full, False),
     ]:
-        assert is_out_of_memory(error) == expected, error
+        assert (memory_error(error) is not None) == expected, error
 
 
 @pytest.mark.parametrize("error", [MemoryError("stack"), RuntimeError("can't start new thread")])
@@ -33,15 +33,15 @@ def test_an_error_of_memory_while_a_function_is_traced_is_one(error):
 
     with pytest.raises(Exception, match="in user code") as caught:
         tf.function(fail)()
-    assert is_out_of_memory(caught.value)
-    assert str(out_of_memory(caught.value)).startswith(f"out of memory ({error});")
+    told = str(expected_error(caught.value))
+    assert told.startswith(f"out of memory ({error});")
 
 
 def test_an_error_at_the_limit_of_the_address_space_is_one_of_memory():
     """In a process of its own, whose limit cannot be raised again."""
     script = (
         "import mmap, resource\n"
-        "from app.runtime.errors import expected_error, is_out_of_memory\n"
+        "from app.runtime.errors import expected_error, memory_error\n"
         "error = ImportError('failed to map segment from shared object')\n"
         "found = [expected_error(error) is not None]\n"
         "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))\n"
@@ -50,6 +50,6 @@ def test_an_error_at_the_limit_of_the_address_space_is_one_of_memory():
         "try:\n"
         "    while True: kept.append(mmap.mmap(-1, 32 << 20))\n"
         "except OSError: pass\n"
-        "print(*found, expected_error(error) is not None, is_out_of_memory(error))"
+        "print(*found, expected_error(error) is not None, memory_error(error) is not None)"
     )
     assert run_python("-c", script).stdout.split() == ["False", "False", "True", "False"]

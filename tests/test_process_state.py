@@ -15,6 +15,7 @@ from app.runtime import console, progress_bar, signals, watchdog
 from app.runtime.errors import StalledError, Terminated
 from app.runtime.progress_bar import TrainingProgress, duration_text
 from conftest import ROOT
+from in_process import close_log
 from strategies.base import StepTotals
 
 NUMBERS = signal.SIGINT, signal.SIGTERM, signals.STOP_REQUEST, signal.SIGHUP
@@ -46,7 +47,7 @@ def _restored():
     """A process runs one command; these tests are several."""
     before = [(number, signal.getsignal(number)) for number in NUMBERS]
     yield
-    console.close_log()
+    close_log()
     for number, handler in before:
         signal.signal(number, handler)
 
@@ -64,7 +65,7 @@ def test_a_log_has_what_was_printed_and_warnings_can_be_forwarded(tmp_path, caps
     assert forwarded == ["another warning"]
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("before\na line\n", "WARNING: a warning\n")
-    console.close_log()
+    close_log()
     assert console.log_file() is None
 
 

@@ -14,14 +14,19 @@ import pytest
 import process_functions
 from app.runtime import signals
 from app.runtime.errors import DeviceError, DiskFullError
-from app.runtime.processes import ChildProcess, call_in_child_process
-from app.runtime.subprocesses import Subprocess, child_environment, output_of
+from app.runtime.processes import (
+    ChildProcess,
+    Process,
+    call_in_child_process,
+    output_of,
+    prepared_calls,
+)
 from conftest import ROOT
 
 
 def python(script, **options):
     command = [sys.executable, "-c", script]
-    return Subprocess(command, child_environment(), stdout=subprocess.PIPE, **options)
+    return Process(command, stdout=subprocess.PIPE, **options)
 
 
 def test_result_and_messages_arrive_also_in_a_thread():
@@ -71,7 +76,7 @@ def test_a_process_finds_modules_where_we_do_and_our_environment_stays(monkeypat
     with ChildProcess(process_functions.tell_search_path, environment={"GIVEN": "x"}) as process:
         assert (dict(os.environ), sys.modules["__main__"]) == before
         _, (path, folder, given) = process.receive(60)
-    assert path == [name or str(ROOT) for name in sys.path]
+    assert path == [*sys.path, str(ROOT)]
     assert (folder, given) == (str(tmp_path), "x")
 
 
@@ -81,19 +86,29 @@ def test_what_a_function_keeps_does_not_delay_the_end():
         assert process.receive(60) == ("result", None)
 
 
-def test_a_process_ends_with_the_one_that_has_started_it():
-    """Killed, so that it can end nothing itself."""
+CALL = "process_functions.hang, on_message=lambda pid: (os.kill(pid, 19), print(pid, flush=True)))"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        f"processes.call_in_child_process({CALL}",
+        f"with processes.prepared_calls(str) as call: call({CALL}",
+    ],
+)
+def test_a_process_ends_with_the_one_that_has_started_it(start):
+    """Killed, so that it can end nothing itself; a stopped process ends only by SIGKILL."""
     script = (
-        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
-        "import process_functions; from app.runtime.processes import ChildProcess, call_function\n"
-        "with ChildProcess(call_function, process_functions.hang) as child:\n"
-        "    child.receive(); print(child.pid, flush=True); child.receive()\n"
+        f"import os, sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "import process_functions; from app.runtime import processes\n"
+        f"{start}\n"
     )
     with python(script) as parent:
-        try:
-            pid = int(parent.stdout.readline())
-        finally:
-            parent.kill()
+        pid = int(parent.stdout.readline())
+    wait_for_the_end(pid)
+
+
+def wait_for_the_end(pid):
     status, deadline = pathlib.Path(f"/proc/{pid}/stat"), time.monotonic() + 20
     # "Z": its new parent has not waited for it yet.
     try:
@@ -103,6 +118,24 @@ def test_a_process_ends_with_the_one_that_has_started_it():
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_prepared_calls_share_a_process():
+    messages = []
+    with prepared_calls(process_functions.prepare) as call:
+        for _ in range(2):
+            assert call(process_functions.is_prepared, on_message=messages.append) is True
+        with pytest.raises(RuntimeError, match="oops"):
+            call(process_functions.fail)
+        assert call(process_functions.add, 2, 3) == 5
+        with pytest.raises(DeviceError, match="probably because memory ran out"):
+            call(process_functions.kill_itself)
+    assert messages == [1, 1]  # The second is a fork of its own.
+    for function, code in ((process_functions.vanish, 137), (process_functions.leave, 1)):
+        with pytest.raises(DeviceError, match=f"exit code {code}"), prepared_calls(str) as call:
+            call(function)
+    with pytest.raises(DiskFullError), prepared_calls(process_functions.refuse_to_prepare) as call:
+        call(process_functions.add, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -118,18 +151,15 @@ def test_exit_codes_are_those_of_a_shell(script, code):
     assert process.exit_code == code
 
 
-@pytest.mark.parametrize(
-    ("handler", "code"), [("lambda *_: exit(3)", 3), ("signal.SIG_IGN", 128 + signal.SIGKILL)]
-)
-def test_the_end_is_asked_for_and_then_enforced(handler, code):
-    script = f"import signal; signal.signal(15, {handler}); print(1, flush=True)"
-    with python(f"{script}; import time; time.sleep(3600)") as process:
-        try:
-            assert process.stdout.readline() == b"1\n"
-            process.end(grace_sec=1)
-        finally:
-            process.kill()
-    assert process.exit_code == code
+def test_leaving_the_block_kills_a_process_and_its_children():
+    script = (
+        "import os, signal, time; signal.signal(15, signal.SIG_IGN); pid = os.fork()\n"
+        "if pid: print(pid, flush=True)\ntime.sleep(3600)"
+    )
+    with python(script, start_new_session=True) as process:
+        child = int(process.stdout.readline())
+    assert process.exit_code == 128 + signal.SIGKILL
+    wait_for_the_end(child)
 
 
 def test_a_request_to_stop_reaches_the_process_and_cores_are_limited():
@@ -140,16 +170,14 @@ def test_a_request_to_stop_reaches_the_process_and_cores_are_limited():
         "print(sorted(os.sched_getaffinity(0)), flush=True); signal.pause()"
     )
     with python(script, cores=[core]) as process:
-        try:
-            assert process.stdout.readline().decode() == f"[{core}]\n"
-            process.ask_to_stop()
-            assert process.wait(60) == 9
-        finally:
-            process.kill()
+        assert process.stdout.readline().decode() == f"[{core}]\n"
+        process.send_signal(signals.STOP_REQUEST)
+        assert process.wait(60) == 9
 
 
-@pytest.mark.parametrize("command", [["false"], ["sleep", "60"], ["/nonexistent/program"]])
-def test_other_programs_that_fail_are_an_error_of_the_system(command):
+@pytest.mark.parametrize("command", [["sleep", "60"], ["/nonexistent/program"]])
+def test_other_programs_that_do_not_end_are_an_error_of_the_system(command):
     with pytest.raises(OSError):
         output_of(command, timeout_sec=0.2)
-    assert output_of(["echo", "there"], timeout_sec=60) == "there\n"
+    script = "import sys; print(1, flush=True); sys.exit('no')"
+    assert output_of([sys.executable, "-c", script], timeout_sec=60) == (1, "1\nno\n")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from app.options.table import Distribution
 from app.runtime.errors import AllReduceError, ReplicaDivergenceError
 from app.training.all_reduce_self_test import explain, run_all_reduce_self_test
 from app.training.replica_divergence import check_replica_divergence
@@ -49,7 +50,7 @@ class FaultyStrategy(ManualStrategy):
 
 @functools.cache
 def faulty():
-    strategy = FaultyStrategy(CPUS[:3])
+    strategy = FaultyStrategy(CPUS[:3], Distribution())
     strategy.build(small_network, momentum_sgd)
     return strategy
 

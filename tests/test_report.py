@@ -144,6 +144,15 @@ def test_trainings_have_their_results_settings_and_curves(everything, page):
     assert sources and all(each.startswith("data:image/svg+xml;base64,") for each in sources)
 
 
+def test_the_trainings_of_a_comparison_stand_once_in_its_section(tmp_path):
+    report_samples.write_comparison(tmp_path / "c")
+    page = report(tmp_path / "c")
+    assert [tag for tag, _ in page.elements].count("section") == 1
+    assert [row[0] for row in page.rows].count("manual") == 1
+    assert "bitwise identical weights: c/manual, c/mirrored" in page.text
+    assert [tag for tag, _ in page.elements].count("img") == 1
+
+
 def test_the_page_is_whole_and_asks_for_nothing(everything, page):
     text = (everything / REPORT_FILE).read_text(encoding="utf-8")
     tags = {tag for tag, _ in page.elements}

@@ -1,5 +1,7 @@
 """Rows name what made an array, and nothing else: random terms, coefficients, groups and orders."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,8 +11,8 @@ from lockstep.comparison import verify_alone
 from lockstep.data.trace import About, Trace, Variable
 from lockstep.explain.rows import Row, choose, computed
 from lockstep.explain.solve import solve
-from lockstep.numeric.arrays import EPS, norm
-from lockstep.numeric.tolerance import WITHOUT_SPREAD, Tolerance
+from lockstep.numeric.arrays import EPS, UNITS, norm
+from lockstep.numeric.tolerance import WITH_SPREAD, WITHOUT_SPREAD, ZERO, Tolerance
 from lockstep.oracles import Computed
 from lockstep.oracles.rounding import Expected, OracleBound
 
@@ -186,3 +188,27 @@ def test_rounding_errors_of_an_oracle_do_not_cancel():
 def test_a_gradient_of_zeros_has_no_ties():
     zeros = {"w": np.zeros(8)}
     assert Tolerance(ties=1e-3).shares(zeros, [(1.0, zeros)]) == {"w": 0.0}
+
+
+@pytest.mark.parametrize(("size", "is_right"), [(1e-5, True), (1e-4, False)])
+def test_a_gradient_behind_batch_norm_that_is_rounding_alone_counts_as_zero(size, is_right):
+    """As of a bias, which the mean of the batch takes away; the kernel has a norm of 1."""
+    kernel = np.full((3, 3), 1 / 3)
+    reference = {"kernel": kernel, "bias": np.full(4, 1e-7)}
+    observed = {"kernel": kernel, "bias": np.float64([size, 0, 0, 0])}
+    assert not Tolerance().fits(observed, [(1.0, reference)])
+    assert Tolerance(zero=ZERO).fits(observed, [(1.0, reference)]) is is_right
+    reference["bias"] = observed["bias"] + 2e-4  # One that is not 0 has to agree.
+    assert not Tolerance(zero=ZERO).fits(observed, [(1.0, reference)])
+
+
+@pytest.mark.parametrize(("unit", "apart"), [(EPS, 8e-7), (UNITS["bfloat16"], 3e-3)])
+def test_rounding_is_that_of_the_terms_where_they_cancel(unit, apart):
+    """Two replicas send gradients of norm 1, whose mean has a norm of 1e-2."""
+    reference = {"kernel": np.float64([1e-2, 0, 0, 0])}
+    observed = {"kernel": reference["kernel"] + [0, apart, 0, 0]}
+    tolerance = Tolerance(times=WITH_SPREAD if unit == EPS else 1.0, unit=unit, of_largest=0.02)
+    assert not tolerance.fits(observed, [(1.0, reference)])
+    tolerance = dataclasses.replace(tolerance, summed={"kernel": 1.0})
+    assert tolerance.fits(observed, [(1.0, reference)])
+    assert not tolerance.fits({"kernel": observed["kernel"] * 2}, [(1.0, reference)])

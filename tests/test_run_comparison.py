@@ -5,10 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from app.commands.compare import compare_weights, pair_lines
 from app.report.training_result import results_table
 from app.runtime.errors import DataError
-from app.verification.comparison import largest_difference
+from app.verification.comparison import compare_weights, largest_difference, pair_lines
 from test_checkpoint import STATE
 from test_records import make_summary
 

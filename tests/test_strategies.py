@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from app.data.input_pipeline import eval_dataset
-from app.training.optimizers import FusedSGD, ScaledSGD
+from app.training.optimizers import ScaledSGD
 from conftest import CPUS
 from placement import devices_of_variables
 from small_models import (
@@ -24,11 +24,11 @@ from small_models import (
     functional_network,
     momentum_sgd,
     network_with_dropout,
+    new_strategy,
     small_network,
     small_resnet,
 )
-from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES, load_strategy_class
-from strategies.options import StrategyOptions
+from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
 from walks import (
     NUM_STEPS,
     ROUNDING,
@@ -53,7 +53,6 @@ def scheduled(optimizer_class, **options):
 
 
 keras_sgd = functools.partial(scheduled, keras.optimizers.SGD)
-fused_sgd = functools.partial(scheduled, FusedSGD)
 scaled_sgd = functools.partial(scheduled, ScaledSGD, initial_scale=2.0**15)
 float16_sgd = functools.partial(ScaledSGD, 0.1, initial_scale=1024.0)
 overflowing_sgd = functools.partial(scheduled, ScaledSGD, initial_scale=2.0**18)
@@ -80,7 +79,7 @@ def frozen_network():
     return model
 
 
-MOMENTUM, FUSED = {"optimizer": momentum_sgd}, {"optimizer": fused_sgd}
+MOMENTUM, NESTEROV = {"optimizer": momentum_sgd}, {"optimizer": keras_sgd}
 BF16, F16 = {"policy": "mixed_bfloat16"}, {"policy": "mixed_float16", "optimizer": float16_sgd}
 OVERFLOW = {"policy": "mixed_float16", "optimizer": overflowing_sgd}
 THREE = {**NORM, **MOMENTUM, "label_smoothing": 0.1}
@@ -119,9 +118,9 @@ SAME_BITS = [
      slow(t("mirrored", 1)), slow(t("multi_worker", 1)), slow(t("sharded", 1))),
     (t("single", 1, **NORM), t("pipeline", 3, **NORM, micro_batches=1)),
     # The ring of `multi_worker` adds in an order of its own, which shows from three replicas on.
-    (t("manual", 2, **FUSED), t("manual", 2, optimizer=keras_sgd), t("mirrored", 2, **FUSED),
-     t("multi_worker", 2, **FUSED), t("sharded", 2, **FUSED, shard="gradients"),
-     t("pipeline", 2, **FUSED, micro_batches=2, pipeline_cuts=("conv",))),
+    (t("manual", 2, **NESTEROV), t("mirrored", 2, **NESTEROV), t("multi_worker", 2, **NESTEROV),
+     t("sharded", 2, **NESTEROV, shard="gradients"),
+     t("pipeline", 2, **NESTEROV, micro_batches=2, pipeline_cuts=("conv",))),
     # BatchNorm statistics are each replica's own, or each micro-batch's.
     (t("manual", 3, **THREE), t("mirrored", 3, **THREE), t("sharded", 3, **THREE),
      slow(t("sharded", 3, **THREE, shard="gradients")), t("sharded", 3, **THREE, shard="optimizer"),
@@ -160,7 +159,7 @@ CLOSE = [
      [t("tensor", 2), 5e-6], [t("tensor", 3), 5e-6],  # Gradients are added over the devices.
      [t("manual", 2, accumulate_steps=2), 5e-6], [t("manual", 2, shard_weights=(3, 1)), 5e-6]),
     (t("single", 1, **MOMENTUM), [t("manual", 4, **MOMENTUM), 5e-6]),
-    (t("single", 1, **FUSED), [t("manual", 2, **FUSED), 1e-5]),
+    (t("single", 1, **NESTEROV), [t("manual", 2, **NESTEROV), 1e-5]),
     (t("single", 1, functional_network, momentum_sgd, label_smoothing=0.1),
      [t("tensor", 4, functional_network, momentum_sgd, label_smoothing=0.1), 5e-6]),
     # BatchNorm over the whole batch; it carries the rounding of a sum further.
@@ -328,7 +327,7 @@ def one_device(network, optimizer):
 @pytest.mark.parametrize("name", PARALLEL)
 def test_replicas_start_from_the_weights_of_the_first_whatever_builds_them(name):
     """Without a seed each model that is built has weights of its own."""
-    strategy = load_strategy_class(name)(CPUS[:3])
+    strategy = new_strategy(name, 3)
     strategy.build(small_network, lambda: keras.optimizers.SGD(0.1))
     first, *others = strategy.states.per_copy()
     assert len(others) == strategy.num_copies - 1
@@ -418,7 +417,7 @@ def test_steps_that_overflow_are_skipped(walked):
 
 
 def test_without_an_overflow_the_bits_are_those_without_a_scale():
-    plain = walk(t("manual", 2, optimizer=fused_sgd)).states[-1]
+    plain = walk(t("manual", 2, **NESTEROV)).states[-1]
     scaled = {**walk(t("sharded", 2, optimizer=scaled_sgd)).states[-1]}
     own = {name: scaled.pop(name) for name in ("optimizer/loss_scale", "optimizer/finite_steps")}
     assert list(own.values()) == [2.0**15, NUM_STEPS]
@@ -438,10 +437,9 @@ def test_real_networks_with_empty_shards(network):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_all_reduce_that_is_unknown_is_refused_at_once(name):
-    strategy_class = load_strategy_class(name)
     for unknown in ("magic", *([] if name in ALL_REDUCE_ALGORITHMS else ["none"])):
         with pytest.raises(ValueError, match=f"strategy {name} must be one of .*, got {unknown}"):
-            strategy_class(CPUS[:1], StrategyOptions(all_reduce=unknown))
+            new_strategy(name, 1, all_reduce=unknown)
 
 
 @pytest.mark.parametrize("name", ["manual", "mirrored"])
@@ -462,7 +460,7 @@ def test_numbers_of_devices_and_weights_that_do_not_fit_are_refused():
         ("pipeline", 4, {"model_parallel": 3}, "--model_parallel=3 must divide the 4 devices"),
     ]:
         with pytest.raises(ValueError, match=told):
-            load_strategy_class(name)(CPUS[:num_devices], StrategyOptions(**options))
+            new_strategy(name, num_devices, **options)
 
 
 @pytest.mark.parametrize("name", ["mirrored", "multi_worker"])

@@ -179,11 +179,3 @@ def test_an_attribute_that_is_gone_is_named():
         tf_private.private(keras.optimizers.SGD(), "_gone")
     with pytest.raises(AttributeError, match="ndarray has no private attribute _flatten_layers"):
         tf_private.flatten_layers(np.zeros(1))
-
-
-def test_op_determinism_can_be_undone():
-    assert not tf_private.is_op_determinism_enabled()
-    tf.config.experimental.enable_op_determinism()
-    assert tf_private.is_op_determinism_enabled()
-    tf_private.disable_op_determinism()
-    assert not tf_private.is_op_determinism_enabled()

@@ -13,7 +13,6 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from app.commands.train import find_result
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
 from app.options import Config
@@ -34,7 +33,7 @@ from app.runtime.errors import (
 )
 from app.training.evaluation import evaluate
 from app.training.loop import Training
-from app.training.resume import find_checkpoint
+from app.training.resume import find_checkpoint, find_result
 from app.training.training_spec import TrainingSpec
 from conftest import CPUS
 from failing_steps import after_step
@@ -437,7 +436,7 @@ def test_a_result_is_that_of_the_checkpoint_whatever_the_records_say(tmp_path, f
         with opened(config, finished[0], path) as run_directory:
             (path / "summary.json").write_text("{")
             (path / "history.jsonl").unlink()
-            result = find_result(config, run_directory)
+            result = find_result(run_directory, find_checkpoint(path))
             assert result == (finished[1] if epochs == 2 else None)
         assert epochs == 3 or (load_summary(path), losses(path)) == (result, losses(finished[0]))
 
@@ -464,7 +463,8 @@ def test_a_run_whose_default_is_spelled_out_is_the_same_run(dataset, copy, tmp_p
     options = {"strategy": "single", "global_batch_size": 64, "recipe": "d2l", "epochs": 2}
     config = Config.of(**options, **default)
     with opened(config, copy, tmp_path / "run") as run_directory:
-        assert find_result(config, run_directory) is None  # The training compares values.
+        found = find_checkpoint(run_directory.path)
+        assert find_result(run_directory, found) is None  # The training compares values.
     loop = make(dataset, copy, **default)
     assert loop.is_finished and loop.run().changes == []
 

@@ -3,6 +3,7 @@
 import dataclasses
 import types
 
+import keras
 import numpy as np
 import pytest
 
@@ -17,10 +18,10 @@ from app.training.loop import Training
 from app.training.run_writer import RunWriter
 from app.training.strategy_builder import build_strategy
 from app.training.training_spec import TrainingSpec
-from app.training.training_state import CheckpointSchedule, TrainingState, after_epoch
+from app.training.training_state import CheckpointSchedule, TrainingState
 from conftest import CPUS
 from models import MODELS
-from strategies import STRATEGIES, STRATEGY_OPTIONS
+from strategies import STRATEGIES
 from strategies.manual import ManualStrategy
 from strategies.step_totals import StepTotals
 from test_checkpoint import RUN_METADATA
@@ -34,11 +35,9 @@ def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, mo
     config = Config.of("train", strategy="manual", global_batch_size=64, recipe="fast", epochs=1)
     training = Training(config, Devices(CPUS[:2], simulated=True), dataset, None)
     training.start(None)
-    training.assist()
+    assert training.run() is None
     assert training.strategy.state()["optimizer/iteration"] == 5
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="without a run directory"):
-        training.end()
 
 
 def test_a_schedule_of_steps_stops_each_call_at_a_checkpoint_or_the_end_of_the_epoch():
@@ -82,14 +81,18 @@ def test_a_training_begins_with_nothing_counted():
 
 
 def test_a_finished_epoch_tells_of_training_and_test_apart():
-    under_way = Progress(step=9, epoch_step=4, totals=StepTotals(30.0, 15, 60), epoch_sec=2.0)
-    test = StepTotals(10.0, 4, 40)
-    after = after_epoch(under_way, test, evaluation_sec=0.5, learning_rate=0.1, injected_fault="")
+    strategy = types.SimpleNamespace(optimizer=keras.optimizers.SGD(0.25))
+    training = TrainingState(Config.of("train"), strategy, RUN_METADATA)
+    totals = StepTotals(30.0, 15, 60)
+    training.progress = Progress(step=9, epoch_step=4, totals=totals, epoch_sec=2.0)
+    training.finish_epoch(StepTotals(10.0, 4, 40), evaluation_sec=0.5)
+    after = training.progress
     (record,) = after.history
     assert (after.step, after.epoch_step, record.epoch, record.step) == (9, 0, 1, 9)
     assert (record.train_loss, record.train_accuracy) == (0.5, 0.25)
     assert (record.test_loss, record.test_accuracy) == (0.25, 0.1)
     assert (record.images_per_sec, record.epoch_sec, record.evaluation_sec) == (30.0, 2.0, 0.5)
+    assert (record.learning_rate, record.injected_fault) == (0.25, "")
 
 
 def test_the_order_of_examples_follows_from_the_seed():
@@ -110,21 +113,19 @@ def test_the_best_epoch_need_not_be_the_last(tmp_path):
     ]
     state = {"model/kernel": np.ones(3, np.float32)}
     progress = Progress(step=20, history=history)
-    writer = RunWriter(tmp_path, RUN_METADATA)
-    writer.begin(progress, None)
+    writer = RunWriter(tmp_path, RUN_METADATA, progress)
     writer.save(Checkpoint(RUN_METADATA, progress, state))
     summary = load_summary(tmp_path)
     assert (summary.test_accuracy, summary.best_test_accuracy) == (0.6, 0.9)
 
 
-# Which strategy gets which options, and what is refused as it is built.
+# What is refused as a strategy is built.
 
 
 def build(strategy="manual", **options):
     config = Config.of(strategy=strategy, num_devices=2, **options)
-    shapes = {"image_shape": (28, 28, 1), "num_classes": 10}
     devices = Devices(CPUS[:2], simulated=True)
-    return build_strategy(config, devices, **shapes, learning_rate=0.1, num_steps=1)
+    return build_strategy(config, devices)
 
 
 def test_statistics_of_the_whole_batch_need_batch_norm():
@@ -143,22 +144,3 @@ def test_a_model_that_cannot_be_split_is_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(STRATEGIES, "manual", f"{__name__}:Unable")
     with pytest.raises(ConfigError, match=r"^--num_devices=2 is more than 1 layer; use fewer devi"):
         build()
-
-
-@pytest.mark.parametrize("name", ["manual", "sharded", "pipeline", "tensor"])
-def test_a_strategy_is_given_its_own_options_and_no_others(monkeypatch, name):
-    given = {}
-
-    def record(**options):
-        given.update(options)
-
-    def refuse(self, devices, options, workers):
-        raise ValueError("that is all; continue")
-
-    monkeypatch.setattr("app.training.strategy_builder.StrategyOptions", record)
-    monkeypatch.setattr(Unable, "__init__", refuse)
-    monkeypatch.setattr(Unable, "name", name)
-    monkeypatch.setitem(STRATEGIES, name, f"{__name__}:Unable")
-    with pytest.raises(ConfigError, match=r"^that is all; continue$"):
-        build(name)
-    assert set(given) == {"label_smoothing", *STRATEGY_OPTIONS[name]}

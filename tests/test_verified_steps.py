@@ -239,7 +239,7 @@ def test_random_layers_are_not_verified(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("strategy", ["manual", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_a_skipped_step_is_verified(tmp_path, monkeypatch, strategy):
     options = {"verify_every": 1, "precision": "mixed_float16", "strategy": strategy}
-    monkeypatch.setattr("app.training.optimizers.INITIAL_LOSS_SCALE", 2.0**24)
+    monkeypatch.setattr("app.training.strategy_builder.INITIAL_LOSS_SCALE", 2.0**24)
     summary = train(tmp_path / "right", **options)
     assert (summary.verified_steps, summary.mismatches) == (10, 0)
     scales = find_newest_checkpoint(tmp_path / "right").state["optimizer/loss_scale"]

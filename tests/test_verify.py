@@ -191,7 +191,7 @@ def test_a_training_that_is_not_finite_is_refused(tmp_path):
 
 
 def test_steps_that_an_overflow_skips_are_listed(tmp_path, monkeypatch):
-    monkeypatch.setattr("app.training.optimizers.INITIAL_LOSS_SCALE", 2.0**60)
+    monkeypatch.setattr("app.training.strategy_builder.INITIAL_LOSS_SCALE", 2.0**60)
     run_here_ok(
         "verify", *SMALL, "--steps=2", "--precision=mixed_float16", "--strategies=manual",
         f"--out={tmp_path}/run",

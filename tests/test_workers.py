@@ -5,11 +5,10 @@ import time
 import numpy as np
 import pytest
 
-from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices import device_setup
-from app.devices.local_workers import split_resources
-from app.devices.worker_group import WorkerGroup
+from app.devices.local_workers import WorkerGroup, split_resources
 from app.options import Config
+from app.options.table import Distribution
 from app.runtime.errors import ConfigError
 from strategies.workers import Workers, split_bytes
 
@@ -73,14 +72,7 @@ def talk(prepared, config):
         "largest": workers.all_reduce_max(index, -index, 0.1 + index),
         "arrays": workers.gather_arrays([np.full((2, 3), index, np.float32), np.int64([index])]),
     }
-    strategy = build_strategy(
-        config,
-        prepared,
-        image_shape=IMAGE_SHAPE,
-        num_classes=NUM_CLASSES,
-        learning_rate=0.1,
-        num_steps=3,
-    )
+    strategy = build_strategy(config, prepared)
     run_all_reduce_self_test(strategy)
     images = np.zeros((50, 28, 28, 1), np.uint8)
     images[:, 0, 0, 0] = np.arange(50)  # Each example shows its index.
@@ -146,7 +138,7 @@ def normalise(prepared):
     from app.training.replica_divergence import check_replica_divergence
     from strategies import load_strategy_class
 
-    strategy = load_strategy_class("multi_worker")(prepared.names, workers=prepared.workers)
+    strategy = load_strategy_class("multi_worker")(prepared.names, Distribution(), prepared.workers)
     results = train_with_batch_norm(strategy)
     own = results[1]
     after_reading = strategy.states.per_shard_statistics()
@@ -164,7 +156,7 @@ def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
     from conftest import CPUS  # A worker must not find devices made already.
     from strategies import load_strategy_class
 
-    expected = train_with_batch_norm(load_strategy_class("manual")(CPUS))
+    expected = train_with_batch_norm(load_strategy_class("manual")(CPUS, Distribution()))
     for _, results, _ in per_worker:
         totals, own, state, evaluated, logits, after_reading, averaged, given_back, divergence = (
             results

@@ -10,16 +10,13 @@ import numpy as np
 from app.data.input_pipeline import train_batch, train_dataset
 from app.options import Config
 from app.options.fault import Fault
-from app.training.fault_injection import inject_data_fault, inject_fault
+from app.training.fault_injection import inject_fault
 from app.verification.recorder import StepRecorder
 from app.verification.strategy_oracle import StrategyOracle
-from conftest import CPUS
 from lockstep.data.trace import Trace
 from lockstep.run import check
 from models.resnet import build_resnet
-from small_models import seeded
-from strategies import load_strategy_class
-from strategies.options import StrategyOptions
+from small_models import new_strategy, seeded
 
 NUM_STEPS = 3
 SEED = 3
@@ -174,7 +171,7 @@ def record(
 ):  # fmt: skip
     """Records a training, with an injected fault or another observer."""
     name, num_devices, options = SPLITS[split]
-    strategy = load_strategy_class(name)(CPUS[:num_devices], StrategyOptions(**options))
+    strategy = new_strategy(name, num_devices, **options)
     dataset = batches()
     assert strategy.num_devices == num_devices
     keras.config.set_dtype_policy(precision)
@@ -191,7 +188,7 @@ def record(
         inner = inject_fault(fault, strategy, batch_sizes=sizes, num_steps=num_steps)
         inner.begin()
         recorder.inner = inner
-        dataset = inject_data_fault(fault, batches, strategy, seed=SEED)
+        dataset = inner.batches(batches, SEED)
     strategy.observer = recorder
     trace = Trace(recorder.about(range(num_steps)))
     iterator = strategy.distribute(dataset)

@@ -1,1 +1,13 @@
 """One file for each command."""
+
+import importlib
+from typing import Any
+
+from app.options import Config
+from app.runtime import signals
+
+
+def run_command(config: Config) -> Any:
+    """Runs the command of a config and returns its result; a signal ends it, unless deferred."""
+    with signals.deferred(signals.check):
+        return importlib.import_module(f"app.commands.{config.command}").run(config)

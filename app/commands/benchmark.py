@@ -21,9 +21,8 @@ def run(config: Config) -> None:
     """Measures every case, prints tables and caveats, and saves them with two figures."""
     cases = create_cases(config)
     path = named_path(config.output.out or default_out("benchmark", *config.benchmark.model))
-    with open_command_directory(
-        path, {**_fields(config), "command": "benchmark"}, overwrite=config.output.overwrite
-    ) as run_directory:
+    fields = {"strategies": config.strategies, **config.result_fields(), "command": "benchmark"}
+    with open_command_directory(path, fields, overwrite=config.output.overwrite) as run_directory:
         _benchmark(config, cases, run_directory)
 
 
@@ -53,13 +52,3 @@ def _benchmark(config: Config, cases: list[Case], run_directory: RunDirectory) -
     files = [BENCHMARK_FILE, "benchmark.png", "benchmark.svg", REPORT_FILE]
     write_report([out_dir], out_dir / REPORT_FILE)
     console.say(f"saved in {out_dir}: {', '.join(files)}")
-
-
-def _fields(config: Config) -> dict:
-    return {
-        **config.result_fields(),
-        "strategies": config.distribution.strategies,
-        "num_devices": config.benchmark.num_devices,
-        "repeats": config.benchmark.repeats,
-        "breakdown": config.benchmark.breakdown,
-    }

@@ -8,7 +8,7 @@ import numpy as np
 
 from app.devices import device_setup
 from app.devices.device_setup import Devices
-from app.options import Config, rules
+from app.options import Config
 from app.records.caveats import TIMING_CAVEAT
 from app.runtime import console
 from app.runtime.shown_command import shown_command
@@ -16,6 +16,8 @@ from strategies import ALL_REDUCE_ALGORITHMS
 
 if TYPE_CHECKING:  # Not imported before its devices are set up.
     import tensorflow as tf
+
+    from strategies.base import Strategy
 
 _TEXTS = {
     "allreduce": "every device gets the sum of the tensors of all devices",
@@ -157,13 +159,10 @@ def _show_replicas(config: Config, devices: Devices) -> None:
     from app.training.training_spec import TrainingSpec
 
     training = config.for_training("manual", num_devices=None, num_gpus=None)
-    dataset = load_data(training)
-    rules.check_shards(training, len(devices.names), len(dataset.train_images))
-    spec = TrainingSpec(training, dataset)
+    spec = TrainingSpec(training, load_data(training))
     strategy = spec.build_strategy(devices)
-    moments = observe_step(strategy, next(strategy.distribute(spec.batches())))
     rows = []
-    for moment, per_replica in moments.items():
+    for moment, per_replica in observe_step(strategy, spec.batches()).items():
         agree = "yes" if len({array.tobytes() for array in per_replica}) == 1 else "no"
         for name, array in zip(devices.names, per_replica, strict=True):
             rows.append([moment, name, _numbers(array[:_SHOWN], 6), agree])
@@ -186,38 +185,33 @@ def _show_replicas(config: Config, devices: Devices) -> None:
     )
 
 
-def observe_step(strategy: Any, batch: Sequence["tf.Tensor"]) -> dict[str, list[np.ndarray]]:
-    """Makes one step like `train_step` of `manual` and returns a small tensor at each moment.
+def observe_step(strategy: "Strategy", batches: "tf.data.Dataset") -> dict[str, list[np.ndarray]]:
+    """Trains one step, recorded as `verify` does, and returns a small tensor at each moment.
 
     Args:
-        strategy: a built `ManualStrategy`.
-        batch: images and labels of the global batch.
+        strategy: a built strategy with one shard and one copy on each replica.
+        batches: images and labels of global batches.
 
     Returns:
         Moment → the tensor on each replica.
     """
-    import tensorflow as tf
+    from app.verification.recorder import StepRecorder
+    from lockstep.data.trace import Trace
 
-    from strategies.manual import split_batch
-
-    paths = [variable.path for variable in strategy.model.trainable_variables]
-    (index,) = [i for i, path in enumerate(paths) if path.endswith(_TENSOR)]
-
-    def weights() -> list[np.ndarray]:
-        return [r.model.trainable_variables[index].numpy() for r in strategy.replicas]
-
-    moments = {"weight, before": weights()}
-    num_examples = tf.size(batch[1])
-    shards = split_batch(batch, strategy.devices, strategy.bounds(num_examples))
-    gradients, _ = strategy.gradients(strategy.replicas, shards, num_examples)
-    moments["gradient of its shard"] = [replica[index].numpy() for replica in gradients]
-    sums = strategy.all_reduce(gradients)
-    moments["gradient after all-reduce"] = [replica[index].numpy() for replica in sums]
-    for replica, replica_sums in zip(strategy.replicas, sums, strict=True):
-        with tf.device(replica.device):
-            strategy.apply_gradients(replica, replica_sums)
-    moments["weight after the update"] = weights()
-    return moments
+    strategy.observer = recorder = StepRecorder(strategy)
+    trace, iterator = Trace(recorder.about((0,))), strategy.distribute(batches)
+    recorder.record_step(trace, 0, lambda: strategy.train_steps(iterator, 1))
+    moments = {
+        "weight, before": "before",
+        "gradient of its shard": "raw",
+        "gradient after all-reduce": "sums",
+        "weight after the update": "after",
+    }
+    (name,) = [name for name in trace.about.gradients if name.endswith(_TENSOR)]
+    return {
+        moment: [(trace.named(0, kind, r) or {})[name] for r in range(strategy.num_replicas)]
+        for moment, kind in moments.items()
+    }
 
 
 def _say(text: str) -> None:

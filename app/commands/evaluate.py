@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from app.data.dataset import CLASS_NAMES, IMAGE_SHAPE, NUM_CLASSES, ImageDataset
+from app.data.dataset import CLASS_NAMES, ImageDataset
 from app.data.dataset_loader import load_dataset
 from app.data.image_files import load_image_files
 from app.devices import device_setup
@@ -105,12 +105,7 @@ def _load_dataset(config: Config, checkpoint: Checkpoint) -> ImageDataset:
             f"--data_dir={config.data.data_dir} has no effect on a run with generated images;"
             " leave the flag out"
         )
-    dataset = load_dataset(
-        name,
-        data_dir=config.data.data_dir,
-        allow_unverified=config.data.allow_unverified_data,
-        warn=console.warn,
-    )
+    dataset = load_dataset(config, name)
     if dataset.sha256_of_test_part() != checkpoint.metadata.test_part_sha256:
         raise DataError(
             f"the test images found are not those of {named_path(config.evaluation.run)} (its data"
@@ -123,15 +118,7 @@ def _rebuild(training: Config, devices: device_setup.Devices, checkpoint: Checkp
     """Builds the strategy on `devices` and loads the saved state."""
     from app.training.strategy_builder import build_strategy, restore
 
-    # No step is run, so that learning rate and number of steps do not matter.
-    strategy = build_strategy(
-        training,
-        devices,
-        image_shape=IMAGE_SHAPE,
-        num_classes=NUM_CLASSES,
-        learning_rate=1.0,
-        num_steps=1,
-    )
+    strategy = build_strategy(training, devices)
     restore(strategy, checkpoint)
     return strategy
 

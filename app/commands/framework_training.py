@@ -13,27 +13,16 @@ from typing import Any
 import numpy as np
 
 from app.options import Config
-from app.options.rules import num_framework_replicas
-from app.records.checkpoint import (
-    Checkpoint,
-    find_newest_checkpoint,
-    load_finished,
-    save_checkpoint,
-    weights_sha256,
-)
+from app.records.checkpoint import Checkpoint, load_finished, save_checkpoint, weights_sha256
 from app.records.history import EpochRecord, checked_record
-from app.records.run_directory import (
-    check_same_run,
-    load_run_config,
-    open_log,
-    open_run_directory,
-)
-from app.records.run_metadata import Progress, is_finished, summarize
+from app.records.run_directory import open_log, open_run_directory
+from app.records.run_metadata import Progress, summarize
 from app.runtime import console
 from app.runtime.errors import DataError, reason_of
 from app.runtime.versions import CPU_KERNELS
+from app.training.resume import find_checkpoint, find_result
 from app.training.run_writer import write_records
-from app.verification.frameworks import FRAMEWORKS, TrainingFiles, run_program
+from app.verification.frameworks import FRAMEWORKS, Framework, TrainingFiles, run_program
 
 
 def train_with_framework(
@@ -58,60 +47,49 @@ def train_with_framework(
         DataError: the program did not write its results.
         DeviceError: the program failed.
     """
-    fields = {**load_run_config(own_run), "strategy": name}
+    own, jit_compile = load_finished(own_run), FRAMEWORKS[name].package == "jax"
+    fields = {**own.metadata.config, "strategy": name, "jit_compile": jit_compile}
     with open_run_directory(run_dir, fields) as run_directory:
-        if not config.output.overwrite:
-            if old := run_directory.old_config():
-                check_same_run(run_dir, old, run_directory.config)
-            found = find_newest_checkpoint(run_dir)
-            if found and is_finished(found.metadata, found.progress):
-                console.say(f"{run_dir} is already finished; this is its result")
-                _report(run_dir, found)
-                return
-        run_directory.start(overwrite=True)  # The program cannot resume.
         open_log(run_dir)
-        folder = files.start.parent
-        results, weights = folder / "results.json", folder / "end.npz"
-        run_program(
-            name, python, config, files, {"results": results, "weights": weights},
-            on_line=console.say,
-        )  # fmt: skip
-        try:
-            checkpoint = _checkpoint(name, config, own_run, results, weights)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"{name}: did not write its results and weights ({reason_of(error)})"
-            ) from error
-        save_checkpoint(run_dir, checkpoint)
-        _report(run_dir, checkpoint)
-
-
-def _report(run_dir: pathlib.Path, checkpoint: Checkpoint) -> None:
-    """Writes the records of a finished training, unless they are there; prints its last line."""
-    write_records(run_dir, checkpoint.metadata, checkpoint.progress)
-    console.say(summarize(checkpoint.metadata, checkpoint.progress).last_line())
+        summary = None
+        if not config.output.overwrite:
+            summary = find_result(run_directory, find_checkpoint(run_dir))
+        if summary is None:
+            run_directory.start(overwrite=True)  # The program cannot resume.
+            results, weights = (files.start.with_name(n) for n in ("results.json", "end.npz"))
+            written = {"results": results, "weights": weights}
+            run_program(name, python, config, files, written, on_line=console.say)
+            try:
+                checkpoint = _checkpoint(FRAMEWORKS[name], fields, own, results, weights, config)
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                raise DataError(
+                    f"{name}: did not write its results and weights ({reason_of(error)})"
+                ) from error
+            save_checkpoint(run_dir, checkpoint)
+            write_records(run_dir, checkpoint.metadata, checkpoint.progress)
+            summary = summarize(checkpoint.metadata, checkpoint.progress)
+        console.say(summary.last_line())
 
 
 def _checkpoint(
-    name: str,
-    config: Config,
-    own_run: pathlib.Path,
+    framework: Framework,
+    fields: dict[str, Any],
+    own: Checkpoint,
     results: pathlib.Path,
     weights: pathlib.Path,
+    config: Config,
 ) -> Checkpoint:
-    """Returns the last checkpoint of a program's training."""
-    own = load_finished(own_run)
+    """Returns the last checkpoint of a program's training, with the steps of a strategy's."""
     measured: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
     state, num_examples = _load_state(weights, own.state), own.metadata.num_train_examples
     history = _history(own.progress.history, measured["epochs"], num_examples)
     history[-1] = dataclasses.replace(history[-1], weights_sha256=weights_sha256(state))
     total_sec = sum(each.epoch_sec + each.evaluation_sec for each in history)
-    framework, num_replicas = FRAMEWORKS[name], num_framework_replicas(config)
-    jit_compile = framework.package == "jax"
+    num_replicas = config.num_framework_replicas
     versions = {n: v for n, v in own.metadata.versions.items() if n != CPU_KERNELS}  # TensorFlow's.
     metadata = dataclasses.replace(
         own.metadata,
-        config={**own.metadata.config, "strategy": name, "jit_compile": jit_compile},
+        config=fields,
         devices=framework.device_names(num_replicas),
         simulated_devices=num_replicas > 1,
         intra_op_threads=0,

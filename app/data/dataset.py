@@ -2,12 +2,8 @@
 
 import dataclasses
 import hashlib
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import tensorflow as tf  # Importing it takes seconds.
 
 CLASS_NAMES = (
     "t-shirt", "trouser", "pullover", "dress", "coat",
@@ -15,7 +11,6 @@ CLASS_NAMES = (
 )  # fmt: skip
 NUM_CLASSES = len(CLASS_NAMES)
 IMAGE_SHAPE = (28, 28, 1)
-_EVAL_GLOBAL_BATCH_SIZE = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +33,6 @@ class ImageDataset:
     test_labels: np.ndarray
 
     @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Height, width and channels of an image."""
-        height, width, channels = self.train_images.shape[1:]
-        return height, width, channels
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes; labels are 0 to `num_classes` − 1."""
-        return NUM_CLASSES
-
-    @property
     def num_train_examples(self) -> int:
         """Number of training images."""
         return len(self.train_images)
@@ -65,14 +49,6 @@ class ImageDataset:
     def sha256_of_test_part(self) -> str:
         """Returns a hash of the test images and labels."""
         return _sha256(self.test_images, self.test_labels)
-
-    def batches_to_evaluate(self) -> "tf.data.Dataset":
-        """Returns the test images in batches, in order."""
-        from app.data.input_pipeline import eval_dataset
-
-        return eval_dataset(
-            self.test_images, self.test_labels, global_batch_size=_EVAL_GLOBAL_BATCH_SIZE
-        )
 
     def with_train_subset(self, num_examples: int, seed: int) -> "ImageDataset":
         """Returns the dataset with `num_examples` training images, equally many per class.

@@ -38,14 +38,9 @@ class Cluster:
         return self.index == 0
 
     @property
-    def num_machines(self) -> int:
-        """The number of machines, by distinct hosts."""
-        return len({host_and_port(address)[0] for address in self.addresses})
-
-    @property
     def shares_machines(self) -> bool:
         """Whether several workers share a machine, so that times do not show scaling."""
-        return self.num_machines < len(self.addresses)
+        return len({host_and_port(each)[0] for each in self.addresses}) < len(self.addresses)
 
     def names_of(self, indices: Iterable[int]) -> str:
         """Returns workers with their addresses, for messages."""

@@ -1,24 +1,21 @@
 """Sets up TensorFlow's devices and threads. Runs before any other use of TensorFlow."""
 
-import contextlib
-import ctypes
 import dataclasses
-import logging
 import os
-import tempfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from app.devices.cluster import Cluster, find_cluster
 from app.devices.gpus import why_no_gpu
 from app.devices.tensorflow_settings import (
+    import_tensorflow,
+    keep_freed_memory,
     keep_order_of_summation,
     settle_keras,
 )
 from app.options import Config
 from app.options.names import DEFAULT_LOGICAL_CPUS
-from app.runtime import console, processor, signals
-from app.runtime.errors import ConfigError, DeviceError, reason_of
-from app.runtime.kernels import describe_kernels
+from app.runtime import console, kernels
+from app.runtime.errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
     from strategies.workers import Workers  # Imports TensorFlow.
@@ -76,12 +73,12 @@ def set_up(config: Config) -> Devices:
     gpus = tf.config.list_physical_devices("GPU") if config.distribution.device != "cpu" else []
     wanted = config.num_devices_asked
     _check_gpus(config, gpus, wanted)
-    if config.distribution.num_gpus and not gpus:
+    if config.distribution.num_gpus and not gpus and (cluster is None or cluster.is_chief):
         console.warn(
             f"--num_gpus={config.distribution.num_gpus}, but this machine has no GPU that"
             " TensorFlow can use:"
             f" {console.count(config.distribution.num_gpus, 'replica')} on logical CPU devices"
-            " instead"
+            " instead, whose times say nothing of GPUs"
         )
     default = len(gpus) or (1 if cluster else DEFAULT_LOGICAL_CPUS)
     devices = _prepare(gpus[: wanted or default], wanted or default, cluster)
@@ -101,17 +98,18 @@ def _check_bfloat16() -> None:
     """
     from strategies.tf_private import is_onednn_enabled
 
-    flags, has_onednn = processor.read_flags(), is_onednn_enabled()
-    usable = processor.usable_flags(flags)
-    if not flags or (has_onednn and processor.computes_in_bfloat16(usable)):
+    flags, has_onednn = kernels.read_flags(), is_onednn_enabled()
+    usable = kernels.usable_flags(flags)
+    if not flags or (has_onednn and kernels.computes_in_bfloat16(usable)):
         return
     if has_onednn and "avx512f" in flags - usable:  # TensorFlow asks for AVX-512, and oneDNN fails.
         raise ConfigError(
             "--precision=mixed_bfloat16: TensorFlow fails because ONEDNN_MAX_CPU_ISA excludes this"
             " processor's AVX-512; unset the variable"
         )
+    shown = kernels.describe_kernels(has_onednn)
     console.warn(
-        f"--precision=mixed_bfloat16: the kernels of this CPU ({describe_kernels(has_onednn)})"
+        f"--precision=mixed_bfloat16: the kernels of this CPU ({shown})"
         f" emulate bfloat16: LeNet takes about {_TIMES_OF_EMULATED_BFLOAT16} times as long as in"
         " float32"
     )
@@ -161,49 +159,6 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def import_tensorflow(verbosity: int) -> Any:
-    """Imports and returns TensorFlow, with its messages suppressed unless `verbosity` >= 0.
-
-    Its native code reads the environment once, after it has printed some lines. Standard error is
-    therefore redirected to a file during the import, and printed only if the import fails.
-
-    Raises:
-        DeviceError: TensorFlow cannot be loaded.
-    """
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    try:
-        return _import_quietly(verbosity)
-    except ImportError as error:
-        raise DeviceError(
-            f"TensorFlow cannot be loaded ({reason_of(error)}); install it again as in"
-            " BUILD.md, or lift the memory limit"
-        ) from error
-
-
-def _import_quietly(verbosity: int) -> Any:
-    if verbosity >= 0:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0" if verbosity > 0 else "1")
-        from app.runtime.tensorflow_module import tensorflow
-
-        return tensorflow
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    logging.getLogger("tensorflow").setLevel(logging.ERROR)
-    saved = os.dup(2)
-    with tempfile.TemporaryFile() as held_back:
-        os.dup2(held_back.fileno(), 2)
-        try:
-            from app.runtime.tensorflow_module import tensorflow
-        except Exception:
-            signals.check()  # A signal may be why the import failed.
-            held_back.seek(0)
-            os.write(saved, held_back.read())
-            raise
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-    return tensorflow
-
-
 def _check_gpus(config: Config, gpus: list, wanted: int | None) -> None:
     """Raises an error for GPUs that are not there; without GPUs, only for `--device=gpu`."""
     if config.distribution.device == "gpu" and not gpus:
@@ -231,24 +186,6 @@ def _set_up_gpus(gpus: list) -> Devices:
     for gpu in gpus:
         tf.config.experimental.set_memory_growth(gpu, True)
     return Devices([f"/device:GPU:{i}" for i in range(len(gpus))], simulated=False)
-
-
-# glibc's M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD: the process keeps freed blocks of up to
-# 1 GiB, and requests memory in steps of 64 MiB. If glibc rejects one, it has no effect.
-_MALLOC_OPTIONS = {-3: 1 << 30, -1: 2_000_000_000, -2: 64 << 20}
-
-
-def keep_freed_memory() -> None:
-    """Makes the process keep freed memory instead of requesting it again in every step.
-
-    New memory costs a page fault per 4 KiB. A step of ResNet-18 with `MirroredStrategy` on two
-    logical CPUs had 66,000 of them and took 0.64 s; with kept memory it takes 0.53 s. With two
-    workers, whose collectives allocate buffers in each step: 1.13 s and 0.96 s.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # Not glibc.
-        libc = ctypes.CDLL(None)
-        for number, value in _MALLOC_OPTIONS.items():
-            libc.mallopt(number, value)
 
 
 def _of_all_workers(local: Devices, cluster: Cluster, config: Config) -> Devices:

@@ -2,8 +2,9 @@
 
 import os
 import re
-import subprocess
 import sys
+
+from app.runtime.processes import output_of
 
 CUDA_PACKAGES = "tensorflow[and-cuda]==2.21.0"
 _INSTALL = f'pip install "{CUDA_PACKAGES}"'
@@ -19,13 +20,14 @@ def query_driver() -> tuple[list[str], str]:
     """Asks `nvidia-smi` for GPUs; returns a line for each one, or none and the reason."""
     fields = "--query-gpu=name,memory.total,driver_version"
     try:
-        done = _run(["nvidia-smi", fields, "--format=csv,noheader"], _SMI_TIMEOUT_SEC)
+        command = ["nvidia-smi", fields, "--format=csv,noheader"]
+        exit_code, text = output_of(command, timeout_sec=_SMI_TIMEOUT_SEC)
     except FileNotFoundError:
         return [], "nvidia-smi is not installed, so there is no NVIDIA driver"
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         return [], f"nvidia-smi does not answer ({error})"
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
+    lines = text.strip().splitlines()
+    if exit_code or not lines:
         return [], f"nvidia-smi: {lines[0] if lines else 'no GPU'}"
     return lines, ""
 
@@ -69,23 +71,10 @@ def _tensorflow_log() -> str:
     """Returns what TensorFlow prints while it looks for GPUs."""
     changes = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "dso_loader=1"}
     try:
-        done = _run([sys.executable, "-c", _FIND_GPUS], _LOG_TIMEOUT_SEC, changes)
-    except (OSError, subprocess.TimeoutExpired):
+        return output_of(
+            [sys.executable, "-c", _FIND_GPUS],
+            timeout_sec=_LOG_TIMEOUT_SEC,
+            environment=changes,
+        )[1]
+    except OSError:
         return ""
-    return done.stdout
-
-
-def _run(
-    command: list[str], timeout_sec: float, changes: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=timeout_sec,
-        env={**os.environ, **(changes or {})},
-        check=False,
-    )

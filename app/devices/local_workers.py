@@ -1,21 +1,26 @@
 """Starts the workers of a training on this machine, and restarts all of them if one fails."""
 
+import contextlib
+import functools
+import multiprocessing.connection
 import os
 import pathlib
 import random
 import signal
 import socket
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from subprocess import DEVNULL
+from typing import Any, NamedTuple, Self, TypeVar
 
 from app.devices.cluster import Cluster
 from app.devices.gpus import query_driver
 from app.options import Config
 from app.runtime import console, signals
-from app.runtime.console import PART_VARIABLE
 from app.runtime.errors import DeviceError, LockstepError, PeerLostError, Terminated
-from app.runtime.subprocesses import Subprocess, child_environment, main_command
+from app.runtime.processes import ChildProcess, Process, start_program
+
+AnyProcess = TypeVar("AnyProcess", bound=Process)
 
 RETRY_FROM = 128  # Lower exit codes are final.
 # A worker that lost another one says so, or TensorFlow's native code aborts.
@@ -98,10 +103,25 @@ def start_cluster(ports: Sequence[int]) -> list[Cluster]:
     return [Cluster(addresses, index, secret=secret) for index in range(len(ports))]
 
 
-def environment_of(cluster: Cluster, share: Resources) -> dict[str, str]:
-    """Returns the variables of one worker: its cluster and its GPUs."""
-    gpus = {} if share.gpus is None else {"CUDA_VISIBLE_DEVICES": share.gpus}
-    return cluster.as_environment() | gpus
+@contextlib.contextmanager
+def _started(
+    clusters: Sequence[Cluster], shares: Sequence[Resources], start: Callable[..., AnyProcess]
+) -> Iterator[list[AnyProcess]]:
+    """Starts a process for each worker, and ends all of them with the block.
+
+    Args:
+        clusters: the cluster as each worker sees it.
+        shares: resources of each worker.
+        start: starts a process with the options `environment` and `cores` of `Process`.
+    """
+    with contextlib.ExitStack() as stack:
+        processes = list[AnyProcess]()
+        for cluster, share in zip(clusters, shares, strict=True):
+            gpus = {} if share.gpus is None else {"CUDA_VISIBLE_DEVICES": share.gpus}
+            environment = cluster.as_environment() | gpus
+            processes.append(start(environment=environment, cores=share.cores))
+            stack.enter_context(processes[-1])
+        yield processes
 
 
 def _run_all(
@@ -112,17 +132,9 @@ def _run_all(
     The kernel kills the workers if this process is killed. Each has a session of its own: signals
     of the terminal reach this process only, which passes them on.
     """
-    workers: list[Subprocess] = []
-    with signals.deferred():
+    start = functools.partial(start_program, words, start_new_session=True)
+    with signals.deferred(), _started(clusters, shares, start) as workers:
         try:
-            for cluster, share in zip(clusters, shares, strict=True):
-                own = {PART_VARIABLE: "1", **environment_of(cluster, share)}
-                command = main_command(words)
-                workers.append(
-                    Subprocess(
-                        command, child_environment(**own), cores=share.cores, start_new_session=True
-                    )
-                )
             while not any(codes := [worker.exit_code for worker in workers]) and codes[0] is None:
                 signals.check()
                 time.sleep(_POLL_SEC)
@@ -130,12 +142,9 @@ def _run_all(
             return find_culprit([worker.exit_code for worker in workers])
         except (KeyboardInterrupt, Terminated):
             for worker in workers:
-                worker.ask_to_stop()
+                worker.send_signal(signals.STOP_REQUEST)
             _wait(workers, _GRACE_SEC)
             raise
-        finally:
-            for worker in workers:  # In a collective, it responds to no other signal.
-                worker.end(grace_sec=0)
 
 
 def find_culprit(codes: Sequence[int | None]) -> tuple[int, int]:
@@ -153,26 +162,85 @@ def find_culprit(codes: Sequence[int | None]) -> tuple[int, int]:
     return min(failed, key=order)
 
 
-def _wait(workers: Sequence[Subprocess], timeout_sec: float) -> None:
+def _wait(workers: Sequence[Process], timeout_sec: float) -> None:
     deadline = time.monotonic() + timeout_sec
     while None in [worker.exit_code for worker in workers] and time.monotonic() < deadline:
         time.sleep(_POLL_SEC)
 
 
-def split_resources(
-    num_workers: int, options: Config, *, num_cores: int | None = None
-) -> list[Resources]:
+class WorkerGroup:
+    """Runs several worker processes behind the interface of `ChildProcess`.
+
+    Sends each message to all workers and receives only the chief's messages.
+
+    Args:
+        shares: resources of each worker.
+        function: see `ChildProcess`; it reads its cluster from the environment.
+        *arguments: further arguments of the function.
+    """
+
+    def __init__(self, shares: Sequence[Resources], function: Callable[..., Any], *arguments: Any):
+        # The parent process prints.
+        start = functools.partial(ChildProcess, function, *arguments, stdout=DEVNULL)
+        self._processes = _started(start_cluster(free_ports(len(shares))), shares, start)
+        self._results: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        self._workers = self._processes.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._processes.__exit__(*exception)
+
+    def send(self, message: Any) -> None:
+        """Sends a message to all workers."""
+        for worker in self._workers:
+            worker.send(message)
+
+    def receive(self) -> tuple[str, Any]:
+        """Waits for the chief's `("message", …)`, or for `("result", results of all workers)`.
+
+        Raises:
+            The exception of the worker that failed first, as `ChildProcess.receive` raises it.
+        """
+        while len(self._results) < len(self._workers):
+            for index in self._ready(None):
+                try:
+                    kind, value = self._workers[index].receive()
+                except PeerLostError:
+                    self._raise_cause(index)
+                    raise
+                if kind == "result":
+                    self._results[index] = value
+                elif index == 0:
+                    return kind, value
+        return "result", [self._results[index] for index in range(len(self._workers))]
+
+    def _ready(self, timeout_sec: float | None) -> list[int]:
+        """Waits for workers without a result; returns those that have sent something."""
+        waiting = {w.connection: i for i, w in enumerate(self._workers) if i not in self._results}
+        ready = multiprocessing.connection.wait(list(waiting), timeout_sec)
+        return [index for connection, index in waiting.items() if connection in ready]
+
+    def _raise_cause(self, index: int) -> None:
+        """Raises the exception of a worker that failed on its own, not as another was lost."""
+        self._results[index] = None
+        for other in self._ready(_SETTLE_SEC):
+            with contextlib.suppress(PeerLostError, DeviceError):
+                self._workers[other].receive()
+
+
+def split_resources(num_workers: int, options: Config) -> list[Resources]:
     """Returns the resources of each worker: separate cores if there are enough, and GPUs.
 
     Args:
         num_workers: number of workers.
         options: the devices of each worker.
-        num_cores: use at most this many cores.
 
     Raises:
         DeviceError: there are fewer GPUs than the workers need.
     """
-    cores = sorted(os.sched_getaffinity(0))[:num_cores]
+    cores = sorted(os.sched_getaffinity(0))
     size = max(1, len(cores) // num_workers)
     starts = [index * size % len(cores) for index in range(num_workers)]
     gpus = [] if options.distribution.device == "cpu" else _visible_gpus()

@@ -64,10 +64,8 @@ def join(cluster: Cluster, local_devices: Sequence[str], config: Config) -> Clus
 
 def meet(cluster: Cluster, settings: Mapping[str, object], timeout_sec: float) -> None:
     """Waits until all workers have come, with equal settings; see `join`."""
-    address, port = (
-        cluster.addresses[cluster.index],
-        host_and_port(cluster.addresses[cluster.index])[1],
-    )
+    address = cluster.addresses[cluster.index]
+    port = host_and_port(address)[1]
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:  # Every worker: TensorFlow's server would share the port with another process.
@@ -234,7 +232,7 @@ def _settings(config: Config, local_devices: Sequence[str]) -> dict:
 
 
 @contextlib.contextmanager
-def naming_lost_peers(cluster: Cluster | None) -> Iterator[None]:
+def naming_lost_peers(cluster: Cluster) -> Iterator[None]:
     """Turns what TensorFlow raises when a worker is gone into one line that names it.
 
     Raises:
@@ -243,7 +241,7 @@ def naming_lost_peers(cluster: Cluster | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if cluster is None or type(error).__name__ not in _LOST:
+        if type(error).__name__ not in _LOST:
             raise
         tasks = {int(task) for task in re.findall(r"/task:([0-9]+)", str(error))} - {cluster.index}
         known = sorted(task for task in tasks if task < len(cluster.addresses))

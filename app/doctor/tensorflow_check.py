@@ -9,15 +9,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices.gpus import gpu_obstacles, query_driver
 from app.doctor.machine import NOTE, OK, WARNING, Check
 from app.options import Config
 from app.runtime import console
 from app.runtime.errors import DeviceError, LockstepError, reason_of
-from app.runtime.kernels import VARIABLE, describe_kernels
+from app.runtime.kernels import VARIABLE, describe_kernels, usable_flags
 from app.runtime.processes import call_in_child_process
-from app.runtime.processor import usable_flags
 
 TIMEOUT_SEC = 90.0
 _NCCL_ADVICE = (
@@ -130,10 +128,7 @@ def _test_all_reduce(send: Send, config: Config, prepared: Any, name: str) -> No
     from app.training.strategy_builder import build_strategy
 
     try:
-        strategy = build_strategy(
-            config.for_training(name), prepared,
-            image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, learning_rate=0.1, num_steps=1,
-        )  # fmt: skip
+        strategy = build_strategy(config.for_training(name), prepared)
         run_all_reduce_self_test(strategy)
     except LockstepError as error:
         send(("checks", Check.of_error(name, error)))

@@ -1,32 +1,21 @@
-"""Defines the config object of a command: its options, nested by group."""
+"""Creates the config of a command: its options, checked."""
 
 import dataclasses
 from typing import Any
 
 from app.options import names, rules, table
 from app.options.names import MULTI_WORKER, SINGLE
-from app.options.option import Option, did_you_mean, shown_flag
+from app.options.option import Option, did_you_mean
+from app.options.values import Values
 from app.runtime.errors import ConfigError
 from strategies import OPTIONS_OF_SOME, has_option
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
-    """The options of one command, nested by group; create it with `Config.of`.
+class Config(Values):
+    """The options of one command, nested by group, which do not contradict each other.
 
-    Options that the command does not have are at their defaults.
+    Create it with `Config.of`.
     """
-
-    command: str
-    training: table.Training
-    data: table.Data
-    distribution: table.Distribution
-    cluster: table.Cluster
-    output: table.Output
-    verification: table.Verification
-    benchmark: table.Benchmark
-    evaluation: table.Evaluation
-    words: table.Words
 
     @staticmethod
     def of(command: str = "train", **options: Any) -> "Config":
@@ -93,9 +82,7 @@ class Config:
         for name, value in options.items():
             group = changed.get(rows[name].group, getattr(self, rows[name].group))
             changed[rows[name].group] = dataclasses.replace(group, **{name: value})
-        config = dataclasses.replace(self, **changed)
-        rules.check(config)
-        return config
+        return _checked(dataclasses.replace(self, **changed))
 
     def on_one_machine(self) -> "Config":
         """Returns a single-process training on as many devices as the strategies use.
@@ -108,100 +95,17 @@ class Config:
             return self.for_training("manual", inject=None, all_reduce="auto")
         return self.for_training((*parallel, SINGLE)[0], inject=None)
 
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        """All strategies that the command uses."""
-        one = "strategies" not in table.options_of(self.command)
-        return (self.distribution.strategy,) if one else self.distribution.strategies
-
-    @property
-    def own_strategies(self) -> tuple[str, ...]:
-        """The strategies of this project, without frameworks."""
-        return tuple(name for name in self.strategies if name not in names.FRAMEWORKS)
-
-    @property
-    def has_workers(self) -> bool:
-        """Whether a strategy uses several processes."""
-        return MULTI_WORKER in self.strategies
-
-    @property
-    def num_devices_asked(self) -> int | None:
-        """The number of devices of each worker; None if it depends on the machine."""
-        default = names.DEFAULT_LOGICAL_CPUS if self.distribution.device == "cpu" else None
-        if self.strategies == (SINGLE,) and self.command != "benchmark":
-            default = 1
-        elif self.has_workers:
-            default = 1 if self.distribution.device == "cpu" or self.is_comparison else None
-        return self.distribution.num_devices or self.distribution.num_gpus or default
-
-    @property
-    def num_devices_of_all_workers(self) -> int | None:
-        """The total number of devices; None if it depends on the machine or the cluster."""
-        asked = self.num_devices_asked
-        if not self.has_workers or asked is None:
-            return asked
-        return asked * self.cluster.num_workers if self.cluster.num_workers else None
-
-    @property
-    def is_comparison(self) -> bool:
-        """Whether the command compares strategies on equally many devices."""
-        return self.command in ("compare", "verify")
-
-    @property
-    def faulty_strategy(self) -> str | None:
-        """The strategy that gets the fault of `--inject`; None without a fault."""
-        return rules.faulty_strategy(self) if self.verification.fault else None
-
-    def value(self, option: Option) -> Any:
-        """Returns the value of an option."""
-        return getattr(getattr(self, option.group), option.name)
-
-    def values(self) -> dict[str, Any]:
-        """Returns name → value of the options of the command."""
-        return {name: self.value(row) for name, row in table.options_of(self.command).items()}
-
-    def changed(self, command: str | None = None) -> dict[str, Any]:
-        """Returns name → value of the options that are not at their default, in order.
-
-        Args:
-            command: only options of this command, too, and compared with its defaults.
-        """
-        rows = table.options_of(command or self.command)
-        values = {name: value for name, value in self.values().items() if name in rows}
-        return {name: value for name, value in values.items() if value != rows[name].default}
-
-    def flags(self, command: str | None = None) -> list[str]:
-        """Returns the flags of an equivalent command line, without `--out`.
-
-        Args:
-            command: another command, whose options are taken.
-        """
-        return [shown_flag(*item) for item in self.changed(command).items() if item[0] != "out"]
-
-    def result_fields(self) -> dict[str, Any]:
-        """Returns the options that affect the result of a training, without paths and display."""
-        rows = table.options_of(self.command).values()
-        fields = {row.name: self.value(row) for row in rows if row.affects_result}
-        if "inject" in table.options_of(self.command):
-            fault = self.verification.fault
-            fields["inject"] = fault.spec if fault else None
-        # Lists, as read back from a file.
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
-
     def _devices_beside_workers(self, strategy: str) -> dict[str, Any]:
         """Returns the device options of a compared strategy that differ from the flags.
 
         Beside `multi_worker`, the other strategies have as many devices on one machine as its
         workers have in total.
         """
-        if not (self.is_comparison and strategy == MULTI_WORKER):
-            values: dict[str, Any] = {"num_workers": None}
-        else:
-            values = {"num_workers": self.cluster.num_workers}
+        is_own = self.is_comparison and strategy == MULTI_WORKER
+        values: dict[str, Any] = {"num_workers": self.num_workers if is_own else None}
         if not (self.is_comparison and self.has_workers) or strategy == SINGLE:
             return values
-        own = strategy == MULTI_WORKER
-        number = self.num_devices_asked if own else self.num_devices_of_all_workers
+        number = self.num_devices_asked if is_own else self.num_devices_of_all_workers
         name = "num_gpus" if self.distribution.num_gpus else "num_devices"
         return {**values, name: number, "num_devices": number}
 
@@ -209,11 +113,18 @@ class Config:
 def _create(command: str, rows: dict[str, Option], values: dict[str, Any]) -> Config:
     """Returns the checked config of a command with these values; other options are defaults."""
     groups: dict[str, dict[str, Any]] = {name: {} for name in table.GROUPS}
-    for name, row in rows.items():
-        groups[row.group][name] = values.get(name, row.default)
+    for name, value in values.items():
+        groups[rows[name].group][name] = value
     nested = {name: table.GROUPS[name](**fields) for name, fields in groups.items()}
-    config = Config(command=command, **nested)
+    return _checked(Config(command=command, **nested))
+
+
+def _checked(config: Config) -> Config:
+    """Returns the config, if its options do not contradict each other."""
     rules.check(config)
+    if config.is_comparison and not config.verification.case:
+        for name in config.own_strategies:  # Each with its own number of devices.
+            config.for_training(name, inject=None)
     return config
 
 

@@ -1,7 +1,7 @@
 """Parses `--inject`: a fault with its parameters."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from app.options.option import did_you_mean
 from app.runtime.errors import ConfigError
@@ -16,7 +16,7 @@ class FaultKind(NamedTuple):
     Attributes:
         text: what the fault does.
         parameters: parameter → default.
-        counts: the units, a key of `COUNTED`, of which a training needs several for an effect.
+        counts: the number, a key of `COUNTED`, that must be several for an effect; "" for none.
         can_begin_later: whether `step=N` delays the fault to step N, from 1.
         strategies: strategies that support the fault; empty for all.
     """
@@ -28,59 +28,60 @@ class FaultKind(NamedTuple):
     strategies: tuple[str, ...] = ()
 
 
-# Units that a fault may need several of → how to get more of them.
+# Number of a `strategies.layout.Layout` that a fault may count → its unit, how to get more of it.
 COUNTED = {
-    **dict.fromkeys(
-        ("parts", "replicas", "shards"), "use a strategy with replicas and --num_devices={needed}"
-    ),
-    "copies": "use a strategy with a copy of the weights for each of {needed} replicas",
-    "micro-batches": "use --strategy=pipeline with --micro_batches={needed}, or"
-    " --accumulate_steps={needed}",
-    "devices of a replica": "use --num_devices={needed}",
-}
+    "num_replicas": ("replicas", "use a strategy with replicas and --num_devices={needed}"),
+    "num_shards": ("shards", "use a strategy with replicas and --num_devices={needed}"),
+    "num_copies": (
+        "copies", "use a strategy with a copy of the weights for each of {needed} replicas"),
+    "shards_per_replica": (
+        "micro-batches", "use --strategy=pipeline with --micro_batches={needed}, or"
+        " --accumulate_steps={needed}"),
+    "devices_per_replica": ("devices of a replica", "use --num_devices={needed}"),
+}  # fmt: skip
 _SYNCS_BATCH_NORM = tuple(name for name, own in STRATEGY_OPTIONS.items() if "batch_norm" in own)
 
 # fmt: off
 FAULTS: dict[str, FaultKind] = {
     "drop_gradient": FaultKind(
-        "a replica's gradient never reaches the sum", {"replica": 1}, "replicas", True),
+        "a replica's gradient never reaches the sum", {"replica": 1}, "num_replicas", True),
     "scale_gradient": FaultKind(
-        "every gradient is multiplied by a factor", {"factor": 2.0}, "parts", True),
+        "every gradient is multiplied by a factor", {"factor": 2.0}, "", True),
     "mean_of_means": FaultKind(
-        "the mean of the shards' means in place of the mean of the batch", {}, "shards", True),
-    "same_shard": FaultKind("every replica is given the shard of replica 0", {}, "shards"),
+        "the mean of the shards' means in place of the mean of the batch", {}, "num_shards", True),
+    "same_shard": FaultKind("every replica is given the shard of replica 0", {}, "num_shards"),
     "shuffle_order": FaultKind(
-        "a replica takes its shard from another order of examples", {"replica": 1}, "replicas"),
+        "a replica takes its shard from another order of examples", {"replica": 1}, "num_replicas"),
     "perturb_weight": FaultKind(
         "a weight of one replica changes outside of the update", {"replica": 1, "step": 3},
-        "copies"),
+        "num_copies"),
     "local_batch_norm": FaultKind(
-        "moving statistics are not averaged: replica 0's own are saved", {}, "shards"),
+        "moving statistics are not averaged: replica 0's own are saved", {}, "num_shards"),
     "bf16_all_reduce": FaultKind(
-        "gradients are rounded to bfloat16 before they are added", {}, "shards", True),
+        "gradients are rounded to bfloat16 before they are added", {}, "num_shards", True),
     "slow_replica": FaultKind(
-        "a replica takes longer in each step", {"replica": 1, "ms": 50}, "replicas"),
+        "a replica takes longer in each step", {"replica": 1, "ms": 50}, "num_replicas"),
     "lost_micro_batch": FaultKind(
         "the gradient of a micro-batch of each replica is never added", {"micro_batch": 1},
-        "micro-batches", True),
+        "shards_per_replica", True),
     "divided_twice": FaultKind(
-        "gradients are divided by the number of micro-batches once more", {}, "micro-batches",
+        "gradients are divided by the number of micro-batches once more", {}, "shards_per_replica",
         True),
     "stale_stage": FaultKind(
         "a stage computes with the weights of the step before", {"stage": 1},
-        "devices of a replica", strategies=("pipeline",)),
+        "devices_per_replica", strategies=("pipeline",)),
     "forgotten_backward_sum": FaultKind(
         "each device keeps its own gradient by its channels in place of the sum over the devices",
-        {}, "devices of a replica", strategies=("tensor",)),
+        {}, "devices_per_replica", strategies=("tensor",)),
     "repeated_bias": FaultKind(
-        "biases are added once by each device of a replica", {}, "devices of a replica",
+        "biases are added once by each device of a replica", {}, "devices_per_replica",
         strategies=("tensor",)),
     "wrong_shard": FaultKind(
-        "gathered weights have the parts of devices 0 and 1 swapped", {}, "replicas",
+        "gathered weights have the parts of devices 0 and 1 swapped", {}, "num_replicas",
         strategies=("sharded",)),
     "unsynced_batch_norm": FaultKind(
         "BatchNorm normalises each replica's shard separately despite --batch_norm=sync", {},
-        "replicas", strategies=_SYNCS_BATCH_NORM),
+        "num_replicas", strategies=_SYNCS_BATCH_NORM),
 }
 # fmt: on
 
@@ -151,23 +152,24 @@ class Fault:
             return str(self)
         return f"{self}{',' if self.parameters else ':'}strategy={self.strategy}"
 
-    def can_happen(self, strategy: str, number: int | None) -> bool:
+    def can_happen(self, strategy: str, layout: Any) -> bool:
         """Returns whether a strategy supports the fault.
 
         Args:
             strategy: name of the strategy.
-            number: number of the units that the fault counts; None if unknown.
+            layout: a strategy or its layout, which has the number that the fault counts; None if
+                that is not known.
         """
-        enough = number is None or number >= self._num_needed
+        enough = not (layout and self.kind.counts) or self._number(layout) >= self._num_needed
         return enough and strategy in (self.kind.strategies or (strategy,))
 
-    def check(self, strategy: str, number: int | None) -> None:
+    def check(self, strategy: str, layout: Any) -> None:
         """Checks that a strategy supports the fault; see `can_happen`.
 
         Raises:
             ConfigError: it does not, or has too few of the units for the fault to have an effect.
         """
-        if self.can_happen(strategy, number):
+        if self.can_happen(strategy, layout):
             return
         flag, kind, needed = f"--inject={self.spec}", self.kind, self._num_needed
         if kind.strategies and strategy not in kind.strategies:
@@ -175,15 +177,19 @@ class Fault:
                 f"{flag} cannot happen in the strategy {strategy}, only in"
                 f" {' or '.join(kind.strategies)}; choose one of these or another fault"
             )
+        unit, advice = COUNTED[kind.counts]
         raise ConfigError(
-            f"{flag} needs at least {needed} {kind.counts}, got {number};"
-            f" {COUNTED[kind.counts].format(needed=needed)}"
+            f"{flag} needs at least {needed} {unit}, got {self._number(layout)};"
+            f" {advice.format(needed=needed)}"
         )
+
+    def _number(self, layout: Any) -> int:
+        return getattr(layout, self.kind.counts)
 
     @property
     def _num_needed(self) -> int:
         chosen = [self.parameters.get(name, 0) for name in ("replica", "micro_batch", "stage")]
-        return 1 if self.kind.counts == "parts" else max(2, int(max(chosen)) + 1)
+        return max(2, int(max(chosen)) + 1)
 
 
 def _number(text: str, key: str, value: str, kind: type) -> int | float:

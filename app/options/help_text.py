@@ -3,27 +3,30 @@
 import importlib.metadata
 import pathlib
 import platform
-import re
 import textwrap
 from collections.abc import Iterable
 
 import app
 from app.options.option import Option
-from app.options.table import COMMANDS, GROUPS, PARTS, TABLE, options_of
+from app.options.table import COMMANDS, GROUPS, TABLE, options_of
 from app.runtime import kernels
 
-_WIDTH = 72
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "options.md"
-# Name → help of an environment variable that every command reads which imports TensorFlow.
-_ENVIRONMENT = {
-    kernels.VARIABLE: "Kernels of the CPU: 1 for oneDNN, 0 for Eigen. Default: 1 on x86 processors"
-    " with AVX2, else TensorFlow's choice.",
-}
+_ENVIRONMENT = (
+    f"{kernels.VARIABLE}: kernels of the CPU, 1 for oneDNN, 0 for Eigen. Default: 1 on x86"
+    " processors with AVX2, else TensorFlow's choice."
+)
+_MORE = """\
+More
+  python main.py COMMAND --help      examples and usual options of a command
+  python main.py COMMAND --helpfull  every option of a command
+  python main.py --version           versions of Lockstep, TensorFlow and Keras
+  docs/tour.md                       a tour; README.md lists the other pages"""
 _HEAD = """# Options
 
-`python main.py COMMAND --help` shows the common options of a command, `--helpfull` all of them.
-Defaults are in brackets; commands that differ from those of the group follow in parentheses.
-`make docs` makes this page from the [table of options](../app/options/table.py).
+`python main.py COMMAND --help` shows the usual options of a command, `--helpfull` all of them.
+Defaults are in brackets, the commands that have an option in parentheses. `make docs` makes this
+page from the [table of options](../app/options/table.py).
 """
 
 
@@ -32,22 +35,33 @@ def help_text(command: str | None = None, *, is_full: bool = False) -> str:
 
     Args:
         command: name of the command; None for the program.
-        is_full: whether to show every option of the command, instead of the common ones.
+        is_full: whether to show every option of the command, instead of the usual ones.
     """
     if command is None:
-        parts = _of_program()
-    elif is_full:
-        parts = [*_usage(command), ["Examples", *_examples(command)], *_groups(command)]
-        parts += [_environment()] if command != "report" else []
-    elif command == "verify":
-        recordings = "Recordings of your own scripts: python -m lockstep --help"
-        parts = [*_usage(command), *_parts_of_verify(), [recordings], *_more(command)]
+        lines = ["usage: python main.py [COMMAND] [--flag=value …]", ""]
+        lines += ["Commands (default: train), each with an example"]
+        for name, each in COMMANDS.items():
+            lines += [f"  {name:<11}{each.summary}", f"           {_examples(name)[0]}"]
+        return "\n".join([*lines, "", _MORE])
+    rows = options_of(command).values()
+    words = "".join(f" [{row.metavar}]" for row in rows if row.is_word)
+    lines = [f"usage: python main.py {command}{words} [--flag=value …]"]
+    lines += ["", f"{command}: {COMMANDS[command].summary}"]
+    lines += ["", "Examples", *_examples(command)]
+    if is_full:
+        for group in GROUPS:
+            own = [row for row in rows if row.group == group and not row.is_word]
+            lines += ["", group.capitalize(), *_lines(own)] if own else []
+        lines += ["", "Environment", textwrap.indent(textwrap.fill(_ENVIRONMENT, 76), "  ")]
     else:
-        parts = [*_usage(command), ["Examples", *_examples(command)]]
-        parts += [["Options", *_lines(_common(command))]]
-        parts += [_environment()] if command == "benchmark" else []
-        parts += _more(command)
-    return "\n\n".join("\n".join(part) for part in parts)
+        usual = [row for name in COMMANDS[command].usual for row in rows if row.name == name]
+        lines += ["", "Options", *_lines(usual)]
+        if command == "verify":
+            lines += ["", "Recordings of your own scripts: python -m lockstep --help"]
+        number = sum(not row.is_word for row in rows)
+        if number > len(usual):
+            lines += ["", f"All {number} options: python main.py {command} --helpfull"]
+    return "\n".join(lines)
 
 
 def version_text() -> str:
@@ -63,156 +77,49 @@ def _version_of(name: str) -> str:
         return f"{name} not installed"
 
 
-def _of_program() -> list[list[str]]:
-    commands = []
-    for name, command in COMMANDS.items():
-        commands += [f"  {name:<11}{command.summary}", f"             {_examples(name)[0].strip()}"]
-    return [
-        ["usage: python main.py [COMMAND] [--flag=value …]"],
-        ["Commands (default: train), each with an example", *commands],
-        [
-            "More",
-            "  python main.py COMMAND --help      examples and common options of a command",
-            "  python main.py COMMAND --helpfull  every option of a command",
-            "  python main.py --version           versions of Lockstep, TensorFlow and Keras",
-            "  docs/tour.md                       a tour; README.md lists the other pages",
-        ],
-    ]
-
-
-def _usage(command: str) -> list[list[str]]:
-    options = options_of(command).values()
-    words = "".join(f" [{option.metavar}]" for option in options if option.is_word)
-    return [
-        [f"usage: python main.py {command}{words} [--flag=value …]"],
-        [f"{command}: {COMMANDS[command].summary}"],
-    ]
-
-
-def _more(command: str) -> list[list[str]]:
-    """Returns how to see all options of a command, if it has more than the common ones."""
-    number = sum(not option.is_word for option in options_of(command).values())
-    if number == len(_common(command)):
-        return []
-    return [[f"All {number} options: python main.py {command} --helpfull"]]
-
-
-def _common(command: str) -> list[Option]:
-    return [option for option in options_of(command).values() if option.common]
-
-
-def _parts_of_verify() -> list[list[str]]:
-    """Returns the options and examples of each part; an option is described where it is first."""
-    parts, shown = [], list[Option]()
-    for part, title in PARTS.items():
-        options = [option for option in _common("verify") if part in option.parts]
-        also = [option.flag for option in options if option in shown and option.name != "out"]
-        new = [option for option in options if option not in shown]
-        new.sort(key=lambda option: option.name != part)
-        examples = [line for line in _examples("verify") if f" --{part}=" in line]
-        parts.append([title, *examples, *_lines(new)])
-        if also:
-            parts[-1] += textwrap.wrap(
-                f"  Also {', '.join(also)}", _WIDTH, subsequent_indent="       "
-            )
-        shown += new
-    return parts
-
-
 def _examples(command: str) -> list[str]:
     prefix = "" if command == "train" else f" {command}"
     lines = COMMANDS[command].examples
     return [f"  python main.py{prefix} {line}".rstrip() for line in lines]
 
 
-def _groups(command: str) -> list[list[str]]:
-    """Returns the lines of each group of options."""
-    options = [option for option in options_of(command).values() if not option.is_word]
-    groups = []
-    for group in GROUPS:
-        lines = _lines(option for option in options if option.group == group)
-        groups.append([group.capitalize(), *lines])
-    return [lines for lines in groups if lines[1:]]
-
-
-def _environment() -> list[str]:
-    lines = ["Environment"]
-    for name, text in _ENVIRONMENT.items():
-        lines += [f"  {name}", textwrap.indent(textwrap.fill(text, _WIDTH), "      ")]
-    return lines
-
-
-def _lines(options: Iterable[Option]) -> list[str]:
-    """Returns the lines of each option, with its default."""
+def _lines(rows: Iterable[Option]) -> list[str]:
+    """Returns the lines of each option."""
     lines = []
-    for option in options:
-        alias = f" (--{option.alias})" if option.alias else ""
-        default = shown_default(option)
-        text = f"{option.help}{alias}{f' [{default}]' if default else ''}"
-        lines += [f"  {_written(option)}"]
-        lines += [textwrap.indent(textwrap.fill(text, _WIDTH), "      ")]
+    for row in rows:
+        alias = f" (--{row.alias})" if row.alias else ""
+        text = f"{row.help}{alias}{_default(row)}"
+        lines += [f"  {_written(row)}", textwrap.indent(textwrap.fill(text, 72), "      ")]
     return lines
 
 
-def _written(option: Option) -> str:
-    if option.is_word:
-        return option.metavar
-    return f"{option.flag}={option.placeholder}" if option.placeholder else option.flag
+def _written(row: Option) -> str:
+    if row.is_word:
+        return row.metavar
+    return f"{row.flag}={row.placeholder}" if row.placeholder else row.flag
 
 
-def shown_default(option: Option) -> str:
-    """Returns a default as `--help` shows it, "" for none."""
-    default = option.default
+def _default(row: Option) -> str:
+    """Returns a default in brackets, "" for none."""
+    default = row.default
     if default is None or default is False or default in ((), ""):
         return ""
-    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    return f" [{','.join(map(str, default)) if isinstance(default, tuple) else default}]"
 
 
 def option_page() -> str:
-    """Returns `docs/options.md`: a list for each group, with the commands of its options."""
+    """Returns `docs/options.md`: a list for each group, with the commands of each option."""
     lines = [_HEAD]
     for group in GROUPS:
-        options = [option for option in TABLE if option.group == group]
-        commands = [option.commands for option in options]
-        usual = max(commands, key=commands.count)
-        lines += [f"## {group.capitalize()}", "", f"Commands: {_shown_commands(usual)}.", ""]
-        for option in options:
-            default = shown_default(option)
-            line = f"- `{_written(option)}`{f' [{default}]' if default else ''}"
-            line += f" or `--{option.alias}`" if option.alias else ""
-            line += f": {_help_of_all_commands(option)}"
-            lines.append(line + _difference(option.commands, usual))
+        lines += [f"## {group.capitalize()}", ""]
+        for row in TABLE:
+            if row.group == group:
+                alias = f" or `--{row.alias}`" if row.alias else ""
+                help_of = row.help.replace("<", r"\<")  # "<time>" is no tag of HTML.
+                commands = ", ".join(name for name in COMMANDS if name in row.commands)
+                lines.append(f"- `{_written(row)}`{_default(row)}{alias}: {help_of} ({commands})")
         lines.append("")
-    lines += ["## Environment", ""]
-    lines += [*(f"- `{name}`: {text}" for name, text in _ENVIRONMENT.items()), ""]
-    return "\n".join(lines)
-
-
-def _shown_commands(commands: Iterable[str]) -> str:
-    """Returns the names of the commands, or those that are missing where these are few."""
-    missing = [command for command in COMMANDS if command not in commands]
-    return f"all but {' and '.join(missing)}" if len(missing) < 3 else ", ".join(commands)
-
-
-def _difference(commands: tuple[str, ...], usual: tuple[str, ...]) -> str:
-    """Returns the commands of an option in parentheses, "" for those of the group."""
-    if commands == usual:
-        return ""
-    added = [command for command in commands if command not in usual]
-    if len(added) < 3 and len(added) + len(usual) == len(commands):
-        return f" (also {' and '.join(added)})"
-    return f" ({_shown_commands(commands)})"
-
-
-def _help_of_all_commands(option: Option) -> str:
-    """Returns the help text, and each sentence that only some commands add, after their names."""
-    commands_of = dict[str, list[str]]()
-    for command, differences in option.differs.items():
-        text = differences.get("help", "").removeprefix(option.help).strip()
-        for sentence in re.split(r"(?<=\.) ", text) if text else []:
-            commands_of.setdefault(sentence, []).append(command)
-    added = [f"{', '.join(names)}: {sentence}" for sentence, names in commands_of.items()]
-    return " ".join([option.help, *added]).replace("<", r"\<")  # "<time>" is no tag of HTML.
+    return "\n".join([*lines, "## Environment", "", f"{_ENVIRONMENT}", ""])
 
 
 if __name__ == "__main__":

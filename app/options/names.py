@@ -9,7 +9,6 @@ CASE_STRATEGIES = (SINGLE, KERAS_FIT)
 VERIFIED_STEPS = 20
 CASE_STEPS = 3  # Of a case, whose verification is to take about a minute.
 MODEL_NAMES, STRATEGY_NAMES = tuple(MODELS), tuple(STRATEGIES)
-ONE_MACHINE_STRATEGIES = tuple(name for name in STRATEGIES if name != MULTI_WORKER)
 COMPARED_BY_DEFAULT = (SINGLE, "manual", "mirrored")
 FRAMEWORKS = ("torch_ddp", "jax_jit", "jax_pmap")  # Their programs are in `frameworks/`.
 ALL_REDUCE_NAMES = tuple(

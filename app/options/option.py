@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from absl import flags
@@ -20,19 +20,16 @@ class Option:
         default: the default.
         help: text for `--help`.
         commands: the commands that have the option.
-        metavar: placeholder for the value, for example `N`; "" for the choices.
         choices: the allowed values; empty for any.
-        low, high: the smallest and the largest allowed number; None for any.
-        above: a number that the value must exceed; None for none.
+        bounds: the smallest and the largest allowed whole number; a number that is not whole must
+            exceed the first.
+        metavar: what stands for a value of text in `--help`, for example `DIR`.
         alias: another name of the flag.
         required: whether the command needs a value.
         is_word: whether the value is the words after the command instead of a flag.
         repeats: whether a list may contain a value more than once.
         affects_result: whether the result of a training depends on it, so that another value is
             another run.
-        common: whether `--help` shows it; `--helpfull` shows every option.
-        parts: the parts of `verify` that have it, keys of `PARTS`.
-        differs: command → attributes that are different there, for example the default.
         name, group: name of the flag and of the field, and of the group that has it.
         kind: `int`, `float`, `str` or `bool`; for a list, the type of its items.
         is_list: whether it takes several values, separated by commas.
@@ -42,19 +39,14 @@ class Option:
     default: Any
     help: str
     commands: tuple[str, ...]
-    metavar: str = ""
     choices: tuple[str, ...] = ()
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None
+    bounds: tuple[int, float] | None = None
+    metavar: str = ""
     alias: str = ""
     required: bool = False
     is_word: bool = False
     repeats: bool = False
     affects_result: bool = False
-    common: bool = False
-    parts: tuple[str, ...] = ("strategies",)
-    differs: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     name: str = ""
     group: str = ""
     kind: type = str
@@ -69,7 +61,10 @@ class Option:
     @property
     def placeholder(self) -> str:
         """What stands for the value in `--help`; "" for a switch."""
-        return self.metavar or "|".join(self.choices)
+        if self.is_list and not self.metavar:
+            return "A,B,…" if self.choices else "N,N,…"
+        of_kind = {int: "N", float: "X", str: "|".join(self.choices), bool: ""}
+        return self.metavar or of_kind[self.kind]
 
     @property
     def expected(self) -> str:
@@ -78,13 +73,14 @@ class Option:
             return f"one of {', '.join(self.choices)}"
         if self.kind is bool:
             return "true or false"
-        if self.kind is str:
+        if self.bounds is None:
             return "names separated by commas" if self.is_list else "text"
-        noun = "whole number" if self.kind is int else "number"
-        if self.above is not None:
-            return f"a {noun} above {self.above:g}, at most {self.high:g}"
-        bounds = f"between {self.low} and {self.high}"
-        return f"{noun}s {bounds}, separated by commas" if self.is_list else f"a {noun} {bounds}"
+        low, high = self.bounds
+        if self.kind is float:
+            return f"a number above {low}, at most {high:g}"
+        if self.is_list:
+            return f"whole numbers between {low} and {high}, separated by commas"
+        return f"a whole number between {low} and {high}"
 
     def parse(self, value: Any) -> Any:
         """Returns the value of the text of a flag, or of a keyword argument.
@@ -98,23 +94,33 @@ class Option:
             shown = f"{self.flag}={self.placeholder or 'true'}"
             raise ConfigError(f"{self.flag} has no value; write {shown}")
         if not self.is_list:
-            return self._parse(value, value)
+            return self._parse_item(value, value)
         items = value.split(",") if isinstance(value, str) else value
         if not isinstance(items, list | tuple) or "" in items:
             raise ConfigError(f"{self.flag} must be {self.expected}, got {value!r}")
         shown = ",".join(map(str, items))
-        parsed = tuple(self._parse(item, item if self.choices else shown) for item in items)
+        parsed = tuple(self._parse_item(item, item if self.choices else shown) for item in items)
         if len(set(parsed)) != len(parsed) and not self.repeats:
             raise ConfigError(f"{self.flag} must name each value once, got {shown}")
         return parsed
 
-    def _parse(self, item: Any, shown: Any) -> Any:
+    def _parse_item(self, item: Any, shown: Any) -> Any:
         try:
-            return _parser(self).parse(item)
+            return self._parser().parse(item)
         except (TypeError, ValueError, OverflowError):
             text = repr(shown).strip("'") if self.kind in (int, float) else repr(shown)
             nearest = did_you_mean(str(item), self.choices)
             raise ConfigError(f"{self.flag} must be {self.expected}, got {text}{nearest}") from None
+
+    def _parser(self) -> Any:
+        """Returns absl's parser of a value, or of an item of a list."""
+        if self.choices:
+            return flags.EnumParser(list(self.choices))
+        if self.kind is float:
+            return _AboveParser(*(self.bounds or ()))
+        if self.kind is int:
+            return flags.IntegerParser(*(self.bounds or ()))
+        return flags.BooleanParser() if self.kind is bool else flags.ArgumentParser()
 
 
 class _AboveParser(flags.FloatParser):
@@ -122,19 +128,6 @@ class _AboveParser(flags.FloatParser):
 
     def is_outside_bounds(self, val: float) -> bool:
         return not self.lower_bound < val <= self.upper_bound  # type: ignore[operator]
-
-
-def _parser(option: Option) -> Any:
-    """Returns absl's parser of a value, or of an item of a list."""
-    low: Any = option.low
-    high: Any = option.high
-    if option.choices:
-        return flags.EnumParser(list(option.choices))
-    if option.kind is int:
-        return flags.IntegerParser(low, high)
-    if option.kind is float:
-        return _AboveParser(option.above, high)
-    return flags.BooleanParser() if option.kind is bool else flags.ArgumentParser()
 
 
 def option(default: Any, help: str, commands: tuple[str, ...], **attributes: Any) -> Any:

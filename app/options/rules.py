@@ -1,77 +1,78 @@
 """Rules over several options; the row of an option has the rule for its own value."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from app.options import names
 from app.options.fault import MIN_STRAGGLER_STEPS, Fault
 from app.options.names import MULTI_WORKER, SINGLE
 from app.options.option import shown_flag
-from app.options.table import options_of
+from app.options.table import COMMANDS, options_of
+from app.options.values import Values
 from app.runtime.errors import ConfigError
 from strategies import ALL_REDUCE_ALGORITHMS, OPTIONS_OF_SOME, STRATEGIES, has_option
-from strategies.layout import layout_of
+from strategies.layout import Layout, layout_of
 
-if TYPE_CHECKING:
-    from app.options.config import Config
-
-_WORKER_OPTIONS = ("num_workers", "max_restarts", "start_timeout_sec")
-_FRAMEWORK_MODELS = ("lenet", "resnet18")
-# What the programs in frameworks/ compute.
-_FRAMEWORK_OPTIONS = {
-    **{"recipe": "d2l", "precision": "float32", "batch_norm": "average", "jit_compile": False}
+# Strategies that not every command has.
+_COMMANDS_OF = {
+    MULTI_WORKER: ("train", "compare", "verify", "benchmark"),
+    **dict.fromkeys(names.FRAMEWORKS, ("compare", "verify")),
+}
+# Options of `verify --case`; the file defines all others.
+_CASE_OPTIONS = {
+    *("case", "thorough", "steps", "strategies", "global_batch_size", "seed", "deterministic"),
+    *("num_gpus", "device", "num_devices", "out", "overwrite", "keep_traces", "verbosity"),
+}
+# Option → the strategies that have it, for each that not all have.
+_STRATEGIES_OF = {
+    **{name: tuple(s for s in STRATEGIES if has_option(s, name)) for name in OPTIONS_OF_SOME},
+    **dict.fromkeys(("num_workers", "max_restarts", "start_timeout_sec"), (MULTI_WORKER,)),
+}
+# Option → its values that the programs in frameworks/ compute.
+_FRAMEWORK_OPTIONS: dict[str, tuple] = {
+    "model": ("lenet", "resnet18"),
+    "recipe": ("d2l",),
+    "precision": ("float32",),
+    "batch_norm": ("average",),
+    "jit_compile": (False,),
 }
 _EVEN_FRAMEWORKS = ("jax_jit", "jax_pmap")  # Their replicas have equally many examples.
 _SEE = "see docs/verify_your_own.md"
 
 
-def check(config: "Config") -> None:
+def check(config: Values) -> None:
     """Checks combinations of options.
 
     Raises:
         ConfigError: two options contradict each other, or one would have no effect.
     """
-    changed = config.changed()
     _check_devices(config)
     _check_data(config)
     if config.verification.case:
         _check_case(config)
         return
-    if "thorough" in changed:
+    if config.verification.thorough:
         raise ConfigError(f"--thorough needs --case=FILE; {_SEE}")
     if names.KERAS_FIT in config.strategies:
-        raise ConfigError(f"--strategies={names.KERAS_FIT} needs --case=FILE; {_SEE}")
+        raise ConfigError(f"--strategies={names.KERAS_FIT} needs verify --case=FILE; {_SEE}")
+    _check_names(config)
     _check_frameworks(config)
-    for name in _WORKER_OPTIONS:
-        if name in changed and not config.has_workers:
-            raise ConfigError(
-                f"{shown_flag(name, changed[name])} needs the strategy {MULTI_WORKER}, got"
-                f" {', '.join(config.strategies)}; leave the flag out"
-            )
     _check_strategies(config)
+    _check_fault(config)
     _check_command(config)
 
 
-def _check_command(config: "Config") -> None:
+def _check_command(config: Values) -> None:
     """Checks what only one command has."""
-    checked = config.verification
     if config.command == "compare" and len(config.strategies) < 2:
         chosen = ",".join(config.strategies)
         raise ConfigError(f"--strategies must name at least two, got {chosen}")
     if config.command == "train":
-        if checked.verify_every == 0 and checked.on_mismatch != "stop":
+        if config.verification.verify_every == 0 and config.verification.on_mismatch != "stop":
             raise ConfigError(
-                f"--on_mismatch={checked.on_mismatch} has no effect with --verify_every=0, which"
-                " verifies no step; leave one of them out"
+                f"--on_mismatch={config.verification.on_mismatch} has no effect with"
+                " --verify_every=0, which verifies no step; leave one of them out"
             )
-        _check_fault(config)
         check_shards(config, config.num_devices_of_all_workers)
-    if config.is_comparison:
-        for name in config.own_strategies:  # Each is checked with its own number of devices.
-            config.for_training(name, **({"inject": None} if checked.inject else {}))
-    if config.command == "verify":
-        _check_fault(config)
-        _check_fault_steps(checked.fault, config)
     if config.benchmark.repeats < names.MIN_ROUNDS:
         raise ConfigError(
             f"--repeats={config.benchmark.repeats} gives no verdict: the intervals of fewer than"
@@ -85,7 +86,7 @@ def _check_command(config: "Config") -> None:
         _check_demo(config)
 
 
-def _check_breakdown(config: "Config") -> None:
+def _check_breakdown(config: Values) -> None:
     if config.has_workers:
         raise ConfigError(
             "--breakdown measures one machine, got --strategies with multi_worker; leave"
@@ -98,7 +99,7 @@ def _check_breakdown(config: "Config") -> None:
         )
 
 
-def _check_demo(config: "Config") -> None:
+def _check_demo(config: Values) -> None:
     name, asked = config.words.experiment, config.num_devices_asked
     if asked == 1:
         raise ConfigError(f"demo {name} needs at least 2 devices, got {asked}")
@@ -106,7 +107,7 @@ def _check_demo(config: "Config") -> None:
         raise ConfigError("--all_reduce is not an option of demo split_batch; leave it out")
 
 
-def _check_devices(config: "Config") -> None:
+def _check_devices(config: Values) -> None:
     devices = config.distribution
     num_gpus, number = devices.num_gpus, devices.num_devices or devices.num_gpus
     if config.command == "benchmark" and "num_devices" in config.changed():
@@ -122,14 +123,29 @@ def _check_devices(config: "Config") -> None:
             " the devices; give one of them"
         )
     if set(config.strategies) == {SINGLE} and number and number > 1:
-        flag = "--strategies" if "strategies" in options_of(config.command) else "--strategy"
+        flag = _strategy_flag(config)
         raise ConfigError(
             f"{flag}=single runs on one device, got {number} devices; use {flag}=manual or"
             f" {flag}=mirrored"
         )
 
 
-def _check_data(config: "Config") -> None:
+def _strategy_flag(config: Values) -> str:
+    return "--strategies" if "strategies" in options_of(config.command) else "--strategy"
+
+
+def _check_names(config: Values) -> None:
+    """Checks that the command has each strategy."""
+    for name in config.strategies:
+        commands = _COMMANDS_OF.get(name, tuple(COMMANDS))
+        if config.command not in commands:
+            raise ConfigError(
+                f"{_strategy_flag(config)}={name} is not possible in {config.command}, only in"
+                f" {', '.join(commands)}; choose another strategy"
+            )
+
+
+def _check_data(config: Values) -> None:
     """Checks that no data files are given that would not be read."""
     reason = "--dataset=synthetic" if config.data.dataset == "synthetic" else ""
     reason = "--images" if config.evaluation.images else reason
@@ -140,12 +156,11 @@ def _check_data(config: "Config") -> None:
         )
 
 
-def _check_strategies(config: "Config") -> None:
+def _check_strategies(config: Values) -> None:
     """Checks that each option belongs to one of the strategies."""
     chosen, changed = config.own_strategies, config.changed()
-    for name in OPTIONS_OF_SOME:
-        if name in changed and not any(has_option(strategy, name) for strategy in chosen):
-            owners = [strategy for strategy in STRATEGIES if has_option(strategy, name)]
+    for name, owners in _STRATEGIES_OF.items():
+        if name in changed and set(owners).isdisjoint(chosen):
             raise ConfigError(
                 f"{shown_flag(name, changed[name])} needs the strategy {_or(owners)}, got"
                 f" {', '.join(chosen)}; leave the flag out"
@@ -154,10 +169,10 @@ def _check_strategies(config: "Config") -> None:
     for name in chosen:
         offered = ("auto", *ALL_REDUCE_ALGORITHMS.get(name, ()))
         if options.all_reduce not in offered and has_option(name, "all_reduce"):
-            owners = [n for n, a in ALL_REDUCE_ALGORITHMS.items() if options.all_reduce in a]
+            others = [n for n, a in ALL_REDUCE_ALGORITHMS.items() if options.all_reduce in a]
             raise ConfigError(
                 f"--all_reduce={options.all_reduce} is not available in {name}, only in"
-                f" {' and '.join(owners)}; choose {', '.join(offered)}"
+                f" {' and '.join(others)}; choose {', '.join(offered)}"
             )
     if options.all_reduce == "nccl" and options.device == "cpu":
         raise ConfigError("--all_reduce=nccl needs GPUs, got --device=cpu; use --all_reduce=auto")
@@ -166,7 +181,7 @@ def _check_strategies(config: "Config") -> None:
             "--batch_norm=sync needs the whole batch at once, got"
             f" --accumulate_steps={options.accumulate_steps}; leave one of them out"
         )
-    if options.batch_norm == "sync" and config.training.jit_compile:
+    if options.batch_norm == "sync" and options.jit_compile:
         raise ConfigError(
             "--jit_compile cannot compile --batch_norm=sync, whose statistics travel between"
             " devices within a forward pass; leave one of them out"
@@ -174,7 +189,7 @@ def _check_strategies(config: "Config") -> None:
 
 
 def check_shards(
-    config: "Config", num_devices: int | None, num_train_examples: int | None = None
+    config: Values, num_devices: int | None, num_train_examples: int | None = None
 ) -> None:
     """Checks the split of a training over devices, and that no shard of a batch is empty.
 
@@ -215,7 +230,7 @@ def check_shards(
         )
 
 
-def _check_batch(config: "Config", num_devices: int) -> None:
+def _check_batch(config: Values, num_devices: int) -> None:
     """Checks that each shard has an example of a full batch."""
     options, size = config.distribution, config.training.global_batch_size
     layout = layout_of(options.strategy, options, num_devices)
@@ -240,7 +255,7 @@ def _check_batch(config: "Config", num_devices: int) -> None:
         )
 
 
-def _check_split(config: "Config", num_devices: int) -> None:
+def _check_split(config: Values, num_devices: int) -> None:
     strategy, options = config.distribution.strategy, config.distribution
     size, weights = options.model_parallel, options.shard_weights
     if size and has_option(strategy, "model_parallel") and num_devices % size:
@@ -256,33 +271,27 @@ def _check_split(config: "Config", num_devices: int) -> None:
         )
 
 
-def _num_faulty(config: "Config", strategy: str, fault: Fault) -> int | None:
-    """Returns the number of the units that a fault counts; None if it is not known yet."""
+def _layout(config: Values, strategy: str) -> Layout | None:
+    """Returns the layout of a strategy; None if its devices are not known yet."""
     number = 1 if strategy == SINGLE else config.num_devices_of_all_workers
-    if number is None:
-        return None
-    layout = layout_of(strategy, config.distribution, number)
-    numbers = {
-        "parts": 1,
-        "replicas": layout.num_replicas,
-        "shards": layout.num_shards,
-        "copies": layout.num_copies,
-        "micro-batches": layout.shards_per_replica,
-        "devices of a replica": layout.devices_per_replica,
-    }
-    return numbers[fault.kind.counts]
+    return layout_of(strategy, config.distribution, number) if number else None
 
 
-def faulty_strategy(config: "Config") -> str:
-    """Returns the strategy that gets the fault: the named one, or the first that supports it."""
+def faulty_strategy(config: Values) -> str | None:
+    """Returns the strategy that gets the fault: the named one, or the first that supports it.
+
+    None without a fault.
+    """
     fault = config.verification.fault
-    assert fault is not None
+    if fault is None:
+        return None
     chosen = [name for name in config.own_strategies if name != SINGLE] or [SINGLE]
-    able = [name for name in chosen if fault.can_happen(name, _num_faulty(config, name, fault))]
+    able = [name for name in chosen if fault.can_happen(name, _layout(config, name))]
     return fault.strategy or (able or chosen)[0]
 
 
-def _check_fault(config: "Config") -> None:
+def _check_fault(config: Values) -> None:
+    """Checks that the fault of `--inject` can happen, and be detected."""
     fault, chosen = config.verification.fault, config.own_strategies
     if fault is None:
         return
@@ -291,14 +300,14 @@ def _check_fault(config: "Config") -> None:
             f"--inject={config.verification.inject} names the strategy {fault.strategy}, which is"
             f" not trained; choose one of {', '.join(chosen)} or leave strategy= out"
         )
-    strategy = faulty_strategy(config)
-    fault.check(strategy, _num_faulty(config, strategy, fault))
+    strategy = faulty_strategy(config) or ""
+    fault.check(strategy, _layout(config, strategy))
+    if config.command == "verify":
+        _check_fault_steps(config, fault)
 
 
-def _check_fault_steps(fault: Fault | None, config: "Config") -> None:
+def _check_fault_steps(config: Values, fault: Fault) -> None:
     """Checks that a verification has enough steps for the fault to be detected."""
-    if fault is None:
-        return
     flag, steps = f"--inject={config.verification.inject}", config.verification.steps
     if fault.parameters.get("step", 0) > steps:
         needed = fault.parameters["step"]
@@ -310,9 +319,9 @@ def _check_fault_steps(fault: Fault | None, config: "Config") -> None:
         )
 
 
-def _check_case(config: "Config") -> None:
+def _check_case(config: Values) -> None:
     for name in config.changed():
-        if "case" not in options_of(config.command)[name].parts:
+        if name not in _CASE_OPTIONS:
             raise ConfigError(
                 f"--{name} has no part in --case, whose file defines model, data and training;"
                 " leave the flag out"
@@ -330,12 +339,7 @@ def _check_case(config: "Config") -> None:
         raise ConfigError(f"--case={case} must be a Python file, whose name ends in .py")
 
 
-def num_framework_replicas(config: "Config") -> int:
-    """Returns the number of replicas of a training by a framework."""
-    return config.num_devices_of_all_workers or names.DEFAULT_LOGICAL_CPUS
-
-
-def _check_frameworks(config: "Config") -> None:
+def _check_frameworks(config: Values) -> None:
     """Checks that the frameworks among the strategies support the training."""
     chosen = [name for name in config.strategies if name in names.FRAMEWORKS]
     if not chosen:
@@ -343,16 +347,12 @@ def _check_frameworks(config: "Config") -> None:
     shown, changed = ",".join(chosen), config.changed()
     if not config.own_strategies:
         raise ConfigError(f"--strategies={shown}: has no strategy to compare with; add single")
-    if config.training.model not in _FRAMEWORK_MODELS:
-        raise ConfigError(
-            f"--model={config.training.model} does not run in {chosen[0]}; use"
-            f" {' or '.join(_FRAMEWORK_MODELS)}"
-        )
-    for option, value in _FRAMEWORK_OPTIONS.items():
-        if option in changed:
+    for name, values in _FRAMEWORK_OPTIONS.items():
+        if changed.get(name, values[0]) not in values:
+            others = " or ".join(f"--{name}={value}" for value in values)
             raise ConfigError(
-                f"{shown_flag(option, changed[option])} does not run in {chosen[0]}; use"
-                f" --{option}={value}, or leave {shown} out of --strategies"
+                f"{shown_flag(name, changed[name])} does not run in {chosen[0]}; use {others}, or"
+                f" leave {shown} out of --strategies"
             )
     if config.distribution.num_gpus or config.distribution.device == "gpu":
         raise ConfigError(
@@ -360,7 +360,7 @@ def _check_frameworks(config: "Config") -> None:
             " --strategies"
         )
     even = [name for name in chosen if name in _EVEN_FRAMEWORKS]
-    replicas, size = num_framework_replicas(config), config.training.global_batch_size
+    replicas, size = config.num_framework_replicas, config.training.global_batch_size
     examples = config.data.num_train_examples or names.NUM_TRAIN_EXAMPLES
     last = examples % size if config.training.last_batch == "keep" else 0
     if even and size % replicas:

@@ -12,12 +12,12 @@ from app.options.names import MULTI_WORKER, SINGLE
 from app.performance import interval
 from app.performance.breakdown import Breakdown
 from app.performance.case import Case, Sample, split_names
-from app.performance.case_comparison import Comparison
+from app.performance.case_comparison import AXIS_TITLES, Comparison
 from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT, dataset_title
 from app.records.files import write_json
 from app.report.result import Block, Result, Table
 from app.runtime import console
-from app.runtime.processor import processor_name
+from app.runtime.kernels import processor_name
 
 BENCHMARK_FILE = "benchmark.json"
 
@@ -112,7 +112,7 @@ def _describe(
     blocks: list[Block] = [table]
     header = ["", "against", "speed-up", "interval", "ideal", "verdict"]
     for axis, group in itertools.groupby(comparisons, key=lambda c: c.axis):
-        blocks.append(Table(_AXIS_TITLES[axis], header, [_comparison_row(short, c) for c in group]))
+        blocks.append(Table(AXIS_TITLES[axis], header, [_comparison_row(short, c) for c in group]))
     for breakdown in breakdowns:
         blocks += breakdown.describe(short[breakdown.case])
     said = dict.fromkeys(f"{c.axis}: {text}" for c in comparisons for text in c.caveats)
@@ -144,14 +144,6 @@ def plot_benchmark(
         for label, rows in panels.items()
     }
     plot_bars(title, bars, out_dir, "benchmark")
-
-
-_AXIS_TITLES = {
-    "strong scaling": "strong scaling: the same global batch, cut into more shards",
-    "weak scaling": "weak scaling: the same batch for each device",
-    "strategy": "strategies: the same training on as many devices",
-    "precision": "precisions: the same training, computed in other types",
-}
 
 
 def _row(name: str, s: Sample) -> list[str]:

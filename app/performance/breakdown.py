@@ -1,7 +1,7 @@
 """Breaks down the time of a step by leaving out one part at a time."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from app.devices.device_setup import num_cores
@@ -110,21 +110,17 @@ def break_down(whole: Sample, without: Mapping[str, Sample]) -> Breakdown:
     left_out = [name for name in (ALL_REDUCE, _INPUT) if name in without]
     samples = [whole.step_secs, alone, *(without[name].step_secs for name in left_out)]
 
-    def sec_of(name: str, medians: Sequence[Any]) -> Any:
-        """Returns the seconds of a part, from a number or an array for each of the samples."""
+    def secs_of(*medians: Any) -> dict[str, Any]:
+        """Returns the seconds of each part, from a number or an array for each of the samples."""
         full, computing, *shorter = medians
         secs = {_COMPUTE: computing}
-        for other, sec in zip(left_out, shorter, strict=True):
-            secs[other] = full - sec
-        secs[_REST] = full - sum(secs.values())
-        return secs[name]
+        secs |= {name: full - sec for name, sec in zip(left_out, shorter, strict=True)}
+        return secs | {_REST: full - sum(secs.values())}
 
     parts = []
     for name in (_COMPUTE, *left_out, _REST):
-        sec = interval.combine(lambda *medians, name=name: sec_of(name, medians), *samples)
-        share = interval.combine(
-            lambda *medians, name=name: sec_of(name, medians) / medians[0], *samples
-        )
+        sec = interval.combine(lambda *m, name=name: secs_of(*m)[name], *samples)
+        share = interval.combine(lambda *m, name=name: secs_of(*m)[name] / m[0], *samples)
         parts.append(Part(name, sec, share))
     return Breakdown(whole.case.name, parts, whole.traffic)
 

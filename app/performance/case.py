@@ -18,7 +18,7 @@ class Case:
         num_workers: number of worker processes, for multi_worker.
         no_sync: skip the all-reduce; each replica continues with its own gradient.
         reads_input: False to train on the first batch repeatedly, without an input pipeline.
-        cores: use at most this many cores; None for all.
+        cores: use at most this many cores; None for all. Not for workers, which have their own.
         counts_traffic: count the bytes that a step sends, after the last round.
     """
 

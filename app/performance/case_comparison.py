@@ -7,14 +7,20 @@ from app.performance import interval
 from app.performance.case import Sample
 from app.performance.interval import Interval
 
+AXIS_TITLES = {
+    "strong scaling": "strong scaling: the same global batch, cut into more shards",
+    "weak scaling": "weak scaling: the same batch for each device",
+    "strategy": "strategies: the same training on as many devices",
+    "precision": "precisions: the same training, computed in other types",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """The speed of one case relative to another.
 
     Attributes:
-        axis: what differs: "strong scaling" (number of devices with a fixed global batch), "weak
-            scaling" (with a fixed batch per device), "strategy" or "precision".
+        axis: what differs, a key of `AXIS_TITLES`.
         case: name of the case.
         base: name of the case that it is compared with.
         ideal: the ideal ratio; for scaling, the ratio of the numbers of devices.
@@ -51,52 +57,51 @@ def all_comparisons(samples: Sequence[Sample]) -> list[Comparison]:
     """Returns every comparison that the cases allow, scaling first."""
     whole = [s for s in samples if s.case.is_whole]
     return [
-        *_scaling(whole, "strong scaling"),
-        *_scaling(whole, "weak scaling"),
-        *_with_first(whole, "strategy"),
-        *_with_first(whole, "precision"),
+        compare(axis, s, base, _ideal(s, base) if axis.endswith("scaling") else None)
+        for axis in AXIS_TITLES
+        for s in whole
+        if (base := _base_of(s, whole, axis))
     ]
 
 
-def _scaling(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
-    """Compares more devices with the fewest; `single` is one device of any strategy."""
+def _base_of(s: Sample, samples: Sequence[Sample], axis: str) -> Sample | None:
+    """Returns the sample to compare with along an axis; None without one.
 
-    def strategy_of(s: Sample) -> str:
-        return s.case.config.distribution.strategy
+    For scaling it has the fewest devices, where `single` is one device of any strategy; else it is
+    the first one that differs only in the strategy, or in the precision.
+    """
+    alike = [other for other in samples if _shared(other, axis) == _shared(s, axis)]
+    if not axis.endswith("scaling"):
+        return alike[0] if alike[0] is not s else None
+    strategies = "single", s.case.config.distribution.strategy
+    smaller = [
+        other
+        for other in alike
+        if other.facts.num_devices < s.facts.num_devices
+        and other.case.config.distribution.strategy in strategies
+    ]
 
-    def key(s: Sample) -> tuple:
-        batch = s.facts.global_batch_size
-        batch_key = batch / s.facts.num_devices if axis == "weak scaling" else batch
-        return s.case.config.training.model, s.case.config.training.precision, batch_key
+    def order(other: Sample) -> tuple[int, bool]:
+        return other.facts.num_devices, other.case.config.distribution.strategy != "single"
 
-    def order(s: Sample) -> tuple[int, bool]:
-        return s.facts.num_devices, strategy_of(s) != "single"
-
-    for s in samples:
-        bases = [
-            base
-            for base in samples
-            if key(base) == key(s)
-            and base.facts.num_devices < s.facts.num_devices
-            and strategy_of(base) in ("single", strategy_of(s))
-        ]
-        if bases:
-            base = min(bases, key=order)
-            # Simulated devices share the cores that a single one has alone.
-            ratio = s.facts.num_devices / base.facts.num_devices
-            yield compare(axis, s, base, 1.0 if s.facts.simulated_devices else ratio)
+    return min(smaller, key=order, default=None)
 
 
-def _with_first(samples: Sequence[Sample], axis: str) -> Iterator[Comparison]:
-    """Compares each strategy, or precision, with the first one, all else being equal."""
-    first: dict[tuple, Sample] = {}
-    for s in samples:
-        config = s.case.config
-        other = config.training.precision if axis == "strategy" else config.distribution.strategy
-        key = other, config.training.model, s.facts.num_devices, s.facts.global_batch_size
-        if key in first:
-            yield compare(axis, s, first[key])
-        first.setdefault(key, s)
+def _shared(s: Sample, axis: str) -> tuple:
+    """Returns what two cases have in common that are compared along an axis."""
+    training, num_devices = s.case.config.training, s.facts.num_devices
+    size, strategy = s.facts.global_batch_size, s.case.config.distribution.strategy
+    return {
+        "strong scaling": (training.model, training.precision, size),
+        "weak scaling": (training.model, training.precision, size / num_devices),
+        "strategy": (training.model, training.precision, size, num_devices),
+        "precision": (training.model, strategy, size, num_devices),
+    }[axis]
+
+
+def _ideal(s: Sample, base: Sample) -> float:
+    """Returns the ideal speed-up; simulated devices share the cores that a single one has alone."""
+    return 1.0 if s.facts.simulated_devices else s.facts.num_devices / base.facts.num_devices
 
 
 def _refusals(first: Sample, second: Sample) -> Iterator[str]:

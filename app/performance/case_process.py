@@ -1,6 +1,5 @@
 """Runs the process of a case: builds a training, warms up, and times blocks of steps on demand."""
 
-import os
 import pathlib
 import re
 import time
@@ -8,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.devices import device_setup
-from app.options import rules
 from app.performance.case import Block, Case, Facts
 from app.performance.traffic import Traffic, count_traffic
 from app.runtime import console
@@ -34,8 +32,6 @@ def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
         Its peak memory in bytes, and its traffic if the case counts it.
     """
     start = time.monotonic()
-    if case.cores and hasattr(os, "sched_setaffinity"):  # Before TensorFlow counts the cores.
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: case.cores])
     console.forward_warnings(lambda text: channel.send(("warning", text)))
     prepared = device_setup.set_up(case.config)
 
@@ -43,9 +39,7 @@ def sample(channel: Channel, case: Case) -> tuple[int, Traffic | None]:
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.training_spec import TrainingSpec
 
-    dataset = load_data(case.config)
-    rules.check_shards(case.config, len(prepared.names), len(dataset.train_images))
-    spec = TrainingSpec(case.config, dataset)
+    spec = TrainingSpec(case.config, load_data(case.config))
     strategy = spec.build_strategy(prepared, all_reduce="none" if case.no_sync else None)
     run_all_reduce_self_test(strategy)
     batches = spec.batches() if case.reads_input else _repeat_one_batch(spec)

@@ -23,9 +23,6 @@ class Interval:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.value:.3g} ({self.low:.3g}–{self.high:.3g})"
-
     def contains(self, value: float) -> bool:
         """Returns whether the interval contains a value."""
         return self.low <= value <= self.high

@@ -1,11 +1,11 @@
 """Measures processes in turn (A B A B …), so that disturbances affect all of them."""
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from app.devices.local_workers import split_resources
-from app.devices.worker_group import WorkerGroup
+from app.devices.local_workers import WorkerGroup, split_resources
 from app.performance.case import Block, Case, Facts, Sample
 from app.performance.case_process import sample
 from app.runtime.processes import ChildProcess
@@ -80,6 +80,6 @@ class _Sampler:
 
 def _create_process(case: Case) -> ChildProcess | WorkerGroup:
     if case.config.has_workers:
-        resources = split_resources(case.num_workers, case.config, num_cores=case.cores)
-        return WorkerGroup(resources, sample, case)
-    return ChildProcess(sample, case)
+        return WorkerGroup(split_resources(case.num_workers, case.config), sample, case)
+    cores = sorted(os.sched_getaffinity(0))[: case.cores] if case.cores else ()
+    return ChildProcess(sample, case, cores=cores)

@@ -31,12 +31,6 @@ def caveats(config: Config, summary: Summary) -> list[str]:
         lines.append(DATASET_CAVEATS["synthetic"])
     if summary.dataset == "unverified":
         lines.append(DATASET_CAVEATS["unverified"])
-    if config.distribution.num_gpus and "CPU" in summary.devices[0]:
-        lines.append(
-            f"--num_gpus={config.distribution.num_gpus}, but no GPU: these are logical CPU"
-            " devices, and their"
-            " times say nothing of GPUs"
-        )
     accuracy = summary.test_accuracy
     if accuracy is not None and accuracy < _CHANCE:
         lines.append(

@@ -87,8 +87,7 @@ def save_checkpoint(run_dir: pathlib.Path, checkpoint: Checkpoint) -> pathlib.Pa
     path = parent / _name(checkpoint.progress)
     write_file(path, _to_bytes(checkpoint))
     for old in checkpoint_paths(run_dir)[:-NUM_NEWEST_KEPT]:
-        with io_errors_as(old):
-            remove(old)
+        remove(old)
     return path
 
 

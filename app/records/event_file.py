@@ -28,32 +28,24 @@ def event_files(run_dir: pathlib.Path) -> dict[pathlib.Path, int]:
 
 
 class EventFile:
-    """Writes the scalars of one attempt.
+    """Creates the file of one attempt, and writes its scalars.
 
     Args:
         run_dir: the run directory, locked.
+        step: step from which the training resumes; 0 from scratch.
+        first_dropped_step: from this step on, events of earlier attempts are dropped.
+
+    Raises:
+        DiskFullError, OutputError: the file cannot be written.
     """
 
-    def __init__(self, run_dir: pathlib.Path):
-        self._run_dir, self._path = run_dir, run_dir / _NAME.format(0)
-        self._writer: Any = None  # A `tf.io.TFRecordWriter`.
-
-    def start(self, step: int, *, first_dropped_step: int) -> None:
-        """Creates the file of an attempt.
-
-        Args:
-            step: step from which the training resumes; 0 from scratch.
-            first_dropped_step: from this step on, events of earlier attempts are dropped.
-
-        Raises:
-            DiskFullError, OutputError: the file cannot be written.
-        """
+    def __init__(self, run_dir: pathlib.Path, step: int, *, first_dropped_step: int):
         import tensorflow as tf
         from tensorflow.compat.v1 import Event, SessionLog
 
-        self._path = self._run_dir / _NAME.format(step)
+        self._run_dir, self._path = run_dir, run_dir / _NAME.format(step)
         with self._failures_as_errors():
-            for path, earlier_step in event_files(self._run_dir).items():
+            for path, earlier_step in event_files(run_dir).items():
                 if earlier_step >= step:  # Nothing in it has become part of the training.
                     path.unlink()
             self._writer = tf.io.TFRecordWriter(str(self._path))

@@ -31,7 +31,7 @@ def write_file(path: pathlib.Path, content: str | bytes) -> None:
             temporary.write_bytes(data)
         publish(temporary, path, len(data))
     except BaseException:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(LockstepError):
             remove(temporary)
         raise
 
@@ -135,13 +135,14 @@ def remove(path: pathlib.Path) -> None:
     """Removes a file, a link or a directory tree, if it exists.
 
     Raises:
-        OSError: it cannot be removed.
+        OutputError: it cannot be removed.
     """
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            path.unlink()
+    with io_errors_as(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.unlink()
 
 
 def make_directory(path: pathlib.Path) -> None:

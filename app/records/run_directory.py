@@ -23,7 +23,7 @@ from app.records.files import (
     write_error,
     write_json,
 )
-from app.records.history import SUMMARY_FILE
+from app.records.history import FIGURE_FILES, HISTORY_FILE, SUMMARY_FILE
 from app.runtime import console
 from app.runtime.errors import CheckpointError, LockstepError, OutputError, Terminated, reason_of
 
@@ -31,7 +31,7 @@ CONFIG_FILE, LOCK_FILE, LOG_FILE = "config.json", ".lock", "log.txt"
 # The files that a command writes beside its log and events, which --overwrite removes. The summary
 # is removed first, so that no result is shown without its checkpoint.
 _RECORDS = (
-    *(SUMMARY_FILE, "checkpoints", "history.jsonl", "accuracy.png", "accuracy.svg", "mismatch"),
+    *(SUMMARY_FILE, "checkpoints", HISTORY_FILE, *FIGURE_FILES, "mismatch"),
     *("compare.json", "verify.json", "verify.png", "verify.svg", "traces", "benchmark.json"),
     *("benchmark.png", "benchmark.svg"),
     "report.html",
@@ -123,13 +123,8 @@ class RunDirectory:
         write_json(self.path / CONFIG_FILE, self.config)
 
     def remove(self, name: str) -> None:
-        """Removes a record of an earlier run, if it exists.
-
-        Raises:
-            OutputError: the record cannot be removed.
-        """
-        with io_errors_as(self.path / name):
-            remove(self.path / name)
+        """Removes a record of an earlier run, if it exists; raises as `files.remove` does."""
+        remove(self.path / name)
 
     def _sync(self) -> None:
         """Flushes the names in the directory to disk."""

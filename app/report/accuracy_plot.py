@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from app.records.caveats import TIMING_CAVEAT, dataset_title
 from app.records.history import EpochRecord, Summary
-from app.report.plot_style import LOOKS, STYLE, Look, save_figure
+from app.report.plot_style import LOOKS, STYLE, Look, save_figure, set_title
 from app.report.training_result import devices_text
 
 _TRAIN, _TEST = Look("#D55E00", "--", "s", 1.5), Look("#0072B2", "-", "o", 2.0)
@@ -57,7 +57,8 @@ def draw_accuracy(runs: Mapping[str, Run]) -> Figure:
                 panels.setdefault(f"{field} accuracy", []).append(_Curve(name, look, values))
     one_epoch = all(len(history) == 1 for _, history in runs.values())
     height = 1.8 + 0.4 * max(2, len(runs)) if one_epoch else 4.8
-    figure = Figure(figsize=(7 if len(runs) == 1 else 10, height), layout="constrained")
+    figure = Figure(figsize=(7 if len(runs) == 1 else 10, height))
+    figure.set_layout_engine("constrained", wspace=0.08)  # Between "100%" and "0%".
     all_axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
     for axes, (title, curves) in zip(all_axes, panels.items(), strict=True):
         if one_epoch:
@@ -66,7 +67,7 @@ def draw_accuracy(runs: Mapping[str, Run]) -> Figure:
             _draw_curves(axes, title, curves)
     if not one_epoch:
         _scale(all_axes[0], max(summary.epochs for summary, _ in runs.values()))
-    figure.suptitle(_title([summary for summary, _ in runs.values()]))
+    set_title(figure, _title([summary for summary, _ in runs.values()]))
     return figure
 
 

@@ -2,13 +2,12 @@
 
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from app.report.plot_style import LOOKS, STYLE, save_figure
+from app.report.plot_style import LOOKS, STYLE, save_figure, set_title
 
 Interval = tuple[float, float, float]  # Value, lower and upper end.
 
@@ -33,32 +32,15 @@ def plot_bars(
         len(counts), 1, squeeze=False, height_ratios=[count + 1 for count in counts]
     )[:, 0]
     for axes, (label, bars) in zip(axes_of, shown.items(), strict=True):
-        draw_bars(axes, list(bars.values()), height=0.7)
+        for row, (value, low, high) in enumerate(bars.values()):
+            axes.barh(row, value, 0.7, color=LOOKS[0].colour, alpha=0.6, linewidth=0)
+            if math.isfinite(low) and math.isfinite(high):
+                # Not as error bars: an interval need not contain its value.
+                axes.plot([low, high], [row, row], "|-", color="black", linewidth=1.5, markersize=9)
         axes.set_yticks(range(len(bars)), list(bars))
         axes.set_ylim(len(bars) - 0.4, -0.6)
         axes.set_xlim(left=0)
         axes.set_xlabel(label)
         axes.grid(axis="x")
-    figure.suptitle(title)
+    set_title(figure, title)
     save_figure(figure, out_dir, name)
-
-
-def draw_bars(
-    axes: Axes,
-    rows: Sequence[Interval],
-    colours: Sequence[str] = (LOOKS[0].colour,),
-    height: float = 0.34,
-) -> None:
-    """Draws horizontal bars from top to bottom, with the ends of their intervals.
-
-    Args:
-        axes: axes to draw on.
-        rows: intervals.
-        colours: colours of the bars, repeated.
-        height: height of a bar, as a fraction of its row.
-    """
-    for row, (value, low, high) in enumerate(rows):
-        axes.barh(row, value, height, color=colours[row % len(colours)], alpha=0.6, linewidth=0)
-        if math.isfinite(low) and math.isfinite(high):
-            # Not as error bars: an interval need not contain its value.
-            axes.plot([low, high], [row, row], "|-", color="black", linewidth=1.5, markersize=9)

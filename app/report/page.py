@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from app.records.files import io_errors_as, make_directory, read_json, write_file
@@ -36,11 +36,12 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The part of the page about one or several records."""
+    """The part of the page about one or several records; `caveats` has their names."""
 
     title: str
     result: Result
     settings: Table
+    caveats: Mapping[str, Sequence[str]]
     figure: bytes | None = None
 
 
@@ -107,7 +108,7 @@ def find_records(directories: Sequence[pathlib.Path]) -> list[Record]:
 def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, dict]]:
     """Yields path, command and configuration of a run; for a comparison, also of its trainings."""
     config = load_run_config(path)  # Raises the missing file.
-    strategies = str(config.get("strategy")).split(",")
+    strategies = _strategies_of(config)
     if config.get("command") in _MEASURED:
         yield path, config["command"], config
     elif len(strategies) > 1 or (path / "compare.json").exists():
@@ -118,6 +119,11 @@ def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, di
                 yield child, "train", load_run_config(child)
     else:
         yield path, "train", config
+
+
+def _strategies_of(config: Mapping[str, Any]) -> list[str]:
+    """Returns the strategy of a training, or those of a comparison."""
+    return str(config.get("strategy")).split(",")
 
 
 def _runs_in(path: pathlib.Path) -> list[pathlib.Path]:
@@ -149,14 +155,10 @@ def _shown(name: str) -> str:
 
 
 def _render(records: Sequence[Record]) -> str:
-    trainings = [record for record in records if record.command == "train"]
-    sections = [_section(record) for record in records if record not in trainings]
-    caveats: dict[str, list[str]] = {}
+    sections, caveats = _sections(records), dict[str, list[str]]()
     for section in sections:
-        for caveat in section.result.caveats:
-            caveats.setdefault(caveat, []).append(section.title)
-    if trainings:
-        sections.append(_trainings(trainings, caveats))
+        for text, labels in section.caveats.items():
+            caveats.setdefault(text, []).extend(labels)
     names = ", ".join(record.label for record in records)
     made = time.strftime("%Y-%m-%d %H:%M:%S %z")
     body = [html.paragraph(f"Made {made} from {names}.", "quiet")]
@@ -170,6 +172,35 @@ def _render(records: Sequence[Record]) -> str:
     return html.document(f"Lockstep report: {names}", "Lockstep report", body)
 
 
+def _sections(records: Sequence[Record]) -> list[Section]:
+    """Returns a section for each command, and one for all other trainings."""
+    sections = list[Section]()
+    trainings = [record for record in records if record.command == "train"]
+    for record in records:
+        if record.command == "train":
+            continue
+        section, own = _section(record), list[Record]()
+        if record.command == "compare":
+            paths = [record.path / name for name in _strategies_of(record.config)]
+            own = [each for each in trainings if each.path in paths]
+            trainings = [each for each in trainings if each not in own]
+        sections.append(_with_trainings(section, own) if own else section)
+    return [*sections, _trainings(trainings)] if trainings else sections
+
+
+def _with_trainings(comparison: Section, records: Sequence[Record]) -> Section:
+    """Adds lines, curves and settings of its trainings to the section of a comparison."""
+    own, result = _trainings(records), comparison.result
+    has_table = any(isinstance(block, Table) for block in result.blocks)
+    blocks = [each for each in own.result.blocks if not (has_table and isinstance(each, Table))]
+    return dataclasses.replace(
+        own,
+        title=comparison.title,
+        result=Result([*result.verdicts, *own.result.verdicts], [*result.blocks, *blocks]),
+        caveats={**comparison.caveats, **own.caveats},
+    )
+
+
 def _html_of(section: Section) -> str:
     """Returns a section as HTML: results, figure and settings."""
     lines = ["<section>", f"<h2>{html.text_of(section.title)}</h2>"]
@@ -177,7 +208,7 @@ def _html_of(section: Section) -> str:
         if isinstance(block, Table):
             lines.append(_table(block))
         elif isinstance(block, Facts):
-            lines.append(html.facts_list(block.title, block.facts))
+            lines.append(html.facts_list(block.title or "Set-up", block.facts))
         elif block:
             lines.append(html.paragraph(block))
     if section.figure:
@@ -205,12 +236,13 @@ def _section(record: Record) -> Section:
         else:
             result = Result(blocks=["Not finished: there is no result yet."])
         drawn = figure.read_bytes() if figure.is_file() and not figure.is_symlink() else None
-    return Section(record.label, result, settings_table({record.label: settings}), drawn)
+    caveats = {caveat: [record.label] for caveat in result.caveats}
+    return Section(record.label, result, settings_table({record.label: settings}), caveats, drawn)
 
 
-def _trainings(records: Sequence[Record], caveats: dict[str, list[str]]) -> Section:
-    """Returns the section of all trainings, and adds their caveats."""
-    summaries, drawn, settings = {}, {}, {}
+def _trainings(records: Sequence[Record]) -> Section:
+    """Returns the section of some trainings."""
+    summaries, drawn, settings, caveats = {}, {}, {}, dict[str, list[str]]()
     for record in records:
         name = record.label
         summary, history = load_summary(record.path), load_history(record.path)
@@ -235,7 +267,7 @@ def _trainings(records: Sequence[Record], caveats: dict[str, list[str]]) -> Sect
 
             figure = render(draw_accuracy(drawn), "svg")
     title = records[0].label if len(records) == 1 else "Trainings"
-    return Section(title, result, table, figure)
+    return Section(title, result, table, caveats, figure)
 
 
 @contextlib.contextmanager

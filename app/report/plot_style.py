@@ -51,6 +51,11 @@ LOOKS = (
 )
 
 
+def set_title(figure: Figure, text: str) -> None:
+    """Writes a title of one or several lines, beginning at the left."""
+    figure.suptitle(text, x=0.02, ha="left", linespacing=1.4)
+
+
 def save_figure(figure: Figure, out_dir: pathlib.Path, name: str) -> None:
     """Saves a figure as PNG and SVG, atomically."""
     for suffix in ("png", "svg"):
@@ -61,8 +66,6 @@ def save_figure(figure: Figure, out_dir: pathlib.Path, name: str) -> None:
 def render(figure: Figure, suffix: str) -> bytes:
     """Returns the content of a file with a figure."""
     content = io.BytesIO()
-    if figure.get_suptitle():
-        figure.suptitle(figure.get_suptitle(), x=0.02, ha="left", linespacing=1.4)
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # Of a user's names.
         metadata = {"Date": None} if suffix == "svg" else None

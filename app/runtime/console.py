@@ -68,13 +68,6 @@ def log_file() -> pathlib.Path | None:
     return next((pathlib.Path(h.baseFilename) for h in handlers if isinstance(h, _LogFile)), None)
 
 
-def close_log() -> None:
-    """Ends the log and the forwarding of warnings."""
-    for handler in list(_logger().handlers):
-        _logger().removeHandler(handler)
-        handler.close()
-
-
 def log(text: str) -> None:
     """Writes a line only to the log."""
     _log(logging.INFO, text)

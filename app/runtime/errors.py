@@ -121,14 +121,6 @@ INTERRUPTED_EXIT_CODE = 130
 TERMINATED_EXIT_CODE = 143
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an exception of TensorFlow or Python means that memory ran out.
-
-    TensorFlow raises errors of a function that it traces again, as another class.
-    """
-    return _memory_error(error) is not None
-
-
 def expected_error(error: Exception) -> LockstepError | None:
     """Returns the error that an exception is reported as; None for a bug.
 
@@ -137,7 +129,13 @@ def expected_error(error: Exception) -> LockstepError | None:
     """
     if isinstance(error, LockstepError):
         return error
-    return out_of_memory(error) if is_out_of_memory(error) or _is_address_space_used_up() else None
+    cause = memory_error(error)
+    if cause is None and not _is_address_space_used_up():
+        return None
+    return DeviceError(
+        f"out of memory ({reason_of(cause or error)}); use a smaller --global_batch_size or fewer"
+        " devices"
+    )
 
 
 def _is_address_space_used_up() -> bool:
@@ -153,8 +151,14 @@ def _is_address_space_used_up() -> bool:
     return limit - int(peak_kib) * 1024 < _MAX_UNUSED_BYTES
 
 
-def _memory_error(error: BaseException) -> BaseException | None:
-    """Returns the error of memory among an error and those during whose handling it was raised."""
+def memory_error(error: BaseException) -> BaseException | None:
+    """Returns the error of memory among an error and those during whose handling it was raised.
+
+    TensorFlow raises errors of a function that it traces again, as another class.
+
+    Returns:
+        An error of Python or TensorFlow, or None.
+    """
     found: BaseException | None = error
     while found is not None and not isinstance(found, LockstepError):  # That has its cause.
         # By name, so that TensorFlow is not imported. A full disk is a ResourceExhaustedError, too.
@@ -167,14 +171,6 @@ def _memory_error(error: BaseException) -> BaseException | None:
             return found
         found = found.__cause__ or found.__context__  # TensorFlow raises "from None", too.
     return None
-
-
-def out_of_memory(error: BaseException) -> DeviceError:
-    """Returns the error for such an exception, if no details are known."""
-    reason = reason_of(_memory_error(error) or error)
-    return DeviceError(
-        f"out of memory ({reason}); use a smaller --global_batch_size or fewer devices"
-    )
 
 
 def reason_of(error: BaseException) -> str:

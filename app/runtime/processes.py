@@ -1,20 +1,19 @@
-"""Calls functions in separate processes, in the environment of a user's own run."""
+"""Starts other processes, exchanges messages with those that call a function, and ends them all."""
 
 import contextlib
 import multiprocessing
 import os
+import pathlib
 import signal
+import subprocess
 import sys
-import threading
+import tempfile
 import traceback
-import types
-from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess, SpawnProcess
-from multiprocessing.reduction import DupFd
-from typing import Any, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn, TypeVar
 
+from app.runtime import signals
 from app.runtime.console import PART_VARIABLE
 from app.runtime.errors import (
     INTERRUPTED_EXIT_CODE,
@@ -27,54 +26,140 @@ from app.runtime.errors import (
 
 Result = TypeVar("Result")
 
-_GRACE_SEC = 5.0
-_SYS_MODULES_LOCK = threading.Lock()
+_ROOT = pathlib.Path(__file__).parents[2]
 
 
-class _Stream(NamedTuple):
-    """A file descriptor that a child process gets when its arguments are pickled."""
+class Process(subprocess.Popen[bytes]):
+    """A process that ends when this one does; leaving the `with` statement kills it.
 
-    descriptor: int
+    Args:
+        command: program and arguments.
+        environment: variables in addition to those of this process; None removes one.
+        death_signal: signal that the kernel sends to the process if this one ends, even if killed:
+            SIGKILL, or `signals.STOP_REQUEST` for a process that saves; None to leave it to the
+            process.
+        cores: numbers of the processor cores that the process may use; empty for all.
+        keeps_errors: whether `last_line` is known, and nothing is printed on standard error.
+        **options: options of `subprocess.Popen`. With `start_new_session`, all processes of the
+            session are killed.
+    """
 
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        """Returns how the child gets its own copy of the descriptor, a number there."""
-        return _detach, (DupFd(self.descriptor),)
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str | None] | None = None,
+        death_signal: signal.Signals | None = signal.SIGKILL,
+        cores: Sequence[int] = (),
+        keeps_errors: bool = False,
+        **options: Any,
+    ):
+        parent, variables = os.getpid(), {**os.environ, **(environment or {})}
+        self._has_session = options.get("start_new_session", False)
+        # Not a pipe, which would not be read until the end.
+        self._errors = tempfile.TemporaryFile() if keeps_errors else None  # noqa: SIM115
+
+        def settle_in() -> None:  # Between fork and exec; must not import or print.
+            if death_signal:
+                signals.end_with_parent(death_signal, parent)
+            limit_cores(cores)
+
+        super().__init__(
+            command,
+            env={name: value for name, value in variables.items() if value is not None},
+            preexec_fn=settle_in if death_signal or cores else None,
+            **{"stdin": subprocess.DEVNULL, "stderr": self._errors, **options},
+        )
+
+    def __exit__(self, *exception: Any) -> None:
+        self.kill()  # In native code that hangs, it responds to no other signal.
+        if self._has_session:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        super().__exit__(*exception)
+
+    @property
+    def last_line(self) -> str:
+        """The last line on standard error; "" without one."""
+        if self._errors is None:
+            return ""
+        self._errors.seek(0)
+        return b"".join([*self._errors][-1:]).decode(errors="replace").strip()
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code as a shell reports it, 128 and above for a signal; None while it runs."""
+        code = self.poll()
+        return code if code is None or code >= 0 else 128 - code
 
 
-def _detach(descriptor: Any) -> int:
-    return descriptor.detach()
+def start_program(
+    words: Sequence[str], *, environment: Mapping[str, str] | None = None, **options: Any
+) -> Process:
+    """Starts this program with a command and flags.
+
+    Args:
+        words: command and flags.
+        environment, **options: options of `Process`.
+    """
+    command = [sys.executable, str(_ROOT / "main.py"), *words]
+    environment = {PART_VARIABLE: "1", **(environment or {})}
+    return Process(command, environment=environment, **options)
 
 
-_STREAMS = _Stream(1), _Stream(2)
+def output_of(
+    command: Sequence[str], *, timeout_sec: float, environment: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Returns the exit code of another program, and what it prints, errors included.
+
+    Raises:
+        OSError: the program cannot be started, or does not end in time.
+    """
+    with Process(
+        command,
+        environment=environment,
+        death_signal=None,  # TensorFlow has threads already, so no code between fork and exec.
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            text, _ = process.communicate(timeout=timeout_sec)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(str(error)) from error
+    return process.exit_code or 0, text.decode(errors="replace")
 
 
-class Channel(NamedTuple):
-    """The child process' connection to its parent.
+class Channel:
+    """The connection of a function in a child process to the parent.
 
     Attributes:
-        send: sends a message.
-        receive: waits for a message.
+        connection: sends and receives what the two processes exchange.
         kept: objects that are not deleted at the end, which can take 30 s.
     """
 
-    send: Callable[[Any], None]
-    receive: Callable[[], Any]
-    kept: list[object]
+    def __init__(self, connection: Connection):
+        self.connection, self.kept = connection, list[object]()
+
+    def send(self, message: Any) -> None:
+        """Sends a message."""
+        self.connection.send(("message", message))
+
+    def receive(self) -> Any:
+        """Waits for a message."""
+        return self.connection.recv()
 
 
-class ChildProcess:
-    """Runs a function in a new process and exchanges messages with it; a context manager.
+class ChildProcess(Process):
+    """A process that calls a function and exchanges messages with this one.
 
-    Leaving the context ends the process.
+    It finds modules where this process does, in the environment of a user's own run.
 
     Args:
         function: a module-level function, with picklable arguments and result; its first argument
             is a `Channel`.
         *arguments: further arguments.
-        environment: variables in addition to those of this process.
-        death_signal: signal that the process gets if this one ends without having ended it.
-        has_tensorflow: whether to fork the process of `start_tensorflow_server`, as importing
-            TensorFlow takes seconds. It runs no operations, whose threads a fork would not have.
+        **options: options of `Process`.
     """
 
     def __init__(
@@ -83,44 +168,28 @@ class ChildProcess:
         *arguments: Any,
         environment: Mapping[str, str] | None = None,
         death_signal: signal.Signals = signal.SIGKILL,
-        has_tensorflow: bool = False,
+        cores: Sequence[int] = (),
+        **options: Any,
     ):
-        self._call = function, arguments
-        self._environment, self._death_signal = environment or {}, death_signal
-        self._has_tensorflow, self._has_result = has_tensorflow, False
-
-    def __enter__(self) -> Self:
-        environment = {**os.environ, **self._environment}
-        self._connection, theirs = multiprocessing.Pipe()
-        with theirs, _hiding_main_module():
-            self._process = (ForkServerProcess if self._has_tensorflow else SpawnProcess)(
-                target=_run,
-                args=(theirs, *_STREAMS, self._death_signal, environment, *self._call),
+        self.connection, theirs = multiprocessing.Pipe()
+        script = (
+            f"import sys; sys.path[:] = {[*sys.path, str(_ROOT)]!r}\n"
+            "from app.runtime import processes\n"
+            f"processes._be_child({theirs.fileno()}, {int(death_signal)}, {os.getpid()})"
+        )
+        with theirs:  # No code between fork and exec: a notebook has threads, which hold locks.
+            super().__init__(
+                [sys.executable, "-c", script],
+                environment={PART_VARIABLE: "1", **(environment or {})},
+                death_signal=None,
+                pass_fds=[theirs.fileno()],
+                **options,
             )
-            self._process.start()
-        return self
+        self.send((cores, function, arguments))
 
-    def __exit__(self, *exception: object) -> None:
-        if self._has_result:
-            self._process.join(_GRACE_SEC)
-        self._process.kill()
-        self._process.join()
-        self._connection.close()
-
-    @property
-    def connection(self) -> Connection:
-        """This process' end of the connection, for `multiprocessing.connection.wait`."""
-        return self._connection
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid or 0
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the process, if it is running."""
-        if self._process.exitcode is None:
-            os.kill(self.pid, number)
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.connection.close()
 
     def send(self, message: Any) -> None:
         """Sends a message to the function, for its `receive`.
@@ -129,7 +198,7 @@ class ChildProcess:
             The exceptions of `receive`, if the process has ended.
         """
         try:
-            self._connection.send(message)
+            self.connection.send(message)
         except OSError:
             self.receive()
             raise
@@ -148,18 +217,24 @@ class ChildProcess:
             RuntimeError: the function raised another exception; the message ends with its
                 traceback.
         """
-        if timeout_sec is not None and not self._connection.poll(timeout_sec):
-            self._process.kill()  # Native code that hangs ignores other signals.
+        if timeout_sec is not None and not self.connection.poll(timeout_sec):
+            self.kill()  # Native code that hangs ignores other signals.
             raise TimeoutError(f"no result within {timeout_sec:g} s")
         try:
-            kind, value = self._connection.recv()
+            kind, value = self.connection.recv()
         except (EOFError, ConnectionResetError):
-            self._process.join()
-            raise _death(self._process.exitcode or 0) from None
-        self._has_result = kind != "message"
+            raise _death(self.wait()) from None
         if kind == "error":
             raise value
         return kind, value
+
+    def result(self, on_message: Callable[[Any], None], timeout_sec: float | None = None) -> Any:
+        """Waits for the result; calls `on_message` with each message before it; see `receive`."""
+        while True:
+            kind, value = self.receive(timeout_sec)
+            if kind == "result":
+                return value
+            on_message(value)
 
 
 def call_in_child_process(
@@ -167,8 +242,7 @@ def call_in_child_process(
     *arguments: Any,
     on_message: Callable[[Any], None] = lambda message: None,
     timeout_sec: float | None = None,
-    environment: Mapping[str, str] | None = None,
-    has_tensorflow: bool = False,
+    **options: Any,
 ) -> Result:
     """Returns `function(send, *arguments)`, computed in a new process.
 
@@ -178,19 +252,34 @@ def call_in_child_process(
         *arguments: further arguments of the function.
         on_message: called with each message, in order.
         timeout_sec: maximum time to wait for each message and the result; None for no limit.
-        environment, has_tensorflow: see `ChildProcess`.
+        **options: options of `Process`.
 
     Raises:
         The exceptions of `ChildProcess.receive`.
     """
-    with ChildProcess(
-        call_function, function, *arguments, environment=environment, has_tensorflow=has_tensorflow
-    ) as process:
-        while True:
-            kind, value = process.receive(timeout_sec)
-            if kind == "result":
-                return value
-            on_message(value)
+    with ChildProcess(call_function, function, *arguments, **options) as process:
+        return process.result(on_message, timeout_sec)
+
+
+@contextlib.contextmanager
+def prepared_calls(prepare: Callable[[], object]) -> Iterator[Callable[..., Any]]:
+    """Yields a `call_in_child_process` whose processes share what takes long to prepare.
+
+    Args:
+        prepare: called once, in the process of which each call is a fork. It may import TensorFlow,
+            but run no operations, whose threads a fork would not have.
+    """
+    with ChildProcess(_fork_for_each_call, prepare) as process:
+
+        def call(
+            function: Callable[..., Result],
+            *arguments: Any,
+            on_message: Callable[[Any], None] = lambda message: None,
+        ) -> Result:
+            process.send((call_function, (function, *arguments)))
+            return process.result(on_message)
+
+        yield call
 
 
 def call_function(channel: Channel, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -198,42 +287,20 @@ def call_function(channel: Channel, function: Callable[..., Result], *arguments:
     return function(channel.send, *arguments)
 
 
-@contextlib.contextmanager
-def _hiding_main_module() -> Iterator[None]:
-    """Keeps `multiprocessing` from running the user's script in the child process, too."""
-    with _SYS_MODULES_LOCK:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main
+def limit_cores(cores: Sequence[int]) -> None:
+    """Limits this process to some processor cores, if the system can; empty for no limit."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
-def start_tensorflow_server() -> None:
-    """Starts the process that imports TensorFlow for children with `has_tensorflow`.
-
-    Call it before other threads start: it redirects the standard error of this process meanwhile,
-    because importing TensorFlow prints.
-    """
-    forkserver.set_forkserver_preload(["tensorflow", "keras"])
-    variable = "TF_CPP_MIN_LOG_LEVEL"  # Read once, when TensorFlow is imported.
-    level, saved = os.environ.get(variable), os.dup(2)
-    os.environ.setdefault(variable, "3")
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        if level is None:
-            del os.environ[variable]
-
-
-def _death(exit_code: int) -> BaseException:
+def _death(code: int) -> BaseException:
     """Returns the exception for a process that ended without a result; < 0 is a signal."""
-    code = exit_code if exit_code >= 0 else 128 - exit_code  # As of a shell.
+    if code == -signal.SIGKILL:
+        return DeviceError(
+            "a subprocess was killed, probably because memory ran out; use a smaller"
+            " --global_batch_size or fewer devices"
+        )
+    code = code if code >= 0 else 128 - code  # As of a shell.
     if code == INTERRUPTED_EXIT_CODE:
         return KeyboardInterrupt()
     if code == TERMINATED_EXIT_CODE:
@@ -243,54 +310,57 @@ def _death(exit_code: int) -> BaseException:
             "a subprocess made no progress and was stopped; see its output above and run the same"
             " command again"
         )
-    if exit_code == -signal.SIGKILL:
-        return DeviceError(
-            "a subprocess was killed, probably because memory ran out; use a smaller"
-            " --global_batch_size or fewer devices"
-        )
     return DeviceError(
         f"a subprocess ended early with exit code {code}; run the same command again"
     )
 
 
-def _run(
-    connection: Connection,
-    stdout: int,
-    stderr: int,
-    death_signal: signal.Signals,
-    environment: Mapping[str, str],
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
-    """Calls the function in the new process, and sends its result or its exception."""
+def _be_child(number: int, death_signal: int, parent: int) -> None:
+    """Calls the function that comes over a connection, the file descriptor `number`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent gets the signal, too, and acts on it.
-    threading.Thread(target=_end_with_parent, args=(death_signal,), daemon=True).start()
-    os.dup2(stdout, 1)  # Those of the server may be others.
-    os.dup2(stderr, 2)
-    os.environ.clear()
-    os.environ.update(environment, **{PART_VARIABLE: "1"})
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # The parent has ended.
-        kept = list[object]()
-        channel = Channel(
-            lambda message: connection.send(("message", message)), connection.recv, kept
-        )
+    signals.end_with_parent(death_signal, parent)
+    channel = Channel(Connection(number))
+    cores, function, arguments = channel.receive()
+    limit_cores(cores)
+    _answer(channel, function, arguments)
+
+
+def _answer(channel: Channel, function: Callable[..., Any], arguments: Sequence[Any]) -> NoReturn:
+    """Sends the function's result or its exception, and ends the process."""
+    with contextlib.suppress(OSError):  # The parent has ended.
         try:
-            connection.send(("result", function(channel, *arguments)))
-        except (BrokenPipeError, ConnectionResetError):
-            raise
+            result = function(channel, *arguments)
+            _flush()
+            channel.connection.send(("result", result))
         except Exception as error:
-            connection.send(("error", _to_send(error)))
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(0)  # Deleting TensorFlow's objects can take 30 s.
+            _flush()
+            channel.connection.send(("error", _to_send(error)))
+    os._exit(0)  # Deleting TensorFlow's objects can take 30 s.
 
 
-def _end_with_parent(death_signal: signal.Signals) -> None:
-    """Waits for the end of the parent process, even if it is killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os.kill(os.getpid(), death_signal)
+def _flush() -> None:
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _fork_for_each_call(channel: Channel, prepare: Callable[[], object]) -> NoReturn:
+    """Answers each function that comes over the connection, in a fork of this process."""
+    prepare()
+    while True:
+        function, arguments = channel.receive()
+        parent, pid = os.getpid(), os.fork()
+        if not pid:
+            try:
+                signals.end_with_parent(signal.SIGKILL, parent)
+                _answer(channel, function, arguments)
+            finally:
+                os._exit(1)  # `sys.exit` has left the function: there is no answer.
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code < 0:  # Ends like its fork, as which the parent process sees it.
+            os.kill(os.getpid(), -code)
+        if code:
+            os._exit(code)
 
 
 def _to_send(error: Exception) -> Exception:

@@ -98,7 +98,7 @@ class Progress:
         fields: dict[str, Any] = {"status": status} if status else {}
         self._bar.update(self._task, completed=completed, total=total, left=left, **fields)
         is_due = time.monotonic() > self._last_line + _SEC_BETWEEN_LINES
-        if line and (is_due or (is_first and self._left_sec > _LONG_SEC)):
+        if line and self._bar.disable and (is_due or (is_first and self._left_sec > _LONG_SEC)):
             self._print(f"{line}, {left}" if left else line)
 
     def message(self, message: tuple[str, Any]) -> None:
@@ -130,8 +130,8 @@ class Progress:
         return had_none and self._left_sec > 0
 
     def _print(self, line: str) -> None:
-        """Prints a line, without a bar."""
-        if self._shown and self._bar.disable:
+        """Prints a line, above the bar if there is one."""
+        if self._shown:
             console.say(line)
             self._last_line = time.monotonic()
 
@@ -170,14 +170,10 @@ class TrainingProgress(Progress):
         self._bar.update(self._task, status="evaluating")
 
     def epoch(self, record: Any) -> None:
-        """Prints the line of a finished epoch (an `EpochRecord`), above the bar."""
-        line = (
+        """Prints the line of a finished epoch (an `EpochRecord`)."""
+        self._print(
             f"epoch {record.epoch:>{len(str(self._epochs))}}/{self._epochs}"
             f"  loss {record.train_loss:.4f}  train {record.train_accuracy:.4f}"
             f"  test {record.test_accuracy:.4f}  {record.epoch_sec:.2f} s"
             f"  {record.images_per_sec:,.0f} images/s"
         )
-        self._print(line)
-        if not self._bar.disable:
-            console.log(line)
-            self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)

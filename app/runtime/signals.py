@@ -6,6 +6,7 @@ current compiled call, which takes half a second or one step, and for XLA while 
 
 import contextlib
 import ctypes
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -71,13 +72,19 @@ def reinstall() -> None:
             signal.signal(number, handler)
 
 
-def end_with_parent(number: int = STOP_REQUEST) -> None:
+def end_with_parent(number: int, parent: int) -> None:
     """Makes the kernel send a signal to this process when its parent ends, even if killed.
 
-    Call it in the child before its program runs. Linux only; does nothing on other systems.
+    Linux only; does nothing on other systems.
+
+    Args:
+        number: signal number.
+        parent: process id of the parent, which may have ended already.
     """
     with contextlib.suppress(OSError, AttributeError):
         _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager

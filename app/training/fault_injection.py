@@ -1,7 +1,7 @@
 """Injects faults into a training, to test which check detects them.
 
 Each fault occurs in real distributed programs. It is injected through the observer of a strategy,
-in place of one of the strategy's functions, or through the dataset (`inject_data_fault`).
+in place of one of the strategy's functions, or through the dataset.
 """
 
 import time
@@ -30,7 +30,7 @@ class FaultyObserver(Observer):
     """Injects a fault into the steps of a strategy.
 
     Args:
-        fault: the fault; `inject_data_fault` injects faults of the dataset.
+        fault: the fault.
         strategy: a built strategy.
     """
 
@@ -57,6 +57,44 @@ class FaultyObserver(Observer):
             for layer in flatten_layers(self._strategy.model):
                 if isinstance(layer, keras.layers.BatchNormalization):
                     layer.synchronized = False  # In `mirrored`, Keras synchronises.
+
+    def batches(
+        self, create_dataset: Callable[[int], tf.data.Dataset], seed: int
+    ) -> tf.data.Dataset:
+        """Returns the training dataset with the fault injected, if it is a fault of the data.
+
+        Args:
+            create_dataset: creates the dataset of global batches with the order for a seed.
+            seed: seed of the training.
+        """
+        dataset = create_dataset(seed)
+        if self._fault.name == "same_shard":
+            return dataset.map(self._repeat_first_shard)
+        if self._fault.name == "shuffle_order":
+            both = tf.data.Dataset.zip(dataset, create_dataset(seed + 1))
+            return both.map(self._take_one_part_from)
+        return dataset
+
+    @tf.autograph.experimental.do_not_convert
+    def _repeat_first_shard(self, images: tf.Tensor, labels: tf.Tensor) -> Batch:
+        """Returns a batch with the examples of the first shard in each shard."""
+        shards = range(self._strategy.num_shards)
+        bounds = [self._strategy.shard_bounds(tf.size(labels), s) for s in shards]
+        first = bounds[0][1]  # A larger shard repeats the examples.
+        rows = tf.concat([tf.range(end - start) % first for start, end in bounds], axis=0)
+        return tf.gather(images, rows), tf.gather(labels, rows)
+
+    @tf.autograph.experimental.do_not_convert
+    def _take_one_part_from(self, right: Batch, wrong: Batch) -> tuple[tf.Tensor, ...]:
+        """Returns a batch in which the part of one replica is that of another batch."""
+        num_examples, num = tf.size(right[1]), self._strategy.shards_per_replica
+        first = int(self._fault.parameters["replica"]) * num
+        start, _ = self._strategy.shard_bounds(num_examples, first)
+        _, end = self._strategy.shard_bounds(num_examples, first + num - 1)
+        return tuple(
+            tf.concat([a[:start], b[start:end], a[end:]], axis=0)
+            for a, b in zip(right, wrong, strict=True)
+        )
 
     def on_shard(
         self, shard_id: int | tf.Tensor, shard: Shard, loss: tf.Tensor, gradients: list[tf.Tensor]
@@ -210,13 +248,14 @@ def inject_fault(
     """Injects a fault into a built strategy that has not run a step.
 
     Args:
-        fault: the fault; for faults of the dataset, see `inject_data_fault`.
+        fault: the fault.
         strategy: its observer is replaced.
         batch_sizes: all sizes of global batches.
         num_steps: number of steps of the training.
 
     Returns:
-        The strategy's new observer, whose `begin` must be called before the first step.
+        The strategy's new observer, whose `begin` must be called before the first step, and which
+        makes the dataset.
 
     Raises:
         ConfigError: the fault has no effect on this training.
@@ -231,65 +270,13 @@ def inject_fault(
     return observer
 
 
-def inject_data_fault(
-    fault: Fault,
-    create_dataset: Callable[[int], tf.data.Dataset],
-    strategy: Strategy,
-    *,
-    seed: int,
-) -> tf.data.Dataset:
-    """Returns the training dataset with the fault injected, if it is a fault of the data.
-
-    Args:
-        fault: the fault.
-        create_dataset: creates the dataset of global batches with the order for a seed.
-        strategy: the strategy whose shards get the fault.
-        seed: seed of the training.
-    """
-    dataset = create_dataset(seed)
-    if fault.name == "same_shard":
-
-        @tf.autograph.experimental.do_not_convert
-        def repeat_first_shard(images: tf.Tensor, labels: tf.Tensor) -> Batch:
-            shards = range(strategy.num_shards)
-            bounds = [strategy.shard_bounds(tf.size(labels), s) for s in shards]
-            first = bounds[0][1]  # A larger shard repeats the examples.
-            rows = tf.concat([tf.range(end - start) % first for start, end in bounds], axis=0)
-            return tf.gather(images, rows), tf.gather(labels, rows)
-
-        return dataset.map(repeat_first_shard)
-    if fault.name == "shuffle_order":
-
-        @tf.autograph.experimental.do_not_convert
-        def take_one_part_from(right: Batch, wrong: Batch) -> tuple[tf.Tensor, ...]:
-            num_examples, num = tf.size(right[1]), strategy.shards_per_replica
-            first = int(fault.parameters["replica"]) * num
-            start, _ = strategy.shard_bounds(num_examples, first)
-            _, end = strategy.shard_bounds(num_examples, first + num - 1)
-            return tuple(
-                tf.concat([a[:start], b[start:end], a[end:]], axis=0)
-                for a, b in zip(right, wrong, strict=True)
-            )
-
-        return tf.data.Dataset.zip(dataset, create_dataset(seed + 1)).map(take_one_part_from)
-    return dataset
-
-
 def _check_can_happen(fault: Fault, strategy: Strategy, batch_sizes: Collection[int]) -> None:
     """Checks that a fault has an effect on a strategy.
 
     Raises:
         ConfigError: it has none.
     """
-    numbers = {
-        "parts": 1,
-        "replicas": strategy.num_replicas,
-        "shards": strategy.num_shards,
-        "copies": strategy.num_copies,
-        "micro-batches": strategy.shards_per_replica,
-        "devices of a replica": strategy.devices_per_replica,
-    }
-    fault.check(strategy.name, numbers[fault.kind.counts])
+    fault.check(strategy.name, strategy)
     if fault.name == "mean_of_means" and not any(
         len(set(_shard_sizes(strategy, n))) > 1 for n in batch_sizes
     ):

@@ -4,7 +4,7 @@ import contextlib
 import math
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
@@ -15,18 +15,17 @@ from app.records.checkpoint import Checkpoint
 from app.records.history import Summary
 from app.records.run_metadata import Progress, is_finished, summarize
 from app.runtime import console, signals
-from app.runtime.errors import MismatchError, Terminated
+from app.runtime.errors import DeviceError, MismatchError, Terminated, memory_error
 from app.runtime.progress_bar import TrainingProgress
 from app.runtime.versions import CPU_KERNELS
 from app.training.all_reduce_self_test import run_all_reduce_self_test
 from app.training.evaluation import evaluate
-from app.training.fault_injection import inject_data_fault, inject_fault
-from app.training.memory_guard import naming_out_of_memory
+from app.training.fault_injection import FaultyObserver, inject_fault
 from app.training.optimizers import last_learning_rate
 from app.training.run_writer import RunWriter
 from app.training.step_check import CreateStepCheck
 from app.training.training_spec import TrainingSpec
-from app.training.training_state import TrainingState, after_epoch
+from app.training.training_state import TrainingState
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
 
@@ -40,8 +39,8 @@ _CALL_SEC_OF_WORKERS = 2.0
 class Training:
     """Runs one training. The constructor builds and tests it, and writes nothing to `run_dir`.
 
-    With several workers, each of them creates a `Training`; the chief calls `run`, and the others
-    call `assist` at the same time. Only the chief reads and writes the run directory.
+    With several workers, each of them creates and runs a `Training` at the same time. Only the
+    chief reads and writes the run directory.
 
     Args:
         config: options of the training.
@@ -52,8 +51,7 @@ class Training:
         create_step_check: creates what verifies steps while they are trained; None for none.
 
     Attributes:
-        dataset: the data.
-        spec: batches, steps and learning rate.
+        spec: the data, batches, steps and learning rate.
         strategy: the strategy, with the model and the optimizer.
 
     Raises:
@@ -71,16 +69,15 @@ class Training:
         on_progress: Callable[[], None] = lambda: None,
         create_step_check: CreateStepCheck = lambda spec, strategy: None,
     ) -> None:
-        self._config, self.dataset = config, dataset
-        self._run_dir, self._on_progress = run_dir, on_progress
+        self._config, self._run_dir, self._on_progress = config, run_dir, on_progress
         self._workers = devices.workers or Workers()
         self.spec = TrainingSpec(config, dataset)
         self.spec.check_same_data(self._workers)
-        self.steps_per_epoch = self.spec.steps_per_epoch
         self.strategy = self.spec.build_strategy(devices)
         run_all_reduce_self_test(self.strategy)
+        self._faulty: FaultyObserver | None = None
         if config.verification.fault:
-            self._faulty_observer = inject_fault(
+            self._faulty = inject_fault(
                 config.verification.fault,
                 self.strategy,
                 batch_sizes=self.spec.batch_sizes(),
@@ -90,7 +87,7 @@ class Training:
         self._metadata = self.spec.metadata(self.strategy, devices)
         self._state = TrainingState(config, self.strategy, self._metadata)
         self._resumed: Checkpoint | None = None
-        self._writer: RunWriter | None = None  # `begin` creates it, on the chief alone.
+        self._writer: RunWriter | None = None  # `_begin` creates it, on the chief alone.
         self._step_sec = math.inf
         self._on_progress()
 
@@ -116,8 +113,10 @@ class Training:
         """Whether all epochs are trained, evaluated and saved."""
         return is_finished(self._metadata, self._state.progress)
 
-    def run(self) -> Summary:
+    def run(self) -> Summary | None:
         """Trains the remaining steps; returns the summary, which has been written.
+
+        Returns None without a run directory.
 
         Raises:
             DeviceError: memory ran out.
@@ -126,21 +125,11 @@ class Training:
             MismatchError: a verified step differs from the reference.
             ReplicaDivergenceError: replicas hold different weights.
             KeyboardInterrupt, Terminated: a signal was received; the state has been saved.
-            ValueError: there is no run directory; call `assist`.
         """
-        self.begin()
-        self._train()
-        return self.end()
-
-    def assist(self) -> None:
-        """Trains the remaining steps as a worker other than the chief, without writing files.
-
-        Raises:
-            The exceptions of `run`, except for errors of the disk.
-        """
-        self.begin()
+        self._begin()
         self._train()
         self._wait_for_all()
+        return summarize(self._metadata, self._state.progress) if self._writer else None
 
     def _train(self) -> None:
         """Trains the remaining epochs; after a signal, saves the state and ends."""
@@ -151,28 +140,28 @@ class Training:
                         self.step(self._num_steps_of_next_call())
                         if self._is_save_due():
                             self.save()
-                    self.end_epoch()
+                    self._end_epoch()
                     self._synchronize()
             except (KeyboardInterrupt, Terminated):
                 self.save()
                 self._wait_for_all()
                 raise
-            except Exception as error:
-                if self._writer and isinstance(error, MismatchError):
+            except MismatchError:
+                if self._writer:
                     self._writer.mismatch(self._state.progress)
                 raise
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Starts the records in the run directory, if there is one; compiles the step."""
         if self._run_dir:
-            self._writer = RunWriter(self._run_dir, self._metadata)
-            self._writer.begin(self._state.progress, self._resumed)
+            progress = self._state.progress
+            self._writer = RunWriter(self._run_dir, self._metadata, progress, self._resumed)
         self._resumed = None  # The arrays of the checkpoint are not needed any more.
-        if self._config.verification.fault:
-            self._faulty_observer.begin()
+        if self._faulty:
+            self._faulty.begin()
         self._bar = TrainingProgress(
             self._config.training.epochs,
-            self.steps_per_epoch,
+            self.spec.steps_per_epoch,
             self._state.progress.step,
             shown=self._workers.is_chief,
         )
@@ -248,7 +237,7 @@ class Training:
             f"{finding.text}; {kept}; find the cause, or {again} with --on_mismatch=warn"
         )
 
-    def end_epoch(self) -> None:
+    def _end_epoch(self) -> None:
         """Evaluates and saves the epoch whose steps have been trained.
 
         Raises:
@@ -258,16 +247,10 @@ class Training:
         self._bar.evaluating()
         self._state.check_replica_divergence(shown=self._workers.is_chief)
         start = time.monotonic()
-        test = evaluate(self.strategy, self.dataset, self._after_test_batch)
+        test = evaluate(self.strategy, self.spec.dataset, self._after_test_batch)
         evaluation_sec = time.monotonic() - start
         self._state.check_finite(test, "test loss")
-        self._state.progress = after_epoch(
-            self._state.progress,
-            test,
-            evaluation_sec=evaluation_sec,
-            learning_rate=last_learning_rate(self.strategy.optimizer),
-            injected_fault=str(self._config.verification.fault or ""),
-        )
+        self._state.finish_epoch(test, evaluation_sec=evaluation_sec)
         self.save()
         self._bar.epoch(self._state.progress.history[-1])
 
@@ -276,34 +259,39 @@ class Training:
         if self._state.save(self._writer):
             self._on_progress()
 
-    def end(self) -> Summary:
-        """Returns the summary of the run, once every worker is done.
-
-        Raises:
-            ValueError: there is no run directory.
-        """
-        if self._writer is None:
-            raise ValueError("a training without a run directory has no summary; call assist")
-        self._wait_for_all()
-        return summarize(self._metadata, self._state.progress)
-
     def _batches(self) -> tf.data.Dataset:
         """Returns the training dataset from the next step on, with any injected data fault."""
 
         def batches(seed: int) -> tf.data.Dataset:
             return self.spec.batches(seed=seed, start_step=self._state.progress.step)
 
-        seed, fault = self._config.training.seed, self._config.verification.fault
-        if fault:
-            return inject_data_fault(fault, batches, self.strategy, seed=seed)
-        return batches(seed)
+        seed = self._config.training.seed
+        return self._faulty.batches(batches, seed) if self._faulty else batches(seed)
 
-    def _naming_out_of_memory(self) -> contextlib.AbstractContextManager[None]:
-        size, num_replicas = max(self.spec.batch_sizes()), self.strategy.num_replicas
-        return naming_out_of_memory(size, num_replicas, self._is_within_epoch)
+    @contextlib.contextmanager
+    def _naming_out_of_memory(self) -> Iterator[None]:
+        """Converts out-of-memory errors of training steps to an error that names the batch.
+
+        Raises:
+            DeviceError: a step ran out of memory.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not memory_error(error) or not self._is_within_epoch():
+                raise
+            size, num_replicas = max(self.spec.batch_sizes()), self.strategy.num_replicas
+            half = size // 2 // num_replicas * num_replicas
+            smaller = f"use --global_batch_size={half} or less"
+            raise DeviceError(
+                f"out of memory: --global_batch_size={size}, which is"
+                f" {-(-size // num_replicas):,} images on each of"
+                f" {console.count(num_replicas, 'replica')}, does not fit;"
+                f" {smaller if half else 'use fewer devices or a machine with more memory'}"
+            ) from error
 
     def _is_within_epoch(self) -> bool:
-        return self._state.progress.epoch_step < self.steps_per_epoch
+        return self._state.progress.epoch_step < self.spec.steps_per_epoch
 
     def _num_steps_of_next_call(self) -> int:
         """Returns the number of steps of the next compiled call."""

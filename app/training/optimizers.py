@@ -1,4 +1,4 @@
-"""Implements Keras' SGD with less memory traffic, and with a loss scale for float16."""
+"""Implements stochastic gradient descent with a loss scale, for gradients in float16."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from app.options import Config
 from strategies.loss import are_finite, replaced_by_nan
 from strategies.tf_private import learning_rate_schedule, optimizer_variable_index
 
@@ -14,53 +13,15 @@ from strategies.tf_private import learning_rate_schedule, optimizer_variable_ind
 INITIAL_LOSS_SCALE = 2.0**15
 
 
-def initial_loss_scale(config: Config) -> float | None:
-    """Returns the loss scale of the first step; None without loss scaling."""
-    return INITIAL_LOSS_SCALE if config.training.precision == "mixed_float16" else None
-
-
-class FusedSGD(keras.optimizers.SGD):
-    """Stochastic gradient descent with one fused kernel per weight for the momentum step.
-
-    Keras writes velocity and weight in a separate operation for every term. The kernel makes one
-    pass over both and is bitwise identical: for ResNet-18 on one core 17 ms instead of 38, of a
-    step of 550 to 850. Without momentum, Keras' own step is used.
-    """
-
-    def update_step(
-        self,
-        gradient: tf.Tensor,
-        variable: keras.Variable | tf.Variable,
-        learning_rate: tf.Tensor,
-    ) -> None:
-        """Updates one weight; called on the weight's device.
-
-        Args:
-            gradient: has the shape and dtype of the weight.
-            variable: the weight.
-            learning_rate: scalar.
-        """
-        if not self.momentum:
-            super().update_step(gradient, variable, learning_rate)
-            return
-        velocity = self.momentums[optimizer_variable_index(self, variable)].value
-        weight = variable.value if isinstance(variable, keras.Variable) else variable
-        tf.raw_ops.ResourceApplyKerasMomentum(
-            var=weight.handle,
-            accum=velocity.handle,
-            lr=tf.cast(learning_rate, gradient.dtype),
-            grad=gradient,
-            momentum=tf.constant(self.momentum, gradient.dtype),
-            use_nesterov=self.nesterov,
-        )
-
-
-class ScaledSGD(FusedSGD):
-    """`FusedSGD` for gradients in float16: adapts the loss scale, and skips steps that overflow.
+class ScaledSGD(keras.optimizers.SGD):
+    """Keras' SGD for gradients in float16: adapts the loss scale, and skips steps that overflow.
 
     After a step with a gradient that is not finite, weights and velocities are those before it, and
     the scale is halved; after `growth_steps` steps without one, it is doubled. The step counter
     always advances. Given equal gradients, all devices skip the same steps.
+
+    Keras' `LossScaleOptimizer` skips the same steps with every strategy, but does not count them,
+    so that a schedule falls behind the training, and its variables do not fit saved checkpoints.
 
     Args:
         learning_rate: a number or a schedule.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import keras
 
 from app.runtime.errors import ConfigError
-from app.training.optimizers import FusedSGD, ScaledSGD
+from app.training.optimizers import ScaledSGD
 from strategies.tf_private import reset_layer_numbers
 
 REFERENCE_GLOBAL_BATCH_SIZE = 256
@@ -115,7 +115,7 @@ class Recipe:
             "weight_decay": self.weight_decay,
         }
         if loss_scale is None:
-            return FusedSGD(schedule, **options)
+            return keras.optimizers.SGD(schedule, **options)
         return ScaledSGD(schedule, initial_scale=loss_scale, **options)
 
     def build_model(

@@ -1,16 +1,17 @@
-"""Finds the checkpoint from which a run resumes, and tells what has changed since."""
+"""Finds the result or the checkpoint of a run, and tells what has changed since."""
 
 import dataclasses
 import pathlib
 
 from app.options import Config
 from app.records.checkpoint import Checkpoint, find_newest_checkpoint
-from app.records.history import HISTORY_FILE
-from app.records.run_directory import check_same_run
-from app.records.run_metadata import Progress, RunMetadata
+from app.records.history import HISTORY_FILE, Summary
+from app.records.run_directory import RunDirectory, check_same_run
+from app.records.run_metadata import Progress, RunMetadata, is_finished, summarize
 from app.runtime import console
 from app.runtime.errors import CheckpointError
 from app.runtime.versions import CPU_KERNELS, KERNELS_CHANGED, NOT_RECORDED
+from app.training.run_writer import write_records
 from strategies import OPTIONS_OF_SOME
 
 # Settings that may change when a run resumes. All but the number of epochs change how the steps are
@@ -36,6 +37,48 @@ def find_checkpoint(run_dir: pathlib.Path) -> Checkpoint | None:
             " --overwrite"
         )
     return found
+
+
+def find_result(
+    run_directory: RunDirectory, found: Checkpoint | None, num_devices: int | None = None
+) -> Summary | None:
+    """Returns the result of a finished run in the directory; None if there is still to train.
+
+    Also None if a default has become a value or the other way round: the training compares values.
+
+    Args:
+        run_directory: the directory, opened for the training that is asked for.
+        found: its newest checkpoint.
+        num_devices: the number of devices that is asked for; None for any.
+
+    Raises:
+        CheckpointError: the run in the directory has another configuration.
+        DiskFullError, OutputError: a record that is missing cannot be written.
+    """
+    path, new = run_directory.path, run_directory.config
+    old = run_directory.old_config()
+    if found:
+        old = {**found.metadata.config, "written_by": new["written_by"]}
+    if not old:
+        return None
+    changed = check_same_run(path, old, new, accepted=ACCEPTED)
+    if found is None or not is_finished(found.metadata, found.progress):
+        return None
+    if found.damaged or "epochs" in changed:
+        return None
+    differing, before = list(changed.values()), len(found.metadata.devices)
+    if num_devices not in (None, before):
+        differing.append(f"devices {before} → {num_devices}")
+    if differing:
+        raise CheckpointError(
+            f"--out={path} holds a finished run of another configuration ({'; '.join(differing)});"
+            " choose another directory, raise --epochs to continue, or use --overwrite"
+        )
+    if any(old.get(name) != value for name, value in new.items()):  # A default and a value.
+        return None
+    write_records(path, found.metadata, found.progress)
+    console.say(f"{path} is already finished; this is its result")
+    return summarize(found.metadata, found.progress)
 
 
 def resumed_progress(

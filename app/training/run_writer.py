@@ -4,7 +4,7 @@ import pathlib
 
 from app.records.checkpoint import Checkpoint, save_checkpoint
 from app.records.event_file import EventFile
-from app.records.files import io_errors_as, remove
+from app.records.files import remove
 from app.records.history import (
     FIGURE_FILES,
     HISTORY_FILE,
@@ -19,7 +19,7 @@ from strategies.step_totals import StepTotals
 
 
 class RunWriter:
-    """Writes the files of one run.
+    """Writes the files of one attempt of a run; the constructor starts them.
 
     A checkpoint contains the complete training. History, summary and figure are written from it,
     also when a training resumes, so that they never differ from it.
@@ -27,32 +27,30 @@ class RunWriter:
     Args:
         run_dir: the run directory, locked.
         metadata: metadata of the training.
+        progress: progress of the training.
+        resumed: the checkpoint from which it resumes; None from scratch.
+
+    Raises:
+        DiskFullError, OutputError: a file cannot be written.
     """
 
-    def __init__(self, run_dir: pathlib.Path, metadata: RunMetadata) -> None:
+    def __init__(
+        self,
+        run_dir: pathlib.Path,
+        metadata: RunMetadata,
+        progress: Progress,
+        resumed: Checkpoint | None = None,
+    ) -> None:
         self._run_dir, self._metadata = run_dir, metadata
-        self._events = EventFile(run_dir)
-
-    def begin(self, progress: Progress, resumed: Checkpoint | None) -> None:
-        """Starts the records of this attempt.
-
-        Args:
-            progress: progress of the training.
-            resumed: the checkpoint from which it resumes; None from scratch.
-
-        Raises:
-            DiskFullError, OutputError: a file cannot be written.
-        """
-        if resumed is None:
-            self._events.start(0, first_dropped_step=0)
-            return
-        for path, _ in resumed.damaged:
-            with io_errors_as(path):
-                remove(path)
+        for path, _ in resumed.damaged if resumed else ():
+            remove(path)
         # The evaluation of an epoch is repeated if the checkpoint precedes it.
-        is_evaluated = progress.epoch_step < self._metadata.steps_per_epoch
-        self._events.start(progress.step, first_dropped_step=progress.step + is_evaluated)
-        write_records(self._run_dir, self._metadata, progress)
+        is_evaluated = progress.epoch_step < metadata.steps_per_epoch
+        self._events = EventFile(
+            run_dir, progress.step, first_dropped_step=progress.step + is_evaluated
+        )
+        if resumed:
+            write_records(run_dir, metadata, progress)
 
     def steps(
         self,
@@ -112,8 +110,7 @@ def write_records(run_dir: pathlib.Path, metadata: RunMetadata, progress: Progre
     history = progress.history
     if not history:  # Records of an earlier attempt describe epochs that this training has lost.
         for name in (SUMMARY_FILE, HISTORY_FILE, *FIGURE_FILES):
-            with io_errors_as(run_dir / name):
-                remove(run_dir / name)
+            remove(run_dir / name)
         return
     summary = summarize(metadata, progress)
     has_figure = all((run_dir / name).exists() for name in FIGURE_FILES)

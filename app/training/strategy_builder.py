@@ -1,29 +1,60 @@
-"""Builds a strategy from recipe, model and devices, and restores checkpoints."""
+"""Builds model, optimizer and strategy as the options say, and restores checkpoints."""
 
-from typing import Any
+import dataclasses
 
 import keras
 
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.devices.device_setup import Devices
 from app.options import Config
 from app.records.checkpoint import Checkpoint
 from app.runtime.errors import CheckpointError, ConfigError
-from app.training.optimizers import initial_loss_scale
-from app.training.recipes import find_recipe
+from app.training.optimizers import INITIAL_LOSS_SCALE
+from app.training.recipes import Recipe, find_recipe
 from models import load_model_builder
-from strategies import STRATEGY_OPTIONS, load_strategy_class
+from strategies import load_strategy_class
 from strategies.base import Strategy
-from strategies.options import StrategyOptions
+
+
+def recipe_of(config: Config) -> Recipe:
+    """Returns the recipe of a training."""
+    return find_recipe(config.training.recipe, config.training.model)
+
+
+def build_model(config: Config) -> keras.Model:
+    """Builds the model of a training with its initial weights.
+
+    Raises:
+        ConfigError: it does not fit the dataset.
+    """
+    return recipe_of(config).build_model(
+        load_model_builder(config.training.model),
+        image_shape=IMAGE_SHAPE,
+        num_classes=NUM_CLASSES,
+        seed=config.training.seed,
+    )
+
+
+def create_optimizer(
+    config: Config, learning_rate: float, num_steps: int
+) -> keras.optimizers.Optimizer:
+    """Creates the optimizer of a training.
+
+    Args:
+        config: names the recipe and the precision.
+        learning_rate: the peak.
+        num_steps: steps of the whole training, for schedules.
+    """
+    scale = INITIAL_LOSS_SCALE if config.training.precision == "mixed_float16" else None
+    return recipe_of(config).create_optimizer(learning_rate, num_steps, loss_scale=scale)
 
 
 def build_strategy(
     config: Config,
     devices: Devices,
     *,
-    image_shape: tuple[int, int, int],
-    num_classes: int,
-    learning_rate: float,
-    num_steps: int,
+    learning_rate: float = 1.0,
+    num_steps: int = 1,
     all_reduce: str | None = None,
 ) -> Strategy:
     """Builds the strategy of `config` with its model and optimizer on every device.
@@ -31,36 +62,30 @@ def build_strategy(
     Args:
         config: names the strategy, the model and the recipe.
         devices: devices of the replicas.
-        image_shape: height, width and channels of the dataset's images.
-        num_classes: number of classes of the dataset.
-        learning_rate: peak learning rate.
-        num_steps: steps of the whole training, for schedules.
+        learning_rate: see `create_optimizer`; of no effect without a training step.
+        num_steps: see `create_optimizer`.
         all_reduce: algorithm that replaces the one of `config`.
 
     Raises:
         ConfigError: the strategy has no such all-reduce on these devices, cannot split the model,
             the model has no BatchNorm to synchronise, or it does not fit the dataset.
     """
-    recipe = find_recipe(config.training.recipe, config.training.model)
-    strategy = create_strategy(
-        config, devices, all_reduce=all_reduce, label_smoothing=recipe.label_smoothing
-    )
-    keras.config.set_dtype_policy(config.training.precision)
-
-    def build_model() -> keras.Model:
-        return recipe.build_model(
-            load_model_builder(config.training.model),
-            image_shape=image_shape,
-            num_classes=num_classes,
-            seed=config.training.seed,
-        )
-
-    def create_optimizer() -> keras.optimizers.Optimizer:
-        loss_scale = initial_loss_scale(config)
-        return recipe.create_optimizer(learning_rate, num_steps, loss_scale=loss_scale)
-
+    options = config.distribution
+    if all_reduce:
+        options = dataclasses.replace(options, all_reduce=all_reduce)
+    smoothing = recipe_of(config).label_smoothing
     try:
-        strategy.build(build_model, create_optimizer)
+        strategy = load_strategy_class(options.strategy)(
+            devices.names, options, devices.workers, label_smoothing=smoothing
+        )
+    except ValueError as error:
+        advice = "" if ";" in str(error) else "; choose other devices or --all_reduce=auto"
+        raise ConfigError(f"{error}{advice}") from error
+    keras.config.set_dtype_policy(config.training.precision)
+    try:
+        strategy.build(
+            lambda: build_model(config), lambda: create_optimizer(config, learning_rate, num_steps)
+        )
     except ValueError as error:
         if "\n" in str(error):  # Only error messages of Keras have several lines.
             raise
@@ -71,47 +96,6 @@ def build_strategy(
             f" --model={config.training.model}; leave the flag out"
         )
     return strategy
-
-
-def create_strategy(
-    config: Config,
-    devices: Devices,
-    *,
-    all_reduce: str | None = None,
-    label_smoothing: float = 0.0,
-) -> Strategy:
-    """Creates the strategy of `config`, without building a model.
-
-    Args:
-        config: names the strategy and its options.
-        devices: devices of the replicas.
-        all_reduce: algorithm that replaces the one of `config`.
-        label_smoothing: see `StrategyOptions`.
-
-    Raises:
-        ConfigError: the strategy cannot run on these devices.
-    """
-    own_options = _own_options(config, all_reduce or config.distribution.all_reduce)
-    options = StrategyOptions(label_smoothing=label_smoothing, **own_options)
-    try:
-        return load_strategy_class(config.distribution.strategy)(
-            devices.names, options, devices.workers
-        )
-    except ValueError as error:
-        advice = "" if ";" in str(error) else "; choose other devices or --all_reduce=auto"
-        raise ConfigError(f"{error}{advice}") from error
-
-
-def _own_options(config: Config, all_reduce: str) -> dict[str, Any]:
-    """Returns the options that only some strategies have."""
-    dtype = config.distribution.communication_dtype
-    options = {
-        **vars(config.distribution),
-        "jit_compile": config.training.jit_compile,
-        "all_reduce": all_reduce,
-        "communication_dtype": None if dtype == "float32" else dtype,
-    }
-    return {name: options[name] for name in STRATEGY_OPTIONS.get(config.distribution.strategy, ())}
 
 
 def restore(strategy: Strategy, checkpoint: Checkpoint) -> None:

@@ -14,14 +14,17 @@ from app.data.input_pipeline import (
     train_dataset,
 )
 from app.devices.device_setup import Devices
-from app.options import Config
+from app.options import Config, rules
 from app.records.run_metadata import RunMetadata
 from app.runtime.errors import DataError
 from app.runtime.versions import versions
-from app.training.optimizers import initial_loss_scale
-from app.training.recipes import REFERENCE_GLOBAL_BATCH_SIZE, find_recipe
-from app.training.strategy_builder import build_strategy
-from models import load_model_builder
+from app.training.recipes import REFERENCE_GLOBAL_BATCH_SIZE
+from app.training.strategy_builder import (
+    build_model,
+    build_strategy,
+    create_optimizer,
+    recipe_of,
+)
 from strategies.base import Strategy
 from strategies.workers import Workers
 
@@ -47,7 +50,7 @@ class TrainingSpec:
         self.num_steps = config.training.epochs * self.steps_per_epoch
         # TensorFlow's copies of the training examples, once `batches` has made them.
         self._examples: tuple[tf.Tensor, tf.Tensor] | None = None
-        self._recipe = find_recipe(config.training.recipe, config.training.model)
+        self._recipe = recipe_of(config)
         self.learning_rate = config.training.learning_rate or self._recipe.learning_rate(
             global_batch_size=config.training.global_batch_size, num_steps=self.num_steps
         )
@@ -58,12 +61,14 @@ class TrainingSpec:
         Args:
             devices: devices of the replicas.
             all_reduce: algorithm that replaces the one of the configuration.
+
+        Raises:
+            ConfigError: it cannot be built, or a shard of a batch would have no example.
         """
+        rules.check_shards(self.config, len(devices.names), self.dataset.num_train_examples)
         return build_strategy(
             self.config,
             devices,
-            image_shape=self.dataset.image_shape,
-            num_classes=self.dataset.num_classes,
             learning_rate=self.learning_rate,
             num_steps=self.num_steps,
             all_reduce=all_reduce,
@@ -127,18 +132,11 @@ class TrainingSpec:
         Raises:
             ConfigError: the model does not fit the dataset.
         """
-        return self._recipe.build_model(
-            load_model_builder(self.config.training.model),
-            image_shape=self.dataset.image_shape,
-            num_classes=self.dataset.num_classes,
-            seed=self.config.training.seed,
-        )
+        return build_model(self.config)
 
     def create_optimizer(self) -> keras.optimizers.Optimizer:
         """Creates the optimizer."""
-        return self._recipe.create_optimizer(
-            self.learning_rate, self.num_steps, loss_scale=initial_loss_scale(self.config)
-        )
+        return create_optimizer(self.config, self.learning_rate, self.num_steps)
 
     def batches(self, *, seed: int | None = None, start_step: int = 0) -> tf.data.Dataset:
         """Returns the infinite dataset of global batches from `start_step` on, ordered by seed."""

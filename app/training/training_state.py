@@ -15,6 +15,7 @@ from app.records.history import EpochRecord
 from app.records.run_metadata import Progress, RunMetadata
 from app.runtime import console
 from app.runtime.errors import DivergedError
+from app.training.optimizers import last_learning_rate
 from app.training.replica_divergence import check_replica_divergence
 from app.training.resume import resumed_progress
 from app.training.run_writer import RunWriter
@@ -207,6 +208,39 @@ class TrainingState:
         apart = max(divergence.absolute, self.progress.statistics_apart)
         self.progress = dataclasses.replace(self.progress, statistics_apart=apart)
 
+    def finish_epoch(self, test: StepTotals, *, evaluation_sec: float) -> None:
+        """Adds the current epoch to the finished ones, after its last step and its evaluation.
+
+        Args:
+            test: totals over the test set.
+            evaluation_sec: seconds of the evaluation.
+        """
+        progress, train = self.progress, self.progress.totals
+        record = EpochRecord(
+            epoch=progress.epoch + 1,
+            step=progress.step,
+            train_loss=train.loss,
+            train_accuracy=train.accuracy,
+            test_loss=test.loss,
+            test_accuracy=test.accuracy,
+            epoch_sec=progress.epoch_sec,
+            images_per_sec=train.examples / progress.epoch_sec,
+            statistics_apart=progress.statistics_apart,
+            injected_fault=str(self._config.verification.fault or ""),
+            learning_rate=last_learning_rate(self._strategy.optimizer),
+            evaluation_sec=evaluation_sec,
+            verified_steps=progress.verified_steps,
+            mismatches=progress.mismatches,
+            verification_sec=progress.verification_sec,
+        )
+        self.progress = Progress(
+            step=progress.step,
+            compile_sec=progress.compile_sec,
+            total_sec=progress.total_sec,
+            history=[*progress.history, record],
+            changes=progress.changes,
+        )
+
     def save(self, writer: RunWriter | None) -> bool:
         """Saves a checkpoint; returns False if the last one has this state already.
 
@@ -250,50 +284,6 @@ class TrainingState:
             f"{problem} at step {self.progress.step} with learning rate {rate:g}; use a smaller"
             f" --learning_rate{kept}"
         )
-
-
-def after_epoch(
-    progress: Progress,
-    test: StepTotals,
-    *,
-    evaluation_sec: float,
-    learning_rate: float,
-    injected_fault: str,
-) -> Progress:
-    """Returns the progress with the current epoch appended to its history.
-
-    Args:
-        progress: progress after the last step of the epoch.
-        test: totals over the test set.
-        evaluation_sec: seconds of the evaluation on the test set.
-        learning_rate: learning rate of the last step.
-        injected_fault: the injected fault; "" without one.
-    """
-    train = progress.totals
-    record = EpochRecord(
-        epoch=progress.epoch + 1,
-        step=progress.step,
-        train_loss=train.loss,
-        train_accuracy=train.accuracy,
-        test_loss=test.loss,
-        test_accuracy=test.accuracy,
-        epoch_sec=progress.epoch_sec,
-        images_per_sec=train.examples / progress.epoch_sec,
-        statistics_apart=progress.statistics_apart,
-        injected_fault=injected_fault,
-        learning_rate=learning_rate,
-        evaluation_sec=evaluation_sec,
-        verified_steps=progress.verified_steps,
-        mismatches=progress.mismatches,
-        verification_sec=progress.verification_sec,
-    )
-    return Progress(
-        step=progress.step,
-        compile_sec=progress.compile_sec,
-        total_sec=progress.total_sec,
-        history=[*progress.history, record],
-        changes=progress.changes,
-    )
 
 
 def _first_not_finite(state: State) -> str | None:

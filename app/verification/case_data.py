@@ -6,7 +6,7 @@ The steps between them are not trained.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,6 @@ from lockstep.recorders.keras.values import leaves, plain_copy
 
 Batch = list[np.ndarray]  # Leaves of inputs, targets and sample weights.
 
-_CHUNK_BYTES = 2**28  # Limit of the states and gradients recorded at a time.
 # A shuffled dataset differs from pass to pass, and `fit` may iterate over it before training.
 _NUM_PASSES = 3
 
@@ -143,16 +142,6 @@ class CaseData:
             return x, y, tf.gather(weights, classes)
 
         return self._case.run(lambda: dataset.map(add), "while class weights were applied")
-
-    def parts(self, bytes_of_a_step: int) -> Iterator[Part]:
-        """Yields the parts before a resume.
-
-        Args:
-            bytes_of_a_step: size of one recorded step; limits the number of steps of a part.
-        """
-        chunk = max(1, _CHUNK_BYTES // bytes_of_a_step)
-        for start in range(0, len(self.steps), chunk):
-            yield self.part(self.steps[start : start + chunk])
 
     def part(self, steps: Sequence[Step], *, is_distributed: bool = False) -> Part:
         """Returns a part with some steps.

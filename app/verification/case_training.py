@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import tensorflow as tf
 from app.devices.device_setup import Devices
 from app.options import Config
 from app.options.names import KERAS_FIT
+from app.records.files import write_error
 from app.runtime.errors import ConfigError
 from app.verification.case_data import CaseData, Part
 from app.verification.case_evaluation import compare_evaluation, no_warning_of_the_end
@@ -106,19 +108,18 @@ class CaseTraining:
             return None
         return self._case.distribute(self._strategy, self._config.training.global_batch_size)
 
-    def parts(self) -> Iterable[Part]:
-        """Returns the parts of the training to verify, before a resume."""
-        if self.splits_itself:
-            return [self._data.part(self._data.steps, is_distributed=True)]
-        state_bytes = sum(int(v.value.shape.num_elements()) * 4 for v in self.variables)
-        return self._data.parts(4 * max(1, state_bytes) * self.num_replicas)
+    def record(self, part: Part, path: pathlib.Path) -> Trace:
+        """Records `fit` on the dataset of a part, in a file, with memory for one step.
 
-    def record(self, part: Part) -> Trace:
-        """Records `fit` on the dataset of a part."""
+        Raises:
+            ConfigError: the training cannot be recorded, or does not reach the steps.
+            DiskFullError, OutputError: the file cannot be written.
+        """
         try:
             recorder = Recorder(self.model, steps=part.wanted)
         except ValueError as error:
             raise ConfigError(f"{self._flag}: {error}") from error
+        recorder.path = str(path)
 
         def fit() -> None:
             options = {"epochs": part.num_epochs, "verbose": 0, "shuffle": False}
@@ -129,13 +130,14 @@ class CaseTraining:
                 self.model.fit(part.dataset or self._distributed(), **options)
 
         self._case.run(fit, "in model.fit()")
-        trace = trace_file.from_parts(recorder.about, recorder.arrays)
-        if not trace.steps:
+        if not recorder.about["steps"]:
             raise ConfigError(
                 f"{self._flag}: fit did not reach {part.steps[0].name}; return the same number of"
                 " batches from data() and distribute()"
             )
-        return trace
+        if recorder.output_error:
+            raise write_error(path, recorder.output_error)
+        return trace_file.load(path)
 
     def check(self, part: Part, trace: Trace, begin_step: Callable[[str], None]) -> Verdict:
         """Compares each step of a part with one device.

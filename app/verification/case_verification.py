@@ -23,7 +23,6 @@ from app.verification.case_training import CaseTraining
 from app.verification.output import Run
 from app.verification.recording import Send
 from lockstep.answer.verdict import NOTHING, Finding, Verdict, finding_of, in_sequence
-from lockstep.data import file as trace_file
 
 _UNITS_OF_TRAINING = 3  # A traced training takes about the time of as many checked steps.
 NAMES = {KERAS_FIT: KERAS_FIT, SINGLE: "fit on one device"}  # Strategy → name of its training.
@@ -39,7 +38,7 @@ def verify_with(
         config: names the case.
         devices: the devices to train on.
         strategy: one of `CASE_STRATEGIES`.
-        traces: directory for the traces, if they are kept.
+        traces: directory for the traces.
     """
     tf.config.experimental.enable_tensor_float_32_execution(False)
     options = config.verification
@@ -57,19 +56,15 @@ def verify_with(
     def verify(part: Part, found: Sequence[Finding] = ()) -> None:
         steps, on = count(len(part.steps), "step"), count(training.num_replicas, "device")
         work.begin(f"training {steps} on {on}")
-        trace = training.record(part)
-        if options.keep_traces:
-            path = traces / strategy / f"{len(verdicts) + 1}.npz"
-            with io_errors_as(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                trace_file.save(trace, path)
+        trace = training.record(part, traces / strategy / f"{len(verdicts) + 1}.npz")
         start = time.monotonic()
         verdict = training.check(part, trace, work.begin_step)
         verdicts.append(dataclasses.replace(verdict, findings=(*found, *verdict.findings)))
         work.check_sec += time.monotonic() - start
 
-    for part in training.parts():
-        verify(part)
+    with io_errors_as(traces):
+        (traces / strategy).mkdir(parents=True)
+    verify(data.part(data.steps, is_distributed=training.splits_itself))
     if resumes:
         verify(data.part([AFTER_RESUME]), _not_restored(training.resume()))
     if is_thorough:

@@ -1,16 +1,19 @@
-"""Compares the traces of two trainings with each other."""
+"""Compares two trainings with each other: the traces of their steps, or their final weights."""
 
 import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from app.records.history import Summary
+from app.runtime.console import count
+from app.runtime.errors import DataError
 from app.verification.output import DIFFERENT, EQUAL, IDENTICAL, OTHER_TRAINING, Pair
-from lockstep.data.trace import STATISTIC, WEIGHT, About, Trace
+from lockstep.data.trace import OF_COPIES, STATISTIC, WEIGHT, About, Trace
 from lockstep.numeric.arrays import Named, all_same_bits, relative_norm, same_bits
 
+EXPECTED = "different, as expected"
 _OF_SHARDS = ("data", "y_pred", "loss", "raw", "own_before", "own_after")
-_OF_COPIES = ("before", "sums", "after")
 
 
 def largest_difference(
@@ -54,7 +57,7 @@ def compare_traces(
     """
     first, second = traces
     by_shard = first.about.shards == second.about.shards
-    kinds = (*_OF_SHARDS, *_OF_COPIES) if by_shard else _OF_COPIES
+    kinds = (*_OF_SHARDS, *OF_COPIES) if by_shard else OF_COPIES
     if all(
         _have_same_bits(first, second, position, kind)
         for position in range(len(first.steps))
@@ -105,3 +108,100 @@ def _normalised(sizes: Sequence[int]) -> str:
         return "the whole batch"
     shares = f" of {':'.join(map(str, sizes))}" if len(set(sizes)) > 1 else ""
     return f"each of {len(sizes)} shards{shares}"
+
+
+def pair_lines(pairs: Sequence[Pair], num_steps: int) -> list[str]:
+    """Returns the verdict in one sentence, a line for each pair that differs, and explanations."""
+    lines, after = [_summarize(pairs)], f"after {count(num_steps, 'step')}"
+    for pair in pairs:
+        if pair.outcome != IDENTICAL:
+            lines.append(
+                f"{' and '.join(pair.trainings)}: weights {after} differ by at most"
+                f" {pair.absolute:.2g} ({pair.relative:.2g} of the largest, in {pair.where})"
+            )
+    return [*lines, *dict.fromkeys(pair.why for pair in pairs if pair.outcome != IDENTICAL)]
+
+
+def _summarize(pairs: Sequence[Pair]) -> str:
+    outcomes = {pair.outcome for pair in pairs}
+    if outcomes <= {IDENTICAL}:
+        return "All trainings end with bitwise identical weights."
+    if DIFFERENT in outcomes:
+        return "Weights differ that should be bitwise identical."
+    same = [f"{', '.join(names[:-1])} and {names[-1]}" for names in _identical(pairs)]
+    if not same:
+        return "The trainings end with different weights, as expected."
+    return f"{'; '.join(same)} end with bitwise identical weights; the others differ, as expected."
+
+
+def _identical(pairs: Sequence[Pair]) -> list[list[str]]:
+    """Returns the groups of trainings that end with bitwise identical weights."""
+    groups = list[list[str]]()
+    for pair in pairs:
+        if pair.outcome == IDENTICAL:
+            group = next((g for g in groups if not set(g).isdisjoint(pair.trainings)), [])
+            if not group:
+                groups.append(group)
+            group += [name for name in pair.trainings if name not in group]
+    return groups
+
+
+def compare_weights(summaries: Sequence[Summary], states: Sequence[Named]) -> list[Pair]:
+    """Compares the final weights of each pair of runs from equal initial weights.
+
+    The outcome of a pair is `DIFFERENT` if both should be bitwise identical and are not.
+
+    Raises:
+        DataError: the runs were trained on different images.
+    """
+    if len({summary.dataset_sha256 for summary in summaries}) > 1:
+        found = ", ".join(f"{s.strategy} on {s.dataset}" for s in summaries)
+        raise DataError(
+            f"trained on different images: {found}; give the data set with --dataset and use"
+            " --overwrite"
+        )
+    runs = zip(summaries, states, strict=True)
+    return [_compare(*one, *two) for one, two in itertools.combinations(runs, 2)]
+
+
+def _compare(first: Summary, state: Named, second: Summary, other: Named) -> Pair:
+    names = first.strategy, second.strategy
+    tensor, absolute, relative = largest_difference(_weights(state), _weights(other))
+    if not tensor:
+        return Pair(names, IDENTICAL)
+    reason = _why_different(first, second, state)
+    outcome, why = EXPECTED, f"A difference is expected: {reason}."
+    if not reason:
+        outcome = DIFFERENT
+        why = f"{' and '.join(names)} add in the same order, so their weights should be bitwise"
+        why += " identical."
+    return Pair(names, outcome, absolute, relative, tensor, why)
+
+
+def _weights(state: Named) -> Named:
+    """Returns the variables of the model, without the state of the optimizer."""
+    prefix = "model/"
+    return {n.removeprefix(prefix): array for n, array in state.items() if n.startswith(prefix)}
+
+
+def _why_different(first: Summary, second: Summary, state: Named) -> str:
+    """Returns why the weights of two runs may differ; "" if they should be bitwise identical."""
+    splits_differently = first.num_shards != second.num_shards
+    if splits_differently and any(name.endswith("/moving_mean") for name in state):
+        return (
+            "each shard is normalised with its own statistics (--batch_norm=average), so the number"
+            " of shards is part of the training"
+        )
+    if splits_differently and any("seed_generator" in name for name in state):
+        return (
+            "random layers draw different numbers on each replica, so the number of replicas is"
+            " part of the training"
+        )
+    if splits_differently or first.all_reduce != second.all_reduce:
+        return "the summation order differs, and training amplifies rounding errors"
+    if first.cpu_kernels != second.cpu_kernels:
+        return (
+            "the kernels of the CPU, which round differently, are not the same"
+            f" ({first.cpu_kernels}; {second.cpu_kernels})"
+        )
+    return ""

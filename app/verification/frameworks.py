@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from subprocess import PIPE
 from typing import NamedTuple
@@ -17,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from app.options import Config
-from app.options.rules import num_framework_replicas
 from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError, DeviceError
-from app.runtime.subprocesses import Subprocess, child_environment, output_of
+from app.runtime.processes import Process, output_of
 from app.verification.framework_trace import convert
 from app.verification.recording import Recorded, set_up
 from lockstep.data import file as trace_file
@@ -128,7 +126,7 @@ def write_training_files(
 
 
 def find_interpreters(names: Sequence[str]) -> dict[str, str]:
-    """Returns framework → the Python interpreter that runs it.
+    """Returns framework → the Python interpreter that runs it, for those among the names.
 
     `LOCKSTEP_TORCH_PYTHON` and `LOCKSTEP_JAX_PYTHON` name the interpreters; the default is the one
     that `make frameworks` installs.
@@ -136,7 +134,7 @@ def find_interpreters(names: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: the interpreter does not exist, or cannot import the framework.
     """
-    return {name: _find_interpreter(name, FRAMEWORKS[name]) for name in names}
+    return {name: _find_interpreter(name, FRAMEWORKS[name]) for name in names if name in FRAMEWORKS}
 
 
 def _find_interpreter(name: str, framework: Framework) -> str:
@@ -147,9 +145,12 @@ def _find_interpreter(name: str, framework: Framework) -> str:
     if not pathlib.Path(python).exists():
         raise ConfigError(f"{needs}, and there is no {python}; {advice}")
     try:
-        output_of([python, "-c", f"import {framework.package}"], timeout_sec=_IMPORT_TIMEOUT_SEC)
-    except OSError as error:
-        raise ConfigError(f"{needs}, which {python} cannot import; {advice}") from error
+        command = [python, "-c", f"import {framework.package}"]
+        exit_code, _ = output_of(command, timeout_sec=_IMPORT_TIMEOUT_SEC)
+    except OSError:
+        exit_code = 1
+    if exit_code:
+        raise ConfigError(f"{needs}, which {python} cannot import; {advice}")
     return python
 
 
@@ -177,21 +178,18 @@ def run_program(
         DeviceError: the program failed.
     """
     command = [python, *_program_words(FRAMEWORKS[name], config, files, written), *flags]
-    environment = child_environment(PYTHONUNBUFFERED="1")
-    with tempfile.TemporaryFile() as errors:
-        process = Subprocess(
-            command, environment, stdout=PIPE, stderr=errors, start_new_session=True
-        )
-        try:
-            for line in process.stdout or ():
-                on_line(line.decode(errors="replace").rstrip())
-            process.wait()
-        finally:
-            process.end()
-        errors.seek(0)
-        last_line = b"".join([*errors][-1:]).decode(errors="replace").strip()
+    with Process(
+        command,
+        environment={"PYTHONUNBUFFERED": "1"},
+        keeps_errors=True,
+        stdout=PIPE,
+        start_new_session=True,
+    ) as process:
+        for line in process.stdout or ():
+            on_line(line.decode(errors="replace").rstrip())
+        process.wait()
     if exit_code := process.exit_code:
-        reason = last_line.removeprefix("error: ") or "no message"
+        reason = process.last_line.removeprefix("error: ") or "no message"
         raise DeviceError(
             f"the program of {name} ended with exit code {exit_code}: {reason}; run it by hand, see"
             " docs/verify_scripts.md"
@@ -206,7 +204,7 @@ def _program_words(
     return [
         *(str(_ROOT / "frameworks" / framework.program), *framework.flags),
         f"--model={training.model}",
-        f"--{framework.flag_of_replicas}={num_framework_replicas(config)}",
+        f"--{framework.flag_of_replicas}={config.num_framework_replicas}",
         f"--global_batch_size={training.global_batch_size}",
         f"--learning_rate={files.learning_rate!r}",
         f"--last_batch={training.last_batch}",
@@ -253,5 +251,5 @@ def record_framework(
         has_batch_norm = any("/moving_" in name for name in start)
         syncs_batch_norm = framework.syncs_batch_norm and has_batch_norm
         convert(script, path, start, syncs_batch_norm=syncs_batch_norm)
-    num_replicas = num_framework_replicas(config)
+    num_replicas = config.num_framework_replicas
     return Recorded(framework.device_names(num_replicas), num_replicas > 1)

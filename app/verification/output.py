@@ -171,10 +171,10 @@ def report(path: pathlib.Path, results: Results, also: Sequence[str] = ()) -> No
     write_json(path / VERIFY_FILE, _record_of(results, shown))
     shown.print()
     files = [VERIFY_FILE, REPORT_FILE, *also]
-    if any(run.verdict.measurements for run in results.runs.values()):
+    if measured := _equal_measurements(results.runs):
         from app.report.verification_plot import plot_verification
 
-        plot_verification(path)
+        plot_verification(measured, _step_names(results.runs), shown, path)
         files[1:1] = ["verify.png", "verify.svg"]
     write_report([path], path / REPORT_FILE)
     console.say()
@@ -254,15 +254,29 @@ def describe(results: Results) -> Result:
 
 def _setup(results: Results) -> Facts:
     """Returns how all and each were trained, the checked steps and the tolerances."""
-    verdicts = [run.verdict for run in results.runs.values()]
-    longest = max(verdicts, key=lambda verdict: len(verdict.steps))
+    tolerances = [run.verdict.tolerance for run in results.runs.values()]
     shown = {
         **results.setup,
         **{name: run.about for name, run in results.runs.items()},
-        "verified": ", ".join(named_steps([*map(longest.name_of, longest.steps)])),
-        "tolerances": "; ".join(dict.fromkeys(v.tolerance for v in verdicts if v.tolerance)),
+        "verified": ", ".join(named_steps(_step_names(results.runs))),
+        "tolerances": "; ".join(dict.fromkeys(filter(None, tolerances))),
     }
     return Facts("", {one_line(label): one_line(text) for label, text in shown.items() if text})
+
+
+def _step_names(runs: Mapping[str, Run]) -> list[str]:
+    """Returns the names of the steps of the training that has most."""
+    longest = max((run.verdict for run in runs.values()), key=lambda verdict: len(verdict.steps))
+    return [longest.name_of(step) for step in longest.steps]
+
+
+def _equal_measurements(runs: Mapping[str, Run]) -> dict[str, tuple[Measurement, ...]]:
+    """Returns measurements by the names of all trainings that have the same ones."""
+    names: dict[tuple[Measurement, ...], list[str]] = {}
+    for name, run in runs.items():
+        if run.verdict.measurements:
+            names.setdefault(run.verdict.measurements, []).append(name)
+    return {one_line(" = ".join(same)): measured for measured, same in names.items()}
 
 
 def _stages(runs: Mapping[str, Run]) -> Table:
@@ -281,16 +295,12 @@ def _stages(runs: Mapping[str, Run]) -> Table:
 def _measured(runs: Mapping[str, Run]) -> list[list[str]]:
     """Returns a row for each stage of each training: the array closest to its tolerance, or beyond.
 
-    A training whose arrays are all bitwise equal has none. Bitwise identical trainings have equal
-    measurements, and share their rows.
+    Trainings whose arrays are all bitwise equal have none.
     """
-    names: dict[tuple[Measurement, ...], list[str]] = {}
-    for name, run in runs.items():
-        if not run.verdict.is_bitwise:
-            names.setdefault(tuple(run.verdict.measurements), []).append(name)
     rows = list[list[str]]()
-    for measured, same in names.items():
-        label = one_line(" = ".join(same))
+    for label, measured in _equal_measurements(runs).items():
+        if all(each.same_bits for each in measured):
+            continue
         for stage, (worst, num_equal, number) in largest_of(measured).items():
             share = share_of(worst)
             rows.append(

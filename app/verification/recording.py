@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from app.devices import device_setup
-from app.devices.local_workers import split_resources
-from app.devices.worker_group import WorkerGroup
-from app.options import Config, rules
+from app.devices.local_workers import WorkerGroup, split_resources
+from app.options import Config
 from app.options.names import SINGLE
 from app.records.files import io_errors_as
 from app.runtime import console
@@ -145,9 +144,7 @@ def set_up(send: Send, config: Config) -> "tuple[device_setup.Devices, TrainingS
     from app.training.training_spec import TrainingSpec
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    dataset = load_data(config)
-    rules.check_shards(config, len(devices.names), len(dataset.train_images))
-    return devices, TrainingSpec(config, dataset)
+    return devices, TrainingSpec(config, load_data(config))
 
 
 def _record(
@@ -160,7 +157,7 @@ def _record(
 ) -> Recorded:
     """Trains and writes the trace of each step, with memory for one step."""
     from app.training.all_reduce_self_test import run_all_reduce_self_test
-    from app.training.fault_injection import inject_data_fault, inject_fault
+    from app.training.fault_injection import inject_fault
     from app.verification.recorder import StepRecorder, check_repeatable
 
     config, strategy = spec.config, spec.build_strategy(devices)
@@ -173,9 +170,10 @@ def _record(
     batches = spec.batches()
     if fault := config.verification.fault:
         sizes, seed = spec.batch_sizes(), config.training.seed
-        recorder.inner = inject_fault(fault, strategy, batch_sizes=sizes, num_steps=num_steps)
-        recorder.inner.begin()
-        batches = inject_data_fault(fault, lambda s: spec.batches(seed=s), strategy, seed=seed)
+        faulty = inject_fault(fault, strategy, batch_sizes=sizes, num_steps=num_steps)
+        faulty.begin()
+        recorder.inner = faulty
+        batches = faulty.batches(lambda s: spec.batches(seed=s), seed)
     strategy.observer = recorder
     iterator = strategy.distribute(batches)
     times = []

@@ -1,18 +1,20 @@
 """Runs `verify --strategies`: records and checks each strategy, and compares pairs."""
 
+import contextlib
 import functools
 import importlib
 import itertools
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
+from app.devices.tensorflow_settings import import_tensorflow
 from app.options import Config
 from app.options.names import FRAMEWORKS, MULTI_WORKER, SINGLE
 from app.options.rules import faulty_strategy
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import io_errors_as
 from app.runtime import console
-from app.runtime.processes import call_in_child_process, start_tensorflow_server
+from app.runtime.processes import prepared_calls
 from app.runtime.progress_bar import Progress
 from app.verification.comparison import compare_traces, normalised_by
 from app.verification.frameworks import (
@@ -37,13 +39,8 @@ def verify_strategies(config: Config) -> dict[str, Run]:
         MismatchError: a step differs from the reference, or a replica is a straggler.
         DivergedError: every step is right, and the training diverges.
     """
-    interpreters = find_interpreters([n for n in config.distribution.strategies if n in FRAMEWORKS])
-    fields = {
-        **config.result_fields(),
-        "strategy": ",".join(config.distribution.strategies),
-        "num_replicas": config.num_devices_of_all_workers,  # For data parallelism.
-        "steps": config.verification.steps,
-    }
+    interpreters = find_interpreters(config.strategies)
+    fields = {**config.result_fields(), "steps": config.verification.steps}
 
     def verify(traces: pathlib.Path) -> Results:
         with io_errors_as(traces):
@@ -64,19 +61,20 @@ def _verify_each(
     """
     names, num_steps = config.distribution.strategies, config.verification.steps
     runs = dict[str, Run]()
-    # The messages of the process that imports TensorFlow cannot be shown.
-    if has_server := config.output.verbosity < 0:
-        start_tensorflow_server()
-    importlib.import_module("app.report.verification_plot")  # Meanwhile: matplotlib takes a while.
-    with Progress(2 * num_steps) as progress, temporary_folder(traces / "files") as folder:
-        call = functools.partial(
-            call_in_child_process, on_message=progress.message, has_tensorflow=has_server
-        )
+    faulty = faulty_strategy(config)
+    prepare = functools.partial(import_tensorflow, config.output.verbosity)
+    with contextlib.ExitStack() as stack:
+        call_prepared = stack.enter_context(prepared_calls(prepare))
+        # Meanwhile: matplotlib takes a while.
+        importlib.import_module("app.report.verification_plot")
+        progress = stack.enter_context(Progress(2 * num_steps))
+        folder = stack.enter_context(temporary_folder(traces / "files"))
+        call = functools.partial(call_prepared, on_message=progress.message)
         if interpreters:
             single = config.for_training(SINGLE, inject=None)
             files = call(write_training_files, single, num_steps, folder)
         for name in sorted(names, key=lambda name: name == SINGLE):
-            inject = config.verification.inject if name == config.faulty_strategy else None
+            inject = config.verification.inject if name == faulty else None
             child, path = config.for_training(name, inject=inject), traces / f"{name}.npz"
             if name not in (*FRAMEWORKS, MULTI_WORKER):
                 weights: Sequence[int] = ()

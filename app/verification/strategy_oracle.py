@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from app.training.optimizers import FusedSGD, ScaledSGD
+from app.training.optimizers import ScaledSGD
 from app.training.training_spec import TrainingSpec
 from lockstep.data.trace import Trace
 from lockstep.numeric.arrays import EPS, Named, are_finite, rows_of
@@ -88,11 +88,8 @@ class StrategyOracle(KerasOracle):
             if self._synchronizes and isinstance(layer, keras.layers.BatchNormalization):
                 layer.synchronized = True  # Its variance is then rounded as over devices.
         optimizer = self._spec.create_optimizer()
-        # The reference makes its updates with Keras' own code.
         if isinstance(optimizer, ScaledSGD):
-            optimizer = SkippingSGD(optimizer)
-        elif type(optimizer) is FusedSGD:
-            optimizer = keras.optimizers.SGD.from_config(optimizer.get_config())
+            optimizer = SkippingSGD(optimizer)  # The update is then Keras' own.
         model.compile(optimizer=optimizer, loss=self._mean_loss, auto_scale_loss=False)
         return model
 

@@ -50,7 +50,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 .title { margin-top: 1.25rem; }
 th, td { padding: 0.3rem 0.6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }
 .text { text-align: left; }
-thead .text { white-space: normal; min-width: 3.5rem; max-width: 14rem; vertical-align: bottom; }
+thead .text { white-space: normal; overflow-wrap: break-word; min-width: 3.5rem; max-width: 14rem; vertical-align: bottom; }
 th:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: break-word; }
 details td { text-align: left; white-space: normal; vertical-align: top; min-width: 8rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.2rem 1rem; margin: 0.5rem 0 1rem; }
@@ -61,7 +61,7 @@ dt:empty { margin: 0; }
 img { display: block; max-width: 100%; background: #fff; border-radius: 0.4rem; }
 summary { cursor: pointer; color: var(--quiet); margin-top: 1rem; }
 dd summary { margin: 0; }
-@media (max-width: 45rem) { table { font-size: 0.8rem; } th, td { padding: 0.25rem 0.3rem; } img { min-width: 44rem; } }
+@media (max-width: 45rem) { table { font-size: 0.8rem; } th, td { padding: 0.25rem 0.3rem; } img { max-width: none; } }
 @media (max-width: 30rem) { dl { display: block; } dt { font-size: 0.8rem; margin-top: 0.5rem; } h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; } }
 @media print { details { display: none; } section, img, tr { break-inside: avoid; } }
 """  # noqa: E501

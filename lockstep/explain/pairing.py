@@ -73,14 +73,21 @@ def matched_examples(pair: StepPair) -> list[Matched]:
 
 
 def widen_bound(pair: StepPair) -> None:
-    """Widens the bound of gradients that differ, as far as the outputs of equal examples do.
+    """Widens the bound of gradients that differ, as far as what is recorded of the step says.
+
+    Shards send parts that may cancel in the sum.
 
     Ranks of a model round parts of an activation to 16 bits. Layers that normalise a batch, and a
     GPU's kernels for batches of another size, add in another order: units whose inputs are nearly 0
     may turn over.
     """
-    if not pair.is_comparable or pair.are_gradients_right:
-        return
+    if pair.is_comparable and not pair.are_gradients_right:
+        widen(pair)
+
+
+def widen(pair: StepPair) -> None:
+    """Widens the bound of gradients."""
+    pair.measure_terms()
     pairs = [each for matched in matched_examples(pair) for each in matched.pairs["y_pred"]]
     apart = [ratio(distance(b, a), norm(a)) for a, b in pairs]
     pair.enlarge(max(apart, default=0.0))

@@ -9,8 +9,13 @@ the 2-norm of the difference is bounded, for each tensor, by
 - u is the unit of the *reference's* arithmetic: of its autocast dtype, or of its weights if these
   are kept in 16 bits, else of float32. With the coarser unit of both, a training that computes in
   16 bits would pass.
+- The terms are what the shards send, where they are recorded: a sum of which much cancels has the
+  errors of its parts.
 - The largest tensor is there for gradients that are 0 but for rounding, such as that of a bias
-  before BatchNorm: what was summed to them is of the size of other gradients.
+  before a softmax: what was summed to them is of the size of other gradients. BatchNorm subtracts
+  means from all of n numbers, whose sum is 0 then; the errors of these means point in one
+  direction, and add up to n of them, over a standard deviation that may be small. A gradient
+  counts as 0 in float32 if both are below `ZERO` units of the largest tensor.
 - The spread is the distance of the reference's gradient from itself with permuted examples, as part
   of the largest tensor: a ReLU or a maximum near a tie turns over with the last bits. It is 8 times
   that of a few permutations, and at most `MOST_BY_ROUNDING` of the tensor: a larger one is a fault
@@ -35,6 +40,20 @@ the 2-norm of the difference is bounded, for each tensor, by
   `TIES_ALONE`, in a direction of its own. What is along the gradient, as a factor is, has the tight
   bound: the difference may have a cosine of `ALONG` to a tensor of `MANY` elements, `NEARLY_ALONG`
   to a smaller one, and any to one of less than `FEW`.
+- An oracle computes what a constant stands for here (`oracles.rounding`). Layers that synchronise
+  add over the shards in their order: outputs then have the bits of the training where the kernels
+  are the same, and no unit turns over. The whole batch at once is the other order of these sums,
+  the longest: what two right orders differ by is at most the sum of their errors, twice that of
+  the longest, which their distance shows; 4 / `MARGIN` of it counts as a repetition. Farther than
+  `MARGIN` · √n / `OF_ROOT` · u, or 100 times a change in the last place, it is another step, and
+  the whole batch is what is right.
+- Where a gradient is farther than outputs are after a change in the last place, 10 repetitions
+  change all weights and all that layers return, at random, by 4 times what the outputs are apart,
+  4 units at least. A unit that turned over in the training is within its rounding of 0, so that
+  each repetition turns it over with a probability of 0.4, all ten miss it in one of 150 cases; of
+  many units the 4-fold change turns over 4 times as many, which move a gradient by twice as much.
+  Twice the farthest is allowed (4 · 2 = `MARGIN`), and twice the farthest along the gradient in
+  this direction: a factor of 1.0001 is seen beside ties of 1e-3.
 
 Measured with `make campaign ARGS=bounds` (residual over u · (size + largest)), batches of 16 to
 2,048: MLP 0.25 to 1.0, convolutions with GroupNorm 3.1 to 39, transformer of 8 layers 0.8 to 11;
@@ -53,7 +72,8 @@ import numpy as np
 from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, are_finite, dense, length, ratio
 
 WITH_SPREAD, WITHOUT_SPREAD, IN_16_BITS, IN_TF32 = 8.0, 64.0, 1.0, 16.0
-OF_ROOT = 5.0
+OF_ROOT = 4.0
+ZERO = 256.0
 OF_LARGEST = 0.02
 TIES, TIES_ALONE = 1e-2, 1e-3
 ALONG, NEARLY_ALONG = 0.5, 0.95
@@ -84,6 +104,24 @@ def size_of(expression: Expression, name: str) -> float:
     )
 
 
+def error_of_sum(number: int) -> float:
+    """Returns the units of rounding in a sum of so many numbers: they grow like a random walk."""
+    return float(number**0.5 / OF_ROOT)
+
+
+def share_of_ties(gap: np.ndarray, value: np.ndarray, far: float, along: float) -> float:
+    """Returns the distance of an array from its value over what units that turn over can cause.
+
+    Args:
+        gap: the difference.
+        value: the value.
+        far: the largest distance.
+        along: the largest distance in the direction of the value, as of a factor.
+    """
+    own = abs(float(np.sum(gap * value))) / max(length(value), TINY)
+    return max(length(gap) / max(far, TINY), own / max(along * (1 + EPS), TINY))
+
+
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
     """The bound of gradients of one reference; see above.
@@ -96,6 +134,8 @@ class Tolerance:
         given: relative difference that a user allows, in place of all others; 0 without it.
         ties: part of a tensor that units which turn over may change.
         of_largest: part of the largest tensor that counts.
+        zero: units of the largest tensor below which a gradient counts as 0.
+        summed: name of a weight in the reference → Σ |c|‖t‖ of what the shards send.
     """
 
     text: str = ""
@@ -105,6 +145,8 @@ class Tolerance:
     given: float = 0.0
     ties: float = 0.0
     of_largest: float = 1.0
+    zero: float = 0.0
+    summed: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def shares(
         self, observed: Named, expression: Expression, names: Sequence[str] | None = None
@@ -129,20 +171,18 @@ class Tolerance:
                 is_same = np.array_equal(actual, value, equal_nan=True)
                 found[name] = 0.0 if is_same else np.inf
                 continue
-            allowed = self._allowed(name, size, largest, most)
-            found[name] = length(actual - value) / allowed
-            if size and self._may_be_ties(actual, value, size):
-                found[name] = min(found[name], length(actual - value) / (self.ties * size))
+            gap = actual - value
+            summed = max(size, self.summed.get(name, 0.0))
+            found[name] = length(gap) / self._allowed(name, summed, largest, most)
+            if self.zero:
+                least = self.zero * self.unit * largest + TINY
+                found[name] = min(found[name], max(length(actual), length(value)) / least)
+            if size and self.ties:
+                part = ALONG if actual.size >= MANY else NEARLY_ALONG
+                part = 1.0 if actual.size < FEW else part
+                of_ties = share_of_ties(gap, value, self.ties * size, part * length(gap))
+                found[name] = min(found[name], of_ties)
         return found
-
-    def _may_be_ties(self, actual: np.ndarray, value: np.ndarray, size: float) -> bool:
-        """Returns whether a difference is one of units that turn over."""
-        gap = actual - value
-        if not self.ties or length(gap) > self.ties * size:
-            return False
-        most = ALONG if actual.size >= MANY else NEARLY_ALONG
-        along = abs(float(np.sum(gap * value)))
-        return actual.size < FEW or along <= most * length(gap) * length(value)
 
     def _allowed(self, name: str, size: float, largest: float, most: float) -> float:
         if self.given:
@@ -193,7 +233,7 @@ class Tolerance:
         """Returns the bound of a batch with so many numbers as inputs, where there is no spread."""
         if self.given or self.spread or self.unit > EPS or not number:
             return self
-        return dataclasses.replace(self, times=max(least, number**0.5 / OF_ROOT))
+        return dataclasses.replace(self, times=max(least, error_of_sum(number)))
 
     @property
     def of_batch(self) -> float:

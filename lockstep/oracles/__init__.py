@@ -24,6 +24,9 @@ class Ask(NamedTuple):
         short: indices of the layers whose outputs are rounded, and the dtype, such as bfloat16.
         parts: the steps of the shards that make up `data`: layers that do not synchronise use
             their seeds, statistics and replica numbers.
+        at_once: whether layers that synchronise see the whole batch, in place of one shard after
+            the other, with the sums over all of them.
+        noise: relative change of each number that a layer returns, and seed of its sign.
     """
 
     state: Named
@@ -34,6 +37,8 @@ class Ask(NamedTuple):
     off: tuple[int, ...] = ()
     short: tuple[tuple[int, str], ...] = ()
     parts: "tuple[Ask, ...]" = ()
+    at_once: bool = False
+    noise: tuple[float, int] = (0.0, 0)
 
 
 class Computed(NamedTuple):

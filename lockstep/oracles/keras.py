@@ -129,8 +129,13 @@ class OneDevice:
         with off, Hooks() as hooks, self._precision(), as_replica(ask.replica):
             for index, dtype in ask.short:
                 hooks.hook(self.layers[index], "call", functools.partial(_in_short, dtype))
+            unit, seed = ask.noise
+            generator = np.random.default_rng(seed)
+            for layer in self.layers if unit else ():
+                hooks.hook(layer, "call", functools.partial(_with_noise, generator, unit))
             if ask.parts:
-                changed = hooks.enter_context(by_shard(self.model, self.variables, ask.parts))
+                by_parts = by_shard(self.model, self.variables, ask.parts, at_once=ask.at_once)
+                changed = hooks.enter_context(by_parts)
             hooks.hook(self.model, "compute_loss", compute_loss)
             hooks.hook(self.optimizer, "apply", apply)
             self.model.train_step(from_json(self.trace.about.structure, self._tensors(ask.data)))
@@ -372,6 +377,20 @@ def _in_short(dtype: str, inner: Callable, *args: Any, **kwargs: Any) -> Any:
         return tf.cast(tf.cast(output, dtype), output.dtype) if is_float(output) else output
 
     return keras.tree.map_structure(rounded, inner(*args, **kwargs))
+
+
+def _with_noise(
+    generator: np.random.Generator, unit: float, inner: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a layer and changes each number that it returns by a relative unit, up or down."""
+
+    def changed(output: tf.Tensor) -> tf.Tensor:
+        if not is_float(output):
+            return output
+        signs = 2 * generator.integers(0, 2, output.shape) - 1
+        return output * tf.constant(1 + unit * signs, output.dtype)
+
+    return keras.tree.map_structure(changed, inner(*args, **kwargs))
 
 
 def _seeds_drawn(trace: Trace) -> set[str]:

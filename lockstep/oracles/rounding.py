@@ -1,6 +1,7 @@
 """Measures how far rounding reaches: repeats a step with other rounding."""
 
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +22,54 @@ from lockstep.numeric.arrays import (
     same_bits,
     total_norm,
 )
-from lockstep.numeric.tolerance import Expression
+from lockstep.numeric.tolerance import TIES, Expression, error_of_sum, share_of_ties
 from lockstep.oracles import Ask, Computed, Oracle
 
-_MORE_REPETITIONS = 6  # Where a gradient is farther than usual.
+_DRAWS = 10  # Of rounding, where a gradient is farther than usual.
+_NOISE = 4  # The rounding that is drawn, over that of the outputs; `MARGIN` with `_OF_DRAWS`.
+_OF_DRAWS = 2
+_OF_ORDER = 4 / MARGIN  # Of the distance of two orders of long sums.
+_ANOTHER = 100  # Times the usual distance: not rounding.
+
+
+class Drawn(NamedTuple):
+    """How far drawn rounding moves a gradient.
+
+    Attributes:
+        far: the largest distance.
+        along: the largest distance in the direction of the gradient.
+    """
+
+    far: float
+    along: float
+
+
+class Moved(NamedTuple):
+    """How far a repetition moves the gradients.
+
+    Attributes:
+        gradients: absolute distance of each gradient.
+        backward: relative distance of all gradients.
+    """
+
+    gradients: dict[str, float]
+    backward: float
+
+    @staticmethod
+    def between(result: Named, own: Named, unit: float) -> "Moved":
+        """Returns how far a result is from a step; 0 for one that overflowed.
+
+        Args:
+            result: the gradients of the result.
+            own: those of the step.
+            unit: the least relative distance.
+        """
+        if result.keys() != own.keys():
+            return Moved(dict.fromkeys(own, 0.0), unit)
+        apart = {name: distance(result[name], g) for name, g in own.items()}
+        relative = [ratio(far, norm(own[name])) for name, far in apart.items()]
+        every = ratio(float(np.sqrt(sum(far**2 for far in apart.values()))), total_norm(own))
+        return Moved(apart, max(unit, every, *(r for r in relative if r < NOTHING_BUT_ROUNDING)))
 
 
 class Expected(NamedTuple):
@@ -37,6 +82,11 @@ class Expected(NamedTuple):
         gradients: absolute distance of each gradient.
         statistics: absolute distance of each statistic that the step changes.
         in_float64: whether the step was computed in float64.
+        ask: what was computed.
+        of_unit: relative distance of predictions after a change of all weights by a unit.
+        drawn: for each gradient, how far rounding that turns units over moves it; see `widened`.
+        smooth: for each gradient, how far the repetition moves it that moves it least.
+        in_float32: the same in float32, if the step was computed in float64.
     """
 
     step: Computed
@@ -45,6 +95,23 @@ class Expected(NamedTuple):
     gradients: dict[str, float]
     statistics: dict[str, float]
     in_float64: bool = False
+    ask: Ask | None = None
+    of_unit: float = EPS
+    drawn: Mapping[str, Drawn] = types.MappingProxyType({})
+    smooth: Mapping[str, Drawn] = types.MappingProxyType({})
+    in_float32: "Expected | None" = None
+
+    @property
+    def without_ties(self) -> "Expected":
+        """The same, if few units turn over: a gradient moves in its direction as outputs do."""
+        if not self.smooth:
+            return self
+        times = MARGIN / _OF_DRAWS
+        drawn = {
+            name: Drawn(times * far, times * along) for name, (far, along) in self.smooth.items()
+        }
+        along = {name: own.along for name, own in self.smooth.items()}
+        return self._replace(gradients=along, backward=max(self.of_unit, EPS), drawn=drawn)
 
 
 class OracleBound(NamedTuple):
@@ -61,12 +128,21 @@ class OracleBound(NamedTuple):
     times: float = 1.0
 
     def allowed(self, expression: Expression, name: str) -> float:
-        """Returns how far rounding can move an expression for one gradient."""
+        """Returns how far rounding can move an expression for one gradient, in any direction."""
         size = sum(abs(factor) * norm(term[name]) for factor, term in expression if name in term)
-        times = self.times * max((abs(factor) for factor, _ in expression), default=0.0)
         measured = sum(step.gradients.get(name, 0.0) for step in self.steps)
         backward = max(step.backward for step in self.steps)
-        return MARGIN * max(abs(times) * measured, backward * size) + TINY
+        return MARGIN * max(self._times(expression) * measured, backward * size) + TINY
+
+    def of_ties(self, expression: Expression, name: str) -> Drawn:
+        """Returns how far units that turn over can move it; not less than `allowed`."""
+        drawn = [step.drawn[name] for step in self.steps if name in step.drawn]
+        times, least = _OF_DRAWS * self._times(expression), self.allowed(expression, name)
+        far, along = (max(least, times * sum(each)) for each in zip(*drawn, (0, 0), strict=True))
+        return Drawn(far, along)
+
+    def _times(self, expression: Expression) -> float:
+        return abs(self.times) * max((abs(factor) for factor, _ in expression), default=0.0)
 
     def shares(
         self, observed: Named, expression: Expression, names: Sequence[str] | None = None
@@ -75,8 +151,12 @@ class OracleBound(NamedTuple):
         found = {}
         for name in observed if names is None else names:
             if parts := [factor * dense(term[name]) for factor, term in expression if name in term]:
-                apart = distance(observed[name], np.sum(parts, axis=0))
+                value = np.sum(parts, axis=0)
+                apart = distance(observed[name], value)
                 found[name] = apart / self.allowed(expression, name)
+                if found[name] > 1 and np.isfinite(apart):
+                    ties, gap = self.of_ties(expression, name), dense(observed[name]) - value
+                    found[name] = min(found[name], share_of_ties(gap, value, *ties))
         return found
 
     def near(
@@ -101,7 +181,7 @@ def measure(
     near = _repeated(oracle, ask, rounded, seed)
     if not exactly:
         return near
-    own, exact = near.step, oracle.compute(ask, exactly=True)
+    own, exact = near.step, oracle.compute(near.ask or ask, exactly=True)
     forward = relative_distance(own.y_pred, exact.y_pred)
     backward = relative_norm(own.raw, exact.raw)
     if forward > MARGIN * near.forward or backward > MARGIN * near.backward:
@@ -110,19 +190,37 @@ def measure(
         name: max(distance(own.raw[name], exact.raw[name]), apart)
         for name, apart in near.gradients.items()
     }
-    return Expected(
-        exact._replace(after=own.after, of_parts=own.of_parts), max(forward, near.forward),
-        max(backward, near.backward), gradients, near.statistics, True,
-    )  # fmt: skip
+    return near._replace(
+        step=exact._replace(after=own.after, of_parts=own.of_parts),
+        forward=max(forward, near.forward),
+        backward=max(backward, near.backward),
+        gradients=gradients,
+        in_float64=True,
+        in_float32=near,
+    )
 
 
 def _repeated(oracle: Oracle, ask: Ask, rounded: Sequence[str], seed: int) -> Expected:
-    """Repeats a step with variables changed by one unit, in another order, and in finer layers."""
+    """Repeats a step with variables changed by one unit, in another order, and in finer layers.
+
+    Layers that synchronise add over the shards, as in a training, if that is what they compute from
+    the whole batch at once.
+    """
     generator, unit, own = np.random.default_rng(seed), oracle.unit, oracle.compute(ask)
     others: list[Computed] = []
     for _ in range(2):
         near = _changed(ask, rounded, unit, generator)
         others.append(oracle.compute(ask._replace(state=ask.state | near)))
+    of_unit = max(relative_distance(other.y_pred, own.y_pred) for other in others)
+    after, state = own.after, ask.state
+    changed = [n for n in rounded if n in state and not same_bits(after[n], state[n])]
+    at_once = own
+    if ask.parts and not ask.at_once:
+        whole = ask._replace(at_once=True)
+        at_once, sizes = oracle.compute(whole), {n: distance(after[n], state[n]) for n in changed}
+        least = MARGIN * error_of_sum(sum(array.size for array in ask.data)) * unit, TIES
+        if _is_another_step(at_once, own, others, unit, least, sizes):
+            return _repeated(oracle, whole, rounded, seed)
     num = len(ask.data[0])
     aligned = all(len(p) == num for p in own.y_pred if p.ndim)
     if not oracle.random_layers and aligned and num > 1:
@@ -138,52 +236,67 @@ def _repeated(oracle: Oracle, ask: Ask, rounded: Sequence[str], seed: int) -> Ex
     fine = oracle.compute_finely(ask) if unit > EPS else None
     if fine and not _is_another_step(fine, own, others, unit):
         others.append(fine)
-    forward = backward = unit
-    gradients = dict.fromkeys(own.raw, 0.0)
-    after, state = own.after, ask.state
-    changed = [n for n in rounded if n in state and not same_bits(after[n], state[n])]
     # A mean of nearly 0, as behind another normalisation, has rounding errors of larger numbers.
-    statistics = {n: max(distance(each.after[n], after[n]) for each in others) for n in changed}
-    size = total_norm(own.raw)
-    for result in others:
-        forward = max(forward, relative_distance(result.y_pred, own.y_pred))
-        if result.raw.keys() != own.raw.keys():  # From a step that overflowed.
-            continue
-        apart = {name: distance(result.raw[name], g) for name, g in own.raw.items()}
-        gradients = {name: max(apart[name], far) for name, far in gradients.items()}
-        backward = max(backward, ratio(float(np.sqrt(sum(a**2 for a in apart.values()))), size))
-    for name, far in gradients.items():
-        if (relative := ratio(far, norm(own.raw[name]))) < NOTHING_BUT_ROUNDING:
-            backward = max(backward, relative)
-    return Expected(own, forward, backward, gradients, statistics)
+    statistics = {
+        n: max(
+            *(distance(each.after[n], after[n]) for each in others),
+            _OF_ORDER * distance(at_once.after[n], after[n]),
+        )
+        for n in changed
+    }
+    forward = max(relative_distance(other.y_pred, own.y_pred) for other in others)
+    forward = max(unit, forward, _OF_ORDER * relative_distance(at_once.y_pred, own.y_pred))
+    reached = [Moved.between(other.raw, own.raw, unit) for other in others]
+    backward = max(each.backward for each in reached)
+    gradients = {name: max(each.gradients[name] for each in reached) for name in own.raw}
+    drawn = [_drawn(other.raw, own.raw) for other in others[:2]]
+    smooth = {
+        name: Drawn(*np.min([each[name] for each in drawn], axis=0))
+        for name in own.raw
+        if all(name in each for each in drawn)
+    }
+    return Expected(
+        own, forward, backward, gradients, statistics, ask=ask, of_unit=of_unit, smooth=smooth
+    )
 
 
 def widened(
-    oracle: Oracle, ask: Ask, rounded: Sequence[str], expected: Expected, y_pred: Sequence[Array]
+    oracle: Oracle, rounded: Sequence[str], expected: Expected, y_pred: Sequence[Array]
 ) -> Expected:
-    """Returns `expected` with gradients as far as those of predictions that are as far as recorded.
-
-    A ReLU whose input is nearly 0 may have another sign in other code, whose rounding errors are
-    larger than those of the few repetitions.
+    """Returns `expected` with what rounding moves that may turn units over; see `tolerance`.
 
     Args:
-        oracle, ask, rounded: see `measure`.
+        oracle, rounded: see `measure`.
         expected: the step.
         y_pred: the recorded predictions, equal to those expected within rounding; empty if none
             are recorded.
     """
-    far = float(MARGIN)  # In `expected.forward`, as far as predictions may be.
-    if y_pred:
-        apart = relative_distance(y_pred, expected.step.y_pred)
-        far = float(np.clip(ratio(apart, expected.forward), 1, MARGIN))
-    generator, gradients = np.random.default_rng(0), dict(expected.gradients)
-    for _ in range(_MORE_REPETITIONS):
-        near = _changed(ask, rounded, oracle.unit * far, generator)
-        raw = oracle.compute(ask._replace(state=ask.state | near)).raw
-        for name in gradients.keys() & raw.keys():
-            apart = distance(raw[name], expected.step.raw[name])
-            gradients[name] = max(gradients[name], apart)
-    return expected._replace(gradients=gradients)
+    ask, step = expected.ask, expected.step
+    apart = relative_distance(y_pred, step.y_pred) if y_pred else _OF_DRAWS * expected.forward
+    if ask is None:
+        return expected
+    times = _NOISE * max(1.0, apart / max(expected.of_unit, oracle.unit))
+    generator, drawn = np.random.default_rng(0), dict[str, Drawn]()
+    for number in range(_DRAWS):
+        unit = oracle.unit * times
+        near = ask._replace(
+            state=ask.state | _changed(ask, rounded, unit, generator), noise=(unit, number)
+        )
+        for name, own in _drawn(oracle.compute(near).raw, step.raw).items():
+            last = drawn.get(name, own)
+            drawn[name] = Drawn(max(last.far, own.far), max(last.along, own.along))
+    return expected._replace(drawn=drawn)
+
+
+def _drawn(result: Named, own: Named) -> dict[str, Drawn]:
+    """Returns how far each gradient of a result is from that of a step."""
+    found = {}
+    for name in own.keys() & result.keys():
+        value = dense(own[name])
+        gap = dense(result[name]) - value
+        along = abs(float(np.sum(gap * value))) / max(norm(value), TINY)
+        found[name] = Drawn(norm(gap), along)
+    return found
 
 
 def _changed(
@@ -198,14 +311,28 @@ def _changed(
 
 
 def _is_another_step(
-    result: Computed, own: Computed, near: Sequence[Computed], unit: float
-) -> bool:
-    """Returns whether a repeated step differs by more than rounding: it depends on the order."""
+    result: Computed, own: Computed, near: Sequence[Computed], unit: float,
+    least: tuple[float, float] = (0.0, 0.0), changes: Mapping[str, float] | None = None,
+) -> bool:  # fmt: skip
+    """Returns whether a repeated step differs by more than rounding: it depends on the order.
 
-    def apart(other: Computed) -> tuple[float, float]:
+    Args:
+        result: the repeated step.
+        own: the step.
+        near: the step after changes in the last place.
+        unit: the unit of these changes.
+        least: relative distance of outputs, and of gradients, that rounding can cause at least.
+        changes: name of a statistic to compare, too → by how much the step changes it.
+    """
+    sizes = changes or {}
+
+    def apart(other: Computed) -> list[float]:
         has_same_names = other.raw.keys() == own.raw.keys()
         gradients = relative_norm(other.raw, own.raw) if has_same_names else 0.0
-        return relative_distance(other.y_pred, own.y_pred), gradients
+        statistics = [ratio(distance(other.after[n], own.after[n]), sizes[n]) for n in sizes]
+        return [gradients, relative_distance(other.y_pred, own.y_pred), *statistics]
 
     usual = np.max([apart(other) for other in near], axis=0)
-    return bool(np.any(np.array(apart(result)) > 100 * np.maximum(usual, unit)))
+    limits = np.maximum(_ANOTHER * np.maximum(usual, unit), least[0])
+    limits[0] = max(limits[0], least[1])
+    return bool(np.any(np.array(apart(result)) > limits))

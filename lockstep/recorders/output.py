@@ -20,6 +20,9 @@ class Output:
         path: File to write; one that has this name is replaced.
         item: A shard or copy that the file has.
 
+    Attributes:
+        error: The error that ended the file; None without one.
+
     Raises:
         ValueError: Another process writes this file.
     """
@@ -27,6 +30,7 @@ class Output:
     def __init__(self, path: str, item: int = 0) -> None:
         self._path, self._item = path, item
         self._writer: Writer | None = None
+        self.error: OSError | None = None
         try:
             self._writer = Writer(path)
         except BlockingIOError:
@@ -67,6 +71,7 @@ class Output:
             self._fail(error)
 
     def _fail(self, error: OSError) -> None:
+        self.error = error
         if self._writer is not None:
             self._writer.abandon()
         self._writer = None

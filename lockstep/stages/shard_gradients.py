@@ -21,6 +21,7 @@ from lockstep.numeric.arrays import (
     all_same_bits,
     are_finite,
     dense,
+    distance,
     factor_of,
     farthest,
     norm,
@@ -79,18 +80,28 @@ def _check_shard(context: Context, shard: int) -> Iterator[Finding]:
     """Checks the gradients of a shard, and explains them by what it may have computed."""
     actual, expected = context.named("raw")[shard], context.gradients(shard)
     if actual.keys() != expected.keys():
-        yield context.found(
-            "gradients", "frozen",
-            f"{len(actual)} weights have a gradient, {len(expected)} on one device",
-            items=(shard,), tensors=sorted(actual.keys() ^ expected.keys()),
-        )  # fmt: skip
+        yield _other_weights(context, actual, expected, (shard,))
         return
-    # Eight units of 16 bits would excuse a fault.
-    can_widen = context.oracle.unit <= EPS and not context.is_wrong("forward", "loss")
-    if can_widen and len(context.bound([shard]).near(actual, [(1.0, expected)])) < len(actual):
-        context.widen(shard)
-    rows = rows_of_shard(context, shard)
-    yield from _compare(context, shard, actual, expected, (shard,), rows)
+    rows, bound = rows_of_shard(context, shard), context.bound([shard])
+    is_right = len(bound.near(actual, [(1.0, expected)])) == len(actual)
+    if not is_right and _may_widen(context):
+        bound = context.widen(shard)
+    yield from _compare(context, actual, expected, (shard,), rows, bound)
+
+
+def _other_weights(
+    context: Context, actual: Named, expected: Named, items: Sequence[int]
+) -> Finding:
+    return context.found(
+        "gradients", "frozen",
+        f"{len(actual)} weights have a gradient, {len(expected)} on one device",
+        items=items, tensors=sorted(actual.keys() ^ expected.keys()),
+    )  # fmt: skip
+
+
+def _may_widen(context: Context) -> bool:
+    """Returns whether units may turn over: eight units of 16 bits would excuse a fault."""
+    return context.oracle.unit <= EPS and not context.is_wrong("forward", "loss")
 
 
 def _check_together(context: Context) -> Iterator[Finding]:
@@ -100,34 +111,39 @@ def _check_together(context: Context) -> Iterator[Finding]:
     if not context.has("y_pred") and context.draws_outside:
         yield context.found("gradients", "random_layers", DRAWS_OUTSIDE, status=NOT_COMPARED)
         return
-    total, expected = add_named(context.named("raw")), context.expected(0).step.raw
-    rows = rows_of_synchronized(context)
-    yield from _compare(context, 0, total, expected, context.shards, rows)
+    total, right = add_named(context.named("raw")), context.expected(0).step.raw
+    if total.keys() != right.keys():
+        yield _other_weights(context, total, right, context.shards)
+        return
+    for expected in context.expected_together(may_widen=_may_widen(context)):
+        bound, right = context.bound([0], steps=[expected]), expected.step.raw
+        if len(bound.near(total, [(1.0, right)])) == len(total):
+            break
+    yield from _compare(context, total, right, context.shards, rows_of_synchronized(context), bound)
 
 
 def _compare(
-    context: Context, shard: int, actual: Named, expected: Named, items: Sequence[int],
-    rows: Iterable[Row],
+    context: Context, actual: Named, expected: Named, items: Sequence[int], rows: Iterable[Row],
+    bound: OracleBound,
 ) -> Iterator[Finding]:  # fmt: skip
     """Compares gradients, and explains the wrong ones.
 
     Args:
         context: the step.
-        shard: the shard whose rounding error is that of the gradients.
         actual, expected: the gradients.
         items: the shards that have sent them.
         rows: what these shards may have computed.
+        bound: how far rounding can move the gradients.
     """
-    least = SMALL_PART * max(map(norm, expected.values()), default=0.0)
-    bound = context.bound([shard])
-    limits = {name: bound.allowed([(1.0, expected)], name) for name in expected}
-    wrong = [
-        name
-        for name, value in actual.items()
-        if not context.measure(
-            "gradients", name, "raw", shard, value, expected[name], limits[name], least=least
-        )
-    ]
+    least, right = SMALL_PART * max(map(norm, expected.values()), default=0.0), [(1.0, expected)]
+    limits = {name: bound.of_ties(right, name).far for name in expected}
+    wrong = []
+    for name, share in bound.shares(actual, right).items():
+        apart = distance(actual[name], expected[name])
+        limit = apart / share if 0 < share < np.inf else limits[name]
+        where = "gradients", name, "raw", items[0], actual[name], expected[name], limit
+        if not context.measure(*where, least=least) or not share <= 1:
+            wrong.append(name)
     odd = [n for n in wrong if not are_finite([actual[n]]) and are_finite([expected[n]])]
     if odd:
         senders = [s for s in items if not are_finite(context.named("raw")[s])]
@@ -144,7 +160,7 @@ def _compare(
         yield context.found(
             "gradients", row.detail, row.text, items=items, tensors=names,
             distance=farthest(actual, expected, names),
-            allowed=MARGIN * context.expected(shard).backward,
+            allowed=MARGIN * max(step.backward for step in bound.steps),
         )  # fmt: skip
 
 

@@ -45,7 +45,10 @@ def check_start(context: Context) -> Iterator[Finding]:
         after, fixed = previous.named("after"), _kept_between_steps(previous, context)
         yield from _lost_state(context, after, before)
         yield from _changed(context, after, before, fixed)
-        yield from _differing_copies(context, "start", kind, "before the step", but=fixed)
+        # What a step leaves is a finding of that step.
+        left = [n for n in context.trace.keys if n not in fixed and _is_left(n, after, before)]
+        but = {*fixed, *left}
+        yield from _differing_copies(context, "start", kind, "before the step", but=but)
     if context.computes and context.number == 0:
         yield from _initial_state(context)
 
@@ -89,6 +92,14 @@ def _changed(
             yield context.found(
                 "start", "changed_on_its_own", text, kind="before", items=changed, tensors=(name,)
             )
+
+
+def _is_left(name: str, after: Sequence[Named], before: Sequence[Named]) -> bool:
+    """Returns whether a variable has the bits on each copy that the previous step has left."""
+    return all(
+        name in old and name in new and same_bits(old[name], new[name])
+        for old, new in zip(after, before, strict=True)
+    )
 
 
 def _is_changed_by_script(context: Context, name: str, before: Sequence[Named]) -> bool:
@@ -263,7 +274,10 @@ def compare_starts(pair: StepPair) -> Iterator[Finding]:
     if is_first:
         yield from _not_restored(pair)
         yield from _replaced(pair)
-    if not (apart := pair.start_distances):
+    # A later step that the recorder could not begin from the reference is not compared.
+    own = () if is_first else second.trace.about.not_loaded
+    apart = {n: far for n, far in pair.start_distances.items() if pair.in_second(n) not in own}
+    if not apart:
         return
     far = max(apart.values())
     is_replayed = second.trace.about.replayed and (is_first or not second.trace.about.sample)

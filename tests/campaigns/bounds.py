@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lockstep.comparison import compare_traces
 from lockstep.data.file import load
 from lockstep.data.trace import Trace
-from lockstep.explain.pairing import widen_bound
+from lockstep.explain.pairing import widen
 from lockstep.numeric.arrays import EPS, UNITS, Named, distance, norm
 from lockstep.reference import StepPair, common_steps, match_traces, tolerance_of
 from lockstep.stages.claim import Claim
@@ -76,7 +76,7 @@ def measured(one: Trace, two: Trace, permuted: Trace) -> Measured:
         for own_shares, tolerance in zip(shares, tolerances, strict=True):
             pair = StepPair(reference, step, matching, tolerance)
             check(pair.is_comparable, f"step {step.number} is not compared")
-            widen_bound(pair)
+            widen(pair)
             terms = pair.gradients
             right = [(1.0, terms.reference)]
             own_shares += [max(pair.tolerance.shares(g, right).values()) for g in terms.given]

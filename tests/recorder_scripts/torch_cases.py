@@ -985,8 +985,55 @@ def case_averages_of_weights():
             momentum(model), others={"first": {"bias": torch.ones(8)}})  # fmt: skip
 
 
+def train_adversaries(path, order, rate=0.01, **options):
+    """Updates a critic, then a generator, whose backward pass also adds to the critic's gradients.
+
+    Args:
+        path: of the recording.
+        order: of the examples; another one moves the last bits.
+        rate: learning rate of the critic.
+    """
+    torch.manual_seed(0)
+    made, critic = nn.Linear(5, 8), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+    of_critic = torch.optim.Adam(critic.parameters(), rate)
+    of_made = torch.optim.Adam(made.parameters(), 0.01)
+    both = nn.ModuleDict({"made": made, "critics": nn.ModuleList([critic])})
+    x, z = torch.randn(10, 40, 8)[:, order], torch.randn(10, 40, 5)[:, order]
+    with record_torch.record(path, both, of_critic, steps=20, **options):
+        for real, noise in zip(x, z, strict=True):
+            of_critic.zero_grad()
+            loss = (
+                F.softplus(-critic(real)).mean() + F.softplus(critic(made(noise).detach())).mean()
+            )
+            loss.backward()
+            of_critic.step()
+            of_made.zero_grad()
+            F.softplus(-critic(made(noise))).mean().backward()
+            of_made.step()
+
+
+def case_two_parts_in_turns():
+    """Each step begins at the first call of a part, and has the weights that its optimizer has."""
+    order = torch.arange(40)
+    train_adversaries("adversaries.npz", order)
+    train_adversaries("same.npz", order.flip(0), replay="adversaries.npz")
+    one, same = Trace("adversaries"), Trace("same")
+    assert one.about["steps"] == same.about["steps"] == [*range(20)]
+    ends = [trace.kind("after", 19)["made.weight"] for trace in (one, same)]
+    assert not np.array_equal(*ends)
+    for step in range(20):
+        assert_equal(one.kind("before", step), same.kind("before", step))
+        found = {name.split(".")[0] for name in one.kind("clipped", step)}
+        assert found == {"made" if step % 2 else "critics"}, (step, found)
+    verdict = compare("adversaries.npz", "same.npz")
+    assert verdict.ok, verdict
+    train_adversaries("wrong.npz", order, 0.02, replay="adversaries.npz")
+    found = {f.detail for f in compare("adversaries.npz", "wrong.npz").faults}
+    assert found == {"other_learning_rate"}, found
+
+
 def case_parts_of_a_model():
-    """Without a forward pass of the whole model, a step ends at the next backward pass."""
+    """Without a forward pass of the whole model, a step begins with that of a part."""
     model = Halves()
     optimizer = momentum(model)
     with record_torch.record("parts.npz", model, optimizer, steps=2):
@@ -1464,7 +1511,8 @@ CASES = {
         *(case_format, case_bits, case_replay, case_gradients, case_autocast, case_modes),
         *(case_repeated_update, case_slots, case_skipped, case_scaled, case_accumulation),
         *(case_two_models, case_outputs, case_two_optimizers, case_ambiguous_optimizers),
-        *(case_first_step, case_parts_of_a_model, case_missing_functions, case_exception),
+        *(case_first_step, case_parts_of_a_model, case_two_parts_in_turns, case_exception),
+        case_missing_functions,
         *(case_nested, case_accelerate, case_lightning, case_replay_in_evaluation, case_errors),
         *(case_several_closure_calls, case_functions_of_gradients, case_modules_of_shards),
         *(case_compiled, case_versions),

@@ -261,6 +261,24 @@ def own_states(*changed):
     return {"edit": add}
 
 
+def not_loaded(names):
+    """Makes a recording one that was to start from the first one, without some variables."""
+    return {"about": {"replayed": "one.npz", "not_loaded": names}}
+
+
+def starts_apart(step):
+    """Makes a step start from other weights, and end with the same change."""
+
+    def move(script):
+        for key, array in list(script.arrays.items()):
+            number, kind, _, index = key.split("/")
+            if int(number) == step + 1 and kind in ("before", "after") and index in "01":
+                script.arrays[key] = array + np.float32(1e-3)
+        own_states()["edit"](script)
+
+    return {"edit": move}
+
+
 def without_the_step_before(script):
     own_states(("1", 1, 0))["edit"](script)
     for key in [key for key in script.arrays if key.startswith("1/after")]:

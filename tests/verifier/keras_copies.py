@@ -113,6 +113,7 @@ class Copy:
 
     def ask(self, step, r, **changes):
         usual = {"state": step["before", r], "data": step["data", r], "scales": (1 / 3, 1 / 3)}
+        usual["replica"] = r
         return Ask(**(usual | changes))
 
     def compute(self, replicas=REPLICAS, steps=None, **changes):

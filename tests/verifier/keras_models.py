@@ -17,6 +17,8 @@ X, Y = regression_arrays(48)
 WEIGHTS = RANDOM.uniform(0.1, 2, 48).astype(np.float32)
 IMAGES = RANDOM.normal(size=(48, 8, 8, 3)).astype(np.float32)
 CLASSES = RANDOM.integers(0, 2, 48)
+SYMMETRIC = np.concatenate([IMAGES[:12], -IMAGES[:12], 0 * IMAGES[:24]])
+SYMMETRIC = SYMMETRIC[np.arange(48).reshape(4, 12).T.ravel()]  # Each batch has a mean of 0.
 TOKENS = RANDOM.integers(0, 20, (48, 7))
 TOKENS[:, 5:] = TOKENS[::3, 3:] = 0
 OF_TOKENS = np.repeat(Y[:, None], 7, 1)
@@ -30,6 +32,14 @@ def of_classes(model):
 def convolution(*between):
     pool = [layers.ReLU(), layers.GlobalAveragePooling2D(), layers.Dense(2)]
     return of_classes(keras.Sequential([layers.Conv2D(8, 3), *between, *pool]))
+
+
+def pooled():
+    """What the remedies of a verdict lead to, and inputs of a ReLU within rounding of 0."""
+    norm = layers.BatchNormalization(synchronized=True)
+    first = [keras.Input((8, 8, 3)), layers.Conv2D(4, 3, use_bias=False), norm, layers.ReLU()]
+    rest = [layers.MaxPooling2D(), layers.Flatten(), NumberedDropout(), layers.Dense(2)]
+    return of_classes(keras.Sequential([*first, *rest]))
 
 
 def sequences(*, mask_zero):
@@ -167,6 +177,7 @@ MODELS = {
     "two factors": (lambda: regularised(TwoFactors), (X, Y), ()),
     "synchronized": (
         lambda: convolution(layers.BatchNormalization(synchronized=True)), (IMAGES, CLASSES), ()),
+    "pooled": (pooled, (SYMMETRIC, CLASSES), ()),
     "numbered dropout": (lambda: dense(NumberedDropout()), (X, Y), ()),
     "embedding": (lambda: sequences(mask_zero=False), (TOKENS, OF_TOKENS), ()),
     "masked sequence": (lambda: sequences(mask_zero=True), (TOKENS, OF_TOKENS), (
@@ -182,6 +193,7 @@ MODELS = {
 }  # fmt: skip
 COPIED = (  # On 3 replicas.
     "plain", "momentum", "adamw", "classes", "two heads", "own step", "normalised", "dropped",
+    "pooled",
 )  # fmt: skip
 
 

@@ -108,8 +108,14 @@ MORE = {
         {"place": ((2,), SECOND, ("residual",))}),
     "weights that one ties": ({"about": {"tied": [[*WEIGHTS]]}}, {"about": {}},
         "start: other_tying", {"text": "are one weight in the first recording only"}),
-    "not loaded": ({}, {"about": {"replayed": "one.npz", "not_loaded": ("kernel/momentum",)}}, "",
-        {"text": "not loaded by replay=, as it does not fit: kernel/momentum"}),
+    "not loaded": ({}, not_loaded(("kernel/momentum",)), "",
+        {"text": "not loaded by replay=: kernel/momentum"}),
+    "a later step that is not loaded": ({}, {**not_loaded(WEIGHTS), **starts_apart(1)}, "",
+        {"text": "nothing to verify in step 1: the step starts from another state"}),
+    "a later step of which a part is not loaded": (
+        {}, {**not_loaded(WEIGHTS[:1]), **starts_apart(1)}, "start: not_replayed"),
+    "a first step that is not loaded": (
+        {}, {**not_loaded(WEIGHTS), **starts_apart(0)}, "start: not_replayed"),
     # Nothing to verify.
     ZERO: (zero_in(0, 1, 2, 3), {}, "", {"status": NOTHING, "text": ZERO}),
     "every gradient is 0, and weights decay": ({**zero_in(0, 1, 2, 3),

@@ -51,6 +51,7 @@ class Recorder:
         about: the description of the recording, complete after the block.
         arrays: `POSITION/KIND/REPLICA/INDEX` → array, after the block; empty if a file has them.
         path: that file, as `record` got it; "" without one.
+        output_error: the error that ended that file; None without one.
 
     Raises:
         ValueError: no hook can run in this training, or `replay` lacks steps or variables.
@@ -77,6 +78,7 @@ class Recorder:
         self.about: dict[str, Any] = {}
         self.arrays: dict[str, Any] = {}
         self.path = ""
+        self.output_error: OSError | None = None
 
     def wrap(self, step: Callable) -> Callable:
         """Returns a custom loop's replica step with hooks; its arguments are the batch."""
@@ -107,6 +109,7 @@ class Recorder:
                     self.arrays[name] = array
         if output:
             output.close(self.about)
+            self.output_error = output.error
         if text := copies.error or (replay.error if replay else ""):
             raise ValueError(text) from None  # Without the notes of a traced function.
 

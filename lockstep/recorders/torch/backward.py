@@ -279,8 +279,11 @@ class GradientObserver:
         if not own.step.num_forward:  # The whole model is in evaluation mode.
             own.note_modes()
         scale = float(getattr(optimizer, "grad_scale", None) or 1)  # It divides by it itself.
-        # Before the first update, also of weights that no optimizer may have.
-        saved = own.weights.keys() - own.step.updated if not own.is_updated else names
+        saved = {*names}
+        if not own.is_updated:  # Also of weights that no optimizer may have.
+            others = [x for x in own.variables.optimizers if x is not optimizer]
+            of_others = {name for other in others for name in own.variables.names_of(other)}
+            saved |= own.weights.keys() - own.step.updated - of_others
         for index, arrays in (own.step.unclipped or {}).items():
             if [*own.weights][index] in saved:
                 own.put("unclipped", index, arrays)

@@ -3,7 +3,7 @@
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,15 @@ from lockstep.recorders.torch.values import (
 )
 
 MOST_BYTES = 2**26  # The most bytes of outputs that are recorded in a step.
+
+
+def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules that a script can call in place of the whole."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleDict | nn.ModuleList):
+            yield from _parts_of(child)
+        else:
+            yield child
 
 
 class ForwardObserver:
@@ -54,16 +63,31 @@ class ForwardObserver:
         self.of_last_layer: list[Tensor] = []
         self.num_rows = 0
         self.is_in_ddp, self.is_reduced = False, False  # What DDP does in this forward pass.
+        self.calls_whole = False
 
     def install_always(self, hooks: Hooks) -> None:
         """Installs what sees where a step begins."""
         own = self.recording
         options: dict[str, Any] = {"with_kwargs": True, "prepend": True}
         hooks.callback(own.called.register_forward_pre_hook(self._before, **options).remove)
+        for part in _parts_of(own.module):
+            hooks.callback(part.register_forward_pre_hook(self._before_part).remove)
         for name, other in own.variables.others.items():
             if isinstance(other, nn.Module):
                 note = functools.partial(self._note_other, name)
                 hooks.callback(other.register_forward_pre_hook(note).remove)
+
+    def _before_part(self, part: nn.Module, *_: Any) -> None:
+        """Begins a step of a training that calls parts of the model, and never the whole."""
+        own = self.recording
+        if self.calls_whole or not part.training or own.is_ignored or own.is_in_backward:
+            return
+        if in_transform():
+            return
+        if own.is_updated:
+            self.end()
+        if own.is_on:
+            self.begin(is_forward=True)
 
     def _note_other(self, name: str, *_: Any) -> None:
         """Notes that a further module has been called with gradients."""
@@ -96,6 +120,7 @@ class ForwardObserver:
         own = self.recording
         if not torch.is_grad_enabled() or own.is_ignored:
             return None
+        self.calls_whole = True
         if in_transform():
             text = (
                 "the model is called within torch.func, whose tensors cannot be recorded: of this"

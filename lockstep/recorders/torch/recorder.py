@@ -208,6 +208,9 @@ class record:
             seen = "the model is called in evaluation mode; call model.train() before it"
         text = f"{self.path}: replay: step {self.recording.number}: {seen}; nothing is loaded"
         warnings.warn(text, stacklevel=2)
+        if self.replay:
+            names = (variable["name"] for variable, _ in self.recording.variables.all())
+            self.replay.not_loaded |= dict.fromkeys(names)
 
     def _end_step(self) -> None:
         """Keeps the arrays of a step whose weights were updated, and begins the next one."""
