@@ -140,8 +140,8 @@ def train(create, data, devices, num_epochs):  # d2l: train
         logits = [lenet(device_params[0], part) for part in np.split(test_images, 10)]
         accuracies.append(np.mean(np.argmax(np.concatenate(logits), axis=1) == test_labels))
         print(f"{create.__name__}, epoch {len(accuracies)}: test acc {accuracies[-1]:.4f}")
-    seconds = (time.perf_counter() - start_time) / num_epochs
-    print(f"{create.__name__}: test acc: {accuracies[-1]:.2f}, {seconds:.1f} sec/epoch on {devices}")
+    each, last = (time.perf_counter() - start_time) / num_epochs, accuracies[-1]
+    print(f"{create.__name__}: test acc: {last:.2f}, {each:.1f} sec/epoch on {devices}")
     return device_params, accuracies
 
 
@@ -157,23 +157,34 @@ def load_data():
     return [(images.reshape(-1, 28, 28, 1), labels.astype(np.int32)) for images, labels in sets]
 
 
+def choose_devices(num_gpus):  # d2l: try_gpu
+    """Returns the names of GPUs; without any, creates logical CPU devices that share the cores."""
+    # Else TensorFlow may add the gradients of three or more devices in another order.
+    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
+    if tf.config.list_physical_devices("GPU"):
+        return [f"/device:GPU:{index}" for index in range(num_gpus)]
+    print(f"No GPU found: {num_gpus} logical CPU devices are used; times do not show scaling.")
+    cpu, part = tf.config.list_physical_devices("CPU")[0], tf.config.LogicalDeviceConfiguration()
+    tf.config.set_logical_device_configuration(cpu, [part] * num_gpus)
+    return [f"/device:CPU:{index}" for index in range(num_gpus)]
+
+
 def main():
     """Trains in both ways, plots the accuracies and compares the parameters."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--num_gpus", type=int, default=2)
     parser.add_argument("--num_epochs", type=int, default=10)
     flags = parser.parse_args()
-    kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
-    devices = [f"/device:{kind}:{index}" for index in range(flags.num_gpus)]  # d2l: try_gpu
-    if kind == "CPU":  # Logical devices, which share the cores: times do not show scaling.
-        cpu, part = tf.config.list_physical_devices("CPU")[0], tf.config.LogicalDeviceConfiguration()
-        tf.config.set_logical_device_configuration(cpu, [part] * flags.num_gpus)
-    # Else TensorFlow may add the gradients of three or more devices in another order.
-    tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
-    data, copies = load_data(), []
+    devices = choose_devices(flags.num_gpus)
+    try:
+        data = load_data()
+    except Exception as error:
+        remedy = "set FASHION_MNIST_DIR to the folder with its four .gz files"
+        raise SystemExit(f"error: Fashion-MNIST: {error}; {remedy}") from None
+    copies = []
     for create, style in [(by_hand, "-"), (mirrored, "o")]:
         device_params, accuracies = train(create, data, devices, flags.num_epochs)
-        copies += [b"".join(param.numpy().tobytes() for param in params) for params in device_params]
+        copies += [b"".join(p.numpy().tobytes() for p in params) for params in device_params]
         plt.plot(range(1, flags.num_epochs + 1), accuracies, style, label=create.__name__)
     plt.legend(title="test accuracy after each epoch")
     plt.savefig("data_parallel.png")
