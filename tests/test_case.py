@@ -81,7 +81,7 @@ def test_options_that_a_case_refuses(options, message):
 
 
 def test_fit_needs_a_case():
-    with pytest.raises(ConfigError, match="needs --case=FILE"):
+    with pytest.raises(ConfigError, match="needs verify --case=FILE"):
         Config.of("verify", strategies=("keras_fit",))
     with pytest.raises(ConfigError, match="--thorough needs --case=FILE"):
         Config.of("verify", thorough=True)

@@ -102,11 +102,11 @@ def _mixing(context: Context) -> Iterator[Finding]:
 
 def _apart(context: Context, off: Sequence[int]) -> float:
     """Returns the distance of predictions by shard from those of the whole batch."""
-
     own = context.right[0]._replace(off=tuple(off))
     shards = [own._replace(data=data) for data in context.data]
-    asks = [context.together(shards)] if context.oracle.synchronized_layers else shards
-    parts = joined([context.oracle.compute(ask).y_pred for ask in asks])
+    if context.oracle.synchronized_layers:
+        shards = [context.together(shards)._replace(at_once=True)]
+    parts = joined([context.oracle.compute(ask).y_pred for ask in shards])
     whole = context.oracle.compute(own._replace(data=context.whole)).y_pred
     return relative_distance(parts, whole)
 
@@ -114,7 +114,7 @@ def _apart(context: Context, off: Sequence[int]) -> float:
 def _gradient_apart(context: Context) -> float:
     """Returns the distance of the shards' summed gradients from that of the whole batch."""
     if context.oracle.synchronized_layers:
-        sums = context.compute(context.together(context.right)).raw
+        sums = context.compute(context.together(context.right)._replace(at_once=True)).raw
     else:
         sums = context.sum_by_size(state=context.state(0))
     whole = context.oracle.compute(context.right[0]._replace(data=context.whole, scales=(1, 1))).raw
