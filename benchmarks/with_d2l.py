@@ -1,4 +1,4 @@
-"""Trains LeNet in the eager loop of `examples/data_parallel.py`, as "Dive into Deep Learning" does.
+"""Trains LeNet with the step of `examples/data_parallel.py`, eagerly, as "Dive into Deep Learning".
 
 Nothing is compiled. In eager mode the devices of one process run one after another, each operation
 with all threads.
@@ -27,7 +27,8 @@ class Training:
 
     def _restart(self) -> None:
         values = data_parallel.initial_values()
-        self._params, self._train_batch = data_parallel.by_hand(values, self._devices)
+        self._params, _, train_batch = data_parallel.by_hand(None, values, self._devices)
+        self._train_batch = train_batch.python_function
         self._job.check_parameters(sum(value.size for value in values))
         self._batches = self._job.index_batches()
 
@@ -36,7 +37,7 @@ class Training:
         (images, labels), num_images = self._job.data[0], 0
         for _ in range(num_steps):
             rows = next(self._batches)
-            self._train_batch((tf.constant(images[rows]), tf.constant(labels[rows], tf.int32)))
+            self._train_batch(tf.constant(images[rows]), tf.constant(labels[rows], tf.int32))
             num_images += len(rows)
         self._params[0][-1].numpy()
         return num_images

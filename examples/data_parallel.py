@@ -31,6 +31,13 @@ BATCH_SIZE, LEARNING_RATE, SEED = 256, 0.2, 0
 SHAPES = [(3, 3, 1, 20), (20,), (5, 5, 20, 50), (50,), (800, 128), (128,), (128, 10), (10,)]
 
 
+def initial_values():
+    """Returns LeNet's initial parameters: kernels from N(0, 0.01²), biases 0."""
+    random = np.random.default_rng(SEED)
+    values = [random.normal(0, 0.01, s) if len(s) > 1 else np.zeros(s) for s in SHAPES]
+    return [value.astype(np.float32) for value in values]
+
+
 def lenet(params, images):  # d2l: lenet
     """Returns the logits `(n, 10)` of uint8 images `(n, 28, 28, 1)`."""
     w1, b1, w2, b2, w3, b3, w4, b4 = params
@@ -89,7 +96,7 @@ def by_hand(dataset, values, devices):
     device_params = []
     for device in devices:
         with tf.device(device):  # d2l: get_params
-            device_params.append([tf.Variable(value, dtype=tf.float32) for value in values])
+            device_params.append([tf.Variable(value) for value in values])
 
     @tf.function  # The loops run once, to make the graph of a step; in it, devices are parallel.
     def train_batch(images, labels):  # d2l: train_batch
@@ -110,7 +117,7 @@ def mirrored(dataset, values, devices):
     """Does the same with MirroredStrategy; its default all-reduce may add in another order."""
     strategy = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
     with strategy.scope():  # Creates each parameter on every device.
-        params = [tf.Variable(value, dtype=tf.float32) for value in values]
+        params = [tf.Variable(value) for value in values]
 
     def replica_step(images, labels):  # Runs on each device.
         context = tf.distribute.get_replica_context()
@@ -130,9 +137,7 @@ def train(create, data, devices, num_epochs):  # d2l: train
     (images, labels), (test_images, test_labels) = data
     dataset = tf.data.Dataset.from_tensor_slices((images, labels))
     dataset = dataset.shuffle(len(images), seed=SEED).batch(BATCH_SIZE)
-    random = np.random.default_rng(SEED)  # Kernels from N(0, 0.01²), biases 0.
-    values = [random.normal(0, 0.01 if len(shape) > 1 else 0, shape) for shape in SHAPES]
-    device_params, batches, train_batch = create(dataset, values, devices)
+    device_params, batches, train_batch = create(dataset, initial_values(), devices)
     accuracies, start_time = [], time.perf_counter()
     for _ in range(num_epochs):
         for batch in batches:

@@ -18,7 +18,7 @@ sent again in each step.
 import argparse
 import functools
 
-import data_parallel  # First: it imports TensorFlow without log messages.
+import data_parallel
 import numpy as np
 import tensorflow as tf
 
@@ -56,8 +56,8 @@ def one_device(params, batch, devices):
 
 def by_examples(params, batch, devices):
     """Gives each device all parameters and a shard of the batch, and sums the gradients."""
-    shards, per_device_gradients = data_parallel.split_batch(batch, devices), []
-    for device, (images, labels) in zip(devices, shards, strict=True):
+    parts, per_device_gradients = [data_parallel.split_batch(x, devices) for x in batch], []
+    for device, images, labels in zip(devices, *parts, strict=True):
         with tf.device(device), tf.GradientTape() as tape:
             copies = [tf.identity(param) for param in params]
             tape.watch(copies)
@@ -65,7 +65,8 @@ def by_examples(params, batch, devices):
             loss = loss_of(logits, labels, BATCH_SIZE)
         with tf.device(device):
             per_device_gradients.append(tape.gradient(loss, copies))
-    return data_parallel.all_reduce(per_device_gradients, devices)[0]
+    of_each_parameter = zip(*per_device_gradients, strict=True)
+    return [data_parallel.all_reduce(copies, devices)[0] for copies in of_each_parameter]
 
 
 def by_layers(params, batch, devices):

@@ -72,8 +72,7 @@ def test_the_lesson_has_the_bits_of_the_program_and_of_its_mirrored_half(
     batches = list(dataset)
     dataset = tf.data.Dataset.from_generator(lambda: batches, output_signature=dataset.element_spec)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
-    random = np.random.default_rng(0)
-    values = [random.normal(0, 0.01, shape).astype(np.float32) for shape in lesson.SHAPES]
+    values = lesson.initial_values()
     expected = train_in_the_program(dataset, values, num_devices)
     assert not np.array_equal(expected[0][0], values[0])
     for create in (lesson.by_hand, lesson.mirrored):
@@ -87,6 +86,7 @@ def test_the_lesson_has_the_bits_of_the_program_and_of_its_mirrored_half(
 def test_the_lesson_compares_both_ways_and_plots_them(load, monkeypatch, tmp_path, data, capsys):
     lesson = load("data_parallel")
     monkeypatch.chdir(tmp_path)
+    data = [(images, labels.astype(np.int32)) for images, labels in data]
     monkeypatch.setattr(lesson, "load_data", lambda: data)
     monkeypatch.setattr(lesson, "choose_devices", lambda number: CPUS[:number])
     monkeypatch.setattr(sys, "argv", ["data_parallel.py", "--num_gpus=2", "--num_epochs=1"])
