@@ -1,4 +1,4 @@
-"""Trains LeNet with the step of `examples/data_parallel.py`, eagerly, as "Dive into Deep Learning".
+"""Trains LeNet with the step of `examples/data_parallel.py`, eagerly, as the chapter does.
 
 Nothing is compiled. In eager mode the devices of one process run one after another, each operation
 with all threads.
