@@ -191,7 +191,9 @@ def main():
         device_params, accuracies = train(create, data, devices, flags.num_epochs)
         copies += [b"".join(p.numpy().tobytes() for p in params) for params in device_params]
         plt.plot(range(1, flags.num_epochs + 1), accuracies, style, label=create.__name__)
-    plt.legend(title="test accuracy after each epoch")
+    plt.xlabel("epoch")
+    plt.ylabel("test accuracy")
+    plt.legend()
     plt.savefig("data_parallel.png")
     same = copies.count(copies[0])
     print(f"{same} of {len(copies)} copies of the parameters are bitwise identical.")
