@@ -14,8 +14,9 @@ Therefore all copies stay equal, and both ways end with the same parameters:
     mirrored: test acc: 0.84, 6.9 sec/epoch on ['/device:CPU:0', '/device:CPU:1']
     4 of 4 copies of the parameters are bitwise identical.
 
-"d2l" marks the names of "Dive into Deep Learning", section "Training on Multiple GPUs". TensorFlow
-logs some lines when it starts, also about GPUs that it does not find; ignore them.
+On 3 devices, MirroredStrategy splits a batch in another way, so that the last bits differ. "d2l"
+marks the names of "Dive into Deep Learning", section "Training on Multiple GPUs". TensorFlow logs
+some lines when it starts, also about GPUs that it does not find; ignore them.
 """
 
 import argparse
