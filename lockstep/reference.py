@@ -352,20 +352,22 @@ def tolerance_of(
         if dtype == "tensorfloat32":
             text += " (float32 if NVIDIA_TF32_OVERRIDE=0 is set for both trainings)"
         return dataclasses.replace(tolerance, text=_told(text, tolerance.usual))
+    zero = f"; one below {ZERO * EPS:.1g} of the largest gradient counts as 0 behind BatchNorm"
+    zero = zero if has_batch_norms(Context(first, 0)) else ""
     if permuted is None:
         of_first = of_step(Tolerance(), Context(first, 0))
         text = (
             f"{of_first.times:.3g} units in the last place of float32, by the size of the batch;"
             " record a third time with permute=1 to compute it from the effect of rounding"
         )
-        return Tolerance(_told(text, of_first.usual))
+        return Tolerance(_told(text, of_first.usual) + zero)
     spread, num_steps = _spread(first, permuted, names)
     text = (
         f"{WITH_SPREAD:g} units in the last place of float32 and {MARGIN} times the effect of"
         f" permuting the examples in {num_steps} steps of {permuted.name}"
     )
     tolerance = Tolerance("", WITH_SPREAD, unit, spread)
-    return dataclasses.replace(tolerance, text=_told(text, tolerance.usual))
+    return dataclasses.replace(tolerance, text=_told(text, tolerance.usual) + zero)
 
 
 def _told(text: str, least: float) -> str:
