@@ -14,6 +14,7 @@ from lockstep.data.trace import STATE, STATISTIC, WEIGHT, Trace, Variable
 from lockstep.numeric.arrays import EPS
 from lockstep.numeric.state_bounds import of_change, of_start, spread_of
 from lockstep.numeric.tolerance import Tolerance
+from lockstep.reference import StepPair, common_steps, match_traces
 from script_samples import NORM, Script, sgd
 
 # A weight that a second optimizer updates after the recorded one, and a codebook that is no
@@ -466,3 +467,13 @@ def test_elements_whose_gradients_are_rounding_alone_are_counted():
 def test_what_the_reference_does_not_change_may_not_change_by_a_bit():
     assert not of_start(np.zeros(3), np.ones(3), np.zeros(())).any()
     assert of_start(np.ones(3), np.ones(3), np.zeros(())).all()
+
+
+def test_the_bound_knows_the_mean_size_of_what_the_replicas_send(one):
+    two = Script(replicas=2, replay=one).trace("two.npz")
+    (reference, step), *_ = common_steps(one.trace(), two)
+    pair = StepPair(reference, step, match_traces(one.trace(), two, {}), Tolerance())
+    pair.measure_terms()
+    sent = [own["dense/kernel"] for own in step.named("raw")]
+    mean = np.mean([np.linalg.norm(gradient) for gradient in sent])
+    assert pair.tolerance.summed["dense/kernel"] == pytest.approx(mean)
