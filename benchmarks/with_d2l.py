@@ -4,9 +4,9 @@ Nothing is compiled. In eager mode the devices of one process run one after anot
 with all threads.
 """
 
-import data_parallel
 import tensorflow as tf
 
+import data_parallel
 from program import NUM_WARMUP_STEPS, Job
 
 

@@ -18,9 +18,10 @@ sent again in each step.
 import argparse
 import functools
 
-import data_parallel
 import numpy as np
 import tensorflow as tf
+
+import data_parallel
 
 BATCH_SIZE, LEARNING_RATE, NUM_STEPS, NUM_MICRO_BATCHES = 96, 0.1, 50, 4
 SHAPES = [(784, 60), (60,), (60, 10), (10,)]

@@ -1,9 +1,9 @@
 """Wraps the private TensorFlow and Keras APIs that the program uses.
 
 A private API may change with any release. Each one is used only here, in a function that documents
-why no public API is sufficient; `tests/test_tf_private.py` has a test for each, whose message names
-the missing API. Imports for training on several machines are inside functions, so that a change
-there affects nothing else.
+why no public API is sufficient; `tests/training/test_tf_private.py` has a test for each, whose
+message names the missing API. Imports for training on several machines are inside functions, so
+that a change there affects nothing else.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ import sys
 import numpy as np
 import pytest
 
-from tensorflow_graphs import number_device_groups, record_graphs, release_graphs
+from tests.tensorflow_graphs import number_device_groups, record_graphs, release_graphs
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # A shell lets background jobs inherit that these are ignored.
@@ -165,7 +165,7 @@ def small_lenet(monkeypatch):
     """Trains a dense layer instead of LeNet in this process; LeNet takes half of the time."""
     from models import MODELS
 
-    monkeypatch.setitem(MODELS, "lenet", "dense_network:build_dense_network")
+    monkeypatch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
 
 
 @pytest.fixture

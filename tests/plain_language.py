@@ -54,7 +54,7 @@ WORDS = {
 }  # fmt: skip
 # File → words that are part of what it shows: a name that a record or another program has.
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "tests/test_doctor.py": ("nobody",),  # No user of that name.
+    "tests/cli/test_doctor.py": ("nobody",),  # No user of that name.
 }
 
 _RULES = [(re.compile(pattern, re.IGNORECASE), use) for pattern, use in WORDS.items()]

@@ -7,10 +7,10 @@ import tensorflow as tf
 
 from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
 from app.options.table import Distribution
-from conftest import CPUS
 from models import load_model_builder
 from models.resnet import build_resnet
 from strategies import load_strategy_class
+from tests.conftest import CPUS
 
 
 def build_network(name):

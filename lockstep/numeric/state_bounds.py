@@ -20,9 +20,9 @@ its bits are those of bfloat16.
 - Adam outside of PyTorch corrects its bias with 1 − β^t in float32, which loses digits while t is
   small: `correction_error` · |D1| in addition.
 
-Measured on 109 correct PyTorch programs of `tests/zoo/scripts`, the largest difference is 0.31 of
-the bound in float32 (of optimizer state 0.15, of statistics 0.003), 0.04 in float16, and 0.87 of
-weights that are kept in bfloat16.
+Measured on 109 correct PyTorch programs of `tests/verifier/zoo/scripts`, the largest difference is
+0.31 of the bound in float32 (of optimizer state 0.15, of statistics 0.003), 0.04 in float16, and
+0.87 of weights that are kept in bfloat16.
 """
 
 from collections.abc import Iterable

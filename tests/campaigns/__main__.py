@@ -16,7 +16,7 @@ import time
 import traceback
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 # Campaign → cycles by default, what one cycle is; 0: each that there is, once.

@@ -20,8 +20,8 @@ from app.runtime.errors import LockstepError
 from app.training.replica_divergence import check_replica_divergence
 from app.training.training_spec import TrainingSpec
 from app.verification.step_verifier import StepVerifier
-from conftest import CPUS
 from models import MODELS
+from tests.conftest import CPUS
 
 from . import check
 
@@ -110,7 +110,7 @@ def run(
 ) -> Iterator[str]:
     """Flips bits; yields what was noticed and not named."""
     choose, own_lenet = random.Random(seed), MODELS["lenet"]
-    MODELS["lenet"] = "dense_network:build_conv_norm_network"
+    MODELS["lenet"] = "tests.dense_network:build_conv_norm_network"
     try:
         memory = Memory(choose)
         kinds = [kind for kind in KINDS if kind in (only or kind)]

@@ -32,12 +32,12 @@ from app.devices.cluster import find_cluster
 from app.options.table import COMMANDS, TABLE
 from app.records import checkpoint as checkpoints
 from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
-from conftest import idx_files
-from in_process import parse_here
 from lockstep.data.file import TraceError, load
 from lockstep.numeric.arrays import Rows
 from strategies.step_totals import StepTotals
-from trace_samples import about, arrays
+from tests.conftest import idx_files
+from tests.in_process import parse_here
+from tests.verifier.trace_samples import about, arrays
 
 LIMIT_SEC, LIMIT_BYTES = 10, 32 << 20
 _CLEAR = re.compile(r"--\w|'.*'|^(directories|experiment|report) |TF_CONFIG")
@@ -178,7 +178,7 @@ def fuzz_checkpoint(
     folder: pathlib.Path, nodes, header_edits, state_edits, is_forged
 ) -> Callable[[], None]:
     """Checkpoints that are damaged, or crafted with a valid hash."""
-    from test_checkpoint import RUN_METADATA, STATE
+    from tests.training.test_checkpoint import RUN_METADATA, STATE
 
     progress = checkpoints.Progress(17, epoch_step=7, totals=StepTotals(1.5, 3, 350))
     own = [[np.float32([1, 2])], [np.float32([3, 4])]]

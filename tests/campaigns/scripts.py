@@ -28,7 +28,7 @@ from lockstep.data.file import load
 from . import check
 
 ROOT = pathlib.Path(__file__).parents[2]
-SCRIPTS = ROOT / "tests" / "zoo" / "scripts"
+SCRIPTS = ROOT / "tests" / "verifier" / "zoo" / "scripts"
 TIMEOUT_SEC = 240
 AT_ONCE = 2
 UNKNOWN = NOTHING, NOT_COMPARED, NOT_VERIFIED  # Statuses of what was not, or not all, compared.

@@ -22,9 +22,9 @@ from lockstep.answer.verdict import Verdict
 from lockstep.data.file import from_parts
 from lockstep.data.trace import Trace
 from lockstep.record_keras import Recorder
-from verifier import MARKS, Row
-from verifier import check as check_row
-from zoo import CASES, Program
+from tests.verifier import MARKS, Row
+from tests.verifier import check as check_row
+from tests.verifier.zoo import CASES, Program
 
 from . import check
 

@@ -5,7 +5,7 @@ import types
 import numpy as np
 
 from lockstep.data.trace import SEED, STATE, WEIGHT, Variable
-from script_samples import WEIGHTS, adam, batch_of, mean_of, sgd
+from tests.verifier.script_samples import WEIGHTS, adam, batch_of, mean_of, sgd
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}

@@ -3,7 +3,7 @@
 import numpy as np
 
 from lockstep.data.trace import SEED, Variable
-from script_samples import batch_of, examples, mean_of, split_evenly
+from tests.verifier.script_samples import batch_of, examples, mean_of, split_evenly
 
 from .changes import as_it_is, in_16_bits
 

@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from script_samples import batch_of
+from tests.verifier.script_samples import batch_of
 
 from .changes import *
 from .edits import *

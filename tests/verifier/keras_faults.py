@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT, Shard
 from lockstep.oracles.keras import KerasOracle
-from zoo.small import dense
+from tests.verifier.zoo.small import dense
 
 from .keras_copies import *
 from .keras_models import *

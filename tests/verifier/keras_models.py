@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from lockstep.data.file import from_parts
 from lockstep.record_keras import Recorder
-from small_models import mirrored
-from zoo.small import OwnStep, dense, num_replicas, regression_arrays, replica_id
+from tests.small_models import mirrored
+from tests.verifier.zoo.small import OwnStep, dense, num_replicas, regression_arrays, replica_id
 
 layers, losses, optimizers = keras.layers, keras.losses, keras.optimizers
 RANDOM = np.random.default_rng(0)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from lockstep.answer.verdict import NOTHING
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
-from zoo.small import dense
+from tests.verifier.zoo.small import dense
 
 from . import Row
 from .keras_copies import *

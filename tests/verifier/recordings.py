@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.answer.verdict import NOTHING
 from lockstep.comparison import verify_against, verify_alone
 from lockstep.reference import tolerance_of
-from script_samples import WEIGHTS, Script, batch_of, examples
+from tests.verifier.script_samples import WEIGHTS, Script, batch_of, examples
 
 from . import Row
 from .changes import *

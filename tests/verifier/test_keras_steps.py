@@ -9,11 +9,11 @@ from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, STAGES
 from lockstep.explain.tensors import why_tensor
 from lockstep.record_keras import Recorder
 from lockstep.stages.evaluation import check_evaluation
-from small_models import mirrored
-from verifier import check, shown
-from verifier.keras_copies import NAMED, REPLICAS, Copy
-from verifier.keras_faults import replicas
-from verifier.keras_models import (
+from tests.small_models import mirrored
+from tests.verifier import check, shown
+from tests.verifier.keras_copies import NAMED, REPLICAS, Copy
+from tests.verifier.keras_faults import replicas
+from tests.verifier.keras_models import (
     MODELS,
     OnlyFloat32,
     X,
@@ -27,8 +27,8 @@ from verifier.keras_models import (
     plain,
     recorded,
 )
-from verifier.keras_steps import ROWS
-from zoo.small import dense
+from tests.verifier.keras_steps import ROWS
+from tests.verifier.zoo.small import dense
 
 layers = keras.layers
 

@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 
-from conftest import ROOT
 from lockstep.comparison import compare_traces
 from lockstep.data import file as trace_file
 from lockstep.stages.module_arrays import Event, events_of
-from recorder_scripts import FOLDER, needs, run_script
-from verifier.modules import MODULES, ON_RANKS, on_two_ranks
+from tests.conftest import ROOT
+from tests.verifier.modules import MODULES, ON_RANKS, on_two_ranks
+from tests.verifier.recorder_scripts import FOLDER, needs, run_script
 
 
 def test_events_are_in_the_order_of_time():
@@ -81,7 +81,7 @@ ON_A_MESH = {  # Line of the script → its replacement, and what is found.
 @pytest.mark.slow
 @needs("torch")
 def test_modules_of_tensor_parallelism_are_named(tmp_path):
-    scripts = ROOT / "tests" / "zoo" / "scripts"
+    scripts = ROOT / "tests" / "verifier" / "zoo" / "scripts"
     text = (scripts / "torch_tp.py").read_text()
 
     def recorded(name, script, size, replay=None):

@@ -11,11 +11,11 @@ from lockstep.comparison import compare_traces, not_trained
 from lockstep.data.trace import STATISTIC, WEIGHT, About, Trace, Variable
 from lockstep.reference import of_pair, tolerance_of
 from lockstep.stages import start
-from script_samples import Script
-from verifier import check, modules, outputs, shown
-from verifier.changes import little_noise, times
-from verifier.edits import edit
-from verifier.recordings import ROWS, compared, pair, tolerance
+from tests.verifier import check, modules, outputs, shown
+from tests.verifier.changes import little_noise, times
+from tests.verifier.edits import edit
+from tests.verifier.recordings import ROWS, compared, pair, tolerance
+from tests.verifier.script_samples import Script
 
 
 @pytest.mark.parametrize("row", [*ROWS, *outputs.ROWS, *modules.ROWS], ids=lambda row: row.name)

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from lockstep.data.trace import SEED, STATISTIC
 from lockstep.numeric.arrays import EPS
-from verifier import shown
-from verifier.keras_copies import REPLICAS, Copy, times
+from tests.verifier import shown
+from tests.verifier.keras_copies import REPLICAS, Copy, times
 
 FAR = 0.1  # From 0, of the inputs of a ReLU.
 

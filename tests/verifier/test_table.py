@@ -1,9 +1,9 @@
 """The whole table: every cause and every detail of the verifier is that of a fault in a row."""
 
-from campaigns import scripts, zoo
 from lockstep.answer.causes import CAUSES, DETAILS, cause_of
-from verifier import keras_models, keras_steps, modules, outputs, recordings
-from zoo import CASES
+from tests.campaigns import scripts, zoo
+from tests.verifier import keras_models, keras_steps, modules, outputs, recordings
+from tests.verifier.zoo import CASES
 
 ROWS = [
     *recordings.ROWS, *outputs.ROWS, *modules.ROWS, *keras_steps.ROWS,

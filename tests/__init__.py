@@ -1,0 +1,1 @@
+"""Tests: what each folder must notice stands in README.md."""

@@ -1,0 +1,72 @@
+"""A short run of each campaign; what they need of the machine is a reason to skip it."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.answer.causes import DETAILS
+from lockstep.answer.verdict import NOTHING
+from tests.campaigns import fuzz, network, scripts, sensitivity
+from tests.conftest import ROOT
+
+
+@pytest.mark.parametrize("target", fuzz.TARGETS)
+def test_bad_input_is_refused_in_a_line(target):
+    outcomes = fuzz.fuzz(target, max_examples=50, seed=1)
+    assert outcomes["refused"] > 10 and outcomes["accepted"] > 0
+
+
+def test_the_guard_of_the_fuzzer_sees_what_it_has_to(tmp_path):
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    inside.mkdir()
+    for act in (
+        lambda: outside.write_text("x"),
+        lambda: (tmp_path / "new").mkdir(),
+        lambda: __import__("pickle").loads(b"cos\nsystem\n."),
+    ):
+        with pytest.raises(AssertionError), fuzz.guarded(inside):
+            act()
+    assert not outside.exists()
+
+
+def test_the_scripts_of_the_zoo_can_be_changed_as_listed():
+    entries = scripts.listed()
+    for entry in entries:
+        compile(entry.source, f"{entry.script}: {entry.name}", "exec")
+    assert not {c for entry in entries for c in entry.causes} - {*DETAILS, NOTHING}
+    assert len({entry[:2] for entry in entries}) == len(entries)
+    assert sum(bool(entry.causes) for entry in entries) >= 60
+
+
+def test_faults_of_each_size_can_be_injected():
+    for fault, causes in sensitivity.CAUSES.items():
+        compile(sensitivity.source_of(sensitivity.SIZES, FAULT=fault), fault, "exec")
+        assert not {*causes} - {*DETAILS}
+
+
+def test_the_smallest_size_is_found_together_with_all_larger_ones():
+    assert sensitivity.smallest([1e-2, 1e-3, 1e-5]) == "1e-03"
+    assert sensitivity.smallest([1e-3]) == "none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("kills --cycles=2 --seed=3 --only=manual", "bits --cycles=20"),
+        "network --only=worker-killed",
+        "sensitivity --only=whole-loss",
+        "bounds --cycles=1 --seed=0 --only=MLP",
+    ],
+)
+def test_a_short_campaign(words):
+    if words.startswith("network") and (reason := network.unavailable()):
+        pytest.skip(reason)
+    if words.startswith(("sensitivity", "bounds")) and not shutil.which(scripts.python_of("torch")):
+        pytest.skip("no interpreter with PyTorch: make frameworks")
+    command = [sys.executable, "-m", "tests.campaigns", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ": all held; " in done.stdout.splitlines()[-1]

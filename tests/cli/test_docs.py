@@ -1,0 +1,439 @@
+"""The pages: each command that they show is run, as written or on small data; what they quote.
+
+Commands for workers, frameworks and recordings are run by the tests of these; those that install
+software, or need GPUs, are only parsed.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from unittest import mock
+
+import nbclient
+import nbformat
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+import lockstep
+from app.options import names
+from app.options.fault import FAULTS
+from app.options.table import COMMANDS, options_of
+from app.report import plot_style
+from models import MODELS
+from tests.conftest import ROOT, assert_ok, copy_program, run_python
+from tests.in_process import run_here
+from tests.tensorflow_graphs import release_graphs
+from tests.verifier.script_samples import Script
+
+DOCS = ROOT / "docs"
+OF_ROOT = ("README", "BUILD", "CHANGELOG", "CONTRIBUTING", "SECURITY")
+SKILL = ROOT / "examples" / "skill" / "SKILL.md"
+PAGES = [*sorted(DOCS.glob("*.md")), *(ROOT / f"{n}.md" for n in OF_ROOT), SKILL]
+EXTEND = (DOCS / "extend.md").read_text(encoding="utf-8")
+OWN_CASE = (DOCS / "verify_your_own.md").read_text(encoding="utf-8")
+ODD_ONE = " + ([partial[-1]] if len(partial) % 2 else [])"
+PROGRAM = r"^(?:\w+=\S+ |taskset -c 0 )*(?:\.venv/bin/)?python main\.py ?(.*)$"
+# Parses each command line of a JSON list; prints a refusal, or null, for each.
+PARSER = """
+import contextlib, io, json, shlex, sys
+from app.runtime import errors
+from app.options import flags
+refusals = []
+for line in json.load(sys.stdin):
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            flags.parse_config(["main.py", *shlex.split(line)])
+        refusals.append(None)
+    except errors.LockstepError as error:
+        refusals.append(str(error))
+    except SystemExit:  # --help
+        refusals.append(None)
+json.dump(refusals, sys.stdout)
+"""
+
+# What is left out on small data: other tests run it.
+ELSEWHERE = ("multi_worker", "torch_ddp", "compare")
+SMALL = {
+    **{"=5000": "=1000", "step=1000": "step=10", "verify_every=100": "verify_every=10"},
+    **{"256,512,1024": "64,128", "=1,2,4": "=1,2", "--repeats=5": ""},
+}
+EXIT_CODES = {"--num_train_examples=1026": 2, "=hierarchical": 6, "=1e30": 7, "--inject": 9}
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RECORDING = (DOCS / "recording.svg").read_text(encoding="utf-8")
+NOTEBOOK = DOCS / "tour.ipynb"
+ABOUT_KERAS = (DOCS / "keras_findings.md").read_text("utf-8")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+
+
+def blocks(text, language):
+    """Returns (file, code) of each block whose first line names a file, in order."""
+    found = re.findall(rf"```{language}\n# (\S+)\n(.*?)```", text, re.DOTALL)
+    assert len(found) == text.count(f"```{language}\n# ")
+    return found
+
+
+def follow(folder, text):
+    """Does what a page says: writes its new files, makes its changes to others."""
+    for name, code in blocks(text, "python"):
+        (folder / name).write_text(code)
+    for name, changes in blocks(text, "diff"):
+        for hunk in changes.split("…\n"):
+            lines = [line if line.strip() else " " for line in hunk.splitlines()]
+            assert {line[0] for line in lines} <= {" ", "+", "-"}
+            old, new = ("".join(x[1:] + "\n" for x in lines if x[0] in k) for k in (" -", " +"))
+            edit(folder / name, (old, new))
+
+
+def edit(path, *changes):
+    text = path.read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, (path, old)
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The program with the reader's own model, all-reduce, strategy and option in it."""
+    folder = tmp_path_factory.mktemp("copy")
+    copy_program(folder)
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "examples" / "extend" / "mlp.py", folder / "models")
+    shutil.copy(ROOT / "examples" / "extend" / "server.py", folder / "strategies")
+    for text in (EXTEND, OWN_CASE):
+        follow(folder, text)
+    return folder
+
+
+def sh_lines(text):
+    return [
+        line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]  # fmt: skip
+
+
+def program_lines(text):
+    """Returns the arguments of each command line of the program, in order."""
+    return [found[1] for line in sh_lines(text) if (found := re.match(PROGRAM, line))]
+
+
+def run(copy, line, small_data):
+    words = [*shlex.split(line), "--allow_unverified_data"]
+    environment = {"FASHION_MNIST_DIR": str(small_data), "COLUMNS": "200"}
+    return run_python("main.py", *words, cwd=copy, env=environment)
+
+
+def squeeze(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.slow
+def test_ones_own_model_all_reduce_and_strategy_train_and_verify(copy, small_data):
+    for line in program_lines(EXTEND):
+        result = run(copy, line, small_data)
+        assert result.returncode == 0, line + result.stdout + result.stderr
+        if "manual," in line:
+            assert "manual and " in result.stdout and ": bit-identical" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "file", "changes", "code"),
+    [
+        ("--all_reduce=pairwise", "collectives", {ODD_ONE: ""}, 6),
+        (
+            "=manual,server", "server", {
+                "sums, *_ = self.": "sums = [s / 3 for s in self.",
+                "all_reduce(per_replica_gradients)\n": "all_reduce(per_replica_gradients)[0]]\n",
+            }, 9,
+        ),
+    ],
+)  # fmt: skip
+def test_a_fault_in_ones_own_code_is_found(copy, small_data, part, file, changes, code):
+    (line,) = [line for line in program_lines(EXTEND) if part in line]
+    path = copy / "strategies" / f"{file}.py"
+    kept = path.read_text()
+    edit(path, *changes.items())
+    result = run(copy, line, small_data)
+    path.write_text(kept)
+    assert result.returncode == code
+    if code == 9:
+        assert "server is not the training on one device: mean instead of sum" in result.stdout
+        return
+    text = re.sub(r"```.*?```", "", EXTEND.partition("## An all-reduce")[2], flags=re.S)
+    (quote, *_) = re.findall(r"(?:^ {4}.*\n)+", text, re.M)
+    assert all(squeeze(each) in squeeze(result.stderr) for each in quote.split("…"))
+
+
+@pytest.mark.slow
+def test_ones_own_case_is_verified_as_the_page_shows(tmp_path):
+    """Follows docs/verify_your_own.md; numbers of the output may differ by rounding."""
+    case, remedy, script = re.findall(r"```python\n(.*?)```", OWN_CASE, re.DOTALL)
+    (tmp_path / "my_case.py").write_text(case + remedy)
+    (tmp_path / "script.py").write_text(script)
+    shutil.copytree(ROOT / "lockstep", tmp_path / "lockstep")
+    shown = re.findall(r"```text\n(.*?)```", OWN_CASE, re.DOTALL)
+    first, second = ([ROOT / "main.py", *shlex.split(line)] for line in program_lines(OWN_CASE))
+    commands = first, second, ["script.py"]
+    for arguments, expected, code in zip(commands, shown, (9, 0, 0), strict=True):
+        result = run_python(*arguments, cwd=tmp_path, env={"COLUMNS": "200"})
+        assert result.returncode == code, result.stdout + result.stderr
+        printed, wanted = (
+            [
+                re.sub(r"\d+\.\d+|(?<=takes about ).*", "#", line)
+                for line in text.splitlines()
+                if line
+            ]
+            for text in (result.stdout, expected)
+        )
+        start = next(
+            i for i, line in enumerate(printed) if squeeze(line).startswith(wanted[0][:20])
+        )
+        assert printed[start : start + len(wanted)] == wanted
+    assert (tmp_path / "runs/my_case/report.html").exists()
+
+
+@each_page
+def test_links_and_images_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^):]+)\)", text):
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors(path.read_text(encoding="utf-8")), target
+    assert all(len(words.split()) > 3 for words in re.findall(r"!\[(.*?)\]\(", text))
+
+
+def anchors(text):
+    """Returns what a heading is called in a link, as GitHub does it."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+def test_commands_are_ones(copy):
+    """What is refused at once must be shown with that refusal."""
+    lines = [(page, line) for page in PAGES for line in program_lines(page.read_text("utf-8"))]
+    result = run_python("-c", PARSER, cwd=copy, input=json.dumps([line for _, line in lines]))
+    for (page, line), refusal in zip(lines, json.loads(result.stdout), strict=True):
+        if refusal:
+            shown = page.read_text("utf-8").partition(line)[2].partition("**")[0]
+            assert f"error: {squeeze(refusal)}" == squeeze(shown.partition("```")[2]), line
+
+
+@pytest.fixture(scope="module")
+def exit_codes(request, tmp_path_factory, small_data):
+    """Runs the commands of a page in order, on few images and with small networks."""
+    folder, codes = tmp_path_factory.mktemp("page"), {}
+    Image.fromarray(np.zeros((28, 28), np.uint8)).save(folder / "shoe.png")
+    np.save(folder / "bags.npy", np.zeros((2, 28, 28), np.uint8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("FASHION_MNIST_DIR", str(small_data))
+        patch.setattr(names, "MIN_ROUNDS", 2)
+        patch.setitem(MODELS, "lenet", "tests.dense_network:build_three_dense_layers")
+        for name in ("resnet9", "resnet18"):
+            patch.setitem(MODELS, name, "tests.dense_network:build_conv_norm_network")
+        patch.setattr(plot_style, "render", lambda figure, suffix: b"")  # A quarter of the time.
+        for line in program_lines((DOCS / f"{request.param}.md").read_text("utf-8")):
+            if any(part in line for part in ELSEWHERE):
+                continue
+            changed = line
+            for old, new in SMALL.items():
+                changed = changed.replace(old, new)
+            words = shlex.split(changed)
+            command = words[0] if words and words[0] in COMMANDS else "train"
+            words += ["--allow_unverified_data"] * ("allow_unverified_data" in options_of(command))
+            words += ["--repeats=2"] * (command == "benchmark")
+            if "--images" in line:
+                words.remove("--allow_unverified_data")
+            codes[line] = run_here(*words)
+            release_graphs()
+    return codes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "exit_codes", ["pitfalls", "speed", "survival", "three_ways", "tour", "verify"], indirect=True
+)
+def test_the_commands_of_a_page_end_as_it_says(exit_codes):
+    assert exit_codes
+    for line, result in exit_codes.items():
+        expected = next((code for part, code in EXIT_CODES.items() if part in line), 0)
+        assert result.returncode == expected, (line, result.stdout, result.stderr)
+
+
+@each_page
+def test_quoted_code_is_in_its_file(page):
+    """Gaps are marked by `…`; files that the program does not have are the reader's own."""
+    for name, code in blocks(page.read_text(encoding="utf-8"), "python"):
+        if not (ROOT / name).exists():
+            assert page.stem == "verify_your_own"
+            continue
+        source, at = squeeze((ROOT / name).read_text(encoding="utf-8")), 0
+        for part in code.split("…"):
+            at = source.find(squeeze(part), at)
+            assert at >= 0, (name, part)
+            at += len(squeeze(part))
+
+
+# A training with NumPy that records itself; in two processes, it has no all-reduce.
+RECORDED = f"""
+import os, sys
+sys.path.append({str(ROOT)!r})
+from tests.verifier.test_same_training import record
+record(**({{"replicas": 2, "reduce": None}} if "WORLD_SIZE" in os.environ else {{}}))
+"""
+
+
+def test_commands_of_the_package_run_as_written(tmp_path):
+    one = Script()
+    one.write(tmp_path / "one.npz")
+    Script(replay=one, permute=1).write(tmp_path / "permuted.npz")
+    Script(replicas=2, replay=one, reduce=None).write(tmp_path / "two.npz")
+    (tmp_path / "train.py").write_text(RECORDED, encoding="utf-8")
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.parent.mkdir()
+    torchrun.write_text('#!/bin/sh\nshift\nWORLD_SIZE=2 exec python "$@"\n', encoding="utf-8")
+    torchrun.chmod(0o755)
+    path = os.pathsep.join([str(torchrun.parent), os.environ["PATH"]])
+    lines = {line: page for page in PAGES for line in sh_lines(page.read_text("utf-8"))}
+    lines = [line for line in lines if line.startswith("python -m lockstep ")]
+    assert len(lines) >= 3 and any("lockstep run " in line for line in lines)
+    for line in lines:
+        done = subprocess.run(
+            line.replace("python", sys.executable, 1), shell=True, cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PATH": path},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == (0 if " show " in line else 9), (line, done.stderr)
+        if line in README:
+            (shown,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+            assert all(squeeze(each) in squeeze(done.stdout) for each in shown.split("…"))
+    (path,) = {line.partition(" > ")[2] for line in lines if " > " in line}
+    assert json.loads((tmp_path / path).read_text())["status"] == "fault"
+
+
+def test_the_skill_has_names_that_exist(monkeypatch):
+    _, head, body = SKILL.read_text(encoding="utf-8").split("---\n")
+    about = yaml.safe_load(head)
+    assert {*about} == {"name", "description"} and len(about["description"]) < 1024
+    schema = json.loads((ROOT / "lockstep" / "verify.schema.json").read_text(encoding="utf-8"))
+    keys = {*schema["properties"]}.union(
+        *(d.get("properties", ()) for d in schema["$defs"].values())
+    )
+    reading = body.partition("## Read the JSON\n")[2].partition("\n## ")[0]
+    assert {*re.findall(r"`(\w+)`", reading)} <= keys
+    (code,) = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
+    called = mock.create_autospec(lockstep.assert_same_training)
+    monkeypatch.setattr(lockstep, "assert_same_training", called)
+    space = {}
+    exec(code, space)
+    space["test_two_processes_train_like_one"]()
+    written = called.call_args.kwargs["json_path"]
+    (job,) = yaml.safe_load((ROOT / "examples" / "ci.yml").read_text("utf-8"))["jobs"].values()
+    upload = job["steps"][-1]
+    assert upload["with"]["path"] == written and upload["if"] == "always()"
+    assert "python -m pytest test_same_training.py" in [step.get("run") for step in job["steps"]]
+
+
+def test_every_fault_has_its_pitfall():
+    commands = "\n".join(sh_lines((DOCS / "pitfalls.md").read_text(encoding="utf-8")))
+    for fault in FAULTS:
+        assert re.search(rf"--inject={fault}\b", commands), fault
+
+
+def test_the_readme_has_commands_of_make_and_of_the_program():
+    make = [line for line in sh_lines(README) if line.startswith("make ")]
+    package = [line for line in sh_lines(README) if line.startswith("python -m lockstep run ")]
+    package = ["pip install .", *package]
+    assert len(package) == 2 and [x for x in sh_lines(README) if x in package] == package
+    assert len(make) + len(program_lines(README)) + len(package) == len(sh_lines(README))
+    expected = {
+        "make train": ".venv/bin/python main.py",
+        "make test": '.venv/bin/python -m pytest -m "not slow"',
+        "make test-all": ".venv/bin/python -m pytest",
+        "make lint": ".venv/bin/ruff check .",
+    }
+    assert expected.keys() == {line.partition(" ARGS")[0] for line in make}
+    for line in make:  # A dry run: `make test` would run itself.
+        result = subprocess.run(
+            [*shlex.split(line), "--dry-run"], capture_output=True, text=True, cwd=ROOT, check=True
+        )
+        start, _, arguments = line.partition(" ARGS=")
+        (last,) = [each for each in result.stdout.splitlines() if each.startswith(expected[start])]
+        assert last.endswith(arguments.strip('"'))
+
+
+@pytest.mark.slow
+def test_the_readme_s_commands_run_one_after_another(tmp_path):
+    copy_program(tmp_path)
+    for line in program_lines(README):
+        result = assert_ok(run_python("main.py", *shlex.split(line), cwd=tmp_path))
+        if " --steps=5 " in line:
+            told = "mirrored is the training on one device: every checked stage is clean"
+            assert told in result.stdout and told in RECORDING and line in RECORDING
+
+
+def texts_of(notebook):
+    """Returns what each cell of code has printed and returned."""
+    return [
+        "".join(
+            output.get("text", "") or "\n" + output.get("data", {}).get("text/plain", "")
+            for output in cell.outputs
+        )
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_shows_what_it_says():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    shown = texts_of(notebook)
+    # Under pytest a kernel leaves out what processes of its own print.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": NOTEBOOK.parent}}
+    ).execute(env=environment)  # Raises where a cell fails.
+    seen = texts_of(notebook)
+    fault = "\nmanual is not the training on one device: lost part (replica)\n"
+    end = "\nexit code 9: mismatch in manual; see runs/notebook/fault/report.html\n"
+    for told in ("[[3. 3.]]", "'mirrored': 'clean'", fault, end, "\nTrue", "(8, True)"):
+        for texts in (shown, seen):
+            assert any(told in text for text in texts), told
+    by_hand, mirrored = next(text for text in seen if text.startswith("manual 0.")).splitlines()
+    assert by_hand.split()[1:] == mirrored.split()[1:]
+    assert not any(word in text for text in shown for word in ("WARNING: All log", "Traceback"))
+
+
+@pytest.mark.slow
+def test_keras_still_does_what_the_page_of_findings_says():
+    assert ABOUT_KERAS.count("\n## ") == 7
+    result = assert_ok(run_python("examples/keras_findings.py", cwd=ROOT, timeout=600))
+    parts = re.split(r"^(\w+): .*\n", result.stdout, flags=re.MULTILINE)[1:]
+    numbers = r"-?\d+\.?\d*|inf"
+    printed = {
+        name: [[float(n) for n in re.findall(numbers, line)] for line in text.splitlines()]
+        for name, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+    assert all(f"`{name}` print" in ABOUT_KERAS for name in printed)
+    clipped, scalar, weighted, dropout, overflow, rows = printed.values()
+    assert clipped[0] == pytest.approx([1, 0.1], abs=1e-6)
+    assert clipped[1] == pytest.approx([2, 0.189], abs=1e-3)
+    assert scalar[0] == pytest.approx([1, 0.443], abs=1e-3)
+    assert scalar[1][1] / scalar[0][1] == pytest.approx(2, rel=1e-6)
+    assert weighted[0][1:] == pytest.approx([0.259, 0.128, -0.008], abs=1e-3)
+    assert weighted[1][1:] == pytest.approx([0.410, 0.124, 0.116], abs=1e-3)
+    assert len(dropout[0]) == 12 and {*dropout[0]} == {0, 2} and dropout[0] == dropout[1]
+    assert overflow == [[1, 0, 16384], [2, np.inf, 32768], [1, 0, 16384], [2, 0, 16384]]
+    assert np.allclose(rows, [[2, 0.1414], [1, 0.1]], atol=1e-3)

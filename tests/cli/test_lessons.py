@@ -1,0 +1,134 @@
+"""The lessons in `examples/`: each is a training in one file, equal to the program's."""
+
+import gzip
+import importlib
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
+from app.data.fashion_mnist import load_fashion_mnist
+from app.data.synthetic import generate_synthetic
+from app.training.recipes import find_recipe
+from models import load_model_builder
+from tests.conftest import CPUS, ROOT, run_python
+from tests.small_models import new_strategy
+
+NUM_STEPS = 50
+NUM_EXAMPLES = 16 * NUM_STEPS - 5  # The last batch is short.
+
+
+@pytest.fixture(scope="module")
+def load():
+    """Imports a file of `examples/`."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    yield importlib.import_module
+    sys.path.remove(str(ROOT / "examples"))
+
+
+@pytest.fixture(scope="module")
+def data():
+    images = generate_synthetic()
+    train = images.train_images[:NUM_EXAMPLES], images.train_labels[:NUM_EXAMPLES]
+    return train, (images.test_images[:100], images.test_labels[:100])
+
+
+def train_in_the_program(dataset, values, num_replicas):
+    """Trains with the strategy `manual`, from these weights; returns the weights of all copies."""
+    recipe = find_recipe("d2l", "lenet")
+    strategy = new_strategy("manual", num_replicas)
+    strategy.build(
+        lambda: recipe.build_model(
+            load_model_builder("lenet"), image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, seed=0
+        ),
+        lambda: recipe.create_optimizer(recipe.peak_learning_rate, len(dataset)),
+    )
+    for replica in strategy.replicas:
+        for weight, value in zip(replica.model.trainable_variables, values, strict=True):
+            weight.assign(value)
+    strategy.train_steps(strategy.distribute(dataset), len(dataset))
+    return [[w.numpy() for w in replica.model.trainable_variables] for replica in strategy.replicas]
+
+
+def assert_equal(copies, others, devices):
+    for params, right, device in zip(copies, others, devices, strict=True):
+        for param, value in zip(params, right, strict=True):
+            assert param.device.endswith(device.removeprefix("/device:"))
+            np.testing.assert_array_equal(param.numpy(), value)
+
+
+# MirroredStrategy rounds the sizes of shards up: 16 examples are 6, 6 and 4, not 6, 5 and 5.
+@pytest.mark.parity
+@pytest.mark.parametrize(("num_devices", "batch_size"), [(2, 16), (3, 16), (3, 15), (4, 16)])
+def test_the_lesson_has_the_bits_of_the_program_and_of_its_mirrored_half(
+    load, data, num_devices, batch_size
+):
+    lesson, devices = load("data_parallel"), CPUS[:num_devices]
+    (images, labels), _ = data
+    dataset = tf.data.Dataset.from_tensor_slices((images, labels.astype(np.int32)))
+    dataset = dataset.shuffle(len(images), seed=0).batch(batch_size)
+    batches = list(dataset)
+    dataset = tf.data.Dataset.from_generator(lambda: batches, output_signature=dataset.element_spec)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
+    values = lesson.initial_values()
+    expected = train_in_the_program(dataset, values, num_devices)
+    assert not np.array_equal(expected[0][0], values[0])
+    for create in (lesson.by_hand, lesson.mirrored):
+        device_params, shards_of, train_batch = create(dataset, values, devices)
+        for batch in shards_of:
+            train_batch(*batch)
+        if create is lesson.by_hand or batch_size % num_devices == 0:
+            assert_equal(device_params, expected, devices)
+
+
+def test_the_lesson_compares_both_ways_and_plots_them(load, monkeypatch, tmp_path, data, capsys):
+    lesson = load("data_parallel")
+    monkeypatch.chdir(tmp_path)
+    data = [(images, labels.astype(np.int32)) for images, labels in data]
+    monkeypatch.setattr(lesson, "load_data", lambda: data)
+    monkeypatch.setattr(lesson, "choose_devices", lambda number: CPUS[:number])
+    monkeypatch.setattr(sys, "argv", ["data_parallel.py", "--num_gpus=2", "--num_epochs=1"])
+    lesson.main()
+    *_, by_hand, _, mirrored, last = capsys.readouterr().out.splitlines()
+    assert by_hand.startswith("by_hand: test acc: 0.") and mirrored.startswith("mirrored: test acc")
+    assert last == "4 of 4 copies of the parameters are bitwise identical."
+    assert (tmp_path / "data_parallel.png").stat().st_size > 10_000
+
+
+def test_the_lessons_read_the_folder_of_the_program(load, monkeypatch, tmp_path, small_data):
+    for path in small_data.iterdir():
+        (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+    monkeypatch.setenv("FASHION_MNIST_DIR", str(tmp_path))
+    (images, labels), (test_images, test_labels) = load("data_parallel").load_data()
+    right = load_fashion_mnist(None, allow_unverified=True)
+    np.testing.assert_array_equal(images, right.train_images)
+    np.testing.assert_array_equal(labels, right.train_labels)
+    np.testing.assert_array_equal(test_images, right.test_images)
+    np.testing.assert_array_equal(test_labels, right.test_labels)
+
+
+def test_a_lesson_without_images_prints_the_remedy(tmp_path):
+    folder = tmp_path / "none"
+    lesson = str(ROOT / "examples" / "data_parallel.py")
+    result = run_python(lesson, "--num_epochs=1", env={"FASHION_MNIST_DIR": str(folder)})
+    assert result.returncode == 1
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("error: Fashion-MNIST: ") and str(folder) in line
+    assert line.endswith("; set FASHION_MNIST_DIR to the folder with its four .gz files")
+
+
+@pytest.mark.parametrize("way", ["by_examples", "by_layers", "by_channels"])
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_each_way_computes_the_gradients_of_one_device(load, data, way, num_devices):
+    lesson = load("three_ways")
+    images = (data[0][0][: lesson.BATCH_SIZE].reshape(-1, 784) / 255).astype(np.float32)
+    batch = tf.constant(images), tf.constant(data[0][1][: lesson.BATCH_SIZE], tf.int32)
+    random, devices = np.random.default_rng(1), CPUS[:num_devices]
+    params = [tf.constant(random.normal(0, 0.1, shape), tf.float32) for shape in lesson.SHAPES]
+    found = getattr(lesson, way)(params, batch, devices)
+    for gradient, right in zip(found, lesson.one_device(params, batch, devices), strict=True):
+        assert np.linalg.norm(right) > 0.01
+        # Sums of some hundred float32 terms, in another order.
+        assert np.linalg.norm(gradient - right) < 1e-5 * np.linalg.norm(right)

@@ -1,0 +1,67 @@
+"""The wheel: the verifier alone, which needs nothing but NumPy."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.verifier.script_samples import Script
+
+
+def run(*command, **options):
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=300, **options
+    )
+    assert done.returncode in (0, 9), done.stdout + done.stderr
+    return done
+
+
+def numpy_of(which):
+    """Returns the requirement of the oldest NumPy that the package allows, or of the pinned one."""
+    if which == "pinned":
+        text = (ROOT / "requirements.txt").read_text()
+        return re.search(r"^numpy==\S+", text, re.MULTILINE)[0]
+    oldest = re.search(r'"numpy>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    return f"numpy=={oldest}.*"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["oldest", "pinned"])
+def test_an_empty_environment_verifies_two_files(tmp_path, which):
+    if which == "oldest" and sys.version_info >= (3, 13):
+        pytest.skip("the oldest NumPy has no wheel for this Python")
+    sources, wheels, env = tmp_path / "sources", tmp_path / "wheels", tmp_path / "env"
+    sources.mkdir()
+    shutil.copytree(ROOT / "lockstep", sources / "lockstep")
+    shutil.copy(ROOT / "pyproject.toml", sources)
+    pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+    build = ("wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={wheels}", sources)
+    run(sys.executable, *pip, *build, cwd=tmp_path)
+    (wheel,) = wheels.iterdir()
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"lockstep"}
+    assert len([name for name in names if name.endswith(".py")]) == len(
+        [*(ROOT / "lockstep").rglob("*.py")]
+    )
+    assert "lockstep/verify.schema.json" in names
+    run(sys.executable, "-m", "venv", env)
+    run(env / "bin/python", *pip, "install", wheel, numpy_of(which))
+    code = "import importlib.metadata as m; print(*(d.name for d in m.distributions()))"
+    installed = {*run(env / "bin/python", "-c", code).stdout.split()}
+    assert installed - {"pip", "setuptools"} == {"lockstep", "numpy"}
+
+    one = Script()
+    one.write(tmp_path / "one.npz")
+    Script(replicas=2, replay=one, reduce=None).write(tmp_path / "two.npz")
+    files = tmp_path / "one.npz", tmp_path / "two.npz"
+    module = (env / "bin/python", "-m", "lockstep")
+    for command in (module, (env / "bin/lockstep",)):
+        done = run(*command, *files, "--json", cwd=tmp_path)
+        trainings = json.loads(done.stdout)["trainings"]
+        assert done.returncode == 9 and trainings["one.npz"]["status"] == "clean"
+        assert "not_all_reduced" in {each["detail"] for each in trainings["two.npz"]["findings"]}

@@ -1,0 +1,1 @@
+"""Tests of the strategies and models: parity, collectives, the numerical contract."""

@@ -1,0 +1,210 @@
+"""What workers say to each other, and that their parts of a batch are disjoint and complete."""
+
+import time
+
+import numpy as np
+import pytest
+
+from app.devices import device_setup
+from app.devices.local_workers import WorkerGroup, split_resources
+from app.options import Config
+from app.options.table import Distribution
+from app.runtime.errors import ConfigError
+from strategies.workers import Workers, split_bytes
+
+CONFIG = Config.of(
+    strategy="multi_worker",
+    device="cpu",
+    dataset="synthetic",
+    num_train_examples=50,
+    global_batch_size=20,
+    num_devices=2,
+)
+
+
+def run_group(function, *arguments, num_workers=2):
+    with WorkerGroup(split_resources(num_workers, CONFIG), function, *arguments) as group:
+        while (message := group.receive())[0] == "message":
+            pass
+    return message[1]
+
+
+def work(channel, config):
+    """Runs in each worker: one start of TensorFlow for all that is asked of them."""
+    prepared = device_setup.set_up(config)
+    return talk(prepared, config), normalise(prepared), leave(prepared.workers)
+
+
+@pytest.fixture(scope="module")
+def per_worker():
+    """What each of two workers with two replicas returns from `work`."""
+    return run_group(work, CONFIG)
+
+
+def leave(workers):
+    """Returns how long the chief waits for a worker that does not leave; then both leave."""
+    from strategies import collective_cluster
+
+    collective_cluster._LEAVE_SEC = 0.5
+    start = time.monotonic()
+    if workers.is_chief:
+        workers.leave()
+    alone_sec = time.monotonic() - start
+    workers.all_reduce_max(0)
+    workers.leave()
+    return alone_sec
+
+
+def talk(prepared, config):
+    """Every kind of message, and the shards of three batches."""
+    import tensorflow as tf
+
+    from app.training.all_reduce_self_test import run_all_reduce_self_test
+    from app.training.strategy_builder import build_strategy
+
+    workers, index = prepared.workers, prepared.workers.index
+    said = {
+        "short": workers.gather(f"worker {index}".encode()),
+        "long": [len(text) for text in workers.gather(b"x" * (3000 * index + 1))],
+        "empty": workers.gather(b""),
+        "chief": workers.broadcast(b"from the chief" if index == 0 else b"ignored"),
+        "nothing": workers.broadcast(),
+        "largest": workers.all_reduce_max(index, -index, 0.1 + index),
+        "arrays": workers.gather_arrays([np.full((2, 3), index, np.float32), np.int64([index])]),
+    }
+    strategy = build_strategy(config, prepared)
+    run_all_reduce_self_test(strategy)
+    images = np.zeros((50, 28, 28, 1), np.uint8)
+    images[:, 0, 0, 0] = np.arange(50)  # Each example shows its index.
+    dataset = tf.data.Dataset.from_tensor_slices((images, np.zeros(50, np.int32)))
+    iterator = strategy.distribute(dataset.batch(20).repeat())
+
+    @tf.function
+    def shards():
+        kept = strategy.tf_strategy.run(lambda shard, _: shard[0][:, 0, 0, 0], args=next(iterator))
+        return strategy.tf_strategy.experimental_local_results(kept)
+
+    seen = [[shard.numpy().tolist() for shard in shards()] for _ in range(3)]
+    return said, list(strategy.local_shard_ids), seen
+
+
+def test_workers_talk_and_split_every_batch(per_worker):
+    (chief, ids, seen), (other, other_ids, other_seen) = (talked for talked, *_ in per_worker)
+    assert (ids, other_ids) == ([0, 1], [2, 3])
+    for said in (chief, other):
+        assert said["short"] == [b"worker 0", b"worker 1"]
+        assert said["long"] == [1, 3001]
+        assert said["empty"] == [b"", b""]
+        assert (said["chief"], said["nothing"]) == (b"from the chief", b"")
+        assert said["largest"] == [1.0, 0.0, 1.1]
+        for index, (floats, numbers) in enumerate(said["arrays"]):
+            np.testing.assert_array_equal(floats, np.full((2, 3), index, np.float32), strict=True)
+            np.testing.assert_array_equal(numbers, np.int64([index]), strict=True)
+    # In the order of one device: the shards of a batch, one replica after another, are the batch.
+    for step, (first, second) in enumerate(zip(seen, other_seen, strict=True)):
+        batch = [example for shard in (*first, *second) for example in shard]
+        assert batch == list(range(20 * step, min(20 * step + 20, 50)))
+
+
+def test_no_worker_waits_long_for_one_that_does_not_leave(per_worker):
+    (_, _, chief_sec), (_, _, other_sec) = per_worker
+    assert 0.4 < chief_sec < 20 and other_sec < 0.4
+
+
+def train_with_batch_norm(strategy):
+    """Makes three steps of a model with BatchNorm; the same in a worker as on one machine."""
+    import keras
+    import tensorflow as tf
+
+    def model_fn():
+        keras.utils.set_random_seed(7)
+        images = keras.Input((28, 28, 1), dtype="uint8")
+        flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(images))
+        normalised = keras.layers.BatchNormalization(name="norm")(flat)
+        return keras.Model(images, keras.layers.Dense(10, name="logits")(normalised))
+
+    strategy.build(model_fn, lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 28, 28, 1), dtype=np.uint8)
+    dataset = tf.data.Dataset.from_tensor_slices((pixels, np.arange(60, dtype=np.int32) % 10))
+    totals = strategy.train_steps(strategy.distribute(dataset.batch(20).repeat()), 3)
+    own = strategy.states.per_shard_statistics()
+    state = strategy.state()
+    evaluated = strategy.evaluate(dataset.batch(25))
+    return tuple(totals), own, state, tuple(evaluated), strategy.predict(pixels)
+
+
+def normalise(prepared):
+    """Trains with BatchNorm, and hands its statistics around."""
+    from app.training.replica_divergence import check_replica_divergence
+    from strategies import load_strategy_class
+
+    strategy = load_strategy_class("multi_worker")(prepared.names, Distribution(), prepared.workers)
+    results = train_with_batch_norm(strategy)
+    own = results[1]
+    after_reading = strategy.states.per_shard_statistics()
+    strategy.load_state(results[2])
+    averaged = strategy.states.per_shard_statistics()
+    strategy.states.broadcast(own if prepared.workers.is_chief else [])
+    divergence = check_replica_divergence(strategy)
+    given_back = strategy.states.per_shard_statistics()
+    strategy.load_state({name: array + 1 for name, array in results[2].items()})
+    strategy.states.broadcast()
+    return *results, after_reading, averaged, given_back, divergence.tensor
+
+
+def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
+    from strategies import load_strategy_class
+    from tests.conftest import CPUS  # A worker must not find devices made already.
+
+    expected = train_with_batch_norm(load_strategy_class("manual")(CPUS, Distribution()))
+    for _, results, _ in per_worker:
+        totals, own, state, evaluated, logits, after_reading, averaged, given_back, divergence = (
+            results
+        )
+        assert len(own) == len(given_back) == 4
+        assert totals[1:] == expected[0][1:] and totals[2] == 60
+        assert totals[0] == pytest.approx(expected[0][0], rel=1e-6)
+        assert evaluated[2] == 60 and evaluated[1] == expected[3][1]
+        assert averaged == [] and divergence.startswith("norm/moving_")
+        for replica, arrays in enumerate(own):
+            copies = arrays, after_reading[replica], given_back[replica], expected[1][replica]
+            for array, unchanged, copy, other in zip(*copies, strict=True):
+                np.testing.assert_array_equal(unchanged, array)
+                np.testing.assert_array_equal(copy, array)
+                np.testing.assert_allclose(array, other, rtol=1e-6)
+        for array, other in zip(state.values(), expected[2].values(), strict=True):
+            np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(logits, expected[4], rtol=1e-4, atol=1e-4)
+
+
+def differ(channel, config):
+    """Runs in each worker: each with another learning rate."""
+    import os
+
+    learning_rate = 0.1 if '"index": 0' in os.environ["TF_CONFIG"] else 0.2
+    device_setup.set_up(config.replace(learning_rate=learning_rate))
+
+
+@pytest.mark.slow
+def test_workers_with_different_flags_are_refused():
+    with pytest.raises(ConfigError, match=r"--learning_rate: worker 0 has 0.1, worker 1 has 0.2"):
+        run_group(differ, CONFIG)
+
+
+def test_one_process_is_all_there_is():
+    workers = Workers()
+    assert workers.is_chief
+    assert workers.gather(b"a") == [b"a"]
+    assert workers.all_reduce_max(3, 0.5) == [3.0, 0.5]
+    assert workers.broadcast(b"a") == b"a"
+
+
+def test_a_message_is_split_into_arrays_of_exactly_its_length():
+    arrays = [np.arange(3, dtype=np.int64), np.float32([[1.5], [2.5]])]
+    message = b"".join(array.tobytes() for array in arrays)
+    for array, found in zip(arrays, split_bytes(message, arrays), strict=True):
+        np.testing.assert_array_equal(found, array, strict=True)
+    assert split_bytes(b"", []) == []
+    for wrong, likes in ((message[:-1], arrays), (message + b"x", arrays), (b"x", [])):
+        with pytest.raises(ValueError, match="bytes instead of"):
+            split_bytes(wrong, likes)

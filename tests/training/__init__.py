@@ -1,0 +1,1 @@
+"""Tests of data, training, files and processes."""

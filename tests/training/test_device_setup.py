@@ -1,0 +1,198 @@
+"""Choosing devices: what the machine has is pretended."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import tensorflow as tf
+
+from app.devices import device_setup, gpus
+from app.options import Config
+from app.runtime.errors import DeviceError
+from tests.conftest import CPUS, ROOT, program_environment, run_python
+from tests.in_process import threads_as_processes
+
+# Sets devices up as a program does, and prints what TensorFlow has then.
+SCRIPT = """
+import json, resource
+from app.devices import device_setup
+from app.options import Config
+made = device_setup.set_up(Config.of(device="cpu"))
+import keras
+import tensorflow as tf
+import numpy as np
+def page_faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arrays = [np.ones(2**16) for _ in range(100)]  # 50 MiB, freed at the end.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+page_faults()
+print(json.dumps({
+    "page_faults": page_faults(),
+    "names": made.names,
+    "simulated": made.simulated,
+    "logical": len(tf.config.list_logical_devices("CPU")),
+    "intra": tf.config.threading.get_intra_op_parallelism_threads(),
+    "keras": [keras.backend.backend(), keras.config.floatx(), keras.config.image_data_format()],
+}))
+"""
+
+
+def test_without_a_gpu_two_logical_cpus_whatever_a_user_s_settings_of_keras_are(tmp_path):
+    (tmp_path / "keras.json").write_text(
+        '{"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}'
+    )
+    result = run_python("-c", SCRIPT, env={"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch"})
+    done = json.loads(result.stdout)
+    assert done["keras"] == ["tensorflow", "float32", "channels_last"]
+    assert done["names"] == ["/device:CPU:0", "/device:CPU:1"]
+    assert done["simulated"] and done["logical"] == 2 and done["intra"] >= 1
+    assert done["page_faults"] < 1000  # 12,800 pages, which the process has kept.
+    assert result.stderr == ""  # TensorFlow's own messages are held back.
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretends that TensorFlow has used no device yet; the function sets up as with some GPUs."""
+    done = {"growth": 0, "threads": []}
+
+    def grow(gpu, on):
+        assert on
+        done["growth"] += 1
+
+    def set_up(gpus_there, **options):
+        gpus = [f"gpu{i}" for i in range(gpus_there)]
+        monkeypatch.setattr(
+            tf.config, "list_physical_devices", lambda kind: gpus if kind == "GPU" else ["cpu0"]
+        )
+        try:
+            made = device_setup.set_up(Config.of(**options))
+        except DeviceError as error:
+            return done | {"error": str(error), "code": error.exit_code}
+        return done | {"names": made.names, "simulated": made.simulated}
+
+    threading = tf.config.threading
+    for place, name, pretended in (
+        (tf.config, "set_visible_devices", lambda chosen, kind: done.update(visible=chosen)),
+        (
+            tf.config,
+            "set_logical_device_configuration",
+            lambda cpu, devices: done.update(logical=len(devices)),
+        ),
+        (tf.config.experimental, "set_memory_growth", grow),
+        (threading, "set_intra_op_parallelism_threads", done["threads"].append),
+        (threading, "set_inter_op_parallelism_threads", done["threads"].append),
+    ):
+        monkeypatch.setattr(place, name, pretended)
+    monkeypatch.setattr(device_setup, "why_no_gpu", lambda: "no driver: install one")
+    with threads_as_processes():
+        yield set_up
+
+
+def test_num_gpus_without_a_gpu_falls_back_and_says_so(machine, capsys):
+    done, errors = machine(0, num_gpus=3), capsys.readouterr().err
+    assert len(done["names"]) == done["logical"] == 3 and min(done["threads"]) >= 1
+    assert "WARNING: --num_gpus=3" in errors and "3 replicas on logical CPU devices" in errors
+
+
+@pytest.mark.parametrize(
+    ("gpus_there", "options", "names", "visible"),
+    [
+        (0, {"strategy": "single"}, ["/device:CPU:0"], []),
+        (2, {}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
+        (2, {"num_gpus": 2}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
+        (4, {"num_gpus": 2}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
+        (2, {"device": "cpu", "num_devices": 4}, CPUS, []),
+    ],
+)
+def test_devices_that_are_taken(machine, gpus_there, options, names, visible):
+    done = machine(gpus_there, **options)
+    assert (done["names"], done.get("visible", [])) == (names, visible)
+    assert done["growth"] == len(visible)
+    assert done["simulated"] == (len(names) > 1 and not visible)
+
+
+@pytest.mark.parametrize(
+    ("gpus_there", "options", "told"),
+    [
+        (0, {"device": "gpu", "num_devices": 2}, "use --device=cpu --num_devices=2"),
+        (0, {"device": "gpu"}, "use --device=cpu --num_devices=2"),
+        (1, {"num_gpus": 2}, "TensorFlow sees 1 GPU"),
+        (1, {"num_devices": 3}, "--device=cpu --num_devices=3"),
+    ],
+)
+def test_what_gpus_cannot_give_is_refused(machine, gpus_there, options, told):
+    done = machine(gpus_there, **options)
+    assert done["code"] == 6 and told in done["error"]
+    if gpus_there == 0:
+        assert "TensorFlow sees no GPU (no driver: install one)" in done["error"]
+
+
+DRIVER = "echo 'A, 24564 MiB, 550.54.14'"
+NO_LIBRARY = "Could not load dynamic library 'libcudnn.so.9'; dlerror\nis_cuda_build True"
+NO_CUDA = "failed call to cuInit: CUDA_ERROR_X\nis_cuda_build False"
+
+
+@pytest.mark.parametrize(
+    ("smi", "log", "visible", "causes"),
+    [
+        ("", NO_LIBRARY, None, ["nvidia-smi is not installed", "cannot load libcudnn.so.9"]),
+        (DRIVER, "", "-1", ['CUDA_VISIBLE_DEVICES="-1" hides']),
+        ("echo no contact; exit 9", NO_CUDA, None, ["nvidia-smi: no", "has no CUDA", "cuInit fa"]),
+        (DRIVER, "", None, []),
+    ],
+)
+def test_what_keeps_tensorflow_from_gpus(tmp_path, monkeypatch, smi, log, visible, causes):
+    if smi:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{smi}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr(gpus, "_tensorflow_log", lambda: log)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = gpus.gpu_obstacles()
+    for (cause, advice), part in zip(found, causes, strict=True):
+        assert part in cause and advice
+    told = gpus.why_no_gpu()
+    assert "; " not in told and (causes[0] in told if causes else "--verbosity=1" in told)
+
+
+@pytest.mark.slow
+def test_tensorflow_s_log_names_libraries_that_it_cannot_load():
+    told = "is_cuda_build True" if gpus.query_driver()[0] else "library 'libcuda.so.1'"
+    assert told in gpus._tensorflow_log()
+
+
+def test_a_process_that_has_its_devices_already_gives_those():
+    """This one has four."""
+    tf.config.list_logical_devices()  # From here on they are fixed.
+    prepared = device_setup.set_up(Config.of(device="cpu", num_devices=3))
+    assert prepared.names == CPUS[:3] and prepared.simulated
+    told = "5 CPU devices requested, but this process has 4 CPU devices .*; use a new process"
+    with pytest.raises(DeviceError, match=told):
+        device_setup.set_up(Config.of(device="cpu", num_devices=5))
+
+
+def test_a_signal_while_tensorflow_is_imported_has_its_line(tmp_path):
+    """Standard error is redirected meanwhile."""
+    (tmp_path / "tensorflow.py").write_text(
+        f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, ROOT / "main.py", "--dataset=synthetic", f"--out={tmp_path}/run"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env=program_environment(PYTHONPATH=str(tmp_path)),
+    ) as process:  # fmt: skip
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "begun").exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            process.terminate()
+            errors = process.communicate(timeout=30)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 143
+    assert errors.splitlines()[-1].startswith("terminated; no state is saved yet")

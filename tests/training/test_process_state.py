@@ -1,0 +1,216 @@
+"""The state of a process: its log, signals, watchdog and bar."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from app.runtime import console, progress_bar, signals, watchdog
+from app.runtime.errors import StalledError, Terminated
+from app.runtime.progress_bar import TrainingProgress, duration_text
+from strategies.base import StepTotals
+from tests.conftest import ROOT
+from tests.in_process import close_log
+
+NUMBERS = signal.SIGINT, signal.SIGTERM, signals.STOP_REQUEST, signal.SIGHUP
+
+
+@contextlib.contextmanager
+def python(body, *arguments):
+    """Runs a script without TensorFlow; yields its process once it has printed "up"."""
+    head = (
+        "import signal, sys, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "from app.runtime import console, errors, signals, watchdog\n"
+        "up = lambda *told: print('up', *told, flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", head + body, *arguments], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("up"), process.stderr.read()
+            yield process, line[3:].strip()
+        finally:
+            process.kill()
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    """A process runs one command; these tests are several."""
+    before = [(number, signal.getsignal(number)) for number in NUMBERS]
+    yield
+    close_log()
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def test_a_log_has_what_was_printed_and_warnings_can_be_forwarded(tmp_path, capsys):
+    console.say("before")
+    console.open_log(tmp_path / "log.txt")
+    console.say("a line")
+    console.warn("a warning")
+    forwarded = []
+    console.forward_warnings(forwarded.append)
+    console.warn("another warning")
+    found = [line.split(maxsplit=3)[2:] for line in console.log_file().read_text().splitlines()]
+    assert found == [["INFO", "a line"], ["WARNING", "a warning"], ["WARNING", "another warning"]]
+    assert forwarded == ["another warning"]
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("before\na line\n", "WARNING: a warning\n")
+    close_log()
+    assert console.log_file() is None
+
+
+def test_without_a_handler_no_signal_was_received():
+    assert signals.requested() == 0
+    signals.check()
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [
+        (signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGTERM, Terminated),
+        (signals.STOP_REQUEST, Terminated),
+        (signal.SIGHUP, Terminated),
+    ],
+)
+def test_a_deferred_signal_is_raised_when_it_is_checked(number, raised):
+    signals.install()
+    told = []
+    with signals.deferred(lambda: told.append(number)):
+        signals.check()
+        os.kill(os.getpid(), number)
+        assert signals.requested() == number and told == [number]
+        with pytest.raises(raised):
+            signals.check()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signals.STOP_REQUEST, 143)],
+)
+def test_elsewhere_a_signal_is_raised_at_once(number, code):
+    body = (
+        "signals.install()\ntry:\n with signals.deferred(signals.check):\n"
+        "  up()\n  time.sleep(60)\n"
+        "except BaseException as stop:\n sys.exit(console.report_interruption(stop))"
+    )
+    with python(body) as (process, _):
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert errors.splitlines()[-1].endswith("no state is saved yet; run the same command again")
+
+
+def test_a_second_signal_ends_a_command_that_does_not_reach_its_next_check():
+    body = (
+        "signals.install()\nwith signals.deferred(lambda: print('first', flush=True)):\n"
+        " up()\n time.sleep(60)"
+    )
+    with python(body) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "first\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors == "a second SIGINT: exiting now; the last checkpoint is kept\n"
+
+
+def test_ignored_signals_stay_ignored():
+    """As a shell starts jobs in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals.install()
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.requested() == 0
+
+
+STALLED = "errors.StalledError('no progress; run it again')"
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+def test_the_watchdog_ends_a_process_in_which_nothing_moves(has_log, tmp_path):
+    log = tmp_path / "log.txt"
+    body = f"console.open_log({str(log)!r})\n" if has_log else ""
+    body += f"up()\nwith watchdog.watch(1, {STALLED}):\n time.sleep(60)"
+    with python(body) as (process, _):
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 142
+    assert errors.splitlines()[-1] == "error: no progress; run it again"
+    assert ", line " in (log.read_text() if has_log else errors)
+
+
+def test_a_process_that_was_stopped_has_not_stalled():
+    """Stopped for longer than the limit."""
+    body = (
+        f"with watchdog.watch(2, {STALLED}) as on_progress:\n up()\n"
+        " [(time.sleep(0.1), on_progress()) for _ in range(10)]\nsys.exit(0)"
+    )
+    with python(body) as (process, _):
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(20) == 0
+
+
+# Native code that waits for a lock that it has, and holds Python's global lock.
+HANG = f"""
+import ctypes
+libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+watchdog._GRACE_SEC = 2
+console.open_log(sys.argv[1])
+with watchdog.watch(1, {STALLED}):
+    up()
+    [libc.pthread_mutex_lock(mutex) for _ in range(2)]
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="its locks are Linux's")
+def test_it_ends_a_process_in_which_no_python_code_can_run(tmp_path):
+    log = tmp_path / "log.txt"
+    with python(HANG, log) as (process, _):
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (-signal.SIGALRM, "")
+    assert 'File "<string>", line 12 in' in log.read_text() and "watchdog.py" in log.read_text()
+
+
+def test_a_limit_of_zero_watches_nothing():
+    for sec in (0, 9):
+        with watchdog.watch(sec, StalledError("")) as on_progress:
+            on_progress()
+            assert ("watchdog" in [t.name for t in threading.enumerate()]) == bool(sec)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (3 * 3600 + 300, "3 h 05 min"),
+     (52 * 3600, "2 d 4 h")],
+)  # fmt: skip
+def test_a_duration_has_one_or_two_units(seconds, text):
+    assert duration_text(seconds) == text
+
+
+def test_a_long_training_prints_its_duration_once_steps_after_the_warm_up_are_measured(
+    monkeypatch, capsys
+):
+    """Steps 1 and 2 take 16 s and 10 s, because they compile; the others take 2 s each."""
+    now = [0.0]
+    monkeypatch.setattr(progress_bar, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    with TrainingProgress(10, 100) as progress:
+        for step, seconds in enumerate((16, 10, 2, 2, 2), start=1):
+            now[0] += seconds
+            progress.step(step, StepTotals(2.0, 1, 2), 100.0)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "epoch 1/10  loss 1.000  accuracy 0.500  step 1/1000"
+    assert second == (
+        "epoch 1/10  loss 1.000  accuracy 0.500  100 images/s  step 5/1000, 33 min left"
+    )

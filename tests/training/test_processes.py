@@ -1,0 +1,183 @@
+"""The child processes of the program: results, messages, and all ways in which they end."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from app.runtime import signals
+from app.runtime.errors import DeviceError, DiskFullError
+from app.runtime.processes import (
+    ChildProcess,
+    Process,
+    call_in_child_process,
+    output_of,
+    prepared_calls,
+)
+from tests.conftest import ROOT
+from tests.training import process_functions
+
+
+def python(script, **options):
+    command = [sys.executable, "-c", script]
+    return Process(command, stdout=subprocess.PIPE, **options)
+
+
+def test_result_and_messages_arrive_also_in_a_thread():
+    """The kernel counts the thread that has started a process as its parent."""
+    messages, results = [], []
+
+    def call():
+        add = process_functions.add
+        results.append(call_in_child_process(add, 2, 3, on_message=messages.append))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(60)
+    assert (results, messages) == ([5], [("step", 1), ("step", 2)])
+
+
+def test_a_function_can_be_talked_to():
+    with ChildProcess(process_functions.echo) as process:
+        for message in (1, "x" * 1_000_000):
+            process.send(message)
+            assert process.receive(60) == ("message", message)
+        process.send(None)
+        assert process.receive(60) == ("result", None)
+    with pytest.raises(OSError):
+        os.kill(process.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "told"),
+    [
+        (process_functions.refuse, DiskFullError, "make room"),
+        (process_functions.fail, RuntimeError, r'(?s)ZeroDivisionError: oops.*raise ZeroDivis'),
+        (process_functions.vanish, DeviceError, "exit code 137"),
+        (process_functions.kill_itself, DeviceError, "probably because memory ran out"),
+        (process_functions.hang, TimeoutError, "within 2 s"),
+    ],
+)  # fmt: skip
+def test_how_it_failed_is_told(function, error, told):
+    with pytest.raises(error, match=told):
+        call_in_child_process(function, timeout_sec=2 if error is TimeoutError else 60)
+
+
+def test_a_process_finds_modules_where_we_do_and_our_environment_stays(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, "", "/nonexistent/of this test"])
+    before = dict(os.environ), sys.modules["__main__"]
+    with ChildProcess(process_functions.tell_search_path, environment={"GIVEN": "x"}) as process:
+        assert (dict(os.environ), sys.modules["__main__"]) == before
+        _, (path, folder, given) = process.receive(60)
+    assert path == [*sys.path, str(ROOT)]
+    assert (folder, given) == (str(tmp_path), "x")
+
+
+def test_what_a_function_keeps_does_not_delay_the_end():
+    with ChildProcess(process_functions.warn_and_keep) as process:
+        assert process.receive(60) == ("message", "a warning")
+        assert process.receive(60) == ("result", None)
+
+
+CALL = "process_functions.hang, on_message=lambda pid: (os.kill(pid, 19), print(pid, flush=True)))"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        f"processes.call_in_child_process({CALL}",
+        f"with processes.prepared_calls(str) as call: call({CALL}",
+    ],
+)
+def test_a_process_ends_with_the_one_that_has_started_it(start):
+    """Killed, so that it can end nothing itself; a stopped process ends only by SIGKILL."""
+    script = (
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.training import process_functions; from app.runtime import processes\n"
+        f"{start}\n"
+    )
+    with python(script) as parent:
+        pid = int(parent.stdout.readline())
+    wait_for_the_end(pid)
+
+
+def wait_for_the_end(pid):
+    status, deadline = pathlib.Path(f"/proc/{pid}/stat"), time.monotonic() + 20
+    # "Z": its new parent has not waited for it yet.
+    try:
+        while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_prepared_calls_share_a_process():
+    messages = []
+    with prepared_calls(process_functions.prepare) as call:
+        for _ in range(2):
+            assert call(process_functions.is_prepared, on_message=messages.append) is True
+        with pytest.raises(RuntimeError, match="oops"):
+            call(process_functions.fail)
+        assert call(process_functions.add, 2, 3) == 5
+        with pytest.raises(DeviceError, match="probably because memory ran out"):
+            call(process_functions.kill_itself)
+    assert messages == [1, 1]  # The second is a fork of its own.
+    for function, code in ((process_functions.vanish, 137), (process_functions.leave, 1)):
+        with pytest.raises(DeviceError, match=f"exit code {code}"), prepared_calls(str) as call:
+            call(function)
+    with pytest.raises(DiskFullError), prepared_calls(process_functions.refuse_to_prepare) as call:
+        call(process_functions.add, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("raise SystemExit(7)", 7),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGABRT)", 128 + signal.SIGABRT),
+    ],
+)
+def test_exit_codes_are_those_of_a_shell(script, code):
+    with python(script) as process:
+        process.wait(60)
+    assert process.exit_code == code
+
+
+def test_leaving_the_block_kills_a_process_and_its_children():
+    script = (
+        "import os, signal, time; signal.signal(15, signal.SIG_IGN); pid = os.fork()\n"
+        "if pid: print(pid, flush=True)\ntime.sleep(3600)"
+    )
+    with python(script, start_new_session=True) as process:
+        child = int(process.stdout.readline())
+    assert process.exit_code == 128 + signal.SIGKILL
+    wait_for_the_end(child)
+
+
+def test_a_request_to_stop_reaches_the_process_and_cores_are_limited():
+    core = min(os.sched_getaffinity(0))
+    script = (
+        "import os, signal, sys\n"
+        f"signal.signal({int(signals.STOP_REQUEST)}, lambda *_: sys.exit(9))\n"
+        "print(sorted(os.sched_getaffinity(0)), flush=True); signal.pause()"
+    )
+    with python(script, cores=[core]) as process:
+        assert process.stdout.readline().decode() == f"[{core}]\n"
+        process.send_signal(signals.STOP_REQUEST)
+        assert process.wait(60) == 9
+
+
+@pytest.mark.parametrize("command", [["sleep", "60"], ["/nonexistent/program"]])
+def test_other_programs_that_do_not_end_are_an_error_of_the_system(command):
+    with pytest.raises(OSError):
+        output_of(command, timeout_sec=0.2)
+    script = "import sys; print(1, flush=True); sys.exit('no')"
+    assert output_of([sys.executable, "-c", script], timeout_sec=60) == (1, "1\nno\n")

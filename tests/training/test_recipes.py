@@ -1,0 +1,100 @@
+"""Recipes: learning rates, schedules, input scaling."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
+from app.training.optimizers import last_learning_rate
+from app.training.recipes import RECIPES, find_recipe
+from models import load_model_builder
+from strategies.tf_private import learning_rate_schedule
+from tests.conftest import CPUS
+
+
+def rates_of(schedule, num_steps):
+    """Returns the rate of each step, computed by one function of TensorFlow."""
+    compute = tf.function(lambda steps: tf.map_fn(schedule, steps, fn_output_signature=tf.float32))
+    return compute(tf.range(num_steps + 1)).numpy().tolist()
+
+
+def test_d2l_is_plain_sgd_with_the_learning_rates_of_d2l():
+    for model, size, rate in [("lenet", 256, 0.2), ("resnet18", 256, 0.1), ("resnet18", 512, 0.2)]:
+        recipe = find_recipe("d2l", model)
+        assert recipe.learning_rate(global_batch_size=size, num_steps=1) == rate
+    optimizer = recipe.create_optimizer(0.2, 100)
+    assert isinstance(optimizer, keras.optimizers.SGD)
+    assert (optimizer.momentum, optimizer.nesterov, optimizer.weight_decay) == (0, False, None)
+    assert float(optimizer.learning_rate) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(1, 0), (10, 5), (235, 100), (2350, 470)])
+def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps, warmup_steps):
+    optimizer = find_recipe("fast", "lenet").create_optimizer(0.2, num_steps)
+    schedule = learning_rate_schedule(optimizer)
+    rates = rates_of(schedule, num_steps)
+    peak = int(np.argmax(rates))
+    assert peak == warmup_steps
+    assert rates[peak] == pytest.approx(0.2)
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "black", "white"), [("d2l", 0, 1), ("fast", -72.94 / 90.02, 182.06 / 90.02)]
+)
+def test_models_take_bytes_and_scale_them(recipe, black, white):
+    model = find_recipe(recipe, "lenet").build_model(
+        load_model_builder("lenet"), image_shape=IMAGE_SHAPE, num_classes=NUM_CLASSES, seed=0
+    )
+    assert model.inputs[0].dtype == "uint8"
+    scale = next(layer for layer in model.layers if isinstance(layer, keras.layers.Rescaling))
+    np.testing.assert_allclose(scale(np.uint8([0, 255])), [black, white], rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["lenet", "resnet9", "resnet18", "a_new_model"])
+def test_beyond_256_the_rate_of_fast_grows_with_the_square_root_of_the_batch(model):
+    assert find_recipe("d2l", model).learning_rate(global_batch_size=256, num_steps=10) > 0
+    recipe = find_recipe("fast", model)
+    rates = [
+        recipe.learning_rate(global_batch_size=size, num_steps=10_000) / recipe.peak_learning_rate
+        for size in (64, 256, 512, 1024, 4096)
+    ]
+    assert rates == [0.25, 1, pytest.approx(2**0.5), 2, 4]
+    # A short run rises less high.
+    short = [recipe.learning_rate(global_batch_size=256, num_steps=n) for n in (2350, 200, 40)]
+    assert short == pytest.approx([recipe.peak_learning_rate * x for x in (1, 1, 0.2)])
+
+
+@pytest.mark.parametrize(
+    ("global_batch_size", "num_steps"), [(512, 3000), (1024, 60), (1024, 590), (4096, 236)]
+)
+def test_with_a_large_batch_the_rate_of_fast_rises_no_faster(global_batch_size, num_steps):
+    recipe = find_recipe("fast", "lenet")
+    peak = recipe.learning_rate(global_batch_size=global_batch_size, num_steps=num_steps)
+    schedule = learning_rate_schedule(recipe.create_optimizer(peak, num_steps))
+    rates = rates_of(schedule, num_steps)
+    assert max(np.diff(rates)) <= 0.2 / 100 * 1.01
+    assert max(rates) == pytest.approx(min(0.2 * (global_batch_size / 256) ** 0.5, num_steps / 1e3))
+
+
+def test_the_reported_learning_rate_is_that_of_the_last_step():
+    optimizer = RECIPES["fast"]["lenet"].create_optimizer(0.2, 1000)
+    weight = keras.Variable([1.0])
+    optimizer.build([weight])
+    for _ in range(3):
+        optimizer.apply([keras.ops.ones([1])], [weight])
+    assert last_learning_rate(optimizer) == pytest.approx(0.2 * 2 / 200)  # Step 2, counted from 0.
+    assert last_learning_rate(RECIPES["d2l"]["lenet"].create_optimizer(0.3, 10)) == pytest.approx(
+        0.3
+    )
+
+
+def test_the_last_learning_rate_under_a_strategy_that_copies_variables():
+    """A constant learning rate is a MirroredVariable there, which float() does not take."""
+    ops = tf.distribute.ReductionToOneDevice()
+    with tf.distribute.MirroredStrategy(CPUS[:2], cross_device_ops=ops).scope():
+        optimizer = RECIPES["d2l"]["lenet"].create_optimizer(0.3, 10)
+    assert last_learning_rate(optimizer) == pytest.approx(0.3)

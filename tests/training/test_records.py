@@ -1,0 +1,296 @@
+"""Tests history, run directories and figures: atomic writes, and reading back."""
+
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from app.records import files
+from app.records import history as histories
+from app.records.files import publish, read_json, write_json
+from app.records.history import EpochRecord, Summary
+from app.records.run_directory import (
+    check_same_run,
+    load_run_config,
+    open_command_directory,
+    open_log,
+    open_run_directory,
+)
+from app.report.accuracy_plot import draw_accuracy, plot_accuracy
+from app.runtime.errors import CheckpointError, DiskFullError, OutputError
+from tests.conftest import ROOT
+
+
+def make_summary(**changes):
+    examples = {"str": "x", "int": 1, "float": 0.5, "bool": False, "list": []}
+    values = {
+        field.name: examples.get(getattr(field.type, "__name__", ""), {})
+        for field in dataclasses.fields(Summary)
+    }
+    values |= {
+        "status": "running", "strategy": "manual", "num_replicas": 2, "num_shards": 2,
+        "num_copies": 2, "simulated_devices": True,
+        "devices": ["/device:CPU:0", "/device:CPU:1"], "model": "lenet", "dataset": "synthetic",
+        "num_train_examples": 1000, "global_batch_size": 256, "learning_rate": 0.2, "epochs": 4,
+        "test_accuracy": 0.8449, "best_test_accuracy": 0.5, "epoch_sec": 2.54, "recipe": "d2l",
+    }  # fmt: skip
+    return Summary(**{**values, **changes})
+
+
+def make_history(num_epochs):
+    return [
+        EpochRecord(i, 10 * i, 1 / i, 1 - 0.9 / i, 1.1 / i, 1 - 1 / i, 2.5, 400.0)
+        for i in range(1, num_epochs + 1)
+    ]
+
+
+def test_a_published_directory_is_on_the_disk_before_its_name(tmp_path, monkeypatch):
+    temporary, path = tmp_path / "temporary", tmp_path / "traces"
+    (temporary / "manual").mkdir(parents=True)
+    (temporary / "manual" / "step-00001.safetensors").write_text("arrays")
+    done = []
+    monkeypatch.setattr(files, "fsync", lambda at: done.append((at.name, path.exists())))
+    publish(temporary, path)
+    assert done == [
+        *(("temporary", False), ("manual", False), ("step-00001.safetensors", False)),
+        (tmp_path.name, True),
+    ]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "file.json"
+    write_json(path, {"a": 1})
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for call, error, raised, match in [
+        ("fsync", KeyboardInterrupt, KeyboardInterrupt, None),
+        ("fsync", full, DiskFullError, r"file\.json: No .* 13 bytes needed, [\d,]+ free"),
+        ("replace", OSError(errno.EROFS, "Read-only"), OutputError, "file.json: Read-only"),
+    ]:
+
+        def fail(*_, error=error):
+            raise error
+
+        with monkeypatch.context() as patch, pytest.raises(raised, match=match):
+            patch.setattr(os, call, fail)
+            write_json(path, {"a": 2})
+        assert read_json(path) == {"a": 1}
+        assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+
+def test_records_are_read_as_they_were_written(tmp_path):
+    assert histories.load_history(tmp_path) == []
+    assert histories.load_summary(tmp_path) is None
+    histories.write_history(tmp_path, make_history(3), make_summary())
+    assert histories.is_written(tmp_path, make_history(3), make_summary())
+    assert not histories.is_written(tmp_path, make_history(2), make_summary())
+    assert histories.load_history(tmp_path) == make_history(3)
+    assert histories.load_summary(tmp_path) == make_summary()
+    lines = (tmp_path / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3]
+    assert make_summary().last_line() == (
+        "test acc: 0.84, 2.5 sec/epoch on ['/device:CPU:0', '/device:CPU:1']"
+    )
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"epoch": 1}\n', "\x00"])
+def test_other_content_is_refused(tmp_path, content):
+    (tmp_path / "summary.json").write_text(content)
+    (tmp_path / "history.jsonl").write_text(content or "{")
+    with pytest.raises(OutputError, match=r"summary\.json"):
+        histories.load_summary(tmp_path)
+    with pytest.raises(OutputError, match=r"history\.jsonl"):
+        histories.load_history(tmp_path)
+
+
+def test_a_value_of_another_type_is_refused(tmp_path):
+    values = dataclasses.asdict(make_summary(test_accuracy="high"))
+    (tmp_path / "summary.json").write_text(json.dumps(values))
+    with pytest.raises(OutputError, match="test_accuracy is 'high'"):
+        histories.load_summary(tmp_path)
+
+
+def start(path, config, *, overwrite=False):
+    """Opens, checks and starts a run as `train` does; returns whether it was there before."""
+    with open_run_directory(path, config) as run_directory:
+        old = run_directory.old_config()
+        if old and not overwrite:
+            check_same_run(path, old, run_directory.config)
+        run_directory.start(overwrite=overwrite)
+        return bool(old)
+
+
+def names(path):
+    return {entry.name for entry in path.iterdir()}
+
+
+def test_a_run_directory_is_made_and_found_again(tmp_path):
+    path = tmp_path / "new folder" / "ü"
+    config = {"model": "lenet", "names": (1, 2)}
+    assert [start(path, config), start(path, config)] == [False, True]
+    assert load_run_config(path)["model"] == "lenet"
+    with pytest.raises(CheckpointError, match="model lenet → vgg") as refusal:
+        start(path, {**config, "model": "vgg"})
+    assert "names" not in str(refusal.value)
+
+
+def test_a_verification_replaces_another_one_and_no_training(tmp_path):
+    verify, other = (
+        {"command": "verify", "seed": 2},
+        pytest.raises(OutputError, match="another run"),
+    )
+    start(tmp_path / "one", {"command": "verify"})
+    start(tmp_path / "run", {"model": "lenet"})
+    with open_command_directory(tmp_path / "one", verify, overwrite=False):
+        pass
+    with other, open_command_directory(tmp_path / "run", verify, overwrite=False):
+        pass
+
+
+def test_overwrite_removes_the_records_and_nothing_else_even_if_it_is_cut_off(
+    tmp_path, monkeypatch
+):
+    start(tmp_path, {"seed": 0})
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "events.out.tfevents.000000000000.lockstep").write_text("")
+    (tmp_path / "my notes.txt").write_text("keep")
+    removed = []
+
+    def cut_off(path):
+        removed.append(path.name)
+        if len(removed) > 1:
+            raise KeyboardInterrupt
+        path.unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("app.records.run_directory.remove", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path, {"seed": 1}, overwrite=True)
+    assert not (tmp_path / "summary.json").exists() and load_run_config(tmp_path)["seed"] == 0
+    start(tmp_path, {"seed": 1}, overwrite=True)
+    assert names(tmp_path) == {".lock", "config.json", "my notes.txt"}
+    assert load_run_config(tmp_path)["seed"] == 1
+
+
+def test_what_is_refused_before_a_run_starts_changes_nothing(tmp_path):
+    with pytest.raises(OutputError, match="refused"), open_run_directory(tmp_path / "new", {}):
+        (tmp_path / "new" / "log.txt").touch()
+        raise OutputError("refused")
+    assert not (tmp_path / "new").exists()
+    start(tmp_path / "other", {"seed": 0})
+    with open_run_directory(tmp_path / "other", {"seed": 1}):
+        pass
+    assert load_run_config(tmp_path / "other")["seed"] == 0
+
+
+def test_what_a_killed_run_left_is_removed_and_nothing_of_others(tmp_path):
+    (tmp_path / ".lockstep-99-config.json").write_text("half")
+    (tmp_path / "log.txt").write_text("half")
+    start(tmp_path, {})
+    (tmp_path / ".precious.tmp").mkdir()
+    (tmp_path / ".lockstep-7-traces").mkdir()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".lockstep-99-step-00000001-epoch-0000.safetensors").touch()
+    start(tmp_path, {})
+    assert names(tmp_path) == {".lock", "log.txt", "config.json", ".precious.tmp", "checkpoints"}
+    assert names(tmp_path / "checkpoints") == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("thesis.tex", "{}"), ("config.json", "{}"), ("config.json", "[" * 99_999)],
+)
+def test_the_directory_of_something_else_is_left_alone(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(OutputError, match="files that this program did not write"):
+        start(tmp_path, {}, overwrite=True)
+    assert names(tmp_path) == {name}
+
+
+@pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x", "a" * 300, "file", "pipe"])
+def test_places_that_cannot_be_directories(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError):
+        start(tmp_path / place, {})
+
+
+@pytest.mark.parametrize("name", [".lock", "log.txt", "config.json"])
+def test_neither_links_nor_pipes_in_the_place_of_records_are_used(tmp_path, name):
+    """A link would lead elsewhere, and a pipe wait for its other end."""
+    run_dir, victim = tmp_path / "run", tmp_path / "victim"
+    start(run_dir, {})
+    victim.write_text("keep")
+    for make in (os.mkfifo, lambda path: path.symlink_to("../victim")):
+        (run_dir / name).unlink(missing_ok=True)
+        make(run_dir / name)
+        with pytest.raises(OutputError), open_run_directory(run_dir, {}):
+            open_log(run_dir)
+    assert victim.read_text() == "keep"
+
+
+HOLDER = """
+import pathlib, sys
+from app.records.run_directory import open_run_directory
+with open_run_directory(pathlib.Path(sys.argv[1]), {"a": 1}):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_directory_in_use_names_the_process_and_its_end_releases_it(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    ) as holder:  # fmt: skip
+        try:
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(OutputError, match=f"in use by process {holder.pid}"):
+                start(tmp_path / "run", {})
+        finally:
+            holder.kill()
+    start(tmp_path / "run", {})
+    assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
+
+
+def test_accuracies_after_one_epoch_are_bars():
+    (record,) = make_history(1)
+    (axes,) = draw_accuracy({"manual": (make_summary(epochs=1), [record])}).axes
+    drawn = [bar.get_width() for bar in axes.patches]
+    assert drawn == [record.test_accuracy, record.train_accuracy]
+    assert [text.get_text() for text in axes.texts] == [f"{each:.1%}" for each in drawn]
+
+
+def test_percents_on_the_axis_are_whole():
+    figure = draw_accuracy({"manual": (make_summary(), make_history(2))})
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    percents = 100 * axes.get_yticks()
+    np.testing.assert_allclose(percents, np.round(percents), atol=1e-9)
+    low, high = axes.get_ylim()
+    assert high - low >= 0.1
+    assert [tick for tick in axes.get_xticks() if 0.5 <= tick <= 1.5] == [1]
+
+
+def test_title_and_legend_say_what_and_where(tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    history = make_history(3)
+    plot_accuracy({"manual": (make_summary(), history)}, tmp_path)
+    svg = (tmp_path / "accuracy.svg").read_text()
+    for part in ("GENERATED", "manual on 2 simulated devices: timing is not scaling", "lenet"):
+        assert part in svg
+    assert "test: 66.7%" in svg and "train, mean of an epoch: 70.0%" in svg
+    picture = matplotlib.image.imread(tmp_path / "accuracy.png")
+    assert picture.shape[0] > 350 and picture.shape[1] > 800
+    assert picture.std() > 0.05  # Not an empty sheet.
+    runs = [make_summary(strategy=name, dataset="fashion_mnist") for name in ("manual", "jax")]
+    plot_accuracy({summary.strategy: (summary, history) for summary in runs}, tmp_path)
+    svg = (tmp_path / "accuracy.svg").read_text()
+    assert "manual: 66.7%" in svg and "jax: 66.7%" in svg
+    assert "Fashion-MNIST" in svg and "GENERATED" not in svg

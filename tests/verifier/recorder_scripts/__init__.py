@@ -1,0 +1,55 @@
+"""Scripts that record trainings with other frameworks, and the interpreters that have these."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).parent
+ROOT = FOLDER.parents[2]
+INSTALLED = ROOT / ".venv-bench"  # By `make frameworks`.
+
+
+def interpreter(package):
+    """Returns an interpreter that has a package: `LOCKSTEP_…_PYTHON`, or that of `INSTALLED`.
+
+    Keras is installed beside the tests. Returns "" where there is none.
+    """
+    if package == "keras":
+        return sys.executable
+    has_package = any(INSTALLED.glob(f"lib/python*/site-packages/{package}"))
+    own = str(INSTALLED / "bin" / "python") if has_package else ""
+    return os.environ.get(f"LOCKSTEP_{package.upper()}_PYTHON") or own
+
+
+def needs(package, *more):
+    """Returns the mark that skips a test where no interpreter has a package."""
+    missing = [name for name in (package, *more) if not interpreter(name)]
+    reason = f"needs {' and '.join(missing)}: make frameworks"
+    return pytest.mark.skipif(bool(missing), reason=reason)
+
+
+def run_script(package, *words, cwd=None, timeout=400, **environment):
+    """Runs a script with the interpreter of a package; returns the ended process.
+
+    Args:
+        package: package that the interpreter has to have.
+        words: path and arguments, or options of Python.
+        cwd: folder to run it in; None for that of the test.
+        timeout: limit in seconds.
+        environment: further variables.
+    """
+    given = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [interpreter(package), *map(str, words)], env={**os.environ, **given, **environment},
+        cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+
+
+def run_cases(package, folder, kind):
+    """Runs cases of the script of a framework, and asserts that their checks hold."""
+    done = run_script(package, FOLDER / f"{package}_cases.py", folder, kind)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done

@@ -1,0 +1,22 @@
+"""The recorder of JAX: its files hold what was trained, and recording changes nothing.
+
+The trainings and checks of `jax_cases.py` run in processes.
+"""
+
+import pytest
+
+from tests.verifier.recorder_scripts import needs, run_cases
+
+
+@needs("jax")
+@pytest.mark.parametrize(
+    ("kind", "last", "words"),
+    [
+        ("one", "case_errors", "none of 6"),
+        pytest.param("more", "case_without_a_file", "", marks=pytest.mark.slow),
+    ],
+)
+def test_recordings_of_jax(kind, last, words, tmp_path):
+    done = run_cases("jax", tmp_path, kind)
+    assert last in done.stdout
+    assert done.stderr.count(" steps was recorded") == bool(words) and words in done.stderr

@@ -1,0 +1,113 @@
+"""Files of Keras' recorder: samples of large arrays, and arrays that are written as they come."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lockstep.answer.verdict import CLEAN
+from lockstep.comparison import compare_traces
+from lockstep.data.file import TraceError, load
+from lockstep.numeric.arrays import Rows, dense
+from lockstep.numeric.sampling import Sample, Sampled
+from lockstep.recorders.parts import members_of
+from tests.verifier.recorder_scripts import FOLDER, ROOT
+
+
+def start(folder, *arguments, **environment):
+    given = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"} | environment
+    return subprocess.Popen(
+        [sys.executable, FOLDER / "keras_sampled.py", *arguments], cwd=folder, text=True,
+        env={**os.environ, **given}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def run(folder, *arguments):
+    """Runs a training; returns its exit code, the sum of its weights, and its errors."""
+    process = start(folder, *arguments)
+    printed, errors = process.communicate(timeout=300)
+    return process.returncode, printed, errors
+
+
+def verdict_of(folder, name="two.npz"):
+    return [*compare_traces([load(folder / "one.npz"), load(folder / name)], {}).values()][-1]
+
+
+def test_terms_of_the_elements_of_a_sparse_gradient():
+    """Adam of Keras squares the rows of a gradient before it adds those that are equal."""
+    random, sample = np.random.default_rng(0), Sample(16)
+    for shape, layout in (((9, 4), ""), ((9, 4), "IO"), ((5, 2, 3), "")):
+        indices = random.integers(0, shape[0] - 2, 20)
+        values = random.normal(size=(20, *shape[1:])).astype(np.float32)
+        rows = Rows(values, indices, shape[0])
+        own = members_of(sample, "raw", rows, layout)
+        whole = members_of(sample, "raw", dense(rows), layout)
+        assert own.shape == whole.shape == shape and own.arrays["/elements"].dtype == np.float32
+        np.testing.assert_allclose(own.arrays["/elements"], whole.arrays["/elements"], 1e-6)
+        np.testing.assert_array_equal(own.arrays["/sums"], whole.arrays["/sums"])
+        terms = Rows(own.arrays["/values"], own.arrays["/indices"], int(own.arrays["/rows"]))
+        np.testing.assert_allclose(dense(terms), whole.arrays["/elements"], 1e-6)
+        squares = dense(rows._replace(values=values**2))
+        expected = members_of(sample, "raw", squares, layout).arrays["/elements"]
+        np.testing.assert_allclose(dense(terms._replace(values=terms.values**2)), expected, 1e-6)
+    assert {*members_of(None, "raw", rows, "").arrays} == {"/values", "/indices", "/rows"}
+
+
+@pytest.mark.slow
+def test_sampled_recordings(tmp_path):
+    assert run(tmp_path, "one.npz")[0] == 0
+    for kind, bug, detail in (
+        ("loop", "row", "unexplained"), ("loop", "reduce", "not_all_reduced"), ("loop", "", ""),
+        ("fit", "loss", "scaled_gradient"), ("fit", "", ""),
+    ):  # fmt: skip
+        code, _, errors = run(tmp_path, "two.npz", kind, bug)
+        assert code == 0, errors
+        verdict = verdict_of(tmp_path)
+        assert {f.detail for f in verdict.faults} == {detail} - {""}, (bug, verdict.faults)
+    traces = [load(tmp_path / name) for name in ("one.npz", "two.npz")]
+    first, second = (trace.named(0, "before", trace.copies[-1]) for trace in traces)
+    large = [name for name, array in first.items() if isinstance(array, Sampled)]
+    assert len(large) > 2 and all(first[name].is_same(second[name]) for name in large)
+
+
+@pytest.mark.slow
+def test_each_of_several_processes_writes_its_samples(tmp_path):
+    assert run(tmp_path, "one.npz")[0] == 0
+    with socket.create_server(("", 0)) as first, socket.create_server(("", 0)) as second:
+        workers = [f"localhost:{each.getsockname()[1]}" for each in (first, second)]
+    configs = [
+        json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+        for index in range(2)
+    ]
+    processes = [start(tmp_path, "two.npz", "workers", TF_CONFIG=config) for config in configs]
+    ended = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ended
+    names = ["one.npz", "two.rank0.npz", "two.rank1.npz"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    verdict = verdict_of(tmp_path)
+    assert (verdict.status, verdict.faults) == (CLEAN, [])
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_and_the_training_goes_on(tmp_path):
+    code, weights, _ = run(tmp_path, "whole.npz", "whole")
+    assert code == 0 and load(tmp_path / "whole.npz").steps == (0, 1, 2)
+    code, own, errors = run(tmp_path, "full.npz", "full")
+    assert (code, own) == (0, weights)
+    reason = "cannot be written (File too large); the training is not recorded"
+    assert [x for x in errors.splitlines() if "full.npz" in x] == [f"lockstep: full.npz: {reason}"]
+    assert (tmp_path / "full.npz").stat().st_size == 0
+
+
+@pytest.mark.slow
+def test_a_killed_training_leaves_a_file_that_says_so(tmp_path):
+    path = tmp_path / "killed.npz"
+    path.write_bytes(b"older")
+    assert run(tmp_path, path.name, "killed")[0] == -9
+    assert path.stat().st_size > 100_000  # Two of three steps.
+    with pytest.raises(TraceError, match="the recording was not finished: the training was killed"):
+        load(path)

@@ -1,0 +1,295 @@
+"""The package's command and function: `python -m lockstep`, `lockstep.compare`."""
+
+import io
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import jsonschema
+import pytest
+
+import lockstep
+from lockstep.__main__ import main
+from lockstep.answer.verdict import EXIT_CODE_OF, STAGES
+from lockstep.data.file import load
+from tests.conftest import ROOT, assert_ok, run_python
+from tests.verifier.script_samples import Script
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Recordings: on one device, on two, without an all-reduce, without gradients, damaged."""
+    folder = tmp_path_factory.mktemp("recordings")
+    one = Script()
+    one.write(folder / "one.npz")
+    Script(replicas=2, replay=one).write(folder / "two.npz")
+    Script(replicas=2, replay=one, reduce=None).write(folder / "wrong.npz")
+    still = Script(gradient=lambda script, replica, gradients: [0 * g for g in gradients])
+    still.write(folder / "still.npz")
+    (folder / "damaged.npz").write_bytes((folder / "one.npz").read_bytes()[:-100])
+    return folder
+
+
+@pytest.mark.parametrize(
+    "names, flags, code, told",
+    [
+        (("one", "two"), (), 0, "two.npz is the training of one.npz: every checked stage is clean"),
+        (("one", "wrong"), (), 9, "wrong.npz, fault: not all-reduced"),
+        (("one",), (), 0, "one.npz has no fault in itself"),
+        (("one", "two"), ("--tolerance=0.5", "--details"), 0, "0.5, given by --tolerance"),
+        (("one", "wrong"), ("--details",), 9, "all-reduce      fault: the gradients that each"),
+        (("still",), (), 3, "still.npz: nothing to verify: every gradient is 0"),
+        (("one", "still"), (), 9, "still.npz, fault: frozen"),
+        (("damaged",), (), 3, "damaged.npz"),
+        (("none",), (), 3, "none.npz"),
+        (("one", "two"), ("--name_map=a=b",), 2, "a"),
+    ],
+)
+def test_the_exit_code_and_the_verdict(files, capsys, names, flags, code, told):
+    assert main([*(str(files / f"{name}.npz") for name in names), *flags]) == code
+    shown = capsys.readouterr()
+    assert told in shown.out + shown.err
+    assert len(shown.err.splitlines()) == (code in (2, 3) and not shown.out)
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        (("--tolerance=2", "a.npz"), "argument --tolerance: must be at least 0 and less than 1"),
+        (("--tolerance=x", "a.npz"), "less than 1, got x"),
+        (("--name_map=a", "a.npz"), "argument --name_map: a is not NAME=NAME"),
+        (("--detail", "a.npz"), "unrecognized arguments: --detail"),
+        (("--line\nbreak", "a.npz"), "unrecognized arguments: --line break"),
+        ((), "required: FILE; see lockstep --help"),
+        (("show",), "required: FILE; see lockstep show --help"),
+        (("show", "a.npz", "--json"), "unrecognized arguments: --json"),
+        (("run", "--reference=a"), "required: --variant; see lockstep run --help"),
+        (("run", "--reference=a", "--variant='"), 'argument --variant: "\'" is no command (No'),
+        (("run", "--reference= ", "--variant=a"), "argument --reference: ' ' is no command;"),
+        (("run", "--reference=a", "--variant", "x=a", "--variant=x=b"), "two have the name x"),
+        (
+            ("run", "--reference=a", "--variant=b", "--steps=1,0"),
+            "--steps: must be a number from 1",
+        ),
+        (
+            ("run", "--reference=a", "--variant=b", "--timeout=0"),
+            "must be a positive number, got 0",
+        ),
+        (("run", "--reference=a", "--variant=b", "--keep=/dev/null"), "--keep: /dev/null: File"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(capsys, flags, told):
+    with pytest.raises(SystemExit) as refused:
+        main(flags)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert refused.value.code == 2 and line.startswith("error: ") and told in line
+
+
+def strict(schema):
+    """Returns a JSON Schema that allows no other keys than its own."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: strict(value) for key, value in schema.items()}
+    if schema.get("type") == "object" and "properties" in schema:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def test_the_json_is_as_its_schema_says(files, capsys):
+    schema = json.loads((ROOT / "lockstep" / "verify.schema.json").read_text("utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    definitions = schema["$defs"]
+    assert definitions["stage"]["enum"] == [*STAGES]
+    assert {*definitions["status"]["enum"]} == {*EXIT_CODE_OF}
+    for each in (schema, definitions["training"], definitions["finding"]):
+        assert each["required"] and {*each["required"]} == {*each["properties"]}
+        told = ("description", "const", "enum", "$ref", "required")
+        assert all({*told} & {*key} for key in each["properties"].values())
+    for names in (("one",), ("one", "two", "wrong"), ("still",), ("one", "still")):
+        code = main([*(str(files / f"{name}.npz") for name in names), "--json"])
+        record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+        jsonschema.validate(record, strict(schema))
+        assert record["exit_code"] == code and {*record["trainings"]} == {f"{n}.npz" for n in names}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**record, "status": "well"}, schema)
+
+
+def test_the_json_has_a_verdict_for_each_recording(files, capsys):
+    assert main([str(files / "one.npz"), str(files / "wrong.npz"), "--json"]) == 9
+    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (record["format"], record["version"]) == ("lockstep verify", 3)
+    assert (record["status"], record["exit_code_means"]) == ("fault", "a fault")
+    assert record["trainings"]["one.npz"]["status"] == "clean"
+    wrong = record["trainings"]["wrong.npz"]
+    assert wrong["reference"] == "training of one.npz" and wrong["stages"]["all-reduce"] == "fault"
+    assert "not_all_reduced" in [finding["detail"] for finding in wrong["findings"]]
+    assert {f["detail"]: f["cause"] for f in wrong["findings"]} == {
+        f.detail: f.cause for f in lockstep.compare(files / "one.npz", files / "wrong.npz").findings
+    }
+    assert wrong["findings"][0]["remedy"].startswith("call the wrapped model")
+    assert wrong["findings"][0]["code"] == "- output = ddp.module(x)\n+ output = ddp(x)"
+    assert "evaluation" in wrong["not_checked"]["stages"] and wrong["not_checked"]["steps"] == {}
+
+
+def test_show_lists_what_a_recording_holds(files, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["show", *(str(files / f"{name}.npz") for name in ("one", "two"))]) == 0
+    one, two = re.split(r"\n\n(?=\S*two\.npz)", capsys.readouterr().out)
+    assert re.search(r"num replicas +1\n", one) and re.search(r"num replicas +2\n", two)
+    assert "\n2 weights\n" in one and re.search(r"dense/kernel +12 × 3 float32\n", one)
+    assert re.search(r"raw +16 in 4 steps of 2 replicas; [\d,]+ bytes\n", two)
+    assert re.search(r"data +4 in 4 steps of 1 replica; .* bytes; 16 × 12 float", one)
+    lines = [*one.splitlines()[1:], *two.splitlines()[1:]]  # The first has the path.
+    assert not [line for line in lines if len(line) > 80]
+    assert main(["show", str(files / "one.npz"), "--details"]) == 0
+    assert "variables\n" in capsys.readouterr().out
+    assert main(["show", str(files / "damaged.npz")]) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_any_terminal_shows_any_name_and_a_closed_pipe_keeps_the_exit_code(files, tmp_path):
+    path = tmp_path / "ünï \N{CJK UNIFIED IDEOGRAPH-6728}.npz"
+    path.write_bytes((files / "one.npz").read_bytes())
+    result = run_python("-m", "lockstep", path, env={"PYTHONIOENCODING": "ascii"})
+    assert result.returncode == 0 and result.stdout.startswith(r"\xfcn\xef \u6728.npz has no fault")
+    command = f"'{sys.executable}' -m lockstep one.npz wrong.npz --json"
+    for end, code, lines in (("| true; exit ${PIPESTATUS[0]}", 9, 0), ("> /dev/full", 1, 1)):
+        result = subprocess.run(
+            ["bash", "-c", f"{command} {end}"], cwd=files, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+        )  # fmt: skip
+        assert (result.returncode, len(result.stderr.splitlines())) == (code, lines), result.stderr
+
+
+NAMES = ("one", "two", "not_all_reduced", "fails", "records_nothing")
+PREPARED = (
+    f"import sys; sys.path.append({str(ROOT)!r}); import tests.verifier.test_same_training as t"
+)
+COMMANDS = {
+    name: shlex.join([sys.executable, "-c", f"{PREPARED}; print(1); t.{name}()"]) for name in NAMES
+}
+
+
+def test_run_records_trainings_and_verifies_them(tmp_path, capsys):
+    flags = "--steps=0,1", "--tolerance=1e-4", f"--keep={tmp_path}", "--json"
+    variants = f"--variant={COMMANDS['two']}", f"--variant=w={COMMANDS['not_all_reduced']}"
+    assert main(["run", f"--reference={COMMANDS['one']}", *variants, *flags]) == 9
+    shown = capsys.readouterr()
+    trainings = json.loads(shown.out)["trainings"]
+    assert {name: each["status"] for name, each in trainings.items()} == {
+        "variant 1": "clean", "w": "fault"
+    }  # fmt: skip
+    assert trainings["w"]["notes"][-1].startswith("reproducible: ")
+    names = ("reference", "variant 1", "w", "w, second run")
+    lines = [line for name in names for line in (f"{name}: running", f"{name}: recorded, N s")]
+    told = re.sub(r"\d+ s$", "N s", shown.err, flags=re.MULTILINE).splitlines()
+    assert told == [*lines, f"recordings and output are in {tmp_path}"]
+    stems = "reference", "variant1-variant-1", "variant2-w", "variant2-w-second"
+    kept = {f"{stem}.{kind}" for stem in stems for kind in ("npz", "log")}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    assert (tmp_path / "variant2-w.log").read_text() == "1\n"
+
+
+REPORT = "print(chr(10).join(map(str, range(20)))); print(sys.argv[1]); print('x'); sys.exit(1)"
+
+
+@pytest.mark.parametrize(
+    "command, told",
+    [
+        (COMMANDS["records_nothing"], ["the training recorded nothing; put its steps into `with"]),
+        (COMMANDS["fails"], ["ended with exit code 1: ", "RuntimeError: no such device", "--keep"]),
+        ("no-such-program 1", ["there is no program no-such-program; commands are run without"]),
+        (f"{sys.executable} -c 'import os; os.kill(os.getpid(), 9)'", ["by the signal SIGKILL: "]),
+        (
+            [sys.executable, "-c", f"import sys; {REPORT}",
+             "E1127 02:40:00.123000 9 torch/distributed/elastic/multiprocessing/api.py] failed"],
+            ["\n5\n6\n", "\n18\n19\n--keep"],  # Without the report of torchrun.
+        ),
+        (
+            [sys.executable, "-c", "import time; print('at 3 %'); time.sleep(99)"],
+            ["did not end within 1.5 s; let it train for few steps: ", "\nat 3 %\n"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_training_that_fails_ends_run_with_what_it_printed(capsys, command, told):
+    command = command if isinstance(command, str) else shlex.join(command)
+    limit = "--timeout=1.5" if "sleep" in command else "--timeout=60"
+    flags = f"--variant={COMMANDS['two']}", "--tolerance=0.1", limit
+    assert main(["run", f"--reference={command}", *flags]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and "error: reference: the training " in shown.err
+    assert not [each for each in told if each not in shown.err]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_run_and_all_that_it_has_started(tmp_path, number, code):
+    # As torchrun does, the command starts its process in a session of its own.
+    child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(300)"
+    command = (
+        "import subprocess, sys;"
+        f"subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "run", "--variant=true", "--reference",
+         shlex.join([sys.executable, "-c", command])],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        pid = wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        process.send_signal(number)
+        told = process.communicate(timeout=30)[1]
+        assert process.returncode == code and "reference: interrupted, " in told
+    wait_for(lambda: not pathlib.Path("/proc", pid).exists())
+    assert not [*tmp_path.glob("lockstep-*")]
+
+
+def wait_for(condition):
+    """Returns what a condition returns as soon as it is true."""
+    end = time.monotonic() + 30
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return found
+
+
+def test_a_terminal_has_one_line_for_each_run(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "50")
+    flags = f"--variant={'n' * 60}={COMMANDS['two']}", "--steps=1", "--tolerance=1e-4"
+    assert main(["run", f"--reference={COMMANDS['one']}", *flags]) == 0
+    first, second, last = (line.split("\r") for line in terminal.getvalue().split("\n"))
+    assert first[1] == "reference: running, 0 s" and re.match(
+        r"reference: recorded, \d+ s", first[-1]
+    )
+    assert all(len(text) < 50 for text in second) and re.search(r"n: recorded, \d+ s", second[-1])
+    assert last[-1] == "" and not last[-2].strip()
+
+
+def test_recordings_are_compared_from_python(files):
+    verdict = lockstep.compare(files / "one.npz", str(files / "wrong.npz"))
+    assert not verdict.ok and verdict.faults[0].detail == "not_all_reduced"
+    assert json.loads(verdict.to_json())["status"] == "fault"
+    one = load(files / "one.npz")
+    assert lockstep.compare(one).ok and lockstep.compare(one, files / "two.npz").ok
+    with pytest.raises(lockstep.TraceError, match=r"damaged\.npz"):
+        lockstep.compare(files / "damaged.npz")
+    with pytest.raises(ValueError, match="not both"):
+        lockstep.compare(one, one, model=object())
+
+
+def test_the_package_needs_no_framework(files):
+    code = (
+        "import sys, lockstep; assert lockstep.compare(*sys.argv[1:]).ok;"
+        "assert not {'tensorflow', 'keras', 'torch', 'jax', 'absl', 'app'} & set(sys.modules)"
+    )
+    assert_ok(run_python("-c", code, files / "one.npz", files / "two.npz"))

@@ -1,0 +1,112 @@
+"""`lockstep.record`: finds the framework, and records only when a variable says so."""
+
+import json
+import sys
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.data.file import load
+from tests.conftest import assert_ok, run_python
+
+
+@pytest.fixture
+def model():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def fit(model):
+    model.fit(np.ones((8, 3), "float32"), np.ones((8, 2), "float32"), batch_size=4, verbose=0)
+
+
+def ask(monkeypatch, path, **given):
+    options = {"path": str(path), "steps": [0], "replay": None, "permute": None, **given}
+    monkeypatch.setenv("LOCKSTEP_RECORD", json.dumps(options))
+
+
+def test_without_the_command_nothing_is_recorded_and_nothing_is_changed(model, tmp_path):
+    before = dict(vars(model))
+    with lockstep.record(model, steps=3) as recorder:
+        assert vars(model) == before
+        assert recorder.wrap(fit) is fit  # What a custom loop calls.
+        fit(model)
+
+
+def test_with_the_command_a_model_of_keras_is_recorded(model, monkeypatch, tmp_path):
+    ask(monkeypatch, tmp_path / "one.npz", modules=False)
+    with lockstep.record(model, steps=3):
+        fit(model)
+    trace = load(tmp_path / "one.npz")
+    assert trace.about.framework == "keras" and tuple(trace.steps) == (0,)
+
+
+@pytest.fixture
+def jax(monkeypatch):
+    """A module that stands for JAX, and one for its recorder, which returns its arguments."""
+    recorder = types.SimpleNamespace(record=lambda *args, **options: (args, options))
+    monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
+    monkeypatch.setitem(sys.modules, "lockstep.record_jax", recorder)
+
+
+def test_a_step_of_jax_is_passed_on_with_all_options(jax, monkeypatch):
+    places = {"arguments": {"params": 0, "batch": 1}, "outputs": {"params": 0, "loss": 1}}
+    with lockstep.record(fit, **places) as step:
+        assert step is fit
+    ask(monkeypatch, "one.npz")
+    settings = {"class": "SGD"}
+    assert lockstep.record(fit, settings, **places, pmap=True) == (
+        (None, fit), {"optimizer": settings, "pmap": True, **places}
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^outputs: missing; pass where the arrays of the step"):
+        lockstep.record(fit, arguments={})
+
+
+@pytest.mark.parametrize(
+    "arguments, options, told",
+    [
+        ((), {}, r"model: None cannot be recorded; pass lockstep\.record\(model, optimizer\) in"),
+        ((3, 4), {}, "model: an object of the type int cannot be recorded; pass"),
+        ((fit,), {}, "model: an object of the type function cannot be recorded; pass"),
+        ((), {"path": "one.npz"}, "path: is given by `python -m lockstep run`; leave it out"),
+    ],
+)
+def test_a_wrong_argument_is_told_in_one_line(arguments, options, told):
+    with pytest.raises(ValueError, match=told) as raised:
+        lockstep.record(*arguments, **options)
+    assert "\n" not in str(raised.value)
+
+
+def test_another_backend_of_keras_is_told(model, monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(ValueError, match="model: Keras has the backend jax; set KERAS_BACKEND"):
+        lockstep.record(model)
+
+
+def test_an_optimizer_of_pytorch_may_be_left_out_and_is_checked(monkeypatch):
+    torch = types.ModuleType("torch")
+    torch.nn = types.SimpleNamespace(Module=types.SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    optimizer = types.SimpleNamespace(step=lambda: None)
+    with (
+        lockstep.record(torch.nn.Module(), optimizer),
+        lockstep.record(torch.nn.Module(), [optimizer]),
+        lockstep.record(torch.nn.Module()),
+    ):
+        pass
+    with pytest.raises(ValueError, match="optimizer: an object of the type int is no optimizer"):
+        lockstep.record(torch.nn.Module(), [1])
+
+
+def test_no_framework_is_imported():
+    code = (
+        "import sys, lockstep\n"
+        "try: lockstep.record(3)\n"
+        "except ValueError:\n"
+        "    assert not {'numpy', 'tensorflow', 'keras', 'torch', 'jax'} & {*sys.modules}"
+    )
+    assert_ok(run_python("-c", code))

@@ -1,0 +1,366 @@
+"""Sampled recordings: elements at seeded places, random sums of all, and norms, of large arrays."""
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.answer.verdict import CLEAN, FAULT
+from lockstep.comparison import compare_traces, verify_against
+from lockstep.data import file as trace_file
+from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, Trace
+from lockstep.numeric.arrays import add, dense, norm, same_bits, scaled, unit_of
+from lockstep.numeric.sampling import Sample, Sampled
+from lockstep.numeric.tolerance import Tolerance
+from lockstep.recorders.common import VARIABLE, Request, sample_in, with_command
+from lockstep.recorders.parts import as_summands, members_of
+from lockstep.recorders.states import States
+from tests.verifier.changes import clip
+from tests.verifier.recorder_scripts import FOLDER, needs, run_script
+from tests.verifier.script_samples import Script
+
+SEEDS, SIZES = st.integers(0, 2**32 - 1), st.integers(1, 30)  # The kernel has 36 elements.
+
+
+def sampled(trace, elements, seed=0):
+    """Returns a trace as if it had been recorded with samples."""
+    sample, shapes = Sample(elements, seed=seed), {}
+    found = Trace(trace.about, {}, trace.name)
+    for (position, kind, item), _ in list(trace._index.items()):
+        arrays = trace.arrays(position, kind, item)
+        names = trace.names_of(kind) or [""] * len(arrays)
+        if kind in (*OF_VARIABLES, *OF_GRADIENTS):
+            large = [a is not None and sample.takes(dense(a).shape) for a in arrays]
+            shapes |= {
+                n: a.shape for n, a, is_one in zip(names, arrays, large, strict=True) if is_one
+            }
+            arrays = [
+                sample.of(a) if is_one else a for a, is_one in zip(arrays, large, strict=True)
+            ]
+        found.put(position, kind, item, arrays)
+    variables = tuple(
+        dataclasses.replace(v, shape=shapes.get(v.name, ())) for v in trace.about.variables
+    )
+    about = dataclasses.replace(trace.about, sample=sample._asdict(), variables=variables)
+    found.about = about
+    return Trace(about, dict(found.stored()), trace.name)
+
+
+def compared(first, second, elements, seed=0):
+    traces = [sampled(x, elements, seed) for x in (first.trace(), second.trace("two.npz"))]
+    return verify_against(*traces, {}, Tolerance())
+
+
+# --- Samples -------------------------------------------------------------------------------------
+
+
+def test_places_and_signs_depend_on_shape_and_seed_alone():
+    """One place in each of equal ranges; the numbers are the same in every version of NumPy."""
+    sample = Sample(5, seed=3)
+    assert sample.places((4, 6)).tolist() == [0, 6, 10, 17, 20]
+    assert sample.signs((4, 6))[0][1].tolist() == [-1, 1, -1, 1]
+    for seed in range(20):
+        places = Sample(7, seed=seed).places((3, 9))
+        ends = np.arange(8) * 27 // 7
+        assert np.all((ends[:-1] <= places) & (places < ends[1:]))
+    assert Sample(7, seed=1).places((3, 9)).tolist() != Sample(7).places((3, 9)).tolist()
+
+
+@given(SEEDS, SIZES)
+def test_samples_of_sums_are_sums_of_samples(seed, elements):
+    generator, sample = np.random.default_rng(seed), Sample(elements, seed=seed)
+    first, second = generator.normal(size=(2, 5, 3, 2))
+    one, two, both = map(sample.of, (first, second, first + second))
+    assert np.allclose(add([one, two]), both) and np.allclose(
+        scaled(one, 3.0), sample.of(3 * first)
+    )
+    assert norm(one) == pytest.approx(np.linalg.norm(first))
+    assert norm(scaled(one, -2.0)) == pytest.approx(2 * norm(one))
+
+
+@given(SEEDS, SIZES, st.integers(0, 29), st.floats(1e-3, 1e3))
+def test_one_changed_element_changes_each_sum_by_as_much(seed, elements, number, change):
+    sample, array = Sample(elements, seed=seed), np.zeros((5, 6))
+    array.flat[number] = change
+    assert np.allclose(np.abs(sample.of(array).sums), change)
+    assert not same_bits(sample.of(array), sample.of(np.zeros((5, 6))))
+
+
+def test_the_sums_have_the_norm_and_know_of_each_row():
+    generator = np.random.default_rng(0)
+    array, sample = generator.normal(size=(400, 30)), Sample(16)
+    lengths = [np.linalg.norm(dense(Sample(16, seed=s).of(array))[16:]) for s in range(50)]
+    assert np.mean(np.square(lengths)) == pytest.approx(np.sum(array**2), rel=0.15)
+    touched = {*(sample.places(array.shape) // 30)}
+    for row in {*range(400)} - touched:
+        other = array.copy()
+        other[row] *= 1.01
+        gap = dense(sample.of(other)) - dense(sample.of(array))
+        assert not gap[:16].any()
+        assert np.linalg.norm(gap) > 0.1 * np.linalg.norm(other[row] - array[row])
+
+
+@given(SEEDS, SIZES, st.sampled_from(["", "OI", "IO"]))
+def test_samples_of_parts_add_up_to_that_of_the_whole_in_any_layout(seed, elements, layout):
+    """Rows are split over two devices, columns in zigzag over two others."""
+    array, sample = np.random.default_rng(seed).normal(size=(6, 8)), Sample(elements, seed=seed)
+    found, sizes = [], {"a": 2, "b": 2}
+    for place in np.ndindex(2, 2):
+        at = dict(zip("ab", place, strict=True))
+        text = "d0[a] d1[b:zigzag]"
+        _, (rows, columns) = as_summands(text, array.shape, sizes, at)
+        part = array[np.ix_(rows, columns)]
+        found.append(members_of(sample, "raw", part, layout, text, sizes, at))
+    whole = members_of(sample, "raw", array, layout)
+    of_transposed = members_of(sample, "raw", array.T, layout[::-1])
+    assert {each.text for each in found} == {"sum(a) sum(b)"}
+    assert {each.shape for each in (*found, whole)} == {(6, 8)}
+    for end, expected in whole.arrays.items():
+        np.testing.assert_allclose(sum(each.arrays[end] for each in found), expected, 1e-9, 1e-9)
+        if layout:
+            np.testing.assert_allclose(of_transposed.arrays[end], expected, 1e-9, 1e-9)
+
+
+def test_large_models_are_sampled_unless_the_script_chooses():
+    for options, size, steps, sample in (
+        ({}, 64 << 20, {0, 1, 2}, None),
+        ({}, (64 << 20) + 1, {0}, Sample(4096)),
+        ({"first_step": 7}, 1 << 30, {7}, Sample(4096)),
+        ({"steps": 2}, 1 << 30, {0, 1}, Sample(4096)),
+        ({"sample": 16}, 1, {0}, Sample(16)),
+        ({"sample": 0}, 1 << 30, {0, 1, 2}, None),
+    ):
+        request = Request(**options)
+        request.choose_sample(size)
+        assert (request.wanted, request.sample) == (steps, sample)
+    for sample in (15, -1, True, 20.0):
+        with pytest.raises(ValueError, match=f"sample={sample}: must be 16 or more, or 0 for whol"):
+            Request(sample=sample)
+
+
+def test_samples_keep_the_dtype():
+    short = np.linspace(0, 1, 40, dtype=np.float16)
+    assert unit_of(Sample(8).of(short)) == 2.0**-10
+    assert Sample(8).of(short).dtype == np.float16
+    assert not Sample(8).of(np.array([np.nan, *range(9)])).norm > 100
+
+
+# --- Traces --------------------------------------------------------------------------------------
+
+
+@given(SEEDS, SIZES, st.sampled_from(["SGD", "Adam"]), st.sampled_from([1, 2, 4]))
+@settings(max_examples=60, deadline=None)
+def test_right_programs_have_no_finding(seed, elements, optimizer, replicas):
+    first = Script(optimizer=optimizer, seed=seed % 1000)
+    second = Script(optimizer=optimizer, seed=seed % 1000, replicas=replicas, replay=first)
+    verdict = compared(first, second, elements, seed)
+    assert (verdict.status, verdict.faults) == (CLEAN, [])
+
+
+@given(SEEDS, SIZES, st.sampled_from(["SGD", "Adam"]), st.integers(0, 35), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_one_changed_element_is_found(seed, elements, optimizer, number, is_later):
+    """Of the gradient that an optimizer applies, or of a weight after the update."""
+
+    def change(script):
+        name = "1/after/0/0"
+        script.arrays[name] = script.arrays[name].copy()
+        script.arrays[name].flat[number] += 1e-3
+
+    def raw(script, replica, gradients):
+        gradients[0].flat[number] += 0.3 * np.abs(gradients[0]).max()
+        return gradients
+
+    first = Script(optimizer=optimizer)
+    of_gradient = {"gradient": raw} if not is_later else {"edit": change}
+    second = Script(optimizer=optimizer, replay=first, **of_gradient)
+    verdict = compared(first, second, elements, seed)
+    assert verdict.status == FAULT
+
+
+def test_causes_are_named_as_in_whole_recordings():
+    def reduced(verdict):
+        return [(f.stage, f.detail) for f in verdict.faults]
+
+    first = Script()
+    wrong = {
+        "reduce": lambda sent: [list(own) for own in sent],
+        "clip": lambda replica, gradients: [g * np.float32(1 + replica) for g in gradients],
+        "gradient": lambda script, replica, gradients: [2 * g for g in gradients],
+    }
+    for key, function in wrong.items():
+        second = Script(replicas=2, replay=first, **{key: function})
+        whole = verify_against(first.trace(), second.trace("two.npz"), {}, Tolerance())
+        assert reduced(whole) == reduced(compared(first, second, 16)) != [], key
+
+
+def test_norms_of_clipping_are_those_of_whole_gradients():
+    first = Script(clip=clip)
+    second = Script(replicas=2, replay=first, clip=lambda r, g: [a / 2 for a in clip(r, g)])
+    (finding,) = compared(first, second, 16).findings
+    assert "(to norm 0.1) in the first" in finding.text and "(to norm 0.05)" in finding.text
+
+
+def test_whole_and_other_samples_are_refused():
+    trace, whole = Script().trace(), Script().trace("two.npz")
+    for other, text in (
+        (whole, "one.npz: is recorded with sample=, and two.npz is whole"),
+        (sampled(whole, 8), r"two.npz: has other samples than one.npz \(16 elements .*8 elements"),
+        (sampled(whole, 16, seed=1), "seeds 0 and 1"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            compare_traces([sampled(trace, 16), other], {})
+    # Samples larger than any array are whole arrays.
+    assert compare_traces([sampled(trace, 99), whole], {})
+
+
+def test_a_sampled_trace_is_written_and_read():
+    trace, target = sampled(Script().trace(), 16), io.BytesIO()
+    trace_file.save(trace, target)
+    loaded = trace_file.load(target)
+    first, second = (t.named(0, "before", 0)["dense/kernel"] for t in (trace, loaded))
+    assert isinstance(second, Sampled) and first.is_same(second) and first.norm == second.norm
+    assert loaded.about.sample == {"elements": 16, "sums": 8, "seed": 0}
+    elements = loaded.of_elements.named(0, "before", 0)["dense/kernel"]
+    assert elements.tolist() == first.elements.tolist() and not loaded.of_elements.about.sample
+
+
+@pytest.mark.parametrize(
+    ("end", "array", "text"),
+    [("elements", np.zeros(15, np.float32), "has a wrong sample in 1/before/0/0"),
+     ("sums", np.zeros(8), "has a wrong sample in 1/before/0/0"),
+     ("sums", np.zeros(9, np.float32), "has a wrong sample in 1/before/0/0")],
+)  # fmt: skip
+def test_a_wrong_sample_is_refused(end, array, text):
+    trace, target = sampled(Script().trace(), 16), io.BytesIO()
+    trace._stored[f"1/before/0/0/{end}"] = array
+    trace_file.save(trace, target)
+    with pytest.raises(trace_file.TraceError, match=text):
+        trace_file.load(target)
+
+
+# --- Recorders -----------------------------------------------------------------------------------
+
+
+def test_a_sampled_recording_is_replayed_from_its_start(tmp_path):
+    path, trace = str(tmp_path / "one.npz"), sampled(Script(steps=(0, 1)).trace(), 16)
+    trace_file.save(trace, path)
+    assert sample_in(path) == trace.about.sample
+    assert Request(replay=path).sample == Sample(16) and Request(replay=path).wanted == {0}
+    with pytest.raises(
+        ValueError, match="without the whole state before step 0; record it with st"
+    ):
+        States(path, [0, 1], {})
+    start = Script(steps=(0, 1)).trace().arrays(0, "before", 0)
+    trace.put(0, "start", 0, start)
+    trace_file.save(trace, path)
+    states = States(path, [0, 1], {})
+    found = states.before(0, 0).values()
+    assert all(map(same_bits, found, start)) and not states.before(1, 0)
+
+
+@pytest.mark.parametrize(("replay", "start"), [(None, True), ("one.npz", False)])
+def test_the_command_keeps_the_start_of_its_first_run_from_which_others_start(
+    replay, start, monkeypatch
+):
+    monkeypatch.setenv(VARIABLE, json.dumps({"path": "two.npz", "replay": replay}))
+    given = with_command(None, start=False, replay="other.npz")
+    assert given == ("two.npz", {"start": start, "replay": replay})
+
+
+# --- Frameworks ----------------------------------------------------------------------------------
+
+
+def run(script, folder, *arguments, processes=1):
+    """Runs a script of `recorder_scripts`; returns its exit code, and what it printed."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
+    words = *(launcher if processes > 1 else ()), FOLDER / script, *arguments
+    done = run_script(script.partition("_")[0], *words, cwd=folder, timeout=200)
+    return done.returncode, done.stdout + done.stderr
+
+
+def verdict_of(folder, second="two.npz"):
+    traces = [trace_file.load(folder / name) for name in ("one.npz", second)]
+    return [*compare_traces(traces, {}).values()][-1]
+
+
+def require_equal_starts(folder):
+    """Asserts that both recordings have samples of the same weights, of all that are large."""
+    first, second = (
+        trace_file.load(folder / n).named(0, "before", 0) for n in ("one.npz", "two.npz")
+    )
+    large = [name for name, array in first.items() if isinstance(array, Sampled)]
+    assert len(large) > 2 and all(first[name].is_same(second[name]) for name in large)
+    assert all(first[n].norm == pytest.approx(second[n].norm, rel=1e-9) for n in large)
+
+
+@pytest.mark.slow
+@needs("torch")
+@pytest.mark.parametrize(
+    ("wrapper", "bugs"),
+    [("ddp", {"row": "unexplained", "row_later": "changed_on_its_own"}),
+     ("fsdp", {"row": "unexplained", "row_later": "changed_on_its_own"})],
+)  # fmt: skip
+def test_sampled_recordings_of_torch(wrapper, bugs, tmp_path):
+    """Faults are found in rows of an embedding of which no element is kept."""
+    assert run("torch_sampled.py", tmp_path, "one.npz")[0] == 0
+    for bug, detail in {**bugs, "": ""}.items():
+        code, printed = run("torch_sampled.py", tmp_path, "two.npz", wrapper, bug, processes=2)
+        assert code == 0, printed
+        verdict = verdict_of(tmp_path)
+        assert [f.detail for f in verdict.faults] == [detail] * bool(bug), (bug, verdict.faults)
+    require_equal_starts(tmp_path)
+
+
+@pytest.mark.slow
+@needs("jax")
+@pytest.mark.parametrize(
+    ("kind", "bugs"),
+    [("shards", {"loss": "other_loss", "row": "unexplained", "reduce": "not_all_reduced"}),
+     ("pmap", {"reduce": "not_all_reduced"}),
+     ("mesh", {"row": "unexplained", "unclipped": "other_clipping"})],
+)  # fmt: skip
+def test_sampled_recordings_of_jax(kind, bugs, tmp_path):
+    """Clipping, which the step does not keep but on a mesh, is read off whole arrays."""
+    assert run("jax_sampled.py", tmp_path, "one.npz") == (0, "")
+    for bug, detail in {**bugs, "": ""}.items():
+        code, printed = run("jax_sampled.py", tmp_path, "two.npz", kind, bug)
+        assert code == 0, printed
+        verdict = verdict_of(tmp_path)
+        assert [f.detail for f in verdict.faults] == [detail] * bool(bug), (bug, verdict.faults)
+    require_equal_starts(tmp_path)
+
+
+FRAMEWORKS = [pytest.param(each, marks=needs(each)) for each in ("torch", "jax", "keras")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_replay_needs_the_start(framework, tmp_path):
+    script = f"{framework}_sampled.py"
+    assert run(script, tmp_path, "one.npz")[0] == 0
+    code, printed = run(script, tmp_path, "two.npz", "plain", "", "one.npz")
+    line = "replay=one.npz: is recorded with sample=, without the whole state before step 0; record"
+    assert code == 1 and line in printed.splitlines()[-1]
+    assert run(script, tmp_path, "one.npz", "plain", "start")[0] == 0
+    for bug in ("other_start", "row"):
+        code, printed = run(script, tmp_path, "two.npz", "plain", bug, "one.npz")
+        assert code == 0, printed
+        verdict = verdict_of(tmp_path)
+        assert verdict.status == FAULT
+        # What the script itself starts from belongs to the claim.
+        assert ({f.stage for f in verdict.faults} == {"start"}) == (bug == "other_start")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_large_models_are_sampled_without_being_asked(framework, tmp_path):
+    code, printed = run(f"{framework}_sampled.py", tmp_path, "large.npz", "large")
+    assert code == 0, printed
+    trace = trace_file.load(tmp_path / "large.npz")
+    assert trace.about.sample == {"elements": 4096, "sums": 8, "seed": 0}
+    assert trace.steps == (0,) and (tmp_path / "large.npz").stat().st_size < 1 << 20

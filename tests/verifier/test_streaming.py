@@ -1,0 +1,171 @@
+"""Recordings are written while the training runs; one that was not finished says so."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lockstep import __main__ as command
+from lockstep.data.file import Writer, load
+from lockstep.recorders.output import Output
+from tests.verifier import trace_samples
+from tests.verifier.recorder_scripts import FOLDER, interpreter
+
+UNFINISHED = (
+    ": the recording was not finished: the training was killed or is still running, the disk was"
+    " full, or the file is truncated; record it again\n"
+)
+WEIGHTS_BYTES = 4 * (300 * 300 + 300 + 300 + 1)  # Of `torch_streaming.py`.
+
+
+def verdict(capsys, *paths):
+    """Returns the exit code of the command, and what it prints."""
+    code = command.main([*map(str, paths)])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def array(seed, size=1000):
+    return np.random.default_rng(seed).normal(size=size).astype(np.float32)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5_000])
+def test_a_file_that_is_still_being_written_says_so(size, tmp_path, capsys):
+    path = tmp_path / "one.npz"
+    writer = Writer(path)
+    for number in range(3 * (size > 0)):
+        writer[f"1/before/0/{number}"] = array(number, size)
+    assert verdict(capsys, path) == (3, f"error: {path}{UNFINISHED}")
+    del writer  # As at the end of a process that was not killed; no index is written.
+    assert verdict(capsys, path) == (3, f"error: {path}{UNFINISHED}")
+
+
+def test_an_older_recording_is_gone_when_the_next_one_begins(tmp_path, capsys):
+    path = tmp_path / "one.npz"
+    write_sample(path)
+    older = load(path)
+    writer = Writer(path)
+    assert verdict(capsys, path) == (3, f"error: {path}{UNFINISHED}")
+    writer.abandon()
+    assert path.stat().st_size == 0
+    assert older.arrays(0, "before", 0) is not None  # Who has opened it can read it.
+
+
+def write_sample(path):
+    with Writer(path) as writer:
+        writer.update(trace_samples.trace().stored())
+        writer.close(trace_samples.trace().about)
+
+
+def test_arrays_that_get_no_name_are_not_read(tmp_path):
+    path, about = tmp_path / "one.npz", trace_samples.trace().about
+    with Writer(path) as writer:
+        forgotten, kept = (writer.add(array(seed), 0) for seed in range(2))
+        writer["1/data/0/0"] = kept
+        assert writer.add(array(1), 0) == kept != forgotten  # Of equal bits.
+        writer["1/loss/0/0"] = np.float32(1)
+        writer.close(about, lambda name: name.replace("data", "mask"))
+    assert [*load(path).stored()] == ["1/loss/0/0", "1/mask/0/0"]
+    np.testing.assert_array_equal(load(path).arrays(0, "mask", 0)[0], array(1))
+
+
+def test_an_error_of_the_file_is_one_line_and_no_exception(tmp_path, capsys):
+    (tmp_path / "one.npz").mkdir()
+    output = Output(str(tmp_path / "one.npz"))
+    output.put("1/loss/0/0", np.ones(1))
+    assert output.add(np.ones(1)) is None and output.has_failed
+    output.close({})
+    error = f"lockstep: {tmp_path}/one.npz: cannot be written (Is a directory); the training is not"
+    assert capsys.readouterr().err == f"{error} recorded\n"
+
+
+HOLD = """
+import sys
+from lockstep.recorders.output import Output
+output = Output(sys.argv[1])
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks of files")
+def test_two_processes_cannot_write_one_file(tmp_path):
+    path = str(tmp_path / "one.npz")
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, path], cwd=FOLDER.parents[2], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline() == "open\n"
+        with pytest.raises(ValueError, match="another process writes this file; give each its own"):
+            Output(path)
+        process.kill()
+    assert not Output(path).has_failed
+
+
+def run(kind, folder):
+    """Runs a training, and returns the exit code and what is printed."""
+    done = subprocess.run(
+        [interpreter("torch"), FOLDER / "torch_streaming.py", kind], cwd=folder, text=True,
+        env={**os.environ, "PYTHONPATH": str(FOLDER.parents[2]), "OMP_NUM_THREADS": "1"},
+        capture_output=True, timeout=200, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def with_torch(function):
+    is_missing = not interpreter("torch")
+    return pytest.mark.slow(pytest.mark.skipif(is_missing, reason="needs torch")(function))
+
+
+@with_torch
+def test_memory_holds_less_than_one_step(tmp_path):
+    code, (weights, peak_bytes), _ = run("whole", tmp_path)
+    assert code == 0
+    assert load(tmp_path / "whole.npz").steps == (0, 1, 2, 3, 4, 5)
+    assert 0 < int(peak_bytes) < 4 * WEIGHTS_BYTES  # A step has eight arrays for each weight.
+    assert weights == run("alone", tmp_path)[1][0]
+
+
+@with_torch
+def test_a_full_disk_is_one_line_and_the_training_goes_on(tmp_path, capsys):
+    code, (weights, _), error = run("full", tmp_path)
+    assert (code, weights) == (0, run("alone", tmp_path)[1][0])
+    reason = "cannot be written (File too large); the training is not recorded"
+    assert error == f"lockstep: full.npz: {reason}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["full.npz"]
+    assert (tmp_path / "full.npz").stat().st_size == 0
+    assert verdict(capsys, tmp_path / "full.npz") == (3, f"error: {tmp_path}/full.npz{UNFINISHED}")
+
+
+@with_torch
+def test_a_killed_training_leaves_a_file_that_says_so(tmp_path, capsys):
+    path = tmp_path / "killed.npz"
+    write_sample(path)  # Of an earlier training: it must not be taken for this one.
+    assert run("killed", tmp_path)[0] == -9
+    assert path.stat().st_size > 8 * WEIGHTS_BYTES
+    assert verdict(capsys, path) == (3, f"error: {path}{UNFINISHED}")
+    assert verdict(capsys, path, path)[0] == 3
+
+
+@with_torch
+@pytest.mark.parametrize(
+    ("kind", "code", "text"),
+    [
+        ("raised", 1, "RuntimeError: a step failed"),
+        ("exited", 4, "SystemExit: 4"),
+        ("interrupted", -2, "KeyboardInterrupt"),
+    ],
+)
+def test_a_training_that_ends_early_leaves_its_steps_and_why(kind, code, text, tmp_path, capsys):
+    path = tmp_path / f"{kind}.npz"
+    ended, printed, error = run(kind, tmp_path)
+    assert (ended, printed) == (code, [])
+    assert "UserWarning: " in error and "the training ended before steps [2, 3, 4, 5]" in error
+    trace = load(path)
+    assert trace.steps == (0, 1) and trace.about.asked == (0, 1, 2, 3, 4, 5)
+    code, printed = verdict(capsys, path)
+    assert code == 3
+    assert f"the training ended with an exception: {text}" in re.sub(r"\s+", " ", printed)

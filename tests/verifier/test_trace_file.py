@@ -1,0 +1,498 @@
+"""Files of traces: valid ones are read bit for bit, others are refused in one line."""
+
+import dataclasses
+import inspect
+import io
+import json
+import os
+import random
+import re
+import struct
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+
+from lockstep.comparison import verify_alone
+from lockstep.data import about as about_module
+from lockstep.data import file as trace_file
+from lockstep.data.file import TraceError, Writer, load, save
+from lockstep.data.trace import About, Shard, Trace, Variable
+from lockstep.numeric.arrays import Rows
+from tests.conftest import ROOT
+from tests.verifier import trace_samples
+from tests.verifier.trace_samples import about, arrays, write_ranks, write_trace
+
+
+def read_all(trace):
+    """Returns name → array of a trace, all of which are read."""
+    return {name: trace.stored()[name] for name in trace.stored()}
+
+
+def refusal(path):
+    """Returns the one line with which a trace is refused, at the latest when all is read."""
+    with pytest.raises(TraceError) as caught:
+        read_all(load(path))
+    line = str(caught.value)
+    assert line.startswith(f"{path}: ") or str(path.parent) in line
+    assert line.isprintable() and "; " in line and len(line) < 600
+    return line
+
+
+def assert_same_bits(first, second):
+    assert sorted(first) == sorted(second)
+    for name, array in first.items():
+        other = second[name]
+        assert (array.dtype, array.shape) == (other.dtype, other.shape), name
+        assert array.tobytes() == other.tobytes(), name
+
+
+@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
+def test_one_file_is_read_bit_for_bit(tmp_path, write):
+    rng = np.random.default_rng(0)
+    data = [
+        np.asfortranarray(rng.normal(size=(3, 4, 5))), np.zeros((0, 3), np.int64), np.array(True),
+        *(rng.integers(0, 2, (2, 3)).astype(dtype) for dtype in "?bBhHiIlLefd"),
+        np.array([b"one", b"two"]),
+    ]  # fmt: skip
+    members = arrays() | {f"1/data/0/{index}": array for index, array in enumerate(data)}
+    members |= {"1/later_kind/0/0": np.ones(2)}
+    del members["1/before/0/3"], members["1/raw/1/0"]  # No state yet; a weight that is not used.
+    path = write_trace(tmp_path / "two.npz", about(later_key=[1]), members, write)
+    trace = load(path)
+    assert_same_bits(read_all(trace), members)
+    assert (trace.name, trace.about.framework, trace.steps) == (str(path), "torch", (0, 234))
+    assert trace.about.settings[1][0]["learning_rate"] == 0.1 and trace.about.replicas == ()
+    assert trace.about.variables[3].of == "dense/kernel" and trace.about.num_copies == 0
+    assert [a is None for a in trace.arrays(0, "before", 0)] == [False, False, False, True]
+    assert [a is None for a in trace.arrays(0, "raw", 1)] == [True, False, False]
+    assert trace.arrays(1, "y_pred", 0) is None
+    gradient = trace.arrays(0, "raw", 0)[2]
+    assert isinstance(gradient, Rows)
+    np.testing.assert_array_equal(gradient.dense(), [[1, 1], *[[0, 0]] * 3, [2, 2]])
+
+
+def test_a_rank_may_have_state_that_others_lack(tmp_path):
+    *own, momentum = trace_samples.VARIABLES
+    other = {**momentum, "name": "m/bias", "of": "dense/bias"}
+    orders = [[*own, momentum, other], [own[0], other, *own[1:]]]
+    for rank, variables in enumerate(orders):
+        members = arrays(replicas=[rank])
+        if rank:
+            numbers = {0: 0, 1: 2, 2: 3, 3: 1}
+            members = {_moved(name, numbers): array for name, array in members.items()}
+        path = tmp_path / f"two.rank{rank}.npz"
+        write_trace(path, about(replicas=[rank], variables=variables), members)
+    trace = load(tmp_path / "two.npz")
+    assert trace.keys == ["dense/kernel", "dense/bias", "embedding", "m/kernel", "m/bias"]
+    first, second = trace.named(0, "after", 0), trace.named(0, "after", 1)
+    assert first.keys() == {*trace.keys} - {"m/bias"}
+    assert second.keys() == {*trace.keys} - {"m/kernel"}
+    assert second["dense/bias"].shape == (2,) and np.all(second["m/bias"] == 113.5)
+    renamed = [{**own[0], "layout": "OI"}, *own[1:], momentum]  # Weights must be equal.
+    path = tmp_path / "two.rank1.npz"
+    write_trace(path, about(replicas=[1], variables=renamed), arrays(replicas=(1,)))
+    with pytest.raises(TraceError, match="'variables' of"):
+        load(tmp_path / "two.npz")
+
+
+def _moved(name, numbers):
+    position, kind, replica, index, *rest = name.split("/")
+    index = numbers[int(index)] if kind in ("before", "after") else index
+    return "/".join([position, kind, replica, str(index), *rest])
+
+
+def test_what_is_saved_is_loaded_and_equal_arrays_are_written_once(tmp_path):
+    description = dataclasses.replace(
+        trace_samples.trace().about, shards=(Shard(0, 0.5), Shard(0), Shard(1, 0.5), Shard(1)),
+        num_copies=2, reduced_in="float16", structure={"tuple": [0, None]},
+        parts=({"dense/kernel": (3, 1)},) * 2, settings=(), micro_batches=(2, 1),
+        optimizer={"class": "SGD", "momentum": np.float32(0.5)},
+    )  # fmt: skip
+    trace, large = Trace(description), np.arange(30_000.0)
+    for shard in trace.shards:
+        trace.put(0, "data", shard, [large, large[::2], np.array(shard).astype(">f4")])
+    trace.put(1, "raw", 3, [None, Rows(np.ones((1, 2)), np.array([1]), 5), None])
+    save(trace, tmp_path / "two.npz")
+    assert [path.name for path in tmp_path.iterdir()] == ["two.npz"]
+    assert (tmp_path / "two.npz").stat().st_size < 1.6 * large.nbytes
+    in_memory = io.BytesIO()
+    save(trace, in_memory)
+    for loaded in (load(tmp_path / "two.npz"), load(in_memory), load([in_memory])):
+        assert loaded.about == description
+        for name, array in trace.stored().items():
+            np.testing.assert_array_equal(loaded.stored()[name], array)
+    loaded.put(0, "data", 0, [large + 1])  # Arrays of a loaded trace can be changed.
+    np.testing.assert_array_equal(loaded.arrays(0, "data", 0)[0], large + 1)
+    loaded.put(1, "raw", 3, [None, np.ones((5, 2)), None])  # Nothing is left of the earlier ones.
+    assert {n for n in loaded.stored() if n.startswith(("1/data/0/", "2/raw/"))} == {
+        "1/data/0/0", "2/raw/3/1"
+    }  # fmt: skip
+
+
+def test_a_writer_needs_no_memory_and_leaves_no_half_file(tmp_path):
+    description = about_from_samples()
+    tracemalloc.start()
+    with Writer(tmp_path / "two.npz") as writer:
+        trace = Trace(description, writer)
+        for step in (0, 1):
+            for replica in (0, 1):
+                trace.put(step, "data", replica, [np.full(1 << 20, step + replica, np.uint8)])
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20
+        assert trace.arrays(1, "data", 0)[0][0] == 1
+        with pytest.raises(ValueError, match="1/data/0/0 is written already"):
+            trace.put(0, "data", 0, [np.ones(3)])
+        writer.close(description)
+    tracemalloc.stop()
+    assert len(zipfile.ZipFile(tmp_path / "two.npz").namelist()) == 4
+    with pytest.raises(RuntimeError), Writer(tmp_path / "other.npz"):
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["two.npz"]
+
+
+def about_from_samples():
+    return trace_samples.trace().about
+
+
+def test_files_of_ranks_are_merged(tmp_path):
+    for rank in range(11):
+        description = about(num_replicas=11, replicas=[rank], steps=[0])
+        description |= {"micro_batches": [rank + 1], "settings": [[{"learning_rate": rank / 8}]]}
+        write_trace(tmp_path / f"two.rank{rank}.npz", description, arrays(1, (rank,)))
+    for path in (tmp_path / "two.npz", tmp_path / "two.rank10.npz"):
+        trace = load(path)
+        assert (trace.name, trace.about.num_replicas) == (str(tmp_path / "two.npz"), 11)
+        assert trace.about.replicas == () and trace.has(0, "before")
+        for replica in range(11):
+            assert trace.micro_batches(0, replica) == replica + 1
+            expected = 101.5 + 10 * replica
+            np.testing.assert_array_equal(trace.arrays(0, "after", replica)[1], [expected] * 2)
+
+
+def test_a_rank_that_ends_early_has_no_arrays_in_later_steps(tmp_path):
+    """As a rank that does not call its optimizer; its state has not been seen, then."""
+    path = write_ranks(tmp_path)
+    for number in (1, 0):
+        description = about(replicas=[1], steps=[0][:number], variables=trace_samples.VARIABLES[:3])
+        for key in ("settings", "micro_batches"):
+            description[key] = description[key][:number]
+        members = {k: x for k, x in arrays(number, (1,)).items() if not re.match(r"1/\w+/1/3", k)}
+        members["1/kept/1/0"] = np.zeros(3)  # Written before an update that did not come.
+        write_trace(tmp_path / "two.rank1.npz", description, members)
+        trace = load(path)
+        assert trace.steps == (0, 234) and len(trace.about.variables) == 4
+        assert [trace.has(position, "after") for position in (0, 1)] == [number == 1, False]
+        assert trace.arrays(1, "after", 0) and trace.micro_batches(1, 1) == 1
+        found = [each for each in verify_alone(trace).findings if each.detail == "not_updated"]
+        # A rank that has ended does not hide the others; one that has no step is a fault.
+        every = [(("replica 1",), (0, 234))]
+        assert [(each.items, each.steps) for each in found] == (every if number == 0 else [])
+        note = "replica 1 ended before step 234: the other replicas are compared"
+        assert (note in verify_alone(trace).notes) == (number == 1)
+    write_trace(tmp_path / "two.rank0.npz", description | {"replicas": [0]}, {})
+    assert "two.npz: has no steps; record it again" in refusal(path)
+    description |= {"steps": [1], "settings": [], "micro_batches": [], "replicas": [0]}
+    write_trace(tmp_path / "two.rank0.npz", description, {})
+    write_trace(tmp_path / "two.rank1.npz", about(replicas=[1]), arrays(replicas=(1,)))
+    assert "'steps' of" in refusal(path)
+
+
+def test_arrays_are_read_when_asked_for(tmp_path):
+    large = np.zeros(8 << 20, np.uint8)
+    path = write_trace(
+        tmp_path / "two.npz",
+        members=arrays() | {f"{p}/data/{r}/0": large for p in (1, 2) for r in (0, 1)},
+    )
+    tracemalloc.start()
+    trace = load(path)
+    assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    trace.arrays(1, "data", 1)
+    assert 8 << 20 < tracemalloc.get_traced_memory()[1] < 18 << 20
+    tracemalloc.stop()
+
+
+# --- Which files ---------------------------------------------------------------------------------
+
+
+def test_something_else_than_one_file_for_each_replica_is_refused(tmp_path):
+    (tmp_path / "folder.npz").mkdir()
+    os.mkfifo(tmp_path / "pipe.npz")
+    for name in ("folder.npz", "pipe.npz"):
+        assert "is not a regular file" in refusal(tmp_path / name)
+    assert "does not exist, nor does a.rank0.npz" in refusal(tmp_path / "a.npz")
+    path = write_trace(write_ranks(tmp_path))
+    assert "there is two.rank0.npz, too" in refusal(path)
+    assert load(tmp_path / "two.rank0.npz").about.num_replicas == 2
+    path.unlink()
+    write_trace(tmp_path / "two.rank2.npz", about(replicas=[1]), arrays(replicas=(1,)))
+    assert "has replica 1 2 times, of 2 replicas" in refusal(path)
+    (tmp_path / "two.rank1.npz").unlink()
+    (tmp_path / "two.rank2.npz").unlink()
+    assert "has replica 1 0 times, of 2 replicas" in refusal(path)
+    write_trace(tmp_path / "two.rank1.npz", about(replicas=[1]), arrays(replicas=(0,)))
+    assert "has an array in two of its files" in refusal(path)
+    description = about(replicas=[1], framework="keras")
+    write_trace(tmp_path / "two.rank1.npz", description, arrays(replicas=(1,)))
+    assert "'framework' of" in refusal(path) and "remove files of other" in refusal(path)
+    write_trace(tmp_path / "two.rank1.npz", about(replicas=[1], permuted=1), arrays(1, (1,)))
+    assert "only some of its files are permuted" in refusal(path)
+
+
+# --- Damage: each function writes a file, and the text is part of its refusal --------------------
+
+
+def repack(path, change, **options):
+    """Rewrites an archive; `change(name, content)` returns its new members."""
+    with zipfile.ZipFile(path) as old:
+        members = [new for name in old.namelist() for new in change(name, old.read(name))]
+    with zipfile.ZipFile(path, "w", **options) as new:
+        for name, content in members:
+            new.writestr(name, content)
+
+
+def one_member(content, name="1/data/0/0.npy"):
+    return lambda path: repack(
+        write_trace(path), lambda n, old: [(n, content if n == name else old)]
+    )
+
+
+def also_named(name):
+    return lambda path: repack(
+        write_trace(path), lambda n, old: [(n, old)] + [(name, old)] * (n == "about.npy")
+    )
+
+
+def patched(offset, value, write=np.savez, entry=2):
+    """Returns what overwrites 4 bytes in an entry of the zip directory."""
+
+    def damage(path):
+        content = bytearray(write_trace(path, save=write).read_bytes())
+        places = [found.start() for found in re.finditer(b"PK\x01\x02", content)]
+        struct.pack_into("<I", content, places[entry] + offset, value)
+        path.write_bytes(content)
+
+    return damage
+
+
+def flipped(path):
+    with zipfile.ZipFile(write_trace(path)) as file:
+        start = file.getinfo("2/after/1/2.npy").header_offset
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK", start + 4) - 3] ^= 4
+    path.write_bytes(content)
+
+
+def header(shape):
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
+    text = text.ljust(117) + "\n"
+    return one_member(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode())
+
+
+def with_arrays(**replaced):
+    """Returns what writes a trace of which some members are replaced, or removed with None."""
+    return lambda path: write_trace(
+        path, members={n: a for n, a in (arrays() | replaced).items() if a is not None}
+    )
+
+
+def saved(**members):
+    return lambda path: np.savez(path, **members)
+
+
+def described(**changes):
+    return lambda path: write_trace(path, about(**changes))
+
+
+ARCHIVES = {
+    "page": (lambda path: path.write_bytes(b"<html>" * 99), "is no .npz file or is damaged"),
+    "cut": (
+        lambda path: path.write_bytes(write_trace(path).read_bytes()[:-1]),
+        "the recording was not finished: the training was killed or is still running",
+    ),
+    "array": (saved(x=np.ones(3)), "has a member 'x.npy', which no trace has"),
+    "no about": (saved(**{"1/before/0/0": np.ones(3)}), "has no member 'about'"),
+    "parent": (also_named("../1/before/0/0.npy"), ", which no trace has"),
+    "digit": (also_named("1/before/0/٣.npy"), ", which no trace has"),
+    "twice": (also_named("1/before/0/0.npy"), "has the member '1/before/0/0' twice"),
+    "bomb": (patched(24, 2**31, np.savez_compressed), "would be more than 1,000 times as"),
+    "long": (patched(24, 5000, np.savez_compressed), "has 5,000 of "),
+    "place": (patched(42, 3), "is no .npz file or is damaged"),  # Versions of zipfile differ.
+    "other name": (patched(42, 0), "differ"),
+    "bit": (flipped, "Bad CRC-32 for file '2/after/1/2.npy'"),
+    "object": (with_arrays(**{"1/data/0/0": np.array([{}], object)}), "has dtype '|O' in 1/data"),
+    "record": (with_arrays(**{"1/data/0/0": np.zeros(2, [("a", "<f4")])}), "has dtype '|V4'"),
+    "big-endian": (with_arrays(**{"1/data/0/0": np.zeros(2, ">f4")}), "has dtype '>f4'"),
+    "text": (with_arrays(**{"1/loss/0/0": np.array("1")}), "has dtype '<U1'"),
+    "code": (header("(__import__('os').getpid(),)"), "is no .npz file or is damaged"),
+    "bytes": (header("(3,)"), "has 128 of 140 bytes"),
+    "negative": (header("(-1, 0)"), "has 128 of 128 bytes"),
+    "no array": (one_member(bytes(99)), "is no .npz file or is damaged"),
+    "position 0": (with_arrays(**{"0/loss/0/0": np.ones(1)}), "has arrays 0/loss/0, which"),
+    "replica": (with_arrays(**{"1/loss/2/0": np.ones(1)}), "has arrays 1/loss/2, which"),
+    "gap": (with_arrays(**{"1/data/0/2": np.ones(1)}), "has an array 1/data/0/2 of 2 in"),
+    "variable": (with_arrays(**{"1/before/0/4": np.ones(1)}), "1/before/0/4 of 4 in"),
+    "gradient": (with_arrays(**{"2/clipped/0/3": np.ones(1)}), "2/clipped/0/3 of 3 in"),
+    "shape": (with_arrays(**{"1/before/1/1": np.ones(3)}), "has shape (3,) in 1/before/1/1, and"),
+    "shape of a gradient": (with_arrays(**{"2/raw/1/0": np.ones((2, 3))}), "has shape (2, 3) in"),
+    "no rows": (with_arrays(**{"1/raw/0/2/rows": None}), "has wrong rows in 1/raw/0/2"),
+    "whole": (with_arrays(**{"1/raw/0/2": np.ones((5, 2))}), "has wrong rows in 1/raw/0/2"),
+    "count": (with_arrays(**{"1/raw/0/2/rows": np.array(6)}), "has shape (6, 2) in 1/raw/0/2"),
+    "real rows": (with_arrays(**{"1/raw/0/2/indices": np.ones(3)}), "has wrong rows in"),
+    "few rows": (with_arrays(**{"1/raw/0/2/indices": np.array([4, 0])}), "has wrong rows in"),
+    "row": (with_arrays(**{"1/raw/0/2/indices": np.array([0, 5, 1])}), "a row outside of 0 to 4"),
+    "row -1": (with_arrays(**{"1/raw/0/2/indices": np.array([0, -1, 1])}), "outside of 0 to 4"),
+    "alias": (described(aliases={"1/data/0/1": "1/data/0/7"}), "has a wrong alias '1/data/0/1'"),
+    "alias of a name": (described(aliases={"a": "1/data/0/0"}), "has a wrong alias 'a'"),
+    "no text": (saved(about=np.array(b"{}")), "has an 'about' that is not one text"),
+    "texts": (saved(about=np.array([json.dumps(about())])), "'about' that is not one text"),
+    "no JSON": (saved(about=np.array("{")), "has an 'about' that is not JSON text"),
+    "deep": (described(x=eval("[" * 60 + "]" * 60)), "has deep nesting"),
+    "version 1": (described(version=1), "has the format version 1, and this version of Lockstep"),
+    "version 3": (described(version=3, steps="all"), "has the format version 3, and this"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_a_damaged_file_is_refused(tmp_path, name):
+    damage, wrong = ARCHIVES[name]
+    damage(tmp_path / "two.npz")
+    assert wrong in refusal(tmp_path / "two.npz")
+
+
+@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
+def test_random_damage_raises_no_other_error_and_changes_no_array(tmp_path, write):
+    path, generator = write_trace(tmp_path / "two.npz", save=write), random.Random(0)
+    whole, expected = path.read_bytes(), read_all(load(path))
+    refused = 0
+    for _ in range(200):
+        content = bytearray(whole)
+        if generator.random() < 0.2:
+            del content[generator.randrange(len(content)) :]
+        else:
+            for _ in range(generator.choice([1, 1, 4])):
+                content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        path.write_bytes(content)
+        try:
+            found = read_all(load(path))
+        except TraceError as error:
+            refused += 1
+            assert str(error).isprintable()
+        else:
+            assert_same_bits(found, expected)
+    assert refused > 100
+
+
+def test_more_than_the_limits_is_refused(tmp_path, monkeypatch):
+    path = write_trace(tmp_path / "two.npz")
+    for limit, value, wrong in (
+        ("MAX_MEMBERS", 30, "has more than 30 members; record fewer steps"),
+        ("_MAX_ABOUT_BYTES", 1000, "that is not one text of at most"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(trace_file, limit, value)
+            assert wrong in refusal(path)
+
+
+# --- The description -----------------------------------------------------------------------------
+
+
+def group(**settings):
+    return {"settings": [[settings], []]}
+
+
+def variable(**changes):
+    return {
+        "variables": [
+            trace_samples.VARIABLES[0] | changes,
+            *trace_samples.VARIABLES[1:],
+        ]
+    }
+
+
+WRONG = [
+    ({"format": "lockstep recording 1"}, "is not a trace"),
+    *(({"version": v}, "has the format version") for v in (0, True, 1.5, None)),
+    *(({"num_replicas": n}, "num_replicas of 'about' ") for n in (0, 1e3, "2", 10**7)),
+    ({"num_replicas": 10**40}, "more than 64 bits in 'about'"),
+    ({"replicas": [0, 0]}, "replicas of 'about' must be different numbers"),
+    ({"replicas": [0, 2]}, "replicas of 'about' must be from 0 to 1"),
+    ({"shards": [[0, 1], [2, 1]]}, "replicas of 'about' must be from 0 to 1"),
+    ({"shards": [[0, 1], [1]]}, "shards[1] of 'about' is a list of 1"),
+    ({"steps": [], "settings": [], "micro_batches": []}, "has no steps; record it again"),
+    ({"steps": [3, 3]}, "steps of 'about' must be whole numbers from 0, in ascending order"),
+    ({"steps": None}, "steps of 'about' is None, must be a list"),
+    ({"framework": ""}, "framework of 'about' must be a name"),
+    ({"framework": "a\nb"}, r"has the text 'a\nb' in 'about'; texts"),
+    ({"framework": "x" * 3000}, "in 'about'; texts must be printable"),
+    ({"\x1b[31m": 1}, r"has the text '\x1b[31m'"),
+    ({"versions": {"torch": 2}}, "versions.torch of 'about' is 2, must be a text"),
+    ({"variables": ["a"]}, "variables[0] of 'about' is 'a', must be an object"),
+    ({"variables": [{"kind": "weight"}]}, "variables[0].name of 'about' is missing"),
+    (variable(name=""), "variables of 'about' must be of names"),
+    (variable(kind="bias"), "variables of 'about' must be of the kinds weight, statistic"),
+    (variable(layout=2), "variables[0].layout of 'about' is 2, must be a text"),
+    (variable(of="other"), "variables of 'about' must be of weights"),
+    (variable(name="dense/bias"), "variables of 'about' must be of unique weights"),
+    ({"gradients": ["m/kernel"]}, "gradients of 'about' must be names of weights"),
+    ({"gradients": ["dense/bias"] * 2}, "gradients of 'about' must be different names"),
+    ({"reduction": "average"}, "reduction of 'about' must be ''"),
+    ({"optimizer": "SGD"}, "optimizer of 'about' is 'SGD', must be an object"),
+    ({"settings": [[]]}, "settings of 'about' must be one list of"),
+    ({"settings": [{}, {}]}, "settings[0] of 'about' is an object, must be a list"),
+    ({"settings": [[], [1]]}, "settings[1][0] of 'about' is 1, must be an object"),
+    (group(momentum=True), "momentum in settings of 'about' must be a number"),
+    (group(nesterov=1), "nesterov in settings of 'about' must be a number, true or false"),
+    (group(weights="all"), "weights in settings of 'about' must be names of weights"),
+    ({"layers": [{"class": "b"}]}, "layers of 'about' must be names, classes and weights"),
+    ({"permuted": "7"}, "permuted of 'about' is '7', must be a whole number"),
+    ({"micro_batches": [1, 0]}, "micro_batches of 'about' must be whole numbers from 1"),
+    ({"micro_batches": [1, 2**31 - 1]}, "micro_batches of 'about' must be whole numbers from 1"),
+    ({"calls": [["backward", "clip norm"], []]}, "calls of 'about' must be 'clip norm 1'"),
+    ({"calls": [["backward", "clip size 1"], []]}, "calls of 'about' must be 'clip norm 1'"),
+]  # fmt: skip
+
+
+def test_a_wrong_description_is_refused(tmp_path):
+    for changes, wrong in WRONG:
+        path = write_trace(tmp_path / "two.npz", about(**changes))
+        assert wrong in refusal(path), changes
+
+
+# --- The page ------------------------------------------------------------------------------------
+
+
+def test_the_page_has_every_key_and_bound_and_its_example_writes_a_trace(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "trace_format.md").read_text(encoding="utf-8")
+    for described in (About, Variable):
+        for field in dataclasses.fields(described):
+            # Python 3.13 removes the indentation of docstrings.
+            assert f"    {field.name}: " in inspect.getdoc(described), field.name
+    for bound in (trace_file.MAX_MEMBERS, trace_file.MAX_RATIO):
+        assert f"{bound:,}" in page
+    assert f"# The trace format, version {about_module.VERSION}" in page
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "example", "exec"), {})
+    trace = load(tmp_path / "two.npz")
+    assert (trace.about.framework, trace.about.num_replicas, trace.steps) == ("numpy", 2, (0,))
+    (before,), (after,) = (trace.arrays(0, kind, 1) for kind in ("before", "after"))
+    (applied,) = trace.arrays(0, "clipped", 0)
+    rate = trace.about.settings[0][0]["learning_rate"]
+    np.testing.assert_array_equal(after, before - rate * applied)
+    assert np.abs(applied).max() > 1
+
+
+def test_all_ranks_replay_or_none_does(tmp_path):
+    path = write_ranks(tmp_path, replayed="")
+    assert load(path).about.num_replicas == 2
+    for own, told in ((None, ""), ("one.npz", "two.rank0.npz is recorded without replay=")):
+        write_trace(
+            tmp_path / "two.rank1.npz", about(replicas=[1], replayed=own), arrays(replicas=(1,))
+        )
+        if told:
+            with pytest.raises(TraceError, match=told):
+                load(path)
+        else:
+            assert load(path).about.num_replicas == 2
