@@ -1,6 +1,8 @@
 # make setup           creates .venv with the packages of requirements.lock
 # make train           trains LeNet by hand on two devices; ARGS="--flag=value …" is passed on
 # make test            runs the tests but the slowest; make test-all runs all of them
+# make coverage        runs the tests, and says which lines of lockstep/ and strategies/ none runs
+# make package         builds the wheel and the archive of lockstep/ into dist/, and checks both
 # make lint            checks style, format, types and the layers of imports
 # make docs            writes docs/options.md from the table of options
 # make campaign        disturbs small trainings at random; ARGS="kills --cycles=20 --seed=1"; others:
@@ -18,8 +20,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-all mutations zoo zoo-optimizers campaign lint bench frameworks
-.PHONY: accuracy docs recording lock clean
+.PHONY: setup train test test-all coverage package lint mutations zoo zoo-optimizers campaign bench
+.PHONY: accuracy docs frameworks recording lock clean
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -29,6 +31,18 @@ test: $(BIN)/.installed-dev
 
 test-all: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+coverage: $(BIN)/.installed-dev .venv-bench/.installed
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check $(shell grep coverage== requirements-dev.txt)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+package: $(BIN)/.installed-dev
+	rm -rf dist
+	$(BIN)/uv build --quiet
+	$(BIN)/twine check --strict dist/*
 
 mutations: $(BIN)/.installed-dev
 	$(BIN)/python -m tests.campaigns mutations $(ARGS)
