@@ -30,7 +30,8 @@ from . import check
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "verifier" / "zoo" / "scripts"
 TIMEOUT_SEC = 240
-AT_ONCE = 2
+AT_ONCE = os.cpu_count() or 2
+DEVICE = os.environ.get("LOCKSTEP_SCRIPTS_DEVICE", "cpu")  # Of PyTorch, such as "cuda".
 UNKNOWN = NOTHING, NOT_COMPARED, NOT_VERIFIED  # Statuses of what was not, or not all, compared.
 PRELOADED = {  # Framework → modules that its scripts import.
     "torch": (
@@ -78,7 +79,7 @@ class Entry(NamedTuple):
         for old, new in self.changes:
             check(text.count(old) == 1, f"{self}: {text.count(old)} times in the script: {old}")
             text = text.replace(old, new)
-        return text
+        return text.replace('"cpu"', f'"{DEVICE}"')
 
 
 class Outcome(NamedTuple):

@@ -1,6 +1,7 @@
 """Starts a script of this folder: `python SCRIPT.py REPLICAS FILE.npz [REPLAY.npz [SEED [each]]]`.
 
 The script's `main` gets its rank, the number of processes and the arguments of the recorder.
+Tensors are created on the device `LOCKSTEP_SCRIPTS_DEVICE`, such as "cuda"; on the CPU by default.
 """
 
 import os
@@ -32,6 +33,17 @@ def start(main: Callable[[int, int, dict[str, Any]], None]) -> None:
     )
 
 
+def _generator_on(device: str) -> type:
+    """Returns the class of generators that draw on a device if none is named, as tensors do."""
+    import torch
+
+    class Generator(torch.Generator):
+        def __new__(cls, device: str = device) -> Any:
+            return super().__new__(cls, device)
+
+    return Generator
+
+
 def _run(
     rank: int,
     main: Callable[[int, int, dict[str, Any]], None],
@@ -43,6 +55,10 @@ def _run(
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    device = os.environ.get("LOCKSTEP_SCRIPTS_DEVICE", "cpu")
+    if device != "cpu":
+        torch.set_default_device(device)
+        torch.Generator = _generator_on(device)
     method = f"file://{os.path.abspath(recording['path'])}.rendezvous"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size)
     main(rank, world_size, recording)
