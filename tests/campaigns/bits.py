@@ -7,7 +7,7 @@ are flipped in `test_checkpoint.py`.
 import collections
 import pathlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +23,7 @@ from app.verification.step_verifier import StepVerifier
 from models import MODELS
 from tests.conftest import CPUS
 
-from . import check
+from . import Options, check
 
 REPLICAS = 2
 KINDS = ("weights", "optimizer")
@@ -105,16 +105,14 @@ def _flip_bit(array: np.ndarray, choose: random.Random) -> None:
     flat[choose.randrange(flat.size)] ^= 1 << choose.randrange(8)
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Flips bits; yields what was noticed and not named."""
-    choose, own_lenet = random.Random(seed), MODELS["lenet"]
+    choose, own_lenet = random.Random(options.seed), MODELS["lenet"]
     MODELS["lenet"] = "tests.dense_network:build_conv_norm_network"
     try:
         memory = Memory(choose)
-        kinds = [kind for kind in KINDS if kind in (only or kind)]
-        for number in range(cycles):
+        kinds = [kind for kind in KINDS if options.wants(kind)]
+        for number in range(options.cycles):
             kind = kinds[number % len(kinds)]
             named, found = memory.flip(kind)
             check(found, f"{kind}: not noticed: {named}")

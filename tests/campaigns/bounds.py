@@ -21,7 +21,7 @@ from lockstep.numeric.arrays import EPS, UNITS, Named, distance, norm
 from lockstep.reference import StepPair, common_steps, match_traces, tolerance_of
 from lockstep.stages.claim import Claim
 
-from . import check
+from . import Options, check
 from .scripts import Servers, record, running_servers, shown
 
 PROGRAM = pathlib.Path(__file__).with_name("torch_networks.py")
@@ -144,12 +144,10 @@ def told(name: str, found: Sequence[Measured], unit: float) -> str:
     return "\n".join(lines)
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Measures each network, dtype and size of a batch; yields the largest shares of each."""
-    first = seed % 10**6
-    seeds, above = tuple(range(first, first + cycles)), 0
+    first = options.seed % 10**6
+    seeds, above = tuple(range(first, first + options.cycles)), 0
     cases = [
         (f"{network}, {'bfloat16' if is_short else 'float32'}, batch of {number}", *case)
         for case in itertools.product(NETWORKS, (False, True), GLOBAL_BATCH_SIZES)
@@ -157,7 +155,7 @@ def run(
     ]
     with running_servers([PROGRAM.stem]) as servers:
         for index, (name, network, is_short, number) in enumerate(cases):
-            if only and not any(kind in name for kind in only):
+            if not options.wants(name):
                 continue
             place = folder / f"{index}"
             traces = _recorded(servers, network, number, is_short, seeds, place)

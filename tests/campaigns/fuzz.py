@@ -21,7 +21,7 @@ import tempfile
 import tracemalloc
 import unittest.mock
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import numpy as np
@@ -38,6 +38,8 @@ from strategies.step_totals import StepTotals
 from tests.conftest import idx_files
 from tests.in_process import parse_here
 from tests.verifier.trace_samples import about, arrays
+
+from . import Options
 
 LIMIT_SEC, LIMIT_BYTES = 10, 32 << 20
 _CLEAR = re.compile(r"--\w|'.*'|^(directories|experiment|report) |TF_CONFIG")
@@ -329,13 +331,11 @@ def fuzz(target: str, *, max_examples: int, seed: int) -> collections.Counter:
     return outcomes
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Fuzzes each target with 500 inputs a cycle; yields what was done."""
-    for cycle in range(cycles):
-        for target in [name for name in TARGETS if name in (only or TARGETS)]:
-            outcomes = fuzz(target, max_examples=500, seed=seed + cycle)
+    for cycle in range(options.cycles):
+        for target in [name for name in TARGETS if options.wants(name)]:
+            outcomes = fuzz(target, max_examples=500, seed=options.seed + cycle)
             counts["inputs"] += outcomes.total()
             counts["refused inputs"] += outcomes["refused"]
             yield f"{target}: {dict(outcomes)}"

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from . import CampaignError, check, harness
+from . import CampaignError, Options, check, harness
 from .harness import MAIN, Program, checkpoints
 
 STRATEGIES = ("single", "manual", "mirrored", "sharded", "pipeline", "tensor", "multi_worker")
@@ -189,18 +189,18 @@ def cycle(site: Site, kind: str) -> str:
     return told
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Runs cycles; yields what each one did. `only` names strategies or kinds of faults."""
-    choices, sites = random.Random(seed), {}
+    choices, sites = random.Random(options.seed), {}
     data_dir = harness.write_data(folder / "data")
-    strategies = [s for s in STRATEGIES if s.replace("_", " ") in only] or STRATEGIES
-    kinds = [kind for kind in KINDS if kind in only] or list(KINDS)
-    for number in range(1, cycles + 1):
+    strategies = [s for s in STRATEGIES if s.replace("_", " ") in options.only] or STRATEGIES
+    kinds = [kind for kind in KINDS if kind in options.only] or list(KINDS)
+    for number in range(1, options.cycles + 1):
         name = choices.choice(strategies)
         if name not in sites:
-            sites[name] = Site(folder / name, name, data_dir, random.Random(f"{seed} {name}"))
+            sites[name] = Site(
+                folder / name, name, data_dir, random.Random(f"{options.seed} {name}")
+            )
         allowed = [kind for kind in kinds if kind in OF_WORKERS or name != "multi_worker"]
         told = cycle(sites[name], choices.choice(allowed or ["SIGKILL"]))
         counts["cycles"] += 1

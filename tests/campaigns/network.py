@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from . import CampaignError, check, harness
+from . import CampaignError, Options, check, harness
 from .harness import Program
 
 END_SEC = 90.0  # Within which all workers end when one is lost.
@@ -196,15 +196,13 @@ FAULTS: dict[str, Callable[[Cluster], list[int]]] = {
 }
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Tries the faults in order; yields what each one did."""
     if reason := unavailable():
         raise CampaignError(reason)
     cluster = Cluster(folder)
-    names = [name for name in FAULTS if name in (only or FAULTS)]
-    for name in itertools.islice(itertools.cycle(names), cycles or len(names)):
+    names = [name for name in FAULTS if options.wants(name)]
+    for name in itertools.islice(itertools.cycle(names), options.cycles or len(names)):
         cluster.number += 1
         start = time.monotonic()
         codes = FAULTS[name](cluster)

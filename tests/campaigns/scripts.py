@@ -17,7 +17,7 @@ import queue
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from lockstep.answer.text import notes_of
@@ -25,7 +25,7 @@ from lockstep.answer.verdict import NOT_COMPARED, NOT_VERIFIED, NOTHING, Finding
 from lockstep.comparison import compare_traces
 from lockstep.data.file import load
 
-from . import check
+from . import Options, check
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "verifier" / "zoo" / "scripts"
@@ -281,12 +281,10 @@ def _told(entry: Entry, outcome: Outcome, counts: collections.Counter) -> str:
     return f"{name}: {told}\n    {outcome.text}".rstrip()
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Runs the entries, two at a time; yields what is found of each."""
     names = {entry: f"{entry.script}/{entry.name}".replace("_", " ") for entry in listed()}
-    chosen = [e for e, name in names.items() if not only or any(name.startswith(o) for o in only)]
+    chosen = [e for e, name in names.items() if options.wants(name)]
     scripts = dict.fromkeys(entry.script for entry in chosen)
     plain = {entry.script: entry for entry in reversed(listed()) if not entry.changes}
     with (

@@ -19,7 +19,7 @@ from lockstep.data.file import load
 from lockstep.data.trace import Trace
 from lockstep.numeric.arrays import dense, norm
 
-from . import check
+from . import Options, check
 from .scripts import Entry, Servers, record, running_servers, shown
 
 SCRIPT = "torch_ddp"
@@ -143,16 +143,14 @@ def _references(servers: Servers, folder: pathlib.Path, *, is_short: bool) -> li
     return [load(folder / f"{kind}0.0.npz") for kind in ("one", "permuted")]
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Records each fault in each dtype; yields the smallest sizes that are found and named."""
     missed = list[str]()
     with running_servers([SCRIPT]) as servers:
         for dtype in ("float32", "bfloat16"):
             place, is_short = folder / dtype, dtype == "bfloat16"
             references = _references(servers, place, is_short=is_short)
-            for fault in [f for f in CAUSES if not only or any(kind in f for kind in only)]:
+            for fault in [f for f in CAUSES if options.wants(f)]:
                 constants = constants_of(fault, references[0])
                 source = source_of(SIZES, BFLOAT16=is_short, **constants)
                 file = f"{fault.replace(' ', '_')}.npz"

@@ -1,5 +1,7 @@
 """A short run of each campaign; what they need of the machine is a reason to skip it."""
 
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -8,8 +10,50 @@ import pytest
 
 from lockstep.answer.causes import DETAILS
 from lockstep.answer.verdict import NOTHING
-from tests.campaigns import fuzz, network, scripts, sensitivity
+from tests.campaigns import CampaignError, copies, fuzz, mutations, network, scripts, sensitivity
 from tests.conftest import ROOT
+from tests.in_process import parse_here
+
+
+def test_the_lists_of_bugs_fit_the_program():
+    """`old` occurs once, and the program with `new` can still be compiled; drawn ones, too."""
+    bugs, drawn, wrong = copies.listed(), mutations.drawn(60, seed=1), []
+    listed = [*mutations.listed(), copies.NARROW, *(bug.mutation for bug in bugs)]
+    for mutation in [*listed, *drawn]:
+        source = (ROOT / mutation.file).read_text("utf-8")
+        try:
+            compile(mutation.changed(source), mutation.file, "exec")
+        except (CampaignError, SyntaxError) as error:
+            wrong.append(f"{mutation.file}: {mutation.name}: {error}")
+    assert not wrong, "\n".join(wrong)
+    assert len(listed) >= 126 and len({bug.mutation.name for bug in bugs}) == len(bugs)
+    assert sum(bug.file.startswith("lockstep/") for bug in drawn) == 30
+    for bug in bugs:
+        named = {word for word in bug.words if re.fullmatch("[a-z_0-9]+", word)}
+        assert bug.words and named <= set(DETAILS), bug
+        parse_here("verify", *shlex.split(bug.flags))
+
+
+def test_a_bug_is_drawn_of_each_kind():
+    source = """
+def largest(self, items):
+    self.count += len(items)
+    self.items[0] = items
+    if self.count <= 3:
+        return None
+    items.sort()
+    return [item for item in items if item]
+"""
+    changed = {source[:a] + new + source[b:] for a, b, new in mutations.changes(source)}
+    assert changed == {
+        source.replace(old, new)
+        for old, new in [
+            ("self.count += len(items)", "pass"), ("self.items[0] = items", "pass"),
+            ("return None", "pass"), ("items.sort()", "pass"), ("[0]", "[1]"), ("3:", "4:"),
+            ("self.count <= 3", "not (self.count <= 3)"), ("<=", "<"),
+            ("if item]", "if not (item)]"),
+        ]
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
