@@ -62,19 +62,6 @@ def test_bad_input_is_refused_in_a_line(target):
     assert outcomes["refused"] > 10 and outcomes["accepted"] > 0
 
 
-def test_the_guard_of_the_fuzzer_sees_what_it_has_to(tmp_path):
-    inside, outside = tmp_path / "in", tmp_path / "out"
-    inside.mkdir()
-    for act in (
-        lambda: outside.write_text("x"),
-        lambda: (tmp_path / "new").mkdir(),
-        lambda: __import__("pickle").loads(b"cos\nsystem\n."),
-    ):
-        with pytest.raises(AssertionError), fuzz.guarded(inside):
-            act()
-    assert not outside.exists()
-
-
 def test_the_scripts_of_the_zoo_can_be_changed_as_listed():
     entries = scripts.listed()
     for entry in entries:

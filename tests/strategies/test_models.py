@@ -13,7 +13,6 @@ from tests.dense_network import build_dense_network
 from tests.small_models import build_network
 from tests.strategies.walks import assert_same_bits, training, walk
 
-SLOW = pytest.mark.slow
 TRAINABLE = {"lenet": 129_068, "resnet9": 648_234, "resnet18": 11_175_818}
 SHAPES = {"image_shape": IMAGE_SHAPE, "num_classes": NUM_CLASSES}
 
@@ -87,10 +86,7 @@ def test_resnet9_has_nine_layers_of_weights_and_halves_the_image_thrice():
     assert flops == 2 * (121_680 + 2_025_000 + 102_400 + 1_280)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "name"),
-    [("d2l", "lenet"), ("fast", "resnet9"), pytest.param("d2l", "resnet18", marks=SLOW)],
-)
+@pytest.mark.parametrize(("recipe", "name"), [("d2l", "lenet"), ("fast", "resnet9")])
 def test_initial_weights_follow_from_the_seed(recipe, name):
     first, again, other = (build(recipe, name, seed) for seed in (5, 5, 6))
     pairs = list(zip(first.variables, again.variables, other.variables, strict=True))
@@ -196,8 +192,7 @@ ADDS = "model adding: layer penalised adds a loss"
 @pytest.mark.parametrize(
     ("network", "told"),
     [
-        (dense(kernel_regularizer="l2"), ADDS), (dense(bias_regularizer="l1"), ADDS),
-        (dense(activity_regularizer="l2"), ADDS),
+        (dense(kernel_regularizer="l2"), ADDS), (dense(activity_regularizer="l2"), ADDS),
         (with_layer(lambda given: TwoLayers(given, adds_loss=True, name="penalised")), ADDS),
         (with_layer(lambda given: TwoLayers(given, names=("a", "a"), name="two")),
          "2 variables are named inner/two/a/kernel; give each layer"),
@@ -209,7 +204,7 @@ def test_a_model_that_strategies_cannot_train_equally_is_refused(network, told):
     assert refusal.value.exit_code == 2 and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["lenet", "resnet9", "unnamed"])
+@pytest.mark.parametrize("name", ["resnet9", "unnamed"])
 def test_the_check_of_a_model_changes_nothing(name, monkeypatch):
     network = build_unnamed if name == "unnamed" else load_model_builder(name)
     first = checked(network)

@@ -9,7 +9,6 @@ from app.devices import device_setup
 from app.devices.local_workers import WorkerGroup, split_resources
 from app.options import Config
 from app.options.table import Distribution
-from app.runtime.errors import ConfigError
 from strategies.workers import Workers, split_bytes
 
 CONFIG = Config.of(
@@ -175,20 +174,6 @@ def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
         for array, other in zip(state.values(), expected[2].values(), strict=True):
             np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(logits, expected[4], rtol=1e-4, atol=1e-4)
-
-
-def differ(channel, config):
-    """Runs in each worker: each with another learning rate."""
-    import os
-
-    learning_rate = 0.1 if '"index": 0' in os.environ["TF_CONFIG"] else 0.2
-    device_setup.set_up(config.replace(learning_rate=learning_rate))
-
-
-@pytest.mark.slow
-def test_workers_with_different_flags_are_refused():
-    with pytest.raises(ConfigError, match=r"--learning_rate: worker 0 has 0.1, worker 1 has 0.2"):
-        run_group(differ, CONFIG)
 
 
 def test_one_process_is_all_there_is():
