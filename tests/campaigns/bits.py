@@ -53,10 +53,7 @@ class Memory:
 
     def flip(self, kind: str) -> tuple[str, str]:
         """Flips a bit, trains and checks a step; returns what is to be named, and what was said."""
-        before = [
-            {name: variable.numpy() for name, variable in copy.items()}
-            for copy in self._strategy.copies()
-        ]
+        before = self._strategy.states.per_copy()
         expected = self._flip_variable(kind)
         found = self._train_step() or self._compare_replicas()
         for copy, values in zip(self._strategy.copies(), before, strict=True):
@@ -94,15 +91,10 @@ class Memory:
         ]
         name = self._random.choice(names)
         value = copy[name].numpy()
-        _flip_bit(value, self._random)
+        flat = value.reshape(-1).view(np.uint8)
+        flat[self._random.randrange(flat.size)] ^= 1 << self._random.randrange(8)
         copy[name].assign(value)
         return name.partition("/")[2]
-
-
-def _flip_bit(array: np.ndarray, choose: random.Random) -> None:
-    """Flips a random bit of an array."""
-    flat = array.reshape(-1).view(np.uint8)
-    flat[choose.randrange(flat.size)] ^= 1 << choose.randrange(8)
 
 
 def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:

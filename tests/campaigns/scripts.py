@@ -56,7 +56,6 @@ class Entry(NamedTuple):
         permuted: whether the tolerance is computed from a recording with permuted examples.
         both: whether the reference has the change, too.
         by_shard: whether the reference is recorded last, for each shard of the other recording.
-        part: what is added to the name of the file that is compared, if a script writes several.
         processes: number of processes, or of devices in one process, of the other recording.
     """
 
@@ -68,7 +67,6 @@ class Entry(NamedTuple):
     permuted: bool = False
     both: bool = False
     by_shard: bool = False
-    part: str = ""
     processes: int = 2
 
     @property
@@ -107,9 +105,7 @@ def listed() -> list[Entry]:
     entries, begin = [], 'if __name__ == "__main__":'
     for path in sorted(SCRIPTS.glob("*.toml")):
         table = tomllib.loads(path.read_text("utf-8"))
-        common = {
-            key: table[key] for key in ("permuted", "part", "by_shard", "processes") if key in table
-        }
+        common = {key: table[key] for key in ("permuted", "by_shard", "processes") if key in table}
         entries.append(Entry(path.stem, "unchanged", **common))
         for found in (*table.get("right", ()), *table["bug"]):
             options = common | found
@@ -196,59 +192,52 @@ def record(
         free.put(server)
 
 
-def _references(
-    servers: Servers, entry: Entry, folder: pathlib.Path, source: str
-) -> tuple[pathlib.Path, pathlib.Path | None]:
+def _references(servers: Servers, entry: Entry, folder: pathlib.Path) -> list[pathlib.Path]:
     """Records a program with one replica; returns the recording, and that with other rounding."""
-    failed = record(servers, source, entry.script, folder, 1, "one.npz")
-    check(not failed, f"{entry.script} with one replica: {failed}")
-    if not entry.permuted:
-        return folder / f"one{entry.part}.npz", None
-    failed = record(servers, source, entry.script, folder, 1, "permuted.npz", "one.npz", "1")
-    check(not failed, f"{entry.script} with permuted examples: {failed}")
-    return folder / f"one{entry.part}.npz", folder / f"permuted{entry.part}.npz"
+    files = [["one.npz"]]
+    if entry.permuted:
+        files.append(["permuted.npz", "one.npz", "1"])
+    for names in files:
+        failed = record(servers, entry.source, entry.script, folder, 1, *names)
+        check(not failed, f"{entry.script} with one replica, {names[0]}: {failed}")
+    return [folder / names[0] for names in files]
 
 
 def _outcome(
-    servers: Servers,
-    entry: Entry,
-    folder: pathlib.Path,
-    references: tuple[pathlib.Path, pathlib.Path | None],
+    servers: Servers, entry: Entry, folder: pathlib.Path, references: list[pathlib.Path]
 ) -> Outcome:
     """Records a program in several processes and compares it with the reference."""
     if entry.both and not entry.by_shard:
-        references = _references(servers, entry, folder, entry.source)
-    one, permuted = references
-    plain = entry._replace(changes=())
-    start = [str(one.with_name("one.npz"))] if entry.replay and not entry.by_shard else []
+        references = _references(servers, entry, folder)
+    one, *permuted = references
+    start = [str(one)] if entry.replay and not entry.by_shard else []
     num = entry.processes
     failed = record(servers, entry.source, entry.script, folder, num, "two.npz", *start)
-    source = (entry if entry.both else plain).source
+    source = entry.source if entry.both else entry._replace(changes=()).source
     shards = servers, source, entry.script, folder, 1, "by_shard.npz", "two.npz", "", "each"
     if entry.by_shard and not failed:
         one, failed = folder / "by_shard.npz", record(*shards)
     if failed:
         is_refusal = "/lockstep/record_" in failed
         return Outcome(False, False, f"no recording: {failed[-600:].strip()}", False, is_refusal)
-    note = ""
+    told = []
     try:
-        traces = [load(path) for path in (one, folder / f"two{entry.part}.npz", permuted) if path]
+        traces = [load(path) for path in (one, folder / "two.npz", *permuted)]
         alone, verdict = compare_traces(traces, {}).values()
         if verdict.status == NOT_COMPARED and "torch" in entry.script and not record(*shards):
-            note = f"{NOT_COMPARED}; with the reference shard by shard:"
+            told = [f"{NOT_COMPARED}; with the reference shard by shard:"]
             traces[0] = load(folder / "by_shard.npz")
             alone, verdict = compare_traces(traces[:2], {}).values()
     except Exception as error:  # A recording that cannot be read, or a bug of the comparison.
         return Outcome(False, False, f"no verdict: {type(error).__name__}: {error}", False)
     faults = verdict.faults if entry.causes else [*alone.faults, *verdict.faults]
-    told = [f"the reference: {shown(finding)}" for finding in alone.findings]
+    told += [f"the reference: {shown(finding)}" for finding in alone.findings]
     told += [shown(finding) for finding in verdict.findings]
     told += [f"note: {note}" for note in notes_of(verdict)]
-    is_idle = verdict.status == NOTHING
     told += [verdict.status] if verdict.status in UNKNOWN else []
-    told = [note, *told] if note else told
     named = faults[0].detail if faults else verdict.status
-    return Outcome(bool(faults) or is_idle, named in entry.causes, "\n    ".join(told))
+    is_caught = bool(faults) or verdict.status == NOTHING
+    return Outcome(is_caught, named in entry.causes, "\n    ".join(told))
 
 
 def shown(finding: Finding) -> str:
@@ -264,11 +253,6 @@ def _told(entry: Entry, outcome: Outcome, counts: collections.Counter) -> str:
         counts["right programs"] += 1
         counts["right programs with a fault"] += outcome.is_caught
         counts["right programs without a verdict"] += not outcome.has_verdict
-        lines = [*map(str.strip, outcome.text.splitlines())]
-        counts["right programs not verified"] += bool({NOTHING, NOT_VERIFIED} & {*lines})
-        counts["right programs not compared"] += NOT_COMPARED in lines
-        is_by_shard = any(line.startswith(f"{NOT_COMPARED};") for line in lines)
-        counts["right programs compared shard by shard"] += is_by_shard
         told = "FALSE ALARM" if outcome.is_caught else "clean"
     else:
         counts["bugs"] += 1
@@ -292,9 +276,7 @@ def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> 
         concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool,
     ):
         references = {
-            script: pool.submit(
-                _references, servers, plain[script], folder / script, plain[script].source
-            )
+            script: pool.submit(_references, servers, plain[script], folder / script)
             for script in scripts
         }
         concurrent.futures.wait(references.values())
