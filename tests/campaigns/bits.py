@@ -61,6 +61,7 @@ class Memory:
                 variable.assign(values[name])
         left = self._compare_replicas()
         assert left == "", f"the flip was not undone: {left}"
+        self._train_step()  # It reports that the state has changed on its own, as it was undone.
         return expected, found
 
     def _train_step(self) -> str:

@@ -86,10 +86,6 @@ def _send(site: Site, *numbers: signal.Signals) -> Ended:
     return program, " and ".join(n.name for n in numbers), tuple(expected)
 
 
-def _second_signal(site: Site) -> Ended:
-    return _send(site, *site.random.choices((signal.SIGTERM, signal.SIGINT), k=2))
-
-
 def _failing_disk(site: Site, actions: Sequence[str], expected: tuple[int, ...]) -> Ended:
     call = site.random.choice(("fsync", "replace", "unlink", "mkdir"))
     fault = f"{call}:{site.random.randint(1, 12)}:{site.random.choice(actions)}"
@@ -140,7 +136,9 @@ KINDS: dict[str, Callable[[Site], Ended]] = {
     "SIGKILL": lambda site: _send(site, signal.SIGKILL),
     "SIGTERM": lambda site: _send(site, signal.SIGTERM),
     "SIGINT": lambda site: _send(site, signal.SIGINT),
-    "second signal": _second_signal,
+    "second signal": lambda site: _send(
+        site, *site.random.choices((signal.SIGTERM, signal.SIGINT), k=2)
+    ),
     "kill at a file operation": lambda site: _failing_disk(site, ["kill"], (-9,)),
     "disk full": lambda site: _failing_disk(site, ["ENOSPC"], (8,)),
     "read-only": lambda site: _failing_disk(site, ["EROFS", "EIO"], (5, 8)),
@@ -171,10 +169,11 @@ def cycle(site: Site, kind: str) -> str:
         if code >= 0 and code != 127 and kind != "worker killed":  # The other worker has a line.
             harness.check_output(program, code)
         program.check_no_process_is_left()
-        now, is_repaired = checkpoints(site.run_dir), kind == "damaged checkpoint" and code == 0
-        is_kept = not before or (now and now[-1].name >= before[-1].name)
-        check(is_repaired or is_kept, f"{before[-1:]} is lost")
-        for path in now if code == 0 or kind != "damaged checkpoint" else ():
+        now = checkpoints(site.run_dir)
+        if kind != "damaged checkpoint":
+            is_kept = not before or (now and now[-1].name >= before[-1].name)
+            check(is_kept, f"{before[-1:]} is lost")
+        for path in now:
             harness.check_intact(path)
         if code == 0:
             check(harness.finished_weights(site.run_dir) == site.weights, "other weights")
@@ -198,9 +197,8 @@ def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> 
     for number in range(1, options.cycles + 1):
         name = choices.choice(strategies)
         if name not in sites:
-            sites[name] = Site(
-                folder / name, name, data_dir, random.Random(f"{options.seed} {name}")
-            )
+            of_site = random.Random(f"{options.seed} {name}")
+            sites[name] = Site(folder / name, name, data_dir, of_site)
         allowed = [kind for kind in kinds if kind in OF_WORKERS or name != "multi_worker"]
         told = cycle(sites[name], choices.choice(allowed or ["SIGKILL"]))
         counts["cycles"] += 1

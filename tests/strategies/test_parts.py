@@ -209,23 +209,6 @@ def test_layers_that_cannot_be_split_are_refused(name, options, layers, told):
 # The tape.
 
 
-def test_the_backward_pass_of_a_gather_is_a_sum_over_the_devices():
-    """y_d = w_d · sum(x_0, x_1, x_2), so x gets the sum of all w: whole numbers, exactly."""
-    devices, x = CPUS[:3], [1.0, 2.0, 4.0]
-    weights = [tf.constant(10.0), tf.constant(100.0), tf.constant(1000.0)]
-    tape = DeviceTape(devices)
-    factors = [[tf.constant(1.0)] for _ in devices]
-    start = tape.each(
-        lambda d, value: value * factors[d][0], [[tf.constant([v]) for v in x]], factors
-    )
-    whole = tape.gather(start, [1, 1, 1])
-    out = tape.each(lambda d, value: weights[d] * tf.reduce_sum(value), [whole])
-    assert [float(v) for v in out] == [70.0, 700.0, 7000.0]
-    gradients = tape.gradient(out, [tf.constant(1.0)] * 3, factors)
-    # d(sum of y) / d(factor d) = (10 + 100 + 1000) · x_d.
-    assert [float(g) for (g,) in gradients] == [1110.0, 2220.0, 4440.0]
-
-
 @pytest.mark.parametrize(
     ("function", "expected"), [(lambda d, a: a * a, [7.0, 11.0]), (None, [2.0, 2.0])]
 )
@@ -248,23 +231,6 @@ def on(devices, arrays):
         with tf.device(device):
             variables.append(tf.Variable(array))
     return variables
-
-
-@pytest.mark.parametrize("axis", [0, 1, -1, None])
-def test_a_split_variable_is_the_whole(axis):
-    """Along an axis, or in ranges of its elements."""
-    whole = np.arange(30, dtype=np.float32).reshape(5, 6)
-    flat, shape = (whole, None) if axis is not None else (whole.ravel(), (5, 6))
-    parts = on(CPUS, np.array_split(flat, 4, axis or 0))
-    variable = WholeVariable(parts, axis or 0, shape)
-    assert (variable.shape, variable.dtype) == (tf.TensorShape([5, 6]), tf.float32)
-    np.testing.assert_array_equal(variable.numpy(), whole)
-    variable.assign(-whole)
-    np.testing.assert_array_equal(variable.numpy(), -whole)
-    for own, expected in zip(variable.parts, np.array_split(-flat, 4, axis or 0), strict=True):
-        np.testing.assert_array_equal(own.numpy(), expected)
-    with pytest.raises(ValueError):
-        variable.assign(whole[1:])
 
 
 def test_variables_of_few_elements():

@@ -202,21 +202,6 @@ def test_sixteen_bits_round_as_they_do(found, expected, tolerance):
     assert {a.dtype for a in state.values()} == {np.dtype("float32"), np.dtype("int64")}
 
 
-def test_first_gradients_of_a_part_are_those_of_one_device():
-    """The sum in the backward pass of a gather: without it they are 80 to 100 % wrong."""
-    single, tensor = (walk(t(name, n)).states for name, n in [("single", 1), ("tensor", 4)])
-    assert_same_bits(tensor[0], single[0])
-    for name in [name for name in single[0] if name.startswith("model/")]:
-        expected, found = (states[1][name] - states[0][name] for states in (single, tensor))
-        scale = np.linalg.norm(expected)
-        assert scale > 0 and np.linalg.norm(found - expected) < 1e-5 * scale, name
-
-
-def test_frozen_statistics_stay():
-    sync = walk(t("manual", 3, frozen_network, batch_norm="sync")).states[-1]
-    np.testing.assert_array_equal(sync["model/deep_norm/norm/moving_mean"], np.zeros(5))
-
-
 # A walk of each strategy; then other state that copies and shards hold.
 EACH = [
     t("single", 1, **THREE, accumulate_steps=3),
