@@ -59,7 +59,7 @@ def main() -> int:
         try:
             for line in campaign.run(pathlib.Path(folder).resolve(), options, counts):
                 print(line, flush=True)
-        except Exception:  # A failed check, or what Hypothesis has found.
+        except Exception:  # A failed check.
             verdict = "FAILED"
             traceback.print_exc()
     shown = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))

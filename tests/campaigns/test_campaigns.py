@@ -58,7 +58,7 @@ def largest(self, items):
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
 def test_bad_input_is_refused_in_a_line(target):
-    outcomes = fuzz.fuzz(target, max_examples=50, seed=1)
+    outcomes = fuzz.fuzz(target, examples=60, seed=1)
     assert outcomes["refused"] > 10 and outcomes["accepted"] > 0
 
 
