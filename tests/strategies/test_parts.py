@@ -51,6 +51,9 @@ def test_only_what_is_sharded_is_in_parts_each_on_its_device(shard):
             own = replica.model.variables
         for variables in (own, part.weights.values(), part.optimizer.variables):
             assert devices_of_variables(variables) == {device}
+    if shard == "weights":
+        with pytest.raises(AttributeError, match="conv/kernel has no value of its own"):
+            strategy.model.trainable_variables[0].numpy()
 
 
 def test_every_stage_and_every_channel_is_on_the_device_of_its_part():
