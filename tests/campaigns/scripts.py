@@ -87,14 +87,12 @@ class Outcome(NamedTuple):
         is_named: whether the first fault has one of the details that are right.
         text: the faults, or why there is no verdict.
         has_verdict: whether the recordings could be compared.
-        has_run: whether there is a verdict, or an error of a recorder or of the comparison.
     """
 
     is_caught: bool
     is_named: bool
     text: str
     has_verdict: bool = True
-    has_run: bool = True
 
 
 def listed() -> list[Entry]:
@@ -218,8 +216,8 @@ def _outcome(
     if entry.by_shard and not failed:
         one, failed = folder / "by_shard.npz", record(*shards)
     if failed:
-        is_refusal = "/lockstep/record_" in failed
-        return Outcome(False, False, f"no recording: {failed[-600:].strip()}", False, is_refusal)
+        check("/lockstep/record_" in failed, f"{entry.script}: {entry.name}: {failed}")
+        return Outcome(False, False, f"refused by the recorder: {failed[-600:].strip()}", False)
     told = []
     try:
         traces = [load(path) for path in (one, folder / "two.npz", *permuted)]
@@ -261,7 +259,6 @@ def _told(entry: Entry, outcome: Outcome, counts: collections.Counter) -> str:
         told = "caught, named" if outcome.is_named else "caught, NOT NAMED"
         told = told if outcome.is_caught else "NOT CAUGHT"
         told += "" if outcome.is_named else f" (right: {', '.join(entry.causes)})"
-    counts["scripts that failed"] += not outcome.has_run
     return f"{name}: {told}\n    {outcome.text}".rstrip()
 
 
@@ -288,6 +285,5 @@ def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> 
         ]
         for entry, outcome in zip(chosen, outcomes, strict=True):
             yield _told(entry, outcome.result(), counts)
-    check(not counts["scripts that failed"], "a script failed")
     check(not counts["right programs without a verdict"], "a right program has no verdict")
     check(not counts["right programs with a fault"], "a right program has a fault")

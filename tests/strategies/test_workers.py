@@ -64,8 +64,7 @@ def talk(prepared, config):
     workers, index = prepared.workers, prepared.workers.index
     said = {
         "short": workers.gather(f"worker {index}".encode()),
-        "long": [len(text) for text in workers.gather(b"x" * (3000 * index + 1))],
-        "empty": workers.gather(b""),
+        "long": [len(text) for text in workers.gather(b"x" * 3000 * index)],
         "chief": workers.broadcast(b"from the chief" if index == 0 else b"ignored"),
         "nothing": workers.broadcast(),
         "largest": workers.all_reduce_max(index, -index, 0.1 + index),
@@ -92,8 +91,7 @@ def test_workers_talk_and_split_every_batch(per_worker):
     assert (ids, other_ids) == ([0, 1], [2, 3])
     for said in (chief, other):
         assert said["short"] == [b"worker 0", b"worker 1"]
-        assert said["long"] == [1, 3001]
-        assert said["empty"] == [b"", b""]
+        assert said["long"] == [0, 3000]
         assert (said["chief"], said["nothing"]) == (b"from the chief", b"")
         assert said["largest"] == [1.0, 0.0, 1.1]
         for index, (floats, numbers) in enumerate(said["arrays"]):
@@ -146,9 +144,10 @@ def normalise(prepared):
     strategy.states.broadcast(own if prepared.workers.is_chief else [])
     divergence = check_replica_divergence(strategy)
     given_back = strategy.states.per_shard_statistics()
-    strategy.load_state({name: array + 1 for name, array in results[2].items()})
+    if not prepared.workers.is_chief:
+        strategy.load_state({name: array + 1 for name, array in results[2].items()})
     strategy.states.broadcast()
-    return *results, after_reading, averaged, given_back, divergence.tensor
+    return *results, after_reading, averaged, given_back, divergence.tensor, strategy.state()
 
 
 def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
@@ -157,14 +156,15 @@ def test_batch_norm_and_totals_are_those_of_one_machine(per_worker):
 
     expected = train_with_batch_norm(load_strategy_class("manual")(CPUS, Distribution()))
     for _, results, _ in per_worker:
-        totals, own, state, evaluated, logits, after_reading, averaged, given_back, divergence = (
-            results
-        )
+        totals, own, state, evaluated, logits, *rest = results
+        after_reading, averaged, given_back, divergence, shared = rest
         assert len(own) == len(given_back) == 4
         assert totals[1:] == expected[0][1:] and totals[2] == 60
         assert totals[0] == pytest.approx(expected[0][0], rel=1e-6)
         assert evaluated[2] == 60 and evaluated[1] == expected[3][1]
         assert averaged == [] and divergence.startswith("norm/moving_")
+        for name, array in per_worker[0][1][-1].items():
+            np.testing.assert_array_equal(shared[name], array, err_msg=name)
         for replica, arrays in enumerate(own):
             copies = arrays, after_reading[replica], given_back[replica], expected[1][replica]
             for array, unchanged, copy, other in zip(*copies, strict=True):
