@@ -33,32 +33,22 @@ def small_network():
 
 
 def deep_network():
-    """Builds enough layers and channels for four stages and four parts per layer: 5, 9 and 10."""
-    return keras.Sequential(
-        [
-            keras.Input(IMAGE_SHAPE, dtype="uint8"),
-            keras.layers.Rescaling(1 / 255),
-            keras.layers.Conv2D(5, 5, strides=4, activation="relu", name="conv"),
-            keras.layers.AveragePooling2D(2, name="pool"),
-            keras.layers.Flatten(name="flat"),
-            keras.layers.Dense(9, activation="relu", name="hidden"),
-            keras.layers.Dense(NUM_CLASSES, name="logits"),
-        ],
-        name="deep",
-    )
+    """Builds enough layers and channels for four stages and four parts per layer: 5, 9 and 10.
 
-
-def functional_network():
-    """Builds `deep_network` without a prefix in the paths of its layers."""
-    x = images = keras.Input(IMAGE_SHAPE, dtype="uint8")
-    for layer in deep_network().layers:
-        x = type(layer).from_config(layer.get_config())(x)
-    return keras.Model(images, x)
+    Unlike those of a Sequential model, the paths of its variables have no prefix.
+    """
+    images = keras.Input(IMAGE_SHAPE, dtype="uint8")
+    x = keras.layers.Rescaling(1 / 255)(images)
+    x = keras.layers.Conv2D(5, 5, strides=4, activation="relu", name="conv")(x)
+    x = keras.layers.AveragePooling2D(2, name="pool")(x)
+    x = keras.layers.Flatten(name="flat")(x)
+    x = keras.layers.Dense(9, activation="relu", name="hidden")(x)
+    return keras.Model(images, keras.layers.Dense(NUM_CLASSES, name="logits")(x), name="deep")
 
 
 def network_with_dropout():
     """Builds `deep_network` with random numbers, of which each shard draws its own."""
-    layers = deep_network().layers
+    layers = deep_network().layers[1:]
     dropout = keras.layers.Dropout(0.5, seed=3, name="drop")
     images = keras.Input(IMAGE_SHAPE, dtype="uint8")
     return keras.Sequential([images, *layers[:-1], dropout, layers[-1]])

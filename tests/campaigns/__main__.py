@@ -15,6 +15,8 @@ import tempfile
 import time
 import traceback
 
+from . import Options
+
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -38,31 +40,31 @@ CAMPAIGNS = {
 
 def main() -> int:
     """Runs the campaign of the command line; returns the exit code."""
-    cycles = "; ".join(f"{name}: {told[1]}" for name, told in CAMPAIGNS.items())
-    parser = argparse.ArgumentParser(description=f"One cycle of {cycles}.")
+    told = "; ".join(f"{name}: {each[1]}" for name, each in CAMPAIGNS.items())
+    parser = argparse.ArgumentParser(description=f"One cycle of {told}.")
     parser.add_argument("campaign", choices=CAMPAIGNS)
     parser.add_argument("--cycles", type=int)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     parser.add_argument("--only", default="", help="names or kinds, as worker-killed,SIGKILL")
-    options = parser.parse_args()
-    if options.cycles is None:
-        options.cycles = CAMPAIGNS[options.campaign][0]
+    parser.add_argument("--all", action="store_true", help="mutations: with slow tests, too")
+    given = parser.parse_args()
+    cycles = CAMPAIGNS[given.campaign][0] if given.cycles is None else given.cycles
+    only = [kind.replace("-", " ") for kind in given.only.split(",") if kind]
+    options = Options(cycles, given.seed, only, given.all)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Removes files and namespaces.
-    campaign = importlib.import_module(f".{options.campaign}", __package__)
-    only = [kind.replace("-", " ") for kind in options.only.split(",") if kind]
+    campaign = importlib.import_module(f".{given.campaign}", __package__)
     counts: collections.Counter[str] = collections.Counter()
     start, verdict = time.monotonic(), "all held"
     with tempfile.TemporaryDirectory(prefix="campaign-", ignore_cleanup_errors=True) as folder:
-        place = pathlib.Path(folder).resolve()
         try:
-            for told in campaign.run(place, options.cycles, options.seed, only, counts):
-                print(told, flush=True)
-        except Exception:  # A failed check, or what Hypothesis has found.
+            for line in campaign.run(pathlib.Path(folder).resolve(), options, counts):
+                print(line, flush=True)
+        except Exception:  # A failed check.
             verdict = "FAILED"
             traceback.print_exc()
     shown = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
     minutes = (time.monotonic() - start) / 60
-    print(f"{options.campaign} --seed={options.seed}: {verdict}; {shown}; {minutes:.1f} min")
+    print(f"{given.campaign} --seed={given.seed}: {verdict}; {shown}; {minutes:.1f} min")
     return int(verdict == "FAILED")
 
 

@@ -7,7 +7,7 @@ are flipped in `test_checkpoint.py`.
 import collections
 import pathlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +23,7 @@ from app.verification.step_verifier import StepVerifier
 from models import MODELS
 from tests.conftest import CPUS
 
-from . import check
+from . import Options, check
 
 REPLICAS = 2
 KINDS = ("weights", "optimizer")
@@ -53,10 +53,7 @@ class Memory:
 
     def flip(self, kind: str) -> tuple[str, str]:
         """Flips a bit, trains and checks a step; returns what is to be named, and what was said."""
-        before = [
-            {name: variable.numpy() for name, variable in copy.items()}
-            for copy in self._strategy.copies()
-        ]
+        before = self._strategy.states.per_copy()
         expected = self._flip_variable(kind)
         found = self._train_step() or self._compare_replicas()
         for copy, values in zip(self._strategy.copies(), before, strict=True):
@@ -64,6 +61,7 @@ class Memory:
                 variable.assign(values[name])
         left = self._compare_replicas()
         assert left == "", f"the flip was not undone: {left}"
+        self._train_step()  # It reports that the state has changed on its own, as it was undone.
         return expected, found
 
     def _train_step(self) -> str:
@@ -94,27 +92,20 @@ class Memory:
         ]
         name = self._random.choice(names)
         value = copy[name].numpy()
-        _flip_bit(value, self._random)
+        flat = value.reshape(-1).view(np.uint8)
+        flat[self._random.randrange(flat.size)] ^= 1 << self._random.randrange(8)
         copy[name].assign(value)
         return name.partition("/")[2]
 
 
-def _flip_bit(array: np.ndarray, choose: random.Random) -> None:
-    """Flips a random bit of an array."""
-    flat = array.reshape(-1).view(np.uint8)
-    flat[choose.randrange(flat.size)] ^= 1 << choose.randrange(8)
-
-
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Flips bits; yields what was noticed and not named."""
-    choose, own_lenet = random.Random(seed), MODELS["lenet"]
+    choose, own_lenet = random.Random(options.seed), MODELS["lenet"]
     MODELS["lenet"] = "tests.dense_network:build_conv_norm_network"
     try:
         memory = Memory(choose)
-        kinds = [kind for kind in KINDS if kind in (only or kind)]
-        for number in range(cycles):
+        kinds = [kind for kind in KINDS if options.wants(kind)]
+        for number in range(options.cycles):
             kind = kinds[number % len(kinds)]
             named, found = memory.flip(kind)
             check(found, f"{kind}: not noticed: {named}")

@@ -1,10 +1,10 @@
 """Measures which share of the bounds right trainings use: several networks, batches and dtypes.
 
 Each network of `torch_networks.py` is trained with each size of a batch and in each dtype: in one
-process, which is the reference, once more with permuted examples, and in two processes with DDP.
-Of the gradients of the whole batch is listed how far they are apart, and of all recorded state
-which share of its bound a step uses. A cycle is a seed: even ones train with SGD, odd ones with
-AdamW. Fails if a comparison has a finding, or a share is more than half.
+process, which is the reference, once more with permuted examples, and in two processes with DDP. Of
+gradients and of all recorded state is listed which share of its bound a step uses. A cycle is a
+seed: even ones train with SGD, odd ones with AdamW. Fails if a comparison has a finding, or a share
+is more than half.
 """
 
 import collections
@@ -17,11 +17,10 @@ from lockstep.comparison import compare_traces
 from lockstep.data.file import load
 from lockstep.data.trace import Trace
 from lockstep.explain.pairing import widen
-from lockstep.numeric.arrays import EPS, UNITS, Named, distance, norm
 from lockstep.reference import StepPair, common_steps, match_traces, tolerance_of
 from lockstep.stages.claim import Claim
 
-from . import check
+from . import Options, check
 from .scripts import Servers, record, running_servers, shown
 
 PROGRAM = pathlib.Path(__file__).with_name("torch_networks.py")
@@ -31,77 +30,39 @@ GLOBAL_BATCH_SIZES = (16, 128, 512, 2048)
 MOST = 0.5  # Of the bound.
 
 
-class Gradient(NamedTuple):
-    """How far the gradient of a weight is from that of the reference; all are norms.
-
-    Attributes:
-        residual: ‖reference − Σ c·t‖, for the gradients t of the processes and their factors c.
-        size: Σ |c|·‖t‖.
-        largest: the largest size of all weights in this step.
-        spread: ‖reference − gradient with permuted examples‖.
-    """
-
-    residual: float
-    size: float
-    largest: float
-    spread: float
-
-
 class Measured(NamedTuple):
     """What the recordings of a seed show.
 
     Attributes:
-        gradients: of each weight in each step.
-        share: the largest share that a gradient uses of the bound without permuted examples.
-        permuted_share: the same of the bound that is computed from permuted examples.
-        state: kind of state → the largest share of its bound.
+        shares: "gradients", "gradients with permuted examples" or a kind of state → the largest
+            share of its bound.
         findings: what the comparison reports, in words.
     """
 
-    gradients: list[Gradient]
-    share: float
-    permuted_share: float
-    state: dict[str, float]
+    shares: dict[str, float]
     findings: list[str]
 
 
 def measured(one: Trace, two: Trace, permuted: Trace) -> Measured:
     """Compares the recordings of a seed."""
-    tolerances = [tolerance_of(one, order, {}, None) for order in (None, permuted)]
-    others = {step.number: (own, step) for own, step in common_steps(one, permuted)}
-    gradients, state = list[Gradient](), dict[str, float]()
-    shares: list[list[float]] = [[], []]
-    for reference, step in common_steps(one, two):
-        matching = match_traces(one, two, {})
-        for own_shares, tolerance in zip(shares, tolerances, strict=True):
-            pair = StepPair(reference, step, matching, tolerance)
+    shares: collections.defaultdict[str, float] = collections.defaultdict(float)
+    for name, order in (("gradients", None), ("gradients with permuted examples", permuted)):
+        tolerance = tolerance_of(one, order, {}, None)
+        for reference, step in common_steps(one, two):
+            pair = StepPair(reference, step, match_traces(one, two, {}), tolerance)
             check(pair.is_comparable, f"step {step.number} is not compared")
             widen(pair)
-            terms = pair.gradients
-            right = [(1.0, terms.reference)]
-            own_shares += [max(pair.tolerance.shares(g, right).values()) for g in terms.given]
-        own = StepPair(*others[step.number], match_traces(one, permuted, {}), tolerances[0])
-        gradients += _apart(pair, own.gradients.given[0])
-        for change in Claim(pair).changes:
-            kind = change.variable.kind
-            state[kind] = max(state.get(kind, 0.0), change.share or 0.0)
+            right = [(1.0, pair.gradients.reference)]
+            for given in pair.gradients.given:
+                shares[name] = max(shares[name], *tolerance.shares(given, right).values())
+            for change in Claim(pair).changes:
+                kind = change.variable.kind
+                shares[kind] = max(shares[kind], change.share or 0.0)
     told = list[str]()
     for traces in ([one, two], [one, two, permuted]):
         for verdict in compare_traces(traces, {}).values():
             told += map(shown, verdict.findings)
-    return Measured(gradients, max(shares[0]), max(shares[1]), state, told)
-
-
-def _apart(pair: StepPair, permuted: Named) -> Iterator[Gradient]:
-    """Yields how far the gradient of each weight is from the reference."""
-    terms = pair.gradients
-    first, second = terms.reference, terms.given[0]
-    sizes = {name: sum(terms.share * norm(own[name]) for own in terms.raw) for name in first}
-    largest = max(sizes.values())
-    for name in first:
-        residual = distance(second[name], first[name])
-        spread = distance(permuted[name], first[name])
-        yield Gradient(residual, sizes[name], largest, spread)
+    return Measured(shares, told)
 
 
 def _recorded(
@@ -125,49 +86,26 @@ def _recorded(
         yield one, two, permuted
 
 
-def told(name: str, found: Sequence[Measured], unit: float) -> str:
-    """Returns the largest of each measure, of some seeds, in words."""
-    gradients = [gradient for one in found for gradient in one.gradients]
-    alone = max(g.residual / (unit * g.size) for g in gradients if g.size)
-    floored = max(g.residual / (unit * (g.size + g.largest)) for g in gradients)
-    spread = max(g.spread / (unit * (g.size + g.largest)) for g in gradients)
-    kinds = dict.fromkeys(kind for one in found for kind in one.state)
-    state = ", ".join(f"{k} {max(one.state.get(k, 0.0) for one in found):.2g}" for k in kinds)
-    share, permuted = max(x.share for x in found), max(x.permuted_share for x in found)
-    lines = [
-        f"{name}: gradients use {share:.2g} of the bound, {permuted:.2g} with permuted examples;",
-        f"    residual {alone:.2g} u·size, {floored:.2g} u·(size + largest);",
-        f"    with permuted examples {spread:.2g} u·(size + largest);",
-        f"    shares of state: {state}",
-        *(f"    {finding}" for one in found for finding in one.findings),
-    ]
-    return "\n".join(lines)
-
-
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Measures each network, dtype and size of a batch; yields the largest shares of each."""
-    first = seed % 10**6
-    seeds, above = tuple(range(first, first + cycles)), 0
-    cases = [
-        (f"{network}, {'bfloat16' if is_short else 'float32'}, batch of {number}", *case)
-        for case in itertools.product(NETWORKS, (False, True), GLOBAL_BATCH_SIZES)
-        for network, is_short, number in [case]
-    ]
+    first = options.seed % 10**6
+    seeds = tuple(range(first, first + options.cycles))
+    cases = itertools.product(NETWORKS, (False, True), GLOBAL_BATCH_SIZES)
     with running_servers([PROGRAM.stem]) as servers:
-        for index, (name, network, is_short, number) in enumerate(cases):
-            if only and not any(kind in name for kind in only):
+        for index, (network, is_short, number) in enumerate(cases):
+            name = f"{network}, {'bfloat16' if is_short else 'float32'}, batch of {number}"
+            if not options.wants(name):
                 continue
-            place = folder / f"{index}"
-            traces = _recorded(servers, network, number, is_short, seeds, place)
-            found = [measured(*each) for each in traces]
-            for one in found:
-                largest = max(one.share, one.permuted_share, *one.state.values())
+            told = [name]
+            for traces in _recorded(servers, network, number, is_short, seeds, folder / f"{index}"):
+                found = measured(*traces)
+                shares = ", ".join(f"{kind} {share:.2g}" for kind, share in found.shares.items())
+                told += [f"    shares of the bounds: {shares}", *found.findings]
                 counts["comparisons"] += 1
-                counts["findings"] += len(one.findings)
-                above += not largest <= MOST
-            yield told(name, found, UNITS["bfloat16"] if is_short else EPS)
-    counts["comparisons above half of a bound"] = above
+                counts["findings"] += len(found.findings)
+                is_within = max(found.shares.values()) <= MOST
+                counts["comparisons above half of a bound"] += not is_within
+            yield "\n".join(told)
     check(not counts["findings"], "a right program has a finding")
+    above = counts["comparisons above half of a bound"]
     check(not above, "a right program uses more than half of a bound")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from app.runtime.errors import AllReduceError, MismatchError
 
-from . import check
+from . import Options, check
 from .harness import Program
 from .mutations import Mutation, copy_with
 
@@ -91,11 +91,9 @@ def _verify(folder: pathlib.Path, flags: str, *bugs: Mutation) -> tuple[int, str
     return code, f"{first['stage']}: {named} ({where}): {first['text']}"
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Verifies the unchanged program with all flags, then each bug; yields what is found."""
-    bugs = [b for b in listed() if not only or any(b.mutation.name.startswith(o) for o in only)]
+    bugs = [bug for bug in listed() if options.wants(bug.mutation.name)]
     for flags in dict.fromkeys(bug.flags for bug in bugs):
         code, answer = _verify(folder, flags)
         counts["right programs"] += 1

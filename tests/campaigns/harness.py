@@ -1,7 +1,6 @@
 """Starts small trainings as a user does, and checks what they leave."""
 
 import contextlib
-import gzip
 import hashlib
 import json
 import os
@@ -12,11 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from app.data.data_sources import SHA256
-from app.data.fashion_mnist import idx_bytes
-from app.data.synthetic import generate_synthetic
+from tests.conftest import idx_files
 
 from . import CampaignError, check
 
@@ -30,18 +25,10 @@ MARK = "LOCKSTEP_CAMPAIGN"  # Variable of all processes of a training.
 
 
 def write_data(folder: pathlib.Path) -> pathlib.Path:
-    """Writes the first images of Fashion-MNIST, if available, else generated ones: 500 and 200."""
+    """Writes files in the format of Fashion-MNIST, with 500 and 200 images."""
     folder.mkdir()
-    real = pathlib.Path(os.environ.get("FASHION_MNIST_DIR") or "/nonexistent")
-    generated = generate_synthetic(num_train=500, num_test=200)
-    images, tests = generated.train_images[..., 0], generated.test_images[..., 0]
-    arrays = images, generated.train_labels, tests, generated.test_labels
-    for name, array in zip(SHA256, arrays, strict=True):
-        if (real / f"{name}.gz").is_file():
-            content = gzip.decompress((real / f"{name}.gz").read_bytes())
-            header = 16 if "images" in name else 8
-            array = np.frombuffer(content, np.uint8, array.size, header).reshape(array.shape)
-        (folder / name).write_bytes(idx_bytes(array))
+    for name, content in idx_files(500, 200).items():
+        (folder / name).write_bytes(content)
     return folder
 
 

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from . import CampaignError, check, harness
+from . import CampaignError, Options, check, harness
 from .harness import MAIN, Program, checkpoints
 
 STRATEGIES = ("single", "manual", "mirrored", "sharded", "pipeline", "tensor", "multi_worker")
@@ -86,10 +86,6 @@ def _send(site: Site, *numbers: signal.Signals) -> Ended:
     return program, " and ".join(n.name for n in numbers), tuple(expected)
 
 
-def _second_signal(site: Site) -> Ended:
-    return _send(site, *site.random.choices((signal.SIGTERM, signal.SIGINT), k=2))
-
-
 def _failing_disk(site: Site, actions: Sequence[str], expected: tuple[int, ...]) -> Ended:
     call = site.random.choice(("fsync", "replace", "unlink", "mkdir"))
     fault = f"{call}:{site.random.randint(1, 12)}:{site.random.choice(actions)}"
@@ -140,7 +136,9 @@ KINDS: dict[str, Callable[[Site], Ended]] = {
     "SIGKILL": lambda site: _send(site, signal.SIGKILL),
     "SIGTERM": lambda site: _send(site, signal.SIGTERM),
     "SIGINT": lambda site: _send(site, signal.SIGINT),
-    "second signal": _second_signal,
+    "second signal": lambda site: _send(
+        site, *site.random.choices((signal.SIGTERM, signal.SIGINT), k=2)
+    ),
     "kill at a file operation": lambda site: _failing_disk(site, ["kill"], (-9,)),
     "disk full": lambda site: _failing_disk(site, ["ENOSPC"], (8,)),
     "read-only": lambda site: _failing_disk(site, ["EROFS", "EIO"], (5, 8)),
@@ -171,10 +169,11 @@ def cycle(site: Site, kind: str) -> str:
         if code >= 0 and code != 127 and kind != "worker killed":  # The other worker has a line.
             harness.check_output(program, code)
         program.check_no_process_is_left()
-        now, is_repaired = checkpoints(site.run_dir), kind == "damaged checkpoint" and code == 0
-        is_kept = not before or (now and now[-1].name >= before[-1].name)
-        check(is_repaired or is_kept, f"{before[-1:]} is lost")
-        for path in now if code == 0 or kind != "damaged checkpoint" else ():
+        now = checkpoints(site.run_dir)
+        if kind != "damaged checkpoint":
+            is_kept = not before or (now and now[-1].name >= before[-1].name)
+            check(is_kept, f"{before[-1:]} is lost")
+        for path in now:
             harness.check_intact(path)
         if code == 0:
             check(harness.finished_weights(site.run_dir) == site.weights, "other weights")
@@ -189,18 +188,17 @@ def cycle(site: Site, kind: str) -> str:
     return told
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Runs cycles; yields what each one did. `only` names strategies or kinds of faults."""
-    choices, sites = random.Random(seed), {}
+    choices, sites = random.Random(options.seed), {}
     data_dir = harness.write_data(folder / "data")
-    strategies = [s for s in STRATEGIES if s.replace("_", " ") in only] or STRATEGIES
-    kinds = [kind for kind in KINDS if kind in only] or list(KINDS)
-    for number in range(1, cycles + 1):
+    strategies = [s for s in STRATEGIES if s.replace("_", " ") in options.only] or STRATEGIES
+    kinds = [kind for kind in KINDS if kind in options.only] or list(KINDS)
+    for number in range(1, options.cycles + 1):
         name = choices.choice(strategies)
         if name not in sites:
-            sites[name] = Site(folder / name, name, data_dir, random.Random(f"{seed} {name}"))
+            of_site = random.Random(f"{options.seed} {name}")
+            sites[name] = Site(folder / name, name, data_dir, of_site)
         allowed = [kind for kind in kinds if kind in OF_WORKERS or name != "multi_worker"]
         told = cycle(sites[name], choices.choice(allowed or ["SIGKILL"]))
         counts["cycles"] += 1

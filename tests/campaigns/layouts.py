@@ -6,13 +6,13 @@ many seeds as there are cycles. Fails if a comparison has a finding.
 
 import collections
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from lockstep.comparison import compare_traces
 from lockstep.data.file import load
 
-from . import check
+from . import Options, check
 from .scripts import Entry, Servers, record, running_servers, shown
 
 LAYOUTS = (  # Script, number of processes, constants of the script.
@@ -58,29 +58,27 @@ class Case(NamedTuple):
         return Entry(self.script, "", ((begin, new),)).source
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Records and compares all layouts in float32 and bfloat16; yields what is found of each."""
     cases = [
         Case(script, processes, f"{constants}\nBFLOAT16 = {is_short}")
         for is_short in (False, True)
         for script, processes, constants in LAYOUTS
     ]
-    first, references = seed % 10**6, dict[str, pathlib.Path]()
+    first, references = options.seed % 10**6, dict[str, pathlib.Path]()
     with running_servers({case.script for case in cases}) as servers:
         for number, case in enumerate(cases):
             constants = ", ".join(filter(None, case.constants.split("\n")))
             name = f"{case.script} in {case.processes} processes: {constants}"
-            if only and not any(kind in name for kind in only):
+            if not options.wants(name):
                 continue
             alone = case._replace(processes=1)
             one = references.setdefault(f"{alone}", folder / f"{number}")
             if one == folder / f"{number}":
-                _record(servers, alone, one, first, cycles, "one.npz")
-            _record(servers, case, one, first, cycles, f"layout{number}.npz", "one.npz")
+                _record(servers, alone, one, first, options.cycles, "one.npz")
+            _record(servers, case, one, first, options.cycles, f"layout{number}.npz", "one.npz")
             told = [name]
-            for each in range(first, first + cycles):
+            for each in range(first, first + options.cycles):
                 traces = [load(one / f"{file}{each}.npz") for file in ("one", f"layout{number}")]
                 for verdict in compare_traces(traces, {}).values():
                     told += [f"    seed {each}: {shown(finding)}" for finding in verdict.findings]

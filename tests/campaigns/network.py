@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from . import CampaignError, check, harness
+from . import CampaignError, Options, check, harness
 from .harness import Program
 
 END_SEC = 90.0  # Within which all workers end when one is lost.
@@ -26,24 +26,22 @@ ADDRESSES = ("10.98.0.1", "10.98.0.2")
 
 
 class Network:
-    """Two hosts in namespaces, joined by a switch in another one; a context manager."""
+    """Two hosts in namespaces, joined by a cable; a context manager."""
 
     def __enter__(self) -> "Network":
-        prefix = f"ls{os.getpid()}-{next(NUMBERS)}-"
-        self._switch, self._hosts = f"{prefix}s", [f"{prefix}{host}" for host in range(2)]
+        number = next(NUMBERS)
+        self._hosts = [f"ls{os.getpid()}-{number}-{host}" for host in range(2)]
         with contextlib.ExitStack() as stack:
-            for name in (self._switch, *self._hosts):
-                _run("netns", "add", name)
-                stack.callback(_run, "netns", "del", name)
-            _run("-n", self._switch, "link", "add", "br0", "type", "bridge")
-            _run("-n", self._switch, "link", "set", "br0", "up")
-            for host, name in enumerate(self._hosts):
-                peer = ("type", "veth", "peer", "name", f"p{host}", "netns", self._switch)
-                _run("link", "add", "eth0", "netns", name, *peer)
-                _run("-n", self._switch, "link", "set", f"p{host}", "master", "br0", "up")
-                _run("-n", name, "address", "add", f"{ADDRESSES[host]}/24", "dev", "eth0")
-                _run("-n", name, "link", "set", "eth0", "up")
-                _run("-n", name, "link", "set", "lo", "up")
+            for name in self._hosts:
+                _run("ip", "netns", "add", name)
+                stack.callback(_run, "ip", "netns", "del", name)
+            first, second = self._hosts
+            peer = ("type", "veth", "peer", "name", "eth0", "netns", second)
+            _run("ip", "link", "add", "eth0", "netns", first, *peer)
+            for address, name in zip(ADDRESSES, self._hosts, strict=True):
+                _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+                for link in ("eth0", "lo"):
+                    _run("ip", "-n", name, "link", "set", link, "up")
             self._stack = stack.pop_all()
         return self
 
@@ -55,24 +53,25 @@ class Network:
         return ["ip", "netns", "exec", self._hosts[host], *command]
 
     def limit(self, rate: str) -> None:
-        """Limits what every host receives, for example "10mbit"."""
-        shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "500ms")
-        for host in range(2):
-            on_port = ("-n", self._switch, "qdisc", "add", "dev", f"p{host}")
-            _run(*on_port, *shape, program="tc")
+        """Limits what every host sends, for example "10mbit"."""
+        shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "500ms")
+        for name in self._hosts:
+            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *shape)
 
-    def isolate(self, state: str) -> None:
-        """Cuts host 1 from the other with "down", or joins it again with "up"."""
-        _run("-n", self._switch, "link", "set", "p1", state)
-
-    def cut(self, sender: int) -> None:
-        """Loses all packets in one direction, by a wrong hardware address."""
+    def cut(self, *senders: int) -> None:
+        """Loses all packets of some hosts, by a wrong hardware address."""
         wrong = ("lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
-        _run("-n", self._hosts[sender], "neigh", "replace", ADDRESSES[1 - sender], *wrong)
+        for host in senders:
+            _run("ip", "-n", self._hosts[host], "neigh", "replace", ADDRESSES[1 - host], *wrong)
+
+    def join(self) -> None:
+        """Ends what `cut` of both hosts did."""
+        for host, name in enumerate(self._hosts):
+            _run("ip", "-n", name, "neigh", "del", ADDRESSES[1 - host], "dev", "eth0")
 
 
-def _run(*words: str, program: str = "ip") -> None:
-    subprocess.run([program, *words], check=True, capture_output=True)
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def unavailable() -> str:
@@ -82,6 +81,9 @@ def unavailable() -> str:
             return ""
     except (OSError, subprocess.CalledProcessError) as error:
         return f"network namespaces need root, ip and tc: {error}"
+
+
+Act = Callable[[Network, Program], None]
 
 
 class Cluster:
@@ -112,14 +114,13 @@ class Cluster:
             programs.append(Program(network.command(index, *words), output, environment))
         return programs
 
-    def finish(self, network: Network) -> list[int]:
+    def finish(self, network: Network) -> None:
         """Starts the workers and lets them finish; checks the weights."""
         programs = self.start(network)
         codes = self.wait(programs, 1200)
         check(set(codes) == {0}, f"codes {codes}\n{_outputs(programs)}")
         weights = harness.finished_weights(self.run_dir)
         check(self._weights in ("", weights), "other weights")
-        return codes
 
     def wait(self, programs: Sequence[Program], timeout_sec: float) -> list[int]:
         """Waits for all workers, checks what they have printed; returns their exit codes."""
@@ -134,12 +135,7 @@ class Cluster:
             for program in programs:
                 program.kill_all()
 
-    def disturb(
-        self,
-        begin: Callable[[Network, Program], object],
-        end: Callable[[Network, Program], object] = lambda network, worker: None,
-        sec: float = 0,
-    ) -> list[int]:
+    def disturb(self, begin: Act, end: Act, sec: float) -> list[int]:
         """Disturbs a training after its first checkpoint; if that ends it, resumes it."""
         with Network() as network:
             programs, deadline = self.start(network), time.monotonic() + 300
@@ -162,17 +158,7 @@ def _outputs(programs: Sequence[Program]) -> str:
     return "\n".join(program.text() for program in programs)
 
 
-def _slow(cluster: Cluster, rate: str) -> list[int]:
-    with Network() as network:
-        network.limit(rate)
-        return cluster.finish(network)
-
-
-def _partition(cluster: Cluster, sec: float) -> list[int]:
-    return cluster.disturb(lambda n, _: n.isolate("down"), lambda n, _: n.isolate("up"), sec)
-
-
-def _signal(number: int) -> Callable[[Network, Program], None]:
+def _send(number: int) -> Act:
     def send(network: Network, worker: Program) -> None:
         if worker.process.poll() is None:
             worker.process.send_signal(number)
@@ -180,33 +166,39 @@ def _signal(number: int) -> Callable[[Network, Program], None]:
     return send
 
 
-def _frozen(cluster: Cluster, sec: float) -> list[int]:
-    return cluster.disturb(_signal(signal.SIGSTOP), _signal(signal.SIGCONT), sec)
+def _cut(*senders: int) -> Act:
+    return lambda network, worker: network.cut(*senders)
 
 
-FAULTS: dict[str, Callable[[Cluster], list[int]]] = {
-    "10 Mbit/s": lambda c: _slow(c, "10mbit"),
-    "partition of 5 s": lambda c: _partition(c, 5),
-    "partition of 60 s": lambda c: _partition(c, 60),
-    "nothing from worker 0": lambda c: c.disturb(lambda n, _: n.cut(0)),
-    "nothing from worker 1": lambda c: c.disturb(lambda n, _: n.cut(1)),
-    "worker killed": lambda c: c.disturb(_signal(signal.SIGKILL)),
-    "worker frozen for 5 s": lambda c: _frozen(c, 5),
-    "worker frozen for 60 s": lambda c: _frozen(c, 60),
+def _join(network: Network, worker: Program) -> None:
+    network.join()
+
+
+def _nothing(network: Network, worker: Program) -> None:
+    return
+
+
+FAULTS: dict[str, tuple[Act, Act, float]] = {  # What begins it, what ends it, seconds between.
+    "10 Mbit/s": (lambda network, _: network.limit("10mbit"), _nothing, 0),
+    "partition of 5 s": (_cut(0, 1), _join, 5),
+    "partition of 60 s": (_cut(0, 1), _join, 60),
+    "nothing from worker 0": (_cut(0), _nothing, 0),
+    "nothing from worker 1": (_cut(1), _nothing, 0),
+    "worker killed": (_send(signal.SIGKILL), _nothing, 0),
+    "worker frozen for 5 s": (_send(signal.SIGSTOP), _send(signal.SIGCONT), 5),
+    "worker frozen for 60 s": (_send(signal.SIGSTOP), _send(signal.SIGCONT), 60),
 }
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Tries the faults in order; yields what each one did."""
     if reason := unavailable():
         raise CampaignError(reason)
     cluster = Cluster(folder)
-    names = [name for name in FAULTS if name in (only or FAULTS)]
-    for name in itertools.islice(itertools.cycle(names), cycles or len(names)):
+    names = [name for name in FAULTS if options.wants(name)]
+    for name in itertools.islice(itertools.cycle(names), options.cycles or len(names)):
         cluster.number += 1
         start = time.monotonic()
-        codes = FAULTS[name](cluster)
+        codes = cluster.disturb(*FAULTS[name])
         counts["faults"] += 1
         yield f"{name}: exit codes {codes}, same weights, {time.monotonic() - start:.0f} s"

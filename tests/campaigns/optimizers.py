@@ -7,13 +7,13 @@ them, whatever is found as a fault is a false alarm.
 import collections
 import gc
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from . import check
+from . import Options, check
 from .zoo import create_cpus, errors_in, fit, mirrored
 
 layers, optimizers = keras.layers, keras.optimizers
@@ -115,15 +115,13 @@ def search(pair: str, seed: int) -> str:
         gc.collect()
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
-    """Searches the pairs with a part of `only` in their names; yields a line for each."""
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
+    """Searches the pairs with a word of `only` in their names; yields a line for each."""
     create_cpus(NUM_REPLICAS)
-    for pair in [name for name in PAIRS if any(part in name for part in only or [""])]:
+    for pair in [name for name in PAIRS if options.wants(name)]:
         found: list[str] = []
         with errors_in(found):
-            found += filter(None, [search(pair, seed)])
+            found += filter(None, [search(pair, options.seed)])
         counts["pairs"] += 1
         counts["false alarms"] += bool(found)
         yield f"{pair}: {'; '.join(found) or 'clean'}"

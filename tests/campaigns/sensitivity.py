@@ -8,9 +8,10 @@ a fault has a finding, or if a fault of 1e-2 is not found in float32.
 """
 
 import collections
+import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from lockstep.data.file import load
 from lockstep.data.trace import Trace
 from lockstep.numeric.arrays import dense, norm
 
-from . import check
+from . import Options, check
 from .scripts import Entry, Servers, record, running_servers, shown
 
 SCRIPT = "torch_ddp"
@@ -67,20 +68,6 @@ def each_size(rank, world_size, recording):
 """
 
 
-class Found(NamedTuple):
-    """What a comparison reports of a fault.
-
-    Attributes:
-        size: relative size of the fault; 0 for a training without one.
-        cause: that of the first fault; "" if there is none.
-        text: all findings in words.
-    """
-
-    size: float
-    cause: str
-    text: str
-
-
 def source_of(sizes: Sequence[float], **constants: Any) -> str:
     """Returns the script that records once for each size of a fault."""
     begin, start = 'if __name__ == "__main__":', "    start(main)"
@@ -110,29 +97,27 @@ def constants_of(fault: str, one: Trace) -> dict[str, Any]:
     return {"FAULT": fault, "NAME": name, "ELEMENTS": elements}
 
 
-def smallest(sizes: Sequence[float]) -> str:
+def smallest(are_found: Sequence[bool]) -> str:
     """Returns the smallest of the sizes that are found together with all larger ones."""
-    found = 0.0
-    for size in SIZES[1:]:
-        if size not in sizes:
-            break
-        found = size
-    return f"{found:.0e}" if found else "none"
+    number = len([*itertools.takewhile(bool, are_found)])
+    return f"{SIZES[number]:.0e}" if number else "none"
 
 
-def compared(file: pathlib.Path, references: Sequence[Trace]) -> Iterator[Found]:
-    """Yields what is found of each size of a fault.
+def causes_of(file: pathlib.Path, references: Sequence[Trace]) -> list[str]:
+    """Returns for each size of a fault the cause of the first finding; "" if there is none.
 
     Args:
         file: its recordings, but for the sizes in their names.
         references: the recording of one process, and of that with permuted examples, if any.
     """
     one, *permuted = references
+    verdicts = []
     for size in SIZES:
         traces = [one, load(file.with_name(f"{file.stem}{size}.npz")), *permuted]
-        _, verdict = compare_traces(traces, {}).values()
-        cause = verdict.faults[0].detail if verdict.faults else ""
-        yield Found(size, cause, "; ".join(map(shown, verdict.findings)))
+        verdicts += list(compare_traces(traces, {}).values())[1:]
+    right, *wrong = verdicts
+    check(not right.findings, f"{file.stem}, no fault: {'; '.join(map(shown, right.findings))}")
+    return [verdict.faults[0].detail if verdict.faults else "" for verdict in wrong]
 
 
 def _references(servers: Servers, folder: pathlib.Path, *, is_short: bool) -> list[Trace]:
@@ -143,34 +128,28 @@ def _references(servers: Servers, folder: pathlib.Path, *, is_short: bool) -> li
     return [load(folder / f"{kind}0.0.npz") for kind in ("one", "permuted")]
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Records each fault in each dtype; yields the smallest sizes that are found and named."""
     missed = list[str]()
     with running_servers([SCRIPT]) as servers:
         for dtype in ("float32", "bfloat16"):
             place, is_short = folder / dtype, dtype == "bfloat16"
             references = _references(servers, place, is_short=is_short)
-            for fault in [f for f in CAUSES if not only or any(kind in f for kind in only)]:
+            for fault in [f for f in CAUSES if options.wants(f)]:
                 constants = constants_of(fault, references[0])
                 source = source_of(SIZES, BFLOAT16=is_short, **constants)
                 file = f"{fault.replace(' ', '_')}.npz"
                 failed = record(servers, source, SCRIPT, place, 2, file, "one0.0.npz")
                 check(not failed, f"{fault}: {failed}")
                 for number, how in ((1, "alone"), (2, "with permuted examples")):
-                    right, *found = compared(place / file, references[:number])
-                    check(not right.text, f"no fault, {dtype}: {right.text}")
-                    sizes = [each.size for each in found if each.cause]
-                    named = [each.size for each in found if each.cause in CAUSES[fault]]
+                    causes = causes_of(place / file, references[:number])
+                    are_named = [cause in CAUSES[fault] for cause in causes]
                     name = f"{fault}, {dtype}, {how}"
-                    missed += [name] if not (is_short or sizes[:1] == [SIZES[1]]) else []
-                    counts["comparisons"] += len(found)
-                    counts["faults found"] += len(sizes)
-                    counts["faults named"] += len(named)
-                    causes = ", ".join(dict.fromkeys(x.cause for x in found if x.cause))
-                    yield (
-                        f"{name}: found from {smallest(sizes)}, named from {smallest(named)}"
-                        f" ({causes or 'nothing'})"
-                    )
+                    missed += [name] if not (is_short or causes[0]) else []
+                    counts["comparisons"] += len(causes)
+                    counts["faults found"] += sum(map(bool, causes))
+                    counts["faults named"] += sum(are_named)
+                    found, named = smallest(list(map(bool, causes))), smallest(are_named)
+                    told = ", ".join(dict.fromkeys(filter(None, causes))) or "nothing"
+                    yield f"{name}: found from {found}, named from {named} ({told})"
     check(not missed, f"not found at 1e-2: {'; '.join(missed)}")

@@ -47,19 +47,11 @@ class LayerNorm(nn.LayerNorm):
             return super().forward(x.float())
 
 
-class Block(nn.Module):
-    """Two convolutions with normalisation, and the sum with the input."""
-
-    def __init__(self, norm, activation):
-        super().__init__()
-        convolutions = [nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2)]
-        self.layers = nn.Sequential(
-            convolutions[0], norm(CHANNELS), activation(), convolutions[1], norm(CHANNELS)
-        )
-        self.activation = activation()
+class Sum(nn.Sequential):
+    """The sum of an input and the output of layers."""
 
     def forward(self, x):
-        return self.activation(x + self.layers(x))
+        return x + super().forward(x)
 
 
 class MeanOfTokens(nn.Module):
@@ -72,11 +64,15 @@ def group_norm(channels):
 
 
 def convolutions(norm, activation=nn.ReLU):
-    blocks = Block(norm, activation), Block(norm, activation)
-    return nn.Sequential(
-        nn.Conv2d(1, CHANNELS, 3, padding=1), norm(CHANNELS), activation(), *blocks,
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, NUM_CLASSES),
-    )  # fmt: skip
+    def normalised(channels):
+        return nn.Conv2d(channels, CHANNELS, 3, padding=1), norm(CHANNELS)
+
+    layers = [*normalised(1), activation()]
+    for _ in range(2):
+        block = Sum(*normalised(CHANNELS), activation(), *normalised(CHANNELS))
+        layers += [block, activation()]
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS, NUM_CLASSES)
+    return nn.Sequential(*layers, *head)
 
 
 def mlp():

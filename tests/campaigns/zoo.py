@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -26,7 +26,7 @@ from tests.verifier import MARKS, Row
 from tests.verifier import check as check_row
 from tests.verifier.zoo import CASES, Program
 
-from . import check
+from . import Options, check
 
 
 def create_cpus(number: int) -> None:
@@ -104,12 +104,10 @@ def errors_in(lines: list[str]) -> Iterator[None]:
         lines.append(f"{type(error).__name__}: {error}")
 
 
-def run(
-    folder: pathlib.Path, cycles: int, seed: int, only: Sequence[str], counts: collections.Counter
-) -> Iterator[str]:
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Searches the cases; yields a line for each, with what is wrong."""
     create_cpus(3)
-    for name in [each for each in CASES if each in (only or CASES)]:
+    for name in [each for each in CASES if options.wants(each)]:
         case, wrong, twin = CASES[name], list[str](), list[str]()
         for row, lines in zip(rows_of(name), (wrong, twin), strict=True):
             with errors_in(lines):

@@ -10,30 +10,6 @@ from strategies.loss import differentiate, shard_loss, share_overflow
 from tests.conftest import CPUS
 
 
-def test_uneven_shards_add_up_to_the_mean_of_the_batch():
-    generator = np.random.default_rng(0)
-    logits = tf.constant(generator.normal(size=(10, 10)), tf.float32)
-    labels = tf.constant(generator.integers(0, 10, 10), tf.int32)
-    whole, totals = shard_loss(logits, labels, 10)
-    parts = [shard_loss(logits[a:b], labels[a:b], 10) for a, b in [(0, 7), (7, 9), (9, 10)]]
-    np.testing.assert_allclose(sum(float(loss) for loss, _ in parts), whole, rtol=1e-6)
-    added = StepTotals.zeros()
-    for _, part in parts:
-        added = added.plus(part)
-    assert (int(added.correct), int(added.examples)) == (int(totals.correct), 10)
-    np.testing.assert_allclose(added.loss_sum, totals.loss_sum, rtol=1e-6)
-
-
-def test_value_against_the_definition():
-    # Two classes with logits 0 and log 3: the probabilities are 1/4 and 3/4.
-    logits = tf.constant([[0.0, np.log(3.0)], [0.0, np.log(3.0)]])
-    loss, totals = shard_loss(logits, tf.constant([1, 0]), 4)
-    expected = -(np.log(3 / 4) + np.log(1 / 4))
-    np.testing.assert_allclose(loss, expected / 4, rtol=1e-6)
-    np.testing.assert_allclose(totals.loss_sum, expected, rtol=1e-6)
-    assert int(totals.correct) == 1
-
-
 def test_label_smoothing_against_the_definition():
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(5, 10)).astype(np.float32)

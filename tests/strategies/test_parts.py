@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.data.input_pipeline import eval_dataset
 from strategies.collectives import shard_sizes
 from strategies.cuts import cut, cut_points, forward_flops, product_layers, stage_flops
 from strategies.device_tape import DeviceTape
@@ -23,10 +22,9 @@ from tests.small_models import (
     deep_network,
     deep_norm_network,
     momentum_sgd,
-    network_with_dropout,
 )
 from tests.strategies.placement import devices_of_products, devices_of_variables, step_graph
-from tests.strategies.walks import batches, make_images
+from tests.strategies.walks import batches
 
 # Where variables are, and which device computes what.
 
@@ -34,6 +32,7 @@ from tests.strategies.walks import batches, make_images
 @pytest.mark.parametrize("shard", SHARD_CHOICES)
 def test_only_what_is_sharded_is_in_parts_each_on_its_device(shard):
     strategy = create("sharded", 3, deep_norm_network, momentum_sgd, shard=shard)
+    whole = create("single", 1, deep_norm_network, momentum_sgd).state()
     assert strategy.num_copies == len(strategy.copies()) == (1 if shard == "weights" else 3)
     for copy in strategy.copies():
         for name, variable in copy.items():
@@ -41,56 +40,52 @@ def test_only_what_is_sharded_is_in_parts_each_on_its_device(shard):
             is_statistic = name in strategy.states.statistics_names
             is_sharded = (shard == "weights" and not is_statistic) or name.startswith("optimizer/")
             assert in_parts == is_sharded, name
+            if in_parts and variable.axis is not None:  # 1/R, but for a rest of one element.
+                sizes = [int(tf.size(part)) for part in variable.parts]
+                assert sizes == shard_sizes(whole[name].size, 3)
+            else:  # The step and the learning rate are whole.
+                assert not in_parts or whole[name].size == 1
     for device, part, replica in zip(CPUS, strategy.parts, strategy.replicas, strict=False):
         own = [v for statistics in replica.statistics for v in statistics.values()]
         if shard != "weights":
             own = replica.model.variables
         for variables in (own, part.weights.values(), part.optimizer.variables):
             assert devices_of_variables(variables) == {device}
+    if shard == "weights":
+        with pytest.raises(AttributeError, match="conv/kernel has no value of its own"):
+            strategy.model.trainable_variables[0].numpy()
 
 
-@pytest.mark.parametrize("num_devices", [1, 3, 4])
-def test_a_device_holds_one_part_in_r(num_devices):
-    strategy = create("sharded", num_devices, deep_network, momentum_sgd)
-    whole = create("single", 1, deep_network, momentum_sgd).state()
+def test_every_stage_and_every_channel_is_on_the_device_of_its_part():
+    pipeline = create("pipeline", 4, deep_network, momentum_sgd, model_parallel=2, micro_batches=2)
+    tensor = create("tensor", 4, deep_norm_network, model_parallel=2)
+    for strategy in (pipeline, tensor):
+        assert len(strategy.parts) == strategy.num_replicas == 2
+        for r, parts in enumerate(strategy.parts):
+            for k, part in enumerate(parts):
+                statistics = [v for shard in part.statistics for v in shard.values()]
+                own = [*part.weights.values(), *statistics, *part.optimizer.variables]
+                assert devices_of_variables(own) == {CPUS[2 * r + k]}
+        with pytest.raises(AttributeError, match="conv/kernel has no value of its own"):
+            strategy.model.trainable_variables[0].numpy()
+    # Between them the stages have all weights once.
+    paths = [path for part in pipeline.parts[0] for path in part.weights]
+    assert sorted(paths) == sorted(v.path for v in pipeline.model.trainable_variables)
+    for parts in tensor.parts:
+        assert all(list(part.weights) == tensor.weight_paths for part in parts)
+
+
+def test_parts_of_channels_make_up_the_weights():
+    strategy = create("tensor", 4, deep_norm_network)
+    whole = create("single", 1, deep_norm_network).state()
     for name, variable in strategy.copies()[0].items():
-        if variable.axis is None:  # The step and the learning rate.
-            assert whole[name].size == 1
-        else:  # 1/R, but for a rest of one element.
-            sizes = [int(tf.size(part)) for part in variable.parts]
-            assert sizes == shard_sizes(whole[name].size, num_devices)
-
-
-@pytest.mark.parametrize("name", ["sharded", "pipeline", "tensor"])
-def test_the_model_has_shapes_and_no_values(name):
-    strategy = create(name, 2, deep_network)
-    assert strategy.model.count_params() == deep_network().count_params()
-    with pytest.raises(AttributeError, match="conv/kernel has no value of its own"):
-        strategy.model.trainable_variables[0].numpy()
-
-
-def assert_parts_are_on_their_devices(strategy):
-    assert len(strategy.parts) == strategy.num_replicas == 2
-    for r, parts in enumerate(strategy.parts):
-        for k, part in enumerate(parts):
-            statistics = [v for shard in part.statistics for v in shard.values()]
-            own = [*part.weights.values(), *statistics, *part.optimizer.variables]
-            assert devices_of_variables(own) == {CPUS[2 * r + k]}
-
-
-def test_every_variable_is_on_the_device_of_its_stage():
-    strategy = create("pipeline", 4, deep_network, momentum_sgd, model_parallel=2, micro_batches=2)
-    assert_parts_are_on_their_devices(strategy)
-    # Between them they have all weights once.
-    paths = [path for part in strategy.parts[0] for path in part.weights]
-    assert sorted(paths) == sorted(v.path for v in strategy.model.trainable_variables)
-
-
-def test_every_channel_is_on_the_device_of_its_part():
-    strategy = create("tensor", 4, deep_norm_network, model_parallel=2)
-    assert_parts_are_on_their_devices(strategy)
-    for parts in strategy.parts:
-        assert all(list(part.weights) == strategy.weight_paths for part in parts)
+        if variable.axis is None:
+            continue
+        joined = np.concatenate([part.numpy() for part in variable.parts], axis=-1)
+        np.testing.assert_array_equal(joined, whole[name])
+        sizes = [part.shape[-1] for part in variable.parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert [devices_of_variables([part]) for part in variable.parts] == [{d} for d in CPUS]
 
 
 @pytest.mark.parametrize("name", ["sharded", "tensor"])
@@ -121,25 +116,6 @@ def test_a_stage_computes_on_its_device(recompute):
     assert found["MatMul"] == {CPUS[1]: 3 * 2 * 3}
 
 
-def test_every_micro_batch_goes_on_with_the_random_state_that_was_saved():
-    trained, resumed = (
-        create("pipeline", 2, network_with_dropout, micro_batches=2) for _ in range(2)
-    )
-    trained.train_steps(batches(trained), 2)
-    resumed.load_state(trained.state())
-    saved = trained.shard_variables()[0]
-    assert len(saved) == 1 and next(iter(saved.values())).numpy()[1] > 0
-    for own in resumed.shard_variables():
-        np.testing.assert_array_equal(*(next(iter(v.values())).numpy() for v in (own, saved)))
-
-
-def test_fewer_examples_than_micro_batches_are_evaluated():
-    """Evaluation has no micro-batches; a batch may be smaller than their number."""
-    strategy = create("pipeline", 2, deep_network, micro_batches=8)
-    dataset = eval_dataset(*make_images(7), global_batch_size=3)
-    assert strategy.evaluate(dataset).examples == 7
-
-
 # Where a network can be cut.
 
 
@@ -160,7 +136,7 @@ def test_cuts_of_lenet(lenet):
     assert last == ["average_pooling2d", "hidden", "logits"]
 
 
-@pytest.mark.parametrize("num_stages", [1, 3, 4, 7])
+@pytest.mark.parametrize("num_stages", [1, 3, 7])
 def test_cuts_balance_the_arithmetic(lenet, num_stages):
     """No other cuts have less of it in the stage with most: all are tried."""
     calls = LayerCalls.of(lenet)
@@ -174,19 +150,13 @@ def test_cuts_balance_the_arithmetic(lenet, num_stages):
 
 
 def test_cuts_of_resnet18():
-    """A pipeline does not halve a convolutional network's memory: two thirds are arithmetic."""
     calls = LayerCalls.of(build_network("resnet18"))
     names = [calls.calls[point].layer.name for point in cut_points(calls)]
     assert len(names) == 20 and names[:2] == ["stem_conv", "stem_norm"]
     # Within a block its input is alive, too: a block is cut after its sum and after its ReLU.
     assert not any(name.endswith(("conv1", "conv2", "norm1", "norm2")) for name in names)
-    stages = cut(calls, 2)
-    flops = np.array([stage_flops(stage) for stage in stages])
-    assert 0.45 < flops[0] / flops.sum() < 0.5
-    weights = [sum(c.layer.count_params() for c in stage) for stage in stages]
-    assert weights[0] / sum(weights) < 0.1  # The first layers have few weights,
-    outputs = [sum(np.prod(c.layer.output.shape[1:]) for c in stage) for stage in stages]
-    assert outputs[0] / sum(outputs) > 0.7  # and most of the activations.
+    flops = [stage_flops(stage) for stage in cut(calls, 2)]
+    assert 0.45 < flops[0] / sum(flops) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -224,7 +194,6 @@ def network(*layers):
     ("name", "options", "layers", "told"),
     [
         ("tensor", {}, [keras.layers.LayerNormalization(name="odd")], "cannot be split"),
-        ("tensor", {}, [keras.layers.Dropout(0.5, name="odd")], "cannot be split"),
         ("tensor", {}, [CONV, keras.layers.Conv2D(4, 3, groups=2, name="odd")], "cannot be split"),
         ("tensor", {}, [CONV, keras.layers.BatchNormalization(axis=1, name="odd")], "cannot be sp"),
         ("tensor", {}, [FLAT, keras.layers.BatchNormalization(name="odd")], "cannot be split"),
@@ -240,37 +209,7 @@ def test_layers_that_cannot_be_split_are_refused(name, options, layers, told):
         create(name, 2, lambda: network(*layers), **options)
 
 
-def test_parts_make_up_the_weights():
-    strategy = create("tensor", 4, deep_norm_network)
-    whole = create("single", 1, deep_norm_network).state()
-    for name, variable in strategy.copies()[0].items():
-        if variable.axis is None:
-            continue
-        joined = np.concatenate([part.numpy() for part in variable.parts], axis=-1)
-        np.testing.assert_array_equal(joined, whole[name])
-        sizes = [part.shape[-1] for part in variable.parts]
-        assert max(sizes) - min(sizes) <= 1
-        assert [devices_of_variables([part]) for part in variable.parts] == [{d} for d in CPUS]
-
-
 # The tape.
-
-
-def test_the_backward_pass_of_a_gather_is_a_sum_over_the_devices():
-    """y_d = w_d · sum(x_0, x_1, x_2), so x gets the sum of all w: whole numbers, exactly."""
-    devices, x = CPUS[:3], [1.0, 2.0, 4.0]
-    weights = [tf.constant(10.0), tf.constant(100.0), tf.constant(1000.0)]
-    tape = DeviceTape(devices)
-    factors = [[tf.constant(1.0)] for _ in devices]
-    start = tape.each(
-        lambda d, value: value * factors[d][0], [[tf.constant([v]) for v in x]], factors
-    )
-    whole = tape.gather(start, [1, 1, 1])
-    out = tape.each(lambda d, value: weights[d] * tf.reduce_sum(value), [whole])
-    assert [float(v) for v in out] == [70.0, 700.0, 7000.0]
-    gradients = tape.gradient(out, [tf.constant(1.0)] * 3, factors)
-    # d(sum of y) / d(factor d) = (10 + 100 + 1000) · x_d.
-    assert [float(g) for (g,) in gradients] == [1110.0, 2220.0, 4440.0]
 
 
 @pytest.mark.parametrize(
@@ -295,23 +234,6 @@ def on(devices, arrays):
         with tf.device(device):
             variables.append(tf.Variable(array))
     return variables
-
-
-@pytest.mark.parametrize("axis", [0, 1, -1, None])
-def test_a_split_variable_is_the_whole(axis):
-    """Along an axis, or in ranges of its elements."""
-    whole = np.arange(30, dtype=np.float32).reshape(5, 6)
-    flat, shape = (whole, None) if axis is not None else (whole.ravel(), (5, 6))
-    parts = on(CPUS, np.array_split(flat, 4, axis or 0))
-    variable = WholeVariable(parts, axis or 0, shape)
-    assert (variable.shape, variable.dtype) == (tf.TensorShape([5, 6]), tf.float32)
-    np.testing.assert_array_equal(variable.numpy(), whole)
-    variable.assign(-whole)
-    np.testing.assert_array_equal(variable.numpy(), -whole)
-    for own, expected in zip(variable.parts, np.array_split(-flat, 4, axis or 0), strict=True):
-        np.testing.assert_array_equal(own.numpy(), expected)
-    with pytest.raises(ValueError):
-        variable.assign(whole[1:])
 
 
 def test_variables_of_few_elements():

@@ -28,10 +28,8 @@ def links(*arguments):
         ("single", 1, {}, 4),
         ("manual", 3, {"all_reduce": "ring"}, 4),
         ("manual", 4, {"all_reduce": "tree"}, 4),
-        ("manual", 3, {"all_reduce": "direct", "bucket_mib": 0.001}, 4),
-        ("manual", 2, {"accumulate_steps": 2, "shard_weights": (3, 1)}, 4),
-        ("manual", 2, {"communication_dtype": "bfloat16"}, 2),
-        ("mirrored", 3, {}, 4),
+        ("manual", 3, {"all_reduce": "direct", "communication_dtype": "bfloat16"}, 2),
+        ("mirrored", 3, {"accumulate_steps": 2, "shard_weights": (3, 1, 1)}, 4),
         ("sharded", 3, {"shard": "gradients"}, 4),
     ],
 )
