@@ -73,7 +73,7 @@ def leave(send):
     sys.exit(0)
 
 
-def tell_search_path(channel):
+def tell_search_path(send):
     return sys.path, os.getcwd(), os.environ.get("GIVEN")
 
 

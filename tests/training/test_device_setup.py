@@ -72,19 +72,14 @@ def machine(monkeypatch):
             return done | {"error": str(error), "code": error.exit_code}
         return done | {"names": made.names, "simulated": made.simulated}
 
-    threading = tf.config.threading
-    for place, name, pretended in (
-        (tf.config, "set_visible_devices", lambda chosen, kind: done.update(visible=chosen)),
-        (
-            tf.config,
-            "set_logical_device_configuration",
-            lambda cpu, devices: done.update(logical=len(devices)),
-        ),
-        (tf.config.experimental, "set_memory_growth", grow),
-        (threading, "set_intra_op_parallelism_threads", done["threads"].append),
-        (threading, "set_inter_op_parallelism_threads", done["threads"].append),
-    ):
-        monkeypatch.setattr(place, name, pretended)
+    for name, pretended in {
+        "set_visible_devices": lambda chosen, kind: done.update(visible=chosen),
+        "set_logical_device_configuration": lambda cpu, made: done.update(logical=len(made)),
+        "experimental.set_memory_growth": grow,
+        "threading.set_intra_op_parallelism_threads": done["threads"].append,
+        "threading.set_inter_op_parallelism_threads": done["threads"].append,
+    }.items():
+        monkeypatch.setattr(f"tensorflow.config.{name}", pretended)
     monkeypatch.setattr(device_setup, "why_no_gpu", lambda: "no driver: install one")
     with threads_as_processes():
         yield set_up
@@ -101,7 +96,6 @@ def test_num_gpus_without_a_gpu_falls_back_and_says_so(machine, capsys):
     [
         (0, {"strategy": "single"}, ["/device:CPU:0"], []),
         (2, {}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
-        (2, {"num_gpus": 2}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
         (4, {"num_gpus": 2}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
         (2, {"device": "cpu", "num_devices": 4}, CPUS, []),
     ],
@@ -116,7 +110,6 @@ def test_devices_that_are_taken(machine, gpus_there, options, names, visible):
 @pytest.mark.parametrize(
     ("gpus_there", "options", "told"),
     [
-        (0, {"device": "gpu", "num_devices": 2}, "use --device=cpu --num_devices=2"),
         (0, {"device": "gpu"}, "use --device=cpu --num_devices=2"),
         (1, {"num_gpus": 2}, "TensorFlow sees 1 GPU"),
         (1, {"num_devices": 3}, "--device=cpu --num_devices=3"),
@@ -137,8 +130,7 @@ NO_CUDA = "failed call to cuInit: CUDA_ERROR_X\nis_cuda_build False"
 @pytest.mark.parametrize(
     ("smi", "log", "visible", "causes"),
     [
-        ("", NO_LIBRARY, None, ["nvidia-smi is not installed", "cannot load libcudnn.so.9"]),
-        (DRIVER, "", "-1", ['CUDA_VISIBLE_DEVICES="-1" hides']),
+        ("", NO_LIBRARY, "-1", ["hides every GPU", "nvidia-smi is not", "cannot load libcudnn"]),
         ("echo no contact; exit 9", NO_CUDA, None, ["nvidia-smi: no", "has no CUDA", "cuInit fa"]),
         (DRIVER, "", None, []),
     ],
