@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from app.devices import device_setup, gpus
 from app.options import Config
+from app.runtime import kernels
 from app.runtime.errors import DeviceError
 from tests.conftest import CPUS, ROOT, program_environment, run_python
 from tests.in_process import threads_as_processes
@@ -23,6 +24,7 @@ made = device_setup.set_up(Config.of(device="cpu"))
 import keras
 import tensorflow as tf
 import numpy as np
+from strategies.tf_private import is_onednn_enabled
 def page_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     arrays = [np.ones(2**16) for _ in range(100)]  # 50 MiB, freed at the end.
@@ -32,6 +34,7 @@ print(json.dumps({
     "page_faults": page_faults(),
     "names": made.names,
     "simulated": made.simulated,
+    "has_onednn": is_onednn_enabled(),
     "logical": len(tf.config.list_logical_devices("CPU")),
     "intra": tf.config.threading.get_intra_op_parallelism_threads(),
     "keras": [keras.backend.backend(), keras.config.floatx(), keras.config.image_data_format()],
@@ -39,15 +42,18 @@ print(json.dumps({
 """
 
 
-def test_without_a_gpu_two_logical_cpus_whatever_a_user_s_settings_of_keras_are(tmp_path):
+def test_without_a_gpu_two_logical_cpus_and_the_kernels_that_the_user_has_chosen(tmp_path):
+    """Whatever a user's settings of Keras are."""
     (tmp_path / "keras.json").write_text(
         '{"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}'
     )
-    result = run_python("-c", SCRIPT, env={"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch"})
+    env = {"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch", kernels.VARIABLE: "0"}
+    result = run_python("-c", SCRIPT, env=env)
     done = json.loads(result.stdout)
     assert done["keras"] == ["tensorflow", "float32", "channels_last"]
     assert done["names"] == ["/device:CPU:0", "/device:CPU:1"]
     assert done["simulated"] and done["logical"] == 2 and done["intra"] >= 1
+    assert not done["has_onednn"]
     assert done["page_faults"] < 1000  # 12,800 pages, which the process has kept.
     assert result.stderr == ""  # TensorFlow's own messages are held back.
 

@@ -13,7 +13,7 @@ from app.options import Config
 from app.runtime import kernels
 from app.runtime.errors import ConfigError
 from strategies.tf_private import is_onednn_enabled
-from tests.conftest import run_ok, run_python
+from tests.conftest import run_ok
 
 AVX2 = frozenset({"sse4_1", "avx", "avx2", "fma"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl"}
@@ -81,29 +81,12 @@ def test_workers_may_have_other_kernels():
     assert not [name for name in settings if "kernels" in name] and "version of keras" in settings
 
 
-def output_with(code, **environ):
-    """Returns what a program prints in an environment, without chosen kernels by default."""
-    words = f"import os; os.environ.pop({kernels.VARIABLE!r}, None); os.environ.update({environ})"
-    done = run_python("-c", f"{words}; {code}")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
-
-
 def test_importing_the_program_chooses_before_tensorflow_is_imported():
-    """In this process, too; the user's choice stays."""
+    """`test_device_setup` has a process in which the user has chosen."""
     chosen, here = {}, os.environ.get(kernels.VARIABLE)
     kernels.choose_kernels(chosen)
     assert here is not None or not chosen
     assert here is None or is_onednn_enabled() == (here == "1")
-    imports = "import app; from strategies.tf_private import is_onednn_enabled"
-    assert (
-        output_with(f"{imports}; print(is_onednn_enabled())", **{kernels.VARIABLE: "0"}) == "False"
-    )
-
-
-def test_the_recorders_choose_nothing():
-    code = f"import lockstep, lockstep.record_keras; print(os.environ.get({kernels.VARIABLE!r}))"
-    assert output_with(code) == "None"
 
 
 def bfloat16_here(monkeypatch, capsys, *, flags, limit="", has_onednn=True):
