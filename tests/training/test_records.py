@@ -98,21 +98,11 @@ def test_records_are_read_as_they_were_written(tmp_path):
     )
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"epoch": 1}\n', "\x00"])
-def test_other_content_is_refused(tmp_path, content):
-    (tmp_path / "summary.json").write_text(content)
-    (tmp_path / "history.jsonl").write_text(content or "{")
-    with pytest.raises(OutputError, match=r"summary\.json"):
-        histories.load_summary(tmp_path)
+@pytest.mark.parametrize("content", ["[]", "{", '{"epoch": 1}\n'])
+def test_another_history_is_refused(tmp_path, content):
+    (tmp_path / "history.jsonl").write_text(content)
     with pytest.raises(OutputError, match=r"history\.jsonl"):
         histories.load_history(tmp_path)
-
-
-def test_a_value_of_another_type_is_refused(tmp_path):
-    values = dataclasses.asdict(make_summary(test_accuracy="high"))
-    (tmp_path / "summary.json").write_text(json.dumps(values))
-    with pytest.raises(OutputError, match="test_accuracy is 'high'"):
-        histories.load_summary(tmp_path)
 
 
 def start(path, config, *, overwrite=False):
@@ -140,11 +130,8 @@ def test_a_run_directory_is_made_and_found_again(tmp_path):
 
 
 def test_a_verification_replaces_another_one_and_no_training(tmp_path):
-    verify, other = (
-        {"command": "verify", "seed": 2},
-        pytest.raises(OutputError, match="another run"),
-    )
-    start(tmp_path / "one", {"command": "verify"})
+    verify, other = {"command": "verify"}, pytest.raises(OutputError, match="another run")
+    start(tmp_path / "one", {"command": "verify", "seed": 2})
     start(tmp_path / "run", {"model": "lenet"})
     with open_command_directory(tmp_path / "one", verify, overwrite=False):
         pass
@@ -202,36 +189,26 @@ def test_what_a_killed_run_left_is_removed_and_nothing_of_others(tmp_path):
     assert names(tmp_path / "checkpoints") == set()
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("thesis.tex", "{}"), ("config.json", "{}"), ("config.json", "[" * 99_999)],
-)
-def test_the_directory_of_something_else_is_left_alone(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
+@pytest.mark.parametrize("content", ["{}", "[" * 99_999])
+def test_the_directory_of_something_else_is_left_alone(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
     with pytest.raises(OutputError, match="files that this program did not write"):
         start(tmp_path, {}, overwrite=True)
-    assert names(tmp_path) == {name}
+    assert names(tmp_path) == {"config.json"}
 
 
-@pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x", "a" * 300, "file", "pipe"])
-def test_places_that_cannot_be_directories(tmp_path, place):
-    (tmp_path / "file").write_text("")
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OutputError):
-        start(tmp_path / place, {})
-
-
-@pytest.mark.parametrize("name", [".lock", "log.txt", "config.json"])
-def test_neither_links_nor_pipes_in_the_place_of_records_are_used(tmp_path, name):
+def test_neither_links_nor_pipes_in_the_place_of_records_are_used(tmp_path):
     """A link would lead elsewhere, and a pipe wait for its other end."""
     run_dir, victim = tmp_path / "run", tmp_path / "victim"
-    start(run_dir, {})
     victim.write_text("keep")
-    for make in (os.mkfifo, lambda path: path.symlink_to("../victim")):
-        (run_dir / name).unlink(missing_ok=True)
-        make(run_dir / name)
-        with pytest.raises(OutputError), open_run_directory(run_dir, {}):
-            open_log(run_dir)
+    for name in (".lock", "log.txt", "config.json"):
+        for make in (os.mkfifo, lambda path: path.symlink_to("../victim")):
+            start(run_dir, {})
+            (run_dir / name).unlink(missing_ok=True)
+            make(run_dir / name)
+            with pytest.raises(OutputError), open_run_directory(run_dir, {}):
+                open_log(run_dir)
+            (run_dir / name).unlink()
     assert victim.read_text() == "keep"
 
 
@@ -259,15 +236,12 @@ def test_a_directory_in_use_names_the_process_and_its_end_releases_it(tmp_path):
     assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
 
 
-def test_accuracies_after_one_epoch_are_bars():
+def test_accuracies_after_one_epoch_are_bars_and_percents_on_the_axis_are_whole():
     (record,) = make_history(1)
     (axes,) = draw_accuracy({"manual": (make_summary(epochs=1), [record])}).axes
     drawn = [bar.get_width() for bar in axes.patches]
     assert drawn == [record.test_accuracy, record.train_accuracy]
     assert [text.get_text() for text in axes.texts] == [f"{each:.1%}" for each in drawn]
-
-
-def test_percents_on_the_axis_are_whole():
     figure = draw_accuracy({"manual": (make_summary(), make_history(2))})
     (axes,) = figure.axes
     figure.canvas.draw()
