@@ -91,32 +91,31 @@ def machine(monkeypatch):
         yield set_up
 
 
-def test_num_gpus_without_a_gpu_falls_back_and_says_so(machine, capsys):
-    done, errors = machine(0, num_gpus=3), capsys.readouterr().err
-    assert len(done["names"]) == done["logical"] == 3 and min(done["threads"]) >= 1
-    assert "WARNING: --num_gpus=3" in errors and "3 replicas on logical CPU devices" in errors
-
-
 @pytest.mark.parametrize(
     ("gpus_there", "options", "names", "visible"),
     [
-        (0, {"strategy": "single"}, ["/device:CPU:0"], []),
+        (0, {"strategy": "single"}, CPUS[:1], []),
+        (0, {"num_gpus": 3}, CPUS[:3], []),
         (2, {}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
         (4, {"num_gpus": 2}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
         (2, {"device": "cpu", "num_devices": 4}, CPUS, []),
     ],
 )
-def test_devices_that_are_taken(machine, gpus_there, options, names, visible):
+def test_devices_that_are_taken(machine, capsys, gpus_there, options, names, visible):
     done = machine(gpus_there, **options)
     assert (done["names"], done.get("visible", [])) == (names, visible)
     assert done["growth"] == len(visible)
+    assert done.get("logical", 0) == (0 if visible else len(names))
+    assert visible or min(done["threads"]) >= 1
     assert done["simulated"] == (len(names) > 1 and not visible)
+    warning = "WARNING: --num_gpus=3, but this machine has no GPU"
+    assert (warning in capsys.readouterr().err) == (options == {"num_gpus": 3})
 
 
 @pytest.mark.parametrize(
     ("gpus_there", "options", "told"),
     [
-        (0, {"device": "gpu"}, "use --device=cpu --num_devices=2"),
+        (0, {"device": "gpu"}, "no GPU (no driver: install one); use --device=cpu --num_devices=2"),
         (1, {"num_gpus": 2}, "TensorFlow sees 1 GPU"),
         (1, {"num_devices": 3}, "--device=cpu --num_devices=3"),
     ],
@@ -124,8 +123,6 @@ def test_devices_that_are_taken(machine, gpus_there, options, names, visible):
 def test_what_gpus_cannot_give_is_refused(machine, gpus_there, options, told):
     done = machine(gpus_there, **options)
     assert done["code"] == 6 and told in done["error"]
-    if gpus_there == 0:
-        assert "TensorFlow sees no GPU (no driver: install one)" in done["error"]
 
 
 DRIVER = "echo 'A, 24564 MiB, 550.54.14'"
