@@ -62,33 +62,33 @@ def test_a_file_with_a_part_of_an_image_or_without_end_is_refused(folder, monkey
             load(folder)
 
 
-def test_only_data_that_is_missing_is_replaced(folder):
+def test_only_data_that_is_missing_is_replaced(folder, tmp_path):
     """Generated images take the place of missing ones, and of nothing else."""
-    with pytest.raises(DataError) as refusal:
-        load_fashion_mnist(str(folder))  # Another hash than that of Fashion-MNIST.
-    assert not isinstance(refusal.value, DataMissingError)
-    (folder / f"{TEST_LABELS}.gz").unlink()
-    for path in (folder, folder / "nowhere"):
-        with pytest.raises(DataMissingError):
-            load(path)
-    prepared = folder / "fashion_mnist" / "3.0.1"
-    prepared.mkdir(parents=True)
-    (prepared / "dataset_info.json").write_text("{}")
-    with pytest.raises(DataError) as refusal:
-        load(folder)
-    assert not isinstance(refusal.value, DataMissingError)
-
-
-def test_files_in_tfds_downloads_are_found_and_damaged_ones_are_not_passed_over(folder, tmp_path):
     environ = {"TFDS_DATA_DIR": str(tmp_path / "tfds")}
     manual = tmp_path / "tfds" / "downloads" / "manual"
     shutil.copytree(folder, manual, ignore=shutil.ignore_patterns("tfds"))
     dataset = load_fashion_mnist(None, allow_unverified=True, environ=environ)
     assert len(dataset.train_images) == 30
+    (folder / f"{TEST_LABELS}.gz").unlink()
+    for path in (folder, folder / "nowhere"):
+        with pytest.raises(DataMissingError):
+            load(path)
+    prepared = prepare(folder)
     (manual / f"{TEST_LABELS}.gz").write_bytes(b"")
-    with pytest.raises(DataError) as refusal:
+    for damaged in (prepared, manual):
+        with pytest.raises(DataError) as refusal:
+            load(damaged)
+        assert not isinstance(refusal.value, DataMissingError)
+    with pytest.raises(DataError, match="begin with nothing"):
         load_fashion_mnist(None, allow_unverified=True, environ=environ)
-    assert not isinstance(refusal.value, DataMissingError)
+
+
+def prepare(folder):
+    """Makes a folder look as if TFDS had prepared the data set in it; returns the folder."""
+    prepared = folder / "fashion_mnist" / "3.0.1"
+    prepared.mkdir(parents=True)
+    (prepared / "dataset_info.json").write_text("{}")
+    return folder
 
 
 def test_what_tfds_has_prepared_comes_in_the_order_of_the_files(folder, tmp_path, monkeypatch):
@@ -106,10 +106,7 @@ def test_what_tfds_has_prepared_comes_in_the_order_of_the_files(folder, tmp_path
 
     monkeypatch.setattr(tfds, "builder", lambda name, data_dir: Prepared())
     monkeypatch.setattr(tfds, "as_numpy", lambda dataset: dataset)
-    prepared = tmp_path / "tfds" / "fashion_mnist" / "3.0.1"
-    prepared.mkdir(parents=True)
-    (prepared / "dataset_info.json").write_text("{}")
-    assert load(tmp_path / "tfds").sha256() == files.sha256()
+    assert load(prepare(tmp_path / "tfds")).sha256() == files.sha256()
 
 
 def test_any_answer_of_the_server_is_a_connection_and_none_is_given_up():

@@ -111,20 +111,20 @@ def test_a_precision_that_the_processor_emulates_is_told(monkeypatch, capsys):
     device_setup.set_up(Config.of(device="cpu"))  # In float32 with the same limit.
 
 
-def test_doctor_tells_the_kernels(monkeypatch):
-    monkeypatch.setattr(kernels, "read_flags", lambda: AVX2)
-    monkeypatch.setattr("strategies.tf_private.is_onednn_enabled", lambda: True)
+@pytest.mark.parametrize(
+    ("flags", "has_onednn", "mark", "value"),
+    [
+        (AVX2, True, OK, "oneDNN on AVX2"),
+        (AVX2, False, WARNING, f"Eigen on AVX2 with {kernels.VARIABLE}=0"),
+        (AVX2 - {"avx2"}, False, OK, "Eigen on AVX"),
+    ],
+)
+def test_doctor_tells_the_kernels(monkeypatch, flags, has_onednn, mark, value):
+    monkeypatch.setattr(kernels, "read_flags", lambda: flags)
+    monkeypatch.setattr("strategies.tf_private.is_onednn_enabled", lambda: has_onednn)
+    monkeypatch.setenv(kernels.VARIABLE, str(int(has_onednn)))
     check = tensorflow_check._check_kernels()
-    assert (check.mark, check.value) == (OK, "oneDNN on AVX2")
-    monkeypatch.setattr("strategies.tf_private.is_onednn_enabled", lambda: False)
-    monkeypatch.setenv(kernels.VARIABLE, "0")
-    check = tensorflow_check._check_kernels()
-    assert check.mark == WARNING and check.value == f"Eigen on AVX2 with {kernels.VARIABLE}=0"
-    monkeypatch.setattr(kernels, "read_flags", lambda: AVX2 - {"avx2"})
-    assert tensorflow_check._check_kernels().mark == OK
-    monkeypatch.setattr(kernels, "read_flags", lambda: AVX2)
-    monkeypatch.delenv(kernels.VARIABLE)  # TensorFlow was imported before `app`.
-    assert tensorflow_check._check_kernels().mark == OK
+    assert (check.mark, check.value) == (mark, value)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import matplotlib.image
-import numpy as np
 import pytest
 
 from app.records import files
@@ -236,20 +235,12 @@ def test_a_directory_in_use_names_the_process_and_its_end_releases_it(tmp_path):
     assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
 
 
-def test_accuracies_after_one_epoch_are_bars_and_percents_on_the_axis_are_whole():
+def test_accuracies_after_one_epoch_are_bars():
     (record,) = make_history(1)
     (axes,) = draw_accuracy({"manual": (make_summary(epochs=1), [record])}).axes
     drawn = [bar.get_width() for bar in axes.patches]
     assert drawn == [record.test_accuracy, record.train_accuracy]
     assert [text.get_text() for text in axes.texts] == [f"{each:.1%}" for each in drawn]
-    figure = draw_accuracy({"manual": (make_summary(), make_history(2))})
-    (axes,) = figure.axes
-    figure.canvas.draw()
-    percents = 100 * axes.get_yticks()
-    np.testing.assert_allclose(percents, np.round(percents), atol=1e-9)
-    low, high = axes.get_ylim()
-    assert high - low >= 0.1
-    assert [tick for tick in axes.get_xticks() if 0.5 <= tick <= 1.5] == [1]
 
 
 def test_title_and_legend_say_what_and_where(tmp_path, monkeypatch):
@@ -260,9 +251,7 @@ def test_title_and_legend_say_what_and_where(tmp_path, monkeypatch):
     for part in ("GENERATED", "manual on 2 simulated devices: timing is not scaling", "lenet"):
         assert part in svg
     assert "test: 66.7%" in svg and "train, mean of an epoch: 70.0%" in svg
-    picture = matplotlib.image.imread(tmp_path / "accuracy.png")
-    assert picture.shape[0] > 350 and picture.shape[1] > 800
-    assert picture.std() > 0.05  # Not an empty sheet.
+    assert matplotlib.image.imread(tmp_path / "accuracy.png").std() > 0.05  # No empty sheet.
     runs = [make_summary(strategy=name, dataset="fashion_mnist") for name in ("manual", "jax")]
     plot_accuracy({summary.strategy: (summary, history) for summary in runs}, tmp_path)
     svg = (tmp_path / "accuracy.svg").read_text()
