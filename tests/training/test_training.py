@@ -36,7 +36,6 @@ from app.training.loop import Training
 from app.training.resume import find_checkpoint, find_result
 from app.training.training_spec import TrainingSpec
 from models import MODELS
-from strategies import STRATEGIES
 from strategies.layout import layout_of
 from strategies.step_totals import StepTotals
 from tests.conftest import CPUS
@@ -126,13 +125,8 @@ def test_calls_grow_until_they_take_long_enough(finished):
     assert finished[2] == [1, 1, 1, 1, 1, 5]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param(name, marks=[] if name == "single" else [pytest.mark.slow])
-        for name in STRATEGIES  # `test_strategies` loads a saved state into each.
-    ],
-)
+# `test_strategies` loads a saved state into each strategy.
+@pytest.mark.parametrize("strategy", ["single", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_run_cut_off_in_mid_epoch_equals_an_uninterrupted_one(
     dataset, tmp_path, finished, strategy
 ):
