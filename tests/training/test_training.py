@@ -36,10 +36,8 @@ from app.training.loop import Training
 from app.training.resume import find_checkpoint, find_result
 from app.training.training_spec import TrainingSpec
 from models import MODELS
-from strategies.layout import layout_of
 from strategies.step_totals import StepTotals
 from tests.conftest import CPUS
-from tests.training.failing_steps import after_step
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +74,7 @@ def make(dataset, run_dir, *, strategy="single", steps_per_call=1, **options):
     if steps_per_call:
         loop._num_steps_in_time = lambda: steps_per_call
     loop.start(find_checkpoint(run_dir))
-    assert loop.strategy.num_devices == num_devices
-    layout = layout_of(strategy, config.distribution, num_devices)
-    assert loop.strategy.num_shards == layout.num_shards
+    assert loop.strategy.num_shards == num_devices
     return loop
 
 
@@ -123,51 +119,6 @@ def copy(finished, tmp_path):
 
 def test_calls_grow_until_they_take_long_enough(finished):
     assert finished[2] == [1, 1, 1, 1, 1, 5]
-
-
-# `test_strategies` loads a saved state into each strategy.
-@pytest.mark.parametrize("strategy", ["single", pytest.param("pipeline", marks=pytest.mark.slow)])
-def test_a_run_cut_off_in_mid_epoch_equals_an_uninterrupted_one(
-    dataset, tmp_path, finished, strategy
-):
-    """Killed after the call that ends with step 8: what is on the disk then is copied."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    options = {"strategy": strategy, "checkpoint_every": 3, "steps_per_call": 2}
-    with after_step(5, lambda: shutil.copytree(whole, cut)):
-        summary = train(dataset, whole, **options)
-    assert {path.name for path in whole.iterdir()} == {
-        "history.jsonl", "summary.json", "accuracy.png", "accuracy.svg", "checkpoints",
-        *(path.name for path in event_files(whole)),
-    }  # fmt: skip
-    assert load_summary(whole) == summary
-    assert (summary.status, summary.steps, summary.epochs) == ("finished", 10, 2)
-    assert (summary.num_test_examples, summary.learning_rate) == (70, 0.2 * 64 / 256)
-    history = load_history(whole)
-    assert [record.step for record in history] == [5, 10]
-    assert summary.best_test_accuracy == max(record.test_accuracy for record in history)
-    assert summary.epoch_sec == np.median([record.epoch_sec for record in history])
-    assert history[1].train_loss < history[0].train_loss
-    assert history[0].images_per_sec == pytest.approx(300 / history[0].epoch_sec)
-    checkpoint = find_newest_checkpoint(whole)
-    assert checkpoint.progress.step == 10 and checkpoint.progress.history == history
-    assert checkpoint.metadata.steps_per_epoch == 5
-
-    assert load_summary(cut).status == "running"
-    assert find_newest_checkpoint(cut).progress.step == 6
-    if strategy == "single":
-        with pytest.raises(CheckpointError, match="epoch 2 has already started"):
-            make(dataset, cut, epochs=1)
-    resumed = train(dataset, cut, **options)
-    assert resumed.weights_sha256 == summary.weights_sha256
-    assert losses(whole) == losses(cut)
-    assert resumed.total_sec > 0 and resumed.changes == []
-    events = EventAccumulator(str(cut)).Reload()
-    assert [event.step for event in events.Scalars("steps/loss")] == [2, 3, 5, 6, 8, 9, 10]
-    told = [(event.step, event.value) for event in events.Scalars("epochs/test_accuracy")]
-    assert told == [(r.step, pytest.approx(r.test_accuracy)) for r in load_history(cut)]
-    if strategy == "single":  # Neither checkpoints nor the length of a call change the result.
-        assert summary.weights_sha256 == finished[1].weights_sha256
-        assert losses(whole) == losses(finished[0])
 
 
 @pytest.mark.parity
@@ -273,40 +224,76 @@ class Disk:
                 (target / name).write_bytes(self._contents.get(child, b""))
 
 
-def test_a_run_cut_off_at_any_write_can_be_finished(dataset, tmp_path, finished):
-    def start(path, **options):
-        with open_run_directory(path, {}) as run_directory:  # Removes what a killed run has left.
-            run_directory.start(overwrite=False)
-            return train(dataset, path, checkpoint_every=3, **options)
-
-    disk = Disk(tmp_path / "run", tmp_path)
-    (tmp_path / "run").mkdir()
+def test_a_run_cut_off_at_any_write_equals_an_uninterrupted_one(dataset, tmp_path, finished):
+    """With one strategy: `test_strategies` loads a saved state into each of them."""
+    whole = tmp_path / "run"
+    disk = Disk(whole, tmp_path)
+    whole.mkdir()
     with disk.recorded():
-        start(tmp_path / "run")
+        summary = start_and_train(dataset, whole)
     before = len(disk.states)
-    with disk.recorded(), open_run_directory(tmp_path / "run", {"seed": 1}) as run_directory:
+    check_records(whole, summary)
+    # Neither checkpoints nor the length of a call change the result.
+    assert summary.weights_sha256 == finished[1].weights_sha256
+    assert losses(whole) == losses(finished[0])
+    with disk.recorded(), open_run_directory(whole, {"seed": 1}) as run_directory:
         run_directory.start(overwrite=True)
     assert before > 200 and len(disk.states) > before + 10
+    newest_steps = []
     for number, cut in enumerate(disk.states):
-        found, summary, epochs = find_newest_checkpoint(cut), load_summary(cut), load_history(cut)
+        found, told, epochs = find_newest_checkpoint(cut), load_summary(cut), load_history(cut)
         progress = found.progress if found else Progress()
+        newest_steps.append(progress.step)
         assert not found or found.damaged == []
-        assert summary is None or summary.steps <= progress.step
+        assert told is None or told.steps <= progress.step
         assert number >= before or len(epochs) <= progress.epoch
         figure = cut / "accuracy.png"
         assert not figure.exists() or figure.read_text().startswith("of ")
-    chosen = [
-        next(c for c in disk.states if [*c.glob("checkpoints/.lockstep-*")]),
-        next(c for c in disk.states if load_history(c) and not load_summary(c)),
-        disk.states[before // 2],
-    ]
-    for cut in chosen:
-        resumed = start(cut, steps_per_call=2)
-        assert resumed.status == "finished" and load_summary(cut) == resumed
+    # Each fourth state is what a killed process leaves: while the checkpoint of step 9 is written.
+    killed = zip(newest_steps[3:before:4], disk.states[3:before:4], strict=True)
+    mid_epoch = [cut for step, cut in killed if step == 6][-1]
+    without_summary = next(c for c in disk.states if load_history(c) and not load_summary(c))
+    assert load_summary(mid_epoch).status == "running" and [*mid_epoch.rglob(".lockstep-*")]
+    with pytest.raises(CheckpointError, match="epoch 2 has already started"):
+        make(dataset, mid_epoch, epochs=1)
+    for cut in (mid_epoch, without_summary):
+        resumed = start_and_train(dataset, cut, steps_per_call=2)
+        assert load_summary(cut) == resumed and resumed.changes == []
         assert resumed.weights_sha256 == finished[1].weights_sha256
         assert losses(cut) == losses(finished[0])
         assert (cut / "accuracy.png").read_text() == "of 2 epochs"
         assert [*cut.rglob(".*")] == [cut / ".lock"]
+    events = EventAccumulator(str(mid_epoch)).Reload()
+    assert [event.step for event in events.Scalars("steps/loss")] == [1, 2, 3, 4, 5, 6, 8, 9, 10]
+    told = [(event.step, event.value) for event in events.Scalars("epochs/test_accuracy")]
+    history = load_history(mid_epoch)
+    assert told == [(r.step, pytest.approx(r.test_accuracy)) for r in history]
+
+
+def start_and_train(dataset, path, **options):
+    """Trains as the command does, which removes what a killed run has left."""
+    with open_run_directory(path, {}) as run_directory:
+        run_directory.start(overwrite=False)
+        return train(dataset, path, checkpoint_every=3, **options)
+
+
+def check_records(run_dir, summary):
+    """Checks what a run of 2 epochs of 5 steps leaves."""
+    assert {path.name for path in run_dir.iterdir()} == {
+        "history.jsonl", "summary.json", "accuracy.png", "accuracy.svg", "checkpoints", ".lock",
+        "config.json", *(path.name for path in event_files(run_dir)),
+    }  # fmt: skip
+    assert load_summary(run_dir) == summary and summary.total_sec > 0
+    assert (summary.status, summary.steps, summary.epochs) == ("finished", 10, 2)
+    assert (summary.num_test_examples, summary.learning_rate) == (70, 0.2 * 64 / 256)
+    history = load_history(run_dir)
+    assert [record.step for record in history] == [5, 10]
+    assert summary.epoch_sec == np.median([record.epoch_sec for record in history])
+    assert history[1].train_loss < history[0].train_loss
+    assert history[0].images_per_sec == pytest.approx(300 / history[0].epoch_sec)
+    checkpoint = find_newest_checkpoint(run_dir)
+    assert checkpoint.progress.step == 10 and checkpoint.progress.history == history
+    assert checkpoint.metadata.steps_per_epoch == 5
 
 
 def test_a_full_disk_ends_the_run_and_more_epochs_go_on_from_what_is_saved(
