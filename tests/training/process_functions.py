@@ -9,12 +9,6 @@ from app.runtime import console
 from app.runtime.errors import DiskFullError
 
 
-def add(send, a, b):
-    send(("step", 1))
-    send(("step", 2))
-    return a + b
-
-
 def refuse(send):
     raise DiskFullError("no space; make room")
 
@@ -73,7 +67,7 @@ def leave(send):
     sys.exit(0)
 
 
-def tell_search_path(channel):
+def tell_search_path(send):
     return sys.path, os.getcwd(), os.environ.get("GIVEN")
 
 
@@ -81,15 +75,12 @@ def kill_itself(send):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def echo(channel):
-    while message := channel.receive():
-        channel.send(message)
-
-
-def warn_and_keep(channel):
+def warn_and_echo(channel):
     console.forward_warnings(channel.send)
     console.warn("a warning")
     channel.kept.append(Stubborn())
+    while message := channel.receive():
+        channel.send(message)
 
 
 class Stubborn:

@@ -1,7 +1,6 @@
 """Tests how the cluster is read from the environment, and errors before TensorFlow starts."""
 
 import json
-import socket
 
 import pytest
 
@@ -16,14 +15,11 @@ def tf_config(cluster, kind="worker", index=0):
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
 
 
-def test_tf_config():
+def test_tf_config_whose_chief_comes_first():
     cluster = find_cluster(tf_config({"worker": ["a:1", "[::1]:65535"]}, index=1))
     assert (cluster.addresses, cluster.index) == (("a:1", "[::1]:65535"), 1)
     assert not cluster.is_chief
     assert find_cluster(cluster.as_environment()) == cluster
-
-
-def test_a_chief_comes_first():
     jobs = {"worker": ["b:1", "c:1"], "chief": ["a:1"]}
     assert find_cluster(tf_config(jobs, "chief")).is_chief
     worker = find_cluster(tf_config(jobs, "worker", 1))
@@ -39,22 +35,18 @@ def worker(cluster='["a:1", "b:1"]', task='{"type": "worker", "index": 0}'):
     [
         ("not json", "the value is not json, not a JSON object"),
         ("[" * 100_000, "not a JSON object"),
-        ("[1]", "is [1], not a JSON object"),
         ('{"task": {}}', "cluster is null"),
         ('{"cluster": {"worker": ["a:1"]}}', "task is null"),
         ('{"cluster": {"ps": ["a:1"]}, "task": {}}', 'a job of cluster is ["ps"]'),
         ('{"cluster": {"chief": ["a:1", "b:1"]}, "task": {}}', "cluster.chief is"),
         (worker("[]"), "cluster.worker is []"),
-        (worker('"a:1"'), "cluster.worker is a:1"),
-        (worker('["a"]'), "cluster.worker[0] is a, not host:port"),
-        (worker('["a:1", 7]'), "cluster.worker[1] is 7"),
+        (worker('["a:1", 7]'), "cluster.worker[1] is 7, not host:port"),
         (worker('["a:0"]'), "cluster.worker[0] is a:0"),
         (worker('["a:65536"]'), "cluster.worker[0] is a:65536"),
         (worker('["a:1", "a:1"]'), "addresses that differ"),
         (worker(task='{"type": "worker", "index": 2}'), "task.index is 2, not 0 to 1"),
         (worker(task='{"type": "worker", "index": -1}'), "task.index is -1"),
         (worker(task='{"type": "worker", "index": true}'), "task.index is true"),
-        (worker(task='{"type": "worker", "index": "0"}'), "task.index is 0"),
         (worker(task='{"type": "ps", "index": 0}'), "task.type is ps, not worker"),
         (worker(task='{"type": ["worker"], "index": 0}'), "task.type is"),
     ],
@@ -95,17 +87,7 @@ def test_slurm_tasks_find_their_own_addresses(slurm):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"SLURM_PROCID": "x"},
-        {"SLURM_JOB_ID": "x"},
-        {"SLURM_STEP_NUM_TASKS": "4"},
-        {"SLURM_STEP_NODELIST": "gpu[x]"},
-        {"SLURM_STEP_TASKS_PER_NODE": "many"},
-        {"SLURM_STEP_TASKS_PER_NODE": None},
-        {"SLURM_LOCALID": "2"},
-        {"SLURMD_NODENAME": None},
-    ],
+    "changes", [{"SLURM_STEP_NUM_TASKS": "4"}, {"SLURM_LOCALID": "2"}, {"SLURMD_NODENAME": None}]
 )
 def test_slurm_variables_that_do_not_fit_are_refused(slurm, changes):
     with pytest.raises(ConfigError, match=r"SLURM's variables: .*; start the workers with srun"):
@@ -137,27 +119,21 @@ def test_a_secret_that_cannot_be_used_is_refused(variable, value, told):
 
 
 def test_the_program_refuses_at_once():
-    one_worker, started = tf_config({"worker": ["a:1"]}), "--strategy=multi_worker"
-    for words, variable, program in (
-        (["train", started, "--num_workers=2"], {"TF_CONFIG": "{}"}, run_main),
-        (["train", started, "--num_workers=2"], one_worker, run_main),
-        (["compare", "--strategies=manual,multi_worker"], one_worker, run_here),
+    one_worker = tf_config({"worker": ["a:1"]})
+    for words, told in (
+        (["train", "--strategy=multi_worker", "--num_workers=2"], "TF_CONFIG"),
+        (["compare", "--strategies=manual,multi_worker"], "compare starts"),
     ):
-        result = program(*words, env=variable)
+        result = run_here(*words, env=one_worker)
         assert result.returncode == 2 and result.stderr.count("\n") == 1
-        assert "TF_CONFIG" in result.stderr or "compare starts" in result.stderr
+        assert told in result.stderr
 
 
 @pytest.mark.slow
-def test_a_missing_worker_is_named_until_the_time_is_up_and_a_port_in_use_at_once(tmp_path):
-    ports = free_ports(3)
+def test_a_worker_that_does_not_come_ends_the_program(tmp_path):
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     words = ["train", "--strategy=multi_worker", "--device=cpu", f"--out={tmp_path / 'run'}"]
-    environment = tf_config({"worker": [f"127.0.0.1:{port}" for port in ports]})
-    result = run_main(*words, "--start_timeout_sec=12", env=environment)
+    result = run_main(*words, "--start_timeout_sec=1", env=tf_config({"worker": addresses}))
     assert result.returncode == 138
-    missing = ", ".join(f"worker {i} (127.0.0.1:{ports[i]})" for i in (1, 2))
-    assert f"waiting for {missing}, 10 s of 12 s" in result.stdout
-    assert f"error: --start_timeout_sec=12: timed out waiting for {missing}; check" in result.stderr
-    with socket.create_server(("127.0.0.1", ports[0])):
-        result = run_main(*words, env=environment)
-    assert result.returncode == 2 and f"error: port {ports[0]} of 127.0.0.1" in result.stderr
+    told = f"error: --start_timeout_sec=1: timed out waiting for worker 1 ({addresses[1]}); check"
+    assert told in result.stderr

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from app.devices import device_setup, gpus
 from app.options import Config
+from app.runtime import kernels
 from app.runtime.errors import DeviceError
 from tests.conftest import CPUS, ROOT, program_environment, run_python
 from tests.in_process import threads_as_processes
@@ -23,6 +24,7 @@ made = device_setup.set_up(Config.of(device="cpu"))
 import keras
 import tensorflow as tf
 import numpy as np
+from strategies.tf_private import is_onednn_enabled
 def page_faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     arrays = [np.ones(2**16) for _ in range(100)]  # 50 MiB, freed at the end.
@@ -32,6 +34,7 @@ print(json.dumps({
     "page_faults": page_faults(),
     "names": made.names,
     "simulated": made.simulated,
+    "has_onednn": is_onednn_enabled(),
     "logical": len(tf.config.list_logical_devices("CPU")),
     "intra": tf.config.threading.get_intra_op_parallelism_threads(),
     "keras": [keras.backend.backend(), keras.config.floatx(), keras.config.image_data_format()],
@@ -39,15 +42,18 @@ print(json.dumps({
 """
 
 
-def test_without_a_gpu_two_logical_cpus_whatever_a_user_s_settings_of_keras_are(tmp_path):
+def test_without_a_gpu_two_logical_cpus_and_the_kernels_that_the_user_has_chosen(tmp_path):
+    """Whatever a user's settings of Keras are."""
     (tmp_path / "keras.json").write_text(
         '{"floatx": "float64", "backend": "jax", "image_data_format": "channels_first"}'
     )
-    result = run_python("-c", SCRIPT, env={"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch"})
+    env = {"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch", kernels.VARIABLE: "0"}
+    result = run_python("-c", SCRIPT, env=env)
     done = json.loads(result.stdout)
     assert done["keras"] == ["tensorflow", "float32", "channels_last"]
     assert done["names"] == ["/device:CPU:0", "/device:CPU:1"]
     assert done["simulated"] and done["logical"] == 2 and done["intra"] >= 1
+    assert not done["has_onednn"]
     assert done["page_faults"] < 1000  # 12,800 pages, which the process has kept.
     assert result.stderr == ""  # TensorFlow's own messages are held back.
 
@@ -72,52 +78,44 @@ def machine(monkeypatch):
             return done | {"error": str(error), "code": error.exit_code}
         return done | {"names": made.names, "simulated": made.simulated}
 
-    threading = tf.config.threading
-    for place, name, pretended in (
-        (tf.config, "set_visible_devices", lambda chosen, kind: done.update(visible=chosen)),
-        (
-            tf.config,
-            "set_logical_device_configuration",
-            lambda cpu, devices: done.update(logical=len(devices)),
-        ),
-        (tf.config.experimental, "set_memory_growth", grow),
-        (threading, "set_intra_op_parallelism_threads", done["threads"].append),
-        (threading, "set_inter_op_parallelism_threads", done["threads"].append),
-    ):
-        monkeypatch.setattr(place, name, pretended)
+    for name, pretended in {
+        "set_visible_devices": lambda chosen, kind: done.update(visible=chosen),
+        "set_logical_device_configuration": lambda cpu, made: done.update(logical=len(made)),
+        "experimental.set_memory_growth": grow,
+        "threading.set_intra_op_parallelism_threads": done["threads"].append,
+        "threading.set_inter_op_parallelism_threads": done["threads"].append,
+    }.items():
+        monkeypatch.setattr(f"tensorflow.config.{name}", pretended)
     monkeypatch.setattr(device_setup, "why_no_gpu", lambda: "no driver: install one")
     with threads_as_processes():
         yield set_up
 
 
-def test_num_gpus_without_a_gpu_falls_back_and_says_so(machine, capsys):
-    done, errors = machine(0, num_gpus=3), capsys.readouterr().err
-    assert len(done["names"]) == done["logical"] == 3 and min(done["threads"]) >= 1
-    assert "WARNING: --num_gpus=3" in errors and "3 replicas on logical CPU devices" in errors
-
-
 @pytest.mark.parametrize(
     ("gpus_there", "options", "names", "visible"),
     [
-        (0, {"strategy": "single"}, ["/device:CPU:0"], []),
+        (0, {"strategy": "single"}, CPUS[:1], []),
+        (0, {"num_gpus": 3}, CPUS[:3], []),
         (2, {}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
-        (2, {"num_gpus": 2}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
         (4, {"num_gpus": 2}, ["/device:GPU:0", "/device:GPU:1"], ["gpu0", "gpu1"]),
         (2, {"device": "cpu", "num_devices": 4}, CPUS, []),
     ],
 )
-def test_devices_that_are_taken(machine, gpus_there, options, names, visible):
+def test_devices_that_are_taken(machine, capsys, gpus_there, options, names, visible):
     done = machine(gpus_there, **options)
     assert (done["names"], done.get("visible", [])) == (names, visible)
     assert done["growth"] == len(visible)
+    assert done.get("logical", 0) == (0 if visible else len(names))
+    assert visible or min(done["threads"]) >= 1
     assert done["simulated"] == (len(names) > 1 and not visible)
+    warning = "WARNING: --num_gpus=3, but this machine has no GPU"
+    assert (warning in capsys.readouterr().err) == (options == {"num_gpus": 3})
 
 
 @pytest.mark.parametrize(
     ("gpus_there", "options", "told"),
     [
-        (0, {"device": "gpu", "num_devices": 2}, "use --device=cpu --num_devices=2"),
-        (0, {"device": "gpu"}, "use --device=cpu --num_devices=2"),
+        (0, {"device": "gpu"}, "no GPU (no driver: install one); use --device=cpu --num_devices=2"),
         (1, {"num_gpus": 2}, "TensorFlow sees 1 GPU"),
         (1, {"num_devices": 3}, "--device=cpu --num_devices=3"),
     ],
@@ -125,8 +123,6 @@ def test_devices_that_are_taken(machine, gpus_there, options, names, visible):
 def test_what_gpus_cannot_give_is_refused(machine, gpus_there, options, told):
     done = machine(gpus_there, **options)
     assert done["code"] == 6 and told in done["error"]
-    if gpus_there == 0:
-        assert "TensorFlow sees no GPU (no driver: install one)" in done["error"]
 
 
 DRIVER = "echo 'A, 24564 MiB, 550.54.14'"
@@ -137,8 +133,7 @@ NO_CUDA = "failed call to cuInit: CUDA_ERROR_X\nis_cuda_build False"
 @pytest.mark.parametrize(
     ("smi", "log", "visible", "causes"),
     [
-        ("", NO_LIBRARY, None, ["nvidia-smi is not installed", "cannot load libcudnn.so.9"]),
-        (DRIVER, "", "-1", ['CUDA_VISIBLE_DEVICES="-1" hides']),
+        ("", NO_LIBRARY, "-1", ["hides every GPU", "nvidia-smi is not", "cannot load libcudnn"]),
         ("echo no contact; exit 9", NO_CUDA, None, ["nvidia-smi: no", "has no CUDA", "cuInit fa"]),
         (DRIVER, "", None, []),
     ],
@@ -165,11 +160,9 @@ def test_tensorflow_s_log_names_libraries_that_it_cannot_load():
     assert told in gpus._tensorflow_log()
 
 
-def test_a_process_that_has_its_devices_already_gives_those():
-    """This one has four."""
-    tf.config.list_logical_devices()  # From here on they are fixed.
-    prepared = device_setup.set_up(Config.of(device="cpu", num_devices=3))
-    assert prepared.names == CPUS[:3] and prepared.simulated
+def test_a_process_that_has_its_devices_already_gives_no_more():
+    """This one has four, which are fixed from here on."""
+    tf.config.list_logical_devices()
     told = "5 CPU devices requested, but this process has 4 CPU devices .*; use a new process"
     with pytest.raises(DeviceError, match=told):
         device_setup.set_up(Config.of(device="cpu", num_devices=5))

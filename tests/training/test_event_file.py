@@ -22,16 +22,12 @@ def write(run_dir, added, resume_at=0, **start):
     return events
 
 
-def test_tensorboard_reads_what_was_added(tmp_path):
-    events = write(tmp_path, [1, 2])
-    assert steps(tmp_path) == [1, 2]  # While the training runs.
-    events.add(4, {"steps/loss": 0.25})
-    read = EventAccumulator(str(tmp_path)).Reload().Scalars("steps/loss")
-    assert [(event.step, event.value) for event in read] == [(1, 1.0), (2, 0.5), (4, 0.25)]
-
-
 def test_an_attempt_that_resumes_keeps_the_steps_before_it_alone(tmp_path):
-    write(tmp_path, [1, 2, 4, 6])
+    first = write(tmp_path, [1, 2, 4])
+    first.add(6, {"steps/loss": 0.25})
+    read = EventAccumulator(str(tmp_path)).Reload().Scalars("steps/loss")
+    values = [(event.step, event.value) for event in read]  # While the training runs.
+    assert values == [(1, 1.0), (2, 0.5), (4, 0.25), (6, 0.25)]
     write(tmp_path, [4, 8], resume_at=2)
     assert steps(tmp_path) == [1, 2, 4, 8]
     write(tmp_path, [5], resume_at=2)  # The last attempt has saved nothing.
@@ -49,7 +45,7 @@ def test_an_epoch_that_is_evaluated_again_has_one_result(tmp_path):
     assert steps(tmp_path, "epochs/test_loss") == [2]
 
 
-@pytest.mark.parametrize("num_bytes", [0, 3, 40, 100])
+@pytest.mark.parametrize("num_bytes", [3, 100])  # Within its first event, and within the second.
 def test_a_file_that_was_cut_off_does_not_hide_the_next(tmp_path, num_bytes):
     write(tmp_path, [1, 2])
     (path,) = event_files(tmp_path)
@@ -69,17 +65,13 @@ def test_nothing_is_written_through_a_link(tmp_path):
     assert (tmp_path / "other").read_text() == "mine" and steps(tmp_path / "run") == [1]
 
 
-def test_a_directory_in_its_place_is_told(tmp_path):
-    write(tmp_path, [1])
+def test_a_full_disk_and_a_directory_in_its_place_are_told(tmp_path):
+    events = write(tmp_path, [])
+    events._writer = tf.io.TFRecordWriter("/dev/full")
+    with pytest.raises(DiskFullError, match="tfevents"):
+        events.add(1, {"steps/loss": 1.0})
     (path,) = event_files(tmp_path)
     path.unlink()
     path.mkdir()
     with pytest.raises(OutputError, match=path.name):
         write(tmp_path, [1])
-
-
-def test_a_full_disk_is_told(tmp_path):
-    events = write(tmp_path, [])
-    events._writer = tf.io.TFRecordWriter("/dev/full")
-    with pytest.raises(DiskFullError, match="tfevents"):
-        events.add(1, {"steps/loss": 1.0})

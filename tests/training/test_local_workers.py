@@ -113,20 +113,9 @@ def test_a_cluster_is_one_training(expected, small_program, small_data, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parity
-def test_a_killed_worker_costs_a_restart(expected, small_program, small_data, tmp_path):
-    out = tmp_path / "run"
-    with launched(small_program, small_data, out) as launcher:
-        wait_for_checkpoint(out)
-        os.kill(environments(launcher)[0][0], signal.SIGKILL)
-        text = finish(launcher)
-    assert "worker 0 ended with code 137" in text
-    assert "restart 1 of 3" in text
-    assert load_summary(out).weights_sha256 == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parity
-def test_a_stop_is_passed_on_and_all_of_them_save(expected, small_program, small_data, tmp_path):
+def test_a_stop_is_passed_on_and_a_killed_worker_costs_a_restart(
+    expected, small_program, small_data, tmp_path
+):
     out = tmp_path / "run"
     with launched(small_program, small_data, out) as launcher:
         wait_for_checkpoint(out)
@@ -135,7 +124,11 @@ def test_a_stop_is_passed_on_and_all_of_them_save(expected, small_program, small
     assert f"the state is saved; resume with: {shown_python()}" in text
     assert "--num_workers=2" in text.splitlines()[-1]
     with launched(small_program, small_data, out) as launcher:
-        assert "resuming after" in finish(launcher)
+        wait_until(lambda: len(environments(launcher)) == 2)
+        os.kill(environments(launcher)[0][0], signal.SIGKILL)
+        text = finish(launcher)
+    assert "worker 0 ended with code 137" in text
+    assert "restart 1 of 3" in text and "resuming after" in text
     assert load_summary(out).weights_sha256 == expected
 
 
@@ -156,36 +149,21 @@ def test_the_death_of_the_starter_leaves_nothing(small_program, small_data, tmp_
         wait_until(lambda: all(map(local_workers._is_free, ports)))
 
 
-@pytest.mark.parametrize(
-    ("codes", "index", "code"),
-    [
-        ([138, 137], 1, 137),
-        ([134, 3], 1, 3),
-        ([137, 8], 1, 8),
-        ([138, None], 0, 138),
-        ([None, 2], 1, 2),
-        ([0, 138], 0, 0),  # Worker 0 has saved everything.
-        ([0, 0], 0, 0),
-    ],
-)
-def test_the_original_failure_counts(codes, index, code):
-    assert find_culprit(codes) == (index, code)
+def test_the_original_failure_counts():
+    found = [find_culprit(codes) for codes in ([138, 137], [134, 3], [137, 8], [None, 138])]
+    assert found == [(1, 137), (1, 3), (1, 8), (1, 138)]
+    assert find_culprit([0, 138]) == (0, 0)  # Worker 0 has saved everything.
 
 
-CONFIG = Config.of(strategy="multi_worker", device="cpu", num_devices=1)
-
-
-def test_cores_are_split(monkeypatch):
+def test_cores_and_gpus_are_split(monkeypatch):
+    on_cpus = Config.of(strategy="multi_worker", device="cpu", num_devices=1)
+    on_gpus = Config.of(strategy="multi_worker", num_devices=1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 4, 6})
-    assert split_resources(2, CONFIG) == [Resources((0, 2), None), Resources((4, 6), None)]
-    six = split_resources(6, CONFIG)
+    assert split_resources(2, on_cpus) == [Resources((0, 2), None), Resources((4, 6), None)]
+    six = split_resources(6, on_cpus)
     assert [share.cores for share in six] == [(0,), (2,), (4,), (6,), (0,), (2,)]
-
-
-def test_gpus_are_split(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,GPU-abc")
-    config = Config.of(strategy="multi_worker", num_devices=1)
-    assert [share.gpus for share in split_resources(3, config)] == ["3", "1", "GPU-abc"]
+    assert [share.gpus for share in split_resources(3, on_gpus)] == ["3", "1", "GPU-abc"]
     with pytest.raises(DeviceError, match="needs 4 GPUs, found 3"):
         split_resources(4, Config.of(strategy="multi_worker"))
 
@@ -198,57 +176,51 @@ def test_ports_are_free_and_differ():
 
 
 @pytest.fixture
-def attempts(monkeypatch):
-    """A function that replaces the workers: each start has the next exit codes of a list.
+def train(monkeypatch, tmp_path):
+    """A function that trains with workers whose starts have the exit codes of a list in turn.
 
-    It returns a list to which each start adds its addresses and its words.
+    The second start writes the configuration. Returns the addresses and the words of each start,
+    and the error.
     """
 
-    def replace(codes, on_start=lambda number: None):
-        found = []
+    def run(codes, **options):
+        started, error = [], None
 
         def run_all(words, clusters, shares):
-            found.append((clusters[0].addresses, words))
-            on_start(len(found))
-            return codes[min(len(found), len(codes)) - 1]
+            started.append((clusters[0].addresses[0], words))
+            if len(started) == 2:
+                (tmp_path / "config.json").write_text("{}")
+            return codes[min(len(started), len(codes)) - 1]
 
         monkeypatch.setattr(local_workers, "_run_all", run_all)
-        return found
+        monkeypatch.setattr(local_workers, "free_ports", lambda count: [1 + len(started), 5])
+        config = Config.of("train", strategy="multi_worker", device="cpu", **options)
+        try:
+            local_workers.train_with_local_workers(config, 2, tmp_path)
+        except LockstepError as raised:
+            error = raised
+        return started, error
 
     monkeypatch.setattr(local_workers.time, "sleep", lambda sec: None)
-    return replace
-
-
-def test_another_port_is_chosen_if_one_was_taken(attempts, monkeypatch, tmp_path):
-    """The process that took it was faster than the worker, which refuses to share it."""
-    found = attempts([(1, 2), (0, 0)])
-    monkeypatch.setattr(local_workers, "free_ports", lambda count: [1 + len(found), 5])
     monkeypatch.setattr(local_workers, "_is_free", lambda port: port != 1)
-    local_workers.train_with_local_workers(CONFIG, 2, tmp_path)
-    addresses = [first for (first, _), _ in found]
-    assert addresses == ["127.0.0.1:1", "127.0.0.1:2"]
+    return run
 
 
-@pytest.mark.parametrize(
-    ("code", "max_restarts", "error"),
-    [(137, 0, PeerLostError), (137, 2, PeerLostError), (7, 2, LockstepError)],
-)
-def test_workers_are_restarted_as_often_as_asked(attempts, tmp_path, code, max_restarts, error):
+def test_another_port_is_chosen_if_one_was_taken(train):
+    """The process that took it was faster than the worker, which refuses to share it."""
+    started, error = train([(1, 2), (0, 0)])
+    assert [address for address, _ in started] == ["127.0.0.1:1", "127.0.0.1:2"] and not error
+
+
+@pytest.mark.parametrize(("code", "raised"), [(137, PeerLostError), (7, LockstepError)])
+def test_workers_are_restarted_as_often_as_asked(train, code, raised):
     """What another try does not fix ends it."""
-    found = attempts([(1, code)])
-    config = Config.of("train", strategy="multi_worker", max_restarts=max_restarts)
-    with pytest.raises(LockstepError, match=rf"worker 1 .* {code}") as raised:
-        local_workers.train_with_local_workers(config, 2, tmp_path)
-    assert type(raised.value) is error and raised.value.exit_code == (138 if code > 128 else code)
-    assert len(found) == (max_restarts + 1 if code > 128 else 1)
+    started, error = train([(1, code)], max_restarts=2)
+    assert type(error) is raised and error.exit_code == (138 if code > 128 else code)
+    assert "worker 1 " in str(error) and str(code) in str(error)
+    assert len(started) == (3 if code > 128 else 1)
 
 
-def test_a_restart_does_not_overwrite_what_the_first_start_has_written(attempts, tmp_path):
-    def write(number):
-        if number == 2:
-            (tmp_path / "config.json").write_text("{}")
-
-    found = attempts([(1, 137), (1, 137), (0, 0)], write)
-    config = Config.of("train", strategy="multi_worker", overwrite=True)
-    local_workers.train_with_local_workers(config, 2, tmp_path)
-    assert ["--overwrite" in words for _, words in found] == [True, True, False]
+def test_a_restart_does_not_overwrite_what_the_first_start_has_written(train):
+    started, _ = train([(1, 137), (1, 137), (0, 0)], overwrite=True)
+    assert ["--overwrite" in words for _, words in started] == [True, True, False]

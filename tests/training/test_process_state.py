@@ -23,11 +23,11 @@ NUMBERS = signal.SIGINT, signal.SIGTERM, signals.STOP_REQUEST, signal.SIGHUP
 
 @contextlib.contextmanager
 def python(body, *arguments):
-    """Runs a script without TensorFlow; yields its process once it has printed "up"."""
+    """Runs a script without TensorFlow; yields its process once it has called `up`."""
     head = (
         "import signal, sys, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\n"
         "from app.runtime import console, errors, signals, watchdog\n"
-        "up = lambda *told: print('up', *told, flush=True)\n"
+        "up = lambda: print('up', flush=True)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", head + body, *arguments], cwd=ROOT, text=True,
@@ -35,11 +35,16 @@ def python(body, *arguments):
     )  # fmt: skip
     with process:
         try:
-            line = process.stdout.readline()
-            assert line.startswith("up"), process.stderr.read()
-            yield process, line[3:].strip()
+            assert process.stdout.readline() == "up\n", process.stderr.read()
+            yield process
         finally:
             process.kill()
+
+
+def end(process):
+    """Waits for the end; returns the exit code and what is on standard error."""
+    errors = process.communicate(timeout=30)[1]
+    return process.returncode, errors
 
 
 @pytest.fixture(autouse=True)
@@ -63,52 +68,34 @@ def test_a_log_has_what_was_printed_and_warnings_can_be_forwarded(tmp_path, caps
     found = [line.split(maxsplit=3)[2:] for line in console.log_file().read_text().splitlines()]
     assert found == [["INFO", "a line"], ["WARNING", "a warning"], ["WARNING", "another warning"]]
     assert forwarded == ["another warning"]
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("before\na line\n", "WARNING: a warning\n")
-    close_log()
-    assert console.log_file() is None
+    assert capsys.readouterr() == ("before\na line\n", "WARNING: a warning\n")
 
 
-def test_without_a_handler_no_signal_was_received():
-    assert signals.requested() == 0
-    signals.check()
-
-
-@pytest.mark.parametrize(
-    ("number", "raised"),
-    [
-        (signal.SIGINT, KeyboardInterrupt),
-        (signal.SIGTERM, Terminated),
-        (signals.STOP_REQUEST, Terminated),
-        (signal.SIGHUP, Terminated),
-    ],
-)
-def test_a_deferred_signal_is_raised_when_it_is_checked(number, raised):
-    signals.install()
-    told = []
-    with signals.deferred(lambda: told.append(number)):
-        signals.check()
-        os.kill(os.getpid(), number)
-        assert signals.requested() == number and told == [number]
-        with pytest.raises(raised):
+def test_a_deferred_signal_is_raised_when_it_is_checked():
+    signals.check()  # Without a handler, none was received.
+    for number in NUMBERS:
+        signals.install()
+        told = []
+        with signals.deferred(lambda number=number, told=told: told.append(number)):
             signals.check()
+            os.kill(os.getpid(), number)
+            assert signals.requested() == number and told == [number]
+            with pytest.raises((KeyboardInterrupt, Terminated)) as stop:
+                signals.check()
+            code = 130 if number == signal.SIGINT else 143
+            assert console.report_interruption(stop.value) == code
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signals.STOP_REQUEST, 143)],
-)
-def test_elsewhere_a_signal_is_raised_at_once(number, code):
+def test_elsewhere_a_signal_is_raised_at_once():
     body = (
         "signals.install()\ntry:\n with signals.deferred(signals.check):\n"
         "  up()\n  time.sleep(60)\n"
         "except BaseException as stop:\n sys.exit(console.report_interruption(stop))"
     )
-    with python(body) as (process, _):
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == code
-    assert errors.splitlines()[-1].endswith("no state is saved yet; run the same command again")
+    with python(body) as process:
+        process.send_signal(signals.STOP_REQUEST)
+        told = "terminated; no state is saved yet; run the same command again\n"
+        assert end(process) == (143, told)
 
 
 def test_a_second_signal_ends_a_command_that_does_not_reach_its_next_check():
@@ -116,13 +103,12 @@ def test_a_second_signal_ends_a_command_that_does_not_reach_its_next_check():
         "signals.install()\nwith signals.deferred(lambda: print('first', flush=True)):\n"
         " up()\n time.sleep(60)"
     )
-    with python(body) as (process, _):
+    with python(body) as process:
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "first\n"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert errors == "a second SIGINT: exiting now; the last checkpoint is kept\n"
+        told = "a second SIGINT: exiting now; the last checkpoint is kept\n"
+        assert end(process) == (130, told)
 
 
 def test_ignored_signals_stay_ignored():
@@ -142,10 +128,9 @@ def test_the_watchdog_ends_a_process_in_which_nothing_moves(has_log, tmp_path):
     log = tmp_path / "log.txt"
     body = f"console.open_log({str(log)!r})\n" if has_log else ""
     body += f"up()\nwith watchdog.watch(1, {STALLED}):\n time.sleep(60)"
-    with python(body) as (process, _):
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 142
-    assert errors.splitlines()[-1] == "error: no progress; run it again"
+    with python(body) as process:
+        code, errors = end(process)
+    assert (code, errors.splitlines()[-1]) == (142, "error: no progress; run it again")
     assert ", line " in (log.read_text() if has_log else errors)
 
 
@@ -155,7 +140,7 @@ def test_a_process_that_was_stopped_has_not_stalled():
         f"with watchdog.watch(2, {STALLED}) as on_progress:\n up()\n"
         " [(time.sleep(0.1), on_progress()) for _ in range(10)]\nsys.exit(0)"
     )
-    with python(body) as (process, _):
+    with python(body) as process:
         process.send_signal(signal.SIGSTOP)
         time.sleep(3)
         process.send_signal(signal.SIGCONT)
@@ -177,9 +162,8 @@ with watchdog.watch(1, {STALLED}):
 @pytest.mark.skipif(sys.platform != "linux", reason="its locks are Linux's")
 def test_it_ends_a_process_in_which_no_python_code_can_run(tmp_path):
     log = tmp_path / "log.txt"
-    with python(HANG, log) as (process, _):
-        _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (-signal.SIGALRM, "")
+    with python(HANG, log) as process:
+        assert end(process) == (-signal.SIGALRM, "")
     assert 'File "<string>", line 12 in' in log.read_text() and "watchdog.py" in log.read_text()
 
 
@@ -190,13 +174,9 @@ def test_a_limit_of_zero_watches_nothing():
             assert ("watchdog" in [t.name for t in threading.enumerate()]) == bool(sec)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (3 * 3600 + 300, "3 h 05 min"),
-     (52 * 3600, "2 d 4 h")],
-)  # fmt: skip
-def test_a_duration_has_one_or_two_units(seconds, text):
-    assert duration_text(seconds) == text
+def test_a_duration_has_one_or_two_units():
+    shown = [duration_text(sec) for sec in (0.4, 99, 100, 3 * 3600 + 300, 52 * 3600)]
+    assert shown == ["0 s", "99 s", "2 min", "3 h 05 min", "2 d 4 h"]
 
 
 def test_a_long_training_prints_its_duration_once_steps_after_the_warm_up_are_measured(

@@ -29,13 +29,13 @@ def test_d2l_is_plain_sgd_with_the_learning_rates_of_d2l():
     assert float(optimizer.learning_rate) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(("num_steps", "warmup_steps"), [(1, 0), (10, 5), (235, 100), (2350, 470)])
-def test_fast_rises_to_the_peak_and_falls_to_zero(num_steps, warmup_steps):
-    optimizer = find_recipe("fast", "lenet").create_optimizer(0.2, num_steps)
-    schedule = learning_rate_schedule(optimizer)
-    rates = rates_of(schedule, num_steps)
+def test_fast_rises_to_the_peak_and_falls_to_zero():
+    recipe = find_recipe("fast", "lenet")
+    assert [recipe.num_warmup_steps(0.2, n) for n in (1, 10, 235, 2350)] == [0, 5, 100, 470]
+    schedule = learning_rate_schedule(recipe.create_optimizer(0.2, 235))
+    rates = rates_of(schedule, 235)
     peak = int(np.argmax(rates))
-    assert peak == warmup_steps
+    assert peak == 100
     assert rates[peak] == pytest.approx(0.2)
     assert rates[:peak] == sorted(rates[:peak])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
@@ -54,7 +54,7 @@ def test_models_take_bytes_and_scale_them(recipe, black, white):
     np.testing.assert_allclose(scale(np.uint8([0, 255])), [black, white], rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["lenet", "resnet9", "resnet18", "a_new_model"])
+@pytest.mark.parametrize("model", ["lenet", "resnet18", "a_new_model"])
 def test_beyond_256_the_rate_of_fast_grows_with_the_square_root_of_the_batch(model):
     assert find_recipe("d2l", model).learning_rate(global_batch_size=256, num_steps=10) > 0
     recipe = find_recipe("fast", model)
@@ -68,9 +68,7 @@ def test_beyond_256_the_rate_of_fast_grows_with_the_square_root_of_the_batch(mod
     assert short == pytest.approx([recipe.peak_learning_rate * x for x in (1, 1, 0.2)])
 
 
-@pytest.mark.parametrize(
-    ("global_batch_size", "num_steps"), [(512, 3000), (1024, 60), (1024, 590), (4096, 236)]
-)
+@pytest.mark.parametrize(("global_batch_size", "num_steps"), [(512, 3000), (1024, 60)])
 def test_with_a_large_batch_the_rate_of_fast_rises_no_faster(global_batch_size, num_steps):
     recipe = find_recipe("fast", "lenet")
     peak = recipe.learning_rate(global_batch_size=global_batch_size, num_steps=num_steps)
@@ -81,19 +79,13 @@ def test_with_a_large_batch_the_rate_of_fast_rises_no_faster(global_batch_size, 
 
 
 def test_the_reported_learning_rate_is_that_of_the_last_step():
+    """A constant one is a MirroredVariable under a strategy, which float() does not take."""
     optimizer = RECIPES["fast"]["lenet"].create_optimizer(0.2, 1000)
     weight = keras.Variable([1.0])
     optimizer.build([weight])
     for _ in range(3):
         optimizer.apply([keras.ops.ones([1])], [weight])
     assert last_learning_rate(optimizer) == pytest.approx(0.2 * 2 / 200)  # Step 2, counted from 0.
-    assert last_learning_rate(RECIPES["d2l"]["lenet"].create_optimizer(0.3, 10)) == pytest.approx(
-        0.3
-    )
-
-
-def test_the_last_learning_rate_under_a_strategy_that_copies_variables():
-    """A constant learning rate is a MirroredVariable there, which float() does not take."""
     ops = tf.distribute.ReductionToOneDevice()
     with tf.distribute.MirroredStrategy(CPUS[:2], cross_device_ops=ops).scope():
         optimizer = RECIPES["d2l"]["lenet"].create_optimizer(0.3, 10)

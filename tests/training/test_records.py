@@ -2,13 +2,9 @@
 
 import dataclasses
 import errno
-import json
 import os
-import subprocess
-import sys
 
 import matplotlib.image
-import numpy as np
 import pytest
 
 from app.records import files
@@ -24,7 +20,6 @@ from app.records.run_directory import (
 )
 from app.report.accuracy_plot import draw_accuracy, plot_accuracy
 from app.runtime.errors import CheckpointError, DiskFullError, OutputError
-from tests.conftest import ROOT
 
 
 def make_summary(**changes):
@@ -91,28 +86,15 @@ def test_records_are_read_as_they_were_written(tmp_path):
     assert not histories.is_written(tmp_path, make_history(2), make_summary())
     assert histories.load_history(tmp_path) == make_history(3)
     assert histories.load_summary(tmp_path) == make_summary()
-    lines = (tmp_path / "history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3]
-    assert make_summary().last_line() == (
-        "test acc: 0.84, 2.5 sec/epoch on ['/device:CPU:0', '/device:CPU:1']"
-    )
+    told = "test acc: 0.84, 2.5 sec/epoch on ['/device:CPU:0', '/device:CPU:1']"
+    assert make_summary().last_line() == told
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"epoch": 1}\n', "\x00"])
-def test_other_content_is_refused(tmp_path, content):
-    (tmp_path / "summary.json").write_text(content)
-    (tmp_path / "history.jsonl").write_text(content or "{")
-    with pytest.raises(OutputError, match=r"summary\.json"):
-        histories.load_summary(tmp_path)
+@pytest.mark.parametrize("content", ["[]", "{", '{"epoch": 1}\n'])
+def test_another_history_is_refused(tmp_path, content):
+    (tmp_path / "history.jsonl").write_text(content)
     with pytest.raises(OutputError, match=r"history\.jsonl"):
         histories.load_history(tmp_path)
-
-
-def test_a_value_of_another_type_is_refused(tmp_path):
-    values = dataclasses.asdict(make_summary(test_accuracy="high"))
-    (tmp_path / "summary.json").write_text(json.dumps(values))
-    with pytest.raises(OutputError, match="test_accuracy is 'high'"):
-        histories.load_summary(tmp_path)
 
 
 def start(path, config, *, overwrite=False):
@@ -140,11 +122,8 @@ def test_a_run_directory_is_made_and_found_again(tmp_path):
 
 
 def test_a_verification_replaces_another_one_and_no_training(tmp_path):
-    verify, other = (
-        {"command": "verify", "seed": 2},
-        pytest.raises(OutputError, match="another run"),
-    )
-    start(tmp_path / "one", {"command": "verify"})
+    verify, other = {"command": "verify"}, pytest.raises(OutputError, match="another run")
+    start(tmp_path / "one", {"command": "verify", "seed": 2})
     start(tmp_path / "run", {"model": "lenet"})
     with open_command_directory(tmp_path / "one", verify, overwrite=False):
         pass
@@ -202,83 +181,44 @@ def test_what_a_killed_run_left_is_removed_and_nothing_of_others(tmp_path):
     assert names(tmp_path / "checkpoints") == set()
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("thesis.tex", "{}"), ("config.json", "{}"), ("config.json", "[" * 99_999)],
-)
-def test_the_directory_of_something_else_is_left_alone(tmp_path, name, content):
-    (tmp_path / name).write_text(content)
+@pytest.mark.parametrize("content", ["{}", "[" * 99_999])
+def test_the_directory_of_something_else_is_left_alone(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
     with pytest.raises(OutputError, match="files that this program did not write"):
         start(tmp_path, {}, overwrite=True)
-    assert names(tmp_path) == {name}
+    assert names(tmp_path) == {"config.json"}
 
 
-@pytest.mark.parametrize("place", ["/dev/null/x", "/proc/x", "a" * 300, "file", "pipe"])
-def test_places_that_cannot_be_directories(tmp_path, place):
-    (tmp_path / "file").write_text("")
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OutputError):
-        start(tmp_path / place, {})
-
-
-@pytest.mark.parametrize("name", [".lock", "log.txt", "config.json"])
-def test_neither_links_nor_pipes_in_the_place_of_records_are_used(tmp_path, name):
+def test_neither_links_nor_pipes_in_the_place_of_records_are_used(tmp_path):
     """A link would lead elsewhere, and a pipe wait for its other end."""
     run_dir, victim = tmp_path / "run", tmp_path / "victim"
-    start(run_dir, {})
     victim.write_text("keep")
-    for make in (os.mkfifo, lambda path: path.symlink_to("../victim")):
-        (run_dir / name).unlink(missing_ok=True)
-        make(run_dir / name)
-        with pytest.raises(OutputError), open_run_directory(run_dir, {}):
-            open_log(run_dir)
+    for name in (".lock", "log.txt", "config.json"):
+        for make in (os.mkfifo, lambda path: path.symlink_to("../victim")):
+            start(run_dir, {})
+            (run_dir / name).unlink(missing_ok=True)
+            make(run_dir / name)
+            with pytest.raises(OutputError), open_run_directory(run_dir, {}):
+                open_log(run_dir)
+            (run_dir / name).unlink()
     assert victim.read_text() == "keep"
 
 
-HOLDER = """
-import pathlib, sys
-from app.records.run_directory import open_run_directory
-with open_run_directory(pathlib.Path(sys.argv[1]), {"a": 1}):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_a_directory_in_use_names_the_process_and_its_end_releases_it(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-    ) as holder:  # fmt: skip
-        try:
-            assert holder.stdout.readline() == "held\n"
-            with pytest.raises(OutputError, match=f"in use by process {holder.pid}"):
-                start(tmp_path / "run", {})
-        finally:
-            holder.kill()
+    with open_run_directory(tmp_path / "run", {}):
+        told = f"in use by process {os.getpid()}"
+        with pytest.raises(OutputError, match=told), open_run_directory(tmp_path / "run", {}):
+            pass
     start(tmp_path / "run", {})
     assert (tmp_path / "run" / ".lock").read_text() == str(os.getpid())
 
 
-def test_accuracies_after_one_epoch_are_bars():
+def test_the_plot_has_the_accuracies_and_says_what_and_where(tmp_path, monkeypatch):
     (record,) = make_history(1)
     (axes,) = draw_accuracy({"manual": (make_summary(epochs=1), [record])}).axes
-    drawn = [bar.get_width() for bar in axes.patches]
-    assert drawn == [record.test_accuracy, record.train_accuracy]
-    assert [text.get_text() for text in axes.texts] == [f"{each:.1%}" for each in drawn]
-
-
-def test_percents_on_the_axis_are_whole():
-    figure = draw_accuracy({"manual": (make_summary(), make_history(2))})
-    (axes,) = figure.axes
-    figure.canvas.draw()
-    percents = 100 * axes.get_yticks()
-    np.testing.assert_allclose(percents, np.round(percents), atol=1e-9)
-    low, high = axes.get_ylim()
-    assert high - low >= 0.1
-    assert [tick for tick in axes.get_xticks() if 0.5 <= tick <= 1.5] == [1]
-
-
-def test_title_and_legend_say_what_and_where(tmp_path, monkeypatch):
+    bars = [bar.get_width() for bar in axes.patches]
+    assert bars == [record.test_accuracy, record.train_accuracy]
+    assert [text.get_text() for text in axes.texts] == [f"{each:.1%}" for each in bars]
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     history = make_history(3)
     plot_accuracy({"manual": (make_summary(), history)}, tmp_path)
@@ -286,9 +226,7 @@ def test_title_and_legend_say_what_and_where(tmp_path, monkeypatch):
     for part in ("GENERATED", "manual on 2 simulated devices: timing is not scaling", "lenet"):
         assert part in svg
     assert "test: 66.7%" in svg and "train, mean of an epoch: 70.0%" in svg
-    picture = matplotlib.image.imread(tmp_path / "accuracy.png")
-    assert picture.shape[0] > 350 and picture.shape[1] > 800
-    assert picture.std() > 0.05  # Not an empty sheet.
+    assert matplotlib.image.imread(tmp_path / "accuracy.png").std() > 0.05  # No empty sheet.
     runs = [make_summary(strategy=name, dataset="fashion_mnist") for name in ("manual", "jax")]
     plot_accuracy({summary.strategy: (summary, history) for summary in runs}, tmp_path)
     svg = (tmp_path / "accuracy.svg").read_text()

@@ -24,26 +24,6 @@ PRIVATE = re.compile(
 )
 
 
-def update_of_two_replicas(disable):
-    """Returns by how much a weight moves if each of two replicas applies the gradient 1."""
-    # Not the default, ring: collectives of two sizes in one process break each other.
-    ops = tf.distribute.ReductionToOneDevice()
-    strategy = tf.distribute.MirroredStrategy(CPUS[:2], cross_device_ops=ops)
-    with strategy.scope():
-        weight = keras.Variable(0.0)
-        optimizer = keras.optimizers.SGD(1.0)
-        optimizer.build([weight])
-    if disable:
-        tf_private.disable_optimizer_all_reduce(optimizer)
-
-    @tf.function
-    def step():
-        strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
-
-    step()
-    return float(-weight.numpy())
-
-
 def test_only_one_file_uses_private_apis():
     sources = [*(p for f in ("app", "models", "strategies") for p in (ROOT / f).rglob("*.py"))]
     users = [p for p in [*sources, ROOT / "main.py"] if PRIVATE.search(p.read_text("utf-8"))]
@@ -51,11 +31,22 @@ def test_only_one_file_uses_private_apis():
 
 
 def test_optimizer_all_reduce_sum_gradients():
-    assert update_of_two_replicas(disable=False) == 2, (
+    # Not the default, ring: collectives of two sizes in one process break each other.
+    ops = tf.distribute.ReductionToOneDevice()
+    strategy = tf.distribute.MirroredStrategy(CPUS[:2], cross_device_ops=ops)
+    with strategy.scope():
+        weight = keras.Variable(0.0)
+        optimizer = keras.optimizers.SGD(1.0)
+        optimizer.build([weight])
+    tf_private.disable_optimizer_all_reduce(optimizer)
+
+    @tf.function
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.constant(1.0)], [weight]))
+
+    step()
+    assert float(weight.numpy()) == -1, (
         "keras Optimizer._all_reduce_sum_gradients is not what sums gradients any more"
-    )
-    assert update_of_two_replicas(disable=True) == 1, (
-        "keras Optimizer._all_reduce_sum_gradients: replacing it does not keep gradients unsummed"
     )
 
 
@@ -98,17 +89,12 @@ def test_layer_nodes():
     assert [names[1], names[3]] == ["conv", "logits"] and len(names) == 4, (
         "keras Sequential._functional does not hold its layers"
     )
-
-    class Own(keras.Model):
-        def call(self, x):
-            return x
-
-    with pytest.raises(ValueError, match=r"model own is not made by keras.Model\(inputs, outputs"):
-        tf_private.layer_nodes(Own(name="own"))
+    with pytest.raises(ValueError, match=r"is not made by keras.Model\(inputs, outputs"):
+        tf_private.layer_nodes(keras.Model())
 
 
 def test_free_values():
-    """The memory is gone; names, shapes, and calls with other values are not."""
+    """The memory is gone; shapes, and calls with other values are not."""
     layer = keras.layers.Dense(2, name="dense")
     layer.build((None, 3))
     values = [weakref.ref(v.value) for v in layer.variables]
@@ -116,10 +102,6 @@ def test_free_values():
     assert [value() for value in values] == [None, None], (
         "keras Variable._value is not what holds its memory"
     )
-    assert [(v.path, tuple(v.shape)) for v in layer.variables] == [
-        ("dense/kernel", (3, 2)),
-        ("dense/bias", (2,)),
-    ]
     assert layer.count_params() == 8
     with pytest.raises(AttributeError, match=r"dense/kernel has no value of its own \(numpy\)"):
         layer.kernel.numpy()
@@ -128,19 +110,14 @@ def test_free_values():
         assert layer(tf.ones((1, 3))).numpy().tolist() == [[13.0, 23.0]]
 
 
-def test_collective_all_reduce_extended_takes_the_devices_that_it_is_given():
-    strategy = CollectiveStrategy(CPUS[:3], "ring")
-    assert strategy.num_replicas_in_sync == 3, (
-        "tensorflow CollectiveAllReduceExtended._initialize_local_devices is not called any more"
-    )
-    devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
-    assert [device.device_index for device in devices] == [0, 1, 2]
-
-
-def test_collective_key_base_keeps_strategies_of_different_sizes_apart():
+def test_collective_devices_and_key_base_which_keeps_strategies_apart():
     sums = []
     for num_replicas in (2, 3, 2):
         strategy = CollectiveStrategy(CPUS[:num_replicas], "ring")
+        devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
+        assert [device.device_index for device in devices] == [*range(num_replicas)], (
+            "tensorflow CollectiveAllReduceExtended._initialize_local_devices is not called"
+        )
 
         @tf.function
         def add(strategy=strategy):
@@ -170,8 +147,8 @@ def test_eager_context_and_coordinated_job():
         "set_config_key_value": {"key", "value"},
         "get_config_key_value": {"key"},
     }.items():
-        assert hasattr(context, method), f"tensorflow.python.eager.context.Context.{method} is gone"
-        assert arguments <= set(inspect.signature(getattr(context, method)).parameters)
+        found = inspect.signature(getattr(context, method)).parameters
+        assert arguments <= set(found), f"tensorflow.python.eager.context.Context.{method} changed"
 
 
 def test_an_attribute_that_is_gone_is_named():

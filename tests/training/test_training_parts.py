@@ -10,34 +10,17 @@ import pytest
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
 from app.options import Config
-from app.records.checkpoint import Checkpoint
-from app.records.history import EpochRecord, load_summary
-from app.records.run_metadata import Progress
-from app.runtime.errors import ConfigError, DivergedError
-from app.training.loop import Training
-from app.training.run_writer import RunWriter
+from app.records.run_metadata import Progress, summarize
+from app.runtime.errors import ConfigError
 from app.training.strategy_builder import build_strategy
 from app.training.training_spec import TrainingSpec
 from app.training.training_state import CheckpointSchedule, TrainingState
-from models import MODELS
 from strategies import STRATEGIES
 from strategies.manual import ManualStrategy
 from strategies.step_totals import StepTotals
 from tests.conftest import CPUS
 from tests.training.test_checkpoint import RUN_METADATA
 from tests.training.test_records import make_history
-
-
-def test_a_worker_without_a_run_directory_trains_and_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(MODELS, "lenet", "tests.dense_network:build_dense_network")
-    dataset = generate_synthetic(num_train=300, num_test=70)
-    config = Config.of("train", strategy="manual", global_batch_size=64, recipe="fast", epochs=1)
-    training = Training(config, Devices(CPUS[:2], simulated=True), dataset, None)
-    training.start(None)
-    assert training.run() is None
-    assert training.strategy.state()["optimizer/iteration"] == 5
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_schedule_of_steps_stops_each_call_at_a_checkpoint_or_the_end_of_the_epoch():
@@ -48,30 +31,14 @@ def test_a_schedule_of_steps_stops_each_call_at_a_checkpoint_or_the_end_of_the_e
     assert due == [4, 8]
 
 
-def test_a_schedule_knows_what_is_saved():
-    schedule = CheckpointSchedule(None, steps_per_epoch=10)
-    assert schedule.is_saved(Progress()) and schedule.saved_step == 0
-    schedule.mark_saved(Progress(step=7, epoch_step=7))
-    assert schedule.saved_step == 7 and schedule.is_saved(Progress(step=7, epoch_step=7))
-    assert not schedule.is_saved(Progress(step=8, epoch_step=8))
-    assert not schedule.is_due(Progress(step=8, epoch_step=8))
-    assert schedule.num_steps_before_next(Progress(step=8, epoch_step=8)) == 2
-
-
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_one_number_that_is_not_finite_is_found(number):
-    state = {"model/a": np.zeros(3, np.float32), "model/b": np.float32([1, number, 2])}
-    states = types.SimpleNamespace(per_shard_statistics=lambda: [])
-    strategy = types.SimpleNamespace(state=lambda: state, states=states)
-    training = TrainingState(Config.of("train"), strategy, RUN_METADATA)
-    training.checkpoints.mark_saved(Progress(step=2))
-    training.progress = Progress(step=3, history=make_history(1))
-    with pytest.raises(
-        DivergedError, match=r"^model/b is not finite at step 3 .* the checkpoint of step 2 is kept"
-    ):
-        training.save(None)
-    del state["model/b"]
-    assert training.save(None)
+def test_a_schedule_by_the_clock_knows_what_is_saved(monkeypatch):
+    schedule, progress = CheckpointSchedule(None, 10), Progress(step=7, epoch_step=7)
+    assert schedule.is_saved(Progress()) and not schedule.is_saved(progress)
+    assert not schedule.is_due(progress) and schedule.num_steps_before_next(progress) == 3
+    monkeypatch.setattr("app.training.training_state._CHECKPOINT_SEC", 0.0)
+    assert schedule.is_due(progress)
+    schedule.mark_saved(progress)
+    assert schedule.saved_step == 7 and schedule.is_saved(progress)
 
 
 def test_a_training_begins_with_nothing_counted():
@@ -106,31 +73,11 @@ def test_the_order_of_examples_follows_from_the_seed():
     assert not np.array_equal(first_batch(1), first_batch(2))
 
 
-def test_the_best_epoch_need_not_be_the_last(tmp_path):
-    history = [
-        EpochRecord(1, 10, 1.0, 0.5, 1.0, 0.9, 2.5, 400.0),
-        EpochRecord(2, 20, 0.5, 0.7, 1.0, 0.6, 2.5, 400.0),
-    ]
-    state = {"model/kernel": np.ones(3, np.float32)}
-    progress = Progress(step=20, history=history)
-    writer = RunWriter(tmp_path, RUN_METADATA, progress)
-    writer.save(Checkpoint(RUN_METADATA, progress, state))
-    summary = load_summary(tmp_path)
-    assert (summary.test_accuracy, summary.best_test_accuracy) == (0.6, 0.9)
-
-
-# What is refused as a strategy is built.
-
-
-def build(strategy="manual", **options):
-    config = Config.of(strategy=strategy, num_devices=2, **options)
-    devices = Devices(CPUS[:2], simulated=True)
-    return build_strategy(config, devices)
-
-
-def test_statistics_of_the_whole_batch_need_batch_norm():
-    with pytest.raises(ConfigError, match=r"^--batch_norm=sync needs .* got --model=lenet"):
-        build(batch_norm="sync")
+def test_the_best_epoch_need_not_be_the_last():
+    first, last = make_history(2)
+    history = [dataclasses.replace(first, test_accuracy=0.9), last]
+    summary = summarize(RUN_METADATA, Progress(step=20, history=history))
+    assert (summary.test_accuracy, summary.best_test_accuracy) == (0.5, 0.9)
 
 
 class Unable(ManualStrategy):
@@ -142,5 +89,6 @@ class Unable(ManualStrategy):
 
 def test_a_model_that_cannot_be_split_is_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(STRATEGIES, "manual", f"{__name__}:Unable")
+    config = Config.of(strategy="manual", num_devices=2)
     with pytest.raises(ConfigError, match=r"^--num_devices=2 is more than 1 layer; use fewer devi"):
-        build()
+        build_strategy(config, Devices(CPUS[:2], simulated=True))
