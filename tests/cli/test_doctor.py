@@ -94,7 +94,7 @@ def test_output_directory_memory_and_disk(tmp_path, monkeypatch):
     assert check.mark == OK and str(tmp_path) in check.value and list(tmp_path.iterdir()) == []
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "file").touch()
-    for name in (tmp_path / "theirs" / "file" / "run", tmp_path / "theirs", "~nobody-here/run"):
+    for name in (tmp_path / "theirs" / "file" / "run", tmp_path / "theirs", "~no-such-user/run"):
         assert check_output(config(out=str(name))).error.exit_code == 5, name
     for pages, mark in ((1 << 18, WARNING), (3 << 18, OK)):
         sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}
