@@ -20,12 +20,12 @@ def test_the_lock_file_has_every_pinned_package_and_a_hash_for_each():
     assert len(entries) == len(re.findall(r"^[\w.-]+==", text, re.M)) > 50
 
 
-@pytest.mark.parametrize("name", ["BUILD", "CONTRIBUTING"])
+@pytest.mark.parametrize("name", ["README", "BUILD", "CONTRIBUTING"])
 def test_make_targets_of_the_page_exist(name):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)) <= targets
 
 
 def test_each_file_of_tests_serves_a_promise():
