@@ -79,10 +79,10 @@ def run(tmp_path):
 
 # The oldest that has all that the manifest uses, and the newest that the schemas are known of.
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_manifest_follows_the_schemas(kind, version):
+def test_manifest_follows_the_schemas(version):
     assert len(KINDS) == len(DOCUMENTS)
-    assert kubernetes_validate.validate(KINDS[kind], version, strict=True) == version
+    for document in DOCUMENTS:
+        assert kubernetes_validate.validate(document, version, strict=True) == version
 
 
 def test_parts_of_the_manifest_and_the_image_belong_together():
@@ -133,14 +133,13 @@ def test_a_pod_may_do_no_more_than_it_must_and_final_exit_codes_fail_the_job():
     assert POD["restartPolicy"] == "Never"
 
 
-@pytest.mark.parametrize(("num_workers", "index"), [(1, 0), (11, 10)])
-def test_container_derives_its_cluster(run, num_workers, index):
-    numbers = {"NUM_WORKERS": str(num_workers), "JOB_COMPLETION_INDEX": str(index)}
+def test_container_derives_its_cluster(run):
+    numbers = {"NUM_WORKERS": "11", "JOB_COMPLETION_INDEX": "10"}
     result, _ = run([*WORKER["command"], *WORKER["args"]], **numbers)
     tf_config, *arguments = result.stdout.splitlines()
     cluster = find_cluster({"TF_CONFIG": tf_config})
-    assert cluster.index == index
-    assert cluster.addresses == tuple(f"lockstep-{i}.lockstep:2222" for i in range(num_workers))
+    assert cluster.index == 10
+    assert cluster.addresses == tuple(f"lockstep-{i}.lockstep:2222" for i in range(11))
     assert arguments[:3] == ["main.py", "train", "--strategy=multi_worker"]
     assert "--out=/out/run" in arguments
 
@@ -148,7 +147,7 @@ def test_container_derives_its_cluster(run, num_workers, index):
 # Exit codes of both workers, restarts before → whether it is started again.
 JOBS = [
     ((138, 138), 0, True), ((134, 0), 9, True), ((143, 143), 10, False), ((138, 3), 0, False),
-    ((2, 138), 0, False), ((0, 0), 0, False), *[((c, c), 0, False) for c in final_codes()],
+    ((2, 138), 0, False), ((0, 0), 0, False), ((9, 9), 0, False),
 ]  # fmt: skip
 
 

@@ -144,10 +144,6 @@ def test_whatever_ends_the_examination_is_a_finding(end, code):
             " --out=runs/x",
         ),
         ({}, TensorFlowCheck([], True, GPUS[:1]), "--strategy=single --recipe=fast --epochs=10"),
-        (
-            {"device": "gpu", "num_gpus": 3}, TensorFlowCheck([], True),
-            "--strategy=single --device=cpu --recipe=fast --epochs=1",
-        ),
     ],
 )  # fmt: skip
 def test_what_to_run(options, found, words):
