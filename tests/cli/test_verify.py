@@ -241,12 +241,6 @@ def test_a_replica_that_is_out_of_step_stops_the_training(tmp_path):
     assert "logits/kernel on replica 1 differs from replica 0 by 0.001" in last
 
 
-def test_a_verification_is_no_run_to_evaluate(clean):
-    out, _ = clean
-    result = run_here("evaluate", f"--run={out}")
-    assert result.returncode == 5 and "has no weights" in result.stderr
-
-
 def test_a_refused_verify_leaves_what_is_there(clean):
     """Not even --overwrite deletes anything before there is something to put in its place."""
     out, _ = clean
