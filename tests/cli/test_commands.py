@@ -23,7 +23,7 @@ from tests.cli.report_samples import write_training
 from tests.conftest import program_environment, run_ok
 from tests.in_process import run_here, run_here_ok
 
-SMALL = ["--num_train_examples=500", "--recipe=fast", "--epochs=1", "--allow_unverified_data"]
+SMALL = ["--num_train_examples=500", "--epochs=1", "--allow_unverified_data"]
 ON_CPUS = ["--device=cpu", "--num_devices=2"]
 COMPARE = ["compare", "--deterministic", *ON_CPUS, *SMALL]
 
@@ -46,7 +46,7 @@ def compared(tmp_path_factory, small_data):
 
 def test_train_in_a_process_of_its_own(tmp_path):
     """With LeNet itself, and with all that TensorFlow and the system write between our lines."""
-    result = run_ok(*ON_CPUS, *SMALL, f"--out={tmp_path}/run")
+    result = run_ok(*ON_CPUS, *SMALL, "--recipe=fast", f"--out={tmp_path}/run")
     check_run(tmp_path / "run", "manual")
     summary = load_summary(tmp_path / "run")
     assert summary.num_parameters == 129_068
