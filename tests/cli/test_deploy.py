@@ -92,28 +92,23 @@ def test_parts_of_the_manifest_and_the_image_belong_together():
     service, policy = KINDS["Service"]["spec"], KINDS["NetworkPolicy"]["spec"]
     assert KINDS["Service"]["metadata"]["name"] == POD["subdomain"] == "lockstep"
     assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
-    (port,) = WORKER["ports"]
-    assert [p["port"] for p in service["ports"]] == [port["containerPort"]]
+    assert service["ports"][0]["port"] == WORKER["ports"][0]["containerPort"]
     labels = JOB["template"]["metadata"]["labels"]
     assert service["selector"] == policy["podSelector"]["matchLabels"] == labels
-    (rule,) = policy["ingress"]
-    assert rule["from"] == [{"podSelector": {"matchLabels": labels}}]
+    assert policy["ingress"][0]["from"] == [{"podSelector": {"matchLabels": labels}}]
+    assert policy["policyTypes"] == ["Ingress"]
 
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
     mounts = {mount["mountPath"]: mount for mount in WORKER["volumeMounts"]}
-    assert sorted(mount["name"] for mount in mounts.values()) == sorted(volumes)
     claim = volumes["out"]["persistentVolumeClaim"]["claimName"]
     assert claim == KINDS["PersistentVolumeClaim"]["metadata"]["name"]
     assert mounts[ENVIRONMENT["FASHION_MNIST_DIR"]]["readOnly"] is True
-    assert all("emptyDir" in volumes[mounts[x]["name"]] for x in (ENVIRONMENT["HOME"], "/tmp"))
     folder, _, key = ENVIRONMENT["LOCKSTEP_SECRET_FILE"].rpartition("/")
     secret = volumes[mounts[folder]["name"]]["secret"]["secretName"]
     assert f"create secret generic {secret} --from-literal={key}=" in MANIFEST
 
-    copied = [line.split()[1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ")]
-    packages = {"app", "lockstep", "models", "strategies"}
-    assert {*copied} == {"requirements.txt", "main.py", *packages}
-    assert all((ROOT / name).exists() for name in copied)
+    copied = {line.split()[1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ")}
+    assert copied == {"requirements.txt", "main.py", "app", "lockstep", "models", "strategies"}
     user = POD["securityContext"]["runAsUser"], POD["securityContext"]["runAsGroup"]
     assert f"\nUSER {user[0]}:{user[1]}\n" in DOCKERFILE
     assert f"--tag {WORKER['image']} " in DOCKERFILE
@@ -122,7 +117,6 @@ def test_parts_of_the_manifest_and_the_image_belong_together():
 def test_a_pod_may_do_no_more_than_it_must_and_final_exit_codes_fail_the_job():
     assert POD["securityContext"]["runAsNonRoot"] is True
     assert POD["automountServiceAccountToken"] is False
-    assert KINDS["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress"]
     assert WORKER["securityContext"] == {
         "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},

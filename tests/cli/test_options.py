@@ -136,24 +136,28 @@ def test_a_wrong_entry_of_a_table_is_named(monkeypatch, target):
             load(name)
 
 
-def test_what_a_command_hands_on_to_its_trainings():
+def test_numbers_of_devices_of_a_command_and_of_its_trainings():
     assert Config.of(strategy="single").num_devices_of_all_workers == 1
     assert Config.of("compare", num_devices=3).num_devices_of_all_workers == 3
     assert Config.of().num_devices_of_all_workers is None
     assert Config.of(device="cpu").num_devices_of_all_workers == 2
     training = Config.of("benchmark", model=("resnet18",)).for_training("manual")
     assert (training.training.model, training.distribution.num_devices) == ("lenet", None)
-    assert Config.of("train", out="runs/x").flags() == []
-
-
-def test_beside_workers_others_have_as_many_replicas_on_one_machine():
+    # Beside workers, others have as many replicas on one machine.
     config = Config.of("verify", strategies=("single", "manual", "multi_worker"), num_workers=3)
     assert config.num_devices_of_all_workers == 3
-    assert config.for_training("manual").distribution.num_devices == 3
-    assert config.for_training("multi_worker").distribution.num_devices == 1
-    assert config.for_training("multi_worker").cluster.num_workers == 3
-    assert config.for_training("single").distribution.num_devices is None
+    of_workers = config.for_training("multi_worker")
+    assert (of_workers.distribution.num_devices, of_workers.cluster.num_workers) == (1, 3)
+    for training, number in {"manual": 3, "single": None}.items():
+        assert config.for_training(training).distribution.num_devices == number
     assert config.on_one_machine().distribution.num_devices == 3
+    # A framework has as many replicas as the strategies.
+    strategies = ("single", "manual", "torch_ddp")
+    config = Config.of("verify", strategies=strategies, num_devices=3, accumulate_steps=2)
+    assert config.num_framework_replicas == 3
+    assert Config.of("verify", strategies=strategies).num_framework_replicas == 2
+    assert config.own_strategies == ("single", "manual")
+    assert config.for_training("torch_ddp").distribution.strategy == "single"
 
 
 def test_results_depend_on_what_is_marked_so():
@@ -235,12 +239,3 @@ def test_no_shard_is_empty_from_the_fewest_examples_on_and_one_is_below(weights,
     fewest = layout_of("manual", split, len(weights)).fewest_examples
     assert has_empty_shard(fewest - 1)
     assert not any(has_empty_shard(n) for n in range(fewest, fewest + 20))
-
-
-def test_frameworks_have_as_many_replicas_as_the_strategies():
-    strategies = ("single", "manual", "torch_ddp")
-    config = Config.of("verify", strategies=strategies, num_devices=3, accumulate_steps=2)
-    assert config.num_framework_replicas == 3
-    assert Config.of("verify", strategies=strategies).num_framework_replicas == 2
-    assert config.own_strategies == ("single", "manual")
-    assert config.for_training("torch_ddp").distribution.strategy == "single"

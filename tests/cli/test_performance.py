@@ -30,9 +30,8 @@ def test_cases_are_all_combinations_and_single_has_one_device():
     )
     cases = create_cases(config)
     assert len(cases) == 6 and len({p.name for p in cases}) == 6
-    assert {
-        p.config.distribution.all_reduce for p in cases if p.config.num_devices_of_all_workers == 2
-    } == {"ring"}
+    several = [p.config for p in cases if p.config.num_devices_of_all_workers == 2]
+    assert {each.distribution.all_reduce for each in several} == {"ring"}
     config = Config.of(
         "benchmark", strategies=("single", "manual", "pipeline"), num_devices=(2, 4),
         model_parallel=2, micro_batches=8,
@@ -47,9 +46,6 @@ def test_cases_are_all_combinations_and_single_has_one_device():
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="number of replicas, 2, got 1"):
         create_cases(Config.of("benchmark", global_batch_size=(1,)))
-
-
-def test_names_keep_what_distinguishes_cases():
     common, short = split_names(["a × 1, lenet, batch 8", "a × 2, lenet, batch 8, 1 core"])
     assert common == "lenet, batch 8"
     assert list(short.values()) == ["a × 1", "a × 2, 1 core"]
