@@ -125,27 +125,20 @@ def test_whatever_ends_the_examination_is_a_finding(end, code):
     assert found.checks[-1].error.exit_code == code and not found.working
 
 
-@pytest.mark.parametrize(
-    ("options", "found", "words"),
-    [
-        ({}, BOTH, "--strategy=manual --recipe=fast --epochs=1"),
-        (
-            {"device": "cpu", "num_devices": 4, "data_dir": "a b"}, BOTH,
-            "--strategy=manual --num_devices=4 --device=cpu --recipe=fast --epochs=1"
-            " '--data_dir=a b'",
-        ),
-        (
-            {"out": "runs/x", "all_reduce": "ring"}, TensorFlowCheck([], True, GPUS, ["mirrored"]),
-            "--strategy=mirrored --num_gpus=2 --all_reduce=ring --recipe=fast --epochs=10"
-            " --out=runs/x",
-        ),
+def test_what_to_run():
+    mirrored = TensorFlowCheck([], True, GPUS, ["mirrored"])
+    for options, found, words in (
         ({}, TensorFlowCheck([], True, GPUS[:1]), "--strategy=single --recipe=fast --epochs=10"),
-    ],
-)  # fmt: skip
-def test_what_to_run(options, found, words):
-    line = doctor.what_to_run(config(**options), found, has_data=True, out=Check("output", ""))
-    assert line.partition("main.py ")[2] == words
-    parse_here(*shlex.split(line)[2:])
+        ({"device": "cpu", "num_devices": 4, "data_dir": "a b"}, BOTH, "--strategy=manual"
+         " --num_devices=4 --device=cpu --recipe=fast --epochs=1 '--data_dir=a b'"),
+        ({"out": "runs/x", "all_reduce": "ring"}, mirrored, "--strategy=mirrored --num_gpus=2"
+         " --all_reduce=ring --recipe=fast --epochs=10 --out=runs/x"),
+        ({"device": "gpu", "num_gpus": 3}, TensorFlowCheck([], True), "--strategy=single"
+         " --device=cpu --recipe=fast --epochs=1"),
+    ):  # fmt: skip
+        line = doctor.what_to_run(config(**options), found, has_data=True, out=Check("output", ""))
+        assert line.partition("main.py ")[2] == words
+        parse_here(*shlex.split(line)[2:])
 
 
 @pytest.mark.parametrize(

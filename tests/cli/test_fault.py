@@ -1,10 +1,9 @@
 """What `--inject` may say; `messages.txt` has what is refused before anything is loaded."""
 
-import pytest
-
 from app.options import Config
 from app.options.fault import FAULTS, Fault
 from app.options.rules import faulty_strategy
+from tests.in_process import parse_here
 
 
 def test_every_fault_has_defaults_and_one_spelling():
@@ -21,40 +20,33 @@ def test_every_fault_has_defaults_and_one_spelling():
     assert Fault.parse(fault.spec) == fault
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"inject": "scale_gradient", "strategy": "single"},
-        {"inject": "drop_gradient", "num_devices": 2},
-        {"inject": "drop_gradient", "strategy": "pipeline", "num_devices": 4, "model_parallel": 2},
-        {"inject": "lost_micro_batch:micro_batch=3", "strategy": "pipeline", "num_devices": 2},
-        {"inject": "divided_twice", "strategy": "manual", "accumulate_steps": 2},
-        {"inject": "wrong_shard", "strategy": "sharded", "num_devices": 2},
-        {"inject": "stale_stage", "command": "verify", "strategies": ("single", "pipeline")},
-        {"inject": "perturb_weight", "strategy": "sharded", "num_devices": 2, "shard": "gradients"},
-        {"command": "verify", "all_reduce": "hierarchical", "strategies": ("single", "mirrored")},
-        {"command": "verify", "strategies": ("mirrored",), "num_devices": 3},
-        {"command": "verify", "communication_dtype": "bfloat16", "strategies": ("mirrored",)},
-    ],
-)  # fmt: skip
-def test_what_can_happen_is_not(options):
-    config = Config.of(**options)
-    assert (config.verification.fault is not None) == ("inject" in options)
+POSSIBLE = """
+train --inject=scale_gradient --strategy=single
+train --inject=drop_gradient --num_devices=2
+train --inject=drop_gradient --strategy=pipeline --num_devices=4 --model_parallel=2
+train --inject=lost_micro_batch:micro_batch=3 --strategy=pipeline --num_devices=2
+train --inject=divided_twice --accumulate_steps=2
+train --inject=wrong_shard --strategy=sharded --num_devices=2
+train --inject=perturb_weight --strategy=sharded --num_devices=2 --shard=gradients
+verify --inject=stale_stage --strategies=single,pipeline
+verify --all_reduce=hierarchical --strategies=single,mirrored
+verify --strategies=mirrored --num_devices=3
+verify --communication_dtype=bfloat16 --strategies=mirrored
+"""
 
 
-@pytest.mark.parametrize(
-    ("fault", "faulty"),
-    [
-        ("drop_gradient", "manual"),
-        ("stale_stage", "pipeline"),
-        ("lost_micro_batch", "pipeline"),
-        ("wrong_shard", "sharded"),
-        ("repeated_bias", "tensor"),
-        ("perturb_weight", "manual"),
-        ("drop_gradient:strategy=sharded", "sharded"),
-    ],
-)
-def test_a_fault_goes_to_the_first_strategy_that_can_have_it(fault, faulty):
+def test_what_can_happen_is_not_refused():
+    for line in POSSIBLE.strip().splitlines():
+        config = parse_here(*line.split())
+        assert (config.verification.fault is not None) == ("--inject" in line), line
+
+
+def test_a_fault_goes_to_the_first_strategy_that_can_have_it():
     strategies = ("single", "manual", "sharded", "pipeline", "tensor")
-    config = Config.of("verify", strategies=strategies, num_devices=2, inject=fault)
-    assert faulty_strategy(config) == faulty
+    for fault, faulty in {
+        "drop_gradient": "manual", "perturb_weight": "manual", "stale_stage": "pipeline",
+        "lost_micro_batch": "pipeline", "wrong_shard": "sharded", "repeated_bias": "tensor",
+        "drop_gradient:strategy=sharded": "sharded",
+    }.items():  # fmt: skip
+        config = Config.of("verify", strategies=strategies, num_devices=2, inject=fault)
+        assert faulty_strategy(config) == faulty
