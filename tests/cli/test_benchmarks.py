@@ -239,7 +239,10 @@ def test_each_round_and_part_is_written_at_once(tmp_path, monkeypatch, capsys):
     first, *others = run.PARTS
     interrupted = run.PARTS[first].title
 
+    asked = []
+
     def measure(part, options):
+        asked.append(part)
         tested = {"accuracy": 0.87} if part.tests_first_block else {}
         for number in range(options.rounds):
             yield {name: measured(0.1, **tested) for name in part.programs}
@@ -272,26 +275,11 @@ def test_each_round_and_part_is_written_at_once(tmp_path, monkeypatch, capsys):
     assert text.startswith("# Benchmarks") and "Not measured yet" not in text
     assert "| kept |" in text and text.count("\n## ") == 2
     assert capsys.readouterr().out.endswith(f"saved {page}\n")
+    asked.clear()
+    monkeypatch.chdir(tmp_path)
+    run.main(["--quick", "--data_dir=x", f"--output={tmp_path}/quick.md"])  # PyTorch alone.
+    assert [part.title.split(",")[0] for part in asked] == ["LeNet", "ResNet-18"]
+    assert not any(name.startswith(("JAX", "Keras")) for part in asked for name in part.programs)
+    assert not (tmp_path / "quick.md").exists()
     (figure,) = tmp_path.glob("benchmarks-*.png")
     assert figure.stat().st_size > 10_000 and figure.with_suffix(".svg").exists()
-
-
-def test_a_quick_run_has_pytorch_alone_and_writes_no_page(tmp_path, monkeypatch, capsys):
-    run, asked = load("run"), []
-
-    def measure(part, options):
-        asked.append((part.title.split(",")[0], options.rounds))
-        yield {name: measured(0.1) for name in part.programs}
-
-    monkeypatch.setattr(run, "measure", measure)
-    monkeypatch.setattr(run.page, "plot_ratios", lambda *arguments: None)
-    monkeypatch.chdir(tmp_path)
-    run.main(["--quick", "--data_dir=x", f"--output={tmp_path}/page.md"])
-    assert asked == [(name, run.NUM_ROUNDS) for name in ("LeNet", "ResNet-18")]
-    told = capsys.readouterr().out
-    assert "PyTorch DDP" in told and "JAX" not in told and "Keras fit" not in told
-    assert not (tmp_path / "page.md").exists()
-    assert (tmp_path / "runs" / "bench-quick" / "bench.md").exists()
-    with pytest.raises(SystemExit):
-        run.main(["--quick", "--only=lenet_split", "--data_dir=x"])
-    assert "--quick has the parts lenet and resnet18" in capsys.readouterr().err

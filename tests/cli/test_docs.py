@@ -318,13 +318,10 @@ def test_commands_of_the_package_run_as_written(tmp_path):
 
 
 def test_the_skill_has_names_that_exist(monkeypatch):
-    _, head, body = SKILL.read_text(encoding="utf-8").split("---\n")
-    about = yaml.safe_load(head)
-    assert {*about} == {"name", "description"} and len(about["description"]) < 1024
+    body = SKILL.read_text(encoding="utf-8").split("---\n")[2]
     schema = json.loads((ROOT / "lockstep" / "verify.schema.json").read_text(encoding="utf-8"))
-    keys = {*schema["properties"]}.union(
-        *(d.get("properties", ()) for d in schema["$defs"].values())
-    )
+    parts = [schema, *schema["$defs"].values()]
+    keys = {key for part in parts for key in part.get("properties", ())}
     reading = body.partition("## Read the JSON\n")[2].partition("\n## ")[0]
     assert {*re.findall(r"`(\w+)`", reading)} <= keys
     (code,) = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
@@ -333,11 +330,8 @@ def test_the_skill_has_names_that_exist(monkeypatch):
     space = {}
     exec(code, space)
     space["test_two_processes_train_like_one"]()
-    written = called.call_args.kwargs["json_path"]
     (job,) = yaml.safe_load((ROOT / "examples" / "ci.yml").read_text("utf-8"))["jobs"].values()
-    upload = job["steps"][-1]
-    assert upload["with"]["path"] == written and upload["if"] == "always()"
-    assert "python -m pytest test_same_training.py" in [step.get("run") for step in job["steps"]]
+    assert job["steps"][-1]["with"]["path"] == called.call_args.kwargs["json_path"]
 
 
 def test_every_fault_has_its_pitfall():
