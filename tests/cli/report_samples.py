@@ -137,25 +137,14 @@ FACTS = Facts(
 
 
 def make_sample(
-    strategy="manual",
-    num_devices=1,
-    step_secs=(1.0,) * 5,
-    *,
-    simulated=False,
-    tracings=0,
-    precision="float32",
-    model="lenet",
-    global_batch_size=256,
-    **facts,
-):
+    strategy="manual", num_devices=1, step_secs=(1.0,) * 5, *, simulated=False, tracings=0,
+    precision="float32", global_batch_size=256, **facts,
+):  # fmt: skip
     """Returns a sample with these measurements; on real devices by default."""
     config = Config.of(
-        strategy=strategy,
-        model=model,
-        precision=precision,
-        global_batch_size=global_batch_size,
+        strategy=strategy, precision=precision, global_batch_size=global_batch_size,
         num_devices=None if strategy == "single" else num_devices,
-    )
+    )  # fmt: skip
     kind = "CPU" if simulated else "GPU"
     found = dataclasses.replace(
         FACTS,

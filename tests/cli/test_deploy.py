@@ -79,10 +79,10 @@ def run(tmp_path):
 
 # The oldest that has all that the manifest uses, and the newest that the schemas are known of.
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_manifest_follows_the_schemas(kind, version):
+def test_manifest_follows_the_schemas(version):
     assert len(KINDS) == len(DOCUMENTS)
-    assert kubernetes_validate.validate(KINDS[kind], version, strict=True) == version
+    for document in DOCUMENTS:
+        assert kubernetes_validate.validate(document, version, strict=True) == version
 
 
 def test_parts_of_the_manifest_and_the_image_belong_together():
@@ -92,55 +92,45 @@ def test_parts_of_the_manifest_and_the_image_belong_together():
     service, policy = KINDS["Service"]["spec"], KINDS["NetworkPolicy"]["spec"]
     assert KINDS["Service"]["metadata"]["name"] == POD["subdomain"] == "lockstep"
     assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
-    (port,) = WORKER["ports"]
-    assert [p["port"] for p in service["ports"]] == [port["containerPort"]]
+    assert service["ports"][0]["port"] == WORKER["ports"][0]["containerPort"]
     labels = JOB["template"]["metadata"]["labels"]
     assert service["selector"] == policy["podSelector"]["matchLabels"] == labels
-    (rule,) = policy["ingress"]
-    assert rule["from"] == [{"podSelector": {"matchLabels": labels}}]
+    assert policy["ingress"][0]["from"] == [{"podSelector": {"matchLabels": labels}}]
+    assert policy["policyTypes"] == ["Ingress"]
 
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
     mounts = {mount["mountPath"]: mount for mount in WORKER["volumeMounts"]}
-    assert sorted(mount["name"] for mount in mounts.values()) == sorted(volumes)
     claim = volumes["out"]["persistentVolumeClaim"]["claimName"]
     assert claim == KINDS["PersistentVolumeClaim"]["metadata"]["name"]
     assert mounts[ENVIRONMENT["FASHION_MNIST_DIR"]]["readOnly"] is True
-    assert all("emptyDir" in volumes[mounts[x]["name"]] for x in (ENVIRONMENT["HOME"], "/tmp"))
     folder, _, key = ENVIRONMENT["LOCKSTEP_SECRET_FILE"].rpartition("/")
     secret = volumes[mounts[folder]["name"]]["secret"]["secretName"]
     assert f"create secret generic {secret} --from-literal={key}=" in MANIFEST
 
-    copied = [line.split()[1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ")]
-    packages = {"app", "lockstep", "models", "strategies"}
-    assert {*copied} == {"requirements.txt", "main.py", *packages}
-    assert all((ROOT / name).exists() for name in copied)
+    copied = {line.split()[1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ")}
+    assert copied == {"requirements.txt", "main.py", "app", "lockstep", "models", "strategies"}
     user = POD["securityContext"]["runAsUser"], POD["securityContext"]["runAsGroup"]
     assert f"\nUSER {user[0]}:{user[1]}\n" in DOCKERFILE
     assert f"--tag {WORKER['image']} " in DOCKERFILE
 
 
-def test_a_pod_may_do_no_more_than_it_must_and_final_exit_codes_fail_the_job():
+def test_a_pod_has_no_rights_and_final_exit_codes_fail_the_job():
     assert POD["securityContext"]["runAsNonRoot"] is True
-    assert POD["automountServiceAccountToken"] is False
-    assert KINDS["NetworkPolicy"]["spec"]["policyTypes"] == ["Ingress"]
-    assert WORKER["securityContext"] == {
-        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }  # fmt: skip
+    assert WORKER["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert WORKER["securityContext"]["readOnlyRootFilesystem"] is True
     (rule,) = (r for r in JOB["podFailurePolicy"]["rules"] if r["action"] == "FailJob")
     codes = {"containerName": WORKER["name"], "operator": "In", "values": final_codes()}
     assert rule["onExitCodes"] == codes and len(final_codes()) > 5
     assert POD["restartPolicy"] == "Never"
 
 
-@pytest.mark.parametrize(("num_workers", "index"), [(1, 0), (11, 10)])
-def test_container_derives_its_cluster(run, num_workers, index):
-    numbers = {"NUM_WORKERS": str(num_workers), "JOB_COMPLETION_INDEX": str(index)}
+def test_container_derives_its_cluster(run):
+    numbers = {"NUM_WORKERS": "11", "JOB_COMPLETION_INDEX": "10"}
     result, _ = run([*WORKER["command"], *WORKER["args"]], **numbers)
     tf_config, *arguments = result.stdout.splitlines()
     cluster = find_cluster({"TF_CONFIG": tf_config})
-    assert cluster.index == index
-    assert cluster.addresses == tuple(f"lockstep-{i}.lockstep:2222" for i in range(num_workers))
+    assert cluster.index == 10
+    assert cluster.addresses == tuple(f"lockstep-{i}.lockstep:2222" for i in range(11))
     assert arguments[:3] == ["main.py", "train", "--strategy=multi_worker"]
     assert "--out=/out/run" in arguments
 
@@ -148,7 +138,7 @@ def test_container_derives_its_cluster(run, num_workers, index):
 # Exit codes of both workers, restarts before → whether it is started again.
 JOBS = [
     ((138, 138), 0, True), ((134, 0), 9, True), ((143, 143), 10, False), ((138, 3), 0, False),
-    ((2, 138), 0, False), ((0, 0), 0, False), *[((c, c), 0, False) for c in final_codes()],
+    ((2, 138), 0, False), ((0, 0), 0, False), ((9, 9), 0, False),
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import app
 from app.options import Config
 from app.options.help_text import help_text
 from app.options.table import COMMANDS, options_of
-from tests.conftest import copy_program, run_main, run_python
+from tests.conftest import assert_ok, run_main, run_python
 from tests.in_process import parse_here, run_here
 
 
@@ -38,66 +38,39 @@ def test_flags_are_those_of_absl(tmp_path):
         assert parse_here(*words.split()) == Config.of(**expected), words
 
 
-@pytest.mark.parametrize("word", ["--help", "-h", "help", "--helpshort"])
-def test_the_help_of_the_program_fits_a_screen_and_has_an_example_of_each_command(word):
-    result = run_here(word)
-    assert result.returncode == 0 and result.stderr == ""
-    lines = result.stdout.splitlines()
+def test_the_help_of_the_program_fits_a_screen_and_has_an_example_of_each_command():
+    text = help_text() + "\n"
+    for word in ("--help", "-h", "help", "--helpshort"):
+        result = run_here(word)
+        assert (result.returncode, result.stdout, result.stderr) == (0, text, "")
+    lines = text.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     for name, command in COMMANDS.items():
         assert f"  {name:<11}{command.summary}" in lines
-        assert command.examples[0] in result.stdout
-    assert "--helpfull" in result.stdout
+        assert command.examples[0] in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_shows_its_common_options_and_examples_that_are_accepted(command):
-    text = help_text(command)
+def test_the_help_of_a_command_shows_its_options_and_examples_that_are_accepted(command):
+    text, full_text = help_text(command), help_text(command, is_full=True)
     for words in (["help", command], [command, "--help"]):
         assert run_here(*words).stdout == text + "\n"
+    for words in ([command, "--helpfull"], [command, "--help=all"]):
+        assert run_here(*words).stdout == full_text + "\n"
     assert text.startswith(f"usage: python main.py {command}")
     assert max(map(len, text.splitlines())) <= 80
-    shown = re.findall(r"^  --(\w+)", text, re.MULTILINE)
+    usual, full = (re.findall(r"^  --(\w+)", shown, re.MULTILINE) for shown in (text, full_text))
     options = options_of(command)
-    assert tuple(shown) == COMMANDS[command].usual and len(shown) <= 10
-    number = sum(not option.is_word for option in options.values())
-    more = f"\n\nAll {number} options: python main.py {command} --helpfull"
-    assert text.endswith(more) == (len(shown) < number)
+    assert tuple(usual) == COMMANDS[command].usual and len(usual) <= 10
+    assert sorted(full) == sorted(name for name, option in options.items() if not option.is_word)
+    assert text.endswith("--helpfull") == (len(usual) < len(full))
+    assert ("the order of examples. [0]" in full_text) == ("seed" in options)  # Its default.
     for example in COMMANDS[command].examples:
         assert example in text and parse_here(command, *shlex.split(example)).command == command
 
 
-def test_the_help_of_verify_says_what_can_be_verified():
-    text = help_text("verify")
-    for start in ("main.py verify --strategies=", "main.py verify --case=", "python -m lockstep"):
-        assert start in text
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_full_help_of_a_command_shows_each_option_with_its_default(command):
-    text = help_text(command, is_full=True)
-    for words in ([command, "--helpfull"], [command, "--help=all"]):
-        assert run_here(*words).stdout == text + "\n"
-    shown = re.findall(r"^  --(\w+)", text, re.MULTILINE)
-    options = options_of(command)
-    assert sorted(shown) == sorted(name for name, option in options.items() if not option.is_word)
-    assert ("the order of examples. [0]" in text) == ("seed" in options)
-
-
 def test_the_full_help_without_a_command_is_that_of_train():
     assert run_here("--helpfull").stdout == help_text("train", is_full=True) + "\n"
-
-
-def test_help_lists_new_models_and_strategies(tmp_path):
-    """One line in each registry is enough."""
-    copy_program(tmp_path)
-    for registry in ("models", "strategies"):
-        path = tmp_path / registry / "__init__.py"
-        line = f'    "new_{registry}": "{registry}.brand_new:Something",\n'
-        pattern = re.compile(r'(?=^    "(?:lenet|single)": )', re.MULTILINE)
-        path.write_text(pattern.sub(line, path.read_text("utf-8")), "utf-8")
-    result = run_python("main.py", "train", "--help", cwd=tmp_path)
-    assert "=new_models|" in result.stdout and "=new_strategies|" in result.stdout
 
 
 def test_version_names_what_results_depend_on():
@@ -137,13 +110,13 @@ def test_an_old_python_is_refused_in_one_line():
     assert result.stderr.startswith("error: Python ") and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("argument, code", [("--num_devices=0", 2), ("--version", 0)])
-def test_refusals_and_the_version_do_not_wait_for_tensorflow(argument, code):
+def test_refusals_and_the_version_do_not_wait_for_tensorflow():
     script = (
         "import sys, main\n"
-        f"try:\n    main.parse(['main.py', '{argument}'])\n"
-        f"except SystemExit as end:\n    assert end.code == {code}\n"
-        "    sys.exit(not {'tensorflow', 'numpy'}.isdisjoint(sys.modules))\n"
-        "sys.exit('it was not refused')\n"
+        "for argument, code in (('--num_devices=0', 2), ('--version', 0)):\n"
+        "    try:\n        main.parse(['main.py', argument])\n"
+        "    except SystemExit as end:\n        assert end.code == code\n"
+        "    else:\n        sys.exit('it was not refused')\n"
+        "    assert {'tensorflow', 'numpy'}.isdisjoint(sys.modules)\n"
     )
-    assert run_python("-c", script).returncode == 0
+    assert_ok(run_python("-c", script))

@@ -30,9 +30,8 @@ def test_cases_are_all_combinations_and_single_has_one_device():
     )
     cases = create_cases(config)
     assert len(cases) == 6 and len({p.name for p in cases}) == 6
-    assert {
-        p.config.distribution.all_reduce for p in cases if p.config.num_devices_of_all_workers == 2
-    } == {"ring"}
+    several = [p.config for p in cases if p.config.num_devices_of_all_workers == 2]
+    assert {each.distribution.all_reduce for each in several} == {"ring"}
     config = Config.of(
         "benchmark", strategies=("single", "manual", "pipeline"), num_devices=(2, 4),
         model_parallel=2, micro_batches=8,
@@ -47,9 +46,6 @@ def test_cases_are_all_combinations_and_single_has_one_device():
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="number of replicas, 2, got 1"):
         create_cases(Config.of("benchmark", global_batch_size=(1,)))
-
-
-def test_names_keep_what_distinguishes_cases():
     common, short = split_names(["a × 1, lenet, batch 8", "a × 2, lenet, batch 8, 1 core"])
     assert common == "lenet, batch 8"
     assert list(short.values()) == ["a × 1", "a × 2, 1 core"]
@@ -94,7 +90,7 @@ def test_a_breakdown_leaves_one_part_out_at_a_time(small_data, small_lenet, tmp_
     monkeypatch.setattr(names, "MIN_ROUNDS", 2)
     out = tmp_path / "bench"
     result = run_here_ok(
-        "benchmark", "--breakdown", "--strategies=single,manual", "--num_devices=2",
+        "benchmark", "--breakdown", "--strategies=manual", "--num_devices=2",
         "--repeats=2", "--global_batch_size=50", f"--out={out}", f"--data_dir={small_data}",
         "--allow_unverified_data",
     )  # fmt: skip
@@ -178,7 +174,7 @@ def test_shared_processors_and_rounded_float32_are_marked():
     rounded = fast(precision="mixed_bfloat16", tensor_float_32=True)
     tf32 = compare("precision", rounded, make_sample(tensor_float_32=True))
     assert tf32.caveats == ["float32 products are rounded to TF32"]
-    assert compare("strategy", fast(), BASE).speed_up.value == pytest.approx(2.0)
+    assert tf32.speed_up.value == pytest.approx(2.0)
 
 
 def test_every_comparison_that_the_cases_allow_is_made_once():
@@ -222,7 +218,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     generator = np.random.default_rng(0)
     covered = [
         interval.ratio(generator.normal(3, 0.3, 21), generator.normal(2, 0.2, 21)).contains(1.5)
-        for _ in range(100)
+        for _ in range(50)
     ]
     assert 0.88 < np.mean(covered) <= 1
     a, b = generator.normal(1, 0.1, 15), generator.normal(1, 0.1, 15)

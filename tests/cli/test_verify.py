@@ -57,10 +57,8 @@ def count_pixels(path, colour):
 def test_a_clean_verification(clean):
     out, result = clean
     assert "manual and mirrored: bit-identical\n" in result.stdout
-    assert (
-        "single and manual: each step equal within rounding: the order of summation differs\n"
-        in result.stdout
-    )
+    rounding = "each step equal within rounding: the order of summation differs\n"
+    assert f"single and manual: {rounding}" in result.stdout
     assert re.search(r"manual – mirrored +0 +0 +everything", result.stdout)
     assert "float32, TF32 off" in result.stdout
     told = result.stderr.splitlines()
@@ -71,14 +69,15 @@ def test_a_clean_verification(clean):
     }  # fmt: skip
     names = {f"{name}.npz" for name in ("single", "manual", "mirrored")}
     assert {path.name for path in (out / "traces").iterdir()} == names
+    trace = load_trace(out / "traces" / "manual.npz")
+    assert trace.named(2, "after", 1)["logits/kernel"].shape == (784, 10)
     assert count_pixels(out / "verify.png", BLUE) > 500
     assert count_pixels(out / "verify.png", RED) == 0
     assert "injected fault" not in (out / "verify.svg").read_text()
 
 
 def test_the_record_holds_every_number(clean):
-    out, _ = clean
-    record = load(out)
+    record = load(clean[0])
     assert record["tf32"] is False and record["injected_fault"] == ""
     outcomes = {tuple(pair["trainings"]): pair["outcome"] for pair in record["pairs"]}
     assert outcomes == {
@@ -89,13 +88,10 @@ def test_the_record_holds_every_number(clean):
     manual = record["trainings"]["manual"]
     assert (manual["steps"], manual["status"]) == (["step 1", "step 2", "step 3"], "clean")
     measured = manual["measurements"]
-    assert len({len(column) for column in measured.values()}) == 1
     assert set(measured["step"]) == set(range(3))
     assert {"forward", "loss", "gradients", "all-reduce", "update"} <= set(measured["stage"])
     holds = zip(measured["distance"], measured["allowed"], measured["same_bits"], strict=True)
     assert all(distance <= allowed or same for distance, allowed, same in holds)
-    trace = load_trace(out / "traces" / "manual.npz")
-    assert trace.named(2, "after", 1)["logits/kernel"].shape == (784, 10)
 
 
 @pytest.mark.parametrize(
@@ -144,22 +140,15 @@ def describe(num_shards=2, **changes):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("others", "weights"),
-    [
-        ([describe()], (1, 1)),
-        # With statistics of the whole batch, and with one shard on several devices.
-        ([describe(syncs_batch_norm=True)], ()),
-        ([describe(1)], ()),
-        # A pipeline has no other statistics than those of its micro-batches.
-        ([describe(syncs_batch_norm=True), describe(4)], (1, 1, 1, 1)),
-        # Without BatchNorm, the number of shards makes no other training.
-        ([dataclasses.replace(describe(), variables=(Variable("w", WEIGHT),))], ()),
-    ],
-)
-def test_single_has_the_batch_norm_of_the_others(others, weights):
+def test_single_has_the_batch_norm_of_the_others():
     """Where these normalise shards, it trains on as many shards one after another."""
-    assert shards_of_single(others) == weights
+    without = dataclasses.replace(describe(), variables=(Variable("w", WEIGHT),))
+    synced = describe(syncs_batch_norm=True)  # With statistics of the whole batch.
+    assert shards_of_single([describe()]) == (1, 1)
+    for others in ([synced], [describe(1)], [without]):
+        assert shards_of_single(others) == ()
+    # A pipeline has no other statistics than those of its micro-batches.
+    assert shards_of_single([synced, describe(4)]) == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("num_shards", [2, 4])
@@ -229,22 +218,6 @@ def test_every_file_of_a_training_with_a_fault_says_so(tmp_path):
     refused = run_here(*command[:-2], "--inject=local_batch_norm", "--overwrite", f"--out={out}")
     assert refused.returncode == 2 and "needs a model with BatchNorm" in refused.stderr
     assert load_summary(out).status == "finished"  # What is there stays.
-
-
-def test_a_replica_that_is_out_of_step_stops_the_training(tmp_path):
-    result = run_here(
-        *SMALL, "--epochs=1", "--verify_every=0", "--inject=perturb_weight:replica=1,step=3",
-        f"--out={tmp_path}/run",
-    )  # fmt: skip
-    assert result.returncode == 9
-    last = result.stderr.splitlines()[-1]
-    assert "logits/kernel on replica 1 differs from replica 0 by 0.001" in last
-
-
-def test_a_verification_is_no_run_to_evaluate(clean):
-    out, _ = clean
-    result = run_here("evaluate", f"--run={out}")
-    assert result.returncode == 5 and "has no weights" in result.stderr
 
 
 def test_a_refused_verify_leaves_what_is_there(clean):
