@@ -48,8 +48,9 @@ def run_script(package, *words, cwd=None, timeout=400, **environment):
     )  # fmt: skip
 
 
-def run_cases(package, folder, kind):
+def run_cases(package, folder, *kinds):
     """Runs cases of the script of a framework, and asserts that their checks hold."""
-    done = run_script(package, FOLDER / f"{package}_cases.py", folder, kind)
+    done = run_script(package, FOLDER / f"{package}_cases.py", folder, *kinds)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert [f"all of {kind}" in done.stdout for kind in kinds] == [True] * len(kinds)
     return done

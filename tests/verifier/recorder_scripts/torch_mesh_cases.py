@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import compare, record_torch
-from torch_cases import adamw, assert_equal, of_all_ranks, refused
+from torch_training import adamw, assert_equal, of_all_ranks, refused
 
 ONE = "one.npz"  # The recording of one process.
 
