@@ -5,7 +5,8 @@ The trainings and checks of `torch_cases.py` run in processes.
 
 import pytest
 
-from tests.verifier.recorder_scripts import FOLDER, needs, run_cases, run_script
+from lockstep import __main__ as command
+from tests.verifier.recorder_scripts import Scripts, needs, run_cases
 
 pytestmark = needs("torch")
 
@@ -20,23 +21,29 @@ def test_further_recordings_of_torch(tmp_path):
     run_cases("torch", tmp_path, "four", "sharded", "more")
 
 
+@pytest.fixture(scope="module")
+def scripts():
+    with Scripts() as scripts:
+        yield scripts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["clamp", "average", "hook", "checkpoint", "sparse", "clamp fsdp", "clamp tensor"]
 )
-def test_what_a_script_changes_after_the_update_belongs_to_the_step(kind, tmp_path):
-    script = FOLDER / "torch_later_changes.py"
+def test_what_a_script_changes_after_the_update_belongs_to_the_step(
+    kind, scripts, tmp_path, capsys
+):
+    def run(*words, **options):
+        options["folder"] = tmp_path
+        code, printed = scripts("torch", "torch_later_changes.py", *words, **options)
+        assert code == 0, printed
 
-    def run(*command):
-        done = run_script("torch", *command, cwd=tmp_path)
-        return done.returncode, done.stdout + done.stderr[-3000:]
-
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     kind, *split = kind.split()
-    assert run(script, kind)[0] == 0
+    run(kind)
     for wrong, code in (((), 0), (("wrong",), 9)):
-        ended, printed = run(*launcher, script, kind, *split, *wrong)
-        assert ended == 0, printed
-        found, printed = run("-m", "lockstep", "one.npz", "two.npz")
+        run(kind, *split, *wrong, processes=2)
+        found = command.main([str(tmp_path / name) for name in ("one.npz", "two.npz")])
+        printed = capsys.readouterr().out
         assert found == code, printed
         assert "one.npz has no fault in itself" in printed
