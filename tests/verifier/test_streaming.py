@@ -120,7 +120,7 @@ def with_torch(function):
 
 @with_torch
 def test_memory_holds_less_than_one_step_and_a_full_disk_is_one_line(run, tmp_path, capsys):
-    """The training goes on, and has the weights that it has without a recording."""
+    """The training continues, and has the weights that it has without a recording."""
     weights, _ = run("alone", tmp_path)[1].splitlines()
     code, printed = run("whole", tmp_path)
     assert (code, printed.splitlines()[0]) == (0, weights)
