@@ -11,42 +11,45 @@ import sys
 import torch
 import torch.distributed as dist
 
-import torch_files as files
+import torch_files
+import torch_later_changes as changes
 import torch_mesh_cases as mesh
-import torch_optimizers as optimizers
+import torch_optimizers
 import torch_ranks as ranks
-import torch_replay as replay
-import torch_steps as steps
+import torch_replay
+import torch_steps
 from recording import run_cases
 
+MORE = (
+    "shards", "fed", "port", "tied", "state_that_does_not_fit", "optimizers_in_turns",
+    "optimizers_in_backward", "averages_of_weights",
+)  # fmt: skip
+IN_ONE_PROCESS = {
+    name.removeprefix("case_"): case
+    for module in (torch_replay, torch_steps, torch_optimizers, torch_files)
+    for name, case in vars(module).items()
+    if name.startswith("case_")
+}
 CASES = {
     "two": [ranks.case_ddp, ranks.case_bypass, ranks.case_no_sync],
     "sharded": [
         *(ranks.case_fsdp, ranks.case_owned_state, ranks.case_average_of_one_rank),
-        ranks.case_mesh,
+        *(ranks.case_mesh, changes.case_later_changes),
     ],
     "four": mesh.CASES,
-    "one": [
-        *(files.case_format, files.case_bits, replay.case_replay, files.case_gradients),
-        *(steps.case_autocast, steps.case_modes, steps.case_repeated_update, steps.case_skipped),
-        *(replay.case_other_optimizer, steps.case_scaled, steps.case_accumulation),
-        *(steps.case_two_models, files.case_outputs, optimizers.case_two_optimizers),
-        *(optimizers.case_ambiguous_optimizers, replay.case_first_step, steps.case_exception),
-        *(optimizers.case_parts_of_a_model, optimizers.case_two_parts_in_turns),
-        *(files.case_missing_functions, optimizers.case_nested, steps.case_wrapped_and_called_back),
-        *(replay.case_replay_in_evaluation, files.case_errors, steps.case_several_closure_calls),
-        *(steps.case_functions_of_gradients, replay.case_modules_of_shards, files.case_versions),
-        files.case_rounding_of_a_gpu,
-    ],
-    "more": [
-        *(replay.case_shards, replay.case_fed, replay.case_port, replay.case_tied),
-        *(optimizers.case_optimizers_in_turns, optimizers.case_optimizers_in_backward),
-        *(optimizers.case_averages_of_weights, replay.case_state_that_does_not_fit),
-    ],
+    "one": [case for name, case in IN_ONE_PROCESS.items() if name not in MORE],
+    "more": [IN_ONE_PROCESS[name] for name in MORE],
 }
+
+
+def record_one_process():
+    ranks.record_one_process()
+    changes.record_one_process()
+
+
 PROCESSES = {  # Kind → how many, and what the first one records before they find each other.
     "two": (2, None),
-    "sharded": (2, ranks.record_one_process),
+    "sharded": (2, record_one_process),
     "four": (4, mesh.record_one_process),
 }
 

@@ -1,4 +1,5 @@
 """Cases of PyTorch: what is in a file, and what cannot be recorded."""
+# ruff: noqa: F403, F405 (the names of `torch_training`)
 
 import importlib
 import os
@@ -11,23 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lockstep import record_torch
+from lockstep import compare, record_torch
 from lockstep.recorders.torch.values import rounds_to_tf32
 from recording import Trace
-from torch_training import (
-    Halves,
-    adamw,
-    assert_equal,
-    batch,
-    is_equal,
-    momentum,
-    network,
-    of_sum,
-    plain,
-    recorded,
-    refused,
-    train,
-)
+from torch_training import *
 
 
 def evaluated(model, optimizer, step):
@@ -62,16 +50,21 @@ def case_format():
     assert kinds == {*expected, "y_pred", "y_grad"}
     assert {key.split("/")[0] for key in trace.arrays} == {"1", "2"}
     check_arrays(trace)
+    verdict = compare("format.npz")
+    assert verdict.ok and {"update", "loss"} <= {*verdict.checked}, str(verdict)
 
 
 def check_about(about):
     weights = ["0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"]
-    assert about.items() >= {
-        **{"format": "lockstep trace", "version": 2, "framework": "torch", "num_replicas": 1},
-        **{"replicas": [0], "steps": [0, 2], "reduction": "", "order": "reduce, clip"},
-        **{"wrapper": "", "data_layout": "NCHW", "permuted": None, "replayed": None},
-        **{"micro_batches": [1, 1], "gradients": weights},
-    }.items()  # fmt: skip
+    assert (
+        about.items()
+        >= {
+            **{"format": "lockstep trace", "version": 2, "framework": "torch", "num_replicas": 1},
+            **{"replicas": [0], "steps": [0, 2], "reduction": "", "order": "reduce, clip"},
+            **{"wrapper": "", "data_layout": "NCHW", "permuted": None, "replayed": None},
+            **{"micro_batches": [1, 1], "gradients": weights},
+        }.items()
+    )
     described = {v["name"]: v for v in about["variables"]}
     assert described["0.weight"] == {"name": "0.weight", "kind": "weight", "layout": "OIHW"}
     assert described["4.weight"]["layout"] == "OI" and described["4.bias"]["layout"] == ""
@@ -81,19 +74,18 @@ def check_about(about):
         **{"of": "4.bias", "slot": "exp_avg"},
     }
     convolution, norm, dropout, dense = about["layers"]
-    assert convolution["class"] == "Conv2d" and convolution["weights"] == ["0.weight", "0.bias"]
-    assert (convolution["strides"], convolution["padding"]) == ([2, 2], [0, 0])
-    assert (norm["class"], norm["epsilon"], norm["momentum"]) == ("BatchNorm2d", 1e-5, 0.1)
+    settings = {"class": "Conv2d", "strides": [2, 2], "padding": [0, 0], "weights": weights[:2]}
+    assert convolution.items() >= settings.items()
+    assert norm.items() >= {"class": "BatchNorm2d", "epsilon": 1e-5, "momentum": 0.1}.items()
     assert "1.running_var" in norm["weights"]
     assert (dropout["class"], dropout["rate"]) == ("Dropout", 0.3)
-    assert dense == {"name": "4", "class": "Linear", "weights": ["4.weight", "4.bias"]}
+    assert dense == {"name": "4", "class": "Linear", "weights": weights[4:]}
     assert about["optimizer"]["class"] == "AdamW" and about["optimizer"]["framework"] == "torch"
     first, last = about["settings"]
-    assert [group["learning_rate"] for group in first] == [0.01, 0.5]
-    assert [group["learning_rate"] for group in last] == [0.0025, 0.125]
-    assert first[0]["weights"] == ["0.weight", "0.bias"]
+    assert [group["learning_rate"] for group in first + last] == [0.01, 0.5, 0.0025, 0.125]
+    assert first[0]["weights"] == weights[:2]
     expected = {"beta_1": 0.8, "beta_2": 0.99, "epsilon": 1e-8, "weight_decay": 0.1}
-    assert expected.items() <= first[1].items() and first[1]["amsgrad"] is False
+    assert first[1].items() >= {"amsgrad": False, **expected}.items()
 
 
 def check_arrays(trace):
@@ -103,17 +95,12 @@ def check_arrays(trace):
     assert trace.kind("loss")["0"].shape == () and trace.kind("loss")["0"] > 0
     assert_equal(trace.kind("raw"), trace.kind("clipped"))  # Nothing is clipped in this training.
     y_pred, y_grad = trace.kind("y_pred")["0"], trace.kind("y_grad")["0"]
-    assert y_pred.shape == y_grad.shape and len(y_pred) == 12
     y = batch(0)[1].numpy()
     np.testing.assert_allclose(y_grad, 2 * (y_pred - y) / y.size, rtol=1e-4, atol=1e-6)
     before, after = trace.kind("before"), trace.kind("after")
     assert "0.weight/step" not in before and after["0.weight/step"] == 1
     assert trace.kind("before", 2)["0.weight/step"] == 2
     assert (before["1.num_batches_tracked"], after["1.num_batches_tracked"]) == (0, 1)
-    gradient = trace.kind("clipped")["4.bias"]
-    np.testing.assert_allclose(after["4.bias/exp_avg"], 0.2 * gradient, rtol=1e-6)
-    expected = before["4.bias"] * (1 - 0.5 * 0.1) - 0.5 * np.sign(gradient)
-    np.testing.assert_allclose(after["4.bias"], expected, rtol=1e-4)
 
 
 def case_bits():

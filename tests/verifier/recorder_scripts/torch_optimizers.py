@@ -1,4 +1,5 @@
 """Cases of PyTorch: several optimizers and models, and averages of weights."""
+# ruff: noqa: F403, F405 (the names of `torch_training`)
 
 import numpy as np
 import torch
@@ -7,18 +8,7 @@ from torch import nn
 
 from lockstep import compare, record_torch
 from recording import Trace
-from torch_training import (
-    Halves,
-    assert_equal,
-    batch,
-    details,
-    is_equal,
-    loss_of,
-    momentum,
-    plain,
-    refused,
-    train,
-)
+from torch_training import *
 
 
 class Several:
@@ -252,20 +242,3 @@ def case_two_parts_in_turns():
         found = {name.split(".")[0] for name in one.kind("clipped", step)}
         assert found == {"made" if step % 2 else "critics"}, (step, found)
     check_rates(train_adversaries)
-
-
-def of_parts(model, optimizer, step):
-    """Calls the parts of a model, and not the model."""
-    x, y = batch(step)
-    optimizer.zero_grad()
-    F.mse_loss(model.second(model.first(x.reshape(len(x), -1))), y).backward()
-    optimizer.step()
-
-
-def case_parts_of_a_model():
-    """Without a forward pass of the whole model, a step begins with that of a part."""
-    model = Halves()
-    train(model, momentum(model), "parts.npz", of_parts, 3, steps=2)
-    trace = Trace("parts")
-    assert trace.about["steps"] == [0, 1]
-    assert_equal(trace.kind("raw", 1), trace.kind("clipped", 1))

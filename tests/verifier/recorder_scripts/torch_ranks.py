@@ -1,4 +1,5 @@
 """Cases of PyTorch in two processes: DDP, `fully_shard`, and state that is split over both."""
+# ruff: noqa: F403, F405 (the names of `torch_training`)
 
 import contextlib
 import functools
@@ -15,30 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import compare, record_torch
 from recording import Trace
-from torch_training import (
-    Halves,
-    adamw,
-    assert_close,
-    assert_equal,
-    batch,
-    clipped,
-    details,
-    is_equal,
-    loss_of,
-    mean_of_raw,
-    network,
-    norm_of,
-    of_all_ranks,
-    plain,
-    recorded,
-    refused,
-    train,
-    warnings_of,
-)
-
-
-def own_shard():
-    return (dist.get_rank(), 2) if dist.is_initialized() else (0, 1)
+from torch_training import *
 
 
 def ddp(path, model=None, **options):

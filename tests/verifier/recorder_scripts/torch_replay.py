@@ -1,4 +1,5 @@
 """Cases of PyTorch: what is loaded from another recording."""
+# ruff: noqa: F403, F405 (the names of `torch_training`)
 
 import functools
 import json
@@ -13,23 +14,7 @@ from torch import nn
 from lockstep import compare
 from lockstep.data import file as trace_file
 from recording import Trace
-from torch_training import (
-    adamw,
-    assert_close,
-    assert_equal,
-    batch,
-    mean_of_raw,
-    momentum,
-    network,
-    norm_of,
-    of_sum,
-    plain,
-    recorded,
-    refused,
-    sum_of_outputs,
-    train,
-    warnings_of,
-)
+from torch_training import *
 
 
 def case_replay():

@@ -1,4 +1,5 @@
 """Cases of PyTorch: what belongs to a step, however the script calls the model and updates it."""
+# ruff: noqa: F403, F405 (the names of `torch_training`)
 
 import contextlib
 import functools
@@ -14,19 +15,7 @@ from torch.func import functional_call, grad, vmap
 from lockstep import compare
 from lockstep.data import file as trace_file
 from recording import Trace
-from torch_training import (
-    adamw,
-    assert_close,
-    assert_equal,
-    batch,
-    is_equal,
-    loss_of,
-    network,
-    plain,
-    recorded,
-    refused,
-    train,
-)
+from torch_training import *
 
 
 class Converted(nn.Module):
