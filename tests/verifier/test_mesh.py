@@ -47,7 +47,7 @@ def write(on, arrays, placements=None, **about):
     for rank in range(on.size):
         members = {"about": np.array(json.dumps(about | {"ranks": [rank]}))}
         for name, of_ranks in arrays.items():
-            kind, index = name.split("/")
+            kind, index = name.split("/", 1)
             members[f"1/{kind}/{rank}/{index}"] = of_ranks[rank]
         files.append(io.BytesIO())
         np.savez(files[-1], **members)
@@ -78,40 +78,38 @@ def test_weights_are_put_together(axes, data_axes, placement, shape):
         np.testing.assert_array_equal(trace.arrays(0, "before", copy)[0], whole)
 
 
-@pytest.mark.parametrize(("word", "right"), [("sum", 3.0), ("mean", 1.5)])
-def test_summands_are_added(word, right):
-    mesh = Mesh({"tp": 2}, ())
-    parts = [np.full(3, 1.0, np.float32), np.full(3, 2.0, np.float32)]
-    trace = load(write(mesh, {"sums/0": parts}, {"sums/0": f"d {word}(tp)"}))
-    np.testing.assert_array_equal(trace.arrays(0, "sums", 1)[0], np.full(3, right))
-
-
-def test_examples_of_a_replica_are_those_of_its_ranks():
-    mesh = Mesh({"dp": 2, "cp": 2}, ("dp",))
-    whole = np.arange(4 * 8).reshape(4, 8)
-    parts = local_parts(whole, "b[dp] s[cp:zigzag]", mesh)
-    trace = load(write(mesh, {"data/0": parts}, {"data/0": "b[dp] s[cp:zigzag]"}))
+def test_summands_are_added_and_examples_are_those_of_the_ranks_of_a_replica():
+    ones, twos = np.full(3, 1.0, np.float32), np.full(3, 2.0, np.float32)
+    for word, right in (("sum", 3.0), ("mean", 1.5)):
+        placements = {"sums/0": f"d {word}(tp)"}
+        trace = load(write(Mesh({"tp": 2}, ()), {"sums/0": [ones, twos]}, placements))
+        np.testing.assert_array_equal(trace.arrays(0, "sums", 1)[0], np.full(3, right))
+    mesh, whole = Mesh({"dp": 2, "cp": 2}, ("dp",)), np.arange(4 * 8).reshape(4, 8)
+    placement = "b[dp] s[cp:zigzag]"
+    parts = local_parts(whole, placement, mesh)
+    trace = load(write(mesh, {"data/0": parts}, {"data/0": placement}))
     assert [*trace.shards] == [0, 1]
-    for shard in trace.shards:
-        rows = whole[2 * shard : 2 * shard + 2]
+    for shard, rows in enumerate(np.split(whole, 2)):
         np.testing.assert_array_equal(trace.arrays(0, "data", shard)[0], rows)
 
 
+def of_stages(values, names, renamed):
+    """Returns a trace of stages that have other weights: values, names, and names in the whole."""
+    files, mesh = [], Mesh({"pp": 2}, ())
+    for rank, (own, of_rank) in enumerate(zip(values, names, strict=True)):
+        arrays = {f"before/{i}": [np.full(2, x, np.float32)] * 2 for i, x in enumerate(own)}
+        described = {
+            "variables": [{"name": name, "kind": "weight"} for name in of_rank],
+            "gradients": of_rank, "modules": of_rank,
+            "settings": [[{"weights": of_rank, "learning_rate": 0.1}]],
+        }  # fmt: skip
+        files.append(write(mesh, arrays, **described, names=renamed[rank])[rank])
+    return load(files)
+
+
 def test_stages_hold_other_weights_and_a_tied_one_has_two_copies():
-    mesh, ones = Mesh({"pp": 2}, ()), np.ones(2, np.float32)
-    first, last = write(mesh, {"before/0": [ones, 2 * ones], "before/1": [3 * ones, 4 * ones]})
-    first.seek(0), last.seek(0)
-    abouts = [json.loads(str(np.load(file)["about"])) for file in (first, last)]
     names = [["embedding", "layer0"], ["layer1", "head"]]
-    files = []
-    for file, about, own in zip((first, last), abouts, names, strict=True):
-        about |= {"variables": [{"name": n, "kind": "weight"} for n in own], "gradients": own}
-        about |= {"names": {"head": "embedding"}}
-        about |= {"settings": [[{"weights": own, "learning_rate": 0.1}]], "modules": own}
-        members = {k: v for k, v in np.load(file).items() if k != "about"}
-        files.append(io.BytesIO())
-        np.savez(files[-1], about=np.array(json.dumps(about)), **members)
-    trace = load(files)
+    trace = of_stages([[1, 3], [2, 4]], names, [{"head": "embedding"}] * 2)
     assert trace.keys == ["embedding", "layer0", "layer1"]
     assert [group["weights"] for group in trace.about.settings[0]] == [trace.keys[:2], ["layer1"]]
     assert trace.about.gradients == tuple(trace.keys)
@@ -122,11 +120,27 @@ def test_stages_hold_other_weights_and_a_tied_one_has_two_copies():
     assert values[1] == {"embedding": 4, "layer0": 3, "layer1": 2}
 
 
-def test_parts_of_a_sum_that_the_script_reduces_later_are_left_out():
-    mesh, ones = Mesh({"tp": 2}, ()), np.ones(2, np.float32)
+def test_names_of_a_stage_may_be_shifted():
+    shifted = {"0": "1", "1": "2"}
+    trace = of_stages([[0], [1, 2]], [["0"], ["0", "1"]], [{}, shifted])
+    assert trace.keys == ["0", "1", "2"]
+    assert [float(array[0]) for array in trace.arrays(0, "before", 0)] == [0, 1, 2]
+
+
+def test_parts_of_a_sum_that_cannot_be_added_are_left_out():
+    """The script reduces them later; or they are rows of a gradient."""
+    ones, mesh = np.ones(2, np.float32), Mesh({"cp": 2}, ())
     trace = load(write(mesh, {"raw/0": [ones, 2 * ones], "clipped/0": [3 * ones, 3 * ones]}))
-    assert not trace.has(0, "raw")
-    assert trace.has(0, "clipped")
+    assert trace.has(0, "clipped") and not trace.has(0, "raw")
+    rows = {"values": np.ones((1, 2)), "indices": np.array([0]), "rows": np.array(5)}
+    arrays = {f"raw/0/{part}": [array] * 2 for part, array in rows.items()}
+    arrays["before/0"] = [np.ones((5, 2))] * 2
+    trace = load(write(mesh, arrays, {"raw/0": "i o mean(cp)"}))
+    assert trace.has(0, "before") and not trace.has(0, "raw")
+    # A part that the loss does not use has a gradient of 0.
+    files = write(mesh, {"before/0": [ones] * 2, "raw/0": [ones] * 2}, {"raw/0": "d mean(cp)"})
+    trace = load([without(file, [1], "raw") for file in files])
+    np.testing.assert_array_equal(trace.arrays(0, "raw", 0)[0], ones / 2)
 
 
 def test_views_are_the_copies_that_ranks_have():
@@ -139,33 +153,22 @@ def test_views_are_the_copies_that_ranks_have():
 
 
 @pytest.mark.parametrize(
-    ("placement", "text"),
+    ("placement", "about", "text"),
     [
-        ("o[xp] i", "axis twice, or not on the mesh"),
-        ("o[tp] i[tp]", "axis twice"),
-        ("o[tp", "cannot be read"),
-        ("o[tp]", "2 dimensions in an array placed on 1"),
-        ("5*o[tp] i", "no 5 blocks"),
+        ("o[xp] i", {}, "axis twice, or not on the mesh"),
+        ("o[tp] i[tp]", {}, "axis twice"),
+        ("o[tp", {}, "cannot be read"),
+        ("o[tp]", {}, "2 dimensions in an array placed on 1"),
+        ("5*o[tp] i", {}, "no 5 blocks"),
+        ("o i", {"mesh": {"tp": 0}}, "mesh of 'about' must be of positive sizes"),
+        ("o i", {"data_axes": ["xp"]}, "data_axes of 'about' must be axes of mesh"),
+        ("o i", {"num_replicas": 2}, "num_replicas of 'about' must be 1"),
+        ("o i", {"mesh": {"tp": 3}}, "rank 2 0 times"),
     ],
 )
-def test_wrong_placements_are_refused(placement, text):
-    mesh = Mesh({"tp": 2}, ())
-    files = write(mesh, {"before/0": [np.ones((2, 2))] * 2}, {"before/0": placement})
-    with pytest.raises(TraceError, match=text):
-        load(files)
-
-
-@pytest.mark.parametrize(
-    ("about", "text"),
-    [
-        ({"mesh": {"tp": 0}}, "mesh of 'about' must be of positive sizes"),
-        ({"data_axes": ["xp"]}, "data_axes of 'about' must be axes of mesh"),
-        ({"num_replicas": 2}, "num_replicas of 'about' must be 1"),
-        ({"mesh": {"tp": 3}}, "rank 2 0 times"),
-    ],
-)
-def test_wrong_meshes_are_refused(about, text):
-    files = write(Mesh({"tp": 2}, ()), {"before/0": [np.ones(2)] * 2}, **about)
+def test_wrong_placements_and_meshes_are_refused(placement, about, text):
+    arrays = {"before/0": [np.ones((2, 2))] * 2}
+    files = write(Mesh({"tp": 2}, ()), arrays, {"before/0": placement}, **about)
     with pytest.raises(TraceError, match=text):
         load(files)
 
@@ -183,6 +186,13 @@ def test_mesh_and_rank():
 
 
 RATE = np.float32(0.1)
+OF_TWO = {
+    "variables": [{"name": n, "kind": "weight"} for n in "wn"], "gradients": ["w", "n"],
+}  # fmt: skip
+SGD = {
+    "optimizer": {"class": "SGD", "framework": "torch"},
+    "settings": [[{"weights": ["w", "n"], "learning_rate": float(RATE), "momentum": 0.0}]],
+}  # fmt: skip
 
 
 def one_device():
@@ -195,11 +205,18 @@ def one_device():
     return x, {"w": w, "n": n}, {"w": x.T @ (error * n), "n": (error * y).sum(0)}
 
 
-def recorded(on, x, weights, gradients, placements, factors=None, outputs=None):
-    """Returns a trace of one step of gradient descent; arguments hold the array of each rank.
+def copies(arrays, number):
+    return {name: [array] * number for name, array in arrays.items()}
 
-    `factors` are those by which the ranks clip their gradients to norm 0.1. With `outputs`, the
-    model computes in bfloat16.
+
+def recorded(
+    on, x, weights, gradients, placements, factors=None, before="unclipped", outputs=None,
+    losses=None,
+):  # fmt: skip
+    """Returns the files of one step of gradient descent; arguments hold the array of each rank.
+
+    `factors` are those by which the ranks clip their gradients to norm 0.1; `before` is the kind
+    of these before. With `outputs`, the model computes in bfloat16.
     """
     arrays, calls = {"data/0": x}, ["forward", "backward", *["clip norm 0.1"] * bool(factors)]
     for index, name in enumerate("wn"):
@@ -207,41 +224,41 @@ def recorded(on, x, weights, gradients, placements, factors=None, outputs=None):
         used = [np.float32(f) * g for f, g in zip(factors or [1] * len(sent), sent, strict=True)]
         after = [w - RATE * g for w, g in zip(weights[name], used, strict=True)]
         arrays |= {f"before/{index}": weights[name], f"clipped/{index}": used}
-        arrays |= {f"after/{index}": after, **({f"unclipped/{index}": sent} if factors else {})}
-    group = {"weights": ["w", "n"], "learning_rate": float(RATE), "momentum": 0.0}
-    about = {"variables": [{"name": n, "kind": "weight"} for n in "wn"], "gradients": ["w", "n"]}
-    about |= {"optimizer": {"class": "SGD", "framework": "torch"}, "settings": [[group]]}
-    about |= {"calls": [calls]}
+        arrays |= {f"after/{index}": after, **({f"{before}/{index}": sent} if factors else {})}
+    about = {**OF_TWO, **SGD, "calls": [calls]}
+    if losses:
+        arrays["loss/0"] = [*map(np.float32, losses)]
     if outputs is not None:
         arrays |= {"y_pred/0": [outputs] * on.size}
         about |= {"computed_in": "bfloat16"}
-    return load(write(on, arrays, placements, **about))
+    return write(on, arrays, placements, **about)
 
 
-def verdict(
-    change=lambda x, gradients: None, axis="tp", factors=(None, None), outputs=(None, None)
-):
-    """Verifies a training on two ranks that split w against one device.
-
-    Args:
-        change: changes the examples and the gradients of the ranks.
-        axis: name of the axis.
-        factors: by which one device, and each rank, clips its gradients; None if none clips.
-        outputs: of one device, and of each rank, which compute in bfloat16; None if not recorded.
-    """
+def split(change=lambda x, gradients: None, axis="tp", **options):
+    """Returns the files of two ranks that split w; `change` changes examples and gradients."""
     x, weights, gradients = one_device()
-    alone = Mesh({"dp": 1}, ("dp",))
-    whole = ({k: [v] for k, v in d.items()} for d in (weights, gradients))
-    one = recorded(alone, [x], *whole, {}, factors[0], outputs[0])
     mesh, w = Mesh({axis: 2}, ()), f"i o[{axis}]"
-    images = [x.copy(), x.copy()]
-    own = {"w": local_parts(gradients["w"], w, mesh), "n": [gradients["n"].copy()] * 2}
+    images, own, held = [x.copy(), x.copy()], copies(gradients, 2), copies(weights, 2)
+    own["w"], held["w"] = (local_parts(each["w"], w, mesh) for each in (gradients, weights))
     change(images, own)
-    held = {"w": local_parts(weights["w"], w, mesh), "n": [weights["n"]] * 2}
-    placements = {f"{kind}/0": w for kind in ("before", "unclipped", "clipped", "after")}
-    two = recorded(mesh, images, held, own, placements, factors[1], outputs[1])
+    placements = {f"{kind}/0": w for kind in ("before", "unclipped", "sums", "clipped", "after")}
+    return recorded(mesh, images, held, own, placements, **options)
+
+
+def against_one(files, **options):
+    """Returns the verdict on a recording that is compared with that of one device."""
+    x, weights, gradients = one_device()
+    whole = copies(weights, 1), copies(gradients, 1)
+    one = load(recorded(Mesh({"dp": 1}, ("dp",)), [x], *whole, {}, **options))
+    two = load(files)
     one.name, two.name = "one.npz", "two.npz"
     return compare_traces([one, two], {})["two.npz"]
+
+
+def alone(files):
+    """Returns the verdict on a recording without a reference."""
+    (found,) = compare_traces([load(files)], {}).values()
+    return found
 
 
 def causes(found):
@@ -249,9 +266,12 @@ def causes(found):
 
 
 def test_a_split_weight_is_the_same_training():
-    found = verdict()
-    assert found.ok
-    assert {"gradients", "update", "agreement"} <= {*found.checked}
+    """Also where each rank has the loss of its part."""
+    for of_one, of_both in ((None, None), ([2], [1.5, 2.5])):
+        found = against_one(split(axis="sp", losses=of_both), losses=of_one)
+        assert found.ok, str(found)
+        assert {"gradients", "update", "agreement"} <= {*found.checked}
+        assert ("loss" in found.checked) == bool(of_one)
 
 
 @pytest.mark.parametrize(("units_of_outputs", "is_right"), [(0, False), (2, True)])
@@ -264,26 +284,38 @@ def test_16_bits_of_parts_move_gradients_as_far_as_outputs(units_of_outputs, is_
         own["w"] = [g.astype(np.float32) for g in own["w"]]
 
     moved = outputs * np.float32(1 + units_of_outputs * unit)
-    assert verdict(outputs=(outputs, outputs)).ok
-    assert verdict(shake, outputs=(outputs, moved)).ok == is_right
+    assert against_one(split(outputs=outputs), outputs=outputs).ok
+    assert against_one(split(shake, outputs=moved), outputs=outputs).ok == is_right
 
 
-def test_a_sum_that_is_not_reduced_is_named():
-    def keep_part(images, own):
-        total = own["n"][0]
-        own["n"] = [0.25 * total, 0.75 * total]
-
-    found = verdict(keep_part, axis="sp")
-    named = next(finding for finding in found.faults if finding.stage == "gradients")
-    assert (named.detail, named.tensors) == ("partial_not_reduced", ("n",))
-    assert "their sum over sp is right" in named.text
-    assert found.faults[-1].stage == "agreement"  # Also without a reference.
+def keep_part(images, own):
+    own["n"] = [0.25 * own["n"][0], 0.75 * own["n"][1]]
 
 
-def test_a_gradient_times_the_size_of_an_axis_is_named():
-    found = verdict(lambda images, own: own.update(n=[2 * g for g in own["n"]]))
-    assert causes(found) == ["sum_instead_of_mean"]
-    assert "the size of tp" in found.faults[0].text
+def other_part(images, own):
+    own["w"] = [own["w"][0], 1.01 * own["w"][1]]
+
+
+def other_order(images, own):
+    images[1] = images[1][::-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "text"),
+    [
+        (keep_part, "partial_not_reduced", "their sum over tp is right"),
+        (lambda images, own: own.update(n=[2 * g for g in own["n"]]), "sum_instead_of_mean",
+         "the size of tp"),
+        (other_order, "other_examples_in_a_replica", "rank 0 (tp 0), rank 1 (tp 1)"),
+        (other_part, "scaled_gradient", ""),
+    ],
+)  # fmt: skip
+def test_what_the_ranks_of_a_replica_do_is_named(change, cause, text):
+    found = against_one(split(change))
+    named = next(finding for finding in found.faults if finding.stage != "agreement")
+    assert named.detail == cause and text in named.text
+    is_copy = change is keep_part  # Also without a reference.
+    assert ("agreement" in {finding.stage for finding in found.faults}) == is_copy, str(found)
 
 
 @pytest.mark.parametrize(
@@ -302,17 +334,10 @@ def test_gradients_that_are_averaged_over_another_axis_are_named(axes, cause):
     sums = [np.mean([sent[r] for r in group(rank)], axis=0) for rank in range(mesh.size)]
     placements = {f"{kind}/0": "i o[tp]" for kind in ("raw", "sums", "clipped")}
     arrays = {"raw/0": sent, "sums/0": sums, "clipped/0": sums}
-    trace = load(write(mesh, arrays, placements, reduction="mean"))
-    (found,) = compare_traces([trace], {}).values()
+    found = alone(write(mesh, arrays, placements, reduction="mean"))
     faults = [fault for fault in found.faults if fault.stage == "all-reduce"]
     assert {fault.detail for fault in faults} == ({"reduced_over_other_axis"} if cause else set())
     assert all(cause in fault.text for fault in faults)
-
-
-def test_ranks_of_a_replica_with_different_examples_are_named():
-    found = verdict(lambda images, own: images.__setitem__(1, images[1][::-1]))
-    assert causes(found)[0] == "other_examples_in_a_replica"
-    assert "rank 0 (tp 0), rank 1 (tp 1)" in found.faults[0].text
 
 
 @pytest.mark.parametrize(
@@ -331,49 +356,33 @@ def test_an_axis_of_whole_weights_may_split_the_examples(is_reduced, examples, c
         y = rows @ weights["w"]
         error = y * weights["n"] / 2
         own.append({"w": rows.T @ (error * weights["n"]), "n": (error * y).sum(0)})
-    gradients = {k: [g] * 2 if is_reduced else [each[k] for each in own] for k, g in whole.items()}
-    copies = {name: [array] * 2 for name, array in weights.items()}
-    one = recorded(
-        Mesh({"dp": 1}, ("dp",)), [x], *({k: [v] for k, v in d.items()} for d in (weights, whole)),
-        {},
-    )  # fmt: skip
-    two = recorded(mesh, [halves[i] for i in examples], copies, gradients, {})
-    one.name, two.name = "one.npz", "two.npz"
-    found = compare_traces([one, two], {})["two.npz"]
+    gradients = copies(whole, 2) if is_reduced else {k: [each[k] for each in own] for k in whole}
+    images = [halves[i] for i in examples]
+    found = against_one(recorded(mesh, images, copies(weights, 2), gradients, {}))
     assert causes(found)[:1] == [*filter(None, [cause])]
     assert found.ok != bool(cause)
     if cause == "not_all_reduced":
         assert "their mean over replicate is right" in found.faults[0].text
 
 
-def test_an_update_of_one_part_only_is_found():
-    def other_part(images, own):
-        own["w"] = [own["w"][0], 1.01 * own["w"][1]]
+def of_four(shares=(1, 1, 1, 1), **options):
+    """Returns the files of a step of four ranks, each with a share of the gradient of n."""
+    x, weights, usual = one_device()
+    images, gradients = [x[:2], x[:2], x[2:], x[2:]], copies(usual, 4)
+    gradients["n"] = [np.float32(share) * usual["n"] for share in shares]
+    return recorded(Mesh(DP_TP, ("dp",)), images, copies(weights, 4), gradients, {}, **options)
 
-    assert causes(verdict(other_part)) != []
 
-
-def of_four(ends_early=(), **gradients):
-    """Verifies a step of four ranks alone.
-
-    Args:
-        ends_early: ranks without arrays.
-        **gradients: KIND_NAME → the gradient of each rank.
-    """
-    mesh, (x, weights, usual) = Mesh(DP_TP, ("dp",)), one_device()
-    of = {"data/0": [x[:2], x[:2], x[2:], x[2:]]}
-    for index, name in enumerate("wn"):
-        applied = gradients.get(f"clipped_{name}", [usual[name]] * 4)
-        of |= {f"before/{index}": [weights[name]] * 4, f"clipped/{index}": applied}
-        of |= {f"after/{index}": [weights[name] - RATE * g for g in applied]}
-        if "unclipped_n" in gradients:
-            of |= {f"unclipped/{index}": [gradients.get(f"unclipped_{name}", applied)[0]] * 4}
-    group = {"weights": ["w", "n"], "learning_rate": float(RATE), "momentum": 0.0}
-    about = {"variables": [{"name": n, "kind": "weight"} for n in "wn"], "gradients": ["w", "n"]}
-    about |= {"optimizer": {"class": "SGD", "framework": "torch"}, "settings": [[group]]}
-    trace = load([without(file, ends_early) for file in write(mesh, of, **about)])
-    (found,) = compare_traces([trace], {}).values()
-    return found
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"shares": (0.25, 0.75, 0.25, 0.75)}, "partial_not_reduced"),
+        ({"shares": (0.25, 0.25, 0.75, 0.75)}, "not_all_reduced"),
+        ({"factors": (0.25, 0.75, 0.25, 0.75)}, "clipped_by_local_norm"),
+    ],
+)
+def test_different_gradients_are_named_without_a_reference(options, cause):
+    assert causes(alone(of_four(**options))) == [cause]
 
 
 def without(file, ranks, kind=""):
@@ -385,108 +394,31 @@ def without(file, ranks, kind=""):
     return kept
 
 
-@pytest.mark.parametrize(
-    ("shares", "unclipped", "cause"),
-    [
-        ((1, 3, 1, 3), False, "partial_not_reduced"),
-        ((1, 1, 3, 3), False, "not_all_reduced"),
-        ((1, 3, 1, 3), True, "clipped_by_local_norm"),
-    ],
-)
-def test_different_gradients_are_named_without_a_reference(shares, unclipped, cause):
-    total = one_device()[2]["n"]
-    entering = {"unclipped_n": [total]} if unclipped else {}
-    found = of_four(clipped_n=[np.float32(share / 4) * total for share in shares], **entering)
-    assert causes(found) == [cause]
-
-
 def test_a_rank_whose_recording_ends_is_found():
-    found = of_four(ends_early=[3])
+    found = alone([without(file, [3]) for file in of_four()])
     assert causes(found) == ["not_updated"]
     assert found.faults[0].items == ("rank 3 (dp 1, tp 1)",)
-
-
-def test_a_part_that_the_loss_does_not_use_has_a_gradient_of_0():
-    mesh = Mesh({"cp": 2}, ())
-    ones = np.ones(2, np.float32)
-    files = write(mesh, {"before/0": [ones] * 2, "raw/0": [ones] * 2}, {"raw/0": "d mean(cp)"})
-    trace = load([without(file, [1], "raw") for file in files])
-    np.testing.assert_array_equal(trace.arrays(0, "raw", 0)[0], ones / 2)
-
-
-def test_ranks_may_have_the_losses_of_parts():
-    x, weights, gradients = one_device()
-    del weights["n"], gradients["n"]
-    traces = []
-    for mesh, losses in ((Mesh({"dp": 1}, ("dp",)), [2]), (Mesh({"sp": 2}, ()), [1.5, 2.5])):
-        of = {"data/0": x, "before/0": weights["w"], "clipped/0": gradients["w"]}
-        of["after/0"] = weights["w"] - gradients["w"]
-        of = {kind: [array] * mesh.size for kind, array in of.items()}
-        traces.append(load(write(mesh, of | {"loss/0": [*map(np.float32, losses)]})))
-        traces[-1].name = f"{mesh.size}.npz"
-    found = compare_traces(traces, {})["2.npz"]
-    assert found.ok
-    assert "loss" in found.checked
-
-
-def test_names_of_a_stage_may_be_shifted():
-    names = {"0": "1", "1": "2"}
-    files, arrays = [], [np.full(2, i, np.float32) for i in range(3)]
-    for rank, own in enumerate((arrays[:1], arrays[1:])):
-        of = {f"before/{index}": [array] * 2 for index, array in enumerate(own)}
-        keys = [str(index) for index in range(len(own))]
-        about = {"variables": [{"name": k, "kind": "weight"} for k in keys], "gradients": keys}
-        about |= {"names": names if rank else {}}
-        files.append(write(Mesh({"pp": 2}, ()), of, **about)[rank])
-    trace = load(files)
-    assert trace.keys == ["0", "1", "2"]
-    np.testing.assert_array_equal(trace.arrays(0, "before", 0), arrays)
-
-
-def test_clipping_by_the_norm_of_own_parts_is_named_without_a_reference():
-    mesh, (x, weights, gradients) = Mesh({"tp": 2}, ()), one_device()
-    split = {"before": local_parts(weights["w"], "i o[tp]", mesh)}
-    split["sums"] = local_parts(gradients["w"], "i o[tp]", mesh)
-    norms = [np.hypot(np.linalg.norm(g), np.linalg.norm(gradients["n"])) for g in split["sums"]]
-    factors = [np.float32(0.1 / each) for each in norms]
-    split["clipped"] = [by * g for by, g in zip(factors, split["sums"], strict=True)]
-    of = {f"{kind}/0": parts for kind, parts in split.items()}
-    of |= {"data/0": [x] * 2, "before/1": [weights["n"]] * 2, "sums/1": [gradients["n"]] * 2}
-    of["clipped/1"] = [by * gradients["n"] for by in factors]
-    about = {"variables": [{"name": n, "kind": "weight"} for n in "wn"], "gradients": ["w", "n"]}
-    trace = load(write(mesh, of, {f"{kind}/0": "i o[tp]" for kind in split}, **about))
-    (found,) = compare_traces([trace], {}).values()
-    assert causes(found) == ["clipped_by_local_norm"]
-
-
-def test_rows_of_gradients_that_are_parts_of_a_sum_are_left_out():
-    files = []
-    for rank, file in enumerate(write(Mesh({"cp": 2}, ()), {"before/0": [np.ones((5, 2))] * 2},
-                                      {"raw/0": "i o mean(cp)"})):  # fmt: skip
-        file.seek(0)
-        rows = {"values": np.ones((1, 2)), "indices": np.array([rank]), "rows": np.array(5)}
-        members = {f"1/raw/{rank}/0/{part}": array for part, array in rows.items()}
-        files.append(io.BytesIO())
-        np.savez(files[-1], **np.load(file), **members)
-    trace = load(files)
-    assert trace.has(0, "before")
-    assert not trace.has(0, "raw")
 
 
 def test_constants_of_a_rank_are_no_local_statistics():
     mesh, places = Mesh({"cp": 2}, ()), [np.arange(2.0), np.arange(2.0, 4.0)]
     about = {"variables": [{"name": "places", "kind": "statistic"}], "gradients": []}
-    trace = load(write(mesh, {"before/0": places, "after/0": places}, **about))
-    (found,) = compare_traces([trace], {}).values()
-    assert not found.findings
+    assert not alone(write(mesh, {"before/0": places, "after/0": places}, **about)).findings
 
 
 def test_clipping_by_the_norm_of_own_parts_is_named():
+    """Also without a reference."""
     _, _, gradients = one_device()
     halves = np.split(gradients["w"], 2, axis=1)
     norms = [np.hypot(np.linalg.norm(half), np.linalg.norm(gradients["n"])) for half in halves]
     size = np.hypot(np.linalg.norm(gradients["w"]), np.linalg.norm(gradients["n"]))
     right, own = 0.1 / size, [0.1 / each for each in norms]
-    assert verdict(factors=([right], [right, right])).ok
-    assert causes(verdict(factors=([right], own)))[0] == "clipped_by_local_norm"
-    assert causes(verdict(factors=([right], [0.7 * right] * 2))) == ["other_clipping"]
+    assert against_one(split(factors=[right, right]), factors=[right]).ok
+    assert alone(split(factors=[right, right])).ok
+    other = against_one(split(factors=[0.7 * right] * 2), factors=[right])
+    assert causes(other) == ["other_clipping"]
+    for found in (
+        against_one(split(factors=own), factors=[right]), alone(split(factors=own)),
+        alone(split(factors=own, before="sums")),
+    ):  # fmt: skip
+        assert causes(found)[0] == "clipped_by_local_norm"

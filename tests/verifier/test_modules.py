@@ -1,7 +1,6 @@
 """Recordings of modules: parts on ranks, and networks of PyTorch."""
 
 import json
-import pathlib
 import random
 
 import numpy as np
@@ -10,9 +9,8 @@ import pytest
 from lockstep.comparison import compare_traces
 from lockstep.data import file as trace_file
 from lockstep.stages.module_arrays import Event, events_of
-from tests.conftest import ROOT
 from tests.verifier.modules import MODULES, ON_RANKS, on_two_ranks
-from tests.verifier.recorder_scripts import FOLDER, needs, run_script
+from tests.verifier.recorder_scripts import OF_ZOO, Scripts, needs
 
 
 def test_events_are_in_the_order_of_time():
@@ -34,15 +32,30 @@ def test_parts_of_arrays_of_modules_on_ranks(name):
         assert (found.module, found.detail) == expected[:2] and expected[2] in found.text
 
 
-def run_jobs(folder, jobs):
-    """Records trainings with PyTorch: those of one process, then those of two."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    run_script("torch", FOLDER / "torch_modules.py", folder, timeout=300).check_returncode()
+@pytest.fixture(scope="module")
+def scripts():
+    with Scripts() as scripts:
+        yield scripts
+
+
+@pytest.fixture
+def run_jobs(scripts, tmp_path):
+    """Returns a function that trains with PyTorch: first in one process, then in two."""
+
+    def run(jobs):
+        (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+        for processes in (1, 2):
+            code, printed = scripts(
+                "torch", "torch_modules.py", folder=tmp_path, processes=processes
+            )
+            assert code == 0, printed
+
+    return run
 
 
 @pytest.mark.slow
 @needs("torch")
-def test_recording_modules_changes_no_bit(tmp_path):
+def test_recording_modules_changes_no_bit(run_jobs, tmp_path):
     jobs = [
         {"network": network, "path": f"any{size}.npz", "modules": modules, "size": size, "steps": 3,
          "weights": f"{network}{modules}{size}.npz"}
@@ -51,7 +64,7 @@ def test_recording_modules_changes_no_bit(tmp_path):
         for size in (1, 2)
         if not (network == "cnn" and modules == "*.mlp")
     ]  # fmt: skip
-    run_jobs(tmp_path, jobs)
+    run_jobs(jobs)
     for job in jobs:
         plain = f"{job['network']}None{job['size']}.npz"
         with np.load(tmp_path / job["weights"]) as own, np.load(tmp_path / plain) as other:
@@ -80,18 +93,17 @@ ON_A_MESH = {  # Line of the script → its replacement, and what is found.
 
 @pytest.mark.slow
 @needs("torch")
-def test_modules_of_tensor_parallelism_are_named(tmp_path):
-    scripts = ROOT / "tests" / "verifier" / "zoo" / "scripts"
-    text = (scripts / "torch_tp.py").read_text()
+def test_modules_of_tensor_parallelism_are_named(scripts, tmp_path):
+    text = (OF_ZOO / "torch_tp.py").read_text()
 
     def recorded(name, script, size, replay=None):
         path = tmp_path / f"{name}.npz"
         (tmp_path / "script.py").write_text(script)
         given = {"path": str(path), "steps": [0], "replay": replay, "permute": None}
-        run_script(
-            "torch", tmp_path / "script.py", size, path, timeout=100,
-            PYTHONPATH=f"{ROOT}:{scripts}", LOCKSTEP_RECORD=json.dumps({**given, "modules": True}),
-        ).check_returncode()  # fmt: skip
+        variable = {"LOCKSTEP_RECORD": json.dumps({**given, "modules": True})}
+        words = tmp_path / "script.py", size, path
+        code, printed = scripts("torch", *words, folder=tmp_path, **variable)
+        assert code == 0, printed
         return path
 
     one = recorded("one", text, 1)
@@ -123,7 +135,7 @@ FAULTS = (
 
 @pytest.mark.slow
 @needs("torch")
-def test_modules_of_pytorch_are_named(tmp_path: pathlib.Path):
+def test_modules_of_pytorch_are_named(run_jobs, tmp_path):
     generator, jobs = random.Random(0), []
     for network, dtype in (("gpt", ""), ("gpt", "bfloat16"), ("cnn", "")):
         one = f"{network}{dtype}.npz"
@@ -135,7 +147,7 @@ def test_modules_of_pytorch_are_named(tmp_path: pathlib.Path):
             fault = module, generator.choice(FAULTS)
             path = f"wrong{number}{one}"
             jobs.append(common | {"path": path, "replay": one, "fault": fault})
-    run_jobs(tmp_path, jobs)
+    run_jobs(jobs)
     unnamed = []
     for job in jobs:
         traces = [

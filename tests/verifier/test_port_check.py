@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.__main__ import main
 from tests.conftest import ROOT
-from tests.verifier.recorder_scripts import FOLDER, needs, run_script
+from tests.verifier.recorder_scripts import FOLDER, Scripts, needs
 
 pytestmark = [pytest.mark.slow, needs("torch")]
 
@@ -50,14 +50,14 @@ def originals(tmp_path_factory):
             one, permuted = (folder / f"{name}{len(known)}.npz" for name in ("one", "permuted"))
             replay = [f"--trace={permuted}", f"--replay={one}", "--permute=1"]
             for more in ([f"--trace={one}"], replay):
-                script = FOLDER / "port_torch.py"
-                # With one thread, a unit turns over beside the regularisation of one port.
-                given = {"OMP_NUM_THREADS": "2"}
-                run_script("torch", script, *options.split(), *more, **given).check_returncode()
+                words = [*options.split(), *more]
+                code, printed = scripts("torch", "port_torch.py", *words, folder=folder)
+                assert code == 0, printed
             known[options] = one, permuted
         return known[options]
 
-    return recorded
+    with Scripts() as scripts:
+        yield recorded
 
 
 @pytest.mark.parametrize("name", CASES)

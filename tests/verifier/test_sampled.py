@@ -20,7 +20,7 @@ from lockstep.recorders.common import VARIABLE, Request, sample_in, with_command
 from lockstep.recorders.parts import as_summands, members_of
 from lockstep.recorders.states import States
 from tests.verifier.changes import clip
-from tests.verifier.recorder_scripts import FOLDER, needs, run_script
+from tests.verifier.recorder_scripts import Scripts, needs
 from tests.verifier.script_samples import Script
 
 SEEDS, SIZES = st.integers(0, 2**32 - 1), st.integers(1, 30)  # The kernel has 36 elements.
@@ -274,17 +274,29 @@ def test_the_command_keeps_the_start_of_its_first_run_from_which_others_start(
 
 # --- Frameworks ----------------------------------------------------------------------------------
 
-
-def run(script, folder, *arguments, processes=1):
-    """Runs a script of `recorder_scripts`; returns its exit code, and what it printed."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}")
-    words = *(launcher if processes > 1 else ()), FOLDER / script, *arguments
-    done = run_script(script.partition("_")[0], *words, cwd=folder, timeout=200)
-    return done.returncode, done.stdout + done.stderr
+FRAMEWORKS = [pytest.param(each, marks=needs(each)) for each in ("torch", "jax", "keras")]
 
 
-def verdict_of(folder, second="two.npz"):
-    traces = [trace_file.load(folder / name) for name in ("one.npz", second)]
+@pytest.fixture(scope="module")
+def scripts():
+    with Scripts() as scripts:
+        yield scripts
+
+
+@pytest.fixture
+def record(scripts, tmp_path):
+    """Returns a function that runs the script of a framework, which has to end well."""
+
+    def run(framework, *words, **options):
+        options["folder"] = tmp_path
+        code, printed = scripts(framework, f"{framework}_sampled.py", *words, **options)
+        assert code == 0, printed
+
+    return run
+
+
+def verdict_of(folder):
+    traces = [trace_file.load(folder / name) for name in ("one.npz", "two.npz")]
     return [*compare_traces(traces, {}).values()][-1]
 
 
@@ -298,58 +310,44 @@ def require_equal_starts(folder):
     assert all(first[n].norm == pytest.approx(second[n].norm, rel=1e-9) for n in large)
 
 
-@pytest.mark.slow
-@needs("torch")
-@pytest.mark.parametrize(
-    ("wrapper", "bugs"),
-    [("ddp", {"row": "unexplained", "row_later": "changed_on_its_own"}),
-     ("fsdp", {"row": "unexplained", "row_later": "changed_on_its_own"})],
-)  # fmt: skip
-def test_sampled_recordings_of_torch(wrapper, bugs, tmp_path):
-    """Faults are found in rows of an embedding of which no element is kept."""
-    assert run("torch_sampled.py", tmp_path, "one.npz")[0] == 0
-    for bug, detail in {**bugs, "": ""}.items():
-        code, printed = run("torch_sampled.py", tmp_path, "two.npz", wrapper, bug, processes=2)
-        assert code == 0, printed
-        verdict = verdict_of(tmp_path)
-        assert [f.detail for f in verdict.faults] == [detail] * bool(bug), (bug, verdict.faults)
-    require_equal_starts(tmp_path)
+ROWS = {"row": "unexplained", "row_later": "changed_on_its_own"}
+WRONG = {  # Framework and kind → bug: the cause that is found.
+    ("torch", "ddp"): ROWS, ("torch", "fsdp"): ROWS,
+    ("jax", "shards"): {"loss": "other_loss", "row": "unexplained", "reduce": "not_all_reduced"},
+    ("jax", "pmap"): {"reduce": "not_all_reduced"},
+    ("jax", "mesh"): {"row": "unexplained", "unclipped": "other_clipping"},
+}  # fmt: skip
 
 
 @pytest.mark.slow
-@needs("jax")
 @pytest.mark.parametrize(
-    ("kind", "bugs"),
-    [("shards", {"loss": "other_loss", "row": "unexplained", "reduce": "not_all_reduced"}),
-     ("pmap", {"reduce": "not_all_reduced"}),
-     ("mesh", {"row": "unexplained", "unclipped": "other_clipping"})],
-)  # fmt: skip
-def test_sampled_recordings_of_jax(kind, bugs, tmp_path):
-    """Clipping, which the step does not keep but on a mesh, is read off whole arrays."""
-    assert run("jax_sampled.py", tmp_path, "one.npz") == (0, "")
-    for bug, detail in {**bugs, "": ""}.items():
-        code, printed = run("jax_sampled.py", tmp_path, "two.npz", kind, bug)
-        assert code == 0, printed
+    ("framework", "kind"), [pytest.param(*both, marks=needs(both[0])) for both in WRONG]
+)
+def test_sampled_recordings(framework, kind, record, tmp_path):
+    """Faults are found in rows of an embedding of which no element is kept.
+
+    In JAX, clipping, which the step does not keep but on a mesh, is read off whole arrays.
+    """
+    record(framework, "one.npz")
+    processes = 2 if framework == "torch" else 1
+    for bug, detail in {**WRONG[framework, kind], "": ""}.items():
+        record(framework, "two.npz", kind, bug, processes=processes)
         verdict = verdict_of(tmp_path)
         assert [f.detail for f in verdict.faults] == [detail] * bool(bug), (bug, verdict.faults)
     require_equal_starts(tmp_path)
-
-
-FRAMEWORKS = [pytest.param(each, marks=needs(each)) for each in ("torch", "jax", "keras")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_replay_needs_the_start(framework, tmp_path):
-    script = f"{framework}_sampled.py"
-    assert run(script, tmp_path, "one.npz")[0] == 0
-    code, printed = run(script, tmp_path, "two.npz", "plain", "", "one.npz")
+def test_replay_needs_the_start(framework, record, scripts, tmp_path):
+    record(framework, "one.npz")
+    words = "two.npz", "plain", "", "one.npz"
+    code, printed = scripts(framework, f"{framework}_sampled.py", *words, folder=tmp_path)
     line = "replay=one.npz: is recorded with sample=, without the whole state before step 0; record"
-    assert code == 1 and line in printed.splitlines()[-1]
-    assert run(script, tmp_path, "one.npz", "plain", "start")[0] == 0
+    assert code == 1 and line in printed
+    record(framework, "one.npz", "plain", "start")
     for bug in ("other_start", "row"):
-        code, printed = run(script, tmp_path, "two.npz", "plain", bug, "one.npz")
-        assert code == 0, printed
+        record(framework, "two.npz", "plain", bug, "one.npz")
         verdict = verdict_of(tmp_path)
         assert verdict.status == FAULT
         # What the script itself starts from belongs to the claim.
@@ -358,9 +356,8 @@ def test_replay_needs_the_start(framework, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_large_models_are_sampled_without_being_asked(framework, tmp_path):
-    code, printed = run(f"{framework}_sampled.py", tmp_path, "large.npz", "large")
-    assert code == 0, printed
+def test_large_models_are_sampled_without_being_asked(framework, record, tmp_path):
+    record(framework, "large.npz", "large")
     trace = trace_file.load(tmp_path / "large.npz")
     assert trace.about.sample == {"elements": 4096, "sums": 8, "seed": 0}
     assert trace.steps == (0,) and (tmp_path / "large.npz").stat().st_size < 1 << 20

@@ -1,6 +1,5 @@
 """Recordings are written while the training runs; one that was not finished says so."""
 
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from lockstep import __main__ as command
 from lockstep.data.file import Writer, load
 from lockstep.recorders.output import Output
 from tests.verifier import trace_samples
-from tests.verifier.recorder_scripts import FOLDER, interpreter
+from tests.verifier.recorder_scripts import ROOT, Scripts, needs
 
 UNFINISHED = (
     ": the recording was not finished: the training was killed or is still running, the disk was"
@@ -95,7 +94,7 @@ sys.stdin.read()
 def test_two_processes_cannot_write_one_file(tmp_path):
     path = str(tmp_path / "one.npz")
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, path], cwd=FOLDER.parents[2], text=True,
+        [sys.executable, "-c", HOLD, path], cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdout.readline() == "open\n"
@@ -105,43 +104,39 @@ def test_two_processes_cannot_write_one_file(tmp_path):
     assert not Output(path).has_failed
 
 
-def run(kind, folder):
-    """Runs a training, and returns the exit code and what is printed."""
-    done = subprocess.run(
-        [interpreter("torch"), FOLDER / "torch_streaming.py", kind], cwd=folder, text=True,
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parents[2]), "OMP_NUM_THREADS": "1"},
-        capture_output=True, timeout=200, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout.splitlines(), done.stderr
+# --- Trainings with PyTorch ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Returns a function that runs `torch_streaming.py` in a folder."""
+    with Scripts() as scripts:
+        yield lambda kind, folder: scripts("torch", "torch_streaming.py", kind, folder=folder)
 
 
 def with_torch(function):
-    is_missing = not interpreter("torch")
-    return pytest.mark.slow(pytest.mark.skipif(is_missing, reason="needs torch")(function))
+    return pytest.mark.slow(needs("torch")(function))
 
 
 @with_torch
-def test_memory_holds_less_than_one_step(tmp_path):
-    code, (weights, peak_bytes), _ = run("whole", tmp_path)
-    assert code == 0
+def test_memory_holds_less_than_one_step_and_a_full_disk_is_one_line(run, tmp_path, capsys):
+    """The training continues, and has the weights that it has without a recording."""
+    weights, _ = run("alone", tmp_path)[1].splitlines()
+    code, printed = run("whole", tmp_path)
+    assert (code, printed.splitlines()[0]) == (0, weights)
     assert load(tmp_path / "whole.npz").steps == (0, 1, 2, 3, 4, 5)
-    assert 0 < int(peak_bytes) < 4 * WEIGHTS_BYTES  # A step has eight arrays for each weight.
-    assert weights == run("alone", tmp_path)[1][0]
-
-
-@with_torch
-def test_a_full_disk_is_one_line_and_the_training_goes_on(tmp_path, capsys):
-    code, (weights, _), error = run("full", tmp_path)
-    assert (code, weights) == (0, run("alone", tmp_path)[1][0])
+    # A step has eight arrays for each weight.
+    assert 0 < int(printed.splitlines()[1]) < 4 * WEIGHTS_BYTES
+    code, printed = run("full", tmp_path)
     reason = "cannot be written (File too large); the training is not recorded"
-    assert error == f"lockstep: full.npz: {reason}\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["full.npz"]
+    assert (code, printed) == (0, f"lockstep: full.npz: {reason}\n{weights}\n0\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"full.npz", "printed.txt", "whole.npz"}
     assert (tmp_path / "full.npz").stat().st_size == 0
     assert verdict(capsys, tmp_path / "full.npz") == (3, f"error: {tmp_path}/full.npz{UNFINISHED}")
 
 
 @with_torch
-def test_a_killed_training_leaves_a_file_that_says_so(tmp_path, capsys):
+def test_a_killed_training_leaves_a_file_that_says_so(run, tmp_path, capsys):
     path = tmp_path / "killed.npz"
     write_sample(path)  # Of an earlier training: it must not be taken for this one.
     assert run("killed", tmp_path)[0] == -9
@@ -151,21 +146,17 @@ def test_a_killed_training_leaves_a_file_that_says_so(tmp_path, capsys):
 
 
 @with_torch
-@pytest.mark.parametrize(
-    ("kind", "code", "text"),
-    [
-        ("raised", 1, "RuntimeError: a step failed"),
-        ("exited", 4, "SystemExit: 4"),
-        ("interrupted", -2, "KeyboardInterrupt"),
-    ],
-)
-def test_a_training_that_ends_early_leaves_its_steps_and_why(kind, code, text, tmp_path, capsys):
-    path = tmp_path / f"{kind}.npz"
-    ended, printed, error = run(kind, tmp_path)
-    assert (ended, printed) == (code, [])
-    assert "UserWarning: " in error and "the training ended before steps [2, 3, 4, 5]" in error
-    trace = load(path)
-    assert trace.steps == (0, 1) and trace.about.asked == (0, 1, 2, 3, 4, 5)
-    code, printed = verdict(capsys, path)
-    assert code == 3
-    assert f"the training ended with an exception: {text}" in re.sub(r"\s+", " ", printed)
+def test_a_training_that_ends_early_leaves_its_steps_and_why(run, tmp_path, capsys):
+    for kind, code, text in (
+        ("raised", 1, "RuntimeError: a step failed"), ("exited", 4, "SystemExit: 4"),
+        ("interrupted", 1, "KeyboardInterrupt"),
+    ):  # fmt: skip
+        path = tmp_path / f"{kind}.npz"
+        ended, printed = run(kind, tmp_path)
+        assert ended == code
+        assert "the training ended before steps [2, 3, 4, 5]" in printed
+        trace = load(path)
+        assert trace.steps == (0, 1) and trace.about.asked == (0, 1, 2, 3, 4, 5)
+        code, told = verdict(capsys, path)
+        assert code == 3
+        assert f"the training ended with an exception: {text}" in re.sub(r"\s+", " ", told)

@@ -1,5 +1,6 @@
 """Scripts that record trainings with other frameworks, and the interpreters that have these."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -9,7 +10,13 @@ import pytest
 
 FOLDER = pathlib.Path(__file__).parent
 ROOT = FOLDER.parents[2]
+OF_ZOO = ROOT / "tests" / "verifier" / "zoo" / "scripts"
 INSTALLED = ROOT / ".venv-bench"  # By `make frameworks`.
+MODULES = {  # Framework → what its scripts import.
+    "torch": ("numpy", "torch", "torch.distributed.fsdp", "lockstep.record_torch"),
+    "jax": ("jax", "jax.numpy", "lockstep.record_jax"),
+    "keras": ("keras", "lockstep.record_keras"),
+}
 
 
 def interpreter(package):
@@ -48,8 +55,47 @@ def run_script(package, *words, cwd=None, timeout=400, **environment):
     )  # fmt: skip
 
 
-def run_cases(package, folder, kind):
+class Scripts:
+    """Runs scripts in forks of processes that have imported their framework; a context manager."""
+
+    def __init__(self):
+        self.servers = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for server in self.servers.values():
+            server.kill()
+            server.wait()
+            server.stdin.close()
+            server.stdout.close()
+
+    def __call__(self, package, script, *arguments, folder, processes=1, **environment):
+        """Runs a script of `FOLDER`, or another one; returns its exit code, and what it printed."""
+        if package not in self.servers:
+            self.servers[package] = self._started(package)
+        server = self.servers[package]
+        request = {
+            "program": str(FOLDER / script), "arguments": [*map(str, arguments)],
+            "folder": str(folder), "environment": environment, "processes": processes,
+            "timeout_sec": 200, "log": str(folder / "printed.txt"),
+        }  # fmt: skip
+        print(json.dumps(request), file=server.stdin, flush=True)
+        return int(server.stdout.readline()), (folder / "printed.txt").read_text("utf-8")
+
+    def _started(self, package):
+        folders = os.pathsep.join(map(str, (ROOT, FOLDER, OF_ZOO)))
+        given = {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+        return subprocess.Popen(
+            [interpreter(package), OF_ZOO / "serve.py", *MODULES[package]],
+            env={**os.environ, **given}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+
+def run_cases(package, folder, *kinds):
     """Runs cases of the script of a framework, and asserts that their checks hold."""
-    done = run_script(package, FOLDER / f"{package}_cases.py", folder, kind)
+    done = run_script(package, FOLDER / f"{package}_cases.py", folder, *kinds)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert [f"all of {kind}" in done.stdout for kind in kinds] == [True] * len(kinds)
     return done

@@ -2,216 +2,24 @@
 
 `python jax_cases.py FOLDER KIND` trains in FOLDER: the cases `one`, or `more`.
 """
+# ruff: noqa: F403, F405 (the names of `jax_steps`)
 
-import collections
 import itertools
 import json
 import os
 import pathlib
-import re
 import sys
 from functools import partial
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
-
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
+from jax_steps import *
 from lockstep import compare, record_jax
+from lockstep.recorders.jax.compiled import dtype_of
 from recording import Trace, run_cases
-
-ARGUMENTS = {"params": 0, "opt_state": 1, "batch": (2, 3), "key": 4}
-OUTPUTS = {"params": 0, "opt_state": 1, "loss": 2}
-SGD = {"class": "SGD", "learning_rate": 0.1, "momentum": 0.9}
-State = collections.namedtuple("State", "params moments batch_stats")
-
-
-def init():
-    random = np.random.default_rng(0)
-    a, b = random.normal(size=(5, 7)), random.normal(size=(7, 2))
-    params = {"a": {"kernel": a, "bias": np.zeros(7)}, "b": {"kernel": b}}
-    return jax.tree.map(np.float32, params)
-
-
-def batch(step):
-    x = np.random.default_rng(step).normal(size=(8 if step < 4 else 4, 5)).astype(np.float32)
-    return x, x[:, :2]
-
-
-def value_and_grad(params, x, y, key, noise=0.5):
-    """Returns the loss of two linear layers with noise between them, and its gradient."""
-    a, b = params["a"], params["b"]["kernel"]
-    scale = 1 + noise * jax.random.normal(key, (7,))
-    h = (x @ a["kernel"] + a["bias"]) * scale
-    wrong = h @ b - y
-    sent = wrong / len(x)
-    back = sent @ b.T * scale
-    grads = {"a": {"kernel": x.T @ back, "bias": back.sum(0)}, "b": {"kernel": h.T @ sent}}
-    return (wrong * sent).sum() / 2, grads
-
-
-def update(params, velocity, grads):
-    velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
-    return jax.tree.map(lambda p, v: p - 0.1 * v, params, velocity), velocity
-
-
-def shard_map_step(num_devices, noise=0.5, traces=None):
-    mesh = Mesh(jax.devices()[:num_devices], ("d",))
-
-    @partial(jax.jit, donate_argnums=(0, 1))
-    @partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(P(), P(), P("d"), P("d"), P()),
-        out_specs=(P(), P(), P()),
-    )
-    def step(params, velocity, x, y, key):
-        if traces is not None:
-            traces.append(x.shape)
-        key = record_jax.keep("random", jax.random.fold_in(key, jax.lax.axis_index("d")))
-        loss, grads = value_and_grad(params, x, y, key, noise)
-        loss, grads = record_jax.keep("loss", loss), record_jax.keep("raw", grads)
-        grads = record_jax.keep("sums", jax.lax.pmean(grads, "d"))
-        clipped = record_jax.keep("clipped", jax.tree.map(lambda g: g.clip(-0.5, 0.5), grads))
-        return *update(params, velocity, clipped), jax.lax.pmean(loss, "d")
-
-    return step
-
-
-@partial(jax.pmap, axis_name="d", donate_argnums=(0, 1))
-def pmap_step(params, velocity, x, y, key):
-    loss, grads = value_and_grad(params, x, y, key)
-    grads = record_jax.keep("raw", grads)
-    grads = record_jax.keep("sums", jax.lax.pmean(grads, "d"))
-    return *update(params, velocity, grads), loss
-
-
-@partial(jax.pmap, axis_name="d", in_axes=(None, None, 0, 0, 0))
-def pmap_step_of_one_copy(*args):
-    loss, grads = value_and_grad(args[0], *args[2:])
-    grads = record_jax.keep("raw", grads)
-    grads = record_jax.keep("sums", jax.lax.pmean(grads, "d"))
-    return *update(*args[:2], grads), loss
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
-def jit_step(name, state, examples, *, key):
-    """Trains with Adam; the state is one object, the batch a dictionary, the key a keyword."""
-    params, moments, stats = state
-    loss, grads = value_and_grad(params, examples["x"], examples["y"], key)
-    grads = record_jax.keep("sums", grads)
-    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments["mu"], grads)
-    nu = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, moments["nu"], grads)
-    params = jax.tree.map(lambda p, m, v: p - 0.01 * m / (v**0.5 + 1e-7), params, mu, nu)
-    stats = {"mean": 0.9 * stats["mean"] + 0.1 * examples["x"].mean(0)}
-    moments = {"count": moments["count"] + 1, "mu": mu, "nu": nu}
-    return State(params, moments, stats), {"loss": loss}
-
-
-SPECS = {"a": {"kernel": P(None, "model"), "bias": P("model")}, "b": {"kernel": P("model")}}
-
-
-def mesh_step(mesh):
-    """Returns a step whose hidden features are split over "model", and examples over "data"."""
-
-    @jax.jit
-    @partial(
-        jax.shard_map, mesh=mesh, in_specs=(SPECS, SPECS, P("data"), P("data")),
-        out_specs=(SPECS, SPECS, P()), check_vma=False,
-    )  # fmt: skip
-    def step(params, velocity, x, y):
-        a, b = params["a"], params["b"]["kernel"]
-        h = x @ a["kernel"] + a["bias"]
-        wrong = jax.lax.psum(h @ b, "model") - y
-        sent = wrong / len(x)
-        back = sent @ b.T
-        grads = {"a": {"kernel": x.T @ back, "bias": back.sum(0)}, "b": {"kernel": h.T @ sent}}
-        grads = record_jax.keep("raw", grads)
-        grads = record_jax.keep("sums", jax.lax.pmean(grads, "data"), SPECS)
-        loss = record_jax.keep("loss", (wrong * sent).sum() / 2)
-        return *update(params, velocity, grads), jax.lax.pmean(loss, "data")
-
-    return step
-
-
-def mesh_loop(step, mesh):
-    params = init()
-    params["a"] = {"kernel": params["a"]["kernel"][:, :6], "bias": params["a"]["bias"][:6]}
-    params["b"] = {"kernel": params["b"]["kernel"][:6]}
-    sharding = jax.tree.map(lambda spec: NamedSharding(mesh, spec), SPECS)
-    velocity = jax.tree.map(np.zeros_like, params)
-    params, velocity = (jax.tree.map(jax.device_put, tree, sharding) for tree in (params, velocity))
-    for number in range(4):
-        examples = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in batch(number)]
-        params, velocity, loss = step(params, velocity, *examples)
-    return [np.asarray(leaf) for leaf in jax.tree.leaves((params, velocity, loss))]
-
-
-def loop(step, stack=0, end=6, one_copy=False):
-    """Trains for six steps, the last two with short batches; returns all arrays."""
-    params = init()
-    velocity = jax.tree.map(np.zeros_like, params)
-    if stack and not one_copy:
-        params, velocity = jax.tree.map(lambda a: np.stack([a] * stack), (params, velocity))
-    for number in range(end):
-        x, y = batch(number)
-        key = jax.random.key(number)
-        if stack:
-            x, y = (a.reshape(stack, -1, *a.shape[1:]) for a in (x, y))
-            key = jax.random.split(key, stack)
-        params, velocity, loss = step(params, velocity, x, y, key)
-        if one_copy:
-            params, velocity = jax.tree.map(lambda a: np.asarray(a[0]), (params, velocity))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves((params, velocity, loss))]
-
-
-def jit_loop(step, sharded):
-    params = init()
-    zeros = jax.tree.map(np.zeros_like, params)
-    moments = {"count": np.int32(0), "mu": zeros, "nu": zeros}
-    state = State(params, moments, {"mean": np.zeros(5, np.float32)})
-    mesh = Mesh(jax.devices()[:2], ("d",))
-    if sharded:
-        state = jax.device_put(state, NamedSharding(mesh, P()))
-    for number in range(5):
-        examples = dict(zip("xy", batch(number), strict=True))
-        if sharded:
-            examples = jax.device_put(examples, NamedSharding(mesh, P("d")))
-        state, _ = step("a name", state, examples, key=jax.random.key(number))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-
-
-def record(name, step, run=loop, **options):
-    """Returns the final values of a recorded training."""
-    given = {"arguments": ARGUMENTS, "outputs": OUTPUTS, "optimizer": SGD, "steps": [0, 2, 4]}
-    if "replay" in options:
-        options["replay"] = pathlib.Path(options["replay"])
-    with record_jax.record(pathlib.Path(f"{name}.npz"), step, **given | options) as recorded:
-        return run(recorded)
-
-
-def refused(expected, step, run=loop, **options):
-    """Checks that a recording ends with an error of these words."""
-    try:
-        record("x", step, run, **options)
-    except ValueError as error:
-        assert re.search(expected, str(error)), error
-    else:
-        raise AssertionError(f"not refused: {expected}")
-
-
-def is_equal(first, second):
-    return len(first) == len(second) and all(map(np.array_equal, first, second))
-
-
-def is_close(first, second):
-    return len(first) == len(second) and all(map(np.allclose, first, second, [1e-4] * len(first)))
-
-
-def mean(*per_replica):
-    return [np.mean(arrays, axis=0) for arrays in zip(*per_replica, strict=True)]
 
 
 def case_shard_map():
@@ -247,11 +55,22 @@ def case_shard_map():
 
 
 def check_about(about):
-    assert about["format"] == "lockstep trace" and about["version"] == 2
-    assert (about["framework"], about["order"]) == ("jax", "reduce, clip")
-    assert (about["num_replicas"], about["replicas"]) == (2, [0, 1])
-    assert (about["steps"], about["reduction"]) == ([0, 2, 4], "mean")
-    assert about["gradients"] == ["a/bias", "a/kernel", "b/kernel"]
+    weights, sgd = ["a/bias", "a/kernel", "b/kernel"], {"learning_rate": 0.1, "momentum": 0.9}
+    assert (
+        about.items()
+        >= {
+            **{
+                "format": "lockstep trace",
+                "version": 2,
+                "framework": "jax",
+                "order": "reduce, clip",
+            },
+            **{"num_replicas": 2, "replicas": [0, 1], "steps": [0, 2, 4], "reduction": "mean"},
+            **{"gradients": weights, "permuted": None, "replayed": None},
+            "optimizer": {"class": "SGD", "framework": "jax", **sgd},
+        }.items()
+    )
+    assert about["settings"][0] == [{**sgd, "weights": weights}]
     assert [v["layout"] for v in about["variables"]] == ["", "IO", "IO", "", "IO", "IO", ""]
     kinds = ["weight"] * 3 + ["optimizer state"] * 3 + ["seed"]
     assert [v["kind"] for v in about["variables"]] == kinds
@@ -259,10 +78,6 @@ def check_about(about):
         **{"name": "opt_state/a/kernel", "kind": "optimizer state", "layout": "IO"},
         **{"of": "a/kernel", "slot": "momentum"},
     }
-    sgd = {"learning_rate": 0.1, "momentum": 0.9}
-    assert about["optimizer"] == {"class": "SGD", "framework": "jax", **sgd}
-    assert about["settings"][0] == [{**sgd, "weights": about["gradients"]}]
-    assert (about["permuted"], about["replayed"]) == (None, None)
 
 
 def write_torch_trace():
@@ -382,7 +197,7 @@ def case_jit():
 def case_mesh():
     """Each device's part is recorded if weights are split over an axis of the mesh."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "model"))
-    options = {"arguments": {"params": 0, "opt_state": 1, "batch": (2, 3)}, "steps": 3}
+    options = {"arguments": WITHOUT_KEY, "steps": 3}
     run = partial(mesh_loop, mesh=mesh)
     assert is_equal(record("four", mesh_step(mesh), run, **options), run(mesh_step(mesh)))
     trace = Trace("four")
@@ -409,37 +224,11 @@ def case_mesh():
         assert is_equal(again.get(position, "before", rank), trace.get(position, "before", rank))
 
 
-def averaged_step(bug=""):
-    """Returns a step that also returns averages of weights and a counter."""
-
-    @jax.jit
-    def step(params, velocity, x, y, averages, count):
-        loss, grads = value_and_grad(params, x, y, jax.random.key(0))
-        grads = record_jax.keep("unclipped", record_jax.keep("sums", grads))
-        grads = record_jax.keep("clipped", jax.tree.map(lambda g: g.clip(-0.5, 0.5), grads))
-        params, velocity = update(params, velocity, grads)
-        for _ in range(2 if bug == "averages" else 1):
-            averages = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, averages, params)
-        return params, velocity, averages, count + (2 if bug == "count" else 1), loss
-
-    return step
-
-
-def averaged_loop(step):
-    params, count = init(), np.int32(0)
-    velocity = averages = jax.tree.map(np.zeros_like, params)
-    for number in range(3):
-        x, y = batch(number)
-        params, velocity, averages, count, loss = step(params, velocity, x, y, averages, count)
-    return [np.asarray(leaf) for leaf in jax.tree.leaves((params, averages, loss))]
-
-
 def case_carried_state():
     """What the step takes and returns is recorded and compared, also if it has no name."""
-    options = {"arguments": {"params": 0, "opt_state": 1, "batch": (2, 3)}, "steps": 3}
-    options |= {"outputs": {"params": 0, "opt_state": 1, "loss": 4}}
-    assert is_equal(record("one", averaged_step(), averaged_loop, **options),
-                    averaged_loop(averaged_step()))  # fmt: skip
+    options = {"arguments": WITHOUT_KEY, "outputs": {**OUTPUTS, "loss": 4}, "steps": 3}
+    bits = record("one", averaged_step(), averaged_loop, **options)
+    assert is_equal(bits, averaged_loop(averaged_step()))
     names = [v["name"] for v in Trace("one").about["variables"]]
     assert names[3:7] == ["state/a/bias", "state/a/kernel", "state/b/kernel", "state/5"]
     for bug, stage in (("", None), ("averages", "statistics"), ("count", "update")):
@@ -448,56 +237,9 @@ def case_carried_state():
         assert {finding.stage for finding in found} == ({stage} - {None}), (bug, found)
 
 
-def clipping_step(num_devices, kind, bug=""):
-    """Returns a step that clips within its update, as a chain of Optax, and does not keep it."""
-    mesh, kept = Mesh(jax.devices()[:num_devices], ("d",)), 0.9 if kind == "SGD" else 0.0
-
-    def clipped(grads, limit):
-        if kind == "Adam":
-            return jax.tree.map(lambda g: g.clip(-limit, limit), grads)
-        norm = sum((g * g).sum() for g in jax.tree.leaves(grads)) ** 0.5
-        return jax.tree.map(lambda g: g * (limit / norm), grads)
-
-    @jax.jit
-    @partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("d"), P("d")), out_specs=(P(), P(), P())
-    )
-    def step(params, state, x, y):
-        loss, grads = value_and_grad(params, x, y, jax.random.key(0), 0)
-        if bug == "before the sum":
-            grads = clipped(grads, 2.5)
-        grads = record_jax.keep("sums", jax.lax.pmean(record_jax.keep("raw", grads), "d"))
-        if bug in ("", "limit"):
-            grads = clipped(grads, 2.5 if not bug else 2.0)
-        if kind != "Adam":
-            state = jax.tree.map(lambda v, g: kept * v + g, state, grads)
-            params = jax.tree.map(lambda p, v: p - 0.1 * v, params, state)
-            return params, state, jax.lax.pmean(loss, "d")
-        mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mu"], grads)
-        nu = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, state["nu"], grads)
-        count = state["count"] + 1
-        m, v = (jax.tree.map(lambda x, b=b: x / (1 - b**count), s)
-                for s, b in ((mu, 0.9), (nu, 0.999)))  # fmt: skip
-        change = jax.tree.map(lambda m, v: (m / (v**0.5 + 1e-8)).astype(np.float32), m, v)
-        params = jax.tree.map(lambda p, c: p - 0.01 * c, params, change)
-        return params, {"count": count, "mu": mu, "nu": nu}, jax.lax.pmean(loss, "d")
-
-    return step
-
-
-def clipping_loop(step, kind):
-    params = init()
-    zeros = jax.tree.map(np.zeros_like, params)
-    state = {"count": np.int32(0), "mu": zeros, "nu": zeros} if kind == "Adam" else zeros
-    for number in range(3):
-        params, state, loss = step(params, state, *batch(number))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves((params, loss))]
-
-
 def check_clipping(kind, bug, optimizer):
     """Clipping is read off the optimizer's state; another one, or none, is a fault."""
-    options = {"arguments": {"params": 0, "opt_state": 1, "batch": (2, 3)}, "steps": 3}
-    options |= {"outputs": {"params": 0, "opt_state": 1, "loss": 2}, "optimizer": optimizer}
+    options = {"arguments": WITHOUT_KEY, "steps": 3, "optimizer": optimizer}
     run = partial(clipping_loop, kind=kind)
     record("one", clipping_step(1, kind), run, **options)
     one = Trace("one")
@@ -558,6 +300,19 @@ def case_without_a_file():
     assert sorted(pathlib.Path().iterdir()) == files
 
 
+def case_rounding_of_products():
+    """A compiled step says to which dtype its products round, on each platform."""
+    x, found = jnp.ones((2, 2)), {}
+    for precision in (None, "high", "highest"):
+        with jax.default_matmul_precision(precision):
+            text = jax.jit(lambda x: x @ x).lower(x).as_text()
+        found[precision] = [dtype_of(text, platform) for platform in ("cpu", "gpu", "tpu")]
+    assert found[None] == ["", "tensorfloat32", "bfloat16"]
+    assert found["high"] == ["", "tensorfloat32", ""] and found["highest"] == ["", "", ""]
+    short = jax.jit(lambda x: x @ x).lower(x.astype(jnp.bfloat16)).as_text()
+    assert dtype_of(short, "gpu") == "bfloat16" and not dtype_of("add f32", "gpu")
+
+
 def case_errors():
     """Recorded steps are kept; a file that cannot be written does not replace the one before."""
     step = shard_map_step(2)
@@ -587,16 +342,17 @@ def case_errors():
     refused("^batch is missing; add it to arguments", step, arguments={"params": 0})
     refused("^opt_state is missing; add it to arguments", step, outputs={"params": 0})
     refused(r"^keep\('sums'\): 2 calls in a step; keep all at once$", twice)
-    try:
-        record("nowhere/x", step)
-    except ValueError as error:
-        assert str(error) == "nowhere/x.npz: must be an .npz file in a folder that exists"
+    no_folder = "^nowhere/x.npz: must be an .npz file in a folder that exists$"
+    refused(no_folder, step, name="nowhere/x")
     unknown = "^keep: unknown kind 'grads'; use one of raw, sums"
     refused(unknown, lambda *_: record_jax.keep("grads", 1))
 
 
 CASES = {
-    "one": [case_shard_map, case_jit, case_mesh, case_clipping_that_is_not_kept, case_errors],
+    "one": [
+        *(case_shard_map, case_jit, case_mesh, case_clipping_that_is_not_kept),
+        *(case_rounding_of_products, case_errors),
+    ],
     "more": [
         *(case_replay, case_pmap, case_carried_state, case_clipping_with_other_optimizers),
         *(case_steps_of_libraries, case_without_a_file),
@@ -606,3 +362,4 @@ CASES = {
 if __name__ == "__main__":
     os.chdir(sys.argv[1])
     run_cases(CASES[sys.argv[2]])
+    print(f"all of {sys.argv[2]}", flush=True)

@@ -61,6 +61,7 @@ def main():
     parser.add_argument("--replay")
     parser.add_argument("--permute", type=int)
     options = parser.parse_args()
+    torch.set_num_threads(2)  # With one, a unit turns over beside the regularisation of one port.
     torch.manual_seed(0)
     model = build_model()
     optimizer = build_optimizer(options, model)

@@ -1,94 +1,92 @@
-"""Trains with weights that the script changes after the update, in one process or under gloo.
+"""Weights that the script changes after the update, in one process and in two."""
+# ruff: noqa: F403, F405 (the names of `torch_training`)
 
-`clamp` clips them, `average` averages them over the processes in place of the gradients, `hook`
-normalises their rows in a hook of the optimizer, `checkpoint` computes the forward pass again in
-the backward pass, and `sparse` has an embedding whose rows occur several times. `wrong` is the same
-on rank 0 alone, or with another number. `fsdp` and `tensor` split the weights over the processes.
-"""
-
-import os
-import sys
+import functools
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lockstep import record_torch
+from lockstep import compare
+from torch_training import *
 
-KIND, IS_WRONG = sys.argv[1], "wrong" in sys.argv
-rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-IS_WRONG = IS_WRONG and world_size > 1
-torch.manual_seed(0)
-x, y = torch.randn(3, 12, 8), torch.randn(3, 12, 4)
-ids = torch.randint(6, (3, 12, 5))
-if KIND == "sparse":
-    model = nn.Sequential(nn.EmbeddingBag(10, 8, sparse=True), nn.Linear(8, 4))
-else:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-weights, called = [*model.parameters()], model
-if world_size > 1:
-    dist.init_process_group("gloo")
-    if "fsdp" in sys.argv:
-        fully_shard(model)
-    elif "tensor" in sys.argv:
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        parallelize_module(model, mesh, plan)
-    elif KIND != "average":
-        called = DistributedDataParallel(model)
-    weights = [*model.parameters()]
-if KIND == "hook":
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-else:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+# `clamp` clips weights, `average` averages them over the processes in place of the gradients,
+# `hook` normalises their rows in a hook of the optimizer, `checkpoint` computes the forward pass
+# again in the backward pass, and `sparse` has an embedding whose rows occur several times. The last
+# two are also split over the processes.
+KINDS = ("clamp", "average", "hook", "checkpoint", "sparse", "clamp fsdp", "clamp tensor")
+
+
+def split_over(model, split):
+    if split == "fsdp":
+        return fully_shard(model)
+    if split == "tensor":
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model if split == "average" else DistributedDataParallel(model)
 
 
 @torch.no_grad()
-def normalise(*_):
-    for weight in weights[::2]:
-        weight.div_(weight.norm(dim=1, keepdim=True) * (2 if IS_WRONG else 1))
-
-
-@torch.no_grad()
-def change():
-    """What the script does after the update."""
-    if KIND == "clamp" and not (IS_WRONG and rank):
+def change(kind, weights, is_wrong):
+    """What the script does after the update; wrong: on rank 0 alone, or with another number."""
+    rank, number = own_shard()
+    if kind == "clamp" and not (is_wrong and rank):
         for weight in weights:
             weight.clamp_(-0.2, 0.2)
-    if KIND == "average" and world_size > 1:
-        for weight in weights[: 3 if IS_WRONG else 4]:
+    elif kind == "hook":
+        for weight in weights[::2]:
+            weight.div_(weight.norm(dim=1, keepdim=True) * (2 if is_wrong else 1))
+    elif kind == "average" and number > 1:
+        for weight in weights[: 3 if is_wrong else 4]:
             dist.all_reduce(weight)
-            weight.div_(world_size)
+            weight.div_(number)
 
 
-if KIND == "hook":
-    optimizer.register_step_post_hook(normalise)
-path, replay = ("two.npz", "one.npz") if world_size > 1 else ("one.npz", None)
-own = slice(rank * 12 // world_size, (rank + 1) * 12 // world_size)
-own = slice(12) if "tensor" in sys.argv else own
-with record_torch.record(path, called, optimizer, steps=3, replay=replay):
-    for step in range(3):
-        given = (ids if KIND == "sparse" else x)[step, own]
+def train_changed(path, kind, split="", is_wrong=False, **options):
+    rank, number = own_shard()
+    torch.manual_seed(0)
+    x, y, ids = torch.randn(3, 12, 8), torch.randn(3, 12, 4), torch.randint(6, (3, 12, 5))
+    layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)]
+    if kind == "sparse":
+        x, layers = ids, [nn.EmbeddingBag(10, 8, sparse=True), nn.Linear(8, 4)]
+    model = nn.Sequential(*layers)
+    called = split_over(model, split or kind) if number > 1 else model
+    weights = [*model.parameters()]
+    if kind == "hook":
+        optimizer = torch.optim.AdamW(weights, lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: change(kind, weights, is_wrong))
+    else:
+        optimizer = torch.optim.SGD(weights, lr=0.1)
+    calls = functools.partial(checkpoint, called, use_reentrant=False)
+    calls = calls if kind == "checkpoint" and number > 1 else called
+    own = slice(rank, None, number) if split != "tensor" else slice(None)
+    scale = 1.5 if is_wrong and rank and kind in ("checkpoint", "sparse") else 1
+
+    def steps_of(model, optimizer, step):
         optimizer.zero_grad()
-        if KIND == "checkpoint" and world_size > 1:
-            output = checkpoint(called, given, use_reentrant=False)
-        else:
-            output = called(given)
-        loss = (output - y[step, own]).square().mean() * (1.5 if IS_WRONG and rank else 1)
-        if KIND in ("clamp", "average", "hook"):
-            loss = (output - y[step, own]).square().mean()
-        loss.backward()
+        (scale * (calls(x[step, own]) - y[step, own]).square().mean()).backward()
         optimizer.step()
-        change()
-if world_size > 1:
-    dist.barrier()
-    os._exit(0)  # Destroying the group aborts now and then, in a thread of gloo.
+        if kind != "hook":
+            change(kind, weights, is_wrong)
+
+    train(called, optimizer, path, steps_of, 3, **options)
+
+
+def record_one_process():
+    for kind in KINDS[:5]:
+        train_changed(f"one_{kind}.npz", kind)
+
+
+def case_later_changes():
+    """What a script changes after the update belongs to the step."""
+    for kind, _, split in (name.partition(" ") for name in KINDS):
+        for is_wrong in (False, True):
+            name, one = f"{kind}_{split}_{is_wrong}", f"one_{kind}.npz"
+            train_changed(f"{name}.npz", kind, split, is_wrong, replay=one)
+            verdict = of_all_ranks(name) and compare(one, f"{name}.npz")
+            assert verdict.ok != is_wrong and compare(one).ok, (name, str(verdict))

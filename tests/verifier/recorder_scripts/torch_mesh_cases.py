@@ -3,9 +3,6 @@
 They need PyTorch itself: `torch_cases.py` starts them.
 """
 
-import json
-
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import compare, record_torch
-from torch_cases import adamw, assert_equal, of_all_ranks, refused
+from torch_training import adamw, assert_equal, of_all_ranks, refused, train
 
 ONE = "one.npz"  # The recording of one process.
 
@@ -46,25 +43,25 @@ def batch(step, data=(0, 1)):
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(4, 8, 6, generator=generator)
     y = torch.randn(4, 8, 3, generator=generator)
-    return (each.chunk(data[1])[data[0]] for each in (x, y))
+    return [each.chunk(data[1])[data[0]] for each in (x, y)]
 
 
-def train(model, path, data=(0, 1), finish=None, part=None, loss_of=F.mse_loss, **options):
+def train_part(model, path, data=(0, 1), finish=None, part=None, loss_of=F.mse_loss, **options):
     """Trains three steps; `finish` is called after backward, `part` cuts each batch."""
-    optimizer = adamw(model)
-    with record_torch.record(path, model, optimizer, steps=3, **options):
-        for step in range(3):
-            x, y = batch(step, data) if part is None else map(part, batch(step, data))
-            loss_of(model(x), y).backward()
-            if finish:
-                finish(model)
-            optimizer.step()
-            optimizer.zero_grad()
-    return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+
+    def steps_of(model, optimizer, step):
+        x, y = map(part or (lambda whole: whole), batch(step, data))
+        loss_of(model(x), y).backward()
+        if finish:
+            finish(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train(model, adamw(model), path, steps_of, 3, **options)
 
 
 def record_one_process():
-    train(Network(), ONE)
+    train_part(Network(), ONE)
 
 
 def assert_same_as_one(name):
@@ -75,18 +72,14 @@ def assert_same_as_one(name):
     return trace
 
 
-def placements(trace, kind, rank=0):
+def placements(trace, kind):
     """Returns the placements of arrays by the names of variables or weights."""
-    about = trace.abouts[rank]
-    names = [variable["name"] for variable in about["variables"]]
-    names = names if kind in ("before", "after") else about["gradients"]
-    found = {names.index(name): name for name in names}
-    start = f"{kind}/"
-    return {
-        found[int(key.removeprefix(start))]: text
-        for key, text in about["placements"].items()
-        if key.startswith(start)
-    }
+    names = trace.about["gradients"]
+    if kind in ("before", "after"):
+        names = [variable["name"] for variable in trace.about["variables"]]
+    texts = trace.about["placements"]
+    found = {name: texts.get(f"{kind}/{index}") for index, name in enumerate(names)}
+    return {name: text for name, text in found.items() if text is not None}
 
 
 def meshes(*names):
@@ -95,22 +88,21 @@ def meshes(*names):
 
 def case_fsdp_uneven():
     """A weight of five rows on four processes: the last one has none; hybrid sharding."""
-    model = Network()
-    fully_shard(model)
-    train(model, "uneven.npz", (dist.get_rank(), 4), replay=ONE)
+    mesh = meshes("replicate", "shard")
+    for name, given, replay in (
+        ("uneven", {}, ONE), ("hybrid", {"mesh": mesh}, "uneven.npz"),
+        ("submesh", {"mesh": mesh["shard"]}, ONE),
+    ):  # fmt: skip
+        model = fully_shard(Network(), **given)
+        train_part(model, f"{name}.npz", (dist.get_rank(), 4), replay=replay)
+        dist.barrier()  # Each process replays the parts of all.
     trace = assert_same_as_one("uneven")
     shapes = [trace.kind("before", 0, rank)["down.weight"].shape for rank in range(4)]
     assert shapes == [(2, 12), (2, 12), (1, 12), (0, 12)]
     assert placements(trace, "after")["down.weight/exp_avg"] == "d0[data] d1"
-    model = Network()
-    fully_shard(model, mesh=meshes("replicate", "shard"))
-    train(model, "hybrid.npz", (dist.get_rank(), 4), replay="uneven.npz")  # Other parts.
     trace = assert_same_as_one("hybrid")
     assert trace.about["data_axes"] == ["replicate", "shard"]
     assert placements(trace, "clipped")["last.weight"] == "d0[shard] d1"
-    model = Network()
-    fully_shard(model, mesh=meshes("replicate", "shard")["shard"])
-    train(model, "submesh.npz", (dist.get_rank(), 4), replay=ONE)
     assert of_all_ranks("submesh").about["data_axes"] == ["shard"]
     first = compare(ONE, "submesh.npz").faults[0]
     assert (first.detail, first.seen) == ("not_all_reduced", "mesh"), first
@@ -135,11 +127,13 @@ def case_dtensors():
     mesh = meshes("dp", "tp")
     options = {"data": (mesh.get_local_rank("dp"), 2)}
     options["loss_of"] = lambda output, y: F.mse_loss(output.full_tensor(), y)
-    train(sequence_parallel(mesh), "dtensors.npz", replay=ONE, **options)
+    train_part(sequence_parallel(mesh), "dtensors.npz", replay=ONE, **options)
     trace = assert_same_as_one("dtensors")
-    train(sequence_parallel(mesh), "dtensors_again.npz", replay="dtensors.npz", **options)
+    train_part(sequence_parallel(mesh), "dtensors_again.npz", replay="dtensors.npz", **options)
     assert_equal(trace.arrays, of_all_ranks("dtensors_again").arrays)
-    found = [train(sequence_parallel(mesh), x, **options) for x in ("bits.npz", "bits_again.npz")]
+    found = [
+        train_part(sequence_parallel(mesh), x, **options) for x in ("bits.npz", "bits_again.npz")
+    ]
     assert all(map(torch.equal, *found))
     assert trace.about["mesh"] == {"dp": 2, "tp": 2} and trace.about["data_axes"] == ["dp"]
     assert (trace.about["num_replicas"], trace.abouts[3]["ranks"]) == (2, [3])
@@ -207,7 +201,7 @@ def case_plain_weights():
         "plain_again.npz": {"replay": "plain.npz"},
     }.items():
         model = DistributedDataParallel(TensorParallel(mesh["tp"]), process_group=group)
-        train(model, path, data, mesh=mesh, **options)
+        train_part(model, path, data, mesh=mesh, **options)
         trace = assert_same_as_one(path.removesuffix(".npz"))
         assert trace.about["data_axes"] == ["dp"]
         shapes = {name: x.shape for name, x in trace.kind("before", 1).items()}
@@ -238,7 +232,7 @@ def case_parts_of_sequences():
     ):
         model, data = Network(), (mesh.get_local_rank("dp"), 2)
         model = wrap(model) if wrap else model
-        train(model, path, data, finish, part, replay=ONE, **options)
+        train_part(model, path, data, finish, part, replay=ONE, **options)
         trace = assert_same_as_one(path.removesuffix(".npz"))
         assert trace.about["data_axes"] == ["dp"] and trace.about["num_replicas"] == 2
         texts = trace.about["placements"]
@@ -278,28 +272,24 @@ def case_pipeline():
         refused(expected, record_torch.record, "x.npz", model, adamw(model), **options)
     model = Stage(stage)
     fully_shard(model, mesh=mesh["dp"])
-    optimizer = adamw(model)
-    with record_torch.record("stages.npz", model, optimizer, names=names, **options):
-        pipeline = PipelineStage(model, stage, 2, torch.device("cpu"), group=group)
-        schedule = ScheduleGPipe(pipeline, 2, loss_fn=F.mse_loss)
-        for step in range(3):
-            x, y = batch(step, (mesh.get_local_rank("dp"), 2))
-            schedule.step(x) if stage == 0 else schedule.step(target=y)
-            optimizer.step()
-            optimizer.zero_grad()
+    pipeline = PipelineStage(model, stage, 2, torch.device("cpu"), group=group)
+    schedule = ScheduleGPipe(pipeline, 2, loss_fn=F.mse_loss)
+
+    def steps_of(model, optimizer, step):
+        x, y = batch(step, (mesh.get_local_rank("dp"), 2))
+        schedule.step(x) if stage == 0 else schedule.step(target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(model, adamw(model), "stages.npz", steps_of, 3, names=names, **options)
     trace = assert_same_as_one("stages")
-    kinds = [{key.split("/")[1] for key in _keys("stages", rank)} for rank in range(4)]
+    keys = [key.split("/") for key in trace.arrays]
+    kinds = [{kind for _, kind, rank, *_ in keys if rank == str(number)} for number in range(4)]
     assert kinds[0] == kinds[2] and kinds[1] == kinds[3]
     assert kinds[0] ^ kinds[1] == {"data", "loss", "y_pred", "y_grad"}
     assert "data" in kinds[0] and "sums" in kinds[0] and "sums" in kinds[1]
     assert trace.about["micro_batches"] == [2, 2, 2]
     assert trace.abouts[1]["names"] == names and trace.abouts[0]["names"] == {}
-
-
-def _keys(name, rank):
-    with np.load(f"{name}.rank{rank}.npz") as file:
-        names = [*file, *json.loads(str(file["about"]))["aliases"]]
-    return [key for key in names if key != "about" and "/kept/" not in key]
 
 
 def case_parts_of_the_processes():

@@ -1,16 +1,13 @@
 """Trains small networks with modules recorded, some of them with one broken module.
 
-`python torch_modules.py FOLDER NAME…` records `NAME.one.npz` in one process, and each training of
-`FOLDER/jobs.json` in two: a list of objects with `network`, `path`, `dtype`, `seed` and `fault`,
-which is null or a list of the name of a module and a kind of fault.
+Does the trainings of `jobs.json` in this folder that are of so many processes: a list of objects
+with the arguments of `train` and `size`, the number of processes, which is 2 by default.
 """
 
 import contextlib
-import functools
 import json
 import os
 import pathlib
-import sys
 
 import numpy as np
 import torch
@@ -20,9 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import record_torch
-
-FORWARD = ("scaled", "shifted", "permuted", "noise")
-BACKWARD = ("input gradient", "detached", "output gradient")
 
 
 class Attention(nn.Module):
@@ -88,8 +82,8 @@ class ResNet(nn.Module):
         return self.head(self.layers(self.stem(x)).mean((2, 3)))
 
 
-def batch_of(network, step, rank, size, seed):
-    generator = torch.Generator().manual_seed(1000 * seed + step)
+def batch_of(network, step, rank, size):
+    generator = torch.Generator().manual_seed(step)
     if network == "gpt":
         x = torch.randint(50, (8, 17), generator=generator)
         x, y = x[:, :-1], x[:, 1:]
@@ -135,37 +129,22 @@ def break_module(model, name, kind):
     module.forward = wrong
 
 
-def split_sums(model):
-    """Lets each linear layer add two parts of its sums, as in tensor parallelism."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.forward = functools.partial(_split_linear, module)
-
-
-def _split_linear(module, x):
-    parts = zip(x.chunk(2, -1), module.weight.chunk(2, 1), strict=True)
-    first, second = (F.linear(*part) for part in parts)
-    y = first + second
-    return y if module.bias is None else y + module.bias.to(y.dtype)
-
-
-def train(rank, size, *, network, path, dtype="", seed=0, fault=None, depth=2, modules=True,
-          replay=None, permute=None, steps=1, is_split=False,
-          weights=""):  # fmt: skip
-    torch.manual_seed(seed)
-    model = LanguageModel(depth) if network == "gpt" else ResNet(depth)
-    if is_split:
-        split_sums(model)
+def train(
+    rank, size, *, network, path, dtype="", fault=None, modules=True, replay=None, steps=1,
+    weights="",
+):  # fmt: skip
+    torch.manual_seed(0)
+    model = LanguageModel() if network == "gpt" else ResNet()
     if fault:
         break_module(model, *fault)
     called = DistributedDataParallel(model) if size > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     record = record_torch.record(
-        path, called, optimizer, [steps - 1], replay=replay, permute=permute, modules=modules
+        path, called, optimizer, [steps - 1], replay=replay, modules=modules
     )
     with record if modules is not None else contextlib.nullcontext():
         for step in range(steps):
-            x, y = batch_of(network, step, rank, size, seed)
+            x, y = batch_of(network, step, rank, size)
             cast = torch.autocast("cpu", getattr(torch, dtype)) if dtype else None
             with cast or contextlib.nullcontext():
                 logits = called(x)
@@ -177,22 +156,17 @@ def train(rank, size, *, network, path, dtype="", seed=0, fault=None, depth=2, m
         np.savez(weights, *(p.detach().numpy() for p in model.parameters()))
 
 
-def train_all(folder, rank, size):
+def train_all(rank, size):
     torch.set_num_threads(1)
-    for job in json.loads(pathlib.Path(folder, "jobs.json").read_text()):
+    for job in json.loads(pathlib.Path("jobs.json").read_text()):
         if job.pop("size", 2) == size:
             train(rank, size, **job)
 
 
-def run(rank, folder):
-    method = f"file://{os.path.abspath(folder)}/rendezvous"
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
-    train_all(folder, rank, 2)
-    dist.barrier()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    os.chdir(sys.argv[1])
-    train_all(".", 0, 1)
-    torch.multiprocessing.start_processes(run, (".",), nprocs=2, start_method="fork")
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        train_all(dist.get_rank(), dist.get_world_size())
+        dist.barrier()
+        os._exit(0)
+    train_all(0, 1)

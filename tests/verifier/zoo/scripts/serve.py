@@ -1,7 +1,8 @@
 """Runs programs in processes that have imported a framework: `python serve.py MODULE…`.
 
 Reads lines of JSON with `program`, `arguments`, `folder`, `environment` and `timeout_sec`; writes
-the exit code of each, 124 for one that did not end, and leaves what it printed in `PROGRAM.log`.
+the exit code of each, 124 for one that did not end, and leaves what it printed in `log`, else in
+`PROGRAM.log`. With `processes`, as many run it as ranks; the exit code is that of the first.
 """
 
 import importlib
@@ -9,6 +10,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -30,12 +32,15 @@ def main() -> None:
 def _run(request: dict[str, Any]) -> None:
     """Runs the program in this process, and ends it."""
     os.setsid()
-    log = os.open(f"{request['program']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    path = request.get("log", f"{request['program']}.log")
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(request["folder"])
     os.environ |= request["environment"]
+    if (number := request.get("processes", 1)) > 1:
+        _become_rank(number)
     sys.argv[:] = [request["program"], *request["arguments"]]
     code = 1
     try:
@@ -48,6 +53,21 @@ def _run(request: dict[str, Any]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _become_rank(number: int) -> None:
+    """Forks the other ranks, and sets the variables of `torch.distributed` in each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    own = 0
+    for rank in range(1, number):
+        if os.fork() == 0:
+            own = rank
+            break
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {name: str(own) for name in ("RANK", "LOCAL_RANK")}
+    os.environ |= {name: str(number) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
 
 
 def _wait(child: int, timeout_sec: float) -> int:

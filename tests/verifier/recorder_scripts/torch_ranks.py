@@ -1,0 +1,249 @@
+"""Cases of PyTorch in two processes: DDP, `fully_shard`, and state that is split over both."""
+# ruff: noqa: F403, F405 (the names of `torch_training`)
+
+import contextlib
+import functools
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep import compare, record_torch
+from recording import Trace
+from torch_training import *
+
+
+def ddp(path, model=None, **options):
+    model = DistributedDataParallel(network() if model is None else model)
+    steps_of = functools.partial(clipped, shard=own_shard())
+    return train(model, adamw(model), path, steps_of, **options)
+
+
+def case_ddp():
+    replay = {"replay": "ddp.npz"}
+    for path, options in {
+        "ddp.npz": {}, "again.npz": replay, "permuted.npz": {"permute": 1, **replay},
+    }.items():  # fmt: skip
+        ddp(path, **options)
+    assert is_equal(ddp(None, network(0.2)), ddp("bits.npz", network(0.2), steps=[1, 2]))
+    trace, permuted = of_all_ranks("ddp"), Trace("permuted")
+    assert [about["replicas"] for about in trace.abouts] == [[0], [1]]
+    assert trace.about["num_replicas"] == 2 and trace.about["reduction"] == "mean"
+    assert trace.about["wrapper"] == "DistributedDataParallel"
+    assert trace.about["passes"] == [["ddp"]] * 3
+    for step in range(3):
+        for replica in range(2):
+            assert_equal(trace.kind("sums", step, replica), mean_of_raw(trace, step))
+        assert_equal(trace.kind("clipped", step), trace.kind("clipped", step, 1))
+        assert norm_of(trace.kind("clipped", step)) <= 0.5 + 1e-6
+        a, b = (trace.kind("data", step, replica)["0"] for replica in range(2))
+        assert len(a) == len(b) == 6 and not np.array_equal(a, b)
+        assert not np.array_equal(a, permuted.kind("data", step)["0"])
+        assert_close(trace.kind("sums", step), permuted.kind("sums", step))
+    assert_equal(trace.arrays, Trace("again").arrays)
+    assert compare("ddp.npz").ok
+
+
+def bypassed(model, optimizer, step):
+    """Calls the module in DDP in the first step, and clips on one replica."""
+    optimizer.zero_grad()
+    loss_of(model if step else model.module, step, *own_shard()).backward()
+    if dist.get_rank():
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+
+
+def case_bypass():
+    """The bugs of scripts: no all-reduce, in the first step; clipping on one replica."""
+    model = DistributedDataParallel(network())
+    train(model, adamw(model), "bypass.npz", bypassed, 2, steps=2)
+    trace = of_all_ranks("bypass")
+    assert not trace.kind("sums", 0) and trace.kind("sums", 1)
+    assert trace.about["passes"] == [["module"], ["ddp"]]
+    assert_equal(trace.kind("raw", 0), trace.kind("clipped", 0))
+    assert [(f.stage, f.detail) for f in compare("bypass.npz").faults] == [
+        ("clipping", "clipped_on_one_replica"),
+        ("all-reduce", "not_all_reduced"),
+    ]
+
+
+def accumulated(model, optimizer, step):
+    """Sends accumulated gradients once, and in the second step never."""
+    optimizer.zero_grad()
+    for number in range(2):
+        is_sent = step == 0 and number == 1
+        with contextlib.nullcontext() if is_sent else model.no_sync():
+            loss_of(model, number, *own_shard()).backward()
+    optimizer.step()
+
+
+def case_no_sync():
+    model = DistributedDataParallel(network())
+    train(model, adamw(model), "no_sync.npz", accumulated, 2, steps=2)
+    trace = of_all_ranks("no_sync")
+    assert trace.about["micro_batches"] == [2, 2] and len(trace.kind("data")) == 2
+    assert trace.kind("raw", 1) and not trace.kind("sums", 1)
+    assert trace.about["passes"] == [["no_sync", "ddp"], ["no_sync", "no_sync"]]
+    assert_close(trace.kind("sums"), mean_of_raw(trace, 0))
+
+
+# --- Weights and state of which each process has a part ------------------------------------------
+
+
+def record_one_process():
+    """Records the training of one process that the cases of two are compared with."""
+    recorded("single", Halves(), adamw, plain, 3)
+    train_rows("rows_of_one.npz")
+    train_averaged("averaged_by_one.npz")
+
+
+def whole(trace, kind, step):
+    """Returns arrays of which each of two processes has a part of the first dimension."""
+    of_rank = [trace.kind(kind, step, rank) for rank in range(2)]
+    parts = [name for name, x in of_rank[0].items() if x.ndim and "running" not in name]
+    return of_rank[0] | {name: np.concatenate([x[name] for x in of_rank]) for name in parts}
+
+
+def case_fsdp():
+    ddp("ddp.npz")
+    dist.barrier()
+    bits = []
+    for path, options in {
+        "fsdp.npz": {}, "fsdp_again.npz": {"replay": "fsdp.npz"},
+        "ddp_fsdp.npz": {"replay": "ddp.npz"}, None: {}, "fsdp_bits.npz": {"steps": [1]},
+    }.items():  # fmt: skip
+        model = network()
+        fully_shard(model[4])
+        fully_shard(model)
+        steps_of = functools.partial(clipped, shard=own_shard())
+        bits.append(train(model, adamw(model), path, steps_of, **options))
+        dist.barrier()  # Each process replays the parts of both.
+    assert is_equal(*bits[-2:])
+    trace, replayed, original = of_all_ranks("fsdp"), Trace("ddp_fsdp"), Trace("ddp")
+    assert trace.about["wrapper"] == "fully_shard" and trace.about["reduction"] == ""
+    about = trace.abouts[1]
+    assert (about["mesh"], about["data_axes"]) == ({"data": 2}, ["data"])
+    assert about["ranks"] == [1] and about["num_replicas"] == 2 and "replicas" not in about
+    assert not trace.kind("raw")
+    # Rows of parts, of which the last may have less.
+    assert [trace.kind("before", 0, r)["4.weight"].shape for r in (0, 1)] == [(3, 64), (2, 64)]
+    index = trace.about["gradients"].index("4.weight")
+    assert about["placements"][f"clipped/{index}"] == "d0[data] d1"
+    assert_equal(trace.arrays, Trace("fsdp_again").arrays)
+    for step in range(3):
+        assert_close(whole(replayed, "sums", step), original.kind("sums", step))
+        assert_equal(original.kind("before", step), whole(replayed, "before", step))
+
+
+def train_averaged(path, keeper=0, share=0.1, **options):
+    """Trains with an average of the weights, which one process keeps."""
+    own, average = Halves(), Halves()
+    rank, num = own_shard()
+
+    def steps_of(model, optimizer, step):
+        plain(model, optimizer, step, (rank, num))
+        with torch.no_grad():
+            for a, p in zip(average.parameters(), own.parameters(), strict=True):
+                a.lerp_(p, share)
+
+    model = DistributedDataParallel(own) if num > 1 else own
+    others = {"average": average} if rank == keeper else None
+    train(model, adamw(model), path, steps_of, 3, others=others, **options)
+
+
+def case_average_of_one_rank():
+    """One rank may keep the average of the weights, which is compared there."""
+    for keeper in (0, 1):
+        for share, stages in ((0.1, set()), (0.2, {"statistics"})):
+            name = f"average_{keeper}_{share}"
+            train_averaged(f"{name}.npz", keeper=keeper, share=share, replay="averaged_by_one.npz")
+            verdict = of_all_ranks(name) and compare("averaged_by_one.npz", f"{name}.npz")
+            assert {f.stage for f in verdict.faults} == stages, str(verdict)
+
+
+class OwnRows(torch.optim.SGD):
+    """Sums gradients itself; each rank has the momentum of its rows, and updates these."""
+
+    divides = True
+
+    @torch.no_grad()
+    def step(self):
+        rank, world = own_shard()
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = p.grad.clone()
+                if world > 1:
+                    dist.all_reduce(gradient)
+                    gradient /= world if self.divides else 1
+                rows = torch.arange(len(p)).chunk(world)[rank]
+                state = self.state[p]
+                if not state:
+                    state["momentum_of_rows"] = torch.zeros_like(p[rows])
+                state["momentum_of_rows"].mul_(0.9).add_(gradient[rows])
+                own = p[rows] - group["lr"] * state["momentum_of_rows"]
+                parts = [torch.empty_like(own) for _ in range(world)]
+                if world > 1:
+                    dist.all_gather(parts, own)
+                p.copy_(torch.cat(parts) if world > 1 else own)
+
+
+def train_rows(path, divides=True, **options):
+    model = Halves()
+    model.second = nn.Linear(8, 6)  # Rows for both ranks.
+    torch.manual_seed(1)
+    for p in model.parameters():
+        nn.init.uniform_(p, -0.1, 0.1)
+    optimizer = OwnRows(model.parameters(), 0.1)
+    optimizer.divides = divides
+
+    def steps_of(model, optimizer, step):
+        x, y = batch(step, *own_shard())
+        optimizer.zero_grad()
+        F.mse_loss(model(x)[:, :5], y).backward()
+        optimizer.step()
+
+    train(model, optimizer, path, steps_of, 3, **options)
+
+
+def case_owned_state():
+    """Optimizers that split their state, or reduce gradients themselves; and wrong twins."""
+    for name, rate, is_right in (("zero", 0.01, True), ("other_rate", 0.02, False)):
+        model = DistributedDataParallel(Halves())
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=rate if dist.get_rank() else 0.01
+        )
+        steps_of = functools.partial(plain, shard=own_shard())
+        train(model, optimizer, f"{name}.npz", steps_of, 3, given=None, replay="single.npz")
+        verdict = of_all_ranks(name) and compare("single.npz", f"{name}.npz")
+        assert verdict.ok == is_right, str(verdict)
+    for name, causes in (("rows", set()), ("sum", {"sum_instead_of_mean"})):
+        options = {"divides": not causes, "replay": "rows_of_one.npz"}
+        told = warnings_of(train_rows, f"{name}.npz", **options)
+        assert not [text for text in told if "not loaded" in text]
+        trace = of_all_ranks(name)
+        assert details(compare("rows_of_one.npz", f"{name}.npz")) == causes
+        assert trace.kind("before", 2)["first.weight/momentum_of_rows"].shape == (4, 64)
+
+
+def case_mesh():
+    """DDP and a mesh that is given: only its data axis makes replicas."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    ddp("mesh.npz", steps=1, mesh=mesh, dims="b[dp]")
+    about = of_all_ranks("mesh").abouts[1]
+    assert (about["mesh"], about["data_axes"]) == ({"dp": 2, "tp": 1}, ["dp"])
+    assert (about["num_replicas"], about["ranks"]) == (2, [1])
+    assert about["placements"]["data/0"] == "b[dp] d1 d2 d3"
+    for expected, options in {
+        "dims: needs mesh=": {"dims": "b[dp]"},
+        "dims: 'b[cp]': mesh has no axis cp": {"dims": "b[cp]", "mesh": mesh},
+        "dims: 'b[dp' in 'b[dp'": {"dims": "b[dp", "mesh": mesh},
+        "dims: 'o i' is not that of 4.bias": {"dims": {"4.*": "o i"}, "mesh": mesh},
+    }.items():
+        model = network()
+        refused(expected, record_torch.record, "x.npz", model, adamw(model), **options)

@@ -1,0 +1,315 @@
+"""Cases of PyTorch: what is loaded from another recording."""
+# ruff: noqa: F403, F405 (the names of `torch_training`)
+
+import functools
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lockstep import compare
+from lockstep.data import file as trace_file
+from recording import Trace
+from torch_training import *
+
+
+def case_replay():
+    """The weights are those of the other recording, which may be of several processes."""
+    steps = {"steps": [0, 1, 3]}
+    first = recorded("first", **steps)
+    assert norm_of(first.kind("clipped")) <= 0.5 + 1e-6 < norm_of(first.kind("raw"))
+    shutil.copy("first.npz", "ranks.rank0.npz")
+    for name, options in {
+        "again": {"replay": "first.npz"}, "of_rank": {"replay": "ranks.npz"},
+        "permuted": {"replay": "first.npz", "permute": 1},
+    }.items():  # fmt: skip
+        model = network()
+        nn.init.ones_(model[0].weight)
+        again = recorded(name, model, **options, **steps)
+        assert again.about["replayed"] == options["replay"]
+        if name != "permuted":
+            assert_equal(first.arrays, again.arrays)
+            assert again.replaced["1/replaced/0/0"].min() == 1  # What the script starts from.
+            assert {*again.about["aliases"]} >= {n for n in again.replaced if n[:2] == "2/"}
+    verdict = compare("first.npz", "again.npz")
+    # The weights that replay= has replaced are another start; all else is the same.
+    assert [(each.stage, each.steps) for each in verdict.findings] == [("start", (0,))]
+    assert {"update", "gradients"} <= {*verdict.checked}
+    assert again.about["permuted"] == 1
+    for step in steps["steps"]:
+        assert_equal(first.kind("before", step), again.kind("before", step))
+        a, b = first.kind("data", step)["0"], again.kind("data", step)["0"]
+        assert not np.array_equal(a, b)
+        np.testing.assert_array_equal(np.sort(a.sum((1, 2, 3))), np.sort(b.sum((1, 2, 3))))
+        assert_close(first.kind("raw", step), again.kind("raw", step))
+        losses = [trace.kind("loss", step)["0"] for trace in (first, again)]
+        np.testing.assert_allclose(*losses, rtol=1e-6)
+    random = recorded("random", network(0.3))
+    model = network(0.3)
+    torch.manual_seed(1)
+    assert_equal(random.arrays, recorded("again", model, replay="random.npz").arrays)
+
+
+def case_other_optimizer():
+    """State is replayed where both optimizers have it; what the file lacks is kept."""
+    first = recorded("adam", optimizer=lambda model: torch.optim.Adam(model.parameters(), 0.01))
+    first = first.kind("before", 2)
+    given = {"replay": "adam.npz"}
+    found = recorded("amsgrad", optimizer=lambda model: adamw(model, amsgrad=True), **given)
+    found = found.kind("before", 2)
+    assert "0.weight/max_exp_avg_sq" in found
+    assert_equal(first, {name: array for name, array in found.items() if name in first})
+    other = recorded("momentum", optimizer=momentum, **given).kind("before", 2)
+    assert "0.weight/momentum_buffer" in other
+    np.testing.assert_array_equal(other["0.weight"], first["0.weight"])
+
+
+def case_replay_in_evaluation():
+    """Where nothing can be loaded, the training continues, and a warning says so."""
+    model = network()
+    model.eval()
+    told = warnings_of(recorded, "evaluation", model, steps=1, replay="first.npz")
+    text = "evaluation.npz: replay: step 0: the model is called in evaluation mode"
+    assert [each for each in told if each.startswith(text)], told
+    assert Trace("evaluation").replaced
+
+
+def resumed(path, forgets, **options):
+    """Trains two steps, and then two more with what a checkpoint has kept; records the latter."""
+    model = network()
+    optimizer = adamw(model)
+    train(model, optimizer, None, plain, 2)
+    if forgets:
+        optimizer.state.clear()
+    later = {"first_step": 2, "replay": "whole.npz", **options}
+    train(model, optimizer, path, two_steps_later, 2, **later)
+    return Trace(path.removesuffix(".npz"))
+
+
+def two_steps_later(model, optimizer, step):
+    plain(model, optimizer, step + 2)
+
+
+def case_first_step():
+    """A resumed job counts as the reference does; state that it has lost has a name."""
+    recorded("whole", steps_of=plain, steps=4)
+    assert resumed("resumed.npz", False, steps=[3]).about["asked"] == [3]
+    assert resumed("resumed.npz", False, steps=2).about["steps"] == [2, 3]
+    assert compare("whole.npz", "resumed.npz").ok
+    resumed("forgotten.npz", True, steps=2)
+    causes = [(f.cause, f.steps) for f in compare("whole.npz", "forgotten.npz").faults]
+    assert causes == [("state_lost", (2,))], causes
+
+
+KERAS_VARIABLES = {
+    "conv/kernel": ("weight", "HWIO", (2, 2, 1, 4)), "conv/bias": ("weight", "", (4,)),
+    "bn/gamma": ("weight", "", (4,)), "bn/beta": ("weight", "", (4,)),
+    "dense/kernel": ("weight", "IO", (64, 5)), "dense/bias": ("weight", "", (5,)),
+    "bn/moving_mean": ("statistic", "", (4,)), "bn/moving_variance": ("statistic", "", (4,)),
+}  # fmt: skip
+
+
+def case_port():
+    """Replays a trace with Keras' layouts, in which weights are drawn at random."""
+    random = np.random.default_rng(0)
+    about = {
+        **{"format": "lockstep trace", "version": 2, "framework": "keras", "steps": [0]},
+        **{"num_replicas": 1, "replicas": [0], "optimizer": {"class": "AdamW"}, "gradients": []},
+        "variables": [
+            {"name": name, "kind": kind, "layout": layout}
+            for name, (kind, layout, _) in KERAS_VARIABLES.items()
+        ],
+    }
+    shapes = [shape for _, _, shape in KERAS_VARIABLES.values()]
+    arrays = [random.uniform(0.5, 1, shape).astype(np.float32) for shape in shapes]
+    members = {f"1/before/0/{i}": array for i, array in enumerate(arrays)}
+    trace_file.save(trace_file.from_parts(about, members), pathlib.Path("keras.npz"))
+    given = {"num_steps": 1, "steps": 1, "replay": "keras.npz"}
+    names = {"0.weight": "conv/kernel", "4.weight": "dense/kernel"}
+    for each in ({}, names):
+        before = recorded("port", names=each, **given).kind("before")
+        np.testing.assert_array_equal(before["0.weight"], arrays[0].transpose(3, 2, 0, 1))
+        np.testing.assert_array_equal(before["4.weight"], arrays[4].T)
+        of_norm = {"weight": 2, "bias": 3, "running_mean": 6, "running_var": 7}
+        for leaf, index in of_norm.items():
+            np.testing.assert_array_equal(before[f"1.{leaf}"], arrays[index])
+    swapped = {"1.weight": "bn/beta", "1.bias": "bn/gamma"}
+    swapped = recorded("swapped", names=swapped, **given).kind("before")
+    for own, other in {"1.weight": "1.bias", "1.bias": "1.weight", "0.bias": "0.bias"}.items():
+        np.testing.assert_array_equal(before[own], swapped[other])
+
+
+class Tied(nn.Module):
+    """Has two parts that may share their weights."""
+
+    def __init__(self, is_tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+        if not is_tied:
+            self.second.weight = nn.Parameter(self.first.weight.detach().clone())
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def case_tied():
+    """A copy of a weight that the other model ties has the recorded values of that weight."""
+    of_sum("tied", Tied(True), torch.ones(4, 5), 2)
+    told = warnings_of(of_sum, "untied", Tied(False), torch.ones(4, 5), 2, replay="tied.npz")
+    found = Trace("untied")
+    before = found.kind("before", 1)
+    np.testing.assert_array_equal(before["second.weight"], before["first.weight"])
+    assert Trace("tied").about["tied"] == [["first.weight", "second.weight"]]
+    assert found.about["tied"] == []
+    of_sum("tied_again", Tied(True), torch.ones(4, 5), 2, replay="tied.npz")
+    assert compare("tied.npz", "tied_again.npz").ok
+    for paths in (("tied.npz", "untied.npz"), ("untied.npz", "tied.npz")):
+        which = "first" if paths[0] == "tied.npz" else "second"
+        text = f"first.weight and second.weight are one weight in the {which} recording only"
+        verdict = compare(*paths)
+        assert verdict.findings[0].detail == "other_tying", verdict
+        assert text in " ".join(str(verdict).split())
+    text = "tied.npz has one weight for first.weight and its copy second.weight"
+    assert sum(text in each for each in told) == 1
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number, and the first rows of a momentum."""
+
+    rows = 4
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, rows = self.state[p], self.rows
+                if not state:
+                    state["number"], state["own"] = 0, torch.zeros_like(p)[:rows]
+                assert len(state["own"]) == rows
+                state["number"] += 1
+                state["own"] += p.grad[:rows]
+                p -= group["lr"] * p.grad
+
+
+def case_state_that_does_not_fit():
+    """What does not fit is not loaded, and a warning says so; the training continues."""
+    for name, rows, is_left in (("four", 4, False), ("two", 2, False), ("three", 3, True)):
+
+        def optimizer(model, rows=rows):
+            created = Counting(model.parameters(), 0.1)
+            created.rows = rows
+            return created
+
+        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+        steps_of = functools.partial(sum_of_outputs, x)
+        options = {"replay": "four.npz"} if name != "four" else {}
+        told = warnings_of(recorded, name, nn.Linear(64, 4), optimizer, steps_of, 3, **options)
+        told = [text for text in told if "not loaded" in text]
+        trace = Trace(name)
+        before = trace.kind("before", 2)
+        assert before["weight/number"] == 2 and len(told) == is_left, told
+        assert trace.about["not_loaded"] == ["weight/own", "bias/own"] * is_left
+        if rows == 2:
+            expected = Trace("four").kind("before", 2)["weight/own"][:2]
+            np.testing.assert_array_equal(before["weight/own"], expected)
+    start = "three.npz: step 1: not loaded from four.npz: weight/own, bias/own: not in it, of"
+    assert told[0].startswith(start), told
+
+
+# --- The examples, and the shards, of the other recording --------------------------------------
+
+
+def of_two(name, dropout):
+    """Records two trainings as the ranks of one."""
+    for rank in range(2):
+        model = network(dropout)
+        torch.manual_seed(rank)
+        steps_of = functools.partial(plain, shard=(rank, 2), limit=0.5)
+        trace = recorded("part", model, momentum, steps_of, steps=1)
+        arrays = {key.replace("/0/", f"/{rank}/"): x for key, x in trace.arrays.items()}
+        about = trace.about | {"num_replicas": 2, "replicas": [rank], "reduction": "mean"}
+        about["aliases"] = {}  # All arrays have their names.
+        np.savez(f"{name}.rank{rank}.npz", about=np.array(json.dumps(about)), **arrays)
+    return Trace(name)
+
+
+def case_modules_of_shards():
+    """The outputs of a module are in the order of the batch, as those of the model."""
+    of_two("shards", 0.0)
+    options = {"steps": 1, "replay": "shards.npz", "shards": "each", "modules": True}
+    one = recorded("by_shard", optimizer=momentum, **options).arrays
+    np.testing.assert_array_equal(one["1/module_out/0/4"], one["1/y_pred/0/0"])
+
+
+def case_shards():
+    """One process computes each replica's part of the batch, with its random numbers."""
+    options = {"steps": 1, "replay": "shards.npz", "shards": "each"}
+    for dropout in (0.0, 0.3):
+        two, model = of_two("shards", dropout), network(dropout)
+        one = recorded("by_shard", model, momentum, **options)
+        assert "forward" not in vars(model)
+        np.testing.assert_array_equal(one.arrays["1/shards/0/0"], np.arange(12) % 2)
+        assert_close(one.kind("raw"), mean_of_raw(two, 0))
+        for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+            np.testing.assert_array_equal(one.kind("after")[name], two.kind("after")[name])
+    permuted = recorded("permuted", None, momentum, permute=1, **options)
+    assert sorted(permuted.arrays["1/shards/0/0"]) == [0] * 6 + [1] * 6
+    compiled = torch.compile(network(), backend="eager")
+    assert "1/shards/0/0" in recorded("compiled", compiled, momentum, **options).arrays
+    half = functools.partial(plain, shard=(0, 2))
+    told = warnings_of(recorded, "half", None, momentum, half, **options)
+    assert "1/shards/0/0" not in Trace("half").arrays
+    assert (
+        "half.npz: step 0 has other examples than shards.npz; not computed for each shard" in told
+    )
+    whole = network()
+    whole.forward = lambda x, inner=whole.forward: inner(x).sum()
+    expected = "shards='each': the model has an output of shape (), without a row"
+    refused(expected, recorded, "output", whole, momentum, **options)
+
+
+class WithLoss(nn.Module):
+    """Returns the loss of its inputs and targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x, y):
+        return F.mse_loss(self.inner(x), y)
+
+
+def in_micro_batches(first, number, model, optimizer, step):
+    for part in range(number):
+        (model(*batch(first + step, part, number)) / number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def case_fed():
+    """Other examples, in other micro-batches, are replaced by those of the recording."""
+    traces, feeds = [], {"replay": "given.npz", "feed_examples": True}
+    for name, first, number, options in (
+        ("given", 0, 1, {}), ("fed", 50, 1, feeds), ("fed_in_parts", 50, 3, feeds),
+    ):  # fmt: skip
+        steps_of = functools.partial(in_micro_batches, first, number)
+        traces.append(recorded(name, WithLoss(), momentum, steps_of, 3, steps=2, **options))
+    given, fed, in_parts = traces
+    for step in range(2):
+        for kind in ("data", "loss", "raw"):
+            assert_equal(given.kind(kind, step), fed.kind(kind, step))
+        for index, array in given.kind("data", step).items():
+            names = [f"{2 * part + int(index)}" for part in range(3)]
+            parts = [in_parts.kind("data", step)[name] for name in names]
+            np.testing.assert_array_equal(np.concatenate(parts), array)
+    text = "feed_examples: the model returns no loss; targets outside"
+    options = {"steps": 1, "feed_examples": True}
+    recorded("plain", **{"steps": 1})
+    refused(text, recorded, "x", None, momentum, replay="plain.npz", **options)
+    refused("feed_examples: needs replay= and a recording of one process", recorded, "x", **options)

@@ -1,0 +1,294 @@
+"""Cases of PyTorch: what belongs to a step, however the script calls the model and updates it."""
+# ruff: noqa: F403, F405 (the names of `torch_training`)
+
+import contextlib
+import functools
+import pathlib
+import warnings
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from lockstep import compare
+from lockstep.data import file as trace_file
+from recording import Trace
+from torch_training import *
+
+
+class Converted(nn.Module):
+    """Computes in 16 bits inside, and converts its outputs, as models of Accelerate do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return self.layers(x).float()
+
+
+def case_autocast():
+    """The dtype in which layers compute is that of the training, not of an evaluation."""
+    mixed = torch.autocast("cpu", dtype=torch.float16)
+
+    def steps_of(is_outside, model, optimizer, step):
+        with mixed if is_outside else contextlib.nullcontext():
+            loss = loss_of(model, step)
+        loss.backward()
+        with mixed, torch.no_grad():
+            model(batch(step)[0])
+        optimizer.step()
+
+    for model, is_outside, dtype in (
+        (network(), True, "float16"), (network(), False, ""), (Converted(), False, "float16"),
+    ):  # fmt: skip
+        own = functools.partial(steps_of, is_outside)
+        trace = recorded("autocast", model, adamw, own, 1, steps=1)
+        assert trace.about["computed_in"] == dtype
+
+
+def case_modes():
+    """Layers in evaluation mode are those of the training step, also if all are."""
+
+    def steps_of(model, optimizer, step):
+        off = ([], [model[3]], [model])[step]
+        for layer in off:
+            layer.eval()
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        model.eval()
+        with torch.no_grad():
+            model(batch(step)[0])
+        model.train()
+        for layer in off:
+            layer.eval()
+        optimizer.step()
+
+    recorded("modes", network(0.3), adamw, steps_of, 3)
+    about = trace_file.load("modes.npz").about
+    assert about.in_evaluation == ((), ("3",), ("", "0", "1", "2", "3", "4"))
+    assert about.micro_batches == (1, 1, 1)
+
+
+def case_repeated_update():
+    """A second update with the same gradients belongs to the same step."""
+
+    def steps_of(model, optimizer, step):
+        plain(model, optimizer, step)
+        optimizer.step()
+
+    for steps in ([0, 1, 2], [0, 2]):
+        twice = recorded("twice", None, adamw, steps_of, 3, steps=steps)
+        assert twice.about["steps"] == steps and twice.kind("after", 2)["0.weight/step"] == 6
+        assert twice.kind("before", 2)["0.weight/step"] == 4
+
+
+def case_skipped():
+    """The update of the second batch is skipped, as a GradScaler does: the step begins again."""
+
+    def steps_of(model, optimizer, step):
+        (loss_of(model, step) * (float("inf") if step == 1 else 1)).backward()
+        if step != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    skipped = recorded("skipped", None, adamw, steps_of, 3, steps=2)
+    assert skipped.about["micro_batches"] == [1, 1] and skipped.about["steps"] == [0, 1]
+    assert skipped.kind("data", 1).keys() == {"0"}
+
+
+def case_scaled():
+    """Gradients, losses and clipped norms of a GradScaler are recorded without its scale."""
+
+    def steps_of(scaler, model, optimizer, step):
+        times = 0.5 if step else float("inf")  # The first update is skipped.
+        scaler.scale(loss_of(model, step) * times).backward()
+        if step % 2 == 0:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            for p in model.parameters():  # Not None, as zero_grad leaves them.
+                p.grad = torch.zeros_like(p)
+
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (1.0, 1024.0)]
+    plain_one, scaled = (
+        recorded("scaled", None, adamw, functools.partial(steps_of, scaler), 5, steps=2)
+        for scaler in scalers
+    )
+    calls = ["forward", "backward", "forward", "backward", "unscale", "clip norm 0.5"]
+    assert plain_one.about["calls"] == scaled.about["calls"] == [calls, calls]
+    assert plain_one.about["loss_scale"] == [0.5, 0.5]
+    assert scaled.about["loss_scale"] == [512, 512]
+    for kind in ("raw", "unclipped", "clipped", "loss"):
+        for step in (0, 1):
+            assert_close(plain_one.kind(kind, step), scaled.kind(kind, step))
+
+
+def case_accumulation():
+    losses = []
+
+    def steps_of(model, optimizer, step):
+        for number in range(2):
+            loss = loss_of(model, number) / 2
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+
+    trace = recorded("accumulation", None, adamw, steps_of, 1, steps=1)
+    assert trace.about["micro_batches"] == [2]
+    assert set(trace.kind("data")) == set(trace.kind("random")) == {"0", "1"}
+    assert not np.array_equal(trace.kind("data")["0"], trace.kind("data")["1"])
+    assert_equal(trace.kind("raw"), trace.kind("clipped"))
+    np.testing.assert_allclose(trace.kind("loss")["0"], sum(losses), rtol=1e-6)
+
+
+def case_two_models():
+    """Trains a generator; the discriminator's loss is not part of its step."""
+    other, losses = nn.Linear(5, 1), []
+    other_optimizer = adamw(other)
+
+    def steps_of(model, optimizer, step):
+        made = model(torch.ones(4, 5))
+        (other(made.detach()).sum() + 1000).backward()
+        other_optimizer.step()
+        loss = made.square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+    trace = recorded("two_models", nn.Linear(5, 5), adamw, steps_of, 1, steps=1)
+    np.testing.assert_allclose(trace.kind("loss")["0"], losses[0], rtol=1e-6)
+
+
+def case_exception():
+    """What was recorded before is written."""
+
+    def steps_of(model, optimizer, step):
+        if step == 2:
+            loss_of(model, step).backward()
+            raise RuntimeError("out of memory")
+        plain(model, optimizer, step)
+
+    refused("out of memory", recorded, "exception", None, adamw, steps_of, steps=3)
+    about = Trace("exception").about
+    assert about["steps"] == [0, 1] and about["asked"] == [0, 1, 2]
+    assert about["ended_with"] == "RuntimeError: out of memory"
+    assert not list(pathlib.Path().glob("*.tmp"))
+
+
+# --- Closures, and optimizers in others ----------------------------------------------------------
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Wraps an optimizer and lacks its hooks, as the optimizer of Accelerate does."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def step(self):
+        self.optimizer.step()
+
+
+class CallsItself(nn.Module):
+    """Computes the loss and calls itself for the output, as Lightning's models do with DDP."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x, y=None):
+        return self.net(x) if y is None else F.mse_loss(self(x), y)
+
+
+def with_closure(num_calls, model, optimizer, step):
+    """Trains as Lightning does: the optimizer calls the closure, which computes the gradients."""
+
+    def closure():
+        loss = model(*batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        return loss
+
+    for _ in range(num_calls - 1):
+        closure()
+    optimizer.step(closure)
+
+
+def case_wrapped_and_called_back():
+    """A wrapped optimizer, and one with a closure, are recorded as the plain one."""
+    plain_one = recorded("plain")
+    wrapped = recorded("wrapped", optimizer=lambda model: Wrapper(Wrapper(adamw(model))))
+    assert_equal(plain_one.arrays, wrapped.arrays)
+    assert wrapped.about["optimizer"] == plain_one.about["optimizer"]
+    of_closure, again, permuted, accumulated = (
+        recorded(name, CallsItself(), adamw, functools.partial(with_closure, number), 3, **options)
+        for name, number, options in (
+            ("closure", 1, {}), ("closure_again", 1, {"replay": "plain.npz"}),
+            ("permuted", 1, {"replay": "closure.npz", "permute": 1}), ("accumulated", 2, {}),
+        )
+    )  # fmt: skip
+    assert_equal(plain_one.arrays, of_closure.arrays)
+    assert_equal(plain_one.arrays, again.arrays)
+    assert of_closure.about["micro_batches"] == [1, 1, 1]
+    assert accumulated.about["micro_batches"] == [2, 2, 2]
+    for step in range(3):
+        data = [trace.kind("data", step)["0"] for trace in (of_closure, permuted)]
+        assert not np.array_equal(*data)
+        for kind in ("raw", "clipped"):
+            without_bias = (
+                {name.removeprefix("net."): x for name, x in trace.kind(kind, step).items()}
+                for trace in (of_closure, permuted)
+            )
+            assert_close(*without_bias)
+
+
+def case_several_closure_calls():
+    """LBFGS calls a closure several times in a step: its steps are left out, with one warning."""
+    bits = []
+    for path in (None, "lbfgs.npz"):
+        model = CallsItself()
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=2)
+        steps_of = functools.partial(with_closure, 1)
+        with warnings.catch_warnings(record=True) as told:
+            bits.append(train(model, optimizer, path, steps_of, 3))
+    assert is_equal(*bits)
+    assert ["calls its closure several times" in str(each.message) for each in told] == [True]
+    refused("lbfgs.npz: has no steps", compare, "lbfgs.npz", "lbfgs.npz")
+
+
+def of_examples(times, model, optimizer, step):
+    """Trains with gradients of each example by torch.func."""
+
+    def loss_of_one(weights, x, y):
+        return F.mse_loss(functional_call(model, weights, (x[None],)), y[None])
+
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    found = vmap(grad(loss_of_one), (None, 0, 0))(weights, *batch(step))
+    for name, p in model.named_parameters():
+        p.grad = found[name].mean(0) * times
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def case_functions_of_gradients():
+    """Gradients of each example by torch.func: what is applied is recorded, and compared."""
+    bits = []
+    for path, times in ((None, 1), ("one.npz", 1), ("again.npz", 1), ("scaled.npz", 2)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+        steps_of = functools.partial(of_examples, times)
+        with warnings.catch_warnings(record=True) as told:
+            bits.append(train(model, adamw(model), path, steps_of, 3, modules=True))
+        within = ["called within torch.func" in str(each.message) for each in told]
+        assert within == ([True] if path else [])
+    assert is_equal(*bits[:2])
+    assert compare("one.npz", "again.npz").ok
+    assert compare("one.npz", "scaled.npz").faults[0].detail == "scaled_gradient"
