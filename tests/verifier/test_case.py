@@ -56,6 +56,14 @@ def write(tmp_path):
     return write
 
 
+def test_a_case_is_verified_for_a_few_steps_by_default(write):
+    case = f"{write(MODEL + DATA)}:other"
+    config = Config.of("verify", case=case)
+    assert config.distribution.strategies == ("keras_fit",) and config.verification.steps == 3
+    assert Config.of("verify", case=case, thorough=True).verification.steps == 20
+    assert config.verification.case_function == "other"
+
+
 # The file; tests/cli/messages.txt has more errors.
 
 
