@@ -262,17 +262,14 @@ def apart_without_sums(faulty):
         del step["sums", r]
 
 
-def not_finite(bad):
-    """The targets of replica 1 make the first step's gradients NaN or infinite."""
-
-    def make(faulty):
-        x, y = faulty.steps[0]["data", 1]
-        faulty.steps[0]["data", 1] = [x, y + np.float32(bad)]
-        faulty.compute(ONE, faulty.steps[:1])
-        for r in REPLICAS:
-            faulty.steps[1]["before", r] = faulty.steps[0]["after", r]
-
-    return make
+def infinite(faulty):
+    """The targets of replica 1 make the first step's gradients infinite."""
+    first, second = faulty.steps
+    x, y = first["data", 1]
+    first["data", 1] = [x, y + np.float32(np.inf)]
+    faulty.compute(ONE, [first])
+    for r in REPLICAS:
+        second["before", r] = first["after", r]
 
 
 def nothing_overflows(faulty):
@@ -295,8 +292,3 @@ def with_data(r, data):
 def repeated_example(step):
     pairs = zip(step["data", 2], step["data", 0], strict=True)
     return [np.concatenate([a[:3], b[:1]]) for a, b in pairs]
-
-
-def all_with(faulty):
-    for r in (0, 2):
-        with_data(r, lambda step: step["data", 1])(faulty)

@@ -21,33 +21,19 @@ from .keras_faults import *
 from .keras_models import *
 
 STAGE_OF = {"raw": "gradients", "clipped": "clipping", "sent": "all-reduce", "sums": "all-reduce"}
+# Of sums, `test_rows` and the rows of recordings have more.
 # What is changed, how, detail, tensors (None for all; of the finding, for any), replicas.
 GRADIENT_FAULTS = [
-    ("sums", times(1 / 3), "mean_instead_of_sum", range(4), REPLICAS),
-    ("sums", times(1 / 3), "mean_instead_of_sum", (0,), REPLICAS),
     ("sums", times(1 / 3), "mean_instead_of_sum", None, (1, 2)),
-    ("sent", np.zeros_like, "lost_replica", range(4), (1,)),
-    ("sent", np.zeros_like, "lost_replica", (2,), (1,)),
-    ("sent", times(2), "repeated_gradient", range(4), (2,)),
-    ("sent", times(2), "repeated_gradient", (0,), (2,)),
-    ("sent", times(1.5), "scaled_gradient", range(4), (2,)),
     ("sent", rounded, "reduced_precision", None, REPLICAS),
-    ("sums", rounded, "reduced_precision", None, REPLICAS),
-    ("sent", lambda g: rounded(g, tf.float16), "reduced_precision", None, REPLICAS),
+    ("sums", lambda g: rounded(g, tf.float16), "reduced_precision", None, REPLICAS),
     ("sent", top_k, "sparsified", None, REPLICAS),
-    ("sent", int8, "quantised", None, REPLICAS),
     ("sent", int8, "quantised", (0,), REPLICAS),
-    ("sent", signs, "quantised", None, REPLICAS),
-    ("sums", noisy, "unexplained", (2,), REPLICAS),
-    ("sums", one_nan, "not_finite", (2,), REPLICAS),
     ("raw", np.zeros_like, "frozen", (0,), (1,)),
     ("raw", one_nan, "not_finite", (2,), (1,)),
-    ("raw", times(np.float32(np.inf)), "not_finite", range(4), (2,)),
     ("raw", times(3), "scaled_gradient", (2,), REPLICAS),
-    ("raw", rounded, "reduced_precision", None, (2,)),
     ("raw", lambda g: rounded(g, tf.float16), "reduced_precision", None, (2,)),
     ("raw", top_k, "sparsified", None, (0,)),
-    ("raw", int8, "quantised", (1,), (0,)),
     ("raw", signs, "quantised", (1,), (0,)),
     ("raw", coarse, "unexplained", (0,), (0,)),
     ("raw", clipped_values, "clipped_before_the_sum", (2,), REPLICAS),
@@ -76,19 +62,13 @@ FAULTS = [
         for name in ("normalised", "dropped")
     ),
     ("dropped", (0,), with_seeds_of_replica_0, "forward: same_random_numbers", ONE, "replica 0"),
-    ("plain", (0, 1), lambda f: with_old(f, f.names), "forward: stale_weights", ONE, ""),
     ("plain", (0, 1), lambda f: with_old(f, f.names[2:]),
      "forward: stale_weights", ONE, "weights of network/out"),
-    ("momentum", (0, 1), edit("before", 1, 1, change=next_up),
-     "start: changed_on_its_own", ONE, ""),
     ("momentum", (0, 1), edit("before", 1, 1, "momentum", change=next_up),
      "start: changed_on_its_own", ONE, "momentum"),
     ("plain", (0,), edit("before", 2, change=one_more), "start: diverged_replicas", (2,), ""),
-    ("plain", (0,), edit("after", 2, change=next_up), "agreement: diverged_replicas", (2,), ""),
-    *(
-        (name, (1,), updated(rate=lambda *_: 2.0), "update: other_learning_rate", ONE, "2 times")
-        for name in ("plain", "momentum", "adamw")
-    ),
+    ("momentum", (1,), updated(rate=lambda *_: 2.0),
+     "update: other_learning_rate", ONE, "2 times"),
     ("momentum", (1,), updated(momentum=lambda *_: 0.45),
      "update: other_momentum", ONE, "momentum of 0.45"),
     ("momentum", (1,), updated(nesterov=lambda *_: True),
@@ -105,12 +85,8 @@ FAULTS = [
     ("momentum", (1, 2), from_old(WEIGHT), "update: stale_weights", ALL, "previous step"),
     ("momentum", (1,), after(WEIGHT, lambda new, old: new - np.float32(0.01) * old),
      "update: weight_decay_on_top", ONE, "0.01"),
-    ("momentum", (1,), after(WEIGHT, lambda new, old: old),
-     "update: not_updated", ONE, "not change"),
     ("momentum", (0,), after(WEIGHT, lambda new, old: noisy(new)),
      "update: unexplained", ONE, "different update"),
-    ("momentum", (0,), after(WEIGHT, lambda new, old: one_more(new)),
-     "update: changed_on_its_own", ONE, "elements differs from the update"),
     ("adamw", (0,), lambda f: edit("after", 1, end=clock(f), change=lambda i: i + 1)(f),
      "update: schedule_stepped_too_often", ONE, "by 2"),
     ("adamw", (0,), updated(sums=lambda f, step: {n: 0.37 * g for n, g in step["sums", 1].items()}),
@@ -133,7 +109,7 @@ FAULTS = [
     ("normalised", (0,), others_statistics, "statistics: same_examples", ONE, "replica 0"),
 ]  # fmt: skip
 BATCH = X[:12], Y[:12]
-LIMITS = {"clipnorm": 0.1, "global_clipnorm": 0.1, "clipvalue": 0.01}
+LIMITS = {"global_clipnorm": 0.1, "clipvalue": 0.01}
 SHARED_MEAN = functools.partial(losses.MeanSquaredError, reduction="mean_with_sample_weight")
 AVERAGES = (
     (lambda parts, sizes: np.mean(parts, axis=0), ""),
@@ -148,7 +124,7 @@ MORE = {  # Name: model, positions, what is changed, what is found, and more.
         f"{kind} of the step before, {number}": ("plain", (0, 1), stale(kind, number),
             f"{STAGE_OF[kind]}: stale_gradient", {"place": (
                 (0, 1), replicas(*(ALL if kind == "sums" else ONE)), None)})
-        for kind in ("sums", "raw") for number in (1, 4)
+        for kind, number in (("sums", 1), ("raw", 4))
     },
     "a sum that one replica lacks": ("plain", (0, 1), without_a_sum,
         "all-reduce: not_all_reduced", {"place": ((1,), replicas(2), None)}),
@@ -184,17 +160,14 @@ MORE = {  # Name: model, positions, what is changed, what is found, and more.
         f"a micro-batch {factor} times": ("plain", (0,), accumulated(factor), found, {
             "checked": ("all-reduce",)})
         for factor, found in (
-            (1, ""), (0, "all-reduce: lost_micro_batch"), (2, "all-reduce: repeated_gradient"))
+            (1, ""), (0, "all-reduce: lost_micro_batch"))
     },
     "apart without recorded sums": (
         "plain", (0,), apart_without_sums, "all-reduce: not_all_reduced"),
-    **{
-        f"{bad} on one device, too": ("adamw", (0, 1), not_finite(bad),
-            "start: not_finite-; gradients: not_finite-", {
-                "place": ((1,), (), ()), "status": NOTHING,
-                "text": "gradients are NaN or infinite, on one device too"})
-        for bad in (np.nan, np.inf)
-    },
+    "infinite on one device, too": ("adamw", (0, 1), infinite,
+        "start: not_finite-; gradients: not_finite-", {
+            "place": ((1,), (), ()), "status": NOTHING,
+            "text": "gradients are NaN or infinite, on one device too"}),
     "a step that overflows": ("momentum", (0, 1), None, "", {
         "whole": lambda: overflowing(0), "model": float16, "checked": ("all-reduce",)}),
     "a skipped step that changes": ("momentum", (0,), edit("after", 2, change=one_more),
@@ -216,7 +189,6 @@ MORE = {  # Name: model, positions, what is changed, what is found, and more.
             ("repeated", with_data(2, repeated_example), "examples: repeated_examples", BATCH),
             ("same on two", with_data(2, lambda step: step["data", 1]), "examples: same_examples",
              BATCH),
-            ("same on all", all_with, "examples: same_examples", BATCH),
         )
     },
 }  # fmt: skip

@@ -61,8 +61,7 @@ def test_one_number_is_a_multiple_of_any_other():
     assert why_tensor(one / 3, one, 0.0, 3)[0] == "scaled_gradient"  # A number that is known.
 
 
-ONE, ALL = (1,), REPLICAS
-
+ONE = (1,)
 # Kind → the stages that need it.
 NEEDED_BY = {
     "y_pred": {"forward"}, "mask": set(), "loss": {"loss", "regularisation"},
@@ -72,8 +71,10 @@ NEEDED_BY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", NEEDED_BY)
-@pytest.mark.parametrize("lacking", [REPLICAS, (1,)])
+@pytest.mark.parametrize(
+    ("kind", "lacking"),
+    [*((kind, REPLICAS) for kind in NEEDED_BY), *((k, ONE) for k in ("data", "before", "raw"))],
+)
 def test_arrays_that_were_not_recorded(kind, lacking):
     """They make stages unchecked, not wrong."""
     faulty = Copy("normalised", (0, 1))

@@ -1,9 +1,8 @@
-"""The program after each remedy for Keras, and after each pair of remedies, is clean.
+"""The program after each remedy for Keras, and after some together, is clean.
 
 The code is that of examples/keras_remedies.py and docs/verify_your_own.md, as it stands there.
 """
 
-import itertools
 import re
 from typing import Any
 
@@ -42,22 +41,8 @@ REMEDIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "bfloat16": (("overflow_not_skipped",), {"policy": "mixed_bfloat16"}),
     "frozen": (("frozen",), {"frozen": True}),
 }  # fmt: skip
-QUICK = {("norm", "seeds"), ("global_mean", "weights"), ("clips", "seeds")}
-
-
-def fit_together(*remedies):
-    """Returns whether remedies do not set the same thing to two values."""
-    settings = [item for name in remedies for item in REMEDIES[name][1].items()]
-    return len(dict(settings)) == len(set(settings))
-
-
-# Keras does not synchronise the BatchNorm of masked inputs.
-WITHOUT = [("masks", "norm")]
-PAIRS = [
-    pair
-    for pair in itertools.combinations(sorted(REMEDIES), 2)
-    if fit_together(*pair) and pair not in WITHOUT
-]
+# Remedies change one program together where they are about different things.
+TOGETHER = [("norm", "seeds"), ("global_mean", "weights"), ("clips", "seeds")]
 
 
 def network(
@@ -110,24 +95,18 @@ def found_after(*remedies):
 
 
 @pytest.mark.parametrize(
-    "pair",
-    [pair if pair in QUICK else pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS],
+    "remedies",
+    [*TOGETHER, *(pytest.param((remedy,), marks=pytest.mark.slow) for remedy in REMEDIES)],
     ids="-".join,
 )
-def test_the_program_after_two_remedies_is_clean(pair):
-    assert not (found := found_after(*pair)), "\n".join(map(str, found))
+def test_the_program_after_remedies_is_clean(remedies):
+    assert not (found := found_after(*remedies)), "\n".join(map(str, found))
 
 
 @pytest.mark.slow
 def test_masked_inputs_are_not_normalised_over_the_whole_batch():
     found = found_after("masks", "norm")
     assert {(each.status, each.detail) for each in found} == {("fault", "local_statistics")}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remedy", REMEDIES)
-def test_the_program_after_a_remedy_is_clean(remedy):
-    assert not (found := found_after(remedy)), "\n".join(map(str, found))
 
 
 def test_every_remedy_for_keras_has_a_program():
@@ -184,10 +163,9 @@ def draws_in_call(is_synchronised, num_seeds):
     return model
 
 
-def norms(*are_synchronised):
+def two_norms():
     norm, layer = keras.layers.BatchNormalization, keras.layers.Dense
-    pairs = [(layer(6), norm(synchronized=each)) for each in are_synchronised]
-    return dense(*itertools.chain(*pairs))
+    return dense(layer(6), norm(synchronized=True), layer(6), norm())
 
 
 JOINED = ("forward", "not compared", "random_layers")
@@ -198,10 +176,8 @@ PLACES = {
     "equal masks": (
         lambda: dense(NAMESPACE["synchronised_norm"](), keras.layers.Dropout(0.4, seed=1)), [EQUAL],
     ),
-    "one of two norms": (lambda: norms(True, False), [LOCAL]),
-    "a norm behind a norm": (lambda: norms(False, False), [LOCAL]),
+    "one of two norms": (two_norms, [LOCAL]),
     "in call": (lambda: draws_in_call(False, 2), []),
-    "equal in call": (lambda: draws_in_call(False, 1), [EQUAL]),
     "in call, with a norm": (lambda: draws_in_call(True, 2), [JOINED]),
     "equal in call, with a norm": (lambda: draws_in_call(True, 1), [EQUAL, JOINED]),
     "in the step, with a norm": (

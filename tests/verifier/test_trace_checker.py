@@ -22,7 +22,6 @@ from tests.conftest import CPUS
 from tests.verifier import verification_samples
 from tests.verifier.verification_samples import (
     GLOBAL_BATCH_SIZE,
-    NUM_STEPS,
     SPLITS,
     norm,
     plain,
@@ -34,21 +33,19 @@ from tests.verifier.verification_samples import (
 
 slow = pytest.mark.slow
 
-PLAIN = [
-    *("single", "manual", "mirrored", "multi_worker", "tensor", "accumulation", "weighted"),
-    *("tensor 2 × 2", "pipeline 2 × 2"),
-]
-NORMALISED = ["manual", "sharded", "pipeline", "compiled", "sync manual", "sync mirrored"]
-OTHERS = [split for split in SPLITS if split not in (*PLAIN[1:], *NORMALISED)]
+# Manual, mirrored, single and pipeline compute as the oracle does; no tolerance is needed.
+BITWISE = ("single", "manual", "mirrored", "pipeline", "weighted")
+PLAIN = ("multi_worker", "tensor", "accumulation", "tensor 2 × 2", "pipeline 2 × 2")
+QUICK = (*BITWISE, *PLAIN, "sharded", "sync manual", "sync mirrored")
 
 
 @pytest.mark.parametrize(
     ("split", "build"),
     [
+        *(pytest.param(split, norm, marks=pytest.mark.parity) for split in BITWISE),
         *((split, plain) for split in PLAIN),
-        *((split, norm) for split in NORMALISED),
-        *(pytest.param(split, norm, marks=slow) for split in OTHERS),
-        pytest.param("manual", residual, marks=slow),
+        *((split, norm) for split in QUICK if split not in (*BITWISE, *PLAIN)),
+        *(pytest.param(split, norm, marks=slow) for split in SPLITS if split not in QUICK),
         pytest.param("tensor", residual, marks=slow),
     ],
 )
@@ -62,17 +59,10 @@ def test_right_trainings_are_clean(split, build):
     assert stages <= set(verdict.checked)
     assert {m.step for m in verdict.measurements} == {0, 1, 2}
     assert all(m.allowed < 0.1 for m in verdict.measurements)
+    assert split not in BITWISE or all(m.same_bits for m in verdict.measurements)
     shards = {m.item for m in verdict.measurements if m.stage == "gradients"}
     together = training.trace.about.syncs_batch_norm
     assert len(shards) == (1 if together else len(training.trace.shards))
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("split", ["single", "manual", "mirrored", "pipeline", "weighted"])
-def test_the_oracle_is_bitwise(split):
-    """Most verified steps need no tolerance."""
-    measurements = recorded(split, norm).check().measurements
-    assert measurements and all(m.same_bits for m in measurements)
 
 
 def scaled():
@@ -90,9 +80,8 @@ def overflowing():
         ("manual", "mixed_bfloat16", sgd),
         ("tensor", "mixed_float16", scaled),
         ("pipeline", "mixed_float16", overflowing),
-        pytest.param("compiled", "mixed_bfloat16", sgd, marks=slow),
         pytest.param("sync manual", "mixed_float16", overflowing, marks=slow),
-        pytest.param("sharded", "mixed_float16", scaled, marks=slow),
+        pytest.param("sharded", "mixed_float16", overflowing, marks=slow),
     ],
 )
 def test_other_precisions_are_clean(split, precision, optimizer):
@@ -141,15 +130,16 @@ def test_rounding_is_right_and_more_is_not():
 
         return training.edited(edit).check(1)
 
-    for build in (plain, norm):
-        verdict = rounded(recorded("tensor", build), 2)
-        assert "gradients" not in {finding.stage for finding in verdict.findings}, str(verdict)
-        verdict = rounded(recorded("tensor", build), 20_000)
-        assert "gradients" in {finding.stage for finding in verdict.faults}
+    verdict = rounded(recorded("tensor", norm), 2)
+    assert "gradients" not in {finding.stage for finding in verdict.findings}, str(verdict)
+    verdict = rounded(recorded("tensor", norm), 20_000)
+    assert "gradients" in {finding.stage for finding in verdict.faults}
 
 
 def test_an_all_reduce_in_bfloat16_is_right_where_it_was_asked_for():
-    verdict = recorded("bfloat16").edited(lambda trace: None, reduced_in="").check()
+    training = recorded("bfloat16")
+    assert training.check().status == "clean"
+    verdict = training.edited(lambda trace: None, reduced_in="").check()
     assert causes(verdict) == {("all-reduce", "reduced_precision")}
 
 
@@ -161,9 +151,7 @@ def causes(verdict):
 
 
 INJECTED = [  # Fault, split, network, stage and cause.
-    ("drop_gradient", "manual", plain, "all-reduce", "lost_replica"),
-    ("drop_gradient:step=2", "mirrored", plain, "all-reduce", "lost_replica"),
-    ("scale_gradient", "single", plain, "all-reduce", "scaled_gradient"),
+    ("drop_gradient", "tensor 2 × 2", plain, "all-reduce", "lost_replica"),
     ("scale_gradient:factor=3", "manual", plain, "all-reduce", "scaled_gradient"),
     ("mean_of_means", "manual", norm, "all-reduce", "mean_of_means"),
     ("same_shard", "pipeline", plain, "examples", "same_examples"),
@@ -171,10 +159,9 @@ INJECTED = [  # Fault, split, network, stage and cause.
     ("perturb_weight:step=2", "manual", plain, "update", "changed_on_its_own"),
     ("local_batch_norm", "manual", norm, "statistics", "statistics_not_averaged"),
     ("bf16_all_reduce", "manual", plain, "all-reduce", "reduced_precision"),
-    ("lost_micro_batch", "pipeline", plain, "all-reduce", "lost_micro_batch"),
+    ("lost_micro_batch", "pipeline 2 × 2", plain, "all-reduce", "lost_micro_batch"),
     ("divided_twice", "pipeline", plain, "all-reduce", "mean_instead_of_sum"),
-    ("stale_stage", "pipeline", plain, "forward", "stale_stage"),
-    ("forgotten_backward_sum", "tensor", plain, "gradients", "forgotten_backward_sum"),
+    ("stale_stage", "pipeline 2 × 2", plain, "forward", "stale_stage"),
     ("forgotten_backward_sum", "tensor 2 × 2", norm, "gradients", "forgotten_backward_sum"),
     ("repeated_bias", "tensor", plain, "forward", "repeated_bias"),
     ("wrong_shard", "sharded", plain, "forward", "swapped_parts"),
@@ -182,37 +169,33 @@ INJECTED = [  # Fault, split, network, stage and cause.
     ("unsynced_batch_norm", "sync manual", norm, "forward", "local_statistics"),
     ("unsynced_batch_norm", "sync mirrored", norm, "forward", "local_statistics"),
 ]
+# Fault → steps, shards, and a part of the text of its finding.
+PLACES = {
+    "drop_gradient": ((0, 1), {"replica 1"}, "of replica 1"),
+    "perturb_weight:step=2": ((1,), {"replica 1"}, ""),
+    "lost_micro_batch": (
+        (0, 1), {"micro-batch 1 of replica 0", "micro-batch 1 of replica 1"},
+        "the gradient of micro-batch 1 of replica 0",
+    ),
+    "stale_stage": (
+        (1,), {f"micro-batch {m} of replica {r}" for m in (0, 1) for r in (0, 1)},
+        "the previous step's weights of stage 1",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("fault", "split", "build", "stage", "cause"), INJECTED)
 def test_injected_faults_are_named(fault, split, build, stage, cause):
-    verdict = record(split, build, fault=fault).check()
+    """What follows from a fault is right for a wrong sum, and not a fault."""
+    verdict = record(split, build, fault=fault, num_steps=2).check()
     assert verdict.faults, str(verdict)
     first = verdict.faults[0]
     assert (first.stage, first.detail) == (stage, cause), str(verdict)
     assert {finding.detail for finding in verdict.faults} == {cause}, str(verdict)
-    if "step=2" in fault:
-        assert first.steps[0] == 1
-
-
-@pytest.mark.parametrize(
-    ("split", "fault", "cause", "items", "told"),
-    [
-        ("tensor 2 × 2", "drop_gradient", "lost_replica", {"replica 1"}, "of replica 1"),
-        ("pipeline 2 × 2", "lost_micro_batch", "lost_micro_batch",
-         {"micro-batch 1 of replica 0", "micro-batch 1 of replica 1"},
-         "the gradient of micro-batch 1 of replica 0"),
-        ("pipeline 2 × 2", "stale_stage", "stale_stage",
-         {f"micro-batch {m} of replica {r}" for m in (0, 1) for r in (0, 1)},
-         "the previous step's weights of stage 1"),
-    ],
-)  # fmt: skip
-def test_data_and_model_parallelism_faults_are_named_with_their_place(
-    split, fault, cause, items, told
-):
-    verdict = record(split, plain, fault=fault).check()
-    (finding,) = verdict.faults
-    assert (finding.detail, set(finding.items)) == (cause, items) and told in finding.text
+    if fault in PLACES:
+        steps, items, told = PLACES[fault]
+        assert len(verdict.faults) == 1, str(verdict)
+        assert (first.steps, {*first.items}) == (steps, items) and told in first.text
 
 
 @pytest.mark.parametrize(
@@ -220,7 +203,6 @@ def test_data_and_model_parallelism_faults_are_named_with_their_place(
     [
         ("tensor 2 × 2", False, "not_all_reduced", 6),
         ("tensor 2 × 2", True, "own_gradient_only", 6),  # Of the channels of these devices.
-        ("pipeline 2 × 2", False, "not_all_reduced", 6),
         ("pipeline 2 × 2", True, "partly_all_reduced", 4),  # Of the second stage.
     ],
 )
@@ -293,28 +275,6 @@ def change(trace, position, kind, item, function, only=None):
     trace.put(position, kind, item, arrays)
 
 
-def times(factor, position, kind, item, only=None):
-    return lambda trace: change(trace, position, kind, item, lambda a: a * factor, only)
-
-
-def of_all(edit, *items):
-    """Returns an edit of several items."""
-
-    def edit_all(trace):
-        for item in items:
-            edit(item)(trace)
-
-    return edit_all
-
-
-def with_nan(trace):
-    change(trace, 1, "sums", 0, lambda a: np.where(np.arange(a.size).reshape(a.shape), a, np.nan))
-
-
-def stale(trace):
-    trace.put(1, "raw", 1, trace.arrays(0, "raw", 1))
-
-
 def other_start(kind):
     """All replicas start from another value of the last variable of a kind."""
 
@@ -360,37 +320,20 @@ def norm_of(arrays):
     return np.sqrt(sum(np.sum(np.square(a)) for a in arrays))
 
 
-def exchanged(trace):
-    first, second = (trace.arrays(1, "y_pred", shard) for shard in trace.shards)
-    trace.put(1, "y_pred", 0, [first[0][::-1]])
-    trace.put(1, "y_pred", 1, second)
-
-
 @pytest.mark.parametrize(
     ("edit", "found"),
     [
         (other_start(WEIGHT), ("start", "other_initial_weights")),
         (other_start(STATE), ("start", "other_initial_state")),
-        (times(1.01, 0, "before", 1), ("start", "diverged_replicas")),
-        (times(1.01, 1, "before", 1), ("start", "changed_on_its_own")),
-        (exchanged, ("forward", "unexplained")),
-        (times(1.01, 1, "loss", 1), ("loss", "other_loss")),
-        (times(1.001, 1, "raw", 1), ("gradients", "scaled_gradient")),
-        (times(0, 1, "raw", 1, only=0), ("gradients", "frozen")),
-        (stale, ("gradients", "stale_gradient")),
         (repeated, ("gradients", "repeated_gradient")),
         (clipped, ("gradients", "clipped_before_the_sum")),
         (not_cleared, ("all-reduce", "stale_gradient")),
         (unpacked(-1, 0), ("all-reduce", "swapped_parts")),
         (unpacked(1, 1), ("all-reduce", "swapped_parts")),
-        (times(2, 1, "sums", 1), ("all-reduce", "scaled_gradient")),
-        (with_nan, ("all-reduce", "not_finite")),
         (lambda trace: change(trace, 1, "sums", 1, lambda a: np.nextafter(a, 2 * a)),
          ("all-reduce", "unequal_sums")),
-        (times(1.01, 1, "after", 1), ("update", "unexplained")),
-        (times(1.01, 1, "own_after", 1), ("statistics", "unexplained")),
-        (of_all(lambda copy: times(2, 1, "after", copy, only=3), 0, 1),
-         ("statistics", "doubled_average")),
+        (lambda trace: change(trace, 1, "own_after", 1, lambda a: 1.01 * a),
+         ("statistics", "unexplained")),
     ],
 )  # fmt: skip
 def test_a_fault_in_a_stage_is_found_there(edit, found):
@@ -429,9 +372,3 @@ def test_a_full_batch_in_place_of_the_short_last_one_is_named(monkeypatch):
     first = record("manual", plain).check().faults[0]
     assert (first.stage, first.detail, first.steps) == ("examples", "last_batch_dropped", (2,))
     assert first.text.endswith("of 10 examples here, the training a batch of 15")
-
-
-def test_what_follows_from_a_fault_is_not_a_fault():
-    """Wrong sums lead to an update that is right for these sums."""
-    verdict = record("manual", plain, fault="drop_gradient").check()
-    assert len(verdict.faults) == 1 and verdict.faults[0].steps == tuple(range(NUM_STEPS))
