@@ -4,7 +4,7 @@ import types
 
 import numpy as np
 
-from lockstep.data.trace import SEED, STATE, WEIGHT, Variable
+from lockstep.data.trace import SEED, Variable
 from tests.verifier.script_samples import WEIGHTS, adam, batch_of, mean_of, sgd
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
@@ -186,7 +186,7 @@ def first_moment_corrected(script, weights, gradients, state):
 
 def twice(script, weights, gradients, state):
     for _ in range(2):
-        adam(script, weights, gradients, state)
+        (adam if script.optimizer == "Adam" else sgd)(script, weights, gradients, state)
 
 
 def stale(script, weights, gradients, state):
@@ -299,34 +299,6 @@ def drawn(seeds, shift):
     return {"about": about, "inputs": lambda x: np.roll(x, shift, axis=1)}
 
 
-def with_more(variable, value_of):
-    """A variable that the optimizer does not change: `value_of(position, replica)`."""
-
-    def edited(script):
-        for position in range(1, len(script.steps) + 1):
-            for replica in range(script.replicas):
-                for kind in ("before", "after"):
-                    value = np.full(5, value_of(position, replica), np.float32)
-                    script.arrays[f"{position}/{kind}/{replica}/6"] = value
-
-    return {"edit": edited, "more_variables": [variable]}
-
-
-def with_average(changes_on_all):
-    """A weight that the optimizer does not have, which the script changes between the steps."""
-
-    def value_of(position, replica):
-        return position if changes_on_all or replica == 0 else 1
-
-    return with_more(Variable("average", WEIGHT), value_of)
-
-
-def residuals(loaded_at=9):
-    """Each replica has its own; from a step on, all have that of replica 0."""
-    residual = Variable("residual", STATE, of="dense/kernel", slot="residual")
-    return with_more(residual, lambda position, replica: 1 + replica * (position < loaded_at))
-
-
 ON, OFF = ([],) * 4, (["drop"],) * 4  # Layers in evaluation mode, in each step.
 
 
@@ -339,3 +311,44 @@ def in_modes(*modes, rate=0.5):
 
 JAX = {"about": {"framework": "jax", "layers": ()}}
 CLIPPED, KEYS = {**JAX, "clip": clip}, {**JAX, "more_variables": [Variable("key", SEED)]}
+UNKNOWN = {"about": LION}
+
+
+def not_cleared(script, replica, gradients):
+    """The gradients of this step are added to those of the previous one."""
+    step = max(script.states)
+    kept = [script.arrays.get(f"{step}/clipped/{replica}/{i}", np.float32(0)) for i in range(2)]
+    return [old + gradient for old, gradient in zip(kept, gradients, strict=True)]
+
+
+def sends_more(script, replica, gradients):
+    return [gradient + np.float32(0.3) for gradient in gradients]
+
+
+def bias_in(*steps):
+    """The bias has a gradient in some steps only."""
+    return {"gradient": lambda s, r, g: [g[0], g[1] * (len(s.states) - 1 in steps)]}
+
+
+def of_rounding(value):
+    """An element of the bias' gradient that is rounding alone."""
+    return {"gradient": lambda s, r, g: [g[0], np.append(np.float32(value), g[1][1:])]}
+
+
+def averaged_by_optimizer(factor):
+    """The optimizer averages the gradients of the replicas itself, or sums them."""
+    gradients_of = times(factor)["gradient"]
+    return {"update": lambda s, w, g, state: sgd(s, w, gradients_of(s, 0, g), state)}
+
+
+def at_the_end_on(last):
+    """The last batch has examples for one replica only."""
+    return lambda rows, r, count: rows[r::count] if len(rows) == 16 else rows[: 8 * (r == last)]
+
+
+def mean_of_those_left(sent, factor=1):
+    """The mean of the replicas that have examples; a wrong factor counts the others, too."""
+    with_examples = [own for own in sent if np.any(own[0])]
+    if len(with_examples) == len(sent):
+        return mean_of(sent)
+    return [[np.float32(factor) * array for array in with_examples[0]] for _ in sent]
