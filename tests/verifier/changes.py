@@ -30,20 +30,47 @@ def first_only(sent):
 
 
 def without_last(sent):
-    count = np.float32(len(sent) - 1)
-    return [[sum(parts[:-1]) / count for parts in zip(*sent, strict=True)] for _ in sent]
+    received = mean_of(sent[:-1])
+    return [*received, received[0]]
 
 
-def half(sent):
-    return [[array / 2 for array in arrays] for arrays in mean_of(sent)]
+def after_sum(change):
+    """Each sum of gradients is changed."""
+    return {"reduce": lambda sent: [[*map(change, arrays)] for arrays in mean_of(sent)]}
 
 
-def in_bfloat16(sent):
-    return [[in_16_bits(array) for array in arrays] for arrays in mean_of(sent)]
+SUMMED = after_sum(lambda array: 2 * array)
 
 
-def summed(sent):
-    return [[np.float32(len(sent)) * array for array in arrays] for arrays in mean_of(sent)]
+def before_sum(change):
+    """Each gradient of a replica is changed."""
+    return {"gradient": lambda script, replica, gradients: [*map(change, gradients)]}
+
+
+def times(factor):
+    return before_sum(lambda array: np.float32(factor) * array)
+
+
+def times_on(*factors):
+    """Each replica has a factor of its own."""
+    return {"gradient": lambda s, replica, g: [np.float32(factors[replica]) * a for a in g]}
+
+
+def bias_times(factor_of):
+    """The bias' gradient is multiplied by a factor of step and replica."""
+    return {"gradient": lambda s, r, g: [g[0], np.float32(factor_of(len(s.states) - 1, r)) * g[1]]}
+
+
+def in_rows(rows, change):
+    """Some rows of the kernel are changed."""
+
+    def changed(array):
+        array = array.copy()
+        if array.ndim == 2:
+            array[rows] = change(array[rows])
+        return array
+
+    return changed
 
 
 def clip(replica, gradients):
@@ -52,10 +79,7 @@ def clip(replica, gradients):
 
 
 def without_bias(*replicas):
-    def clip(replica, gradients):
-        return [gradients[0], (replica not in replicas) * gradients[1]]
-
-    return clip
+    return {"clip": lambda replica, g: [g[0], (replica not in replicas) * g[1]]}
 
 
 def reduced_in_part(sent):
@@ -71,10 +95,6 @@ def clip_on_first(replica, gradients):
     return [g * np.float32(0.5) for g in gradients] if replica == 0 else gradients
 
 
-def times(factor):
-    return {"gradient": lambda s, r, g: [np.float32(factor) * a for a in g]}
-
-
 def padded(number, start=0, step=2):
     """Batches, the last of which has further examples of an earlier step of the epoch."""
 
@@ -88,27 +108,6 @@ def padded(number, start=0, step=2):
 
 def twice_as_large(step):
     return np.append(batch_of(2 * step), batch_of(2 * step + 1))
-
-
-def of_kernel(factor):
-    return {"gradient": lambda s, r, g: [np.float32(factor) * g[0], g[1]]}
-
-
-def in_rows(rows, change):
-    """Some rows of the kernel's gradient are changed on each replica."""
-
-    def changed(script, replica, gradients):
-        kernel = gradients[0].copy()
-        kernel[rows] = change(kernel[rows])
-        return [kernel, gradients[1]]
-
-    return {"gradient": changed}
-
-
-def rows_after_the_sum(rows, change):
-    """The same, once it is summed."""
-    after = in_rows(rows, change)["gradient"]
-    return {"reduce": lambda sent: [after(None, 0, own) for own in mean_of(sent)]}
 
 
 def apart(script, replica, gradients):
@@ -147,12 +146,18 @@ def no_update(script, weights, gradients, state):
     """Changes nothing."""
 
 
-def not_corrected(script, weights, gradients, state):
-    before = [weight.copy() for weight in weights]
-    adam(script, weights, gradients, state)
-    for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
-        root = np.sqrt(state[3 * i + 1]) + np.float32(script.settings["epsilon"])
-        weight[:] = old - np.float32(script.settings["learning_rate"]) * state[3 * i] / root
+def corrected(first):
+    """Adam that corrects the bias of the first moment only, or of none."""
+
+    def update(script, weights, gradients, state):
+        s, before = script.settings, [weight.copy() for weight in weights]
+        adam(script, weights, gradients, state)
+        for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
+            left = 1 - s["beta_1"] ** float(state[3 * i + 2]) if first else 1
+            root = np.sqrt(state[3 * i + 1]) + np.float32(s["epsilon"])
+            weight[:] = old - np.float32(s["learning_rate"] / left) * state[3 * i] / root
+
+    return {"update": update}
 
 
 def of_kernel_only(script, weights, gradients, state):
@@ -173,15 +178,6 @@ def clipped_by_weights(script, weights, gradients, state):
 
 def clipped_inside(script, weights, gradients, state):
     sgd(script, weights, clip(0, gradients), state)
-
-
-def first_moment_corrected(script, weights, gradients, state):
-    before = [weight.copy() for weight in weights]
-    adam(script, weights, gradients, state)
-    for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
-        left = 1 - script.settings["beta_1"] ** float(state[3 * i + 2])
-        root = np.sqrt(state[3 * i + 1]) + np.float32(script.settings["epsilon"])
-        weight[:] = old - np.float32(script.settings["learning_rate"] / left) * state[3 * i] / root
 
 
 def twice(script, weights, gradients, state):
@@ -276,11 +272,7 @@ def length_of(gradients):
 
 def zero_in(*steps):
     """Gradients of 0 in some steps."""
-
-    def gradient(script, replica, gradients):
-        return [g * (len(script.states) - 1 not in steps) for g in gradients]
-
-    return {"gradient": gradient}
+    return {"gradient": lambda s, r, g: [a * (len(s.states) - 1 not in steps) for a in g]}
 
 
 def as_it_is(script, replica, gradients):
@@ -321,15 +313,6 @@ def not_cleared(script, replica, gradients):
     return [old + gradient for old, gradient in zip(kept, gradients, strict=True)]
 
 
-def sends_more(script, replica, gradients):
-    return [gradient + np.float32(0.3) for gradient in gradients]
-
-
-def bias_in(*steps):
-    """The bias has a gradient in some steps only."""
-    return {"gradient": lambda s, r, g: [g[0], g[1] * (len(s.states) - 1 in steps)]}
-
-
 def of_rounding(value):
     """An element of the bias' gradient that is rounding alone."""
     return {"gradient": lambda s, r, g: [g[0], np.append(np.float32(value), g[1][1:])]}
@@ -337,8 +320,9 @@ def of_rounding(value):
 
 def averaged_by_optimizer(factor):
     """The optimizer averages the gradients of the replicas itself, or sums them."""
-    gradients_of = times(factor)["gradient"]
-    return {"update": lambda s, w, g, state: sgd(s, w, gradients_of(s, 0, g), state)}
+    return {
+        "update": lambda s, w, gradients, state: sgd(s, w, [factor * g for g in gradients], state)
+    }
 
 
 def at_the_end_on(last):

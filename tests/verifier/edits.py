@@ -5,9 +5,9 @@ import functools
 import numpy as np
 
 from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT, Variable
-from tests.verifier.script_samples import batch_of, examples, mean_of, split_evenly
+from tests.verifier.script_samples import mean_of, split_evenly
 
-from .changes import as_it_is, in_16_bits
+from .changes import in_16_bits
 
 
 def option(change):
@@ -224,15 +224,6 @@ def weights_of_examples(script):
         script.arrays[f"{name[:-1]}1"] = np.where(np.arange(count) % 2, 1, 2).astype(np.float32)
 
 
-@option
-def other_variance(script):
-    """A variance 1.5 times as large: n / (n - 1) is at most 16 / 15."""
-    for position, step in enumerate(script.steps, start=1):
-        name, share = f"{position}/after/0/3", np.float32(0.1)
-        rest = (1 - share) * script.states[step][0][3]
-        script.arrays[name] = rest + np.float32(1.5) * (script.arrays[name] - rest)
-
-
 def images(layout, stored=None):
     """Channels last or first; a wrong layout is another order."""
 
@@ -398,35 +389,6 @@ def ends_early(script, replica):
 
 
 # --- Outputs and other data ----------------------------------------------------------------------
-
-
-def flat(order, gradient_of=True, layout="", **changes):
-    """A model with its features in an order, whose outputs are recorded.
-
-    It has the gradients of its outputs only if `gradient_of`.
-    """
-
-    def add_outputs(script):
-        for number, step, r in places(script):
-            x = script.arrays[f"{number}/data/{r}/0"]
-            kernel, bias = (script.arrays[f"{number}/before/{r}/{i}"] for i in range(2))
-            script.arrays[f"{number}/y_pred/{r}/0"] = outputs = x @ kernel + bias
-            wrong = outputs - examples()[1][split_evenly(batch_of(step), r, script.replicas)]
-            if gradient_of:
-                script.arrays[f"{number}/y_grad/{r}/0"] = 2 * wrong / np.float32(wrong.size)
-            script.arrays[f"{number}/data/{r}/0"] = x[:, np.argsort(order)]
-
-    given = {"about": {"data_layout": layout}, "edit": add_outputs}
-    return {**given, "inputs": lambda x: x[:, order], "gradient": as_it_is, **changes}
-
-
-USUAL, MIXED = np.arange(12), np.random.default_rng(0).permutation(12)
-NOISE = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)
-
-
-def flattened(layout, channels):
-    shape = (channels, -1) if layout == "NCHW" else (-1, channels)
-    return USUAL.reshape(shape).T.ravel()
 
 
 @option

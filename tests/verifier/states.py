@@ -21,6 +21,7 @@ GROUP = {"about": {"settings": [[{"weights": list(WEIGHTS)}]] * 4}}
 ALL_STATE = {**UNKNOWN, "about": {**LION, "layers": ({**VQ, "weights": list(STATISTICS)},)}}
 SECOND_OPTIMIZER = with_head(lambda at, r, _: 0.9 + 0.1 * at)  # It updates between the steps.
 CHANGED = "start: changed_on_its_own"
+BIAS_LATE = bias_times(lambda step, r: step == 3)
 HEAD = with_head(lambda at, r, later: at + later)
 APART = "agreement: diverged_replicas"
 CHANGES = f"update: unexplained; {APART}"
@@ -118,7 +119,7 @@ STATES = {
             {"status": NOT_VERIFIED, "text": text})
         for optimizer, given in (("SGD", {}), ("unknown", UNKNOWN))
         for name, first, second, text in (
-            ("no compared step updates a weight", bias_in(3), {**bias_in(3), **OWN},
+            ("no compared step updates a weight", BIAS_LATE, {**BIAS_LATE, **OWN},
              "no step was compared that updates dense/bias"),
             ("no step has the state after it", without("after"), without("after"),
              "no step was compared that updates dense/kernel, dense/bias:"),
@@ -126,7 +127,7 @@ STATES = {
             ("a weight of the first", HEAD, {"more_variables": ()},
              "this recording has no weight that matches head"))
     },
-    "a weight that none trains": (bias_in(), with_head(lambda *_: 1), ""),
+    "a weight that none trains": (bias_times(lambda step, r: 0), with_head(lambda *_: 1), ""),
     **{
         f"replica {replica} ends early{name}": (
             {"steps": (0, 1, 2)}, {
