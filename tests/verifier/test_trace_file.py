@@ -5,7 +5,6 @@ import inspect
 import io
 import json
 import os
-import random
 import re
 import struct
 import tracemalloc
@@ -131,24 +130,28 @@ def test_what_is_saved_is_loaded_and_equal_arrays_are_written_once(tmp_path):
     }  # fmt: skip
 
 
-def test_a_writer_needs_no_memory_and_leaves_no_half_file(tmp_path):
-    description = trace_samples.trace().about
+def test_only_the_array_that_is_asked_for_is_in_memory(tmp_path):
+    description, size = trace_samples.trace().about, 1 << 20
     tracemalloc.start()
     with Writer(tmp_path / "two.npz") as writer:
         trace = Trace(description, writer)
-        for step in (0, 1):
+        for number, kind in enumerate("abcdefgh"):
             for replica in (0, 1):
-                trace.put(step, "data", replica, [np.full(1 << 20, step + replica, np.uint8)])
-        assert tracemalloc.get_traced_memory()[1] < 5 << 20
-        assert trace.arrays(1, "data", 0)[0][0] == 1
-        with pytest.raises(ValueError, match="1/data/0/0 is written already"):
-            trace.put(0, "data", 0, [np.ones(3)])
+                array = np.full(size, number + 8 * replica, np.uint8)
+                trace.put(number % 2, kind, replica, [array])
+        assert trace.arrays(1, "b", 0)[0][0] == 1
+        with pytest.raises(ValueError, match="1/a/0/0 is written already"):
+            trace.put(0, "a", 0, [np.ones(3)])
         writer.close(description)
+    assert load(tmp_path / "two.npz").arrays(1, "h", 1)[0][0] == 15
+    assert size < tracemalloc.get_traced_memory()[1] < 5 * size
     tracemalloc.stop()
-    assert len(zipfile.ZipFile(tmp_path / "two.npz").namelist()) == 4
-    with pytest.raises(RuntimeError), Writer(tmp_path / "other.npz"):
+
+
+def test_a_training_that_fails_leaves_no_half_file(tmp_path):
+    with pytest.raises(RuntimeError), Writer(tmp_path / "two.npz"):
         raise RuntimeError
-    assert [path.name for path in tmp_path.iterdir()] == ["two.npz"]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_files_of_ranks_are_merged(tmp_path):
@@ -192,20 +195,6 @@ def test_a_rank_that_ends_early_has_no_arrays_in_later_steps(tmp_path):
     write_trace(tmp_path / "two.rank0.npz", description, {})
     write_trace(tmp_path / "two.rank1.npz", about(replicas=[1]), arrays(replicas=(1,)))
     assert "'steps' of" in refusal(path)
-
-
-def test_arrays_are_read_when_asked_for(tmp_path):
-    large = np.zeros(8 << 20, np.uint8)
-    path = write_trace(
-        tmp_path / "two.npz",
-        members=arrays() | {f"{p}/data/{r}/0": large for p in (1, 2) for r in (0, 1)},
-    )
-    tracemalloc.start()
-    trace = load(path)
-    assert tracemalloc.get_traced_memory()[1] < 2 << 20
-    trace.arrays(1, "data", 1)
-    assert 8 << 20 < tracemalloc.get_traced_memory()[1] < 18 << 20
-    tracemalloc.stop()
 
 
 # --- Which files ---------------------------------------------------------------------------------
@@ -400,29 +389,6 @@ def test_a_wrong_file_is_refused(tmp_path, name):
     write, told = WRONG[name]
     write(tmp_path / "two.npz")
     assert told in refusal(tmp_path / "two.npz")
-
-
-@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
-def test_random_damage_raises_no_other_error_and_changes_no_array(tmp_path, write):
-    path, generator = write_trace(tmp_path / "two.npz", save=write), random.Random(0)
-    whole, expected = path.read_bytes(), read_all(load(path))
-    refused = 0
-    for _ in range(80):
-        content = bytearray(whole)
-        if generator.random() < 0.2:
-            del content[generator.randrange(len(content)) :]
-        else:
-            for _ in range(generator.choice([1, 1, 4])):
-                content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
-        path.write_bytes(content)
-        try:
-            found = read_all(load(path))
-        except TraceError as error:
-            refused += 1
-            assert str(error).isprintable()
-        else:
-            assert_same_bits(found, expected)
-    assert refused > 40
 
 
 def test_more_than_the_limits_is_refused(tmp_path, monkeypatch):
