@@ -166,6 +166,21 @@ def clipped_first(*factors):
     return {"edit": edited, "about": {"order": "clip, reduce"}}
 
 
+def by_value(scale=1, calls=()):
+    """Clips gradients by value, as long as they are multiplied by the loss scale."""
+
+    def clip(replica, gradients):
+        return [np.clip(np.float32(scale) * g, -0.05, 0.05) / np.float32(scale) for g in gradients]
+
+    def add_unclipped(script):
+        for name in names(script, "sums"):
+            script.arrays[name.replace("sums", "unclipped")] = script.arrays[name]
+
+    called = ["backward", "clip value 0.05", *calls]
+    about = {"calls": [called] * 4, "loss_scale": [float(scale)] * 4}
+    return {"clip": clip, "about": about, "edit": add_unclipped}
+
+
 @option
 def bias_on_first_only(script):
     """Replica 0 sends the sum of the bias' gradients, replica 1 sends none."""

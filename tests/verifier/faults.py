@@ -75,6 +75,8 @@ FAULTS = {
     "clipped": ({}, {"clip": lambda r, g: [a / 2 for a in g]}, "clipping: other_clipping"),
     "clipped first": ({}, clipped_first(0.5, 0.25),
         "clipping: clipped_before_the_sum; update: unexplained"),
+    "clipped by value before unscale_": (by_value(), by_value(1024, ["unscale"]),
+        "clipping: clipped_before_unscale"),
     "zeros on one": ({}, without_bias(1), "clipping: frozen"),
     # Gradients and loss.
     "uneven": ({}, {"shard": three_quarters, "weighted": False}, "gradients: mean_of_means"),
@@ -114,6 +116,8 @@ FAULTS = {
         "gradients: stale_gradient"),
     "a cleared loss": (two_losses(), {}, ""),
     "a cleared loss in both": (two_losses(), two_losses(), ""),
+    "layers compute in another dtype": ({}, {"gradient": little_noise,
+        "about": {"computed_in": "bfloat16"}}, "gradients: reduced_precision"),
     "noise": ({}, {"gradient": apart}, "gradients: unexplained"),
     "noise of a model that scales": ({},
         {"gradient": apart, **edit(lambda array: 255 * array, "data")}, "gradients: unexplained"),

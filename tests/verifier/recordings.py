@@ -78,6 +78,7 @@ RIGHT = {
     "an unused setting of one replica": ({"settings": {"momentum": 0.0}},
         {"of_replica": {1: {"beta_1": 0.5}}}),
     "clipping after the sum": ({"clip": clip}, {}),
+    "clipping by value": (by_value(), by_value()),
     "no clipping before the sum": ({}, clipped_first(1, 1)),
     "zeros after the sum": (without_bias(0, 1), {}),
     "equal random states": ({}, random_states(lambda step, replica: [0] * 4)),

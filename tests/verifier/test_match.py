@@ -238,6 +238,8 @@ DEPTHWISE, KERNEL = (2, 3, 0, 1), (2, 3, 1, 0)
         ((3, 3, 1, 8), ("", ""), (3, 2, 0, 1), KERNEL, True),
         ((3, 3, 8, 1), ("", ""), (3, 2, 0, 1), KERNEL, True),
         ((3, 3, 2, 2), ("", ""), (3, 2, 0, 1), KERNEL, False),
+        ((3, 2, 5), ("", ""), (2, 1, 0), (2, 1, 0), True),
+        ((3, 3, 3, 2, 5), ("", ""), (4, 3, 0, 1, 2), (2, 3, 4, 1, 0), True),
     ],
 )
 def test_axes_are_those_of_the_layouts_or_the_usual_ones(shape, layouts, other, axes, is_same_back):

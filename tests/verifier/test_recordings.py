@@ -39,6 +39,7 @@ def test_the_tolerance_is_computed_from_permuted_examples(one):
     assert set(permuted.spread) == {"dense/kernel", "dense/bias"}
     assert all(0 <= spread < 1e-5 for spread in permuted.spread.values())
     assert "2 steps of" in permuted.text and permuted.times == 8
+    assert "counts as 0 behind BatchNorm" in permuted.text
     given = tolerance_of(one.trace(), None, {}, 0.5)
     assert given.allowed(["dense/kernel"]) == 0.5 and "--tolerance" in given.text
     first, keras = one.trace(), Script(framework="keras").trace()

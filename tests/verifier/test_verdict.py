@@ -196,4 +196,5 @@ def test_the_largest_difference_is_that_of_a_wrong_array_where_there_is_one():
         for name, distance, allowed in (("a", 0.5, 1e-9), ("b", 0.7, 1e-6), ("c", 0.9, 1.0))
     ]
     assert largest_of(measured)["update"] == (measured[1], 0, 3)
-    assert largest_of(measured[2:])["update"] == (measured[2], 0, 1)
+    right = dataclasses.replace(measured[0], allowed=0.55)
+    assert largest_of([right, measured[2]])["update"] == (right, 0, 2)
