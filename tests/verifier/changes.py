@@ -9,7 +9,7 @@ from tests.verifier.script_samples import WEIGHTS, adam, batch_of, mean_of, sgd
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
-ONE = {"replicas": 1}
+ONE, OWN = {"replicas": 1}, {"replay": None}
 
 
 def three_quarters(rows, replica, count):

@@ -166,19 +166,25 @@ def clipped_first(*factors):
     return {"edit": edited, "about": {"order": "clip, reduce"}}
 
 
-def by_value(scale=1, calls=()):
-    """Clips gradients by value, as long as they are multiplied by the loss scale."""
+@option
+def unclipped(script):
+    """The gradients before clipping, which are the sums."""
+    for name in names(script, "sums"):
+        script.arrays[name.replace("sums", "unclipped")] = script.arrays[name]
 
-    def clip(replica, gradients):
-        return [np.clip(np.float32(scale) * g, -0.05, 0.05) / np.float32(scale) for g in gradients]
 
-    def add_unclipped(script):
-        for name in names(script, "sums"):
-            script.arrays[name.replace("sums", "unclipped")] = script.arrays[name]
+def with_loss_scale(scale, clip, *calls):
+    """Gradients that are clipped, or not, while they are multiplied by the loss scale."""
+    about = {"calls": [["backward", *calls]] * 4, "loss_scale": [float(scale)] * 4}
+    return {"clip": lambda replica, g: [clip(np.float32(scale) * a) for a in g], "about": about,
+            **unclipped()}  # fmt: skip
 
-    called = ["backward", "clip value 0.05", *calls]
-    about = {"calls": [called] * 4, "loss_scale": [float(scale)] * 4}
-    return {"clip": clip, "about": about, "edit": add_unclipped}
+
+def by_value(scale=1, *calls):
+    def clip(gradient):
+        return np.clip(gradient, -0.05, 0.05) / np.float32(scale)
+
+    return with_loss_scale(scale, clip, "clip value 0.05", *calls)
 
 
 @option

@@ -15,7 +15,7 @@ from .edits import *
 ALL, KERNEL, BIAS = (0, 1, 2, 3), ("dense/kernel",), ("dense/bias",)
 FIRST, SECOND, BOTH = ("replica 0",), ("replica 1",), ("replica 0", "replica 1")
 REPLAYED = {"about": {"replayed": "one.npz"}}
-OWN, RAISED = {"replay": None}, {"about": {"ended_with": "RuntimeError: out of memory"}}
+RAISED = {"about": {"ended_with": "RuntimeError: out of memory"}}
 WRONG_STATE = edit(lambda array: array * np.float32(1.01), "after", index=4, position=2)
 GROUP = {"about": {"settings": [[{"weights": list(WEIGHTS)}]] * 4}}
 ALL_STATE = {**UNKNOWN, "about": {**LION, "layers": ({**VQ, "weights": list(STATISTICS)},)}}
@@ -102,6 +102,9 @@ STATES = {
             {}, last_bits(f"3/1/{index}"), CHANGED, {"place": ((2,), SECOND, None)})
         for index in (0, 2, 4)
     },
+    "momentum is 0 again": ({}, own_states(
+        lambda a, at, r, index: a * ((at, index) != (3, 4))) | REPLAYED, "start: reset_state",
+        {"place": ((2,), BOTH, ("dense/kernel/momentum_buffer",))}),
     "DDP sends the buffers of replica 0": ({}, {"local_norm": True, **buffers_of_first()},
         "statistics: local_statistics?"),
     # The whole training.
