@@ -275,16 +275,16 @@ def alone(changes):
     return verify_alone(trace)
 
 
+def against_reference(first, second):
+    return compared(*pair(first, second), tolerance())
+
+
 def _rows():
-    for name, (first, second) in RIGHT.items():
-        verdict = functools.partial(
-            lambda *both: compared(*pair(*both), tolerance()), first, second
-        )
+    for name, both in RIGHT.items():
+        verdict = functools.partial(against_reference, *both)
         yield Row("right", name, "", verdict, checked=("gradients", "update"), notes=False)
     for name, (first, second, found, *more) in {**FAULTS, **MORE, **STATES}.items():
-        verdict = functools.partial(
-            lambda *both: compared(*pair(*both), tolerance()), first, second
-        )
+        verdict = functools.partial(against_reference, first, second)
         given = {"place": PLACES.get(name, ())} | (more[0] if more else {})
         yield Row("two recordings", name, found, verdict, **given)
     for name, (changes, found, *more) in ALONE.items():
