@@ -4,12 +4,12 @@ import types
 
 import numpy as np
 
-from lockstep.data.trace import SEED, STATE, WEIGHT, Variable
+from lockstep.data.trace import SEED, Variable
 from tests.verifier.script_samples import WEIGHTS, adam, batch_of, mean_of, sgd
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
-ONE = {"replicas": 1}
+ONE, OWN = {"replicas": 1}, {"replay": None}
 
 
 def three_quarters(rows, replica, count):
@@ -30,20 +30,47 @@ def first_only(sent):
 
 
 def without_last(sent):
-    count = np.float32(len(sent) - 1)
-    return [[sum(parts[:-1]) / count for parts in zip(*sent, strict=True)] for _ in sent]
+    received = mean_of(sent[:-1])
+    return [*received, received[0]]
 
 
-def half(sent):
-    return [[array / 2 for array in arrays] for arrays in mean_of(sent)]
+def after_sum(change):
+    """Each sum of gradients is changed."""
+    return {"reduce": lambda sent: [[*map(change, arrays)] for arrays in mean_of(sent)]}
 
 
-def in_bfloat16(sent):
-    return [[in_16_bits(array) for array in arrays] for arrays in mean_of(sent)]
+SUMMED = after_sum(lambda array: 2 * array)
 
 
-def summed(sent):
-    return [[np.float32(len(sent)) * array for array in arrays] for arrays in mean_of(sent)]
+def before_sum(change):
+    """Each gradient of a replica is changed."""
+    return {"gradient": lambda script, replica, gradients: [*map(change, gradients)]}
+
+
+def times(factor):
+    return before_sum(lambda array: np.float32(factor) * array)
+
+
+def times_on(*factors):
+    """Each replica has a factor of its own."""
+    return {"gradient": lambda s, replica, g: [np.float32(factors[replica]) * a for a in g]}
+
+
+def bias_times(factor_of):
+    """The bias' gradient is multiplied by a factor of step and replica."""
+    return {"gradient": lambda s, r, g: [g[0], np.float32(factor_of(len(s.states) - 1, r)) * g[1]]}
+
+
+def in_rows(rows, change):
+    """Some rows of the kernel are changed."""
+
+    def changed(array):
+        array = array.copy()
+        if array.ndim == 2:
+            array[rows] = change(array[rows])
+        return array
+
+    return changed
 
 
 def clip(replica, gradients):
@@ -52,10 +79,7 @@ def clip(replica, gradients):
 
 
 def without_bias(*replicas):
-    def clip(replica, gradients):
-        return [gradients[0], (replica not in replicas) * gradients[1]]
-
-    return clip
+    return {"clip": lambda replica, g: [g[0], (replica not in replicas) * g[1]]}
 
 
 def reduced_in_part(sent):
@@ -71,10 +95,6 @@ def clip_on_first(replica, gradients):
     return [g * np.float32(0.5) for g in gradients] if replica == 0 else gradients
 
 
-def times(factor):
-    return {"gradient": lambda s, r, g: [np.float32(factor) * a for a in g]}
-
-
 def padded(number, start=0, step=2):
     """Batches, the last of which has further examples of an earlier step of the epoch."""
 
@@ -88,27 +108,6 @@ def padded(number, start=0, step=2):
 
 def twice_as_large(step):
     return np.append(batch_of(2 * step), batch_of(2 * step + 1))
-
-
-def of_kernel(factor):
-    return {"gradient": lambda s, r, g: [np.float32(factor) * g[0], g[1]]}
-
-
-def in_rows(rows, change):
-    """Some rows of the kernel's gradient are changed on each replica."""
-
-    def changed(script, replica, gradients):
-        kernel = gradients[0].copy()
-        kernel[rows] = change(kernel[rows])
-        return [kernel, gradients[1]]
-
-    return {"gradient": changed}
-
-
-def rows_after_the_sum(rows, change):
-    """The same, once it is summed."""
-    after = in_rows(rows, change)["gradient"]
-    return {"reduce": lambda sent: [after(None, 0, own) for own in mean_of(sent)]}
 
 
 def apart(script, replica, gradients):
@@ -147,12 +146,18 @@ def no_update(script, weights, gradients, state):
     """Changes nothing."""
 
 
-def not_corrected(script, weights, gradients, state):
-    before = [weight.copy() for weight in weights]
-    adam(script, weights, gradients, state)
-    for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
-        root = np.sqrt(state[3 * i + 1]) + np.float32(script.settings["epsilon"])
-        weight[:] = old - np.float32(script.settings["learning_rate"]) * state[3 * i] / root
+def corrected(first):
+    """Adam that corrects the bias of the first moment only, or of none."""
+
+    def update(script, weights, gradients, state):
+        s, before = script.settings, [weight.copy() for weight in weights]
+        adam(script, weights, gradients, state)
+        for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
+            left = 1 - s["beta_1"] ** float(state[3 * i + 2]) if first else 1
+            root = np.sqrt(state[3 * i + 1]) + np.float32(s["epsilon"])
+            weight[:] = old - np.float32(s["learning_rate"] / left) * state[3 * i] / root
+
+    return {"update": update}
 
 
 def of_kernel_only(script, weights, gradients, state):
@@ -175,18 +180,9 @@ def clipped_inside(script, weights, gradients, state):
     sgd(script, weights, clip(0, gradients), state)
 
 
-def first_moment_corrected(script, weights, gradients, state):
-    before = [weight.copy() for weight in weights]
-    adam(script, weights, gradients, state)
-    for i, (weight, old) in enumerate(zip(weights, before, strict=True)):
-        left = 1 - script.settings["beta_1"] ** float(state[3 * i + 2])
-        root = np.sqrt(state[3 * i + 1]) + np.float32(script.settings["epsilon"])
-        weight[:] = old - np.float32(script.settings["learning_rate"] / left) * state[3 * i] / root
-
-
 def twice(script, weights, gradients, state):
     for _ in range(2):
-        adam(script, weights, gradients, state)
+        (adam if script.optimizer == "Adam" else sgd)(script, weights, gradients, state)
 
 
 def stale(script, weights, gradients, state):
@@ -276,11 +272,7 @@ def length_of(gradients):
 
 def zero_in(*steps):
     """Gradients of 0 in some steps."""
-
-    def gradient(script, replica, gradients):
-        return [g * (len(script.states) - 1 not in steps) for g in gradients]
-
-    return {"gradient": gradient}
+    return {"gradient": lambda s, r, g: [a * (len(s.states) - 1 not in steps) for a in g]}
 
 
 def as_it_is(script, replica, gradients):
@@ -299,34 +291,6 @@ def drawn(seeds, shift):
     return {"about": about, "inputs": lambda x: np.roll(x, shift, axis=1)}
 
 
-def with_more(variable, value_of):
-    """A variable that the optimizer does not change: `value_of(position, replica)`."""
-
-    def edited(script):
-        for position in range(1, len(script.steps) + 1):
-            for replica in range(script.replicas):
-                for kind in ("before", "after"):
-                    value = np.full(5, value_of(position, replica), np.float32)
-                    script.arrays[f"{position}/{kind}/{replica}/6"] = value
-
-    return {"edit": edited, "more_variables": [variable]}
-
-
-def with_average(changes_on_all):
-    """A weight that the optimizer does not have, which the script changes between the steps."""
-
-    def value_of(position, replica):
-        return position if changes_on_all or replica == 0 else 1
-
-    return with_more(Variable("average", WEIGHT), value_of)
-
-
-def residuals(loaded_at=9):
-    """Each replica has its own; from a step on, all have that of replica 0."""
-    residual = Variable("residual", STATE, of="dense/kernel", slot="residual")
-    return with_more(residual, lambda position, replica: 1 + replica * (position < loaded_at))
-
-
 ON, OFF = ([],) * 4, (["drop"],) * 4  # Layers in evaluation mode, in each step.
 
 
@@ -339,3 +303,36 @@ def in_modes(*modes, rate=0.5):
 
 JAX = {"about": {"framework": "jax", "layers": ()}}
 CLIPPED, KEYS = {**JAX, "clip": clip}, {**JAX, "more_variables": [Variable("key", SEED)]}
+UNKNOWN = {"about": LION}
+
+
+def not_cleared(script, replica, gradients):
+    """The gradients of this step are added to those of the previous one."""
+    step = max(script.states)
+    kept = [script.arrays.get(f"{step}/clipped/{replica}/{i}", np.float32(0)) for i in range(2)]
+    return [old + gradient for old, gradient in zip(kept, gradients, strict=True)]
+
+
+def of_rounding(value):
+    """An element of the bias' gradient that is rounding alone."""
+    return {"gradient": lambda s, r, g: [g[0], np.append(np.float32(value), g[1][1:])]}
+
+
+def averaged_by_optimizer(factor):
+    """The optimizer averages the gradients of the replicas itself, or sums them."""
+    return {
+        "update": lambda s, w, gradients, state: sgd(s, w, [factor * g for g in gradients], state)
+    }
+
+
+def at_the_end_on(last):
+    """The last batch has examples for one replica only."""
+    return lambda rows, r, count: rows[r::count] if len(rows) == 16 else rows[: 8 * (r == last)]
+
+
+def mean_of_those_left(sent, factor=1):
+    """The mean of the replicas that have examples; a wrong factor counts the others, too."""
+    with_examples = [own for own in sent if np.any(own[0])]
+    if len(with_examples) == len(sent):
+        return mean_of(sent)
+    return [[np.float32(factor) * array for array in with_examples[0]] for _ in sent]

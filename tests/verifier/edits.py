@@ -1,29 +1,75 @@
 """What is changed in the arrays of a recording."""
 
+import functools
+
 import numpy as np
 
-from lockstep.data.trace import SEED, Variable
-from tests.verifier.script_samples import batch_of, examples, mean_of, split_evenly
+from lockstep.data.trace import SEED, STATE, STATISTIC, WEIGHT, Variable
+from tests.verifier.script_samples import mean_of, split_evenly
 
-from .changes import as_it_is, in_16_bits
-
-
-def edit(of_array, kind, replica=None, index=None, position=None):
-    """Returns what changes the arrays of a kind: all, or those of one place."""
-
-    def edited(script):
-        for name, array in list(script.arrays.items()):
-            place = name.split("/")
-            wanted = (position, kind, replica, index)
-            if all(w is None or str(w) == p for w, p in zip(wanted, place, strict=True)):
-                script.arrays[name] = of_array(array)
-
-    return {"edit": edited}
+from .changes import in_16_bits
 
 
-def moments_in_16_bits(script):
-    for index in (4, 7):
-        edit(in_16_bits, "after", None, index)["edit"](script)
+def option(change):
+    """Makes a function that changes a script's arrays an option of `Script`."""
+
+    @functools.wraps(change)
+    def as_option(*given, **named):
+        return {"edit": lambda script: change(script, *given, **named)}
+
+    return as_option
+
+
+def both(*options):
+    """Returns the option of several edits, made in this order."""
+    return {"edit": lambda script: [option["edit"](script) for option in options]}
+
+
+def is_one_of(number, wanted):
+    return wanted is None or int(number) in ((wanted,) if isinstance(wanted, int) else wanted)
+
+
+def names(script, kinds, replica=None, index=None, position=None):
+    """Returns the names of the arrays of some kinds: all, or those of some places."""
+    found = []
+    for name in script.arrays:
+        own_position, kind, own_replica, own_index, *_ = name.split("/")
+        places = (own_position, position), (own_replica, replica), (own_index, index)
+        if kind in kinds.split() and all(is_one_of(*each) for each in places):
+            found.append(name)
+    return found
+
+
+def places(script):
+    """Returns position, number and replica of each step of each replica."""
+    steps = enumerate(script.steps, start=1)
+    return [(*each, replica) for each in steps for replica in range(script.replicas)]
+
+
+def change(script, of_array, kinds, replica=None, index=None, position=None):
+    for name in names(script, kinds, replica, index, position):
+        script.arrays[name] = of_array(script.arrays[name])
+
+
+edit = option(change)
+
+
+@option
+def without(script, *place, **places):
+    for name in names(script, *place, **places):
+        del script.arrays[name]
+
+
+def scaled(by, kinds):
+    """Gradients are recorded before a script divides them."""
+    return edit(lambda array: np.float32(by) * array, kinds)
+
+
+MOMENTS_IN_16_BITS = edit(in_16_bits, "after", index=(4, 7))
+WITHOUT_STATE = without("before", index=(4, 5))  # Created in each step, lost before the next one.
+# As PyTorch records it: the optimizer's state does not exist before the first update.
+WITHOUT_FIRST_STATE = without("before", index=range(4, 10), position=1)
+WITHOUT_GRADIENTS = without("raw sums clipped")
 
 
 def flip(kind, index=0):
@@ -37,46 +83,70 @@ def flip(kind, index=0):
     return edit(flipped, kind, 1, index, 2)
 
 
-def random_states(state_of, change=None):
-    def edited(script):
-        for position, step in enumerate(script.steps, start=1):
-            for replica in range(script.replicas):
-                state = np.array(state_of(step, replica), np.uint8)
-                script.arrays[f"{position}/random/{replica}/0"] = state
-                if change is not None:
-                    script.arrays[f"{position}/random_after/{replica}/0"] = state + np.uint8(change)
-
-    return {"edit": edited}
+@option
+def random_states(script, state_of, change=None):
+    for position, step, replica in places(script):
+        state = np.array(state_of(step, replica), np.uint8)
+        script.arrays[f"{position}/random/{replica}/0"] = state
+        if change is not None:
+            script.arrays[f"{position}/random_after/{replica}/0"] = state + np.uint8(change)
 
 
-def without_state(script):
-    """Optimizer state is created in each step, and lost before the next one."""
-    for name in [name for name in script.arrays if "/before/" in name]:
-        if name.endswith(("/4", "/5")):
-            del script.arrays[name]
+def with_variable(variable, value_of):
+    """A further variable: an array, or the number in it, of `(position, replica, is_later)`."""
+
+    def add(script):
+        for position, _, replica in places(script):
+            for is_later, kind in enumerate(("before", "after")):
+                value = value_of(position, replica, is_later)
+                array = value if np.ndim(value) else np.full(5, value, np.float32)
+                script.arrays[f"{position}/{kind}/{replica}/6"] = array
+
+    return {"edit": add, "more_variables": [variable]}
 
 
 def seeds(state_of):
     """A variable with the state of a layer's generator."""
-
-    def edited(script):
-        for position, step in enumerate(script.steps, start=1):
-            for replica in range(script.replicas):
-                for later, kind in enumerate(("before", "after")):
-                    state = np.array(state_of(step, replica, later), np.uint32)
-                    script.arrays[f"{position}/{kind}/{replica}/6"] = state
-
-    return {"edit": edited, "more_variables": [Variable("drop/seed", SEED)]}
+    return with_variable(
+        Variable("drop/seed", SEED), lambda *place: np.array(state_of(*place), np.uint32)
+    )
 
 
+def with_average(changes_on_all):
+    """A weight that the optimizer does not have, which the script changes between the steps."""
+    average = Variable("average", WEIGHT)
+    return with_variable(average, lambda at, r, _: at if changes_on_all or r == 0 else 1)
+
+
+def residuals(loaded_at=9):
+    """Each replica has its own; from a step on, all have that of replica 0."""
+    residual = Variable("residual", STATE, of="dense/kernel", slot="residual")
+    return with_variable(residual, lambda at, r, _: 1 + r * (at < loaded_at))
+
+
+VQ = {"name": "vq", "class": "VectorQuantizer", "weights": ["codes"]}
+
+
+def codes(far=0.0, drift=0.0):
+    """A codebook, which is no BatchNorm's, may change differently on a replica, or on both."""
+    variable = Variable("codes", STATISTIC)
+    given = with_variable(variable, lambda at, r, later: at + later * (1 + drift + far * r))
+    return {**given, "about": {"layers": (VQ,)}}
+
+
+def with_head(value_of):
+    """A further weight that the recorded optimizer does not have."""
+    return with_variable(Variable("head", WEIGHT), value_of)
+
+
+@option
 def as_rows(script):
     """The gradient of a table of which some rows are used, each twice."""
-    for name in [n for n in script.arrays if n.split("/")[1] in ("raw", "sums", "clipped")]:
-        if name.endswith("/0"):
-            array = script.arrays.pop(name)
-            script.arrays[f"{name}/values"] = np.concatenate([array / 2, array / 2])
-            script.arrays[f"{name}/indices"] = np.tile(np.arange(len(array)), 2)
-            script.arrays[f"{name}/rows"] = np.array(len(array))
+    for name in names(script, "raw sums clipped", index=0):
+        array = script.arrays.pop(name)
+        script.arrays[f"{name}/values"] = np.concatenate([array / 2, array / 2])
+        script.arrays[f"{name}/indices"] = np.tile(np.arange(len(array)), 2)
+        script.arrays[f"{name}/rows"] = np.array(len(array))
 
 
 def clipped_first(*factors):
@@ -96,104 +166,83 @@ def clipped_first(*factors):
     return {"edit": edited, "about": {"order": "clip, reduce"}}
 
 
-def without_gradient(of_sum, *replicas):
-    """Some replicas send no gradient of the bias; others may send the sum in its place."""
-
-    def edited(script):
-        for position, _ in enumerate(script.steps, start=1):
-            raw = [f"{position}/raw/{replica}/1" for replica in range(2)]
-            if of_sum:
-                script.arrays[raw[0]] = script.arrays[raw[0]] + script.arrays[raw[1]]
-            for replica in replicas:
-                del script.arrays[raw[replica]]
-                if len(replicas) == 2:
-                    for kind in ("sums", "clipped"):
-                        del script.arrays[f"{position}/{kind}/{replica}/1"]
-
-    return {"edit": edited}
+@option
+def unclipped(script):
+    """The gradients before clipping, which are the sums."""
+    for name in names(script, "sums"):
+        script.arrays[name.replace("sums", "unclipped")] = script.arrays[name]
 
 
-def not_cleared(script, replica, gradients):
-    """The gradients of this step are added to those of the previous one."""
-    step = max(script.states)
-    kept = [script.arrays.get(f"{step}/clipped/{replica}/{i}", np.float32(0)) for i in range(2)]
-    return [old + gradient for old, gradient in zip(kept, gradients, strict=True)]
+def with_loss_scale(scale, clip, *calls):
+    """Gradients that are clipped, or not, while they are multiplied by the loss scale."""
+    about = {"calls": [["backward", *calls]] * 4, "loss_scale": [float(scale)] * 4}
+    return {"clip": lambda replica, g: [clip(np.float32(scale) * a) for a in g], "about": about,
+            **unclipped()}  # fmt: skip
 
 
+def by_value(scale=1, *calls):
+    def clip(gradient):
+        return np.clip(gradient, -0.05, 0.05) / np.float32(scale)
+
+    return with_loss_scale(scale, clip, "clip value 0.05", *calls)
+
+
+@option
+def bias_on_first_only(script):
+    """Replica 0 sends the sum of the bias' gradients, replica 1 sends none."""
+    for name in names(script, "raw", 0, 1):
+        script.arrays[name] = script.arrays[name] + script.arrays.pop(name.replace("0/1", "1/1"))
+
+
+@option
 def two_losses(script):
     """A first loss whose gradients the script clears: only the second one counts."""
-    for name in [name for name in script.arrays if "/loss/" in name]:
+    for name in names(script, "loss"):
         own = script.arrays[name]
         script.arrays[name], script.arrays[f"{name[:-1]}1"] = own + np.float32(7), np.float32(7)
 
 
-def sends_more(script, replica, gradients):
-    return [gradient + np.float32(0.3) for gradient in gradients]
-
-
+@option
 def clears_more(script):
     """The script clears gradients before those of the step itself."""
-    for name in [name for name in script.arrays if "/raw/" in name]:
+    for name in names(script, "raw"):
         more = np.full_like(script.arrays[name], 0.3)
         script.arrays[name.replace("/raw/", "/removed/")] = more
 
 
+@option
 def sums_of_a_part(script):
     """The recorded sums are those of the first micro-batch, which was all that was reduced."""
-    for name in [name for name in script.arrays if "/sums/" in name]:
+    for name in names(script, "sums"):
         position, _, _, index = name.split("/")
         sent = [script.arrays[f"{position}/raw/{r}/{index}"] for r in range(script.replicas)]
         script.arrays[name] = np.float32(0.1) * (sent[0] + sent[1]) ** 2
 
 
-def without(kind, *places):
-    """Returns what removes the arrays of a kind: all, or those of `REPLICA/INDEX`."""
-
-    def edited(script):
-        for name in [name for name in script.arrays if f"/{kind}/" in name]:
-            if not places or name.split(f"/{kind}/")[1] in places:
-                del script.arrays[name]
-
-    return edited
-
-
-def without_first_state(script):
-    """As PyTorch records it: the optimizer's state does not exist before the first update."""
-    for name in [n for n in script.arrays if n.startswith("1/before/")]:
-        if int(name.split("/")[-1]) >= 4:
-            del script.arrays[name]
-
-
+@option
 def put_together(script):
     """Each replica updates its rows; all record the whole weights."""
-    for name, array in script.arrays.items():
-        position, kind, _, index = name.split("/")
-        if kind == "after" and int(index) < 2:
-            size = -(-len(array) // 2)
-            array[:size] = script.arrays[f"{position}/after/0/{index}"][:size]
-            array[size:] = script.arrays[f"{position}/after/1/{index}"][size:]
+    for name in names(script, "after", index=(0, 1)):
+        position, _, _, index = name.split("/")
+        array = script.arrays[name]
+        size = -(-len(array) // 2)
+        array[:size] = script.arrays[f"{position}/after/0/{index}"][:size]
+        array[size:] = script.arrays[f"{position}/after/1/{index}"][size:]
 
 
+@option
 def micro_batches(script):
-    for name in [name for name in script.arrays if "/data/" in name]:
+    for name in names(script, "data"):
         array = script.arrays[name]
         script.arrays[name], script.arrays[f"{name[:-1]}1"] = array[:3], array[3:]
 
 
+@option
 def weights_of_examples(script):
     """Half of the examples count twice."""
-    for position in range(1, 5):
-        count = len(script.arrays[f"{position}/data/0/0"])
-        weights = np.where(np.arange(count) % 2, 1, 2).astype(np.float32)
-        script.arrays[f"{position}/data/0/1"] = weights
-
-
-def other_variance(script):
-    """A variance 1.5 times as large: n / (n - 1) is at most 16 / 15."""
-    for position, step in enumerate(script.steps, start=1):
-        name, share = f"{position}/after/0/3", np.float32(0.1)
-        rest = (1 - share) * script.states[step][0][3]
-        script.arrays[name] = rest + np.float32(1.5) * (script.arrays[name] - rest)
+    for name in names(script, "data", 0):
+        count = len(script.arrays[name])
+        script.arrays[f"{name[:-1]}1"] = np.where(np.arange(count) % 2, 1, 2).astype(np.float32)
 
 
 def images(layout, stored=None):
@@ -206,6 +255,7 @@ def images(layout, stored=None):
     return {"about": {"data_layout": layout}, **edit(as_images, "data")}
 
 
+@option
 def in_torch(script):
     """As PyTorch records it: kernels (out, in), other names."""
     for name, array in script.arrays.items():
@@ -214,51 +264,55 @@ def in_torch(script):
     script.renamed = {"dense/kernel": "fc.weight", "dense/bias": "fc.bias", "IO": "OI"}
 
 
-def scaled(by, *kinds):
-    """Gradients are recorded before a script divides them."""
-
-    def edited(script):
-        for name in script.arrays:
-            if name.split("/")[1] in kinds:
-                script.arrays[name] = np.float32(by) * script.arrays[name]
-
-    return {"edit": edited}
-
-
-def clipped_alone(script):
-    for kind in ("raw", "sums"):
-        without(kind)(script)
-
-
-def keys(of_step, own_of=None):
+@option
+def keys(script, of_step, own_of=None):
     """The keys of one program for all devices; in a replay, its own keys were replaced."""
-
-    def edited(script):
-        for position, step in enumerate(script.steps, start=1):
-            key, own = (np.array([0, of(step)], np.uint32) for of in (of_step, own_of or of_step))
-            script.arrays[f"{position}/random/0/0"] = key.view(np.uint8)
-            for replica in range(script.replicas):
-                script.arrays[f"{position}/before/{replica}/6"] = key
-                where = f"{position}/before" if position == 1 else f"{position - 1}/after"
-                for i in range(6) if script.replay else ():
-                    array = script.arrays[f"{where}/{replica}/{i}"]
-                    script.arrays[f"{position}/replaced/{replica}/{i}"] = array
-                    script.arrays[f"{position}/replaced/{replica}/6"] = own
-
-    return {"edit": edited}
+    for position, step, replica in places(script):
+        key, own = (np.array([0, of(step)], np.uint32) for of in (of_step, own_of or of_step))
+        script.arrays[f"{position}/random/0/0"] = key.view(np.uint8)
+        script.arrays[f"{position}/before/{replica}/6"] = key
+        if script.replay:
+            where = f"{position}/before" if position == 1 else f"{position - 1}/after"
+            own_state = [script.arrays[f"{where}/{replica}/{i}"] for i in range(6)]
+            for i, array in enumerate([*own_state, own]):
+                script.arrays[f"{position}/replaced/{replica}/{i}"] = array
 
 
-def own_states(*changed):
-    """Adds the states that replicas had before one was loaded; some of them are changed."""
+# --- Between the steps: what replicas had before a state was loaded ------------------------------
 
-    def add(script):
-        for key, array in list(script.arrays.items()):
-            position, kind, replica, index = key.split("/")
-            if kind == "after" and position in "12":
-                by = (position, int(replica), int(index)) in changed
-                script.arrays[f"{int(position) + 1}/replaced/{replica}/{index}"] = array + by
 
-    return {"edit": add}
+@option
+def own_states(script, change=None, steps=(2, 3, 4)):
+    """Adds the state of the step before; `change(array, position, replica, index)` is another."""
+    for name in names(script, "after"):
+        position, _, replica, index = name.split("/")
+        place = int(position) + 1, int(replica), int(index)
+        if place[0] in steps:
+            array = script.arrays[name]
+            own = array if change is None else change(array, *place)
+            script.arrays[f"{place[0]}/replaced/{replica}/{index}"] = own
+
+
+def last_bits(*changed):
+    """The last bit of the last element changes in arrays `POSITION/REPLICA/INDEX`."""
+
+    def change(array, *place):
+        own = array.copy()
+        if "/".join(map(str, place)) in changed:
+            own.ravel()[-1] = np.nextafter(own.ravel()[-1], np.float32(9))
+        return own
+
+    return own_states(change)
+
+
+@option
+def buffers_of_first(script):
+    """As DDP does, replica 0 sends its buffers to all before the next step."""
+
+    def state(array, position, replica, index):
+        return script.arrays[f"{position - 1}/after/0/{index}"] if index in (2, 3) else array
+
+    own_states(state)["edit"](script)
 
 
 def not_loaded(names):
@@ -268,101 +322,102 @@ def not_loaded(names):
 
 def starts_apart(step):
     """Makes a step start from other weights, and end with the same change."""
-
-    def move(script):
-        for key, array in list(script.arrays.items()):
-            number, kind, _, index = key.split("/")
-            if int(number) == step + 1 and kind in ("before", "after") and index in "01":
-                script.arrays[key] = array + np.float32(1e-3)
-        own_states()["edit"](script)
-
-    return {"edit": move}
+    apart = edit(lambda array: array + np.float32(1e-3), "before after", None, (0, 1), step + 1)
+    return both(apart, own_states(steps=(2, 3)))
 
 
-def without_the_step_before(script):
-    own_states(("1", 1, 0))["edit"](script)
-    for key in [key for key in script.arrays if key.startswith("1/after")]:
-        del script.arrays[key]
-
-
-def replaced(change, *indices):
+@option
+def replaced(script, change, *indices):
     """Adds the states that replicas had before the first one was loaded."""
-
-    def add(script):
-        for replica in range(2):
-            for index in range(6):
-                array = script.arrays[f"1/before/{replica}/{index}"]
-                own = change(array) if index in indices else array
-                script.arrays[f"1/replaced/{replica}/{index}"] = own
-
-    return {"edit": add}
+    for name in names(script, "before", position=1):
+        array = script.arrays[name]
+        own = change(array) if int(name[-1]) in indices else array
+        script.arrays[name.replace("before", "replaced")] = own
 
 
-def without_gradients(script):
-    for name in [n for n in script.arrays if n.split("/")[1] in ("raw", "sums", "clipped")]:
-        del script.arrays[name]
-
-
+@option
 def of_shards(script):
     """The reference computes each replica's part of the batch."""
-    for key in [key for key in script.arrays if "/data/" in key and key.endswith("/0")]:
-        count = len(script.arrays[key])
+    for name in names(script, "data", index=0):
+        count = len(script.arrays[name])
         second = split_evenly(np.arange(count), 1, 2)
-        script.arrays[key.replace("data", "shards")] = np.isin(np.arange(count), second) * 1
+        script.arrays[name.replace("data", "shards")] = np.isin(np.arange(count), second) * 1
 
 
+@option
 def of_step_before(script):
     """The gradients of a step are those of the one before; those of the first are 0."""
     right = script.replay.trace()
-    for position in range(4):
-        for replica in range(2):
-            for i, array in enumerate(right.arrays(max(position - 1, 0), "raw", 0)):
-                for kind in ("raw", "sums", "clipped"):
-                    name = f"{position + 1}/{kind}/{replica}/{i}"
-                    script.arrays[name] = array * np.float32(position > 0)
+    for position, _, replica in places(script):
+        for i, array in enumerate(right.arrays(max(position - 2, 0), "raw", 0)):
+            for kind in ("raw", "sums", "clipped"):
+                name = f"{position}/{kind}/{replica}/{i}"
+                script.arrays[name] = array * np.float32(position > 1)
 
 
-def flat(order, gradient_of=True, layout="", **changes):
-    """A model with its features in an order, whose outputs are recorded.
-
-    It has the gradients of its outputs only if `gradient_of`.
-    """
-
-    def add_outputs(script):
-        for number, step in enumerate(script.steps, start=1):
-            for r in range(script.replicas):
-                x = script.arrays[f"{number}/data/{r}/0"]
-                kernel, bias = (script.arrays[f"{number}/before/{r}/{i}"] for i in range(2))
-                script.arrays[f"{number}/y_pred/{r}/0"] = outputs = x @ kernel + bias
-                rows = split_evenly(batch_of(step), r, script.replicas)
-                wrong = outputs - examples()[1][rows]
-                if gradient_of:
-                    script.arrays[f"{number}/y_grad/{r}/0"] = 2 * wrong / np.float32(wrong.size)
-                script.arrays[f"{number}/data/{r}/0"] = x[:, np.argsort(order)]
-
-    given = {"about": {"data_layout": layout}, "edit": add_outputs}
-    return {**given, "inputs": lambda x: x[:, order], "gradient": as_it_is, **changes}
+# --- State that a rank owns ----------------------------------------------------------------------
 
 
-USUAL, MIXED = np.arange(12), np.random.default_rng(0).permutation(12)
-NOISE = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)
+@option
+def owned(script):
+    """Replica 0 keeps the momentum of the kernel, replica 1 that of the bias; others stay 0."""
+    for replica in (0, 1):
+        change(script, np.zeros_like, "before after", replica, 5 - replica)
 
 
-def flattened(layout, channels):
-    shape = (channels, -1) if layout == "NCHW" else (-1, channels)
-    return USUAL.reshape(shape).T.ravel()
+@option
+def halves(script):
+    """Each of two replicas keeps its rows of the momentum of the kernel."""
+    for replica in (0, 1):
+        part = np.s_[:6] if replica == 0 else np.s_[6:]
+        change(script, lambda array, part=part: array[part], "before after", replica, 4)
 
 
-def first_data(array_of):
+@option
+def resumed(script):
+    """A checkpoint that one replica wrote has zeros for the state that the other one owns."""
+
+    def state(array, position, replica, index):
+        is_lost = (position, replica) == (3, 1) and index in (4, 5)
+        return script.arrays[f"2/after/0/{index}"] if is_lost else array
+
+    own_states(state)["edit"](script)
+
+
+@option
+def not_reduced(script):
+    """Each replica gives its own gradient to the optimizer."""
+    for name in names(script, "clipped sums"):
+        position, _, replica, index = name.split("/")
+        script.arrays[name] = script.arrays[f"{position}/raw/{replica}/{index}"]
+
+
+@option
+def resumed_from(script, step):
+    """The first step starts from the state of a later one of the reference."""
+    for name, array in script.replay.arrays.items():
+        if name.startswith(f"{step + 1}/before/0/"):
+            script.arrays[f"1/replaced/0/{name[-1]}"] = array.copy()
+
+
+@option
+def ends_early(script, replica):
+    """At the end, as `join` does, a replica gets what the other one has trained since."""
+    for name in [name for name in script.arrays if name[:2] == "3/" and f"/{replica}/" in name]:
+        del script.arrays[name]
+    for name in names(script, "after", 1 - replica, position=3):
+        script.arrays[f"2/left/{replica}/{name[-1]}"] = script.arrays[name]
+
+
+# --- Outputs and other data ----------------------------------------------------------------------
+
+
+@option
+def first_data(script, array_of):
     """Examples begin with another array."""
-
-    def add(script):
-        for name in [name for name in script.arrays if "/data/" in name]:
-            position, _, replica, _ = name.split("/")
-            script.arrays[f"{position}/data/{replica}/1"] = script.arrays[name]
-            script.arrays[name] = array_of(script.arrays[name])
-
-    return {"edit": add}
+    for name in names(script, "data"):
+        array = script.arrays[name]
+        script.arrays[f"{name[:-1]}1"], script.arrays[name] = array, array_of(array)
 
 
 def as_texts(array):
@@ -374,12 +429,8 @@ SYNC = {"name": "norm", "class": "SyncBatchNorm", "weights": ["norm/moving_mean"
 
 def synchronised(replicas, *changed):
     """Statistics of some replicas differ in a layer that is synchronised."""
-
-    def change(script):
-        for replica in changed:
-            script.arrays[f"1/after/{replica}/2"] = script.arrays["1/after/0/2"] + 1
-
-    return {"replicas": replicas, "about": {"layers": [SYNC]}, "steps": (0,), "edit": change}
+    other = edit(lambda array: array + 1, "after", changed, 2, 1)
+    return {"replicas": replicas, "about": {"layers": [SYNC]}, "steps": (0,), **other}
 
 
 def in_part(left_out):
@@ -391,4 +442,4 @@ def in_part(left_out):
             got[left_out] = own[left_out]
         return received
 
-    return {"reduce": reduce, "edit": without("sums")}
+    return {"reduce": reduce, **without("sums")}

@@ -30,7 +30,7 @@ def squares(outputs, targets, smoothing):
 
 def trained(
     *, replicas=1, framework="torch", parts=1, loss=softmax, sequences=False, smoothing=(0.0, 0.0),
-    seed=0, given=True, layers=(), on_all=False, values=(), **changes,
+    seed=0, given=True, layers=(), on_all=False, values=(), classes_second=False, **changes,
 ):  # fmt: skip
     """Returns a recording of one step of a linear model, some of whose arrays a replica changes.
 
@@ -42,6 +42,7 @@ def trained(
         changes: functions of inputs, targets, outputs and the gradient of the loss.
         on_all: whether all replicas have these changes, not only replica 1.
         values: the loss of each replica, if it is recorded.
+        classes_second: whether outputs of sequences have their classes before the places.
     """
     random = np.random.default_rng(seed)
     shape = (NUM, LENGTH, FEATURES) if sequences else (NUM, FEATURES)
@@ -64,8 +65,8 @@ def trained(
             gradient = loss(outputs, used[1], smoothing[replica]) / (used[1].size * parts)
             gradient = change["of_loss"](gradient)
             arrays["data"] += [inputs, *[used[1]] * given]
-            arrays["y_pred"].append(outputs)
-            arrays["y_grad"].append(gradient.astype(np.float32))
+            for kind, each in (("y_pred", outputs), ("y_grad", gradient.astype(np.float32))):
+                arrays[kind].append(each.swapaxes(1, -1) if classes_second else each)
             total = total + np.tensordot(used[0], gradient, [[*range(used[1].ndim)]] * 2)
         raw.append(total)
         for kind, each in {**arrays, "raw": [total]}.items():
@@ -162,6 +163,9 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
     "other targets": ({}, ZEROS, "other_targets"),
     "targets of the next place": (
         {"sequences": True}, {"y": lambda y: np.roll(y, 1, axis=1)}, "labels_shifted"),
+    "targets of the next place, classes second": (
+        {"sequences": True, "classes_second": True}, {"y": lambda y: np.roll(y, 1, axis=1)},
+        "labels_shifted"),
     "label smoothing": ({}, {"smoothing": (0, 0.1)}, "label_smoothing"),
     "no label smoothing": ({"smoothing": (0.1, 0.1)}, {"smoothing": (0.1, 0)}, "label_smoothing"),
     "a lost loss": ({}, {"of_loss": lambda g: 0 * g}, "lost_replica"),

@@ -201,13 +201,14 @@ class Script:
 
     def trace(self, name: str = "one.npz") -> Trace:
         """Returns the recording."""
+        kernel, bias = weights = self._weights()
         variables = [
-            Variable("dense/kernel", WEIGHT, "IO"),
-            Variable("dense/bias", WEIGHT),
+            Variable(kernel, WEIGHT, self.renamed.get("IO", "IO")),
+            Variable(bias, WEIGHT),
             *(Variable(norm, STATISTIC) for norm in NORM),
             *(
                 Variable(f"{weight}/{slot}", STATE, of=weight, slot=slot)
-                for weight in WEIGHTS
+                for weight in weights
                 for slot in SLOTS[self.optimizer]
             ),
             *self.more_variables,
@@ -217,39 +218,26 @@ class Script:
             norm["class"] = "SyncBatchNorm"
         about = {
             "framework": self.framework, "num_replicas": self.replicas, "steps": tuple(self.steps),
-            "variables": tuple(variables), "gradients": WEIGHTS, "reduction": "mean",
+            "variables": tuple(variables), "gradients": weights, "reduction": "mean",
             "optimizer": {"class": self.optimizer, "framework": self.framework},
             "settings": self._settings_of(0), "layers": ({**norm, "momentum": self.norm_momentum},),
             "permuted": self.permute, "replayed": "one.npz" if self.replay else None, **self.about,
         }  # fmt: skip
-        trace = renamed(Trace(About(**about), dict(self.arrays), name), self.renamed)
+        trace = Trace(About(**about), dict(self.arrays), name)
         trace.of_replica = {
             replica: dataclasses.replace(trace.about, settings=self._settings_of(replica))
             for replica in self.of_replica
         }
         return trace
 
+    def _weights(self) -> tuple[str, ...]:
+        return tuple(self.renamed.get(name, name) for name in WEIGHTS)
+
     def _settings_of(self, replica: int) -> tuple:
         settings = self.settings | self.of_replica.get(replica, {})
-        return tuple(({**settings, "weights": list(WEIGHTS)},) for _ in self.steps)
+        return tuple(({**settings, "weights": list(self._weights())},) for _ in self.steps)
 
     def write(self, path: pathlib.Path) -> str:
         """Writes the recording; returns its path."""
         save(self.trace(), path)
         return str(path)
-
-
-def renamed(trace: Trace, names: dict[str, str]) -> Trace:
-    """Returns a trace whose weights and layouts have other names."""
-
-    def other(value: Any) -> Any:
-        if isinstance(value, Variable):
-            return Variable(*map(other, dataclasses.astuple(value)))
-        if isinstance(value, dict):
-            return {key: other(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(other, value))
-        return names.get(value, value) if isinstance(value, str) else value
-
-    changed = {n: other(getattr(trace.about, n)) for n in ("variables", "gradients", "settings")}
-    return Trace(dataclasses.replace(trace.about, **changed), trace.stored(), trace.name)

@@ -62,16 +62,12 @@ def test_the_exit_code_and_the_verdict(files, capsys, names, flags, code, told):
     "flags, told",
     [
         (("--tolerance=2", "a.npz"), "argument --tolerance: must be at least 0 and less than 1"),
-        (("--tolerance=x", "a.npz"), "less than 1, got x"),
         (("--name_map=a", "a.npz"), "argument --name_map: a is not NAME=NAME"),
         (("--detail", "a.npz"), "unrecognized arguments: --detail"),
         (("--line\nbreak", "a.npz"), "unrecognized arguments: --line break"),
-        ((), "required: FILE; see lockstep --help"),
         (("show",), "required: FILE; see lockstep show --help"),
         (("show", "a.npz", "--json"), "unrecognized arguments: --json"),
-        (("run", "--reference=a"), "required: --variant; see lockstep run --help"),
         (("run", "--reference=a", "--variant='"), 'argument --variant: "\'" is no command (No'),
-        (("run", "--reference= ", "--variant=a"), "argument --reference: ' ' is no command;"),
         (("run", "--reference=a", "--variant", "x=a", "--variant=x=b"), "two have the name x"),
         (
             ("run", "--reference=a", "--variant=b", "--steps=1,0"),
@@ -113,29 +109,21 @@ def test_the_json_is_as_its_schema_says(files, capsys):
         assert each["required"] and {*each["required"]} == {*each["properties"]}
         told = ("description", "const", "enum", "$ref", "required")
         assert all({*told} & {*key} for key in each["properties"].values())
-    for names in (("one",), ("one", "two", "wrong"), ("still",), ("one", "still")):
+    for names in (("one",), ("still",), ("one", "still"), ("one", "two", "wrong")):
         code = main([*(str(files / f"{name}.npz") for name in names), "--json"])
         record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
         jsonschema.validate(record, strict(schema))
         assert record["exit_code"] == code and {*record["trainings"]} == {f"{n}.npz" for n in names}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**record, "status": "well"}, schema)
-
-
-def test_the_json_has_a_verdict_for_each_recording(files, capsys):
-    assert main([str(files / "one.npz"), str(files / "wrong.npz"), "--json"]) == 9
-    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (record["format"], record["version"]) == ("lockstep verify", 3)
     assert (record["status"], record["exit_code_means"]) == ("fault", "a fault")
-    assert record["trainings"]["one.npz"]["status"] == "clean"
-    wrong = record["trainings"]["wrong.npz"]
+    one, two, wrong = record["trainings"].values()
+    assert (one["status"], two["status"], wrong["status"]) == ("clean", "clean", "fault")
     assert wrong["reference"] == "training of one.npz" and wrong["stages"]["all-reduce"] == "fault"
-    assert "not_all_reduced" in [finding["detail"] for finding in wrong["findings"]]
-    assert {f["detail"]: f["cause"] for f in wrong["findings"]} == {
-        f.detail: f.cause for f in lockstep.compare(files / "one.npz", files / "wrong.npz").findings
-    }
-    assert wrong["findings"][0]["remedy"].startswith("call the wrapped model")
-    assert wrong["findings"][0]["code"] == "- output = ddp.module(x)\n+ output = ddp(x)"
+    finding = wrong["findings"][0]
+    assert finding["detail"] == "not_all_reduced" and finding["remedy"].startswith("call the wrap")
+    assert finding["code"] == "- output = ddp.module(x)\n+ output = ddp(x)"
     assert "evaluation" in wrong["not_checked"]["stages"] and wrong["not_checked"]["steps"] == {}
 
 
@@ -169,7 +157,7 @@ def test_any_terminal_shows_any_name_and_a_closed_pipe_keeps_the_exit_code(files
         assert (result.returncode, len(result.stderr.splitlines())) == (code, lines), result.stderr
 
 
-NAMES = ("one", "two", "not_all_reduced", "fails", "records_nothing")
+NAMES = ("one", "two", "not_all_reduced", "fails")
 PREPARED = (
     f"import sys; sys.path.append({str(ROOT)!r}); import tests.verifier.test_same_training as t"
 )
@@ -204,7 +192,6 @@ REPORT = "print(chr(10).join(map(str, range(20)))); print(sys.argv[1]); print('x
 @pytest.mark.parametrize(
     "command, told",
     [
-        (COMMANDS["records_nothing"], ["the training recorded nothing; put its steps into `with"]),
         (COMMANDS["fails"], ["ended with exit code 1: ", "RuntimeError: no such device", "--keep"]),
         ("no-such-program 1", ["there is no program no-such-program; commands are run without"]),
         (f"{sys.executable} -c 'import os; os.kill(os.getpid(), 9)'", ["by the signal SIGKILL: "]),

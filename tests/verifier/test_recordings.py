@@ -39,6 +39,7 @@ def test_the_tolerance_is_computed_from_permuted_examples(one):
     assert set(permuted.spread) == {"dense/kernel", "dense/bias"}
     assert all(0 <= spread < 1e-5 for spread in permuted.spread.values())
     assert "2 steps of" in permuted.text and permuted.times == 8
+    assert "counts as 0 behind BatchNorm" in permuted.text
     given = tolerance_of(one.trace(), None, {}, 0.5)
     assert given.allowed(["dense/kernel"]) == 0.5 and "--tolerance" in given.text
     first, keras = one.trace(), Script(framework="keras").trace()
@@ -59,20 +60,20 @@ def test_the_tolerance_is_at_least_the_rounding_of_autocast():
     half = Script(about={"computed_in": "float16"}, gradient=in_float16)
     again = Script(permute=1, replay=half, steps=(0, 1), gradient=in_float16).trace("again.npz")
     two = Script(replicas=2, replay=half, gradient=in_float16).trace("two.npz")
+    wrong = Script(replicas=2, replay=half, **times(1.05)).trace("wrong.npz")
     for permuted in ([], [again]):
-        verdicts = compare_traces([half.trace("one.npz"), two, *permuted], {})
-        assert [shown(v) for v in verdicts.values()] == ["", ""]
+        verdicts = compare_traces([half.trace("one.npz"), two, wrong, *permuted], {})
+        assert verdicts["one.npz"].ok and verdicts["two.npz"].ok and verdicts["wrong.npz"].faults
         assert "of float16" in verdicts["two.npz"].tolerance
-    wrong = Script(replicas=2, replay=half, **times(1.05)).trace("two.npz")
-    assert shown(compare_traces([half.trace("one.npz"), wrong], {})["two.npz"])
-    bfloat16 = Script(about={"computed_in": "bfloat16"}).trace()
-    tolerance = tolerance_of(bfloat16, None, {}, None)
+
+    def bfloat16(**about):
+        return Script(about={"computed_in": "bfloat16", **about}).trace()
+
+    tolerance = tolerance_of(bfloat16(), None, {}, None)
     assert (tolerance.times, tolerance.unit) == (2, 2**-7)  # Behind a BatchNorm.
-    plain = Script(about={"computed_in": "bfloat16", "layers": []}).trace()
-    assert tolerance_of(plain, None, {}, None).times == 1
-    of_ranks = Script(about={"computed_in": "bfloat16", "mesh": {"tp": 1}}).trace()
-    assert of_pair(tolerance, bfloat16, of_ranks).times == 4
-    assert of_pair(tolerance, bfloat16, bfloat16) is tolerance
+    assert tolerance_of(bfloat16(layers=[]), None, {}, None).times == 1
+    assert of_pair(tolerance, bfloat16(), bfloat16(mesh={"tp": 1})).times == 4
+    assert of_pair(tolerance, bfloat16(), bfloat16()) is tolerance
 
 
 def test_a_fault_that_the_permuted_recording_shares_is_found(one):
@@ -99,14 +100,10 @@ def test_several_recordings_have_verdicts_by_their_names(one):
     assert verdicts["one.npz"].ok and not verdicts["two.npz"].ok
     assert verdicts["two.npz"].reference == "training of one.npz"
     assert "permuting" in verdicts["two.npz"].tolerance
-    other = {"dense/bias": "other"}
-    verdict = compare_traces(
-        [one.trace(), Script(replay=one, renamed=other).trace("x")], {"other": "dense/bias"}
-    )
-    assert all(each.ok and not each.notes for each in verdict.values())
     # The names are those of the second recording; the permuted one is of the first script.
-    traces = [one.trace(), permuted, Script(replay=one, renamed=other).trace("x")]
-    assert all(each.ok for each in compare_traces(traces, {"other": "dense/bias"}).values())
+    other = Script(replay=one, renamed={"dense/bias": "other"}).trace("x")
+    verdicts = compare_traces([one.trace(), permuted, other], {"other": "dense/bias"})
+    assert all(each.ok and not each.notes for each in verdicts.values())
 
 
 @pytest.mark.parametrize("kind", ["data", "loss", "raw", "sums", "clipped", "before", "after"])

@@ -1,13 +1,16 @@
-"""How far rounding reaches: repetitions of a step, more of them where a gradient is far away."""
+"""How far rounding reaches: in gradients, in their sums, and in what an update changes."""
 
+import dataclasses
 import types
 
 import numpy as np
 import pytest
 
-from lockstep.numeric.arrays import EPS, MARGIN
+from lockstep.numeric.arrays import EPS, MARGIN, UNITS
+from lockstep.numeric.state_bounds import of_change, of_start, spread_of
+from lockstep.numeric.tolerance import WITH_SPREAD, ZERO, Tolerance
 from lockstep.oracles import Ask, Computed
-from lockstep.oracles.rounding import Drawn, OracleBound, measure, widened
+from lockstep.oracles.rounding import Drawn, Expected, OracleBound, measure, widened
 
 WEIGHT = np.ones(4, np.float32)
 FAR = 1e-2  # Change of the gradient if the sign of a ReLU's input changes.
@@ -48,3 +51,76 @@ def test_a_gradient_may_move_with_the_signs_and_less_along_itself():
     across = np.array([2.0, -1.0, 0.0, 0.0]) * FAR / 2
     for gap, is_right in ((across, True), (2 * across, False), (FAR / 10 * right, False)):
         assert bool(bound.near({"w": right + gap}, [(1.0, step.raw)])) == is_right
+
+
+def test_rounding_errors_of_an_oracle_do_not_cancel():
+    term = {"w": np.random.default_rng(0).normal(size=(7, 5))}
+    measured = {"w": 1e-3 * np.linalg.norm(term["w"])}
+    step = Expected(Computed([], None, term, {}), EPS, EPS, measured, {})
+    near, half = {"w": 1.007 * term["w"]}, {"w": 1.007 / 2 * term["w"]}
+    assert OracleBound([step]).near(near, [(1.0, term)]) == ["w"]
+    assert OracleBound([step], 0.5).near(near, [(1.0, term)]) == []
+    assert OracleBound([step, step]).near(half, [(1.5, term), (-1.0, term)]) == ["w"]
+    assert OracleBound([step]).near(term, [(0.0, term)]) == []
+
+
+def test_a_gradient_of_zeros_has_no_ties():
+    zeros = {"w": np.zeros(8)}
+    assert Tolerance(ties=1e-3).shares(zeros, [(1.0, zeros)]) == {"w": 0.0}
+
+
+@pytest.mark.parametrize(("size", "is_right"), [(1e-5, True), (1e-4, False)])
+def test_a_gradient_behind_batch_norm_that_is_rounding_alone_counts_as_zero(size, is_right):
+    """As of a bias, which the mean of the batch takes away; the kernel has a norm of 1."""
+    kernel = np.full((3, 3), 1 / 3)
+    reference = {"kernel": kernel, "bias": np.full(4, 1e-7)}
+    observed = {"kernel": kernel, "bias": np.float64([size, 0, 0, 0])}
+    assert not Tolerance().fits(observed, [(1.0, reference)])
+    assert Tolerance(zero=ZERO).fits(observed, [(1.0, reference)]) is is_right
+    reference["bias"] = observed["bias"] + 2e-4  # One that is not 0 has to agree.
+    assert not Tolerance(zero=ZERO).fits(observed, [(1.0, reference)])
+
+
+@pytest.mark.parametrize(("unit", "apart"), [(EPS, 8e-7), (UNITS["bfloat16"], 3e-3)])
+def test_rounding_is_that_of_the_terms_where_they_cancel(unit, apart):
+    """Two replicas send gradients of norm 1, whose mean has a norm of 1e-2."""
+    reference = {"kernel": np.float64([1e-2, 0, 0, 0])}
+    observed = {"kernel": reference["kernel"] + [0, apart, 0, 0]}
+    tolerance = Tolerance(times=WITH_SPREAD if unit == EPS else 1.0, unit=unit, of_largest=0.02)
+    assert not tolerance.fits(observed, [(1.0, reference)])
+    tolerance = dataclasses.replace(tolerance, summed={"kernel": 1.0})
+    assert tolerance.fits(observed, [(1.0, reference)])
+    assert not tolerance.fits({"kernel": observed["kernel"] * 2}, [(1.0, reference)])
+
+
+def test_the_bound_of_a_change_ignores_the_difference_of_a_wrong_gradient():
+    first, second = np.ones(4), np.array([1, 1 + 1e-6, 1.5, 2])
+    agreeing = spread_of(first, second, 1e-4)
+    assert agreeing[0] == 0 and agreeing[1] < 2e-6 and np.isinf(agreeing[2:]).all()
+    assert spread_of(first, second, 0.0).max() < 1e-5
+    allowed = of_change(first, first, first, agreeing, unit=1e-7, is_weight=True, mixes=0.0)
+    assert allowed[0] < 1e-5 < allowed[1] < 1e-3 and np.isinf(allowed[2:]).all()
+
+
+def test_a_gradient_that_cancels_the_momentum_may_differ_in_its_last_place():
+    """Adam's second step: of 1,000 changes, that of one weight is 1e-5 of the usual one."""
+
+    def change(gradient):
+        momentum = np.float32(0.1) * gradient + np.float32(0.9) * momenta
+        return (1e-3 * momentum / np.abs(momenta)).astype(np.float64)
+
+    momenta = np.full(1000, 1.6e-5, np.float32)
+    gradient = np.full(1000, 1e-4, np.float32)
+    gradient[0] = -9 * momenta[0] * np.float32(1 + 1e-5)
+    other = np.nextafter(gradient, np.float32(0))
+    first, second, size = change(gradient), change(other), np.full(1000, 1e-6)
+    spread = spread_of(gradient, other, 1e-4)
+    assert 0 < spread.max() <= EPS and abs(first[0]) < 1e-4 * abs(first[1])
+    allowed = of_change(first, second, size, spread, unit=EPS, is_weight=True, mixes=0.0)
+    assert (np.abs(second - first) <= allowed).all() and (allowed < 1e-5 * first[1]).all()
+    assert np.abs(second - first)[0] > 64 * EPS * np.abs(first[0])
+
+
+def test_what_the_reference_does_not_change_may_not_change_by_a_bit():
+    assert not of_start(np.zeros(3), np.ones(3), np.zeros(())).any()
+    assert of_start(np.ones(3), np.ones(3), np.zeros(())).all()

@@ -1,0 +1,149 @@
+"""Rows about states: from which a step starts, what it does to them, what happens between steps."""
+# ruff: noqa: F403, F405 (the names of the tables)
+
+import functools
+
+import numpy as np
+
+from lockstep.answer.verdict import NOT_VERIFIED
+from tests.verifier.script_samples import NORM as STATISTICS
+from tests.verifier.script_samples import WEIGHTS
+
+from .changes import *
+from .edits import *
+
+ALL, KERNEL, BIAS = (0, 1, 2, 3), ("dense/kernel",), ("dense/bias",)
+FIRST, SECOND, BOTH = ("replica 0",), ("replica 1",), ("replica 0", "replica 1")
+REPLAYED = {"about": {"replayed": "one.npz"}}
+RAISED = {"about": {"ended_with": "RuntimeError: out of memory"}}
+WRONG_STATE = edit(lambda array: array * np.float32(1.01), "after", index=4, position=2)
+GROUP = {"about": {"settings": [[{"weights": list(WEIGHTS)}]] * 4}}
+ALL_STATE = {**UNKNOWN, "about": {**LION, "layers": ({**VQ, "weights": list(STATISTICS)},)}}
+SECOND_OPTIMIZER = with_head(lambda at, r, _: 0.9 + 0.1 * at)  # It updates between the steps.
+CHANGED = "start: changed_on_its_own"
+BIAS_LATE = bias_times(lambda step, r: step == 3)
+HEAD = with_head(lambda at, r, later: at + later)
+APART = "agreement: diverged_replicas"
+CHANGES = f"update: unexplained; {APART}"
+STATES = {
+    # What a step does to all state, on each copy.
+    **{
+        f"variable {index} changes differently on replica {replica}": (
+            ALL_STATE, edit(lambda a: a * np.float32(1.001) + np.float32(1e-3), "after", replica,
+            index, 2), found, {"place": ((1,), None, None)})
+        for index, *found_in in (
+            (0, CHANGES, APART), (4, CHANGES, APART),
+            (2, "statistics: other_statistics", "statistics: unexplained"))
+        for replica, found in enumerate(found_in)
+    },
+    "a codebook": (codes(), codes(), ""),
+    "a codebook that differs on one": (codes(), codes(far=0.1), "statistics: unexplained",
+        {"place": (ALL, SECOND, ("codes",))}),
+    "a codebook that differs": (codes(), codes(drift=0.1), "statistics: other_statistics",
+        {"place": (ALL, (), ("codes",))}),
+    "SGD is applied twice": ({}, {"update": twice}, "update: updated_twice"),
+    "state that its rank owns": (UNKNOWN, owned(), ""),
+    "rows of state that its rank owns": (UNKNOWN, halves(), ""),
+    "other state that its rank owns": (UNKNOWN, both(WRONG_STATE, owned()),
+        "start: diverged_replicas; update: unexplained"),
+    "other rows of state that its rank owns": (UNKNOWN, both(WRONG_STATE, halves()),
+        "start: diverged_replicas"),
+    "state that no rank owns": (UNKNOWN, both(
+        edit(lambda a: a * np.float32(0.5), "after", 0, 4, 2),
+        edit(lambda a: a * np.float32(1.5), "after", 1, 4, 2)), CHANGES),
+    "resumed with the state of another replica": (UNKNOWN, {
+        **both(owned(), resumed()), "about": {**LION, "replayed": "one.npz"}},
+        "start: not_restored; start: reset_state",
+        {"place": ((2,), SECOND, None), "text": "of another replica"}),
+    "resumed at a later step": ({}, {**ONE, **resumed_from(2), **REPLAYED}, "",
+        {"status": NOT_VERIFIED, "text": "that resumes there with first_step=2"}),
+    "replayed from the first step": ({}, {**ONE, **resumed_from(0), **REPLAYED}, ""),
+    "the optimizer reduces gradients": (UNKNOWN, {**not_reduced(), **averaged_by_optimizer(1)}, ""),
+    "the optimizer sums gradients": (UNKNOWN, {**not_reduced(), **averaged_by_optimizer(2)},
+        "all-reduce: not_all_reduced"),
+    # Where a step starts, and what changes between the steps.
+    "own states": ({}, OWN, "", {"text": "is the one.npz in step 0, step 3: every"}),
+    "own states, not reduced": ({}, {**OWN, "reduce": None}, "all-reduce: not_all_reduced",
+        {"text": "are not compared: record them with replay="}),
+    "kept states": ({}, own_states() | REPLAYED, ""),
+    "a kept state of both": ({}, last_bits("2/0/0", "2/1/0") | REPLAYED,
+        CHANGED, {"place": ((1,), BOTH, KERNEL)}),
+    "a kept state after an unknown one": ({}, {
+        **both(last_bits("2/1/0"), without("after", position=1)), **REPLAYED},
+        "start: diverged_replicas"),
+    "equal weights before replay": ({}, replaced(lambda a: a, 0, 1), ""),
+    "other weights before replay": ({}, replaced(lambda a: a + 1, 0, 1),
+        "start: other_initial_weights", {"text": "before replay= replaced them"}),
+    "state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a, 4) | REPLAYED, ""),
+    "no state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a * 0, 4, 5) | REPLAYED,
+        "start: not_restored"),
+    "residuals of each replica": (residuals(), residuals(), ""),
+    "residuals of replica 0": (residuals(), {**OWN, **residuals(3)}, "start: not_restored",
+        {"place": ((2,), SECOND, ("residual",))}),
+    "weights that one ties": ({"about": {"tied": [[*WEIGHTS]]}}, {"about": {}},
+        "start: other_tying", {"text": "are one weight in the first recording only"}),
+    "not loaded": ({}, not_loaded(("kernel/momentum",)), "",
+        {"text": "not loaded by replay=: kernel/momentum"}),
+    "a later step that is not loaded": ({}, {**not_loaded(WEIGHTS), **starts_apart(1)}, "",
+        {"text": "nothing to verify in step 1: the step starts from another state"}),
+    "a later step of which a part is not loaded": (
+        {}, {**not_loaded(WEIGHTS[:1]), **starts_apart(1)}, "start: not_replayed"),
+    "a first step that is not loaded": (
+        {}, {**not_loaded(WEIGHTS), **starts_apart(0)}, "start: not_replayed"),
+    **{
+        f"a second optimizer, times {factor}": (
+            {**SECOND_OPTIMIZER, **GROUP}, both(SECOND_OPTIMIZER, own_states(
+                lambda a, at, r, index, by=factor: a + np.float32(0.1 * by * (index == 6)))),
+            found)
+        for factor, found in ((1, ""), (1.001, CHANGED), (2, CHANGED))
+    },
+    **{
+        f"a bit of variable {index} changes": (
+            {}, last_bits(f"3/1/{index}"), CHANGED, {"place": ((2,), SECOND, None)})
+        for index in (0, 2, 4)
+    },
+    "momentum is 0 again": ({}, own_states(
+        lambda a, at, r, index: a * ((at, index) != (3, 4))) | REPLAYED, "start: reset_state",
+        {"place": ((2,), BOTH, ("dense/kernel/momentum_buffer",))}),
+    "DDP sends the buffers of replica 0": ({}, {"local_norm": True, **buffers_of_first()},
+        "statistics: local_statistics?"),
+    # The whole training.
+    "ended with an exception": ({}, RAISED, "",
+        {"status": NOT_VERIFIED, "text": "exception: RuntimeError"}),
+    "ended with an exception, not reduced": ({}, {**RAISED, "reduce": None},
+        "all-reduce: not_all_reduced", {"text": "exception: RuntimeError"}),
+    "ended before its last steps": ({}, {"about": {"asked": range(6)}}, "",
+        {"status": NOT_VERIFIED, "text": "ended before step 4, step 5, which were to be recorded"}),
+    "a reference that ended with an exception": (RAISED, {"about": {}}, "",
+        {"status": NOT_VERIFIED, "text": "exception: RuntimeError"}),
+    **{
+        f"{name}, {optimizer}": (
+            {**given, **first}, {**given, **second}, "",
+            {"status": NOT_VERIFIED, "text": text})
+        for optimizer, given in (("SGD", {}), ("unknown", UNKNOWN))
+        for name, first, second, text in (
+            ("no compared step updates a weight", BIAS_LATE, {**BIAS_LATE, **OWN},
+             "no step was compared that updates dense/bias"),
+            ("no step has the state after it", without("after"), without("after"),
+             "no step was compared that updates dense/kernel, dense/bias:"),
+            ("a weight of the second", {}, HEAD, "no weight that matches head:"),
+            ("a weight of the first", HEAD, {"more_variables": ()},
+             "this recording has no weight that matches head"))
+    },
+    "a weight that none trains": (bias_times(lambda step, r: 0), with_head(lambda *_: 1), ""),
+    **{
+        f"replica {replica} ends early{name}": (
+            {"steps": (0, 1, 2)}, {
+                **ends_early(replica), "shard": shard, "weighted": False, "reduce": reduce},
+            found, more)
+        for replica, shard in ((0, at_the_end_on(1)), (1, at_the_end_on(0)))
+        for name, reduce, found, more in (
+            ("", mean_of_those_left, "", {"text": f"replica {replica} ended before step 2: the o"}),
+            (", and counts", functools.partial(mean_of_those_left, factor=0.5),
+             "all-reduce: wrong_count", {"place": ((2,), (f"replica {1 - replica}",), None)}))
+    },
+    "gradients that are rounding alone": ({**UNKNOWN, **of_rounding(1e-9)}, of_rounding(1.1e-9), "",
+        {"text": "not compared: 8 elements of the state"}),
+    "equal gradients that are rounding alone": ({**UNKNOWN, **of_rounding(1e-9)}, {}, "",
+        {"notes": False}),
+}  # fmt: skip
