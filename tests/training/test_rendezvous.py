@@ -63,7 +63,7 @@ def test_a_worker_that_comes_again_is_one_worker(start):
 
 
 def test_all_workers_learn_who_is_missing(start, monkeypatch, capsys):
-    monkeypatch.setattr(rendezvous, "_SEC_BETWEEN_LINES", 0.5)
+    monkeypatch.setattr(rendezvous, "_SEC_BETWEEN_LINES", 0.0)
     chief, first, second = clusters(SECRET, SECRET, SECRET)
     name = f"worker 2 ({second.addresses[2]})"
     for waiting in start([chief], timeout_sec=1) + start([first]):
