@@ -25,7 +25,7 @@ from app.options.fault import FAULTS
 from app.options.table import COMMANDS, options_of
 from app.report import plot_style
 from models import MODELS
-from tests.conftest import ROOT, copy_program, run_python
+from tests.conftest import ROOT, assert_ok, copy_program, run_python
 from tests.in_process import run_here
 from tests.tensorflow_graphs import release_graphs
 from tests.verifier.script_samples import Script
@@ -63,6 +63,7 @@ EXIT_CODES = {"--num_train_examples=1026": 2, "=hierarchical": 6, "=1e30": 7, "-
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECORDING = (DOCS / "recording.svg").read_text(encoding="utf-8")
 NOTEBOOK = DOCS / "tour.ipynb"
+ABOUT_KERAS = (DOCS / "keras_findings.md").read_text("utf-8")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
@@ -382,3 +383,26 @@ def test_the_notebook_runs_and_shows_what_it_says():
     by_hand, mirrored = next(text for text in seen if text.startswith("manual 0.")).splitlines()
     assert by_hand.split()[1:] == mirrored.split()[1:]
     assert not any(word in text for text in shown for word in ("WARNING: All log", "Traceback"))
+
+
+@pytest.mark.slow
+def test_keras_still_does_what_the_page_of_findings_says():
+    assert ABOUT_KERAS.count("\n## ") == 7
+    result = assert_ok(run_python("examples/keras_findings.py", cwd=ROOT, timeout=600))
+    parts = re.split(r"^(\w+): .*\n", result.stdout, flags=re.MULTILINE)[1:]
+    numbers = r"-?\d+\.?\d*|inf"
+    printed = {
+        name: [[float(n) for n in re.findall(numbers, line)] for line in text.splitlines()]
+        for name, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+    assert all(f"`{name}` print" in ABOUT_KERAS for name in printed)
+    clipped, scalar, weighted, dropout, overflow, rows = printed.values()
+    assert clipped[0] == pytest.approx([1, 0.1], abs=1e-6)
+    assert clipped[1] == pytest.approx([2, 0.189], abs=1e-3)
+    assert scalar[0] == pytest.approx([1, 0.443], abs=1e-3)
+    assert scalar[1][1] / scalar[0][1] == pytest.approx(2, rel=1e-6)
+    assert weighted[0][1:] == pytest.approx([0.259, 0.128, -0.008], abs=1e-3)
+    assert weighted[1][1:] == pytest.approx([0.410, 0.124, 0.116], abs=1e-3)
+    assert len(dropout[0]) == 12 and {*dropout[0]} == {0, 2} and dropout[0] == dropout[1]
+    assert overflow == [[1, 0, 16384], [2, np.inf, 32768], [1, 0, 16384], [2, 0, 16384]]
+    assert np.allclose(rows, [[2, 0.1414], [1, 0.1]], atol=1e-3)
