@@ -16,6 +16,10 @@ MODULES = {  # Framework → what its scripts import.
     "torch": ("numpy", "torch", "torch.distributed.fsdp", "lockstep.record_torch"),
     "jax": ("jax", "jax.numpy", "lockstep.record_jax"),
     "keras": ("keras", "lockstep.record_keras"),
+    **{
+        name: (name, "lockstep.record_torch")
+        for name in ("accelerate", "transformers", "lightning")
+    },
 }
 
 
