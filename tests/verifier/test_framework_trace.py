@@ -60,8 +60,12 @@ def as_recorded_by_torch(own):
     return trace
 
 
-def test_a_recording_of_pytorch_is_that_of_a_strategy(tmp_path):
-    own = record("manual", norm, optimizer=plain_sgd).trace
+@pytest.fixture(scope="module")
+def own():
+    return record("manual", norm, optimizer=plain_sgd).trace
+
+
+def test_a_recording_of_pytorch_is_that_of_a_strategy(own, tmp_path):
     before, names = own.named(0, "before", 0), {v.name for v in keras_variables(own)}
     start = {name: array for name, array in before.items() if name in names}
     path = tmp_path / "torch_ddp.npz"
@@ -71,8 +75,7 @@ def test_a_recording_of_pytorch_is_that_of_a_strategy(tmp_path):
     assert {"examples", "loss", "gradients", "update", "statistics"} <= set(verdict.checked)
 
 
-def test_a_recording_of_another_model_is_one_line(tmp_path):
-    own = record("manual", norm, optimizer=plain_sgd).trace
+def test_a_recording_of_another_model_is_one_line(own, tmp_path):
     start = {"other/kernel": np.zeros((5, 7), np.float32)}
     with pytest.raises(DataError, match="has no variable other/kernel; record the same model"):
         convert(as_recorded_by_torch(own), tmp_path / "x.npz", start, syncs_batch_norm=False)

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep import compare
 from tests.conftest import ROOT
-from tests.verifier.recorder_scripts import needs, run_script
+from tests.verifier.recorder_scripts import Scripts, needs
 
 # Example → its package, and the last argument of the second run → the faults that are found.
 EXAMPLES = {
@@ -82,18 +82,29 @@ PAGE = {  # Framework → what is before and after its lines.
 }
 
 
-def run(package, program, num_processes, *arguments):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    words = [*(launcher if num_processes > 1 else []), program, *arguments]
-    done = run_script(package, *words, timeout=300, HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+@pytest.fixture(scope="module")
+def scripts():
+    with Scripts() as scripts:
+        yield scripts
+
+
+@pytest.fixture
+def run(scripts, tmp_path):
+    """Returns a function that runs a program in a number of processes."""
+
+    def run_program(package, program, num_processes, *arguments):
+        options = {"folder": tmp_path, "processes": num_processes, "HF_HUB_OFFLINE": "1"}
+        code, printed = scripts(package, program, *arguments, **options)
+        assert code == 0, printed[-3000:]
+
+    return run_program
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "example", [pytest.param(name, marks=needs(package)) for name, (package, _) in EXAMPLES.items()]
 )
-def test_integration(example, tmp_path):
+def test_integration(example, run, tmp_path):
     package, cases = EXAMPLES[example]
     program = ROOT / "examples" / f"{example}.py"
     one, two = str(tmp_path / "one.npz"), str(tmp_path / "two.npz")
@@ -108,7 +119,7 @@ def test_integration(example, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in PAGE])
-def test_the_lines_of_the_page_make_one_process_and_two_comparable(framework, tmp_path):
+def test_the_lines_of_the_page_make_one_process_and_two_comparable(framework, run, tmp_path):
     """The lines of "Make one process and N comparable", as they are written."""
     text = (ROOT / "docs" / "verify_scripts.md").read_text(encoding="utf-8")
     text = text.partition("## Make one process and N comparable")[2].partition("\n## ")[0]

@@ -1,8 +1,6 @@
 """The private names that recorders use: they exist, do what is relied on, and are in one file."""
 
-import os
 import re
-import subprocess
 
 import keras
 import pytest
@@ -11,7 +9,7 @@ import tensorflow as tf
 from lockstep.recorders.common import Hooks
 from lockstep.recorders.keras import private
 from tests.conftest import CPUS, ROOT
-from tests.verifier.recorder_scripts import FOLDER, interpreter
+from tests.verifier.recorder_scripts import FOLDER, needs, run_script
 
 FILES = [
     ROOT / "lockstep" / "recorders" / each / "private.py" for each in ("torch", "jax", "keras")
@@ -40,15 +38,11 @@ def test_only_one_file_for_each_framework_uses_private_names():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize(
+    "framework", [pytest.param(name, marks=needs(name)) for name in ("torch", "jax")]
+)
 def test_names_of_torch_and_jax(framework):
-    if not interpreter(framework):
-        pytest.skip(f"needs {framework}")
-    done = subprocess.run(
-        [interpreter(framework), FOLDER / "private_names.py", framework], capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+    done = run_script(framework, FOLDER / "private_names.py", framework)
     assert done.stdout == "checked\n", done.stdout + done.stderr
 
 

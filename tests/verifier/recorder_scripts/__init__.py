@@ -16,6 +16,10 @@ MODULES = {  # Framework → what its scripts import.
     "torch": ("numpy", "torch", "torch.distributed.fsdp", "lockstep.record_torch"),
     "jax": ("jax", "jax.numpy", "lockstep.record_jax"),
     "keras": ("keras", "lockstep.record_keras"),
+    **{
+        name: (name, "lockstep.record_torch")
+        for name in ("accelerate", "transformers", "lightning")
+    },
 }
 
 
@@ -95,7 +99,7 @@ class Scripts:
 
 def run_cases(package, folder, *kinds):
     """Runs cases of the script of a framework, and asserts that their checks hold."""
-    done = run_script(package, FOLDER / f"{package}_cases.py", folder, *kinds)
+    done = run_script(package, FOLDER / f"{package}_cases.py", folder, *kinds, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert [f"all of {kind}" in done.stdout for kind in kinds] == [True] * len(kinds)
     return done

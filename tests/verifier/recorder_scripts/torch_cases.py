@@ -4,6 +4,7 @@
 trained: PyTorch is imported once.
 """
 
+import importlib
 import os
 import pathlib
 import sys
@@ -13,7 +14,6 @@ import torch.distributed as dist
 
 import torch_files
 import torch_later_changes as changes
-import torch_mesh_cases as mesh
 import torch_optimizers
 import torch_ranks as ranks
 import torch_replay
@@ -36,32 +36,36 @@ CASES = {
         *(ranks.case_fsdp, ranks.case_owned_state, ranks.case_average_of_one_rank),
         *(ranks.case_mesh, changes.case_later_changes),
     ],
-    "four": mesh.CASES,
     "one": [case for name, case in IN_ONE_PROCESS.items() if name not in MORE],
     "more": [IN_ONE_PROCESS[name] for name in MORE],
 }
 
 
-def record_one_process():
-    ranks.record_one_process()
-    changes.record_one_process()
+PROCESSES = {"two": 2, "sharded": 2, "four": 4}
 
 
-PROCESSES = {  # Kind → how many, and what the first one records before they find each other.
-    "two": (2, None),
-    "sharded": (2, record_one_process),
-    "four": (4, mesh.record_one_process),
-}
+def record_one_process(kind):
+    """Records what the cases of a kind compare with, before its processes find each other."""
+    if kind == "sharded":
+        ranks.record_one_process()
+        changes.record_one_process()
+    elif kind == "four":
+        mesh_cases().record_one_process()
+
+
+def mesh_cases():
+    """Returns the module that needs pipelines: a recorder also has to do without these."""
+    return importlib.import_module("torch_mesh_cases")
 
 
 def run(rank, kind):
     """Runs the cases of a kind in one of its processes."""
-    world_size, prepare = PROCESSES[kind]
-    if prepare and rank == 0:
-        prepare()
+    world_size = PROCESSES[kind]
+    if rank == 0:
+        record_one_process(kind)
     init = f"file://{os.getcwd()}/rendezvous"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world_size)
-    run_cases(CASES[kind])
+    run_cases(CASES[kind] if kind in CASES else mesh_cases().CASES)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # Destroying the group aborts now and then, in a thread of gloo.
@@ -74,7 +78,7 @@ if __name__ == "__main__":
         os.chdir(folder / name)
         if name in PROCESSES:
             torch.multiprocessing.start_processes(
-                run, (name,), nprocs=PROCESSES[name][0], start_method="fork"
+                run, (name,), nprocs=PROCESSES[name], start_method="fork"
             )
         else:
             run_cases(CASES[name])

@@ -2,7 +2,7 @@
 
 Reads lines of JSON with `program`, `arguments`, `folder`, `environment` and `timeout_sec`; writes
 the exit code of each, 124 for one that did not end, and leaves what it printed in `log`, else in
-`PROGRAM.log`. With `processes`, as many run it as ranks; the exit code is that of the first.
+`PROGRAM.log`. With `processes`, as many run it as ranks.
 """
 
 import importlib
@@ -39,8 +39,8 @@ def _run(request: dict[str, Any]) -> None:
     os.dup2(log, 2)
     os.chdir(request["folder"])
     os.environ |= request["environment"]
-    if (number := request.get("processes", 1)) > 1:
-        _become_rank(number)
+    number = request.get("processes", 1)
+    others = _fork_ranks(number) if number > 1 else []
     sys.argv[:] = [request["program"], *request["arguments"]]
     code = 1
     try:
@@ -50,24 +50,32 @@ def _run(request: dict[str, Any]) -> None:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         traceback.print_exc()
+    for rank in others if code == 0 else ():
+        code = code or os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _become_rank(number: int) -> None:
-    """Forks the other ranks, and sets the variables of `torch.distributed` in each."""
+def _fork_ranks(number: int) -> list[int]:
+    """Forks the other ranks, and sets the variables of `torch.distributed` in each process.
+
+    Returns the numbers of the other processes in the first one.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    own = 0
+    own, others = 0, list[int]()
     for rank in range(1, number):
-        if os.fork() == 0:
-            own = rank
+        child = os.fork()
+        if child == 0:
+            own, others = rank, []
             break
+        others.append(child)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ |= {name: str(own) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {name: str(number) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    return others
 
 
 def _wait(child: int, timeout_sec: float) -> int:
