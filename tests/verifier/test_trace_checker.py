@@ -172,7 +172,7 @@ INJECTED = [  # Fault, split, network, stage and cause.
 # Fault → steps, shards, and a part of the text of its finding.
 PLACES = {
     "drop_gradient": ((0, 1), {"replica 1"}, "of replica 1"),
-    "perturb_weight:step=2": ((1,), {"replica 1"}, ""),
+    "perturb_weight:step=2": ((1,), {"replica 1"}, "elements differs from the update"),
     "lost_micro_batch": (
         (0, 1), {"micro-batch 1 of replica 0", "micro-batch 1 of replica 1"},
         "the gradient of micro-batch 1 of replica 0",
