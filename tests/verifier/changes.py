@@ -285,6 +285,12 @@ def for_two_classes(script, replica, gradients):
     return [kernel, np.array([bias[0], -bias[0], 0], np.float32)]
 
 
+def nearly_equal(script, replica, gradients):
+    """Replicas send gradients that differ by rounding alone."""
+    numbers = [np.arange(g.size).reshape(g.shape) for g in gradients]
+    return [np.float32(1 + 1e-6 * replica) * np.sin(1 + n).astype(np.float32) for n in numbers]
+
+
 def drawn(seeds, shift):
     """Augmentations that the workers of a loader draw."""
     about = {"loader_seeds": seeds}
