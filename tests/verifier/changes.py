@@ -82,15 +82,6 @@ def without_bias(*replicas):
     return {"clip": lambda replica, g: [g[0], (replica not in replicas) * g[1]]}
 
 
-def reduced_in_part(sent):
-    """Of two micro-batches, the first is averaged over the replicas."""
-    first = [[np.float32(0.3) * np.abs(array) for array in arrays] for arrays in sent]
-    return [
-        [common + own - part for common, own, part in zip(*arrays, strict=True)]
-        for arrays in zip(mean_of(first), sent, first, strict=True)
-    ]
-
-
 def clip_on_first(replica, gradients):
     return [g * np.float32(0.5) for g in gradients] if replica == 0 else gradients
 
