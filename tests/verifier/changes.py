@@ -82,15 +82,6 @@ def without_bias(*replicas):
     return {"clip": lambda replica, g: [g[0], (replica not in replicas) * g[1]]}
 
 
-def reduced_in_part(sent):
-    """Of two micro-batches, the first is averaged over the replicas."""
-    first = [[np.float32(0.3) * np.abs(array) for array in arrays] for arrays in sent]
-    return [
-        [common + own - part for common, own, part in zip(*arrays, strict=True)]
-        for arrays in zip(mean_of(first), sent, first, strict=True)
-    ]
-
-
 def clip_on_first(replica, gradients):
     return [g * np.float32(0.5) for g in gradients] if replica == 0 else gradients
 
@@ -283,6 +274,12 @@ def for_two_classes(script, replica, gradients):
     """Makes the bias' gradient that of two classes, (a, -a)."""
     kernel, bias = gradients
     return [kernel, np.array([bias[0], -bias[0], 0], np.float32)]
+
+
+def nearly_equal(script, replica, gradients):
+    """Replicas send gradients that differ by rounding alone."""
+    numbers = [np.arange(g.size).reshape(g.shape) for g in gradients]
+    return [np.float32(1 + 1e-6 * replica) * np.sin(1 + n).astype(np.float32) for n in numbers]
 
 
 def drawn(seeds, shift):

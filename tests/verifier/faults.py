@@ -63,7 +63,6 @@ FAULTS = {
     "sums are raw": ({}, {"reduce": lambda sent: sent}, "all-reduce: not_all_reduced"),
     "added after the sum": ({}, {"reduce": lambda sent: sent, **sums_of_a_part()},
         "all-reduce: not_all_reduced"),
-    "only a part is reduced": ({}, {"reduce": reduced_in_part}, "all-reduce: not_all_reduced"),
     "first only": ({}, {"reduce": first_only}, "all-reduce: lost_replica"),
     "without the last": ({}, {"replicas": 3, "reduce": without_last}, "all-reduce: lost_replica"),
     "sum": ({}, SUMMED, "all-reduce: sum_instead_of_mean"),

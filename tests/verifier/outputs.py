@@ -16,8 +16,8 @@ AS_IS = {"x": lambda x: x, "y": lambda y: y, "output": lambda y: y, "of_loss": l
 def softmax(outputs, targets, smoothing):
     """Returns the gradient of cross-entropy, summed over the examples."""
     p = np.exp(outputs - outputs.max(-1, keepdims=True))
-    one_hot = np.eye(CLASSES)[targets]
-    return p / p.sum(-1, keepdims=True) - (1 - smoothing) * one_hot - smoothing / CLASSES
+    one_hot, num = np.eye(outputs.shape[-1])[targets], outputs.shape[-1]
+    return p / p.sum(-1, keepdims=True) - (1 - smoothing) * one_hot - smoothing / num
 
 
 def sigmoid(outputs, targets, smoothing):
@@ -30,7 +30,8 @@ def squares(outputs, targets, smoothing):
 
 def trained(
     *, replicas=1, framework="torch", parts=1, loss=softmax, sequences=False, smoothing=(0.0, 0.0),
-    seed=0, given=True, layers=(), on_all=False, values=(), classes_second=False, **changes,
+    seed=0, given=True, layers=(), on_all=False, values=(), classes=CLASSES, classes_second=False,
+    **changes,
 ):  # fmt: skip
     """Returns a recording of one step of a linear model, some of whose arrays a replica changes.
 
@@ -47,8 +48,8 @@ def trained(
     random = np.random.default_rng(seed)
     shape = (NUM, LENGTH, FEATURES) if sequences else (NUM, FEATURES)
     x = random.normal(size=shape).astype(np.float32)
-    y = random.integers(CLASSES, size=shape[:-1])
-    w = random.normal(size=(FEATURES, CLASSES)).astype(np.float32)
+    y = random.integers(classes, size=shape[:-1])
+    w = random.normal(size=(FEATURES, classes)).astype(np.float32)
     about = About(
         framework, replicas, steps=(0,), variables=(Variable("w", "weight"),), gradients=("w",),
         reduction="mean", micro_batches=(parts,), layers=tuple(layers), replayed="one.npz",
@@ -152,6 +153,7 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
     "rounding": ({"given": True}, {"output": lambda y: y * SMALL}, ""),
     "a loss without effect on gradients": ({"given": True}, {"of_loss": lambda g: g * SMALL}, ""),
     "targets of other examples": ({}, NEXT, "labels_shifted"),
+    "targets of other examples, two classes": ({"classes": 2}, NEXT, "labels_shifted"),
     "binary targets of other examples": ({"loss": sigmoid}, NEXT, "labels_shifted"),
     "targets of other examples of a squared error": ({"loss": squares}, NEXT, "other_loss"),
     "targets of other examples, with dropout": (

@@ -196,6 +196,8 @@ ALONE = {
         "examples: same_examples"),
     "again": ({"batch": lambda step: batch_of(step % 3)}, "examples: not_reshuffled*"),
     "summed": (SUMMED, "all-reduce: sum_instead_of_mean"),
+    "gradients that are nearly equal": ({**without("sums"), "gradient": nearly_equal}, "",
+        {"checked": ("update",)}),
     "average of weights": (with_average(True), ""),
     "average on the first": (with_average(False), "start: diverged_replicas"),
     "lost state": ({**settings(momentum=0.0), **WITHOUT_STATE}, "start: reset_state"),

@@ -20,6 +20,7 @@ WRONG_STATE = edit(lambda array: array * np.float32(1.01), "after", index=4, pos
 GROUP = {"about": {"settings": [[{"weights": list(WEIGHTS)}]] * 4}}
 ALL_STATE = {**UNKNOWN, "about": {**LION, "layers": ({**VQ, "weights": list(STATISTICS)},)}}
 SECOND_OPTIMIZER = with_head(lambda at, r, _: 0.9 + 0.1 * at)  # It updates between the steps.
+STILL = with_head(lambda *_: 1)
 CHANGED = "start: changed_on_its_own"
 BIAS_LATE = bias_times(lambda step, r: step == 3)
 HEAD = with_head(lambda at, r, later: at + later)
@@ -91,11 +92,14 @@ STATES = {
     "a first step that is not loaded": (
         {}, {**not_loaded(WEIGHTS), **starts_apart(0)}, "start: not_replayed"),
     **{
-        f"a second optimizer, times {factor}": (
-            {**SECOND_OPTIMIZER, **GROUP}, both(SECOND_OPTIMIZER, own_states(
+        f"a second optimizer, {name}": (
+            {**of_first, **GROUP}, both(of_first, own_states(
                 lambda a, at, r, index, by=factor: a + np.float32(0.1 * by * (index == 6)))),
             found)
-        for factor, found in ((1, ""), (1.001, CHANGED), (2, CHANGED))
+        for name, of_first, factor, found in (
+            ("the same", SECOND_OPTIMIZER, 1, ""), ("times 2", SECOND_OPTIMIZER, 2, CHANGED),
+            ("times 1.001", SECOND_OPTIMIZER, 1.001, CHANGED),
+            ("which the reference has not", STILL, 1, CHANGED))
     },
     **{
         f"a bit of variable {index} changes": (
@@ -130,7 +134,7 @@ STATES = {
             ("a weight of the first", HEAD, {"more_variables": ()},
              "this recording has no weight that matches head"))
     },
-    "a weight that none trains": (bias_times(lambda step, r: 0), with_head(lambda *_: 1), ""),
+    "a weight that none trains": (bias_times(lambda step, r: 0), STILL, ""),
     **{
         f"replica {replica} ends early{name}": (
             {"steps": (0, 1, 2)}, {

@@ -24,12 +24,14 @@ from tests.verifier.script_samples import Script
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Recordings: on one device, on two, without an all-reduce, without gradients, damaged."""
+    """Recordings: on one device, on two, without an all-reduce, and others."""
     folder = tmp_path_factory.mktemp("recordings")
     one = Script()
     one.write(folder / "one.npz")
     Script(replicas=2, replay=one).write(folder / "two.npz")
     Script(replicas=2, replay=one, reduce=None).write(folder / "wrong.npz")
+    Script(replicas=2, replay=one, local_norm=True).write(folder / "local.npz")
+    Script(replay=one, about={"ended_with": "RuntimeError"}).write(folder / "ended.npz")
     still = Script(gradient=lambda script, replica, gradients: [0 * g for g in gradients])
     still.write(folder / "still.npz")
     (folder / "damaged.npz").write_bytes((folder / "one.npz").read_bytes()[:-100])
@@ -42,6 +44,8 @@ def files(tmp_path_factory):
         (("one", "two"), (), 0, "two.npz is the training of one.npz: every checked stage is clean"),
         (("one", "wrong"), (), 9, "wrong.npz, fault: not all-reduced"),
         (("one",), (), 0, "one.npz has no fault in itself"),
+        (("one", "ended"), (), 3, "ended.npz: not verified: the training ended with an exception"),
+        (("one", "local"), (), 3, "local.npz: not compared with the training of one.npz: local"),
         (("one", "two"), ("--tolerance=0.5", "--details"), 0, "0.5, given by --tolerance"),
         (("one", "wrong"), ("--details",), 9, "all-reduce      fault: the gradients that each"),
         (("still",), (), 3, "still.npz: nothing to verify: every gradient is 0"),

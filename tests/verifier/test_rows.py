@@ -122,21 +122,6 @@ def test_few_elements_select_no_solved_row(size):
     assert solve({"a": 3 * term["a"]}, [term])[1].all() == (size > 1)
 
 
-def test_nothing_is_computed_after_rows_that_explain_all():
-    """An oracle needs a step of the model for each row that is computed."""
-    random, asked = np.random.default_rng(0), []
-    right, observed = arrays(random), arrays(random)
-
-    def row(name, values):
-        return computed(name, name, lambda: asked.append(name) or values)
-
-    partly = {"kernel": observed["kernel"]}
-    rows = [row("other", right), row("part", partly), row("all", observed), row("last", observed)]
-    chosen, left = choose(observed, NAMES, rows, Tolerance(), right=right)
-    assert [choice.row.detail for choice in chosen] == ["all"] and not left
-    assert asked == ["other", "part", "all"]
-
-
 def test_a_row_that_gives_the_right_arrays_explains_nothing():
     term = {"kernel": np.random.default_rng(0).normal(size=(7, 5))}
     observed = {"kernel": (1 + 1.5 * 2 * WITHOUT_SPREAD * EPS) * term["kernel"]}
