@@ -25,7 +25,7 @@ def test_a_reported_bug_is_found_and_its_correction_is_clean(name, number):
 
 def test_the_zoo_has_enough_cases_with_links():
     links = {case.link for case in CASES.values()}
-    assert len(links) == len(CASES) >= 26
+    assert len(links) == len(CASES) >= 29
     assert {case.thread.split("/")[2] for case in CASES.values()} == {"issues", "pull"}
 
 
@@ -41,11 +41,12 @@ def test_every_optimizer_of_keras_is_tried():
 
 
 @pytest.mark.slow
-def test_a_wrong_pair_is_not_clean(monkeypatch):
+@pytest.mark.parametrize(("clipping", "is_clean"), [({}, True), ({"clipnorm": 0.01}, False)])
+def test_a_right_pair_is_clean_and_a_wrong_one_is_not(monkeypatch, clipping, is_clean):
     for name, value in {"NUM_STEPS": 1, "NUM_REPLICAS": 2, "GLOBAL_BATCH_SIZE": 10}.items():
         monkeypatch.setattr(optimizers, name, value)
-    clipped = {"nesterov": lambda: keras.optimizers.SGD(0.1, clipnorm=0.01)}
+    clipped = {"nesterov": lambda: keras.optimizers.SGD(0.1, **clipping)}
     monkeypatch.setattr(optimizers, "OPTIMIZERS", clipped)
     text = optimizers.search("attention/nesterov/mixed_bfloat16", seed=1)
-    assert "other clipping (before the sum)" in text
+    assert (text == "") == is_clean == ("other clipping (before the sum)" not in text)
     assert keras.config.dtype_policy().name == "float32"

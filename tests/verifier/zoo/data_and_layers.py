@@ -49,11 +49,13 @@ def augmented(seeds: tuple[int, int]) -> Distribute:
     return lambda strategy: one_pipeline_for_each_replica(strategy, with_noise(seeds)[:-1])
 
 
-def in_orders(*seeds: int) -> tf.data.Dataset:
+def in_orders(*seeds: int, num_examples: int = 24) -> tf.data.Dataset:
     """Returns one epoch for each number, which is the seed of its order."""
-    examples = regression_data().unbatch()
+    examples = regression_data(num_examples).unbatch()
     first, *others = (
-        examples.shuffle(24, seed=seed, reshuffle_each_iteration=False).batch(GLOBAL_BATCH_SIZE)
+        examples.shuffle(num_examples, seed=seed, reshuffle_each_iteration=False).batch(
+            GLOBAL_BATCH_SIZE
+        )
         for seed in seeds
     )
     for epoch in others:
@@ -65,9 +67,13 @@ def four_batches() -> tf.data.Dataset:
     return regression_data(48)
 
 
-def resumed(rest: Callable) -> Distribute:
+def shuffled(seed: int = 0) -> tf.data.Dataset:
+    return in_orders(seed, num_examples=48)
+
+
+def resumed(data: Callable, rest: Callable) -> Distribute:
     """Returns a run that is interrupted after two of four steps, and continues with the rest."""
-    return lambda strategy: four_batches().take(2).concatenate(rest())
+    return lambda strategy: data().take(2).concatenate(rest())
 
 
 PIPELINES = {
@@ -84,11 +90,23 @@ PIPELINES = {
         wrong=Program(dense, lambda: with_noise((0, 1))[-1], augmented((0, 0))),
         right=Program(dense, lambda: with_noise((0, 1))[-1], augmented((0, 1))),
     ),
+    # Without `set_epoch`, every epoch of a `DistributedSampler` has the same order.
+    "no_reshuffle": Case(
+        "pytorch/pytorch/issues/31771", "examples", "other_examples", steps=(2, 3),
+        wrong=Program(dense, lambda: in_orders(0, 1), lambda strategy: in_orders(0, 0)),
+        right=Program(dense, lambda: in_orders(0, 1), lambda strategy: in_orders(0, 1)),
+    ),
     # A checkpoint without the position in the data: the epoch starts from its beginning.
     "resume_repeats_data": Case(
         "huggingface/accelerate/issues/685", "examples", "other_examples", steps=(2, 3),
-        wrong=Program(dense, four_batches, resumed(lambda: four_batches().take(2))),
-        right=Program(dense, four_batches, resumed(lambda: four_batches().skip(2))),
+        wrong=Program(dense, four_batches, resumed(four_batches, lambda: four_batches().take(2))),
+        right=Program(dense, four_batches, resumed(four_batches, lambda: four_batches().skip(2))),
+    ),
+    # The right number of batches is skipped, but of an order that was never trained on.
+    "resume_reshuffles": Case(
+        "huggingface/accelerate/issues/2016", "examples", "other_examples", steps=(2, 3),
+        wrong=Program(dense, shuffled, resumed(shuffled, lambda: shuffled(1).skip(2))),
+        right=Program(dense, shuffled, resumed(shuffled, lambda: shuffled().skip(2))),
     ),
     # After a resume, `skip_first_batches` skips in every later epoch, too.
     "resume_skips_every_epoch": Case(

@@ -205,6 +205,13 @@ class ClipsTheSum(keras.Sequential):
         return {"loss": loss}
 
 
+class ClipsOnFirstRank(optimizers.SGD):
+    def _clip_gradients(self, grads: Sequence) -> Sequence:
+        clipped = super()._clip_gradients(grads)
+        is_first = replica_id() == 0
+        return [tf.where(is_first, c, g) for c, g in zip(clipped, grads, strict=True)]
+
+
 STEPS = {
     # Means of the replicas are added, not averaged: like a larger learning rate.
     "summed_means": Case(
@@ -240,6 +247,12 @@ STEPS = {
         "tensorflow/tensorflow/issues/33929", "clipping", "clipped_before_the_sum",
         wrong=Program(lambda: dense(optimizer=optimizers.SGD(0.1, clipnorm=0.05))),
         right=Program(lambda: dense(kind=ClipsTheSum)),
+    ),
+    # The clipping stands in a branch that only the first rank takes.
+    "clipped_on_one_rank": Case(
+        "deepspeedai/DeepSpeed/pull/1801", "clipping", "clipped_on_one_replica",
+        wrong=Program(lambda: dense(optimizer=ClipsOnFirstRank(0.1, clipnorm=0.05))),
+        right=RIGHT,
     ),
 }  # fmt: skip
 
