@@ -38,7 +38,8 @@ def test_an_empty_environment_verifies_two_files(tmp_path, which):
     sources, wheels, env = tmp_path / "sources", tmp_path / "wheels", tmp_path / "env"
     sources.mkdir()
     shutil.copytree(ROOT / "lockstep", sources / "lockstep")
-    shutil.copy(ROOT / "pyproject.toml", sources)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, sources)
     pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
     build = ("wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={wheels}", sources)
     run(sys.executable, *pip, *build, cwd=tmp_path)
