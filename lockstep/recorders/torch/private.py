@@ -30,7 +30,6 @@ number_of = _method("_sequence_nr")  # Of a node of the graph: a later one has a
 _transform = private(private(torch._C, "_functorch"), "peek_interpreter_stack")
 values_of_sparse, indices_of_sparse = _method("_values"), _method("_indices")
 weights_of_group, sharded_weight = _attribute("fsdp_params"), _attribute("sharded_param")
-_IS_SHARDING = common.numbers_of(str(torch.__version__)) >= (2, 8)
 _mesh_info, _mesh = _attribute("mesh_info"), _attribute("mesh")
 
 
@@ -39,10 +38,14 @@ def in_transform() -> bool:
     return _transform() is not None
 
 
+def _has_sharding() -> bool:
+    return common.numbers_of(str(torch.__version__)) >= (2, 8)
+
+
 def check_sharded(what: str) -> None:
     """Raises ValueError if this PyTorch is too old for FSDP2 or pipelines."""
     text = f"model: {what} of PyTorch {torch.__version__}; needs 2.8 or newer"
-    common.require(_IS_SHARDING, text)
+    common.require(_has_sharding(), text)
 
 
 def clipping(function: Callable[..., Any]) -> Targets:
@@ -53,7 +56,7 @@ def clipping(function: Callable[..., Any]) -> Targets:
 def of_pipelines(average: Callable[..., Any], inferring: Callable[..., Any]) -> Targets:
     """Returns what divides gradients, and what runs a stage to learn the shapes of its outputs."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
-    if module is None or not _IS_SHARDING:
+    if module is None or not _has_sharding():
         return []
     base, stage = private(module, "_PipelineStageBase"), private(module, "PipelineStage")
     return [(base, "scale_grads", average), (stage, "_forward_metadata_inference", inferring)]
