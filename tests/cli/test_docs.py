@@ -343,7 +343,7 @@ def test_every_fault_has_its_pitfall():
 
 def test_make_train_passes_options_on():
     (line,) = [line for line in sh_lines(README) if line.startswith("make train ARGS=")]
-    words = [*shlex.split(line), "--dry-run"]  # `make test` would run itself.
+    words = [*shlex.split(line), "--dry-run", "--no-print-directory"]  # Within `make test`, too.
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True)
     options = shlex.split(line)[-1].removeprefix("ARGS=")
     assert done.stdout.splitlines()[-1] == f".venv/bin/python main.py {options}"
