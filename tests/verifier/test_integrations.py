@@ -9,7 +9,7 @@ import pytest
 
 from lockstep import compare
 from tests.conftest import ROOT
-from tests.verifier.recorder_scripts import Scripts, needs
+from tests.verifier.recorder_scripts import needs
 
 # Example → its package, and the last argument of the second run → the faults that are found.
 EXAMPLES = {
@@ -80,12 +80,6 @@ PAGE = {  # Framework → what is before and after its lines.
         "set_epoch, backward = loader.set_epoch, accelerator.backward\n",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    with Scripts() as scripts:
-        yield scripts
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from lockstep.comparison import compare_traces
 from lockstep.data import file as trace_file
 from lockstep.stages.module_arrays import Event, events_of
 from tests.verifier.modules import MODULES, ON_RANKS, on_two_ranks
-from tests.verifier.recorder_scripts import OF_ZOO, Scripts, needs
+from tests.verifier.recorder_scripts import OF_ZOO, needs
 
 
 def test_events_are_in_the_order_of_time():
@@ -30,12 +30,6 @@ def test_parts_of_arrays_of_modules_on_ranks(name):
         assert found is None
     else:
         assert (found.module, found.detail) == expected[:2] and expected[2] in found.text
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    with Scripts() as scripts:
-        yield scripts
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lockstep.recorders.common import VARIABLE, Request, sample_in, with_command
 from lockstep.recorders.parts import as_summands, members_of
 from lockstep.recorders.states import States
 from tests.verifier.changes import clip
-from tests.verifier.recorder_scripts import Scripts, needs
+from tests.verifier.recorder_scripts import needs
 from tests.verifier.script_samples import Script
 
 SEEDS, SIZES = st.integers(0, 2**32 - 1), st.integers(1, 30)  # The kernel has 36 elements.
@@ -275,12 +275,6 @@ def test_the_command_keeps_the_start_of_its_first_run_from_which_others_start(
 # --- Frameworks ----------------------------------------------------------------------------------
 
 FRAMEWORKS = [pytest.param(each, marks=needs(each)) for each in ("torch", "jax", "keras")]
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    with Scripts() as scripts:
-        yield scripts
 
 
 @pytest.fixture
