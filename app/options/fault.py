@@ -103,7 +103,8 @@ class Fault:
     strategy: str | None = None
 
     def __str__(self) -> str:
-        values = ",".join(f"{name}={value:g}" for name, value in self.parameters.items())
+        shown = {name: f"{value}".removesuffix(".0") for name, value in self.parameters.items()}
+        values = ",".join(f"{name}={value}" for name, value in shown.items())
         return f"{self.name}:{values}" if values else self.name
 
     @classmethod

@@ -50,7 +50,10 @@ def test_train_in_a_process_of_its_own(tmp_path):
     check_run(tmp_path / "run", "manual")
     summary = load_summary(tmp_path / "run")
     assert summary.num_parameters == 129_068
-    assert result.stdout.splitlines()[-1] == summary.last_line()
+    said = result.stdout.splitlines()
+    assert said[-1] == summary.last_line() and summary.compile_sec > 0
+    assert f"saved in {tmp_path}/run; open {tmp_path}/run/accuracy.png" in said
+    assert "replicas on /device:CPU:0, /device:CPU:1" in said
     # TensorFlow's own messages are held back; what is not Fashion-MNIST is told, twice.
     told = result.stderr.splitlines()
     assert all(line.startswith("WARNING: ") for line in told)
@@ -215,5 +218,6 @@ def test_a_terminal_gets_a_live_bar(tmp_path, small_program):
             shown += chunk
     assert process.wait(60) == 0
     text = shown.decode()
-    assert "images/s" in text and "\x1b[" in text and "/2" in text
+    assert "images/s" in text and "\x1b[" in text
+    assert "2/2" in text and "epoch 1/1" in text  # Steps, and what is done.
     assert text.rstrip().endswith("['/device:CPU:0', '/device:CPU:1']")

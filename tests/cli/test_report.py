@@ -146,8 +146,10 @@ def test_trainings_have_their_results_settings_and_curves(everything, page):
     assert "generated: changed on the way: recipe d2l → fast" in page.text
     assert "bitwise identical weights: compared/manual, compared/mirrored" in page.text
     assert any(row[0] == "≠ strategy" for row in page.rows)
-    table = settings_table({"a": {"seed": 0, "lr": 0.1}, "b": {"seed": 0, "lr": 0.2}})
-    assert table.rows == [["≠ lr", "0.1", "0.2"], ["seed", "0", "0"]]
+    settings = {"seed": 0, "lr": 0.1, "cases": ["a", "b"]}
+    table = settings_table({"a": settings, "b": settings | {"lr": 0.2, "seed": None}})
+    rows = [["≠ seed", "0", "–"], ["≠ lr", "0.1", "0.2"], ["cases", "a, b", "a, b"]]
+    assert table.rows == rows
     sources = [attrs["src"] for tag, attrs in page.elements if tag == "img"]
     assert sources and all(each.startswith("data:image/svg+xml;base64,") for each in sources)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from app.records.caveats import DATASET_CAVEATS
 from app.records.checkpoint import find_newest_checkpoint
 from app.records.history import load_history, load_summary
 from app.verification.comparison import compare_traces
@@ -79,6 +80,7 @@ def test_a_clean_verification(clean):
 def test_the_record_holds_every_number(clean):
     record = load(clean[0])
     assert record["tf32"] is False and record["injected_fault"] == ""
+    assert record["shown"]["caveats"] == [DATASET_CAVEATS["unverified"]]
     outcomes = {tuple(pair["trainings"]): pair["outcome"] for pair in record["pairs"]}
     assert outcomes == {
         ("single", "manual"): "equal within rounding",
@@ -130,6 +132,13 @@ def test_a_fault_is_caught_named_and_marked(tmp_path, request, in_processes):
     assert count_pixels(out / "verify.png", RED) > 100
     figure = (out / "verify.svg").read_text(encoding="utf-8")
     assert f"injected fault: {fault}" in figure and "lenet on " in figure
+
+
+def test_a_fault_that_changes_too_little_is_told(tmp_path):
+    inject = "--inject=scale_gradient:factor=1.00000001"
+    arguments = [*SMALL, "--steps=1", "--strategies=manual", inject, f"--out={tmp_path}/run"]
+    result = run_here_ok("verify", *arguments)
+    assert "the injected fault was not found: scale_gradient:factor=1.00000001" in result.stderr
 
 
 def describe(num_shards=2, **changes):

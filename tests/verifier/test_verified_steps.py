@@ -168,6 +168,7 @@ def test_a_resumed_training_verifies_the_same_steps(tmp_path):
         train(tmp_path, **options)
     assert train(tmp_path, **options).verified_steps == 5
     assert counts(tmp_path) == [(3, 0), (2, 0)]  # 1, 3, 5; 6, 9.
+    assert all(record.verification_sec > 0 for record in load_history(tmp_path))
     new = ("verified_steps", "mismatches", "verification_sec")
     for name, in_lines in (("history.jsonl", True), ("summary.json", False)):
         text = (tmp_path / name).read_text()
