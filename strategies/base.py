@@ -2,8 +2,8 @@
 
 The training loop in `app/training/loop.py` uses only the contract. A subclass defines where the
 copies of the weights are, which tensors are sent between devices, and in which order gradients are
-added. Loss, gradient tape, loss scaling and observer stand here, once for all strategies, so that
-results of two strategies can only differ because of the subclasses.
+added. Accumulation, hooks and the loss scale stand here, once for all strategies, so that results
+of two strategies can only differ because of the subclasses.
 """
 
 import abc
@@ -22,8 +22,9 @@ from strategies.copies import CopyStates, State, Variables
 from strategies.device_tape import DeviceTape
 from strategies.evaluation import Evaluation, LogitsAndTotals, Statistics
 from strategies.gradient_buckets import GradientBuckets
+from strategies.layer_calls import with_values
 from strategies.layout import layout_of
-from strategies.loss import differentiate, loss_scale_of, shard_loss
+from strategies.loss import cross_entropy, loss_scale_of
 from strategies.observer import Observer, Shard
 from strategies.replica import Replica, copies_of
 from strategies.step_totals import StepTotals
@@ -32,6 +33,8 @@ from strategies.workers import Workers
 ModelFn = Callable[[], keras.Model]
 OptimizerFn = Callable[[], keras.optimizers.Optimizer]
 Bounds = tuple[tf.Tensor, tf.Tensor]
+# See `strategies.manual.forward_and_backward`.
+ForwardAndBackward = Callable[..., tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]]
 
 
 class Strategy(abc.ABC):
@@ -50,7 +53,7 @@ class Strategy(abc.ABC):
             attributes.
         workers: the processes that train together, with equal numbers of devices; None for a
             single process.
-        label_smoothing: see `strategies.loss.shard_loss`.
+        label_smoothing: see `strategies.loss.cross_entropy`.
 
     Attributes:
         num_devices: number of devices, over all workers.
@@ -284,16 +287,19 @@ class Strategy(abc.ABC):
         return [own, *(copies_of(list(own.values())) for _ in range(num_others))]
 
     def local_gradients(
-        self, replica: Replica, examples: Sequence[tf.Tensor], num_global_examples: tf.Tensor
+        self,
+        forward_and_backward: ForwardAndBackward,
+        replica: Replica,
+        examples: Sequence[tf.Tensor],
+        num_global_examples: tf.Tensor,
     ) -> tuple[list[tf.Tensor], StepTotals]:
         """Computes a replica's part of the gradients of the global batch's mean loss.
 
-        The result is the gradient of (sum of the losses of its examples) / (number of *all*
-        examples). Its sum over the replicas, with parts of any size, is the gradient of the mean
-        over the global batch. A replica with several shards processes them in sequence, so that it
-        needs memory for the activations of one shard, and adds their gradients in order.
+        A replica with several shards processes them in sequence, so that it needs memory for the
+        activations of one shard, and adds their gradients in order.
 
         Args:
+            forward_and_backward: computes a shard's part, as the function of `manual.py` does.
             replica: the replica whose weights are used.
             examples: images `(n_r, height, width, channels)` and labels `(n_r,)`.
             num_global_examples: int scalar, number of examples in the global batch.
@@ -301,19 +307,17 @@ class Strategy(abc.ABC):
         Returns:
             One gradient per trainable variable, and the totals of the examples.
         """
-        num = self.shards_per_replica
-        if num == 1:
-            return self._shard_gradients(replica, 0, examples, num_global_examples)
-        sums: list[tf.Tensor] = []
-        totals = []
-        first, _ = self.shard_bounds(num_global_examples, replica.replica_id * num)
+        num, sums, totals = self.shards_per_replica, list[tf.Tensor](), []
         for index in range(num):
-            shard_id = replica.replica_id * num + index
-            start, end = self.shard_bounds(num_global_examples, shard_id)
-            with tf.control_dependencies(sums):
+            shard = examples
+            if num > 1:
+                shard_id = replica.replica_id * num + index
+                first, _ = self.replica_bounds(num_global_examples, replica.replica_id)
+                start, end = self.shard_bounds(num_global_examples, shard_id)
                 shard = [tensor[start - first : end - first] for tensor in examples]
+            with tf.control_dependencies(sums):
                 gradients, shard_totals = self._shard_gradients(
-                    replica, index, shard, num_global_examples
+                    forward_and_backward, replica, index, shard, num_global_examples
                 )
             sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else gradients
             totals.append(shard_totals)
@@ -321,39 +325,27 @@ class Strategy(abc.ABC):
 
     def _shard_gradients(
         self,
+        forward_and_backward: ForwardAndBackward,
         replica: Replica,
         index: int,
         shard: Sequence[tf.Tensor],
         num_global_examples: tf.Tensor,
     ) -> tuple[list[tf.Tensor], StepTotals]:
         """Computes gradients and totals of the `index`-th shard of a replica."""
-        loss_scale = self.loss_scale
+        loss_scale, values = self.loss_scale, replica.values(index)
 
-        def forward_and_backward(
-            images: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
-        ) -> tuple[tf.Tensor, tf.Tensor, StepTotals, list[tf.Tensor]]:
-            with tf.GradientTape() as tape:
-                tape.watch(replica.gathered_weights)  # A tape watches variables by itself.
-                logits = replica.forward(images, index)
-                loss, totals = self.loss(logits, labels, num_global_examples)
-            gradients = differentiate(tape, loss, replica.weights, loss_scale=loss_scale)
-            return logits, loss, totals, gradients
+        def compute(*examples: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+            options = self.label_smoothing, loss_scale
+            return with_values(lambda: forward_and_backward(replica, *examples, *options), values)
 
         if self.options.jit_compile:
-            forward_and_backward = tf.function(
-                forward_and_backward, autograph=False, jit_compile=True
-            )
+            compute = tf.function(compute, autograph=False, jit_compile=True)
         images, labels = shard
-        logits, loss, totals, gradients = forward_and_backward(images, labels, num_global_examples)
+        logits, loss, gradients = compute(images, labels, num_global_examples)
         shard_id = replica.replica_id * self.shards_per_replica + index
         observed = Shard(images, labels, num_global_examples, logits)
-        return self.observer.on_shard(shard_id, observed, loss, gradients), totals
-
-    def loss(
-        self, logits: tf.Tensor, labels: tf.Tensor, num_global_examples: tf.Tensor
-    ) -> tuple[tf.Tensor, StepTotals]:
-        """Computes a shard's part of the mean loss and its totals; see `shard_loss`."""
-        return shard_loss(logits, labels, num_global_examples, label_smoothing=self.label_smoothing)
+        gradients = self.observer.on_shard(shard_id, observed, loss, gradients)
+        return gradients, StepTotals.of(logits, labels)
 
     def apply_gradients(self, replica: Replica, summed_gradients: list[tf.Tensor]) -> None:
         """Updates the weights of a replica with the gradients summed over all shards."""
@@ -375,10 +367,10 @@ class Strategy(abc.ABC):
         """
         with tf.GradientTape() as tape:
             tape.watch(logits)
-            loss, totals = self.loss(logits, labels, num_global_examples)
-        scale = self.loss_scale
-        start = None if scale is None else tf.cast(scale, loss.dtype)
-        return loss, totals, tape.gradient(loss, logits, output_gradients=start)
+            losses = cross_entropy(logits, labels, self.label_smoothing)
+            loss = tf.reduce_sum(losses) / tf.cast(num_global_examples, tf.float32)
+        gradient = tape.gradient(loss, logits, output_gradients=self.loss_scale)
+        return loss, StepTotals.of(logits, labels), gradient
 
     # --- Numbers of examples, shards and devices -----------------------------------------------
 

@@ -7,7 +7,6 @@ import numpy as np
 import tensorflow as tf
 
 from strategies.compiled_steps import BatchIterator, over_workers, to_host
-from strategies.loss import shard_loss
 from strategies.replica import Replica
 from strategies.step_totals import StepTotals
 from strategies.workers import Workers
@@ -105,8 +104,7 @@ def classify(
             return model(images, training=False)
 
     logits = call_without_empty_batch(call, images)
-    _, totals = shard_loss(logits, labels, tf.size(labels))
-    return logits, totals
+    return logits, StepTotals.of(logits, labels)
 
 
 def call_without_empty_batch(

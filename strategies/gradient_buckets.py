@@ -33,6 +33,9 @@ class GradientBuckets:
             tf.as_dtype(dtype) if dtype and own.is_floating else own for _, own in self._likes
         ]
         self.buckets = self._fill(bucket_bytes)
+        # Whether a bucket is more than a tensor.
+        self.changes = any(d != own for d, (_, own) in zip(self._dtypes, self._likes, strict=True))
+        self.changes |= len(self.buckets) < len(self._likes)
 
     def _fill(self, bucket_bytes: int) -> list[list[int]]:
         """Returns the positions of the tensors in each bucket."""
@@ -90,6 +93,8 @@ def in_buckets(
             raise ValueError(f"replicas disagree on a shape: {' and '.join(sorted(shapes))}")
     if len(devices) == 1:
         return [list(per_replica_tensors[0])]
+    if not gradient_buckets.changes:
+        return algorithm(per_replica_tensors, devices)
     packed, unpacked = [], []
     for device, tensors in zip(devices, per_replica_tensors, strict=True):
         with tf.device(device):

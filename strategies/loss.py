@@ -1,7 +1,4 @@
-"""Computes and scales the loss of a shard and its gradient.
-
-No other module scales either: the summed loss is divided by the number of examples of the global
-batch only here.
+"""Computes the losses of examples, and the loss scale of their gradients.
 
 Float16 ends at 65,504. Its backward pass starts from a loss scale, which keeps small gradients
 above 6e-8 and is as large as possible: if a gradient overflows, the optimizer skips the step and
@@ -18,22 +15,15 @@ import keras
 import tensorflow as tf
 
 from strategies.collectives import PerReplicaTensors
-from strategies.step_totals import StepTotals
 
 
-def shard_loss(
-    logits: tf.Tensor,
-    labels: tf.Tensor,
-    num_global_examples: tf.Tensor,
-    *,
-    label_smoothing: float = 0.0,
-) -> tuple[tf.Tensor, StepTotals]:
-    """Computes a shard's part of the mean loss of its global batch.
+def cross_entropy(logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float = 0.0) -> tf.Tensor:
+    """Computes the losses of the examples of a shard, float32 `(n,)`.
 
-    The cross-entropies of the shard are *summed* and divided by the number of examples in the
-    *whole* global batch. Gradients of this loss, summed over the replicas, are therefore the exact
-    gradient of the mean over the global batch, however unevenly the batch is split. With a mean
-    over the shard they are not: a mean of means gives examples of a small shard more weight.
+    A strategy *sums* them and divides by the number of examples in the *whole* global batch.
+    Gradients of this loss, summed over the replicas, are therefore the exact gradient of the mean
+    over the global batch, however unevenly the batch is split. With a mean over the shard they are
+    not: a mean of means gives examples of a small shard more weight.
 
     Keras losses are not used here, because they divide by the number of replicas inside a
     `tf.distribute` strategy.
@@ -41,49 +31,15 @@ def shard_loss(
     Args:
         logits: float `(n, num_classes)`, n the size of this shard, which may be 0.
         labels: int32 `(n,)`, in 0 to num_classes − 1.
-        num_global_examples: int scalar, examples in the global batch of this step.
         label_smoothing: fraction of the target that is spread evenly over all classes.
-
-    Returns:
-        The loss, a float32 scalar, and the totals of this shard. The loss of the totals is without
-        label smoothing, so that it is comparable with the test loss.
     """
     logits = tf.cast(logits, tf.float32)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-    loss_sum = objective = tf.reduce_sum(losses)
-    if label_smoothing:
-        # The mean of −log p over the classes is log Σ exp(logits) − mean(logits).
-        evenly = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
-        objective = (1 - label_smoothing) * loss_sum + label_smoothing * tf.reduce_sum(evenly)
-    predictions = tf.argmax(logits, axis=-1, output_type=labels.dtype)
-    totals = StepTotals(
-        loss_sum=tf.cast(loss_sum, tf.float64),
-        correct=tf.math.count_nonzero(predictions == labels),
-        examples=tf.size(labels, out_type=tf.int64),
-    )
-    return objective / tf.cast(num_global_examples, tf.float32), totals
-
-
-def differentiate(
-    tape: tf.GradientTape,
-    loss: tf.Tensor,
-    variables: Sequence[tf.Variable],
-    *,
-    loss_scale: tf.Tensor | None = None,
-) -> list[tf.Tensor]:
-    """Returns the gradients of `loss`, one for each variable, in the variables' dtype.
-
-    Float16 rounds numbers below 6e-8 to 0, which would affect many gradients. The backward pass
-    therefore starts from `loss_scale` instead of 1, and the float32 gradients are divided by it.
-
-    Args:
-        tape: tape that recorded the loss.
-        loss: scalar.
-        variables: variables to differentiate with respect to.
-        loss_scale: scalar, a power of two, so that scaling is exact; None for no scaling.
-    """
-    start = None if loss_scale is None else tf.cast(loss_scale, loss.dtype)
-    return unscaled(tape.gradient(loss, variables, output_gradients=start), loss_scale)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    if not label_smoothing:
+        return losses
+    # The mean of −log p over the classes is log Σ exp(logits) − mean(logits).
+    evenly = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
+    return (1 - label_smoothing) * losses + label_smoothing * evenly
 
 
 def unscaled(gradients: list[tf.Tensor], loss_scale: tf.Tensor | None) -> list[tf.Tensor]:

@@ -13,12 +13,11 @@ The trainable weights of all replicas therefore stay bitwise identical, although
 after the start. The loops over the replicas run once, while `tf.function` traces the step into one
 graph, in which all devices work in parallel.
 
-Step 2, `gradients` in `replica_list.py`, calls `local_gradients` in `base.py` on each replica's
-device: the forward pass, the loss and `tape.gradient`. It returns one list of gradients per
-replica, which stay on that device until step 3. Step 3 calls the function `all_reduce` below,
-unless `--all_reduce` names another algorithm. Step 4, `apply_gradients` in `base.py`, gives the
-sums to the optimizer of the replica. `replica_list.py` has what is no part of the idea: BatchNorm
-over the batch, and the choice of the algorithm.
+Everything that is the idea stands here. What it inherits adds the rest: `gradients` calls
+`forward_and_backward` for each shard on its device, or more often with `--accumulate_steps`, or for
+all replicas together if BatchNorm is synchronised; `all_reduce` calls the function `all_reduce`, or
+another algorithm (`--all_reduce`), in 16 bits if asked; `apply_gradients` calls the optimizer of a
+replica. They show their results to the observer with which `verify` records a step.
 
 "d2l" marks the names that "Dive into Deep Learning" uses in "Training on Multiple GPUs".
 """
@@ -30,6 +29,8 @@ import tensorflow as tf
 
 from strategies.base import BatchIterator, Bounds, ModelFn, OptimizerFn
 from strategies.collectives import ALL_REDUCE_FUNCTIONS, PerReplicaTensors, add_in_order
+from strategies.loss import cross_entropy, unscaled
+from strategies.replica import Replica
 from strategies.replica_list import ReplicaList
 from strategies.step_totals import StepTotals
 
@@ -46,6 +47,39 @@ def split_batch(
         with tf.device(device):
             shards.append(tuple(tf.identity(tensor) for tensor in rows))
     return shards
+
+
+def forward_and_backward(
+    replica: Replica,
+    images: tf.Tensor,
+    labels: tf.Tensor,
+    num_global_examples: tf.Tensor,
+    label_smoothing: float,
+    loss_scale: tf.Tensor | None,
+) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+    """Computes the gradients of (sum of the losses of a shard) / (examples of the global batch).
+
+    Their sum over the shards is the gradient of the mean loss of the global batch, whatever the
+    sizes of the shards are. (d2l divides by the size of the batch in `sgd`.)
+
+    Args:
+        replica: its model has the weights.
+        images: uint8 `(n, height, width, channels)`, n the size of the shard, which may be 0.
+        labels: int32 `(n,)`.
+        num_global_examples: int scalar.
+        label_smoothing: fraction of the target that is spread evenly over all classes.
+        loss_scale: what the backward pass starts from in float16; None for 1.
+
+    Returns:
+        The logits `(n, num_classes)`, the loss, and one gradient for each weight.
+    """
+    with tf.GradientTape() as tape:
+        tape.watch(replica.weights)
+        logits = replica.model(images, training=True)
+        losses = cross_entropy(logits, labels, label_smoothing)
+        loss = tf.reduce_sum(losses) / tf.cast(num_global_examples, tf.float32)
+    gradients = tape.gradient(loss, replica.weights, output_gradients=loss_scale)
+    return logits, loss, unscaled(gradients, loss_scale)
 
 
 def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
@@ -91,7 +125,7 @@ class ManualStrategy(ReplicaList):
         bounds = self.bounds(tf.size(labels))
         shards = split_batch((images, labels), self.devices, bounds)  # 1. A shard for each.
         per_replica_gradients, per_replica_totals = self.gradients(  # 2. Gradients.
-            self.replicas, shards, tf.size(labels)
+            forward_and_backward, self.replicas, shards, tf.size(labels)
         )
         per_replica_sums = self.all_reduce(per_replica_gradients)  # 3. All-reduce (sum).
         for replica, sums in zip(self.replicas, per_replica_sums, strict=True):

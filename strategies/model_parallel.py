@@ -16,6 +16,7 @@ from strategies.copies import Variables, optimizer_shapes
 from strategies.evaluation import LogitsAndTotals, Statistics, call_without_empty_batch
 from strategies.layer_calls import LayerCalls
 from strategies.parts import DevicePart, update_parts, whole_variables
+from strategies.step_totals import StepTotals
 from strategies.tf_private import free_values
 
 
@@ -110,8 +111,7 @@ class ModelParallelStrategy(Strategy):
             with tf.device(self.replica_devices[r][0]):
                 own_logits = functools.partial(self.logits, r, statistics)
                 logits = call_without_empty_batch(own_logits, images)
-                _, totals = self.loss(logits, labels, tf.size(labels))
-            results.append((logits, totals))
+                results.append((logits, StepTotals.of(logits, labels)))
         return results
 
     @property

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from strategies.layer_calls import with_values
-
 
 class Replica(NamedTuple):
     """Holds a copy of the weights that is trained on one part of each global batch.
@@ -47,10 +45,6 @@ class Replica(NamedTuple):
         with tf.device(self.device):
             for variable, weight in zip(self.model.trainable_variables, weights, strict=True):
                 variable.assign(weight)
-
-    def forward(self, images: tf.Tensor, index: int) -> tf.Tensor:
-        """Returns the logits of the `index`-th shard in training, and updates its statistics."""
-        return with_values(lambda: self.model(images, training=True), self.values(index))
 
     def values(self, index: int) -> list[tuple[keras.Variable, tf.Tensor | tf.Variable]]:
         """Returns (variable of the model, its replacement) pairs for the `index`-th shard."""

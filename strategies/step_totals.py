@@ -27,6 +27,24 @@ class StepTotals(NamedTuple):
 
         return cls(tf.zeros([], tf.float64), tf.zeros([], tf.int64), tf.zeros([], tf.int64))
 
+    @classmethod
+    def of(cls, logits: "tf.Tensor", labels: "tf.Tensor") -> "StepTotals":
+        """Computes the totals of a shard; its loss is without label smoothing, as a test loss is.
+
+        Args:
+            logits: float `(n, num_classes)`, n the size of the shard, which may be 0.
+            labels: int32 `(n,)`, in 0 to num_classes − 1.
+        """
+        import tensorflow as tf
+
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.cast(logits, tf.float32))
+        predictions = tf.argmax(logits, axis=-1, output_type=labels.dtype)
+        return cls(
+            loss_sum=tf.cast(tf.reduce_sum(losses), tf.float64),
+            correct=tf.math.count_nonzero(predictions == labels),
+            examples=tf.size(labels, out_type=tf.int64),
+        )
+
     def plus(self, other: "StepTotals") -> "StepTotals":
         """Returns the sum of these and other totals."""
         return StepTotals(*(a + b for a, b in zip(self, other, strict=True)))

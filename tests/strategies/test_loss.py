@@ -6,7 +6,9 @@ import tensorflow as tf
 
 from app.training.optimizers import ScaledSGD
 from strategies.base import StepTotals
-from strategies.loss import differentiate, shard_loss, share_overflow
+from strategies.loss import cross_entropy, share_overflow
+from strategies.manual import forward_and_backward
+from strategies.replica import Replica
 from tests.conftest import CPUS
 
 
@@ -16,35 +18,36 @@ def test_label_smoothing_against_the_definition():
     labels = generator.integers(0, 10, 5)
     target = 0.9 * np.eye(10)[labels] + 0.1 / 10
     log_probabilities = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    arguments = tf.constant(logits), tf.constant(labels, tf.int32), 5
-    loss, totals = shard_loss(*arguments, label_smoothing=0.1)
-    np.testing.assert_allclose(loss, -(target * log_probabilities).sum() / 5, rtol=1e-6)
-    plain, _ = shard_loss(*arguments)
-    np.testing.assert_allclose(totals.loss_sum, 5 * plain, rtol=1e-6)
+    losses = cross_entropy(tf.constant(logits), tf.constant(labels, tf.int32), 0.1)
+    np.testing.assert_allclose(losses, -(target * log_probabilities).sum(axis=1), rtol=1e-5)
 
 
 def test_a_scaled_backward_pass_keeps_small_gradients():
-    weight = tf.Variable(1.0)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, dtype="mixed_float16")])
+    replica = Replica(0, "", model, keras.optimizers.SGD())
 
-    def gradient(loss_scale):
-        with tf.GradientTape() as tape:
-            loss = tf.cast(
-                tf.cast(weight, tf.float16) * tf.cast(1e-8 * 2**10, tf.float16), "float32"
-            )
-            loss /= 2**10
-        return differentiate(tape, loss, [weight], loss_scale=loss_scale)[0].numpy()
+    def gradients(loss_scale, num_global_examples=2**24):  # One of them has a loss of 2⁻²⁴.
+        images, labels = tf.ones((1, 2)), tf.constant([1])
+        step = forward_and_backward(replica, images, labels, num_global_examples, 0.1, loss_scale)
+        return [gradient.numpy() for gradient in step[2]]
 
-    scale = tf.constant(2.0**10)
-    assert gradient(None) != gradient(scale)
-    np.testing.assert_allclose(gradient(scale), 1e-8, rtol=1e-2)
+    right, scaled = gradients(None, 1), gradients(tf.constant(2.0**24))
+    for own, other in zip(right, scaled, strict=True):
+        np.testing.assert_allclose(own / 2**24, other, rtol=1e-2)
+    assert np.abs(gradients(None)[0] - scaled[0]).max() > 1e-8  # Float16 rounds them.
 
 
 def test_totals_give_mean_and_fraction_and_an_empty_shard_adds_nothing():
     totals = StepTotals(3.0, 6, 8).plus(StepTotals(1.0, 0, 2))
     assert totals == (4.0, 6, 10)
     assert totals.loss == 0.4 and totals.accuracy == 0.6
-    loss, totals = shard_loss(tf.zeros((0, 10)), tf.zeros((0,), tf.int32), 5)
-    assert [float(v) for v in (loss, *totals)] == [0, 0, 0, 0]
+    empty = tf.zeros((0, 10)), tf.zeros((0,), tf.int32)
+    assert [float(v) for v in StepTotals.of(*empty)] == [0, 0, 0]
+    assert tf.reduce_sum(cross_entropy(*empty)) == 0
+    logits = tf.constant([[2.0, 0.0], [0.0, 2.0], [0.0, 2.0]])
+    loss_sum, correct, examples = StepTotals.of(logits, tf.constant([0, 0, 1]))
+    assert (int(correct), int(examples)) == (2, 3)
+    np.testing.assert_allclose(loss_sum, 3 * np.log(1 + np.exp(-2)) + 2, rtol=1e-6)
 
 
 def test_the_scale_grows_after_steps_without_an_overflow():
