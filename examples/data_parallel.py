@@ -13,12 +13,11 @@ Therefore all copies stay equal, and both ways end with the same parameters:
 
     by_hand: test acc: 0.83, 5.2 sec/epoch on ['/device:CPU:0', '/device:CPU:1']
     mirrored: test acc: 0.83, 11.3 sec/epoch on ['/device:CPU:0', '/device:CPU:1']
-    4 of 4 copies of the parameters are bitwise identical.
+    4 of 4 copies are bitwise identical.
 
-The times are of two cores without a GPU, which MirroredStrategy's input pipeline shares with the
-devices. On 3 devices, it splits a batch in another way, so that the last bits differ. "d2l" marks
-the names of "Dive into Deep Learning", section "Training on Multiple GPUs". TensorFlow logs some
-lines when it starts, also about GPUs that it does not find; ignore them.
+(Times of two cores without a GPU.) "d2l" marks names of "Dive into Deep Learning", "Training on
+Multiple GPUs". Ignore what TensorFlow logs when it starts. Without a network, set FASHION_MNIST_DIR
+to the folder with the four .gz files.
 """
 
 import argparse
@@ -34,13 +33,6 @@ BATCH_SIZE, LEARNING_RATE, SEED = 256, 0.2, 0
 SHAPES = [(3, 3, 1, 20), (20,), (5, 5, 20, 50), (50,), (800, 128), (128,), (128, 10), (10,)]
 
 
-def initial_values():
-    """Returns LeNet's initial parameters: kernels from N(0, 0.01²), biases 0."""
-    random = np.random.default_rng(SEED)
-    values = [random.normal(0, 0.01, s) if len(s) > 1 else np.zeros(s) for s in SHAPES]
-    return [value.astype(np.float32) for value in values]
-
-
 def lenet(params, images):  # d2l: lenet
     """Returns the logits `(n, 10)` of uint8 images `(n, 28, 28, 1)`."""
     w1, b1, w2, b2, w3, b3, w4, b4 = params
@@ -54,10 +46,9 @@ def lenet(params, images):  # d2l: lenet
 
 
 def local_gradients(params, images, labels, num_examples):
-    """Returns the gradients of (sum of the losses of a shard) / (examples of the whole batch).
+    """Returns the gradients of (sum of a shard's losses) / (examples of the whole batch).
 
-    Their sum over the shards is the gradient of the batch's mean loss, whatever the sizes of the
-    shards; the mean of the shards' mean losses is not. (d2l divides by the batch's size in `sgd`.)
+    Their sum over the shards is the gradient of the batch's mean loss, whatever their sizes.
     """
     with tf.GradientTape() as tape:
         logits = lenet(params, images)
@@ -67,31 +58,28 @@ def local_gradients(params, images, labels, num_examples):
 
 
 def sgd(params, gradients):  # d2l: sgd
-    """Updates the parameters by stochastic gradient descent."""
+    """Updates the parameters."""
     for param, gradient in zip(params, gradients):
         param.assign_sub(LEARNING_RATE * gradient)
 
 
-def copy_to(devices, tensors):
-    """Copies the first tensor to the first device, the second to the second, and so on."""
-    copies = []
-    for device, tensor in zip(devices, tensors):
-        with tf.device(device):
-            copies.append(tf.identity(tensor))
-    return copies
+def copy_to(device, tensor):
+    """Returns a copy of a tensor on a device."""
+    with tf.device(device):
+        return tf.identity(tensor)
 
 
 def split_batch(tensor, devices):  # d2l: split_batch
     """Copies a part of the rows to each device; of 100 rows on 3 devices 34, 33 and 33."""
     sizes = [len(part) for part in np.array_split(range(len(tensor)), len(devices))]
-    return copy_to(devices, tf.split(tensor, sizes))
+    return [copy_to(*each) for each in zip(devices, tf.split(tensor, sizes))]
 
 
 def all_reduce(tensors, devices):  # d2l: allreduce
-    """Sums the tensors of all devices, and copies the sum to each device."""
+    """Sums the tensors of all devices on the first one, and copies the sum to each device."""
     with tf.device(devices[0]):
         total = tf.add_n(tensors)
-    return copy_to(devices, [total] * len(devices))
+    return [copy_to(device, total) for device in devices]
 
 
 def by_hand(dataset, values, devices):
@@ -99,7 +87,7 @@ def by_hand(dataset, values, devices):
     device_params = []
     for device in devices:
         with tf.device(device):  # d2l: get_params
-            device_params.append([tf.Variable(value) for value in values])
+            device_params.append([tf.Variable(value, dtype="float32") for value in values])
 
     @tf.function  # The loops run once, to make the graph of a step; in it, devices are parallel.
     def train_batch(images, labels):  # d2l: train_batch
@@ -120,7 +108,7 @@ def mirrored(dataset, values, devices):
     """Does the same with MirroredStrategy; its default all-reduce may add in another order."""
     strategy = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
     with strategy.scope():  # Creates each parameter on every device.
-        params = [tf.Variable(value) for value in values]
+        params = [tf.Variable(value, dtype="float32") for value in values]
 
     def replica_step(images, labels):  # Runs on each device.
         context = tf.distribute.get_replica_context()
@@ -129,7 +117,7 @@ def mirrored(dataset, values, devices):
         sgd(params, context.all_reduce("sum", gradients))  # 3. All-reduce. 4. The same update.
 
     train_batch = tf.function(lambda *batch: strategy.run(replica_step, args=batch))
-    # 1. Shards. They are rounded up: of 256 rows on 3 devices 86, 86 and 84, not 86, 85 and 85.
+    # 1. Shards, rounded up: of 256 rows on 3 devices 86, 86 and 84, so that the last bits differ.
     batches = strategy.experimental_distribute_dataset(dataset)
     copies = [strategy.experimental_local_results(param) for param in params]
     return list(zip(*copies)), batches, train_batch
@@ -137,41 +125,40 @@ def mirrored(dataset, values, devices):
 
 def train(create, data, devices, num_epochs):  # d2l: train
     """Trains with `by_hand` or `mirrored`; returns the copies and each epoch's test accuracy."""
-    (images, labels), (test_images, test_labels) = data
-    dataset = tf.data.Dataset.from_tensor_slices((images, labels))
-    dataset = dataset.shuffle(len(images), seed=SEED).batch(BATCH_SIZE)
-    device_params, batches, train_batch = create(dataset, initial_values(), devices)
+    train_set, (test_images, test_labels) = data
+    dataset = tf.data.Dataset.from_tensor_slices(train_set)
+    dataset = dataset.shuffle(len(dataset), seed=SEED).batch(BATCH_SIZE)
+    random = np.random.default_rng(SEED)  # Kernels start from N(0, 0.01²), biases from 0.
+    values = [random.normal(0, 0.01, s) if len(s) > 1 else np.zeros(s) for s in SHAPES]
+    device_params, batches, train_batch = create(dataset, values, devices)
     accuracies, start_time = [], time.perf_counter()
     for _ in range(num_epochs):
         for batch in batches:
             train_batch(*batch)
         logits = [lenet(device_params[0], part) for part in np.split(test_images, 10)]
         accuracies.append(np.mean(np.argmax(np.concatenate(logits), axis=1) == test_labels))
-        print(f"{create.__name__}, epoch {len(accuracies)}: test acc {accuracies[-1]:.4f}")
-    each, last = (time.perf_counter() - start_time) / num_epochs, accuracies[-1]
-    print(f"{create.__name__}: test acc: {last:.2f}, {each:.1f} sec/epoch on {devices}")
+    sec = (time.perf_counter() - start_time) / num_epochs
+    print(f"{create.__name__}: test acc: {accuracies[-1]:.2f}, {sec:.1f} sec/epoch on {devices}")
     return device_params, accuracies
 
 
 def load_data():
-    """Returns images `(n, 28, 28, 1)` and labels of the training set and of the test set."""
+    """Returns images `(n, 28, 28, 1)` and labels of the training set, and of the test set."""
     folder, sets = os.environ.get("FASHION_MNIST_DIR"), []
     for name in ["train", "t10k"] if folder else []:
-        with gzip.open(f"{folder}/{name}-images-idx3-ubyte.gz") as file:
-            images = np.frombuffer(file.read(), np.uint8, offset=16)
-        with gzip.open(f"{folder}/{name}-labels-idx1-ubyte.gz") as file:
-            sets.append((images, np.frombuffer(file.read(), np.uint8, offset=8)))
+        files = [f"{folder}/{name}-{kind}-ubyte.gz" for kind in ["images-idx3", "labels-idx1"]]
+        images, labels = (np.frombuffer(gzip.open(file).read(), np.uint8) for file in files)
+        sets.append((images[16:].reshape(-1, 28, 28), labels[8:]))
     sets = sets or tf.keras.datasets.fashion_mnist.load_data()  # Downloads 30 MB once.
-    return [(images.reshape(-1, 28, 28, 1), labels.astype(np.int32)) for images, labels in sets]
+    return [(images[..., None], labels.astype(np.int32)) for images, labels in sets]
 
 
 def choose_devices(num_gpus):  # d2l: try_gpu
-    """Returns the names of GPUs; without any, creates logical CPU devices that share the cores."""
+    """Returns the names of GPUs, or of logical CPU devices, which share the cores."""
     # Else TensorFlow may add the gradients of three or more devices in another order.
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
     if tf.config.list_physical_devices("GPU"):
         return [f"/device:GPU:{index}" for index in range(num_gpus)]
-    print(f"No GPU found: {num_gpus} logical CPU devices are used; times do not show scaling.")
     cpu, part = tf.config.list_physical_devices("CPU")[0], tf.config.LogicalDeviceConfiguration()
     tf.config.set_logical_device_configuration(cpu, [part] * num_gpus)
     return [f"/device:CPU:{index}" for index in range(num_gpus)]
@@ -183,23 +170,16 @@ def main():
     parser.add_argument("--num_gpus", type=int, default=2)
     parser.add_argument("--num_epochs", type=int, default=10)
     flags = parser.parse_args()
-    devices = choose_devices(flags.num_gpus)
-    try:
-        data = load_data()
-    except Exception as error:
-        remedy = "set FASHION_MNIST_DIR to the folder with its four .gz files"
-        raise SystemExit(f"error: Fashion-MNIST: {error}; {remedy}") from None
-    copies = []
+    devices, copies = choose_devices(flags.num_gpus), []
+    data = load_data()
     for create, style in [(by_hand, "-"), (mirrored, "o")]:
         device_params, accuracies = train(create, data, devices, flags.num_epochs)
         copies += [b"".join(p.numpy().tobytes() for p in params) for params in device_params]
         plt.plot(range(1, flags.num_epochs + 1), accuracies, style, label=create.__name__)
-    plt.xlabel("epoch")
-    plt.ylabel("test accuracy")
+    plt.gca().set(xlabel="epoch", ylabel="test accuracy")
     plt.legend()
     plt.savefig("data_parallel.png")
-    same = copies.count(copies[0])
-    print(f"{same} of {len(copies)} copies of the parameters are bitwise identical.")
+    print(f"{copies.count(copies[0])} of {len(copies)} copies are bitwise identical.")
 
 
 if __name__ == "__main__":
