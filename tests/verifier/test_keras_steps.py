@@ -3,8 +3,10 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import lockstep
+from app.verification.case_evaluation import compare_evaluation
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, STAGES
 from lockstep.explain.tensors import why_tensor
 from lockstep.record_keras import Recorder
@@ -107,6 +109,24 @@ def test_evaluations(logs, options, expected):
     findings = check_evaluation(right | logs, right, **options)
     assert [(f.status, f.detail, f.tensors) for f in findings] == expected
     assert all(f.stage == "evaluation" for f in findings)
+
+
+def test_an_evaluation_is_that_of_the_first_state_and_prints_nothing(capsys):
+    """Replicas have random states of their own; an evaluation draws from none."""
+    model = keras.Sequential([layers.Input((4,)), layers.Dropout(0.5), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    batches = tf.data.Dataset.from_tensor_slices((np.ones((8, 4)), np.ones((8, 1)))).batch(3)
+    own = [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
+    seeds = [variable.path for variable in model.non_trainable_variables]
+    assert len(seeds) == 1
+    states = [own, [own[i] + (v.path in seeds) for i, v in enumerate(model.variables)]]
+    states[1] += own[len(model.variables) :]
+    loss = model.evaluate(batches, verbose=0)
+    found = [compare_evaluation({"loss": n * loss}, model, states, batches) for n in (1, 1.1)]
+    assert [[(f.status, f.detail) for f in own] for own in found] == [
+        [], [(FAULT, "other_evaluation")],
+    ]  # fmt: skip
+    assert capsys.readouterr().out == ""
 
 
 # Stage, kind and number of the array, replica.
