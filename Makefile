@@ -1,3 +1,4 @@
+# make                 lists what make does
 # make setup           creates .venv with the packages of requirements.lock
 # make train           trains LeNet by hand on two devices; ARGS="--flag=value …" is passed on
 # make test            runs the tests but the slowest; make test-all runs all of them
@@ -19,12 +20,17 @@
 # make clean           removes .venv, .venv-bench and caches
 PYTHON ?= python3
 BIN := .venv/bin
+# Prints the packages of the extra `dev`; to install it would install the package itself, too.
+DEV := $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"], sep="\n")'
 # What is not written: a role has its name, a training resumes, and weights are bitwise identical.
 WORDS := whoever|nobody|somebody|in silence|witness(es)?|spoil(s|ed|ing)?|onlooker|mend(s|ed|ing)?
 WORDS := $(WORDS)|the same bits|go(es)? on|went on|(is|are|was|were) cut off|told of|the book
 
-.PHONY: setup train test test-all coverage package lint mutations zoo zoo-optimizers campaign bench
+.PHONY: help setup train test test-all coverage package lint mutations zoo zoo-optimizers campaign bench
 .PHONY: accuracy docs frameworks recording lock clean
+
+help:
+	@sed -n '/^# make /,/^# make clean/s/^# //p' Makefile
 
 train: $(BIN)/.installed
 	$(BIN)/python main.py $(ARGS)
@@ -36,7 +42,7 @@ test-all: $(BIN)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
 
 coverage: $(BIN)/.installed-dev .venv-bench/.installed
-	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check $(shell grep coverage== requirements-dev.txt)
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check $$($(DEV) | grep coverage)
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest $(ARGS)
 	$(BIN)/coverage combine --quiet
@@ -88,8 +94,8 @@ lock: $(BIN)/.installed-dev
 	@echo "# Every package with the hashes of its files, for Python 3.11 to 3.13; from requirements.txt by: make lock" > requirements.lock
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header requirements.txt >> requirements.lock
 
-$(BIN)/.installed-dev: $(BIN)/.installed requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+$(BIN)/.installed-dev: $(BIN)/.installed pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt $$($(DEV))
 	@touch $@
 
 .venv-bench/.installed: benchmarks/requirements.txt

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import os
+import pathlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,14 @@ __all__ = [
     "record",
 ]
 __version__ = "2.0.0"
+
+for _found in pathlib.Path(__file__).parents[1].glob("lockstep-*.dist-info"):
+    warnings.warn(
+        f"{_found.name.removesuffix('.dist-info')} is another distribution with modules of the same"
+        " names; run: pip uninstall --yes lockstep && pip install --force-reinstall --no-deps"
+        " lockstep-verifier",
+        stacklevel=2,
+    )
 
 
 def compare(

@@ -133,6 +133,18 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
     return document(f"Lockstep: {names}", "Lockstep", body)
 
 
+def frame_of(verdicts: Sequence[Verdict], height: int = 480) -> str:
+    """Returns the page of some verdicts as an element of another page, whose style it ignores.
+
+    Args:
+        verdicts: the verdicts.
+        height: in pixels; a longer page scrolls.
+    """
+    page = html.escape(page_of(verdicts), quote=True)
+    style = f"width: 100%; height: {height}px"
+    return f'<iframe srcdoc="{page}" title="Lockstep" style="{style}"></iframe>'
+
+
 def _stages_of(verdict: Verdict) -> str:
     """Returns a table: the status of each stage in each step, and its largest difference."""
     steps, replicas = count("step", len(verdict.steps)), count("replica", verdict.num_replicas)

@@ -209,6 +209,12 @@ class Verdict:
 
         return describe([self], details=True)
 
+    def _repr_html_(self) -> str:
+        """Returns what a notebook shows: the page of the verdict, in a frame of its own."""
+        from lockstep.answer.html import frame_of
+
+        return frame_of([self])
+
     def to_json(self) -> str:
         """Returns the verdict as JSON text; see docs/for_agents.md."""
         from lockstep.answer.json import record_of

@@ -35,6 +35,13 @@ def page_of(*verdicts):
     return Page(html.page_of(verdicts))
 
 
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
+    hostile = dataclasses.replace(VERDICT, name='"></iframe><b>two')
+    (frame,) = [attrs for tag, attrs in Page(hostile._repr_html_()).elements if tag == "iframe"]
+    assert frame["srcdoc"] == html.page_of([hostile])
+    assert len(Page(hostile._repr_html_()).elements) == 1
+
+
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory):
     """On one device, on two, without an all-reduce."""

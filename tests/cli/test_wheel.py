@@ -38,7 +38,7 @@ def test_an_empty_environment_verifies_two_files(tmp_path, which):
     sources, wheels, env = tmp_path / "sources", tmp_path / "wheels", tmp_path / "env"
     sources.mkdir()
     shutil.copytree(ROOT / "lockstep", sources / "lockstep")
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     pip = ("-m", "pip", "--disable-pip-version-check", "--quiet")
     build = ("wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={wheels}", sources)
@@ -49,12 +49,12 @@ def test_an_empty_environment_verifies_two_files(tmp_path, which):
     assert len([name for name in names if name.endswith(".py")]) == len(
         [*(ROOT / "lockstep").rglob("*.py")]
     )
-    assert "lockstep/verify.schema.json" in names
+    assert {"lockstep/verify.schema.json", "lockstep/py.typed"} <= {*names}
     run(sys.executable, "-m", "venv", env)
     run(env / "bin/python", *pip, "install", wheel, numpy_of(which))
     code = "import importlib.metadata as m; print(*(d.name for d in m.distributions()))"
     installed = {*run(env / "bin/python", "-c", code).stdout.split()}
-    assert installed - {"pip", "setuptools"} == {"lockstep", "numpy"}
+    assert installed - {"pip", "setuptools"} == {"lockstep-verifier", "numpy"}
 
     one = Script()
     one.write(tmp_path / "one.npz")
@@ -66,3 +66,10 @@ def test_an_empty_environment_verifies_two_files(tmp_path, which):
         trainings = json.loads(done.stdout)["trainings"]
         assert done.returncode == 9 and trainings["one.npz"]["status"] == "clean"
         assert "not_all_reduced" in {each["detail"] for each in trainings["two.npz"]["findings"]}
+        assert done.stderr == ""
+
+    (packages,) = (env / "lib").glob("*/site-packages")
+    (packages / "lockstep-0.0.1.dist-info").mkdir()  # What `pip install lockstep` leaves.
+    done = run(env / "bin/python", "-c", "import lockstep", cwd=tmp_path)
+    assert "lockstep-0.0.1 is another distribution" in done.stderr
+    assert "pip uninstall --yes lockstep && pip install" in done.stderr
