@@ -6,6 +6,7 @@
 # make package         builds the wheel and the archive of lockstep/ into dist/, and checks both
 # make lint            checks style, format, types, the layers of imports, state of modules, and words
 # make docs            writes docs/options.md from the table of options
+# make site            writes the documents as a site into site/, and checks its links
 # make campaign        disturbs small trainings at random; ARGS="kills --cycles=20 --seed=1"; others:
 #                      bits, network, fuzz, scripts, copies, layouts, sensitivity, bounds
 # make mutations       inserts bugs one at a time and lists which test detects each
@@ -27,7 +28,7 @@ WORDS := whoever|nobody|somebody|in silence|witness(es)?|spoil(s|ed|ing)?|onlook
 WORDS := $(WORDS)|the same bits|go(es)? on|went on|(is|are|was|were) cut off|told of|the book
 
 .PHONY: help setup train test test-all coverage package lint mutations zoo zoo-optimizers campaign bench
-.PHONY: accuracy docs frameworks recording lock clean
+.PHONY: accuracy docs site frameworks recording lock clean
 
 help:
 	@sed -n '/^# make /,/^# make clean/s/^# //p' Makefile
@@ -111,6 +112,9 @@ recording: $(BIN)/.installed
 
 docs: $(BIN)/.installed
 	$(BIN)/python -m app.options.help_text
+
+site: $(BIN)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv .venv-bench .pytest_cache .ruff_cache .mypy_cache

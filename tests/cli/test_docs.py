@@ -24,6 +24,7 @@ from app.options import names
 from app.options.fault import FAULTS
 from app.options.table import COMMANDS, options_of
 from app.report import plot_style
+from lockstep.answer.html import is_page
 from models import MODELS
 from tests.conftest import ROOT, assert_ok, copy_program, run_python
 from tests.in_process import run_here
@@ -316,6 +317,36 @@ def test_commands_of_the_package_run_as_written(tmp_path):
             assert all(squeeze(each) in squeeze(done.stdout) for each in shown.split("…"))
     (path,) = {line.partition(" > ")[2] for line in lines if " > " in line}
     assert json.loads((tmp_path / path).read_text())["status"] == "fault"
+
+
+def test_the_action_ends_as_the_verdict_and_writes_it_to_the_summary(tmp_path):
+    action = yaml.safe_load((ROOT / "action.yml").read_text("utf-8"))
+    step = action["runs"]["steps"][-1]
+    (tmp_path / "train.py").write_text(RECORDED, encoding="utf-8")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    train = f"{sys.executable} train.py"
+    given = {"reference": train, "options": "--steps 1", "html": "page.html"}
+    for variant, code in ((f"env WORLD_SIZE=2 {train}", 9), (f"{sys.executable} missing.py", 2)):
+        given["variant"] = variant
+        environment = {
+            name: given[re.fullmatch(r"\${{ inputs\.(\w+) }}", text)[1]]
+            for name, text in step["env"].items()
+        }
+        summary = tmp_path / f"{code}.md"
+        done = subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]], cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "GITHUB_STEP_SUMMARY": str(summary),
+                 "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment},
+            capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert is_page(tmp_path / "page.html") == (code == 9)
+    text = (tmp_path / "9.md").read_text("utf-8")
+    assert text.startswith(
+        "### variant is not the reference training: not all-reduced\n\n```text\n"
+    )
+    assert text.endswith("\n```\n")
 
 
 def test_the_skill_has_names_that_exist(monkeypatch):
