@@ -109,7 +109,7 @@ def page_of_causes() -> str:
     """Returns the page of all causes: details, remedies, and examples in each framework."""
     lines = [ABOUT_CAUSES]
     for cause in causes.CAUSES:
-        lines.append(f"\n## {causes.title_of(cause)} {{ #{cause} }}\n")
+        lines.append(f"\n## {causes.title_of(cause)} {{ #{cause} }}\n\n{causes.MEANINGS[cause]}\n")
         details = [detail for detail in causes.DETAILS if causes.cause_of(detail) == cause]
         for detail in details:
             lines += _lines_of(detail)
@@ -117,13 +117,12 @@ def page_of_causes() -> str:
 
 
 def _lines_of(detail: str) -> Iterator[str]:
-    words = causes.words_of(detail)
-    yield f"**{words}** (`{detail}`): {causes.DETAILS[detail]}.\n"
+    yield f"- `{detail}`, told as *{causes.words_of(detail)}*: {causes.DETAILS[detail]}.\n"
     for framework, name in FRAMEWORKS.items():
         remedy = causes.IN_FRAMEWORK.get(framework, {}).get(detail)
         code = causes.code_of(detail, framework)
         if remedy or code:
-            yield f"In {name}{f': {remedy}.' if remedy else ':'}\n"
+            yield f"    In {name}{f': {remedy}.' if remedy else ':'}\n"
         if code:
-            shown = "\n".join(f"{sign} {line}" for sign, line in code.items())
-            yield f"```diff\n{shown}\n```\n"
+            shown = "\n".join(f"    {sign} {line}" for sign, line in code.items())
+            yield f"    ```diff\n{shown}\n    ```\n"

@@ -177,6 +177,93 @@ DETAILS = {  # Detail → remedy, in any framework.
     "unexplained": "compare the arrays of the recording with those of the reference",
 }
 
+MEANINGS = {  # Cause → what it means.
+    "other_start": "Before the first step, weights or optimizer state are not those of the"
+    " reference.",
+    "other_tying": "A weight that one script uses twice is two weights in the other.",
+    "not_replayed": "The step did not start from the reference's state, so that differences add"
+    " up.",
+    "state_lost": "State that the last step left is not there, or not in its place, in the next"
+    " one.",
+    "changed_on_its_own": "Few elements changed, and no update gives their values.",
+    "ranks_disagree": "Replicas that must be copies have different weights, or got different sums.",
+    "not_finite": "A loss, gradient or weight is NaN or infinite.",
+    "same_random_numbers": "Replicas draw the same random numbers: their dropout masks repeat each"
+    " other.",
+    "random_numbers_repeated": "A step draws the random numbers of an earlier one.",
+    "other_random_numbers": "Ranks that compute one replica together draw different random"
+    " numbers.",
+    "random_layers": "Random layers draw other numbers on each replica than on one device, so that"
+    " gradients were not compared.",
+    "batch_not_split": "Examples of the batch are on several replicas, or on none.",
+    "other_examples": "A step has other examples than the reference, or the same ones in another"
+    " step.",
+    "other_examples_in_a_replica": "Ranks that compute one replica together got different"
+    " examples.",
+    "other_batch": "The batch has another size: that of a replica, or filled or dropped at the"
+    " end.",
+    "labels_shifted": "Inputs are paired with the targets of other inputs.",
+    "other_input_format": "The same examples are scaled or laid out in another way.",
+    "not_reshuffled": "Each epoch has the same order of examples.",
+    "inference_mode": "Layers such as dropout or BatchNorm ran as in an evaluation.",
+    "local_statistics": "BatchNorm normalises each replica's examples on their own: another"
+    " training by design, or a fault where it should synchronise.",
+    "mean_of_means": "Averages of parts of unequal size are averaged: examples of small parts"
+    " count more.",
+    "mixes_examples": "The result of a layer for one example depends on the others of its replica.",
+    "not_a_sum_over_examples": "The loss of the batch is no sum over examples, so that the parts"
+    " of the replicas do not add up to it, as a contrastive loss.",
+    "other_loss": "The gradient starts from another loss function.",
+    "other_outputs": "A layer gives other outputs for the same inputs and weights.",
+    "other_backward": "Outputs are right and their gradients are not.",
+    "other_targets": "The loss was computed with other targets than those recorded.",
+    "other_loss_reduction": "Losses are summed, averaged or weighted over other axes.",
+    "sum_instead_of_mean": "Gradients are a sum where the reference has the mean: N replicas, N"
+    " times as large.",
+    "regularisation_count": "A regularisation loss counts once for each replica, or not at all.",
+    "weight_decay_placement": "Weight decay is in the loss, in the gradient or in the weights, or"
+    " in two of them.",
+    "scaled_gradient": "Gradients are the right ones times a number that no other cause explains.",
+    "loss_scale": "The factor that protects small gradients in float16 is still in them, or"
+    " differs.",
+    "micro_batches_not_averaged": "Accumulated gradients are a sum over micro-batches, not their"
+    " mean.",
+    "stale_gradient": "The gradient contains one of an earlier step.",
+    "stale_weights": "A gradient was computed with the weights of an earlier step.",
+    "frozen": "A weight that is trained got no gradient.",
+    "partial_not_reduced": "Each rank holds a summand of an array, and they were not added.",
+    "repeated_part": "A summand is in a sum twice.",
+    "swapped_parts": "Parts of an array were put together in another order.",
+    "lossy_communication": "Gradients were sent with fewer elements or digits.",
+    "flatten_order": "Axes are flattened in another order before a dense layer.",
+    "other_layer_settings": "A layer has other settings: padding, epsilon, momentum.",
+    "not_all_reduced": "Replicas update with their own gradients, not with those of all.",
+    "reduced_over_other_axis": "Gradients were added over ranks that hold different parts of a"
+    " weight.",
+    "lost_part": "A sum of gradients lacks a replica or a micro-batch.",
+    "mean_instead_of_sum": "Gradients are a mean where the reference has the sum.",
+    "reduced_precision": "An array has the few digits of a 16-bit dtype.",
+    "other_clipping": "Gradients are clipped to another norm, at another time, or on some"
+    " replicas.",
+    "changed_between_micro_batches": "Accumulated gradients are clipped or divided before all are"
+    " added.",
+    "overflow_not_skipped": "A replica applied gradients that are not finite.",
+    "not_updated": "A weight stayed as it was, although it has a gradient.",
+    "update_not_seen": "The optimizer ran where the recorder does not see it.",
+    "updated_twice": "An update, or its schedule, was applied more than once in a step.",
+    "other_learning_rate": "The update has another learning rate than the reference.",
+    "other_optimizer": "The update follows another rule, or other settings of the same rule.",
+    "other_weight_decay": "The update decays the weights by another amount.",
+    "framework_rule": "Two frameworks define the same setting differently; both are right.",
+    "statistics_not_averaged": "The moving statistics that are saved are not the average of the"
+    " replicas'.",
+    "whole_batch_norm": "BatchNorm normalises the whole batch where each shard was asked for.",
+    "other_statistics": "Moving statistics differ, and no known rule gives them.",
+    "other_evaluation": "An evaluation counts examples twice, or averages over replicas.",
+    "slow_replica": "Numbers are right; the others wait for one replica.",
+    "unexplained": "The arrays differ, and no known mistake gives what was recorded.",
+}
+
 IN_FRAMEWORK = {  # Framework → remedies that can be said more precisely for it.
     "keras": {
         "diverged_replicas": "create and restore variables within the strategy's scope, so that"

@@ -11,6 +11,7 @@ from lockstep.answer.causes import (
     CODE,
     DETAILS,
     IN_FRAMEWORK,
+    MEANINGS,
     MERGED,
     cause_of,
     code_of,
@@ -51,7 +52,9 @@ def test_every_detail_has_a_cause_and_a_remedy():
         assert changes.keys() <= DETAILS.keys() and all(new for _, new in changes.values())
         assert all(ast.parse(line) for lines in changes.values() for line in filter(None, lines))
         assert "+" in code_of(next(iter(changes)), framework) and not code_of("x", framework)
-    assert {cause_of(detail) for detail in DETAILS} == {*CAUSES} and len(CAUSES) <= 65
+    assert {cause_of(detail) for detail in DETAILS} == {*CAUSES} == {*MEANINGS} and len(
+        CAUSES
+    ) <= 65
     assert len({words_of(detail) for detail in DETAILS}) == 115
     for cause, details in MERGED.items():
         assert len(details) > 1 and {*map(cause_of, details)} == {cause}
