@@ -24,7 +24,7 @@ from strategies.evaluation import Evaluation, LogitsAndTotals, Statistics
 from strategies.gradient_buckets import GradientBuckets
 from strategies.layer_calls import with_values
 from strategies.layout import layout_of
-from strategies.loss import cross_entropy, loss_scale_of
+from strategies.loss import cross_entropy, loss_scale_of, unscaled
 from strategies.observer import Observer, Shard
 from strategies.replica import Replica, copies_of
 from strategies.step_totals import StepTotals
@@ -33,8 +33,6 @@ from strategies.workers import Workers
 ModelFn = Callable[[], keras.Model]
 OptimizerFn = Callable[[], keras.optimizers.Optimizer]
 Bounds = tuple[tf.Tensor, tf.Tensor]
-# See `strategies.manual.forward_and_backward`.
-ForwardAndBackward = Callable[..., tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]]
 
 
 class Strategy(abc.ABC):
@@ -288,7 +286,6 @@ class Strategy(abc.ABC):
 
     def local_gradients(
         self,
-        forward_and_backward: ForwardAndBackward,
         replica: Replica,
         examples: Sequence[tf.Tensor],
         num_global_examples: tf.Tensor,
@@ -299,7 +296,6 @@ class Strategy(abc.ABC):
         activations of one shard, and adds their gradients in order.
 
         Args:
-            forward_and_backward: computes a shard's part, as the function of `manual.py` does.
             replica: the replica whose weights are used.
             examples: images `(n_r, height, width, channels)` and labels `(n_r,)`.
             num_global_examples: int scalar, number of examples in the global batch.
@@ -317,7 +313,7 @@ class Strategy(abc.ABC):
                 shard = [tensor[start - first : end - first] for tensor in examples]
             with tf.control_dependencies(sums):
                 gradients, shard_totals = self._shard_gradients(
-                    forward_and_backward, replica, index, shard, num_global_examples
+                    replica, index, shard, num_global_examples
                 )
             sums = [a + b for a, b in zip(sums, gradients, strict=True)] if sums else gradients
             totals.append(shard_totals)
@@ -325,7 +321,6 @@ class Strategy(abc.ABC):
 
     def _shard_gradients(
         self,
-        forward_and_backward: ForwardAndBackward,
         replica: Replica,
         index: int,
         shard: Sequence[tf.Tensor],
@@ -334,9 +329,12 @@ class Strategy(abc.ABC):
         """Computes gradients and totals of the `index`-th shard of a replica."""
         loss_scale, values = self.loss_scale, replica.values(index)
 
-        def compute(*examples: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
-            options = self.label_smoothing, loss_scale
-            return with_values(lambda: forward_and_backward(replica, *examples, *options), values)
+        def compute(
+            images: tf.Tensor, labels: tf.Tensor, num: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+            return with_values(
+                lambda: self.forward_and_backward(replica, images, labels, num, loss_scale), values
+            )
 
         if self.options.jit_compile:
             compute = tf.function(compute, autograph=False, jit_compile=True)
@@ -346,6 +344,36 @@ class Strategy(abc.ABC):
         observed = Shard(images, labels, num_global_examples, logits)
         gradients = self.observer.on_shard(shard_id, observed, loss, gradients)
         return gradients, StepTotals.of(logits, labels)
+
+    def forward_and_backward(
+        self,
+        replica: Replica,
+        images: tf.Tensor,
+        labels: tf.Tensor,
+        num_global_examples: tf.Tensor,
+        loss_scale: tf.Tensor | None,
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Computes the gradients of (sum of a shard's losses) / (examples of the global batch).
+
+        `ManualStrategy` has one of its own, to be read there; `verify` compares the two.
+
+        Args:
+            replica: its model has the weights, or `gathered_weights` replaces them.
+            images: uint8 `(n, height, width, channels)`, n the size of the shard, which may be 0.
+            labels: int32 `(n,)`.
+            num_global_examples: int scalar.
+            loss_scale: what the backward pass starts from in float16; None for 1.
+
+        Returns:
+            The logits `(n, num_classes)`, the loss, and one gradient for each weight.
+        """
+        with tf.GradientTape() as tape:
+            tape.watch(replica.weights)
+            logits = replica.model(images, training=True)
+            losses = cross_entropy(logits, labels, self.label_smoothing)
+            loss = tf.reduce_sum(losses) / tf.cast(num_global_examples, tf.float32)
+        gradients = tape.gradient(loss, replica.weights, output_gradients=loss_scale)
+        return logits, loss, unscaled(gradients, loss_scale)
 
     def apply_gradients(self, replica: Replica, summed_gradients: list[tf.Tensor]) -> None:
         """Updates the weights of a replica with the gradients summed over all shards."""

@@ -49,39 +49,6 @@ def split_batch(
     return shards
 
 
-def forward_and_backward(
-    replica: Replica,
-    images: tf.Tensor,
-    labels: tf.Tensor,
-    num_global_examples: tf.Tensor,
-    label_smoothing: float,
-    loss_scale: tf.Tensor | None,
-) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
-    """Computes the gradients of (sum of the losses of a shard) / (examples of the global batch).
-
-    Their sum over the shards is the gradient of the mean loss of the global batch, whatever the
-    sizes of the shards are. (d2l divides by the size of the batch in `sgd`.)
-
-    Args:
-        replica: its model has the weights.
-        images: uint8 `(n, height, width, channels)`, n the size of the shard, which may be 0.
-        labels: int32 `(n,)`.
-        num_global_examples: int scalar.
-        label_smoothing: fraction of the target that is spread evenly over all classes.
-        loss_scale: what the backward pass starts from in float16; None for 1.
-
-    Returns:
-        The logits `(n, num_classes)`, the loss, and one gradient for each weight.
-    """
-    with tf.GradientTape() as tape:
-        tape.watch(replica.weights)
-        logits = replica.model(images, training=True)
-        losses = cross_entropy(logits, labels, label_smoothing)
-        loss = tf.reduce_sum(losses) / tf.cast(num_global_examples, tf.float32)
-    gradients = tape.gradient(loss, replica.weights, output_gradients=loss_scale)
-    return logits, loss, unscaled(gradients, loss_scale)
-
-
 def all_reduce(per_replica_tensors: PerReplicaTensors, devices: Sequence[str]) -> PerReplicaTensors:
     """Sums tensors over the replicas and copies the sums to each replica (d2l: `allreduce`).
 
@@ -120,12 +87,32 @@ class ManualStrategy(ReplicaList):
             for own, variable in zip(replica.model.variables, first.model.variables, strict=True):
                 own.assign(variable)
 
+    def forward_and_backward(
+        self,
+        replica: Replica,
+        images: tf.Tensor,
+        labels: tf.Tensor,
+        num_global_examples: tf.Tensor,
+        loss_scale: tf.Tensor | None,
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Computes the gradients of (sum of a shard's losses) / (examples of the global batch).
+
+        Their sum over the shards is the gradient of the mean loss of the global batch, whatever the
+        sizes of the shards are. (d2l divides by the size of the batch in `sgd`.)
+        """
+        with tf.GradientTape() as tape:
+            logits = replica.model(images, training=True)
+            losses = cross_entropy(logits, labels, self.label_smoothing)
+            loss = tf.reduce_sum(losses) / tf.cast(num_global_examples, tf.float32)
+        gradients = tape.gradient(loss, replica.weights, output_gradients=loss_scale)
+        return logits, loss, unscaled(gradients, loss_scale)
+
     def train_step(self, iterator: BatchIterator) -> StepTotals:  # d2l: train_batch
         images, labels = next(iterator)
         bounds = self.bounds(tf.size(labels))
         shards = split_batch((images, labels), self.devices, bounds)  # 1. A shard for each.
         per_replica_gradients, per_replica_totals = self.gradients(  # 2. Gradients.
-            forward_and_backward, self.replicas, shards, tf.size(labels)
+            self.replicas, shards, tf.size(labels)
         )
         per_replica_sums = self.all_reduce(per_replica_gradients)  # 3. All-reduce (sum).
         for replica, sums in zip(self.replicas, per_replica_sums, strict=True):

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from strategies.base import BatchIterator, ModelFn, OptimizerFn
 from strategies.collectives import add_in_order
-from strategies.manual import forward_and_backward
 from strategies.step_totals import StepTotals
 from strategies.tf_distribute import TfDistribute
 from strategies.tf_private import disable_optimizer_all_reduce
@@ -66,9 +65,7 @@ class MirroredStrategy(TfDistribute):
     def train_step(self, iterator: BatchIterator) -> StepTotals:
         def replica_step(shard: Shard, num_examples: tf.Tensor) -> StepTotals:
             replica = self.current_replica()  # 1. `distribute` has split the batch.
-            gradients, totals = self.local_gradients(  # 2. Gradients.
-                forward_and_backward, replica, shard, num_examples
-            )
+            gradients, totals = self.local_gradients(replica, shard, num_examples)  # 2. Gradients.
             sums = self.sum_over_replicas(gradients)  # 3. All-reduce (sum).
             self.apply_gradients(replica, sums)  # 4. The same update everywhere.
             return totals

@@ -9,14 +9,7 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from strategies.base import (
-    BatchIterator,
-    Bounds,
-    ForwardAndBackward,
-    ModelFn,
-    OptimizerFn,
-    Strategy,
-)
+from strategies.base import BatchIterator, Bounds, ModelFn, OptimizerFn, Strategy
 from strategies.collectives import ALL_REDUCE_FUNCTIONS, PerReplicaTensors, scatter
 from strategies.copies import Variables, named_variables
 from strategies.device_tape import DeviceTape
@@ -62,7 +55,6 @@ class ReplicaList(Strategy):
 
     def gradients(
         self,
-        forward_and_backward: ForwardAndBackward,
         replicas: Sequence[Replica],
         shards: Sequence[Sequence[tf.Tensor]],
         num_global_examples: tf.Tensor,
@@ -70,7 +62,6 @@ class ReplicaList(Strategy):
         """Calls `forward_and_backward` for each shard on the device of its replica.
 
         Args:
-            forward_and_backward: see `local_gradients`.
             replicas: R replicas, each on its device.
             shards: R tuples of images and labels, each on the device of its replica.
             num_global_examples: int scalar.
@@ -83,9 +74,7 @@ class ReplicaList(Strategy):
         per_replica_gradients, per_replica_totals = [], []
         for replica, shard in zip(replicas, shards, strict=True):
             with tf.device(replica.device):
-                gradients, totals = self.local_gradients(
-                    forward_and_backward, replica, shard, num_global_examples
-                )
+                gradients, totals = self.local_gradients(replica, shard, num_global_examples)
             per_replica_gradients.append(gradients)
             per_replica_totals.append(totals)
         return per_replica_gradients, per_replica_totals

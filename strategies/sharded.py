@@ -31,7 +31,6 @@ import tensorflow as tf
 from strategies.base import BatchIterator, ModelFn, OptimizerFn
 from strategies.collectives import PerReplicaTensors, all_gather, part_of, reduce_scatter, scatter
 from strategies.copies import Variables, optimizer_shapes
-from strategies.manual import forward_and_backward
 from strategies.parts import DevicePart, update_parts, whole_variables
 from strategies.replica import Replica, copies_of
 from strategies.replica_list import ReplicaList
@@ -93,7 +92,7 @@ class ShardedStrategy(ReplicaList):
         shards = scatter((images, labels), self.devices, self.bounds(tf.size(labels)))  # 1. Split.
         replicas = self.callable_replicas()  # 2. All-gather.
         per_replica_gradients, per_replica_totals = self.gradients(  # 3. Gradients.
-            forward_and_backward, replicas, shards, tf.size(labels)
+            replicas, shards, tf.size(labels)
         )
         per_device_sums = self._sum_in_parts(per_replica_gradients)  # 4. Reduce-scatter.
         self._update_parts(per_device_sums)  # 5. The update of its own part.

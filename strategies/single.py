@@ -3,7 +3,6 @@
 import tensorflow as tf
 
 from strategies.base import BatchIterator, ModelFn, OptimizerFn
-from strategies.manual import forward_and_backward
 from strategies.replica_list import ReplicaList
 from strategies.step_totals import StepTotals
 
@@ -29,8 +28,6 @@ class SingleStrategy(ReplicaList):
         images, labels = next(iterator)
         with tf.device(self.devices[0]):
             (replica,) = self.replicas
-            gradients, totals = self.local_gradients(
-                forward_and_backward, replica, (images, labels), tf.size(labels)
-            )
+            gradients, totals = self.local_gradients(replica, (images, labels), tf.size(labels))
             self.apply_gradients(replica, gradients)
         return totals

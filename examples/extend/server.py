@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from strategies.base import BatchIterator
 from strategies.collectives import PerReplicaTensors, add_in_order, scatter
-from strategies.manual import ManualStrategy, forward_and_backward
+from strategies.manual import ManualStrategy
 from strategies.step_totals import StepTotals
 
 
@@ -20,9 +20,7 @@ class ServerStrategy(ManualStrategy):
         per_replica_gradients, per_replica_totals = [], []
         for replica, shard in zip(self.replicas, shards, strict=True):
             with tf.device(replica.device):
-                gradients, totals = self.local_gradients(
-                    forward_and_backward, replica, shard, tf.size(labels)
-                )
+                gradients, totals = self.local_gradients(replica, shard, tf.size(labels))
             per_replica_gradients.append(gradients)
             per_replica_totals.append(totals)
         sums, *_ = self.all_reduce(per_replica_gradients)

@@ -2,14 +2,15 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from app.training.optimizers import ScaledSGD
 from strategies.base import StepTotals
 from strategies.loss import cross_entropy, share_overflow
-from strategies.manual import forward_and_backward
 from strategies.replica import Replica
 from tests.conftest import CPUS
+from tests.small_models import new_strategy
 
 
 def test_label_smoothing_against_the_definition():
@@ -22,13 +23,17 @@ def test_label_smoothing_against_the_definition():
     np.testing.assert_allclose(losses, -(target * log_probabilities).sum(axis=1), rtol=1e-5)
 
 
-def test_a_scaled_backward_pass_keeps_small_gradients():
+@pytest.mark.parametrize("name", ["single", "manual"])
+def test_a_scaled_backward_pass_keeps_small_gradients(name):
+    strategy = new_strategy(name, 1, label_smoothing=0.1)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, dtype="mixed_float16")])
     replica = Replica(0, "", model, keras.optimizers.SGD())
 
     def gradients(loss_scale, num_global_examples=2**24):  # One of them has a loss of 2⁻²⁴.
         images, labels = tf.ones((1, 2)), tf.constant([1])
-        step = forward_and_backward(replica, images, labels, num_global_examples, 0.1, loss_scale)
+        step = strategy.forward_and_backward(
+            replica, images, labels, num_global_examples, loss_scale
+        )
         return [gradient.numpy() for gradient in step[2]]
 
     right, scaled = gradients(None, 1), gradients(tf.constant(2.0**24))
