@@ -225,7 +225,7 @@ FAULTS = {
     "velocity": ({"about": SCHEDULE, "update": with_schedule}, {"framework": "keras"},
         "update: learning_rate_in_velocity*"),
     "optimizer": (ADAM, {"optimizer": "SGD", "replay": None, "steps": (0, 1)},
-        "update: other_optimizer"),
+        "update: other_optimizer", {"text": "Adam in the first recording, SGD in the second"}),
     **{
         f"{name} of Adam": (
             {**ADAM, "about": {"optimizer": ADAMW}, **settings(**{name: first})},

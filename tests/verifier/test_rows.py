@@ -86,6 +86,17 @@ def test_the_row_that_made_a_sum_is_found_and_no_other(seed, num, cause, reducti
     assert found(trace_of(raw, received, reduction)) == wanted
 
 
+def test_a_recording_alone_tells_of_gradients_that_are_not_finite():
+    raw = [arrays(np.random.default_rng(seed)) for seed in range(2)]
+    raw[1]["bias"][2] = np.inf
+    verdict = verify_alone(trace_of(raw, [summed(raw, 0.5)] * 2, "mean"))
+    (fault,) = [each for each in verdict.faults if each.stage == "gradients"]
+    assert (fault.detail, fault.items) == ("not_finite", ("replica 1",))
+    assert "gradients" in verdict.checked
+    with pytest.raises(ValueError, match="nothing was recorded"):
+        verify_alone(Trace(About("torch", 1, ())))
+
+
 @settings(max_examples=40, deadline=None)
 @given(SEEDS, st.integers(1, 4))
 def test_solved_coefficients_are_those_that_made_the_array(seed, num):

@@ -22,6 +22,7 @@ from lockstep.answer.json import record_of
 from lockstep.answer.text import (
     describe,
     explanations,
+    facts_lines,
     facts_of,
     largest_of,
     line_of,
@@ -201,3 +202,12 @@ def test_the_largest_difference_is_that_of_a_wrong_array_where_there_is_one():
     assert largest_of(measured)["update"] == (measured[1], 0, 3)
     right = dataclasses.replace(measured[0], allowed=0.55)
     assert largest_of([right, measured[2]])["update"] == (right, 0, 2)
+    equal = dataclasses.replace(right, same_bits=True)
+    told = describe([verdict_on(measurements=(right, equal))], details=True)
+    assert "0.5 of 0.55 that rounding can cause; 1 of 2 bitwise equal" in " ".join(told.split())
+
+
+def test_a_long_name_has_a_line_of_its_own():
+    assert facts_lines("of", {"a": "1", "b" * 20: "2"}, 10) == [
+        "of", "  a  1", "  " + "b" * 20, "     2",
+    ]  # fmt: skip
