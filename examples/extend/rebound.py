@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from strategies.base import BatchIterator, ModelFn, OptimizerFn
-from strategies.manual import ManualStrategy, forward_and_backward, split_batch
+from strategies.manual import ManualStrategy, split_batch
 from strategies.step_totals import StepTotals
 
 
@@ -39,9 +39,7 @@ class ReboundStrategy(ManualStrategy):
         """Makes one update on each replica, with the gradients that its variables hold."""
         images, labels = next(iterator)
         shards = split_batch((images, labels), self.devices, self.bounds(tf.size(labels)))
-        computed, per_replica_totals = self.gradients(
-            forward_and_backward, self.replicas, shards, tf.size(labels)
-        )
+        computed, per_replica_totals = self.gradients(self.replicas, shards, tf.size(labels))
         for variables, gradients in zip(self.per_replica_gradients, computed, strict=True):
             for variable, gradient in zip(variables, gradients, strict=True):
                 variable.assign(gradient)
