@@ -1,5 +1,6 @@
 """`demo`: runs the three small experiments of "Dive into Deep Learning"."""
 
+import inspect
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ _TEXTS = {
     "split_batch": "which rows of a batch go to which device, and how the loss is scaled",
     "replicate": "weight and gradient on each device, before and after one step",
 }
+_WRONG_TEXT = "an all-reduce that passes its demonstration and leaves the gradients wrong"
 _NUM_ROWS, _NUM_COLUMNS = 4, 5  # The batch that d2l splits.
 _TENSOR, _SHOWN = "logits/bias", 4  # Numbers shown, of ten.
 
@@ -40,7 +42,9 @@ def run(config: Config) -> None:
         console.say(f"Start with: {shown_command(['demo', 'allreduce'])}")
         return
     devices = _set_up(config)
-    if config.words.experiment == "allreduce":
+    if config.demo.wrong:
+        _show_wrong_all_reduce(devices)
+    elif config.words.experiment == "allreduce":
         _show_all_reduce(config, devices)
     elif config.words.experiment == "split_batch":
         _show_split_batch(devices)
@@ -57,7 +61,8 @@ def _set_up(config: Config) -> Devices:
         if config.distribution.device == "cpu":
             config = config.replace(num_devices=num_devices)
     devices = device_setup.set_up(config.for_training("manual"))
-    _say(_TEXTS[config.words.experiment or ""].capitalize() + ".")
+    text = _WRONG_TEXT if config.demo.wrong else _TEXTS[config.words.experiment or ""]
+    _say(text.capitalize() + ".")
     simulated = f" ({TIMING_CAVEAT})" if devices.simulated else ""
     count = console.count(len(devices.names), "device")
     console.say(f"{count}: {', '.join(devices.names)}{simulated}\n")
@@ -93,7 +98,51 @@ def _show_all_reduce(config: Config, devices: Devices) -> None:
         "A training step does this with the gradients: each device contributes the gradient of"
         " its shard and receives the sum. So all devices make the same update."
     )
-    _try("demo allreduce --device=cpu --num_devices=8 --all_reduce=ring", "demo replicate")
+    _try(
+        "demo allreduce --device=cpu --num_devices=8 --all_reduce=ring",
+        "demo allreduce --wrong    (passes the same demonstration, and trains wrongly)",
+        "demo replicate",
+    )
+
+
+def _show_wrong_all_reduce(devices: Devices) -> None:
+    """Shows what a wrong all-reduce leaves in its list, in the gradients and in the weights."""
+    from app.commands.wrong_all_reduce import (
+        LEARNING_RATE,
+        right_all_reduce,
+        train_step,
+        wrong_all_reduce,
+    )
+
+    tensors = [tensor for (tensor,) in tensors_to_add(devices.names)]
+    wrong, right = (train_step(f, tensors) for f in (wrong_all_reduce, right_all_reduce))
+    before = [_numbers(tensor, 0) for tensor in tensors]
+    console.say(textwrap.indent(inspect.getsource(wrong_all_reduce), "  "))
+    on = [_device_of(tensor) for tensor in tensors]
+    listed = [_numbers(item, 0) for item in wrong.data]
+    _print_table(
+        "its demonstration: the list",
+        ["it is on", "before", "after"],
+        [list(row) for row in zip(on, before, listed, strict=True)],
+    )
+    columns = [
+        [_numbers(gradient, 0) for gradient in wrong.gradients],
+        [_numbers(weight, 1) for weight in wrong.weights],
+        [_numbers(weight, 1) for weight in right.weights],
+    ]
+    _print_table(
+        f"a training step: the gradients, and weights of 1 after it, learning rate {LEARNING_RATE}",
+        ["on", "before", "after all-reduce", "weight", "correct weight"],
+        [list(row) for row in zip(on, before, *columns, strict=True)],
+    )
+    _say(
+        "The list has the sum for every device. But data[i] = … changes only the list: the"
+        " gradients of the training are the sum on the first device, and unchanged on the others."
+        " So the devices make different updates, and their weights differ. Write into the"
+        " gradients instead: data[i].assign(data[0]), in PyTorch data[i][:] = …."
+        " docs/wrong_all_reduce.md shows a whole training with it, and what finds it."
+    )
+    _try("demo allreduce", "demo replicate")
 
 
 def tensors_to_add(names: Sequence[str]) -> list[list["tf.Tensor"]]:

@@ -82,7 +82,7 @@ def _check_command(config: Values) -> None:
         _check_breakdown(config)
     if config.command == "report" and not config.words.directories:
         raise ConfigError("report needs the directory of a run; for example: report runs/*")
-    if config.command == "demo" and config.words.experiment:
+    if config.command == "demo":
         _check_demo(config)
 
 
@@ -101,7 +101,15 @@ def _check_breakdown(config: Values) -> None:
 
 def _check_demo(config: Values) -> None:
     name, asked = config.words.experiment, config.num_devices_asked
-    if asked == 1:
+    if config.demo.wrong and name != "allreduce":
+        shown = f"demo {name}" if name else "demo"
+        raise ConfigError(f"--wrong is not an option of {shown}, only of demo allreduce")
+    if config.demo.wrong and config.distribution.all_reduce != "auto":
+        raise ConfigError(
+            f"--all_reduce={config.distribution.all_reduce} has no effect with --wrong, which shows"
+            " one function; leave one of them out"
+        )
+    if name and asked == 1:
         raise ConfigError(f"demo {name} needs at least 2 devices, got {asked}")
     if name == "split_batch" and config.distribution.all_reduce != "auto":
         raise ConfigError("--all_reduce is not an option of demo split_batch; leave it out")

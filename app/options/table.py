@@ -265,6 +265,15 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Demo:
+    """What an experiment shows."""
+
+    wrong: bool = option(False,
+        "allreduce: show a wrong all-reduce, which passes this demonstration.",
+        ("demo",))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Words:
     """The words after the command."""
 
@@ -277,7 +286,7 @@ class Words:
 GROUPS: dict[str, type] = {
     group.__name__.lower(): group
     for group in (Training, Data, Distribution, Cluster, Output, Verification, Benchmark,
-                  Evaluation, Words)
+                  Evaluation, Demo, Words)
 }
 TABLE: tuple[Option, ...] = tuple(
     row for name, group_class in GROUPS.items() for row in rows_of(name, group_class)
@@ -332,8 +341,8 @@ COMMANDS = {
     "doctor": Command("checks this machine: what it has, what is missing, what to run",
         ("strategies", *_ON, "data_dir", "out"), (
         "", "--data_dir=DIR --num_gpus=2")),
-    "demo": Command("the experiments of d2l; without a name, lists them", _ON, (
-        "allreduce --num_devices=3", "")),
+    "demo": Command("the experiments of d2l; without a name, lists them", (*_ON, "wrong"), (
+        "allreduce --num_devices=3", "allreduce --wrong", "")),
 }
 # fmt: on
 

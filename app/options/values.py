@@ -21,6 +21,7 @@ class Values:
     verification: table.Verification
     benchmark: table.Benchmark
     evaluation: table.Evaluation
+    demo: table.Demo
     words: table.Words
 
     @property

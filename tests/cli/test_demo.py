@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from app.commands import demo
+from app.commands import demo, wrong_all_reduce
 from app.data.dataset_loader import load_data
 from app.devices import device_setup
 from app.devices.device_setup import Devices
@@ -41,6 +41,30 @@ def test_allreduce_shows_before_and_after_on_each_device(show):
     assert "simulated devices: timing is not scaling" in output
     asked = show.asked[0].distribution
     assert (asked.device, asked.num_devices) == ("cpu", 2)  # With one GPU here.
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+def test_a_wrong_all_reduce_has_the_right_list_and_the_wrong_gradients(num_devices):
+    own = list(range(1, num_devices + 1))
+    tensors = [tensor for (tensor,) in demo.tensors_to_add(CPUS[:num_devices])]
+    for name, expected in ("wrong", [sum(own), *own[1:]]), ("right", [sum(own)] * num_devices):
+        all_reduce = getattr(wrong_all_reduce, f"{name}_all_reduce")
+        data, gradients, weights = wrong_all_reduce.train_step(all_reduce, tensors)
+        assert [item.numpy().tolist() for item in data] == [[[sum(own)] * 2]] * num_devices
+        assert [gradient.numpy().tolist() for gradient in gradients] == [
+            [[n] * 2] for n in expected
+        ]
+        for number, *placed in zip(expected, weights, data, gradients, CPUS, strict=False):
+            np.testing.assert_allclose(placed[0], [[1 - 0.1 * number] * 2], rtol=1e-6)
+            assert all(each.device.endswith(placed[-1]) for each in placed[:-1])
+
+
+def test_the_wrong_all_reduce_is_shown_with_its_code_and_a_step(show):
+    output = show("allreduce", wrong=True)
+    assert "data[i] = tf.identity(data[0])" in output
+    assert "/device:CPU:0 [[1. 1.]] [[3. 3.]] /device:CPU:1 [[2. 2.]] [[3. 3.]]" in output
+    assert "CPU:0 [[1. 1.]] [[3. 3.]] [[0.7 0.7]] [[0.7 0.7]]" in output
+    assert "CPU:1 [[2. 2.]] [[2. 2.]] [[0.8 0.8]] [[0.7 0.7]]" in output
 
 
 def test_the_d2l_batch_is_split_into_rows():

@@ -65,6 +65,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECORDING = (DOCS / "recording.svg").read_text(encoding="utf-8")
 NOTEBOOK = DOCS / "tour.ipynb"
 ABOUT_KERAS = (DOCS / "keras_findings.md").read_text("utf-8")
+CHANGES_OF_KERAS = (DOCS / "keras3_changes.md").read_text("utf-8")
+WRONG_ALL_REDUCE = (DOCS / "wrong_all_reduce.md").read_text("utf-8")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
@@ -102,8 +104,9 @@ def copy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copy")
     copy_program(folder)
     shutil.copy(ROOT / "examples" / "extend" / "mlp.py", folder / "models")
-    shutil.copy(ROOT / "examples" / "extend" / "server.py", folder / "strategies")
-    for text in (EXTEND, OWN_CASE):
+    for name in ("server", "rebound"):
+        shutil.copy(ROOT / "examples" / "extend" / f"{name}.py", folder / "strategies")
+    for text in (EXTEND, OWN_CASE, WRONG_ALL_REDUCE):
         follow(folder, text)
     return folder
 
@@ -167,6 +170,19 @@ def test_a_fault_in_ones_own_code_is_found(copy, small_data, part, file, changes
         return
     text = re.sub(r"```.*?```", "", EXTEND.partition("## An all-reduce")[2], flags=re.S)
     (quote, *_) = re.findall(r"(?:^ {4}.*\n)+", text, re.M)
+    assert all(squeeze(each) in squeeze(result.stderr) for each in quote.split("…"))
+
+
+@pytest.mark.slow
+def test_the_wrong_all_reduce_passes_its_demonstration_and_is_found(copy, small_data):
+    demo, verify, train = program_lines(WRONG_ALL_REDUCE)
+    shown_demo, shown_verdict = re.findall(r"```text\n(.*?)```", WRONG_ALL_REDUCE, re.DOTALL)
+    assert shown_demo in run_here(*demo.split(), env={"COLUMNS": "200"}).stdout
+    result = run(copy, verify, small_data)
+    assert result.returncode == 9 and shown_verdict in result.stdout
+    result = run(copy, train.replace("=5000", "=1000"), small_data)
+    assert result.returncode == 9
+    (quote,) = re.findall(r"(?:^ {4}\w.*\n)+", WRONG_ALL_REDUCE.partition(train)[2], re.M)
     assert all(squeeze(each) in squeeze(result.stderr) for each in quote.split("…"))
 
 
@@ -437,3 +453,23 @@ def test_keras_still_does_what_the_page_of_findings_says():
     assert len(dropout[0]) == 12 and {*dropout[0]} == {0, 2} and dropout[0] == dropout[1]
     assert overflow == [[1, 0, 16384], [2, np.inf, 32768], [1, 0, 16384], [2, 0, 16384]]
     assert np.allclose(rows, [[2, 0.1414], [1, 0.1]], atol=1e-3)
+
+
+@pytest.mark.slow
+def test_keras_still_sums_and_shows_what_the_page_of_changes_says(tmp_path):
+    result = assert_ok(run_python("examples/keras3_changes.py", cwd=ROOT, timeout=600))
+    _, shown, fault = re.findall(r"```text\n(.*?)```", CHANGES_OF_KERAS, re.DOTALL)
+    assert result.stdout.partition("\n")[2] == shown
+    clean = "keras_fit is the training that keras3_changes.py defines on one device: every checked"
+    for line, code, told in zip(
+        program_lines(CHANGES_OF_KERAS), (9, 0, 0), (fault, clean, clean), strict=True
+    ):
+        result = run_python(
+            "main.py",
+            *line.split(),
+            f"--out={tmp_path}/{code}",
+            "--overwrite",
+            cwd=ROOT,
+            env={"COLUMNS": "200"},
+        )
+        assert result.returncode == code and told in result.stdout

@@ -97,6 +97,50 @@ def test_the_lesson_compares_both_ways_and_plots_them(load, monkeypatch, tmp_pat
     assert (tmp_path / "data_parallel.png").stat().st_size > 10_000
 
 
+def test_the_wrong_all_reduce_leaves_each_device_but_the_first_its_own_gradient(load, data):
+    lesson, other = load("data_parallel"), load("wrong_all_reduce")
+    (images, labels), _ = data
+    batch, devices = (tf.constant(images[:10]), tf.constant(labels[:10], tf.int32)), CPUS[:3]
+    random = np.random.default_rng(1)
+    values = [random.normal(0, 0.1, shape).astype(np.float32) for shape in lesson.SHAPES]
+    by_hand, right, wrong = [], [], []
+    for copies, create in (
+        (by_hand, lesson.by_hand),
+        (right, other.by_hand_with(other.right)),
+        (wrong, other.by_hand_with(other.wrong)),
+    ):
+        device_params, _, train_batch = create(None, values, devices)
+        train_batch(*batch)
+        copies += [[param.numpy() for param in params] for params in device_params]
+    local = []
+    for shard in zip(*(lesson.split_batch(each, devices) for each in batch), strict=True):
+        weights = [tf.Variable(value) for value in values]
+        lesson.sgd(weights, lesson.local_gradients(weights, *shard, 10))
+        local.append([weight.numpy() for weight in weights])
+    for got, expected in ((right, by_hand), (wrong, [by_hand[0], *local[1:]])):
+        for params, others in zip(got, expected, strict=True):
+            for param, value in zip(params, others, strict=True):
+                # Graphs may fuse a multiplication and a subtraction.
+                np.testing.assert_allclose(param, value, rtol=0, atol=1e-6)
+    assert max(np.abs(a - b).max() for a, b in zip(wrong[1], right[1], strict=True)) > 1e-3
+
+
+def test_the_wrong_all_reduce_is_trained_and_plotted(load, monkeypatch, tmp_path, data, capsys):
+    lesson = load("wrong_all_reduce")
+    monkeypatch.chdir(tmp_path)
+    data = [(images, labels.astype(np.int32)) for images, labels in data]
+    monkeypatch.setattr(lesson, "load_data", lambda: data)
+    monkeypatch.setattr(lesson, "choose_devices", lambda number: CPUS[:number])
+    monkeypatch.setattr(sys, "argv", ["wrong_all_reduce.py", "--num_gpus=2", "--num_epochs=1"])
+    lesson.main()
+    printed = [line for line in capsys.readouterr().out.splitlines() if "weights of each" in line]
+    for line in printed:
+        assert line.startswith("  test accuracy with the weights of each device: 0.")
+        assert line.count(", ") == 1
+    assert len(printed) == 2
+    assert (tmp_path / "wrong_all_reduce.png").stat().st_size > 10_000
+
+
 def test_the_lessons_read_the_folder_of_the_program(load, monkeypatch, tmp_path, small_data):
     for path in small_data.iterdir():
         (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))

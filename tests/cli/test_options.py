@@ -78,6 +78,7 @@ benchmark --breakdown --strategies=manual --num_devices=4
 report a b --out=x.html
 doctor --strategies=manual --all_reduce=tree --out=o
 demo allreduce --all_reduce=direct --num_devices=3
+demo allreduce --wrong
 """
 
 
