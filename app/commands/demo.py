@@ -180,7 +180,7 @@ def _show_split_batch(devices: Devices) -> None:
         f" ({', '.join(f'{mean:g}' for mean in means)}) is {np.mean(means):.4g}: {verdict}."
         " Each device's sum divided by the size of the whole batch"
         f" ({' + '.join(f'{part:g}' for part in parts)}) adds up to {sum(parts):g}:"
-        " exact for uneven shards too. strategies/loss.py is the only place that does this."
+        " exact for uneven shards too. So do all strategies, as in strategies/manual.py."
     )
     _try(
         "demo split_batch --device=cpu --num_devices=4",
