@@ -1,4 +1,4 @@
-"""Writes `docs/same_curve.svg` and `.png`: loss curves of a right and a wrong training, the verdict.
+"""Writes `docs/same_curve.svg` and `.png`: a right and a wrong training, and the verdicts on them.
 
     python docs/same_curve.py    some minutes on two cores; needs Fashion-MNIST
 
@@ -32,7 +32,9 @@ _TRAIN = (*_COMMON, "--epochs=8", "--num_train_examples=20000", "--verify_every=
 _VERIFY = ("verify", *_COMMON, "--strategies=manual", "--steps=5")
 _FAULT = "--inject=mean_of_means"
 _OTHER_SEEDS = (1, 2)
-_RIGHT, _WRONG, _QUIET = "#007A5A", "#D55E00", "0.6"
+_RIGHT, _WRONG, _QUIET = "#009E73", "#D55E00", "0.6"
+_RIGHT_TEXT, _WRONG_TEXT = "#00664B", "#A84800"  # Darker: text is thin.
+_ROOM = 62  # Points above the panels, for texts.
 _TEXT = 11  # Points: about 12 pixels where the figure is 800 pixels wide.
 _EQUAL, _LOWEST, _HIGHEST = 1e-4, 1e-5, 1e8  # Of the axis; equal arrays are drawn at the first.
 
@@ -98,38 +100,48 @@ def draw(
     figure = Figure(figsize=(10, 4.9), layout="constrained")
     curves, distances = figure.subplots(1, 2, width_ratios=[0.8, 1])
     _draw_curves(curves, right, wrong, others)
-    for verdict, colour, look in (
-        (wrong_verdict, _WRONG, {"marker": "s", "markersize": 7}),
-        (right_verdict, _RIGHT, {"marker": "o", "markersize": 12}),
-    ):
-        _draw_distances(distances, verdict, colour, look)
+    _draw_distances(distances, right_verdict, _RIGHT, {"marker": "o", "markersize": 13})
+    worst = _draw_distances(distances, wrong_verdict, _WRONG, {"marker": "s", "markersize": 6})
+    stage = wrong_verdict["findings"][0]["stage"]
+    times = f"{float(f'{worst[stage]:.2g}'):,.0f} times"
+    distances.annotate(
+        f"{times}\nwhat rounding allows", (stage, worst[stage]), (-12, 0),
+        textcoords="offset points", ha="right", va="center", color=_WRONG_TEXT,
+    )  # fmt: skip
     _scale(distances)
+    _write_verdicts(distances, right_verdict, wrong_verdict)
+    figure.supxlabel(
+        "LeNet on Fashion-MNIST, two devices with 192 and 64 examples of each batch of 256."
+        f"\nThe wrong {stage}: {wrong_verdict['findings'][0]['text']}.",
+        fontsize=10, color="0.25", ha="left", x=0.01, linespacing=1.3,
+    )  # fmt: skip
     return figure
 
 
 def _draw_curves(axes: Axes, right: Curve, wrong: Curve, others: Sequence[Curve]) -> None:
     epochs = range(1, len(right.losses) + 1)
-    for number, other in enumerate(others):
-        label = "right, other seeds" if number == 0 else None
-        axes.plot(epochs, other.losses, ":", color=_QUIET, linewidth=1.6, label=label)
-    for name, curve, colour, line in (
-        ("right", right, _RIGHT, "o-"),
-        ("wrong", wrong, _WRONG, "s--"),
+    for name, curve, look in (
+        ("right", right, {"color": _RIGHT, "linestyle": "-", "marker": "o", "markersize": 8}),
+        ("wrong", wrong, {"color": _WRONG, "linestyle": "--", "marker": "s"}),
     ):
         label = f"{name}: test accuracy {curve.accuracy:.1%}"
-        axes.plot(epochs, curve.losses, line, color=colour, linewidth=2.2, label=label)
+        axes.plot(epochs, curve.losses, **look, linewidth=2.2, label=label)
+    for number, other in enumerate(others):
+        label = f"right, other seeds: {', '.join(f'{each.accuracy:.1%}' for each in others)}"
+        look = {"color": _QUIET, "zorder": 1, "label": "" if number else label}
+        axes.plot(epochs, other.losses, ":", **look, linewidth=1.6)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("epoch")
     axes.set_ylabel("training loss")
     axes.grid()
-    axes.legend(frameon=False, reverse=True)
-    axes.set_title("Their loss curves look alike", loc="left", weight="bold", pad=62)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.0), borderpad=0.1)
+    axes.set_title("The loss curves look alike", loc="left", weight="bold", pad=_ROOM)
 
 
 def _draw_distances(
     axes: Axes, verdict: dict[str, Any], colour: str, look: dict[str, Any]
-) -> None:
-    """Draws the largest and the smallest difference of each stage over all steps."""
+) -> dict[str, float]:
+    """Draws the largest difference of each stage over all steps; returns stage → difference."""
     measured, shares = verdict["measurements"], dict[str, list[float]]()
     columns = (measured[name] for name in ("stage", "distance", "allowed", "same_bits"))
     for stage, distance, allowed, same in zip(*columns, strict=True):
@@ -140,6 +152,8 @@ def _draw_distances(
     for stage, share in zip(stages, worst, strict=True):
         fill = "white" if share == _EQUAL else colour
         axes.plot(stage, share, color=colour, markerfacecolor=fill, markeredgewidth=1.8, **look)
+    axes.set_xlim(-0.35, len(stages) - 0.6)
+    return dict(zip(stages, worst, strict=True))
 
 
 def _scale(axes: Axes) -> None:
@@ -148,10 +162,36 @@ def _scale(axes: Axes) -> None:
     axes.axhspan(_LOWEST, 1, color="0.93", linewidth=0, zorder=0)
     axes.minorticks_off()
     axes.set_yticks(
-        [_EQUAL, 1e-2, 1, 1e2, 1e4, 1e6], ["equal", "0.01", "1", "100", "10,000", "1,000,000"]
+        [_EQUAL, 1e-2, 1, 1e2, 1e4, 1e6],
+        ["bitwise\nequal", "0.01", "1", "100", "10,000", "1,000,000"],
     )
-    axes.set_ylabel("difference / allowed")
+    axes.text(
+        0.01, 0.8, "what rounding allows", transform=axes.get_yaxis_transform(), va="top",
+        color="0.35",
+    )  # fmt: skip
+    axes.set_xlabel("stage of a training step")
+    axes.set_ylabel("difference from one device / allowed")
     axes.grid(axis="y")
+
+
+def _write_verdicts(
+    axes: Axes, right_verdict: dict[str, Any], wrong_verdict: dict[str, Any]
+) -> None:
+    """Writes the verdicts above the panel, and what is wrong where it is drawn."""
+    wrong = wrong_verdict["findings"][0]
+    bits = ", bit for bit" if right_verdict["sentence"].endswith("bit for bit") else ""
+    where = ", ".join((wrong["steps"][0], wrong["stage"], wrong["tensors"][0], wrong["items"][0]))
+    lines = {
+        f"\N{CHECK MARK} right is the {right_verdict['reference']}{bits}": _RIGHT_TEXT,
+        f"\N{BALLOT X} wrong is not: {wrong['title']}": _WRONG_TEXT,
+        f"    first in {where}": _WRONG_TEXT,
+    }
+    for number, (text, colour) in enumerate(lines.items()):
+        axes.annotate(
+            text, (0, 1), (0, _ROOM - 14 - 17 * number), xycoords="axes fraction",
+            textcoords="offset points", color=colour, va="center",
+        )  # fmt: skip
+    axes.set_title("The verdict tells them apart", loc="left", weight="bold", pad=_ROOM)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

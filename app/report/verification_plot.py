@@ -25,7 +25,7 @@ _RIGHT = tuple(look for look in LOOKS if look.colour != _WRONG)
 _FLOOR, _CEILING = 1e-6, 1e8  # Fractions of the tolerance are drawn within these.
 _MOST_TICKS = 20
 _WIDTH = 9  # Inches.
-_COLUMNS = 118  # Of the notes.
+_COLUMNS = 138  # Of the notes.
 
 Named = Mapping[str, Sequence[Measurement]]  # Name of a training → its measurements.
 
@@ -68,7 +68,7 @@ def _draw(measured: Named, step_names: Sequence[str], result: Result) -> Figure:
     floor = _floor_of(map(share_of, shown))
     for axes, (name, stage, arrays) in zip(all_axes, panels, strict=False):
         _draw_steps(axes, arrays, floor)
-        axes.set_title(_wrapped([_heading(name, stage, arrays)], 100), fontsize=10, loc="left")
+        axes.set_title(_wrapped([_heading(name, stage, arrays)], 104), fontsize=10, loc="left")
         axes.set_xticks(list(ticks), list(ticks.values()))
     if panels:
         all_axes[-1].set_xlabel("step")
@@ -101,11 +101,10 @@ def _draw_steps(axes: Axes, arrays: Sequence[Measurement], floor: float) -> None
     for line in lines.values():
         wrong = any(share_of(each) > 1 for each in line)
         look: dict[str, Any] = {"color": _WRONG if wrong else _RIGHT[0].colour}
-        look |= {"alpha": 0.9 if wrong else 0.4, "linewidth": 1.6 if wrong else 1.0}
-        steps, heights = [each.step for each in line], [_height(each, floor) for each in line]
-        axes.plot(steps, heights, **look)
-        for each, height in zip(line, heights, strict=True):
-            _mark(axes, each.step, height, share_of(each), look["color"], "o")
+        look |= {"linewidth": 1.6 if wrong else 1.0, "zorder": 3 if wrong else 2}
+        points = [(each.step, _height(each, floor)) for each in line]
+        axes.plot(*zip(*points, strict=True), alpha=0.9 if wrong else 0.4, **look)
+        _mark(axes, points, floor, look["color"], "o", look["zorder"])
     axes.set_xlim(-0.4, max(each.step for each in arrays) + 0.4)
 
 
@@ -119,23 +118,38 @@ def _draw_stages(axes: Axes, measured: Named, floor: float) -> None:
         offset = 0.5 * ((number + 1) / (len(measured) + 1) - 0.5)
         for stage, arrays in _by_stage(own).items():
             at = stages.index(stage) + offset
-            heights = {_height(each, floor): share_of(each) for each in arrays}
-            axes.plot([at] * len(heights), list(heights), color=look.colour, alpha=0.4)
-            for height, share in heights.items():
-                _mark(axes, at, height, share, look.colour, look.marker)
+            # Marks on each other are drawn once.
+            places = {round(math.log10(_height(each, floor)), 2) for each in arrays}
+            points = [(at, 10**place) for place in places]
+            axes.plot(*zip(*points, strict=True), color=look.colour, alpha=0.4)
+            _mark(axes, points, floor, look.colour, look.marker, 3)
         same = sum(each.same_bits for each in own)
         label = f"{name}: {same:,} of {len(own):,} arrays bitwise equal"
         axes.plot([], [], color=look.colour, marker=look.marker, linestyle="", label=_plain(label))
     labels = [f"{stage}\n{textwrap.fill(CLAUSES[stage], 16)}" for stage in stages]
     axes.set_xticks(range(len(stages)), labels, fontsize=9)
     axes.set_xlim(-0.6, len(stages) - 0.4)
-    axes.legend(loc="upper right", fontsize=9, frameon=False, ncols=2)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(-0.02, 1), fontsize=9, frameon=False, ncols=2, borderpad=0
+    )
 
 
-def _mark(axes: Axes, x: float, y: float, share: float, colour: str, marker: str) -> None:
-    """Draws a mark: hollow for an equal array, which has no size, else filled."""
-    fill = "white" if share == 0 else colour
-    axes.plot(x, y, marker, color=colour, markerfacecolor=fill, markersize=5, clip_on=False)
+def _mark(
+    axes: Axes,
+    points: Sequence[tuple[float, float]],
+    floor: float,
+    colour: str,
+    marker: str,
+    zorder: float,
+) -> None:
+    """Draws marks: hollow for equal arrays, which have no distance, else filled."""
+    for is_equal, fill in ((False, colour), (True, "white")):
+        own = [point for point in points if (point[1] < floor) == is_equal]
+        if own:
+            axes.plot(
+                *zip(*own, strict=True), marker, color=colour, markerfacecolor=fill, markersize=5,
+                zorder=zorder,
+            )  # fmt: skip
 
 
 def _height(each: Measurement, floor: float) -> float:
@@ -152,8 +166,8 @@ def _scale(axes: Axes, floor: float, shown: Sequence[Measurement]) -> None:
     axes.axhspan(bottom, 1, color=_BAND, alpha=0.13, linewidth=0)
     axes.axhline(1, color=_BAND, linewidth=1.2)
     axes.annotate(
-        "what rounding allows", (1, 1), (-4, -3), xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points", ha="right", va="top", fontsize=9, color="#00664B",
+        "\N{DOWNWARDS ARROW} rounding allows this", (1, 1), (-4, 3), fontsize=9, color="#00664B",
+        xycoords=axes.get_yaxis_transform(), textcoords="offset points", ha="right", va="bottom",
     )  # fmt: skip
     axes.set_yscale("log")
     axes.set_ylim(bottom, top)
@@ -180,7 +194,7 @@ def _heading(name: str, stage: str, arrays: Sequence[Measurement]) -> str:
     share = share_of(worst)
     size = "not equal"
     if math.isfinite(share):
-        size = f"{_number(float(f'{share:.2g}'))} × what is allowed"
+        size = f"{_number(float(f'{share:.2g}'))} × allowed"
     return (
         f"{name}, {stage}: {len(wrong):,} of {len(arrays):,} arrays beyond rounding;"
         f" worst: {worst.tensor}, {worst.item}, {size}"
@@ -228,7 +242,7 @@ def _notes(result: Result, letters: Sequence[str]) -> list[str]:
     findings = [f"{block.title}: {block.facts['why']}" for block in facts if block.title]
     (setup,) = (block.facts for block in facts if not block.title)
     legend = (
-        "Each mark is an array of a replica in a step; hollow: equal in every bit."
+        "Each mark is an array of a replica in a step; hollow: no difference."
         " Each step starts from the recorded state."
     )
     about = [f"{name}: {text}" for name, text in setup.items()]
