@@ -35,6 +35,7 @@ _LOOKS = {
     "within this project, float32": LOOKS[2],
 }
 _BOTH_FLOAT32, _BOTH_BFLOAT16, _MIXED, _OWN = _LOOKS
+_TICKS = (0.05, 0.07, 0.1, 0.14, 0.2, 0.3, 0.4, 0.5, 0.7, 1, 1.4, 2, 3, 4, 5, 7, 10)
 _PEERS = ("PyTorch", "JAX", "Keras", "d2l")
 
 
@@ -114,7 +115,10 @@ def _draw(machine: str, rows: Sequence[Row]) -> Figure:
     )[:, 0]
     for axes, (training, own) in zip(all_axes, panels.items(), strict=True):
         _draw_panel(axes, training, own)
-    all_axes[0].set_xlim(min(row.low for row in rows) / 1.15, max(row.high for row in rows) * 1.3)
+    low, high = min(row.low for row in rows) / 1.15, max(row.high for row in rows) * 1.3
+    ticks = [tick for tick in _TICKS if low <= tick <= high]
+    all_axes[0].set_xlim(low, high)
+    all_axes[0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])  # The axis is shared.
     all_axes[-1].set_xlabel("time of the first program / time of the second, with 95 % interval")
     handles = [
         Line2D([], [], color=look.colour, marker=look.marker, label=kind, **_fill(kind))
@@ -145,7 +149,6 @@ def _draw_panel(axes: Axes, training: str, rows: Sequence[Row]) -> None:
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.minorticks_off()
-    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_title(training, loc="left", fontsize=10, weight="bold")
