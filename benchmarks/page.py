@@ -1,4 +1,4 @@
-"""Writes the page of the benchmark: a section for each kind of processor, and its figure."""
+"""Writes the page of the benchmark: a section for each kind of processor."""
 
 import os
 import pathlib
@@ -6,13 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
 from app.performance import interval
-from app.report.plot_style import LOOKS, STYLE, save_figure, set_title
 from app.runtime import kernels
 from app.runtime.versions import CPU_KERNELS
+from figure import figure_name
 from parts import OWN, PARTS, PEERS
 
 FOLDER = pathlib.Path(__file__).parent
@@ -23,11 +20,6 @@ def name_of_machine(isa: str | None) -> str:
     features = ", ".join(kernels.features(kernels.usable_flags()))
     limit = " limited to" if isa else ":"
     return f"{kernels.processor_name()}{limit} {features}, {os.cpu_count()} cores"
-
-
-def figure_name(machine: str) -> str:
-    """Returns the file name of a processor's figure."""
-    return f"benchmarks-{re.sub(r'[^a-z0-9]+', '-', machine.lower()).strip('-')}.png"
 
 
 def finished(results: dict[str, Any]) -> dict[str, Any]:
@@ -98,28 +90,6 @@ def summary(results: dict[str, Any]) -> list[str]:
         )
         shown = title
     return lines
-
-
-@matplotlib.rc_context(STYLE)
-def plot_ratios(machine: str, results: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws each ratio as a mark with its interval, left of 1 where the first program is faster."""
-    rows = list(comparisons(results))
-    figure = Figure(figsize=(9, 1 + 0.27 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    for row, (_, _, _, ratio) in enumerate(rows):
-        look = LOOKS[0] if ratio.high < 1 else LOOKS[6] if ratio.low > 1 else LOOKS[2]
-        axes.plot([ratio.low, ratio.high], [row, row], color=look.colour, linewidth=2)
-        axes.plot(ratio.value, row, look.marker, color=look.colour)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    labels = [f"{title.partition(',')[0]}: {name} / {base}" for title, name, base, _ in rows]
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel("ratio of times; left of 1 is faster")
-    axes.grid(axis="x")
-    set_title(figure, f"{machine}, shared by all devices of a program")
-    save_figure(figure, path.parent, path.stem)
 
 
 def _against_best(programs: dict[str, Any]) -> Iterator[tuple[str, str]]:

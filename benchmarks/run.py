@@ -28,6 +28,7 @@ from typing import Any
 FOLDER = pathlib.Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent))
 
+import figure
 import page
 import parts
 from app.records.files import write_file
@@ -164,8 +165,9 @@ def save(machine: str, results: dict[str, Any], out: pathlib.Path) -> None:
 def write_page(machine: str, results: dict[str, Any], path: pathlib.Path) -> None:
     """Writes the section of a kind of processor and its figure."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    write_file(path, page.with_section(text, page.render(machine, results)))
-    page.plot_ratios(machine, page.finished(results), path.parent / page.figure_name(machine))
+    section = page.render(machine, results)
+    write_file(path, page.with_section(text, section))
+    figure.draw_ratios(machine, section, path.parent)
     print(f"saved {path}", flush=True)
 
 

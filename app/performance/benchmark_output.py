@@ -20,6 +20,7 @@ from app.runtime import console
 from app.runtime.kernels import processor_name
 
 BENCHMARK_FILE = "benchmark.json"
+_TWO_PRECISIONS = "one precision against another"
 
 
 def create_cases(config: Config) -> list[Case]:
@@ -129,21 +130,28 @@ def plot_benchmark(
     from app.report.bar_plot import plot_bars
 
     common, short = split_names([s.case.name for s in samples])
-    rates = {short[s.case.name]: interval.median(s.rates) for s in samples}
-    speed_ups = {
-        f"{short[c.case]} / {short[c.base]}, {c.axis}": c.speed_up
-        for c in comparisons
-        if c.speed_up
-    }
-    title = f"{common} on {dataset_title(samples[0].facts.dataset)}, {processor_name()}"
+    training = samples[0].case.config.training
+    title = (
+        f"{common} on {dataset_title(samples[0].facts.dataset)}, recipe {training.recipe},"
+        f" {processor_name()}"
+    )
     if any(s.facts.simulated_devices for s in samples):
         title += f"\n{TIMING_CAVEAT}"
-    panels = {"images per second, median with 95 % interval": rates, "speed-up": speed_ups}
-    bars = {
-        label: {name: (each.value, each.low, each.high) for name, each in rows.items()}
-        for label, rows in panels.items()
-    }
-    plot_bars(title, bars, out_dir, "benchmark")
+    panels, kinds = dict[str, dict[str, tuple[float, float, float]]](), dict[str, str]()
+    for s in samples:  # Networks and batches, whose rates differ by far, have panels of their own.
+        training, name = s.case.config.training, short[s.case.name]
+        label = f"images per second, {training.model}, batch {training.global_batch_size}"
+        panels.setdefault(label, {})[name] = dataclasses.astuple(interval.median(s.rates))
+        kinds[name] = training.precision
+    precisions = {s.case.name: s.case.config.training.precision for s in samples}
+    for c in comparisons:
+        if c.speed_up:
+            name = f"{short[c.case]} / {_difference(short[c.base], short[c.case])}"
+            label = f"speed-up, {c.axis}: images per second / images per second"
+            panels.setdefault(label, {})[name] = dataclasses.astuple(c.speed_up)
+            same = precisions[c.case] == precisions[c.base]
+            kinds[name] = precisions[c.case] if same else _TWO_PRECISIONS
+    plot_bars(title, panels, out_dir, "benchmark", kinds=kinds)
 
 
 def _row(name: str, s: Sample) -> list[str]:

@@ -21,6 +21,7 @@ from app.runtime.errors import DataError, DivergedError, MismatchError
 from lockstep.answer.html import cell_of, kind_of
 from lockstep.answer.json import columns_of, finite, record_of, record_of_all
 from lockstep.answer.text import (
+    CLAUSES,
     explanations,
     largest_of,
     named_steps,
@@ -280,7 +281,7 @@ def _equal_measurements(runs: Mapping[str, Run]) -> dict[str, tuple[Measurement,
 
 
 def _stages(runs: Mapping[str, Run]) -> Table:
-    """Returns the status of each stage in each training."""
+    """Returns the status of each stage in each training, and what the stage compares."""
     verdicts = [run.verdict for run in runs.values()]
     references = [one_line(verdict.reference) for verdict in verdicts if verdict.reference]
     against = f", compared with the {references[0]} from the same state" if references else ""
@@ -288,8 +289,9 @@ def _stages(runs: Mapping[str, Run]) -> Table:
     for stage in STAGES:
         statuses = [verdict.status_of(stage) for verdict in verdicts]
         if any(status != "not checked" for status in statuses):
-            rows.append([stage, *map(cell_of, statuses)])
-    return Table(f"Each stage of each step{against}", ["stage", *map(one_line, runs)], rows)
+            rows.append([stage, *map(cell_of, statuses), CLAUSES[stage]])
+    header = ["stage", *map(one_line, runs), "what is compared"]
+    return Table(f"Each stage of each step{against}", header, rows)
 
 
 def _measured(runs: Mapping[str, Run]) -> list[list[str]]:

@@ -19,6 +19,23 @@ from lockstep.answer.verdict import (
     Verdict,
 )
 
+# Stage → what is compared, in a few words; `STAGES` has a sentence.
+CLAUSES = {
+    "start": "replicas begin with equal weights",
+    "random numbers": "none is drawn twice",
+    "examples": "each is on one replica",
+    "forward": "predictions",
+    "loss": "that of each shard",
+    "regularisation": "losses of the weights",
+    "gradients": "those of each replica",
+    "clipping": "the clipped sum",
+    "all-reduce": "sum of the gradients",
+    "update": "new weights",
+    "statistics": "BatchNorm averages, seeds",
+    "agreement": "replicas end with equal weights",
+    "evaluation": "each test example counts once",
+    "time": "no replica is late",
+}
 _WIDTH, _LONGEST = 100, 15  # Columns of a text, and of a name of a fact beside it.
 _MOST_NAMES = 3  # Names of variables or layers that a text shows.
 _OF_ZERO = 1e6  # A larger relative difference is one from 0.

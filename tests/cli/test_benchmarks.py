@@ -102,8 +102,30 @@ def test_a_page_keeps_the_tables_of_other_processors():
     assert headings == ["# Benchmarks", "## A: AVX2", "## B: AMX"]
     assert "new" in page and "other" in page and "old" not in page
     assert page == run.page.with_section(page, "## A: AVX2\n\nnew")
-    names = {run.page.figure_name(name) for name in ("A: AVX2, 2 cores", "A: AMX, 2 cores")}
+    names = {run.figure.figure_name(name) for name in ("A: AVX2, 2 cores", "A: AMX, 2 cores")}
     assert names == {"benchmarks-a-avx2-2-cores.png", "benchmarks-a-amx-2-cores.png"}
+
+
+def test_the_figure_of_a_processor_is_drawn_from_its_table(tmp_path, monkeypatch):
+    """Programs of two precisions are marked, trainings have panels with their recipe."""
+    figure = load("figure")
+    section = (ROOT / "docs" / "BENCHMARKS.md").read_text("utf-8").split("\n## ")[1]
+    rows = figure.read_rows(section)
+    assert len(rows) == section.count(" × ") // 2  # Each row of the table names two programs.
+    names = ["ResNet-18, batch 64, recipe d2l", "LeNet, batch 256, recipe d2l"]
+    assert [*dict.fromkeys(row.training for row in rows)] == [
+        *names,
+        "LeNet, batch 256, recipe fast",
+    ]
+    mixed = [row.label for row in rows if row.kind == "bfloat16 against float32: another precision"]
+    assert mixed[0] == "manual × 2, bfloat16  /  JAX × 1, float32" and len(mixed) == 4
+    monkeypatch.setitem(figure.matplotlib.rcParams, "svg.fonttype", "none")
+    page = tmp_path / "page.md"
+    page.write_text(f"# Benchmarks\n\n## A: AVX2\n{section}", encoding="utf-8")
+    figure.main([str(page)])
+    drawn = (tmp_path / "benchmarks-a-avx2.svg").read_text("utf-8")
+    for row in rows:
+        assert row.label in drawn and f"{row.ratio:.3f}" in drawn and row.training in drawn
 
 
 AVX2 = frozenset({"avx2"})
@@ -264,7 +286,7 @@ def test_each_round_and_part_is_written_at_once(tmp_path, monkeypatch, capsys):
     assert not [line for line in rows if line.startswith("| ") and "×" in line]
     interrupted = ""
     with monkeypatch.context() as patch:
-        patch.setattr(run.page, "plot_ratios", lambda *arguments: None)
+        patch.setattr(run.figure, "draw_ratios", lambda *arguments: None)
         run.main([*flags, f"--only={first}"])
         assert "| kept |" in page.read_text() and "Not measured yet" in page.read_text()
         for name in others[:-1]:

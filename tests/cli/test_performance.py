@@ -64,7 +64,8 @@ def test_the_record_and_the_figure_have_every_case(tmp_path, monkeypatch):
     plot_benchmark(tmp_path, cases, all_comparisons(cases))
     drawn = (tmp_path / "benchmark.svg").read_text()
     assert "images per second" in drawn and "speed-up" in drawn
-    assert re.search(r"manual × 2.* / single × 1.*, strong scaling", drawn)
+    assert re.search(r"manual × 2.* / single × 1", drawn) and "strong scaling" in drawn
+    assert "recipe d2l" in drawn and ">mixed_bfloat16<" in drawn  # The legend.
     assert (tmp_path / "benchmark.png").exists()
 
 

@@ -120,7 +120,7 @@ def test_verdicts_are_green_and_red_and_come_first(page):
     assert any(text.startswith("case: keras_fit is not the training") for text in bad)
     assert any(text.startswith("case: mirrored differs by design") for text in by_design)
     assert page.marked[1][0].startswith("verdict")  # After the line with the names.
-    assert ["clipping", "clean", "clean", "✗ fault"] in page.rows
+    assert ["clipping", "clean", "clean", "✗ fault", "the clipped sum"] in page.rows
     at = page.text.index("keras_fit, fault: other clipping (before the sum)")
     assert page.text[at + 1 : at + 5] == [
         "where", "clipping, every step; dense/kernel, dense/bias", "why", CLIPPED.text

@@ -51,7 +51,7 @@ BLUE, RED = (0, 114, 178), (213, 94, 0)
 def count_pixels(path, colour):
     """Returns how many pixels of a figure have about this colour."""
     image = np.asarray(Image.open(path).convert("RGB"), np.int64)
-    assert image.shape[0] > 600 and image.shape[1] > 1000
+    assert image.shape[0] > 500 and image.shape[1] > 1000
     return int(np.all(np.abs(image - colour) < 40, axis=-1).sum())
 
 
@@ -72,9 +72,11 @@ def test_a_clean_verification(clean):
     assert {path.name for path in (out / "traces").iterdir()} == names
     trace = load_trace(out / "traces" / "manual.npz")
     assert trace.named(2, "after", 1)["logits/kernel"].shape == (784, 10)
-    assert count_pixels(out / "verify.png", BLUE) > 500
+    assert count_pixels(out / "verify.png", BLUE) > 100
     assert count_pixels(out / "verify.png", RED) == 0
-    assert "injected fault" not in (out / "verify.svg").read_text()
+    figure = (out / "verify.svg").read_text("utf-8")
+    assert re.search(r"manual = mirrored: (\d+) of \1 arrays bitwise equal", figure)
+    assert "injected fault" not in figure
 
 
 def test_the_record_holds_every_number(clean):

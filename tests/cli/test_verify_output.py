@@ -11,7 +11,8 @@ import pytest
 from app.report import plot_style
 from app.runtime.errors import DataError, MismatchError
 from app.verification.output import IDENTICAL, Pair, Results, describe, outcome_sentences, report
-from lockstep.answer.verdict import EXIT_CODE_OF, NOT_VERIFIED
+from lockstep.answer.text import CLAUSES
+from lockstep.answer.verdict import EXIT_CODE_OF, NOT_VERIFIED, STAGES
 from tests.cli.report_samples import CLIPPED, LOCAL, make_run, write_run, write_verification
 from tests.conftest import ROOT
 
@@ -34,8 +35,8 @@ def test_verdicts_are_printed_before_tables_and_findings(capsys):
     assert lines[2].endswith("local statistics") and lines[3] == ""
     assert "  verified    steps 0 to 2, an evaluation" in lines
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
-    assert rows["clipping"] == ["clean", "clean", "✗", "fault"]
-    assert rows["start"] == ["–", "clean", "clean"]
+    assert rows["clipping"] == ["clean", "clean", "✗", "fault", "the", "clipped", "sum"]
+    assert rows["start"][:3] == ["–", "clean", "clean"] and "begin" in rows["start"]
     titles = [line for line in lines if re.match(r"\w.*, (fault|by design):", line)]
     assert titles == [
         "keras_fit, fault: other clipping (before the sum)",
@@ -76,9 +77,26 @@ def test_every_file_of_a_verification(tmp_path, capsys):
     assert record["pairs"][0]["outcome"] == "different"
     figure = (tmp_path / "run" / "verify.svg").read_text()
     assert "injected fault: drop_gradient" in figure and "manual is not the training" in figure
+    assert "manual, all-reduce: 1 of 5 arrays beyond rounding" in figure
+    assert "manual, other stages (gradients, update): within rounding, 0 of 8" in figure
+    assert "mirrored, all stages (gradients, all-reduce, update): within rounding, 12 of" in figure
     with pytest.raises(MismatchError, match=r"^mismatch in keras_fit; see .*report.html$"):
         report(tmp_path, Results(RUNS))
     assert "verify.png" not in capsys.readouterr().out
+
+
+def test_one_panel_shows_that_all_stages_are_right(tmp_path):
+    """Arrays that are bitwise equal have a place of their own, below what was measured."""
+    write_verification(tmp_path / "run")
+    figure = (tmp_path / "run" / "verify.svg").read_text("utf-8")
+    assert figure.count("<!-- bitwise equal -->") == figure.count("<!-- 0.1 -->") == 1
+    assert "manual: 0 of 12 arrays bitwise equal" in figure
+    assert "mirrored: 12 of 12 arrays bitwise equal" in figure and "beyond rounding" not in figure
+
+
+def test_every_stage_has_a_clause_that_fits_beside_it():
+    assert [*CLAUSES] == [*STAGES]
+    assert max(map(len, CLAUSES.values())) < 35
 
 
 def test_the_table_has_the_array_that_is_closest_to_its_tolerance(tmp_path, monkeypatch):
