@@ -9,7 +9,8 @@ Every device holds a copy of the parameters; all copies start equal. One trainin
 3. sums the gradients over the devices and copies the sums to each of them (an all-reduce), and
 4. applies the same update on each device.
 
-Therefore all copies stay equal, and both ways end with the same parameters:
+Therefore all copies stay equal, and both ways end with the same parameters (on three devices within
+rounding, since TensorFlow cuts other shards):
 
     by_hand: test acc: 0.83, 5.2 sec/epoch on ['/device:CPU:0', '/device:CPU:1']
     mirrored: test acc: 0.83, 11.3 sec/epoch on ['/device:CPU:0', '/device:CPU:1']
@@ -48,7 +49,8 @@ def lenet(params, images):  # d2l: lenet
 def local_gradients(params, images, labels, num_examples):
     """Returns the gradients of (sum of a shard's losses) / (examples of the whole batch).
 
-    Their sum over the shards is the gradient of the batch's mean loss, whatever their sizes.
+    Their sum over the shards is the gradient of the batch's mean loss, whatever their sizes. (d2l
+    divides in `sgd`.)
     """
     with tf.GradientTape() as tape:
         logits = lenet(params, images)
@@ -76,7 +78,7 @@ def split_batch(tensor, devices):  # d2l: split_batch
 
 
 def all_reduce(tensors, devices):  # d2l: allreduce
-    """Sums the tensors of all devices on the first one, and copies the sum to each device."""
+    """Returns a copy of the sum on each device. (d2l changes the list in place.)"""
     with tf.device(devices[0]):
         total = tf.add_n(tensors)
     return [copy_to(device, total) for device in devices]

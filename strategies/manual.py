@@ -13,11 +13,15 @@ The trainable weights of all replicas therefore stay bitwise identical, although
 after the start. The loops over the replicas run once, while `tf.function` traces the step into one
 graph, in which all devices work in parallel.
 
-Everything that is the idea stands here. What it inherits adds the rest: `gradients` calls
-`forward_and_backward` for each shard on its device, or more often with `--accumulate_steps`, or for
-all replicas together if BatchNorm is synchronised; `all_reduce` calls the function `all_reduce`, or
-another algorithm (`--all_reduce`), in 16 bits if asked; `apply_gradients` calls the optimizer of a
-replica. They show their results to the observer with which `verify` records a step.
+`train_step`, at the end, calls four methods that it inherits. With default options, they do this:
+
+* `bounds`: start and end of each shard; 100 rows on 3 devices are 34, 33 and 33,
+* `gradients`: calls `forward_and_backward`, below, for each shard on the device of its replica,
+* `all_reduce`: calls the function `all_reduce`, below, with the gradients and the devices,
+* `apply_gradients`: `replica.optimizer.apply(sums, weights)`.
+
+The rest of them is options (micro-batches, synchronised BatchNorm, other algorithms) and hooks
+with which `verify` records a step: `replica_list.py` and `base.py`.
 
 "d2l" marks the names that "Dive into Deep Learning" uses in "Training on Multiple GPUs".
 """
@@ -74,6 +78,7 @@ class ManualStrategy(ReplicaList):
     """Trains data-parallel replicas with an explicit all-reduce."""
 
     name = "manual"
+    # --all_reduce → what `self.all_reduce` calls; by default, the function above.
     all_reduce_functions: ClassVar = {"reduce_to_one": all_reduce, **ALL_REDUCE_FUNCTIONS}
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
@@ -98,7 +103,9 @@ class ManualStrategy(ReplicaList):
         """Computes the gradients of (sum of a shard's losses) / (examples of the global batch).
 
         Their sum over the shards is the gradient of the mean loss of the global batch, whatever the
-        sizes of the shards are. (d2l divides by the size of the batch in `sgd`.)
+        sizes of the shards are. (d2l divides by the size of the batch in `sgd`.) `loss_scale` has
+        nothing to do with several devices: it is None but for float16, where the backward pass
+        starts from a large number in place of 1, by which `unscaled` divides.
         """
         with tf.GradientTape() as tape:
             logits = replica.model(images, training=True)

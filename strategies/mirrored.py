@@ -1,7 +1,14 @@
 """Implements the same data parallelism with `tf.distribute.MirroredStrategy`.
 
-The parts of `train_step` are numbered as in `manual.py`. `tf_distribute.py` reads and converts the
-per-replica values of TensorFlow.
+The parts of `train_step` are numbered as in `manual.py`:
+
+1. `distribute` makes an element of each shard; TensorFlow gives each replica the next one.
+2. `local_gradients` (`base.py`) calls `forward_and_backward`, the same as that of `manual.py`.
+3. `sum_over_replicas` (`tf_distribute.py`) does what
+   `tf.distribute.get_replica_context().all_reduce("sum", gradients)` does, and is faster to trace.
+4. `apply_gradients` (`base.py`) calls the optimizer.
+
+`examples/data_parallel.py` does the same with public functions alone.
 """
 
 from typing import ClassVar

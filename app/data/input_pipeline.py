@@ -68,7 +68,7 @@ def train_dataset(
     return _gather(epochs.flat_map(index_batches), images, labels)
 
 
-def train_batch(
+def batch_of_step(
     images: np.ndarray,
     labels: np.ndarray,
     *,

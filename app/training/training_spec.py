@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from app.data.dataset import ImageDataset
 from app.data.input_pipeline import (
+    batch_of_step,
     keep_in_memory,
     num_steps_per_epoch,
-    train_batch,
     train_dataset,
 )
 from app.devices.device_setup import Devices
@@ -169,7 +169,7 @@ class TrainingSpec:
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the global batch of a step, from 0, without `tf.data`."""
-        return train_batch(
+        return batch_of_step(
             self.dataset.train_images,
             self.dataset.train_labels,
             seed=self.config.training.seed,

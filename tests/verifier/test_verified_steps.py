@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.data.input_pipeline import train_batch, train_dataset
+from app.data.input_pipeline import batch_of_step, train_dataset
 from app.data.synthetic import generate_synthetic
 from app.devices.device_setup import Devices
 from app.options import Config
@@ -266,8 +266,8 @@ def test_a_batch_is_that_of_the_data_set():
     options = {"seed": 5, "global_batch_size": 64, "flip": True}
     arrays = dataset().train_images, dataset().train_labels
     (images, _) = next(train_dataset(*arrays, start_step=9, **options).as_numpy_iterator())
-    assert same_bits(images, train_batch(*arrays, step=9, **options)[0])
-    assert not same_bits(images, train_batch(*arrays, step=9, **options | {"flip": False})[0])
+    assert same_bits(images, batch_of_step(*arrays, step=9, **options)[0])
+    assert not same_bits(images, batch_of_step(*arrays, step=9, **options | {"flip": False})[0])
 
 
 # --- One step ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import types
 import keras
 import numpy as np
 
-from app.data.input_pipeline import train_batch, train_dataset
+from app.data.input_pipeline import batch_of_step, train_dataset
 from app.options import Config
 from app.options.fault import Fault
 from app.training.fault_injection import inject_fault
@@ -96,7 +96,7 @@ def sgd():
 def batch(step):
     """Returns the global batch of a step, from 0."""
     return list(
-        train_batch(IMAGES, LABELS, seed=SEED, global_batch_size=GLOBAL_BATCH_SIZE, step=step)
+        batch_of_step(IMAGES, LABELS, seed=SEED, global_batch_size=GLOBAL_BATCH_SIZE, step=step)
     )
 
 
