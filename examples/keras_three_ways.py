@@ -18,6 +18,7 @@ The devices are logical CPU devices. `data_parallel` needs JAX beside Keras: `pi
 """
 
 import gzip
+import importlib.util
 import os
 import subprocess
 import sys
@@ -189,6 +190,9 @@ def main() -> None:
     start, expected = build_model().get_weights(), None
     with tempfile.TemporaryDirectory() as folder:
         for way in WAYS:
+            if way == "data_parallel" and not importlib.util.find_spec("jax"):
+                print(f"{way}: not run; it needs JAX: pip install jax")
+                continue
             command = [sys.executable, __file__, way, f"{folder}/{way}.npz"]
             subprocess.run(command, env={**os.environ, **VARIABLES.get(way, {})}, check=True)
             with np.load(f"{folder}/{way}.npz") as file:
