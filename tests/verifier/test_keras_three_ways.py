@@ -56,18 +56,34 @@ def has_keras_and_jax():
     return bool(python) and subprocess.run([python, "-c", HAS_KERAS]).returncode == 0
 
 
-@pytest.mark.slow
-def test_three_ways_are_the_training_on_one_device(tmp_path, monkeypatch):
+@pytest.fixture
+def _examples(tmp_path, monkeypatch):
     for name, content in idx_files(num_train=768, num_test=1).items():
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content, 1))
     monkeypatch.setenv("FASHION_MNIST_DIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_examples")
+def test_three_ways_are_the_training_on_one_device():
     ways = {way: f"{sys.executable} {SCRIPT} {way}" for way in ("by_hand", "mirrored")}
     if has_keras_and_jax():
         variables = " ".join(f"{name}={value}" for name, value in VARIABLES.items())
         python = interpreter("jax")
         ways["data_parallel"] = f"env {variables} {python} {SCRIPT} data_parallel"
     lockstep.assert_same_training(f"{sys.executable} {SCRIPT} one_device", ways, steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_examples")
+def test_the_mean_of_each_shard_is_found(tmp_path):
+    code, wrong = SCRIPT.read_text(encoding="utf-8"), tmp_path / "wrong.py"
+    assert code.count("/ BATCH_SIZE\n") == 1
+    wrong.write_text(code.replace("/ BATCH_SIZE\n", "/ len(x)\n"), encoding="utf-8")
+    ways = {"by_hand": f"{sys.executable} {wrong} by_hand"}
+    with pytest.raises(AssertionError, match="by_hand is not the reference training: scaled"):
+        lockstep.assert_same_training(f"{sys.executable} {SCRIPT} one_device", ways, steps=1)
 
 
 @pytest.mark.slow
