@@ -16,9 +16,9 @@ rounding, since TensorFlow cuts other shards):
     mirrored: test acc: 0.83, 11.3 sec/epoch on ['/device:CPU:0', '/device:CPU:1']
     4 of 4 copies are bitwise identical.
 
-(Times of two cores without a GPU.) "d2l" marks names of "Dive into Deep Learning", "Training on
-Multiple GPUs". Ignore what TensorFlow logs when it starts. Without a network, set FASHION_MNIST_DIR
-to the folder with the four .gz files.
+(Two cores without a GPU; `mirrored` is slower because of its distributed dataset.) "d2l" marks
+names of "Dive into Deep Learning", "Training on Multiple GPUs". Ignore what TensorFlow logs when it
+starts. Without a network, set FASHION_MNIST_DIR to the folder with the four .gz files.
 """
 
 import argparse
@@ -34,7 +34,13 @@ BATCH_SIZE, LEARNING_RATE, SEED = 256, 0.2, 0
 SHAPES = [(3, 3, 1, 20), (20,), (5, 5, 20, 50), (50,), (800, 128), (128,), (128, 10), (10,)]
 
 
-def lenet(params, images):  # d2l: lenet
+def initial_values():
+    """Returns the parameters before training: kernels from N(0, 0.01²), biases 0."""
+    random = np.random.default_rng(SEED)
+    return [np.float32(random.normal(0, 0.01 * (len(s) > 1), s)) for s in SHAPES]
+
+
+def lenet(params, images):  # d2l: lenet; bias_add rounds as the layers of Keras do.
     """Returns the logits `(n, 10)` of uint8 images `(n, 28, 28, 1)`."""
     w1, b1, w2, b2, w3, b3, w4, b4 = params
     x = tf.cast(images, tf.float32) * (1 / 255)
@@ -85,13 +91,13 @@ def all_reduce(tensors, devices):  # d2l: allreduce
 
 
 def by_hand(dataset, values, devices):
-    """Returns the parameters of each device, the batches, and the function that trains on one."""
+    """Returns the parameters of each device, the batches, and the function for one batch."""
     device_params = []
     for device in devices:
         with tf.device(device):  # d2l: get_params
-            device_params.append([tf.Variable(value, dtype="float32") for value in values])
+            device_params.append([tf.Variable(value) for value in values])
 
-    @tf.function  # The loops run once, to make the graph of a step; in it, devices are parallel.
+    @tf.function  # Traced once per batch size, to a graph in which the devices work in parallel.
     def train_batch(images, labels):  # d2l: train_batch
         shards = zip(split_batch(images, devices), split_batch(labels, devices))  # 1. Shards.
         device_gradients = []  # 2. The gradients of each shard.
@@ -107,32 +113,35 @@ def by_hand(dataset, values, devices):
 
 
 def mirrored(dataset, values, devices):
-    """Does the same with MirroredStrategy; its default all-reduce may add in another order."""
+    """Returns the same with MirroredStrategy, whose default all-reduce may add in another order."""
     strategy = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
-    with strategy.scope():  # Creates each parameter on every device.
-        params = [tf.Variable(value, dtype="float32") for value in values]
-
-    def replica_step(images, labels):  # Runs on each device.
-        context = tf.distribute.get_replica_context()
-        num_examples = context.all_reduce("sum", tf.cast(tf.size(labels), tf.float32))
-        gradients = local_gradients(params, images, labels, num_examples)  # 2. Gradients.
-        sgd(params, context.all_reduce("sum", gradients))  # 3. All-reduce. 4. The same update.
-
-    train_batch = tf.function(lambda *batch: strategy.run(replica_step, args=batch))
     # 1. Shards, rounded up: of 256 rows on 3 devices 86, 86 and 84, so that the last bits differ.
     batches = strategy.experimental_distribute_dataset(dataset)
+    with strategy.scope():  # Creates each parameter on every device.
+        params = [tf.Variable(value) for value in values]
+
+    def replica_step(images, labels):  # Runs on each device, with its shard and its parameters.
+        context = tf.distribute.get_replica_context()
+        # A replica sees its shard alone: the size of the batch is a sum over the devices, too.
+        num_examples = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.size(labels))
+        gradients = local_gradients(params, images, labels, num_examples)  # 2. Gradients.
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)  # 3. All-reduce.
+        sgd(params, sums)  # 4. The same update everywhere.
+
+    @tf.function
+    def train_batch(images, labels):
+        strategy.run(replica_step, args=(images, labels))
+
     copies = [strategy.experimental_local_results(param) for param in params]
     return list(zip(*copies)), batches, train_batch
 
 
-def train(create, data, devices, num_epochs):  # d2l: train
+def train(method, data, devices, num_epochs):  # d2l: train
     """Trains with `by_hand` or `mirrored`; returns the copies and each epoch's test accuracy."""
     train_set, (test_images, test_labels) = data
     dataset = tf.data.Dataset.from_tensor_slices(train_set)
     dataset = dataset.shuffle(len(dataset), seed=SEED).batch(BATCH_SIZE)
-    random = np.random.default_rng(SEED)  # Kernels start from N(0, 0.01²), biases from 0.
-    values = [random.normal(0, 0.01, s) if len(s) > 1 else np.zeros(s) for s in SHAPES]
-    device_params, batches, train_batch = create(dataset, values, devices)
+    device_params, batches, train_batch = method(dataset, initial_values(), devices)
     accuracies, start_time = [], time.perf_counter()
     for _ in range(num_epochs):
         for batch in batches:
@@ -140,7 +149,7 @@ def train(create, data, devices, num_epochs):  # d2l: train
         logits = [lenet(device_params[0], part) for part in np.split(test_images, 10)]
         accuracies.append(np.mean(np.argmax(np.concatenate(logits), axis=1) == test_labels))
     sec = (time.perf_counter() - start_time) / num_epochs
-    print(f"{create.__name__}: test acc: {accuracies[-1]:.2f}, {sec:.1f} sec/epoch on {devices}")
+    print(f"{method.__name__}: test acc: {accuracies[-1]:.2f}, {sec:.1f} sec/epoch on {devices}")
     return device_params, accuracies
 
 
@@ -156,8 +165,8 @@ def load_data():
 
 
 def choose_devices(num_gpus):  # d2l: try_gpu
-    """Returns the names of GPUs, or of logical CPU devices, which share the cores."""
-    # Else TensorFlow may add the gradients of three or more devices in another order.
+    """Sets up and returns the names of GPUs, or of logical CPU devices, which share the cores."""
+    # With this optimization, TensorFlow may add three or more gradients in another order.
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
     if tf.config.list_physical_devices("GPU"):
         return [f"/device:GPU:{index}" for index in range(num_gpus)]
@@ -172,12 +181,12 @@ def main():
     parser.add_argument("--num_gpus", type=int, default=2)
     parser.add_argument("--num_epochs", type=int, default=10)
     flags = parser.parse_args()
-    devices, copies = choose_devices(flags.num_gpus), []
-    data = load_data()
-    for create, style in [(by_hand, "-"), (mirrored, "o")]:
-        device_params, accuracies = train(create, data, devices, flags.num_epochs)
+    devices = choose_devices(flags.num_gpus)
+    data, copies = load_data(), []
+    for method, style in [(by_hand, "-"), (mirrored, "o")]:
+        device_params, accuracies = train(method, data, devices, flags.num_epochs)
         copies += [b"".join(p.numpy().tobytes() for p in params) for params in device_params]
-        plt.plot(range(1, flags.num_epochs + 1), accuracies, style, label=create.__name__)
+        plt.plot(range(1, flags.num_epochs + 1), accuracies, style, label=method.__name__)
     plt.gca().set(xlabel="epoch", ylabel="test accuracy")
     plt.legend()
     plt.savefig("data_parallel.png")

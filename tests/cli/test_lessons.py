@@ -72,8 +72,7 @@ def test_the_lesson_has_the_bits_of_the_program_and_of_its_mirrored_half(
     batches = list(dataset)
     dataset = tf.data.Dataset.from_generator(lambda: batches, output_signature=dataset.element_spec)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
-    random = np.random.default_rng(0)
-    values = [np.float32(random.normal(0, 0.1, shape)) for shape in lesson.SHAPES]
+    values = lesson.initial_values()
     expected = train_in_the_program(dataset, values, num_devices)
     assert not np.array_equal(expected[0][0], values[0])
     for way in ways:

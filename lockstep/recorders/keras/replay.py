@@ -52,6 +52,8 @@ class Replay:
             self.error = str(error)
             raise
         found = {index: source for index, source in found.items() if index >= first}
+        if not found:
+            return
         copies = [copies_of(state[index].value) for index in found]
 
         def read(number: np.int64) -> list[Any]:
