@@ -97,7 +97,7 @@ def draw(
         others: the right training with other seeds.
         right_verdict, wrong_verdict: what `verify.json` has about the two.
     """
-    figure = Figure(figsize=(10, 4.9), layout="constrained")
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
     curves, distances = figure.subplots(1, 2, width_ratios=[0.8, 1])
     _draw_curves(curves, right, wrong, others)
     _draw_distances(distances, right_verdict, _RIGHT, {"marker": "o", "markersize": 13})
@@ -112,7 +112,8 @@ def draw(
     _write_verdicts(distances, right_verdict, wrong_verdict)
     figure.supxlabel(
         "LeNet on Fashion-MNIST, two devices with 192 and 64 examples of each batch of 256."
-        f"\nThe wrong {stage}: {wrong_verdict['findings'][0]['text']}.",
+        f"\nThe wrong {stage}: {wrong_verdict['findings'][0]['text']}."
+        f"\nLater stages are compared given what they got: they are right for the wrong {stage}.",
         fontsize=10, color="0.25", ha="left", x=0.01, linespacing=1.3,
     )  # fmt: skip
     return figure
