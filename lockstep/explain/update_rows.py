@@ -310,9 +310,9 @@ def _of_replicas(update: _Update) -> Iterator[Row]:
 def _of_solved_settings(update: _Update) -> Iterator[Row]:
     """Yields updates with the weight decay, and the momentum, that fit best.
 
-    A weight is linear in the decay, except of Adam with it in the gradient. A velocity is linear in
-    the momentum, and so is a weight with the look-ahead of Nesterov in a step that starts from a
-    velocity of 0, in which the velocity itself is right.
+    A weight is linear in the decay, except of Adam and RMSprop with it in the gradient. A velocity
+    is linear in the momentum, and so is a weight with the look-ahead of Nesterov in a step that
+    starts from a velocity of 0, in which the velocity itself is right.
     """
     updater, kinds = update.context.updater, update.context.trace.kinds
     rules = updater.rules if isinstance(updater, RuleOracle) else {}
@@ -320,7 +320,7 @@ def _of_solved_settings(update: _Update) -> Iterator[Row]:
         name: rules[name].weight_decay
         for name in update.wrong
         if name in rules
-        and (rules[name].family != "Adam" or rules[name].decay_placement != IN_GRADIENT)
+        and (rules[name].family == "SGD" or rules[name].decay_placement != IN_GRADIENT)
     }
     for usual in dict.fromkeys(linear.values()):
         names = [name for name, decay in linear.items() if decay == usual]

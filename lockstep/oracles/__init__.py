@@ -77,7 +77,7 @@ class Oracle(Protocol):
         records_overflow: whether a trace has the gradients of such steps.
         why_not_exact: why `compute` cannot compute in float64; "" if it can.
         tracks: names of the optimizer's own variables that an update changes.
-        momentum: the momentum of SGD; 0 for another optimizer.
+        momentum: the momentum of SGD, and of RMSprop in PyTorch; 0 for another optimizer.
     """
 
     unit: float

@@ -1,11 +1,11 @@
-"""Computes the updates of SGD, Adam and AdamW in float64, as in PyTorch, Keras and Optax.
+"""Computes updates in float64: SGD, Adam, AdamW (PyTorch, Keras, Optax), RMSprop (PyTorch).
 
 The three frameworks have optimizers with the same names and different updates. A `Rule` has every
 setting in which they differ, so that it can express each of them, and a wrong update is found by
 changing one setting at a time.
 
-References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`; `keras.optimizers.SGD`,
-`keras.optimizers.Adam`; `optax.sgd`, `optax.adamw`.
+References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`, `torch.optim.RMSprop`;
+`keras.optimizers.SGD`, `keras.optimizers.Adam`; `optax.sgd`, `optax.adamw`.
 """
 
 import copy
@@ -24,6 +24,7 @@ IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
 OF_GRADIENTS, OF_UPDATES = "of gradients", "of updates"
 AFTER_CORRECTION, BEFORE_CORRECTION = "after bias correction", "before bias correction"
 UNDER_ROOT = "under the root"
+FORMS = ("amsgrad", "maximize", "centered")  # Settings that make another rule.
 OF_SUM, OF_ROWS = "of the sum of its rows", "of each of its rows"
 
 # Role of optimizer state → its names in PyTorch, Keras and Optax.
@@ -35,6 +36,7 @@ _ROLES: dict[str, dict[str, tuple[str, ...]]] = {
         "second_moment": ("exp_avg_sq", "v", "nu", "velocity"),
         "number": COUNTERS,
     },
+    "RMSprop": {"second_moment": ("square_avg",), "velocity": ("momentum_buffer",)},
 }
 
 
@@ -43,9 +45,9 @@ class Rule:
     """The rule of an optimizer, with its settings for one weight in one step.
 
     Attributes:
-        family: "SGD" or "Adam".
+        family: "SGD", "Adam" or "RMSprop".
         learning_rate: learning rate of this step.
-        momentum: momentum of SGD.
+        momentum: momentum of SGD and RMSprop.
         dampening: dampening of SGD in PyTorch.
         nesterov: whether SGD uses Nesterov momentum.
         velocity: what the velocity of SGD sums, `OF_GRADIENTS` (PyTorch, Optax) or `OF_UPDATES`
@@ -53,7 +55,8 @@ class Rule:
         weight_decay: λ.
         decay_placement: `IN_GRADIENT` or `IN_WEIGHTS`.
         beta_1, beta_2: decay rates of Adam.
-        epsilon: epsilon of Adam.
+        rho: decay rate of RMSprop, alpha in PyTorch.
+        epsilon: epsilon of Adam and RMSprop.
         epsilon_placement: where epsilon is added: to the root `AFTER_CORRECTION` of the bias
             (PyTorch, Optax) or `BEFORE_CORRECTION` (Keras), or `UNDER_ROOT`.
         corrects_bias: whether Adam corrects the bias of its moments.
@@ -74,6 +77,7 @@ class Rule:
     decay_placement: str = IN_WEIGHTS
     beta_1: float = 0.9
     beta_2: float = 0.999
+    rho: float = 0.99
     epsilon: float = 1e-8
     epsilon_placement: str = AFTER_CORRECTION
     corrects_bias: bool = True
@@ -96,10 +100,12 @@ def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule |
         settings: settings of a weight's parameter group in one step.
     """
     name = str(optimizer.get("class", "")).lower()
-    family = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam"}.get(name)
+    family = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam", "rmsprop": "RMSprop"}.get(name)
     is_known = family is not None and settings.get("learning_rate") is not None
-    if not is_known or settings.get("amsgrad") or settings.get("maximize"):
+    if not is_known or any(map(settings.get, FORMS)):
         return None
+    if family == "RMSprop" and optimizer.get("framework") != "torch":
+        return None  # Keras and Optax have other forms of momentum in it.
     is_keras = optimizer.get("framework") == "keras"
     of_framework = {
         "family": family,
@@ -138,6 +144,8 @@ def updated(
         w = w - rule.learning_rate * rule.weight_decay * w
     if rule.family == "SGD":
         change, after = _sgd(rule, g, state)
+    elif rule.family == "RMSprop":
+        change, after = _rmsprop(rule, g, state)
     else:
         change, after = _adam(rule, g, g**2 if square is None else square, state, correction)
     return {"weight": w + change, "number": dense(state.get("number", 0)) + 1, **after}
@@ -156,6 +164,19 @@ def _sgd(rule: Rule, gradient: np.ndarray, state: Named) -> tuple[np.ndarray, Na
     new = rule.momentum * velocity + kept * gradient
     ahead = gradient + rule.momentum * new
     return -rule.learning_rate * (ahead if rule.nesterov else new), {"velocity": new}
+
+
+def _rmsprop(rule: Rule, gradient: np.ndarray, state: Named) -> tuple[np.ndarray, Named]:
+    """Returns the change of the weight, and the moment and the velocity after it.
+
+    The velocity is that of SGD with gradients that are divided by the root of the moment.
+    """
+    second = rule.rho * state.get("second_moment", 0.0) + (1 - rule.rho) * gradient**2
+    is_under_root = rule.epsilon_placement == UNDER_ROOT
+    root = np.sqrt(second + rule.epsilon) if is_under_root else np.sqrt(second) + rule.epsilon
+    root = np.where(root == 0, 1.0, root)  # For a gradient of 0 with an epsilon of 0.
+    change, after = _sgd(rule, gradient / root, state)
+    return change, {"second_moment": second, **after}
 
 
 def _adam(
@@ -190,6 +211,7 @@ _DETAILS = {
     "corrects_bias": "bias_not_corrected",
     "corrects_second_bias": "bias_not_corrected",
     "squares": "other_optimizer",
+    "rho": "other_optimizer",
     "betas_in": "rounded_betas",
 }
 
@@ -252,7 +274,9 @@ class RuleOracle:
             if rule is None:
                 self.rules = {}
                 return
-            needed = _ROLES[rule.family] if rule.family == "Adam" or rule.momentum else {}
+            needed = dict(_ROLES[rule.family])
+            if not rule.momentum:
+                needed.pop("velocity", None)
             found = self._state[weight] = {}
             for key, variable in states:
                 of_all = not variable.of and np.size(after[key]) == 1  # A common counter.
@@ -294,8 +318,9 @@ class RuleOracle:
     @property
     def sums(self) -> set[str]:
         """Keys of the optimizer state that is linear in the gradients."""
-        roles = ("velocity", "first_moment")
-        return {own[role] for own in self._state.values() for role in roles if role in own}
+        roles = {"SGD": "velocity", "Adam": "first_moment"}
+        own = [(self._state[weight], roles.get(r.family)) for weight, r in self.rules.items()]
+        return {keys[role] for keys, role in own if role in keys}
 
     def with_rules(self, rules: Mapping[str, Rule]) -> "RuleOracle":
         """Returns the same oracle with other rules."""
@@ -345,7 +370,7 @@ class RuleOracle:
 
     @property
     def momentum(self) -> float:
-        """The momentum of SGD, if all weights have the same; else 0."""
+        """The momentum of SGD or RMSprop, if all weights have the same; else 0."""
         found = {rule.momentum for rule in self.rules.values()}
         return found.pop() if len(found) == 1 else 0.0
 

@@ -25,12 +25,11 @@ from lockstep.numeric.arrays import (
     unit_of,
 )
 from lockstep.numeric.sampling import without_sums
-from lockstep.oracles.rules import COUNTERS, Rule, RuleOracle, detail_of
+from lockstep.oracles.rules import COUNTERS, FORMS, Rule, RuleOracle, detail_of
 from lockstep.reference import SAME_START, StepPair
 
 _NO_EFFECT = 1e-6  # Relative to the change; rounding error of an update.
 _OF_FRAMEWORKS = ("epsilon_placement", "squares", "betas_in")
-_FORMS = ("amsgrad", "maximize")  # Settings that make another rule.
 
 
 _NEAR = 1e-4  # Least relative difference of the elements of gradients whose changes are compared.
@@ -272,13 +271,13 @@ def _other_settings(pair: StepPair, known: Collection[str]) -> Iterator[Finding]
         if not (first and second):
             continue
         pair.second.mark_checked("update")
-        for setting in (*_FORMS, *(field.name for field in dataclasses.fields(Rule))):
+        for setting in (*FORMS, *(field.name for field in dataclasses.fields(Rule))):
             a, b = first.get(setting), second.get(setting)
-            if setting in _FORMS:
+            if setting in FORMS:
                 a, b = bool(a), bool(b)
             if a is None or b is None or _are_equal(a, b):
                 continue
-            cause = "other_optimizer" if setting in _FORMS else detail_of(setting)
+            cause = "other_optimizer" if setting in FORMS else detail_of(setting)
             found.setdefault(cause, text_of(setting, a, b))
     for cause, text in found.items():
         yield pair.second.found("update", cause, text)

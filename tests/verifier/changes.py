@@ -5,9 +5,10 @@ import types
 import numpy as np
 
 from lockstep.data.trace import SEED, Variable
-from tests.verifier.script_samples import WEIGHTS, adam, batch_of, mean_of, sgd
+from tests.verifier.script_samples import UPDATES, WEIGHTS, adam, batch_of, mean_of, sgd
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
+RMSPROP = {"optimizer": "RMSprop"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
 ONE, OWN = {"replicas": 1}, {"replay": None}
 
@@ -128,7 +129,7 @@ def with_settings(**settings):
             settings=script.settings | settings, decays_gradient=script.decays_gradient,
             framework=script.framework,
         )  # fmt: skip
-        (adam if script.optimizer == "Adam" else sgd)(changed, weights, gradients, state)
+        UPDATES[script.optimizer](changed, weights, gradients, state)
 
     return {"update": update}
 
@@ -173,7 +174,7 @@ def clipped_inside(script, weights, gradients, state):
 
 def twice(script, weights, gradients, state):
     for _ in range(2):
-        (adam if script.optimizer == "Adam" else sgd)(script, weights, gradients, state)
+        UPDATES[script.optimizer](script, weights, gradients, state)
 
 
 def stale(script, weights, gradients, state):
@@ -189,6 +190,17 @@ def corrected_in_float32(script, weights, gradients, state):
     left = 1 - np.float32(0.999) ** np.float32(number)
     for weight, before in zip(weights, script.states[number - 1][0][:2], strict=True):
         weight[:] = before + (weight - before) * np.float32((left / (1 - 0.999**number)) ** 0.5)
+
+
+def with_epsilon_under_root(script, weights, gradients, state):
+    """RMSprop as TensorFlow computes it, without momentum."""
+    s = script.settings
+    for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+        square, _, number = state[3 * i : 3 * i + 3]
+        number += 1
+        square[:] = np.float32(s["rho"]) * square + np.float32(1 - s["rho"]) * gradient**2
+        root = np.sqrt(square + np.float32(s["epsilon"]))
+        weight -= np.float32(s["learning_rate"]) * gradient / root
 
 
 def fused(script, weights, gradients, state):

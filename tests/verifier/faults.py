@@ -237,6 +237,31 @@ FAULTS = {
             ("learning_rate", 0.01, 0.02), ("weight_decay", 0.0, 0.1),
         )
     },
+    **{
+        f"{name} of RMSprop": ({**RMSPROP, **settings(**{name: first})},
+            settings(**{name: second}), found)
+        for name, first, second, found in (
+            ("learning_rate", 0.01, 0.02, "update: other_learning_rate"),
+            ("rho", 0.99, 0.9, "update: other_optimizer"),
+            ("momentum", 0.9, 0.5, "update: other_momentum"),
+            ("weight_decay", 0.0, 0.1, "update: other_weight_decay"),
+            ("epsilon", 1e-8, 1e-3, "update: other_epsilon"),
+            ("centered", False, True, "update: other_optimizer"),
+        )
+    },
+    **{
+        f"hidden {name} of RMSprop": ({**RMSPROP, **settings(weight_decay=0.1)},
+            with_settings(**{name: value}), f"update: other_{name}")
+        for name, value in (
+            ("learning_rate", 0.02), ("momentum", 0.5), ("weight_decay", 0.0),
+        )
+    },
+    "hidden epsilon under the root of RMSprop": ({**RMSPROP, **settings(momentum=0.0,
+        epsilon=1e-3)}, {"update": with_epsilon_under_root}, "update: epsilon_placement"),
+    "RMSprop twice": (RMSPROP, {"update": twice}, "update: updated_twice"),
+    "no update by RMSprop": (RMSPROP, {"update": no_update}, "update: not_updated"),
+    "SGD in place of RMSprop": (RMSPROP, {"optimizer": "SGD", "replay": None, "steps": (0, 1)},
+        "update: other_optimizer"),
     "AMSGrad": (ADAM, settings(amsgrad=True), "update: other_optimizer"),
     "rate of an unknown optimizer": (UNKNOWN, settings(learning_rate=0.2),
         "update: other_learning_rate"),

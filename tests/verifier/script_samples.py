@@ -15,7 +15,10 @@ NUM_EXAMPLES, BATCH, FEATURES, OUTPUTS = 40, 16, 12, 3
 STEPS_PER_EPOCH = 3  # Batches of 16, 16 and 8.
 WEIGHTS = ("dense/kernel", "dense/bias")
 NORM = "norm/moving_mean", "norm/moving_variance"
-SLOTS = {"SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq", "step")}
+SLOTS = {
+    "SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq", "step"),
+    "RMSprop": ("square_avg", "momentum_buffer", "step"),
+}  # fmt: skip
 
 Arrays = list[np.ndarray]
 
@@ -74,6 +77,23 @@ def adam(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) ->
         weight -= rate * first / root
 
 
+def rmsprop(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> None:
+    """Updates weights and state in place, as `torch.optim.RMSprop` does, in float32."""
+    s = script.settings
+    for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+        square, velocity, number = state[3 * i : 3 * i + 3]
+        number += 1
+        gradient = gradient + np.float32(s["weight_decay"]) * weight
+        square[:] = np.float32(s["rho"]) * square + np.float32(1 - s["rho"]) * gradient**2
+        scaled = gradient / (np.sqrt(square) + np.float32(s["epsilon"]))
+        if s["momentum"]:
+            velocity[:] = np.float32(s["momentum"]) * velocity + scaled
+        weight -= np.float32(s["learning_rate"]) * (velocity if s["momentum"] else scaled)
+
+
+UPDATES = {"SGD": sgd, "Adam": adam, "RMSprop": rmsprop}
+
+
 @dataclasses.dataclass
 class Script:
     """A training of a linear model with the mean squared error, recorded.
@@ -115,6 +135,8 @@ class Script:
         if self.optimizer == "Adam":
             given = {"learning_rate": 0.01, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
             given["weight_decay"] = 0.0
+        if self.optimizer == "RMSprop":
+            given |= {"learning_rate": 0.01, "rho": 0.99, "epsilon": 1e-8, "centered": False}
         self.settings = given | self.settings
         self.states: dict[int, list[Arrays]] = {}  # Step → the state of each replica before it.
         self.arrays: dict[str, np.ndarray] = {}
@@ -170,7 +192,7 @@ class Script:
             for replica in range(self.replicas)
         ]
         self._normalise(x, states)
-        update = self.update or (adam if self.optimizer == "Adam" else sgd)
+        update = self.update or UPDATES[self.optimizer]
         for replica, (state, gradients) in enumerate(zip(states, applied, strict=True)):
             own = copy.copy(self)
             own.settings = self.settings | self.of_replica.get(replica, {})

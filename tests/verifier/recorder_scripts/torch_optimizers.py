@@ -67,6 +67,21 @@ def case_two_optimizers():
     check_rates(train_halves)
 
 
+def case_rmsprop():
+    """The update is that of its rule, with and without momentum; centered, it has none."""
+    for options, has_rule in (
+        ({}, True), ({"momentum": 0.9, "weight_decay": 0.1}, True), ({"centered": True}, False),
+    ):  # fmt: skip
+
+        def train_one(path, rate=0.01, options=options, **given):
+            model = Halves()
+            optimizer = torch.optim.RMSprop(model.parameters(), rate, **options)
+            return train(model, optimizer, path, plain, 3, **given)
+
+        check_rates(train_one)
+        assert ("update" in compare("one.npz").checked) == has_rule
+
+
 def case_ambiguous_optimizers():
     """Two optimizers have state of a weight: the script must say which one trains."""
     model = Halves()
