@@ -24,7 +24,7 @@ from strategies.evaluation import Evaluation, LogitsAndTotals, Statistics
 from strategies.gradient_buckets import GradientBuckets
 from strategies.layer_calls import with_values
 from strategies.layout import layout_of
-from strategies.loss import cross_entropy, loss_scale_of, unscaled
+from strategies.loss import loss_scale_of, sum_of_losses, unscaled
 from strategies.observer import Observer, Shard
 from strategies.replica import Replica, copies_of
 from strategies.step_totals import StepTotals
@@ -51,7 +51,7 @@ class Strategy(abc.ABC):
             attributes.
         workers: the processes that train together, with equal numbers of devices; None for a
             single process.
-        label_smoothing: see `strategies.loss.cross_entropy`.
+        label_smoothing: see `strategies.loss.sum_of_losses`.
 
     Attributes:
         num_devices: number of devices, over all workers.
@@ -370,8 +370,8 @@ class Strategy(abc.ABC):
         with tf.GradientTape() as tape:
             tape.watch(replica.weights)
             logits = replica.model(images, training=True)
-            losses = cross_entropy(logits, labels, self.label_smoothing)
-            loss = tf.reduce_sum(losses) / tf.cast(num_global_examples, tf.float32)
+            loss_sum = sum_of_losses(logits, labels, self.label_smoothing)
+            loss = loss_sum / tf.cast(num_global_examples, tf.float32)
         gradients = tape.gradient(loss, replica.weights, output_gradients=loss_scale)
         return logits, loss, unscaled(gradients, loss_scale)
 
@@ -395,8 +395,8 @@ class Strategy(abc.ABC):
         """
         with tf.GradientTape() as tape:
             tape.watch(logits)
-            losses = cross_entropy(logits, labels, self.label_smoothing)
-            loss = tf.reduce_sum(losses) / tf.cast(num_global_examples, tf.float32)
+            loss_sum = sum_of_losses(logits, labels, self.label_smoothing)
+            loss = loss_sum / tf.cast(num_global_examples, tf.float32)
         gradient = tape.gradient(loss, logits, output_gradients=self.loss_scale)
         return loss, StepTotals.of(logits, labels), gradient
 

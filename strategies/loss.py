@@ -17,10 +17,10 @@ import tensorflow as tf
 from strategies.collectives import PerReplicaTensors
 
 
-def cross_entropy(logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float = 0.0) -> tf.Tensor:
-    """Computes the losses of the examples of a shard, float32 `(n,)`.
+def sum_of_losses(logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float = 0.0) -> tf.Tensor:
+    """Computes the sum of the cross-entropies of a shard, a float32 scalar.
 
-    A strategy *sums* them and divides by the number of examples in the *whole* global batch.
+    A strategy divides this *sum* by the number of examples in the *whole* global batch.
     Gradients of this loss, summed over the replicas, are therefore the exact gradient of the mean
     over the global batch, however unevenly the batch is split. With a mean over the shard they are
     not: a mean of means gives examples of a small shard more weight.
@@ -36,10 +36,10 @@ def cross_entropy(logits: tf.Tensor, labels: tf.Tensor, label_smoothing: float =
     logits = tf.cast(logits, tf.float32)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
     if not label_smoothing:
-        return losses
+        return tf.reduce_sum(losses)
     # The mean of −log p over the classes is log Σ exp(logits) − mean(logits).
     evenly = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
-    return (1 - label_smoothing) * losses + label_smoothing * evenly
+    return (1 - label_smoothing) * tf.reduce_sum(losses) + label_smoothing * tf.reduce_sum(evenly)
 
 
 def unscaled(gradients: list[tf.Tensor], loss_scale: tf.Tensor | None) -> list[tf.Tensor]:

@@ -33,7 +33,7 @@ import tensorflow as tf
 
 from strategies.base import BatchIterator, Bounds, ModelFn, OptimizerFn
 from strategies.collectives import ALL_REDUCE_FUNCTIONS, PerReplicaTensors, add_in_order
-from strategies.loss import cross_entropy, unscaled
+from strategies.loss import sum_of_losses, unscaled
 from strategies.replica import Replica
 from strategies.replica_list import ReplicaList
 from strategies.step_totals import StepTotals
@@ -109,8 +109,8 @@ class ManualStrategy(ReplicaList):
         """
         with tf.GradientTape() as tape:
             logits = replica.model(images, training=True)
-            losses = cross_entropy(logits, labels, self.label_smoothing)
-            loss = tf.reduce_sum(losses) / tf.cast(num_global_examples, tf.float32)
+            loss_sum = sum_of_losses(logits, labels, self.label_smoothing)
+            loss = loss_sum / tf.cast(num_global_examples, tf.float32)
         gradients = tape.gradient(loss, replica.weights, output_gradients=loss_scale)
         return logits, loss, unscaled(gradients, loss_scale)
 

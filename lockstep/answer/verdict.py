@@ -237,11 +237,21 @@ def _fitting_all_steps(findings: Sequence[Finding], finding: Finding) -> Finding
 
 
 def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Merges findings of equal stage, status and detail over steps, items and tensors."""
+    """Merges findings of equal stage, status and detail over steps, items and tensors.
+
+    They are in the order of the first step of each, then of stages: a later one may follow from it.
+    """
     same: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in map(partial(_fitting_all_steps, findings), findings):
         same.setdefault((finding.stage, finding.status, finding.detail), []).append(finding)
     order = list(STAGES)
+    groups = sorted(
+        same.values(),
+        key=lambda group: (
+            min(min(each.steps, default=0) for each in group),
+            order.index(group[0].stage),
+        ),
+    )
     return tuple(
         dataclasses.replace(
             group[0],
@@ -250,7 +260,7 @@ def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
             tensors=tuple(dict.fromkeys(name for each in group for name in each.tensors)),
             distance=max(each.distance for each in group),
         )
-        for _, group in sorted(same.items(), key=lambda pair: order.index(pair[0][0]))
+        for group in groups
     )
 
 

@@ -181,11 +181,15 @@ def _rows_of_each_factor(pair: StepPair, raw: Raw) -> Iterator[Row]:
         return
     listed = ", ".join(f"{factor / raw.share:.4g}" for factor in factors)
     norms = [total_norm(own) for own in raw.sent]
-    if np.ptp(norms) < _CLOSE * max(norms) and min(factors) > raw.share:
-        text = f"each replica clips its own gradient to norm {norms[0]:.4g} before the sum"
+    are_equal = np.ptp(norms) < _CLOSE * max(norms)
+    text = f"each replica clips its own gradient to norm {norms[0]:.4g} before the sum"
+    if are_equal and min(factors) > raw.share:
         yield raw.row(
             ("clipped_before_the_sum", f"{text}: they are {listed} times as large"), factors
         )
+    elif are_equal and abs(total_norm(raw.right) - norms[0]) < _CLOSE * norms[0]:
+        text += ", as the first recording clips the gradient of the whole batch"
+        yield raw.row(("clipped_before_the_sum", text), factors)
     if abs(sum(factors) - sum(raw.factors)) < 1e-3 and np.ptp(factors) > 1e-3 * max(factors):
         text = (
             f"the replicas count equally; counted {listed} times, as with other sums of sample"

@@ -88,6 +88,8 @@ FAULTS = {
     "clipped by hand": ({}, {"gradient": lambda s, r,
         g: [a * np.float32(0.01 / length_of(g)) for a in g]
     }, "gradients: clipped_before_the_sum"),
+    "clipped by hand, and the whole batch in the reference": (clipped_by_hand(), clipped_by_hand(),
+        "gradients: clipped_before_the_sum", {"text": "clips the gradient of the whole batch"}),
     "one is larger": ({}, before_sum(in_rows(np.s_[:], lambda g: 1.01 * g)),
         "gradients: scaled_gradient"),
     "one has the other sign": ({}, before_sum(in_rows(np.s_[:], lambda g: -g)),

@@ -165,8 +165,8 @@ MORE = {  # Name: model, positions, what is changed, what is found, and more.
     "apart without recorded sums": (
         "plain", (0,), apart_without_sums, "all-reduce: not_all_reduced"),
     "infinite on one device, too": ("adamw", (0, 1), infinite,
-        "start: not_finite-; gradients: not_finite-", {
-            "place": ((1,), (), ()), "status": NOTHING,
+        "gradients: not_finite-; start: not_finite-", {
+            "place": ((0,), replicas(1), None), "status": NOTHING,
             "text": "gradients are NaN or infinite, on one device too"}),
     "a step that overflows": ("momentum", (0, 1), None, "", {
         "whole": lambda: overflowing(0), "model": float16, "checked": ("all-reduce",)}),
@@ -176,7 +176,7 @@ MORE = {  # Name: model, positions, what is changed, what is found, and more.
         "loss: other_loss; update: not_updated", {
             "whole": lambda: overflowing(0), "model": float16}),
     "an overflow on another replica than the first": ("momentum", (0, 1), None,
-        "start: not_finite-; update: overflow_not_skipped", {
+        "update: overflow_not_skipped; start: not_finite-", {
             "whole": lambda: overflowing(1), "model": float16,
             "place": ((0,), replicas(1), None)}),
     **{

@@ -148,7 +148,7 @@ def test_a_cause_in_several_stages_is_explained_once():
 
 def test_findings_of_all_steps_replicas_and_tensors_are_one():
     again = dataclasses.replace(CLIPPED, steps=(4,), items=("replica 1",), tensors=("out/bias",))
-    found, local = merged([CLIPPED, LOCAL, again])[::-1]
+    found, local = merged([LOCAL, CLIPPED, again])  # In the order of their first steps.
     assert local == LOCAL and found.steps == (0, 1, 2, 4) and found.items == ("replica 1",)
     assert found.tensors == ("dense/kernel", "dense/bias", "out/bias")
 
@@ -180,7 +180,7 @@ def test_the_json_has_the_stages_and_findings_of_every_source():
     infinite = dataclasses.replace(CLIPPED, distance=float("inf"))
     record = json.loads(verdict_on(infinite, LOCAL).to_json(), parse_constant=pytest.fail)
     assert record["stages"] == {"start": "clean", "forward": "by design", "clipping": "fault"}
-    local, clipped = record["findings"]
+    clipped, local = record["findings"]
     assert local["items"] == ["replica 0", "replica 1"] and local["steps"] == ["step 1"]
     assert clipped["distance"] is None and clipped["remedy"].startswith("clip after the sum")
 
