@@ -18,6 +18,7 @@ from lockstep.explain.states import other_steps
 from lockstep.explain.targets import why_targets
 from lockstep.explain.variants import other_layers
 from lockstep.numeric.arrays import (
+    EPS,
     MARGIN,
     UNITS,
     are_finite,
@@ -280,16 +281,37 @@ def _why_factors(
         return "lost_micro_batch" if lost <= kept else "lost_replica", text
     listed = ", ".join(f"{factor:.4g}" for factor in factors)
     text = f"compared with the first recording, the losses of forward passes count {listed} times"
-    counts = [int(sum(np.count_nonzero(b) for _, b in m.pairs["y_grad"])) for m in matched]
-    of_shard = collections.Counter[int]()
-    for m, count in zip(matched, counts, strict=True):
-        of_shard[m.shard] += count
-    of_shards = [of_shard[m.shard] for m in matched]
-    for which, whose in ((counts, "its own examples"), (of_shards, "its replica's examples")):
-        shares = [factor * count for factor, count in zip(factors, which, strict=True)]
-        if len(set(which)) > 1 and np.ptp(shares) <= limit * max(map(abs, shares)):
-            return "mean_of_means", f"{text}: each is a mean over {whose} that are not masked"
+    for counts in zip(*map(_numbers_with_loss, matched), strict=True):
+        of_shard = collections.Counter[int]()
+        for m, count in zip(matched, counts, strict=True):
+            of_shard[m.shard] += count
+        of_shards = [of_shard[m.shard] for m in matched]
+        for which, whose in ((counts, "its own examples"), (of_shards, "its replica's examples")):
+            shares = [factor * count for factor, count in zip(factors, which, strict=True)]
+            if len(set(which)) > 1 and np.ptp(shares) <= limit * max(map(abs, shares)):
+                return "mean_of_means", f"{text}: each is a mean over {whose} that are not masked"
     return "scaled_gradient", text
+
+
+def _numbers_with_loss(m: Matched) -> tuple[int, int, int]:
+    """Returns the number of elements, and of examples, whose loss has a gradient.
+
+    The third number also has the examples that are predicted with certainty, whose softmax leaves
+    no gradient in float32, as if they were masked.
+    """
+    elements = examples = certain = 0
+    outputs = [b for _, b in m.pairs["y_pred"]] or [b for _, b in m.pairs["y_grad"]]
+    for (_, gradient), output in zip(m.pairs["y_grad"], outputs, strict=True):
+        rows, own = dense(gradient), dense(output)
+        size = rows.shape[-1] if rows.ndim > 1 else 1
+        rows, own = rows.reshape(-1, size), own.reshape(-1, size)
+        has_loss = np.any(rows, axis=1)
+        with np.errstate(invalid="ignore"):
+            others = np.sum(np.exp(own - own.max(axis=1, keepdims=True)), axis=1) - 1
+        elements += int(np.count_nonzero(rows))
+        examples += int(np.count_nonzero(has_loss))
+        certain += int(np.count_nonzero(has_loss | ((others < EPS) & (size > 1))))
+    return elements, examples, certain
 
 
 def _found(

@@ -95,6 +95,22 @@ def mask(gradient):
     return gradient
 
 
+def mean_of_unmasked(masked, certain, times):
+    """A mean over the examples that are not masked; one of them is predicted with certainty."""
+
+    def output(outputs):
+        outputs = outputs.copy()
+        outputs[certain] *= np.float32(1e4)
+        return outputs
+
+    def of_loss(gradient):
+        gradient = np.float32(times) * gradient
+        gradient[[*masked, certain]] = 0
+        return gradient
+
+    return {"output": output, "of_loss": of_loss}
+
+
 def a_part(gradient):
     return gradient * np.float32([1, 0.5, 1, 0.2])
 
@@ -183,6 +199,10 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
         "gradients: mean_instead_of_sum"),
     "a scaled loss": ({}, {"of_loss": lambda g: 3 * g}, "scaled_gradient"),
     "masked examples": ({}, {"of_loss": mask}, "other_targets"),
+    # Of 12 examples, replica 1 masks 2 of its 6.
+    "a mean of each replica, with a certain example": (
+        mean_of_unmasked((1, 3), 5, 12 / 10), mean_of_unmasked((0, 1), 2, 6 / 4), "mean_of_means",
+        {"place": ((0,), None, ())}),
     "other outputs": ({}, {"output": lambda y: 2 * y},
         "forward: other_outputs; gradients: other_outputs"),
     "lost micro-batch": ({"parts": 4}, second_of_two(), "lost_micro_batch", {
