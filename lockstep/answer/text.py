@@ -150,8 +150,8 @@ def _stages(verdict: Verdict) -> dict[str, str]:
         facts[stage] = f"{verdict.status_of(stage)}: {what}"
         if stage in largest:
             worst, num_equal, number = largest[stage]
-            allowed = f" of {worst.allowed:.2g} that rounding can cause" if worst.allowed else ""
-            facts[stage] += f"; {worst.distance:.2g}{allowed}"
+            allowed = f", rounding allows {worst.allowed:.2g}" if worst.allowed else ""
+            facts[stage] += f"; differs by {worst.distance:.2g}{allowed}"
             facts[stage] += f"; {num_equal} of {number} bitwise equal" if num_equal else ""
     return facts | ({"tolerances": one_line(verdict.tolerance)} if verdict.tolerance else {})
 

@@ -204,7 +204,7 @@ def test_the_largest_difference_is_that_of_a_wrong_array_where_there_is_one():
     assert largest_of([right, measured[2]])["update"] == (right, 0, 2)
     equal = dataclasses.replace(right, same_bits=True)
     told = describe([verdict_on(measurements=(right, equal))], details=True)
-    assert "0.5 of 0.55 that rounding can cause; 1 of 2 bitwise equal" in " ".join(told.split())
+    assert "differs by 0.5, rounding allows 0.55; 1 of 2 bitwise equal" in " ".join(told.split())
 
 
 def test_a_long_name_has_a_line_of_its_own():
