@@ -1,0 +1,255 @@
+"""Runs the public cases: programs after reports of others, each right and with its mistakes.
+
+A case is a file of `tests/verifier/zoo/public`. Its right form and each wrong one are variants of
+`lockstep run`, whose trainings run in processes that have imported the framework. The cases of
+`sealed.txt` are left out without `--all`: they were written with the others, and first run when
+nothing was changed any more. Fails if a right program has a fault, or a wrong one has none.
+"""
+
+import ast
+import collections
+import concurrent.futures
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import threading
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from lockstep import trainings
+from lockstep.answer.verdict import BY_DESIGN, CLEAN, NOT_COMPARED, NOTHING, Verdict
+from lockstep.data.file import TraceError
+from lockstep.launch import TrainingError
+
+from . import Options, check
+from .scripts import AT_ONCE, PRELOADED, ROOT, Server, shown
+
+CASES = ROOT / "tests" / "verifier" / "zoo" / "public"
+SEALED = CASES / "sealed.txt"
+FRAMEWORKS = {"torch": "torch", "jax": "jax", "keras": "tensorflow", "keras-jax": "jax"}
+RIGHT = "right"  # Name of the variant without a mistake.
+REFUSED = "refused"
+
+
+class Case(NamedTuple):
+    """A program after a public report.
+
+    Attributes:
+        name: kind and file, as in "losses/one_micro_batch".
+        told: what the report says.
+        reference: where it was reported.
+        date: year and month of the report.
+        framework: a key of `FRAMEWORKS`.
+        wrong: name of each mistake → details of findings that name it.
+        processes: ranks, or devices of a program of JAX or TensorFlow.
+        steps: number of first steps to record.
+        right: status of the verdict on the right program.
+        modules: whether the modules of a PyTorch model are recorded.
+        needs: packages beside the framework.
+        note: a sentence.
+    """
+
+    name: str
+    told: str
+    reference: str
+    date: str
+    framework: str
+    wrong: Mapping[str, list[str]]
+    processes: int = 2
+    steps: int = 2
+    right: str = CLEAN
+    modules: bool = False
+    needs: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The file."""
+        return CASES / f"{self.name}.py"
+
+
+class Outcome(NamedTuple):
+    """What the verdict on a variant says.
+
+    Attributes:
+        status: of the verdict; "refused" if there is none.
+        details: those of its faults, in the order of the verdict.
+        text: the findings, or why there is no verdict.
+    """
+
+    status: str
+    details: tuple[str, ...]
+    text: str
+
+
+def listed() -> list[Case]:
+    """Returns all cases, in the order of their names."""
+    return [_read(path) for path in sorted(CASES.glob("*/*.py"))]
+
+
+def sealed() -> set[str]:
+    """Returns the names of the cases that are first run at the end."""
+    return set(SEALED.read_text("utf-8").split()) if SEALED.exists() else set()
+
+
+def _read(path: pathlib.Path) -> Case:
+    told, _, table = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n\n")
+    name = f"{path.parent.name}/{path.stem}"
+    return Case(name, told.replace("\n", " "), **tomllib.loads(table))
+
+
+class Servers:
+    """Processes that have imported a framework, as many for each as programs run at once."""
+
+    def __init__(self) -> None:
+        self._free: dict[str, queue.SimpleQueue[Server]] = {}
+        self._started: list[Server] = []
+        self._lock = threading.Lock()
+
+    def run(
+        self, training: Any, variables: Mapping[str, str], log: pathlib.Path, timeout_sec: float,
+        on_wait: Any = None,
+    ) -> None:  # fmt: skip
+        """Runs a training in place of `lockstep.launch.run_training`.
+
+        Args:
+            training: "python", a framework, a file, a mistake, a number of processes.
+            variables: environment variables.
+            log: file for what the training prints.
+            timeout_sec: time limit.
+            on_wait: unused.
+
+        Raises:
+            TrainingError: the training failed or reached its time limit.
+        """
+        _, framework, program, mistake, processes = training
+        environment = {**variables, "BUG": mistake, "DEVICES": processes, "OMP_NUM_THREADS": "1"}
+        free = self._of(FRAMEWORKS[framework])
+        server = free.get()
+        try:
+            server.process.stdin.write(json.dumps({
+                "program": program, "arguments": [], "folder": str(log.parent), "log": str(log),
+                "environment": environment, "timeout_sec": timeout_sec,
+                "processes": int(processes) if framework == "torch" else 1,
+            }) + "\n")  # fmt: skip
+            server.process.stdin.flush()
+            code = int(server.process.stdout.readline())
+        finally:
+            free.put(server)
+        if code:
+            tail = "\n".join(log.read_text("utf-8", "replace").splitlines()[-15:])
+            raise TrainingError(f"ended with exit code {code}", tail)
+
+    def _of(self, framework: str) -> "queue.SimpleQueue[Server]":
+        with self._lock:
+            if framework not in self._free:
+                self._free[framework] = queue.SimpleQueue()
+                for _ in range(AT_ONCE):
+                    self._started.append(Server("keras" if framework == "tensorflow" else framework))
+                    self._free[framework].put(self._started[-1])
+        return self._free[framework]
+
+    def end(self) -> None:
+        """Ends all processes."""
+        for server in self._started:
+            server.process.kill()
+            server.process.wait()
+
+
+def outcomes(case: Case, wanted: str = "", keep: pathlib.Path | None = None) -> dict[str, Outcome]:
+    """Runs the variants of a case; name of the variant → what its verdict says.
+
+    A training that cannot be recorded ends a whole command: each variant is then run on its own.
+
+    Args:
+        case: the case.
+        wanted: the only variant to run; all if empty.
+        keep: folder for the recordings.
+    """
+
+    def command(mistake: str, processes: int) -> list[str]:
+        return ["python", case.framework, str(case.path), mistake, str(processes)]
+
+    names = [name for name in (RIGHT, *case.wrong) if wanted in ("", name)]
+    variants = {name: command(name * (name != RIGHT), case.processes) for name in names}
+    settings = trainings.Settings(case.steps, modules=case.modules, timeout_sec=120, keep=keep)
+    found = {}
+    try:
+        verdicts = trainings.verify_trainings(command("", 1), variants, settings)
+        found = {name: _outcome(verdict) for name, verdict in verdicts.items()}
+    except (TrainingError, TraceError, ValueError) as error:
+        if len(names) == 1:
+            return {names[0]: Outcome(REFUSED, (), str(error))}
+        for name in names:
+            found |= outcomes(case, name, keep)
+    except Exception as error:  # A bug of the comparison.
+        return {name: Outcome(REFUSED, (), f"{type(error).__name__}: {error}") for name in names}
+    return found
+
+
+def _outcome(verdict: Verdict) -> Outcome:
+    details = tuple(finding.detail for finding in verdict.faults)
+    return Outcome(verdict.status, details, "\n    ".join(map(shown, verdict.findings)))
+
+
+def judged(case: Case, name: str, outcome: Outcome) -> str:
+    """Says in a word what a verdict is worth."""
+    if name == RIGHT:
+        if outcome.details:
+            return "accused"
+        return outcome.status
+    if outcome.details:
+        return "named" if outcome.details[0] in case.wrong[name] else "caught"
+    if outcome.status == NOTHING and NOTHING in case.wrong[name]:
+        return "named"
+    return "passed" if outcome.status in (CLEAN, BY_DESIGN) else outcome.status
+
+
+@contextlib.contextmanager
+def running_servers() -> Iterator[None]:
+    """Runs the trainings of `lockstep run` in processes that have imported the framework."""
+    servers, run_training = Servers(), trainings.run_training
+    trainings.run_training = servers.run
+    try:
+        yield
+    finally:
+        trainings.run_training = run_training
+        servers.end()
+
+
+def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
+    """Runs the cases, two at a time; yields what is found of each."""
+    closed = set() if options.all else sealed()
+    cases = [case for case in listed() if case.name not in closed]
+    cases = [case for case in cases if options.wants(case.name.replace("_", " "))]
+    kept = os.environ.get("LOCKSTEP_PUBLIC_KEEP")
+    rows = []
+    with running_servers(), concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        folders = [pathlib.Path(kept) / case.name if kept else None for case in cases]
+        running = [pool.submit(outcomes, case, "", folder)
+                   for case, folder in zip(cases, folders, strict=True)]  # fmt: skip
+        for case, each in zip(cases, running, strict=True):
+            for name, outcome in each.result().items():
+                word = judged(case, name, outcome)
+                kind = case.name.split("/")[0]
+                which = RIGHT if name == RIGHT else "wrong"
+                counts[f"{which}: {word}"] += 1
+                rows.append((kind, which, word))
+                expected = case.right if name == RIGHT else ", ".join(case.wrong[name])
+                yield f"{case.name}: {name}: {word} (expected: {expected})\n    {outcome.text}"
+    yield table(rows)
+    check(not counts["right: accused"], "a right program has a fault")
+    check(not counts["wrong: passed"], "a wrong program has no fault")
+
+
+def table(rows: list[tuple[str, str, str]]) -> str:
+    """Returns the counts of each kind as lines."""
+    kinds = dict.fromkeys(kind for kind, _, _ in rows)
+    lines = []
+    for kind in kinds:
+        told = collections.Counter(f"{which} {word}" for k, which, word in rows if k == kind)
+        lines.append(f"{kind}: " + ", ".join(f"{n} {what}" for what, n in sorted(told.items())))
+    return "\n".join(lines)
