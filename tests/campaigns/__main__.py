@@ -34,7 +34,10 @@ CAMPAIGNS = {
     "layouts": (8, "a seed of small right trainings in 13 parallel layouts and two dtypes"),
     "bounds": (2, "a seed of right trainings of five networks, with batches of 16 to 2,048"),
     "sensitivity": (0, "a fault in six sizes, in float32 and bfloat16"),
-    "public": (0, "a program after a public report, right and with its mistakes; --all: the sealed"),
+    "public": (
+        0,
+        "a program after a public report, right and wrong; --all: sealed ones, too",
+    ),
     "optimizers": (0, "a right program with one of Keras' optimizers"),
 }
 

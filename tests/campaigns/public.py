@@ -16,20 +16,21 @@ import pathlib
 import queue
 import threading
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep import trainings
-from lockstep.answer.verdict import BY_DESIGN, CLEAN, NOT_COMPARED, NOTHING, Verdict
+from lockstep.answer.verdict import BY_DESIGN, CLEAN, NOTHING, Verdict
 from lockstep.data.file import TraceError
 from lockstep.launch import TrainingError
 
 from . import Options, check
-from .scripts import AT_ONCE, PRELOADED, ROOT, Server, shown
+from .scripts import AT_ONCE, ROOT, Server, shown
 
 CASES = ROOT / "tests" / "verifier" / "zoo" / "public"
 SEALED = CASES / "sealed.txt"
-FRAMEWORKS = {"torch": "torch", "jax": "jax", "keras": "tensorflow", "keras-jax": "jax"}
+# Framework of a case → key of `PRELOADED`.
+FRAMEWORKS = {"torch": "torch", "jax": "jax", "keras": "keras", "keras-jax": "jax"}
 RIGHT = "right"  # Name of the variant without a mistake.
 REFUSED = "refused"
 
@@ -148,7 +149,9 @@ class Servers:
             if framework not in self._free:
                 self._free[framework] = queue.SimpleQueue()
                 for _ in range(AT_ONCE):
-                    self._started.append(Server("keras" if framework == "tensorflow" else framework))
+                    self._started.append(
+                        Server("keras" if framework == "tensorflow" else framework)
+                    )
                     self._free[framework].put(self._started[-1])
         return self._free[framework]
 
@@ -159,15 +162,15 @@ class Servers:
             server.process.wait()
 
 
-def outcomes(case: Case, wanted: str = "", keep: pathlib.Path | None = None) -> dict[str, Outcome]:
+def outcomes(case: Case, keep: pathlib.Path | None = None, wanted: str = "") -> dict[str, Outcome]:
     """Runs the variants of a case; name of the variant → what its verdict says.
 
     A training that cannot be recorded ends a whole command: each variant is then run on its own.
 
     Args:
         case: the case.
-        wanted: the only variant to run; all if empty.
         keep: folder for the recordings.
+        wanted: the only variant to run; all if empty.
     """
 
     def command(mistake: str, processes: int) -> list[str]:
@@ -184,7 +187,7 @@ def outcomes(case: Case, wanted: str = "", keep: pathlib.Path | None = None) -> 
         if len(names) == 1:
             return {names[0]: Outcome(REFUSED, (), str(error))}
         for name in names:
-            found |= outcomes(case, name, keep)
+            found |= outcomes(case, keep, name)
     except Exception as error:  # A bug of the comparison.
         return {name: Outcome(REFUSED, (), f"{type(error).__name__}: {error}") for name in names}
     return found
@@ -221,35 +224,120 @@ def running_servers() -> Iterator[None]:
 
 
 def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
-    """Runs the cases, two at a time; yields what is found of each."""
+    """Runs the cases, two at a time; yields what is found of each.
+
+    `LOCKSTEP_PUBLIC_KEEP` is a folder for the recordings, `LOCKSTEP_PUBLIC_PAGE` a file for the
+    page with all results.
+    """
     closed = set() if options.all else sealed()
     cases = [case for case in listed() if case.name not in closed]
     cases = [case for case in cases if options.wants(case.name.replace("_", " "))]
     kept = os.environ.get("LOCKSTEP_PUBLIC_KEEP")
+    folders = [pathlib.Path(kept) / case.name if kept else None for case in cases]
     rows = []
     with running_servers(), concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        folders = [pathlib.Path(kept) / case.name if kept else None for case in cases]
-        running = [pool.submit(outcomes, case, "", folder)
-                   for case, folder in zip(cases, folders, strict=True)]  # fmt: skip
-        for case, each in zip(cases, running, strict=True):
-            for name, outcome in each.result().items():
-                word = judged(case, name, outcome)
-                kind = case.name.split("/")[0]
-                which = RIGHT if name == RIGHT else "wrong"
-                counts[f"{which}: {word}"] += 1
-                rows.append((kind, which, word))
-                expected = case.right if name == RIGHT else ", ".join(case.wrong[name])
-                yield f"{case.name}: {name}: {word} (expected: {expected})\n    {outcome.text}"
-    yield table(rows)
-    check(not counts["right: accused"], "a right program has a fault")
-    check(not counts["wrong: passed"], "a wrong program has no fault")
+        for case, found in zip(cases, pool.map(outcomes, cases, folders), strict=True):
+            for name, outcome in found.items():
+                rows.append(Row(case, name, outcome, judged(case, name, outcome)))
+                yield rows[-1].told
+    for row in rows:
+        counts[f"{row.which} {row.word}"] += 1
+    for title, part in parts(rows).items():
+        yield f"{title}\n" + "\n".join(" ".join(line) for line in table(part))
+    if path := os.environ.get("LOCKSTEP_PUBLIC_PAGE"):
+        pathlib.Path(path).write_text(page(rows), "utf-8")
+    check(not counts["right accused"], "a right program has a fault")
+    check(not counts["wrong passed"], "a wrong program has no fault")
 
 
-def table(rows: list[tuple[str, str, str]]) -> str:
-    """Returns the counts of each kind as lines."""
-    kinds = dict.fromkeys(kind for kind, _, _ in rows)
-    lines = []
-    for kind in kinds:
-        told = collections.Counter(f"{which} {word}" for k, which, word in rows if k == kind)
-        lines.append(f"{kind}: " + ", ".join(f"{n} {what}" for what, n in sorted(told.items())))
+class Row(NamedTuple):
+    """A variant of a case with its outcome, in a word, too."""
+
+    case: Case
+    name: str
+    outcome: Outcome
+    word: str
+
+    @property
+    def which(self) -> str:
+        """ "right" or "wrong"."""
+        return RIGHT if self.name == RIGHT else "wrong"
+
+    @property
+    def kind(self) -> str:
+        """The kind of the case."""
+        return self.case.name.partition("/")[0]
+
+    @property
+    def told(self) -> str:
+        """The row in lines of text."""
+        right = self.case.right if self.name == RIGHT else ", ".join(self.case.wrong[self.name])
+        text = f"{self.case.name}: {self.name}: {self.word} (right: {right})"
+        return f"{text}\n    {self.outcome.text}".rstrip()
+
+
+def parts(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Returns the rows of the cases that were not sealed, and of those that were, by titles."""
+    closed = sealed()
+    found = {
+        "Cases that were known while the verifier was changed": [
+            row for row in rows if row.case.name not in closed
+        ],
+        "Sealed cases: first run when nothing was changed any more": [
+            row for row in rows if row.case.name in closed
+        ],
+    }
+    return {title: part for title, part in found.items() if part}
+
+
+def table(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yields a line of counts for each kind, and one for all."""
+    for kind in (*dict.fromkeys(row.kind for row in rows), "all"):
+        own = [row for row in rows if kind in (row.kind, "all")]
+        line = [kind, f"{len({row.case.name for row in own})} cases"]
+        for which in (RIGHT, "wrong"):
+            words = collections.Counter(row.word for row in own if row.which == which)
+            told = ", ".join(f"{n} {word}" for word, n in sorted(words.items()))
+            line.append(f"{which}: {words.total()}: {told}")
+        yield line
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Returns a page in Markdown with the result of each case."""
+    lines = [PREAMBLE]
+    for title, part in parts(rows).items():
+        lines += [f"## {title}", "", "| Kind | Cases | Right programs | Wrong programs |"]
+        lines.append("| --- | --- | --- | --- |")
+        for kind, number, right, wrong in table(part):
+            cells = kind, number.split()[0], *(x.partition(": ")[2] for x in (right, wrong))
+            lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", "| Case | Report | Right program | Wrong programs |"]
+        lines.append("| --- | --- | --- | --- |")
+        for case in dict.fromkeys(case.name for case in (row.case for row in part)):
+            own = [row for row in part if row.case.name == case]
+            lines.append(f"| {' | '.join(_cells(own))} |")
+        lines.append("")
     return "\n".join(lines)
+
+
+PREAMBLE = """# Public cases
+
+Small programs after mistakes that others reported, written in our own words before the verifier was
+run on any of them: each a right program, and the same with one to three mistakes. `make campaign
+ARGS="public --all"` runs them by `lockstep run` and writes this page. A third was drawn at random
+and sealed. *named*: the first fault has a detail that was written down as right beforehand;
+*caught*: there is a fault of another name; *not compared*: exit code 3, which says what is missing;
+*passed*: exit code 0; *accused*: a right program with a fault; *refused*: no verdict.
+"""
+
+
+def _cells(rows: Sequence[Row]) -> Iterator[str]:
+    case = rows[0].case
+    yield case.name
+    yield f"{case.reference} ({case.date}): {case.told}".replace("|", "\\|")
+    yield "; ".join(row.word for row in rows if row.which == RIGHT)
+    yield "; ".join(
+        f"{row.name}: {row.word}" + (f" ({row.outcome.details[0]})" if row.outcome.details else "")
+        for row in rows
+        if row.which != RIGHT
+    )

@@ -10,7 +10,16 @@ import pytest
 
 from lockstep.answer.causes import DETAILS
 from lockstep.answer.verdict import NOTHING
-from tests.campaigns import CampaignError, copies, fuzz, mutations, network, scripts, sensitivity
+from tests.campaigns import (
+    CampaignError,
+    copies,
+    fuzz,
+    mutations,
+    network,
+    public,
+    scripts,
+    sensitivity,
+)
 from tests.conftest import ROOT
 from tests.in_process import parse_here
 
@@ -98,3 +107,19 @@ def test_a_short_campaign(words):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ": all held; " in done.stdout.splitlines()[-1]
+
+
+def test_the_public_cases_say_what_is_right():
+    """Each has a report, a date and one to three mistakes; their first faults have names."""
+    cases = public.listed()
+    for case in cases:
+        compile(case.path.read_text("utf-8"), case.name, "exec")
+        assert case.told.endswith(".") and case.reference, case
+        assert re.fullmatch(r"20\d\d-(0\d|1[0-2])", case.date), case
+        assert case.framework in public.FRAMEWORKS and 1 <= len(case.wrong) <= 3, case
+        details = {detail for each in case.wrong.values() for detail in each}
+        assert all(case.wrong.values()) and not details - {*DETAILS, NOTHING}, case
+        text = case.path.read_text("utf-8")
+        assert all(f'BUG == "{name}"' in text or f'"{name}"' in text for name in case.wrong), case
+    assert len(cases) >= 100 and public.sealed() < {case.name for case in cases}
+    assert 3 * len(public.sealed()) >= len(cases) - 2
