@@ -18,6 +18,7 @@ from lockstep.numeric.arrays import (
     all_same_bits,
     dense,
     factor_of,
+    same_bits,
     scaled_all,
     total_norm,
 )
@@ -91,6 +92,7 @@ def update_rows(
     if not is_counted_once:
         yield twice
     yield from _of_exchanged_parts(update)
+    yield from _of_parts(update)
     assert updater is not None
     for cause, text, settings in updater.settings():
         yield update.row(cause, text, **settings)
@@ -264,6 +266,18 @@ def _of_exchanged_parts(update: _Update) -> Iterator[Row]:
         yield computed("swapped_parts", text, again, *devices)
 
 
+def _of_parts(update: _Update) -> Iterator[Row]:
+    """Yields updates of which each rank computes that of its part alone, where elements mix."""
+    updater, about = update.context.updater, update.context.trace.about
+    rules = updater.rules if isinstance(updater, RuleOracle) else {}
+    if not any(rules[name].mixes_elements for name in update.wrong if name in rules):
+        return
+    numbers = {about.num_replicas, len(update.context.copies), *about.mesh.values()} - {1}
+    for number, axis in itertools.product(sorted(numbers), (0, 1)):
+        text = f"each of {number} parts along axis {axis} is updated as a weight of its own"
+        yield update.row("updated_by_part", text, parts=number, axis=axis)
+
+
 # --- Other settings ------------------------------------------------------------------------------
 
 
@@ -341,7 +355,9 @@ def _of_solved_settings(update: _Update) -> Iterator[Row]:
             moved = {n: expected[n] + share * before[n] for n in weights}
             yield update.leaves("other_weight_decay", text, moved)
     if usual := updater.momentum if updater else 0.0:
-        names = [name for name in update.wrong if kinds[name] == STATE] or [*update.wrong]
+        own = [name for name in update.slots if name in update.expected]
+        own = [name for name in own if not same_bits(update.after[name], update.expected[name])]
+        names = own or [*update.wrong]
         more = update.factor(names, update.variant(momentum=2 * usual))
         if np.isfinite(more) and 0 <= (momentum := (1 + more) * usual) < 1:
             text = f"the change is that of a momentum of {momentum:.4g}"

@@ -1,23 +1,23 @@
-"""Computes updates in float64: SGD, Adam, AdamW (PyTorch, Keras, Optax), RMSprop (PyTorch).
+"""Computes updates in float64: SGD, Adam, AdamW (PyTorch, Keras, Optax), RMSprop, Muon (PyTorch).
 
 The three frameworks have optimizers with the same names and different updates. A `Rule` has every
 setting in which they differ, so that it can express each of them, and a wrong update is found by
 changing one setting at a time.
 
-References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`, `torch.optim.RMSprop`;
-`keras.optimizers.SGD`, `keras.optimizers.Adam`; `optax.sgd`, `optax.adamw`.
+References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`, `torch.optim.RMSprop`,
+`torch.optim.Muon`; `keras.optimizers.SGD`, `keras.optimizers.Adam`; `optax.sgd`, `optax.adamw`.
 """
 
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lockstep.data.trace import STATE, Trace
-from lockstep.numeric.arrays import EPS, Array, Named, Rows, dense, unit_of
+from lockstep.numeric.arrays import EPS, UNITS, Array, Named, Rows, dense, norm, unit_of
 from lockstep.oracles import OtherSetting
 
 IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
@@ -37,7 +37,9 @@ _ROLES: dict[str, dict[str, tuple[str, ...]]] = {
         "number": COUNTERS,
     },
     "RMSprop": {"second_moment": ("square_avg",), "velocity": ("momentum_buffer",)},
+    "Muon": {"velocity": ("momentum_buffer",)},
 }
+_FAMILIES = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam", "rmsprop": "RMSprop", "muon": "Muon"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,18 +47,18 @@ class Rule:
     """The rule of an optimizer, with its settings for one weight in one step.
 
     Attributes:
-        family: "SGD", "Adam" or "RMSprop".
+        family: "SGD", "Adam", "RMSprop" or "Muon".
         learning_rate: learning rate of this step.
-        momentum: momentum of SGD and RMSprop.
+        momentum: momentum of SGD, RMSprop and Muon.
         dampening: dampening of SGD in PyTorch.
-        nesterov: whether SGD uses Nesterov momentum.
+        nesterov: whether SGD or Muon uses Nesterov momentum.
         velocity: what the velocity of SGD sums, `OF_GRADIENTS` (PyTorch, Optax) or `OF_UPDATES`
             (Keras: it contains the learning rates of earlier steps).
         weight_decay: λ.
         decay_placement: `IN_GRADIENT` or `IN_WEIGHTS`.
         beta_1, beta_2: decay rates of Adam.
         rho: decay rate of RMSprop, alpha in PyTorch.
-        epsilon: epsilon of Adam and RMSprop.
+        epsilon: epsilon of Adam, RMSprop and Muon.
         epsilon_placement: where epsilon is added: to the root `AFTER_CORRECTION` of the bias
             (PyTorch, Optax) or `BEFORE_CORRECTION` (Keras), or `UNDER_ROOT`.
         corrects_bias: whether Adam corrects the bias of its moments.
@@ -65,6 +67,12 @@ class Rule:
             `OF_ROWS` (Keras with TensorFlow).
         betas_in: dtype of the betas: PyTorch computes with float32 in the fused kernel of a
             GPU, in which 1 - 0.999 is 1.3e-5 smaller.
+        ns_steps: iterations by which Muon makes the singular values of a matrix nearly 1.
+        ns_1, ns_2, ns_3: factors of the powers 1, 3 and 5 of the matrix in each.
+        rate_of_shape: how Muon's learning rate depends on the shape of a weight, "original" or
+            "match_rms_adamw".
+        parts: number of parts along `axis`, each of which Muon computes as a matrix of its own.
+        axis: see `parts`.
     """
 
     family: str
@@ -84,6 +92,18 @@ class Rule:
     corrects_second_bias: bool = True
     squares: str = OF_SUM
     betas_in: str = "float64"
+    ns_steps: int = 5
+    ns_1: float = 3.4445
+    ns_2: float = -4.775
+    ns_3: float = 2.0315
+    rate_of_shape: str = "original"
+    parts: int = 1
+    axis: int = 0
+
+    @property
+    def mixes_elements(self) -> bool:
+        """Whether the update of an element depends on the gradients of others of its weight."""
+        return self.family == "Muon"
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -100,17 +120,19 @@ def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule |
         settings: settings of a weight's parameter group in one step.
     """
     name = str(optimizer.get("class", "")).lower()
-    family = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam", "rmsprop": "RMSprop"}.get(name)
+    family = _FAMILIES.get(name)
     is_known = family is not None and settings.get("learning_rate") is not None
     if not is_known or any(map(settings.get, FORMS)):
         return None
     if family == "RMSprop" and optimizer.get("framework") != "torch":
         return None  # Keras and Optax have other forms of momentum in it.
+    if family == "Muon" and not {"ns_steps", "epsilon"} <= settings.keys():
+        return None  # Another optimizer of this name.
     is_keras = optimizer.get("framework") == "keras"
     of_framework = {
         "family": family,
         "velocity": OF_UPDATES if is_keras else OF_GRADIENTS,
-        "decay_placement": IN_WEIGHTS if is_keras or name == "adamw" else IN_GRADIENT,
+        "decay_placement": IN_WEIGHTS if is_keras or name in ("adamw", "muon") else IN_GRADIENT,
         "epsilon_placement": BEFORE_CORRECTION if is_keras else AFTER_CORRECTION,
         "squares": OF_ROWS if is_keras else OF_SUM,
     }
@@ -119,8 +141,9 @@ def rule_of(optimizer: Mapping[str, Any], settings: Mapping[str, Any]) -> Rule |
 
 
 def updated(
-    rule: Rule, weight: Array, gradient: Array, state: Named, correction: Sequence[float] = (1, 1)
-) -> Named:
+    rule: Rule, weight: Array, gradient: Array, state: Named, correction: Sequence[float] = (1, 1),
+    near: Callable[[np.ndarray], np.ndarray] = np.asarray,
+) -> Named:  # fmt: skip
     """Applies a rule to one weight, in float64.
 
     Args:
@@ -130,6 +153,7 @@ def updated(
         state: role → optimizer state before the step: "velocity", which sums what the rule says;
             "first_moment", "second_moment", "number" of updates. What is absent is 0.
         correction: factors of both betas in the correction of the bias.
+        near: returns what Muon computes in bfloat16, with other rounding.
 
     Returns:
         "weight" and the roles that the rule has → value after the step.
@@ -146,6 +170,8 @@ def updated(
         change, after = _sgd(rule, g, state)
     elif rule.family == "RMSprop":
         change, after = _rmsprop(rule, g, state)
+    elif rule.family == "Muon":
+        change, after = _muon(rule, g, state, near)
     else:
         change, after = _adam(rule, g, g**2 if square is None else square, state, correction)
     return {"weight": w + change, "number": dense(state.get("number", 0)) + 1, **after}
@@ -177,6 +203,35 @@ def _rmsprop(rule: Rule, gradient: np.ndarray, state: Named) -> tuple[np.ndarray
     root = np.where(root == 0, 1.0, root)  # For a gradient of 0 with an epsilon of 0.
     change, after = _sgd(rule, gradient / root, state)
     return change, {"second_moment": second, **after}
+
+
+def _muon(
+    rule: Rule, gradient: np.ndarray, state: Named, near: Callable[[np.ndarray], np.ndarray]
+) -> tuple[np.ndarray, Named]:
+    """Returns the change of a matrix, and the velocity after it."""
+    new = rule.momentum * state.get("velocity", 0.0) + (1 - rule.momentum) * gradient
+    ahead = (1 - rule.momentum) * gradient + rule.momentum * new if rule.nesterov else new
+    size = -(-gradient.shape[rule.axis] // rule.parts)
+    parts = np.split(ahead, range(size, gradient.shape[rule.axis], size), rule.axis)
+    moved = np.concatenate([_orthogonal(rule, part, near) for part in parts], rule.axis)
+    rows, columns = gradient.shape
+    factor = max(1.0, rows / columns) ** 0.5
+    if rule.rate_of_shape == "match_rms_adamw":
+        factor = 0.2 * max(rows, columns) ** 0.5
+    return -rule.learning_rate * factor * moved, {"velocity": new}
+
+
+def _orthogonal(
+    rule: Rule, matrix: np.ndarray, near: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Returns a matrix with singular values of nearly 1, by Newton-Schulz iterations."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = near(x)
+    x = near(x / max(norm(x), rule.epsilon))
+    for _ in range(rule.ns_steps):
+        square = near(x @ x.T)
+        x = near(rule.ns_1 * x + near(rule.ns_2 * square + rule.ns_3 * square @ square) @ x)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
 def _adam(
@@ -212,6 +267,8 @@ _DETAILS = {
     "corrects_second_bias": "bias_not_corrected",
     "squares": "other_optimizer",
     "rho": "other_optimizer",
+    **dict.fromkeys(("ns_steps", "ns_1", "ns_2", "ns_3"), "other_optimizer"),
+    "rate_of_shape": "other_learning_rate",
     "betas_in": "rounded_betas",
 }
 
@@ -254,6 +311,7 @@ class RuleOracle:
         self.units = {key: unit_of(array) for key, array in after.items()}
         self._state: dict[str, dict[str, str]] = {}  # Weight → role → key.
         self._correction: tuple[float, ...] = (1.0, 1.0)
+        self._near: Callable[[np.ndarray], np.ndarray] = np.asarray
         self.rules: dict[str, Rule] = {}
         settings = about.settings[position] if about.settings else ()
         is_mixed = len({group.get("optimizer") for group in settings}) > 1
@@ -269,6 +327,8 @@ class RuleOracle:
             own = groups[0] if groups else {}
             kind = {"class": own["optimizer"]} if "optimizer" in own else {}
             rule = rule_of({**about.optimizer, **kind}, own)
+            if rule and rule.mixes_elements and np.ndim(after.get(weight, 0)) != 2:
+                rule = None  # Of a sample, its elements alone are known.
             if rule is None and is_mixed:
                 continue  # Of several optimizers, one may be unknown.
             if rule is None:
@@ -318,7 +378,7 @@ class RuleOracle:
     @property
     def sums(self) -> set[str]:
         """Keys of the optimizer state that is linear in the gradients."""
-        roles = {"SGD": "velocity", "Adam": "first_moment"}
+        roles = {"SGD": "velocity", "Adam": "first_moment", "Muon": "velocity"}
         own = [(self._state[weight], roles.get(r.family)) for weight, r in self.rules.items()]
         return {keys[role] for keys, role in own if role in keys}
 
@@ -354,18 +414,25 @@ class RuleOracle:
             )
             keys = self._state[weight]
             state = {role: dense(before[key]) for role, key in keys.items() if key in before}
-            new = updated(changed, before[weight], sums[weight], state, self._correction)
+            given = before[weight], sums[weight], state, self._correction, self._near
+            new = updated(changed, *given)
             after |= {key: new[role] for role, key in keys.items() if role in new}
             after[weight] = new["weight"]
         return after
 
     def rounded(self, generator: np.random.Generator) -> "RuleOracle":
-        """Returns the same oracle with a bias correction in float32.
+        """Returns the same oracle with a bias correction in float32, and other rounding of Muon.
 
         So do Keras and Optax compute it; of 1 - 0.999, few bits are left.
         """
+
+        def near(matrix: np.ndarray) -> np.ndarray:
+            signs = generator.choice([-0.5, 0.5], matrix.shape)
+            return np.asarray(matrix * (1 + UNITS["bfloat16"] * signs))
+
         other = copy.copy(self)
         other._correction = tuple(1 + EPS * generator.choice([-1, 1], 2))
+        other._near = near
         return other
 
     @property

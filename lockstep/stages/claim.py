@@ -24,6 +24,7 @@ from lockstep.numeric.arrays import TINY, Array, Named, dense, distance, norm, r
 from lockstep.numeric.sampling import by_part, with_sums
 from lockstep.oracles.rules import RuleOracle
 from lockstep.reference import StepPair
+from lockstep.stages.update import rounding_bounds
 from lockstep.step import joined_states
 
 # Stages that come before what the optimizer leaves: an optimizer may reduce gradients itself.
@@ -223,6 +224,12 @@ class Claim:
         return self._of_elements(variable, copy, first, own[1] - own[0], [old, new, *own])
 
     @functools.cached_property
+    def _of_rule(self) -> Named:
+        """How far rounding moves an update that mixes elements, as Muon's, which is in bfloat16."""
+        step = self.pair.first
+        return rounding_bounds(step, step.named("before")[0], step.applied(0))
+
+    @functools.cached_property
     def _correction(self) -> float:
         """The relative error of Adam's correction of bias, which PyTorch computes in float64."""
         oracle = self.pair.first.updater
@@ -254,8 +261,8 @@ class Claim:
             allowed = by_part(of_statistics, num_sums, size)
         else:
             mixes, oracle = 0.0, self.pair.first.updater
-            has_rule = isinstance(oracle, RuleOracle) and variable.weight in oracle.rules
-            if first.size > 1 and not has_rule:
+            rule = oracle.rules.get(variable.weight) if isinstance(oracle, RuleOracle) else None
+            if first.size > 1 and (rule is None or rule.mixes_elements):
                 mixes = bounds.distance_of_gradients(*self._gradient(variable.weight, copy))
             stored = self.pair.first.ends[0], self.pair.second.ends[copy]
             keys = variable.first, variable.second
@@ -266,6 +273,8 @@ class Claim:
             spread = self.spread(variable, copy, first.shape)
             allowed = by_part(of_change, num_sums, first, second, size, spread)
             allowed = allowed + with_sums(self._correction * np.abs(first), num_sums)
+            if rule and rule.mixes_elements and variable.kind == WEIGHT:
+                allowed = allowed + self._of_rule[variable.first]
         # Of state that has drifted by rounding.
         allowed = allowed + with_sums(2 * np.abs(own_old - old), num_sums)
         share = _largest_share(second, first, allowed)

@@ -162,6 +162,7 @@ def _explain(
     variables = context.trace.variables
     # A weight follows from its state: one that is wrong throughout is another rule.
     many = {variables[n].of for n in wrong if not _are_few(_is_wrong(after, expected, bounds, n))}
+    many |= {n for n in wrong if _mixes_elements(context, n)}
     alone = _alone(before, after, expected, bounds, unknown)
     alone |= {n: _OTHER_RULE for n in unknown if n in many and alone[n][0] != "not_finite"}
     chosen += explained_apart(unknown, alone.__getitem__)
@@ -184,6 +185,12 @@ def _explain(
             " times as fast",
             kind="after", items=(copy,), tensors=counters,
         )  # fmt: skip
+
+
+def _mixes_elements(context: Context, name: str) -> bool:
+    """Returns whether rounding of few elements, or another rule, moves all elements of a weight."""
+    rules = context.updater.rules if isinstance(context.updater, RuleOracle) else {}
+    return name in rules and rules[name].mixes_elements
 
 
 class _BoundOfUpdate:

@@ -8,7 +8,7 @@ from lockstep.data.trace import SEED, Variable
 from tests.verifier.script_samples import UPDATES, WEIGHTS, adam, batch_of, mean_of, sgd
 
 ADAM, ADAMW = {"optimizer": "Adam"}, {"class": "AdamW", "framework": "torch"}
-RMSPROP = {"optimizer": "RMSprop"}
+RMSPROP, MUON = {"optimizer": "RMSprop"}, {"optimizer": "Muon"}
 LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
 ONE, OWN = {"replicas": 1}, {"replay": None}
 

@@ -260,6 +260,15 @@ FAULTS = {
     },
     "hidden epsilon under the root of RMSprop": ({**RMSPROP, **settings(momentum=0.0,
         epsilon=1e-3)}, {"update": with_epsilon_under_root}, "update: epsilon_placement"),
+    **{
+        f"hidden {name} of Muon": (MUON, with_settings(**{name: value}), f"update: {found}")
+        for name, value, found in (
+            ("learning_rate", 0.03, "other_learning_rate"), ("nesterov", False, "other_nesterov"),
+            ("weight_decay", 2.0, "other_weight_decay"), ("parts", 2, "updated_by_part"),
+            ("momentum", 0.5, "other_momentum"),
+        )
+    },
+    "no update by Muon": (MUON, {"update": no_update}, "update: not_updated"),
     "RMSprop twice": (RMSPROP, {"update": twice}, "update: updated_twice"),
     "no update by RMSprop": (RMSPROP, {"update": no_update}, "update: not_updated"),
     "SGD in place of RMSprop": (RMSPROP, {"optimizer": "SGD", "replay": None, "steps": (0, 1)},

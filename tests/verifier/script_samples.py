@@ -17,7 +17,7 @@ WEIGHTS = ("dense/kernel", "dense/bias")
 NORM = "norm/moving_mean", "norm/moving_variance"
 SLOTS = {
     "SGD": ("momentum_buffer",), "Adam": ("exp_avg", "exp_avg_sq", "step"),
-    "RMSprop": ("square_avg", "momentum_buffer", "step"),
+    "RMSprop": ("square_avg", "momentum_buffer", "step"), "Muon": ("momentum_buffer",),
 }  # fmt: skip
 
 Arrays = list[np.ndarray]
@@ -91,7 +91,40 @@ def rmsprop(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays)
         weight -= np.float32(s["learning_rate"]) * (velocity if s["momentum"] else scaled)
 
 
-UPDATES = {"SGD": sgd, "Adam": adam, "RMSprop": rmsprop}
+def muon(script: "Script", weights: Arrays, gradients: Arrays, state: Arrays) -> None:
+    """Updates the kernel as `torch.optim.Muon` does, with bfloat16, and the bias as SGD does.
+
+    With `parts` in the settings, each of so many rows is updated as a matrix of its own.
+    """
+    s = script.settings
+    kernel, velocity = weights[0], state[0]
+    velocity += np.float32(1 - s["momentum"]) * (gradients[0] - velocity)
+    ahead = gradients[0] + np.float32(s["momentum"]) * (velocity - gradients[0])
+    kernel *= np.float32(1 - s["learning_rate"] * s["weight_decay"])
+    parts = np.array_split(ahead if s["nesterov"] else velocity, s.get("parts", 1))
+    moved = np.concatenate([_orthogonal(part) for part in parts])
+    kernel -= np.float32(s["learning_rate"] * max(1, len(kernel) / kernel.shape[1]) ** 0.5) * moved
+    own = Script.__new__(Script)
+    own.settings, own.decays_gradient = {**s, "nesterov": False, "weight_decay": 0.0}, True
+    sgd(own, weights[1:], gradients[1:], state[1:])
+
+
+def _orthogonal(matrix: np.ndarray) -> np.ndarray:
+    x = in_bfloat16(matrix.T if len(matrix) > matrix.shape[1] else matrix)
+    x = in_bfloat16(x / np.linalg.norm(x))
+    for _ in range(5):
+        square = in_bfloat16(x @ x.T)
+        x = in_bfloat16(3.4445 * x + in_bfloat16(2.0315 * square @ square - 4.775 * square) @ x)
+    return x.T if len(matrix) > matrix.shape[1] else x
+
+
+def in_bfloat16(array: np.ndarray) -> np.ndarray:
+    """Returns an array in float32 whose elements are rounded to bfloat16, half away from zero."""
+    words = np.array(array, np.float32).view(np.uint32) + np.uint32(0x8000)
+    return (words & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+UPDATES = {"SGD": sgd, "Adam": adam, "RMSprop": rmsprop, "Muon": muon}
 
 
 @dataclasses.dataclass
@@ -137,6 +170,8 @@ class Script:
             given["weight_decay"] = 0.0
         if self.optimizer == "RMSprop":
             given |= {"learning_rate": 0.01, "rho": 0.99, "epsilon": 1e-8, "centered": False}
+        if self.optimizer == "Muon":
+            given |= {"learning_rate": 0.02, "nesterov": True, "epsilon": 1e-7, "ns_steps": 5}
         self.settings = given | self.settings
         self.states: dict[int, list[Arrays]] = {}  # Step → the state of each replica before it.
         self.arrays: dict[str, np.ndarray] = {}
@@ -257,7 +292,15 @@ class Script:
 
     def _settings_of(self, replica: int) -> tuple:
         settings = self.settings | self.of_replica.get(replica, {})
-        return tuple(({**settings, "weights": list(self._weights())},) for _ in self.steps)
+        groups: tuple[dict[str, Any], ...] = ({**settings, "weights": list(self._weights())},)
+        if self.optimizer == "Muon":
+            kernel, bias = self._weights()
+            groups = (
+                {**settings, "optimizer": "Muon", "weights": [kernel]},
+                {"learning_rate": settings["learning_rate"], "momentum": settings["momentum"],
+                 "optimizer": "SGD", "weights": [bias]},
+            )  # fmt: skip
+        return (groups,) * len(self.steps)
 
     def write(self, path: pathlib.Path) -> str:
         """Writes the recording; returns its path."""

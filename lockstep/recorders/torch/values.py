@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from lockstep.recorders.torch.private import tree_leaves, tree_map_only
 
-NAMES = {"lr": "learning_rate", "eps": "epsilon", "alpha": "rho", "stride": "strides", "p": "rate"}
+NAMES = {
+    **{"lr": "learning_rate", "eps": "epsilon", "alpha": "rho", "stride": "strides", "p": "rate"},
+    "adjust_lr_fn": "rate_of_shape",
+}
 OF_LAYERS = (
     *("eps", "momentum", "stride", "padding", "dilation", "groups", "p"),
     "scale_grad_by_freq",
@@ -111,8 +114,9 @@ def set_random_states(states: Sequence[Tensor]) -> None:
 
 def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of an optimizer that are plain values."""
-    betas = {f"beta_{i}": beta for i, beta in enumerate(options.get("betas", ()), 1)}
-    plain = {NAMES.get(name, name): value for name, value in {**options, **betas}.items()}
+    lists = (("beta", "betas"), ("ns", "ns_coefficients"))
+    single = {f"{x}_{i}": v for x, name in lists for i, v in enumerate(options.get(name, ()), 1)}
+    plain = {NAMES.get(name, name): value for name, value in {**options, **single}.items()}
     plain = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in plain.items()}
     return {k: v for k, v in plain.items() if isinstance(v, bool | int | float | str)}
 
