@@ -43,10 +43,7 @@ class Router(nn.Module):
         own_count = mask.sum()
         count = add(own_count if BUG == "local count is overwritten" else own_count.clone())
         load = chosen.sum((0, 1)).float()
-        if BUG == "load of the own tokens":
-            share = load / mask.sum()
-        else:
-            share = add(load) / count
+        share = load / mask.sum() if BUG == "load of the own tokens" else add(load) / count
         mean = (scores * mask.unsqueeze(-1)).sum((0, 1)) / mask.sum()
         return scores * chosen, EXPERTS * (share * mean).sum() * own_count
 
