@@ -31,7 +31,7 @@ class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(10, WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, tokens):

@@ -40,7 +40,7 @@ with lockstep.record(model, optimizer):
     for epoch in range(2):
         if BUG == "set_epoch on rank 0 only":
             sampler.set_epoch(epoch if RANK == 0 else 0)
-        elif BUG != "no set_epoch" or WORLD == 1:
+        elif BUG != "no set_epoch":
             sampler.set_epoch(epoch)
         for x, y in loader:
             optimizer.zero_grad()

@@ -37,11 +37,14 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         place = default if BUG == "parts of default ranks" else tp
+        ctx.place = place
         return x.chunk(2, 1)[place[1]].clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        return gather(gradient, (default if BUG else tp)[0])
+        if BUG == "gradients are gathered from default ranks" or ctx.place is default:
+            return gather(gradient, default[0])
+        return gather(gradient, tp[0])
 
 
 class Gather(torch.autograd.Function):

@@ -32,7 +32,7 @@ VOCABULARY, WIDTH, LENGTH = 12, 16, 6
 class Attention(nn.Module):
     def __init__(self, groups):
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.built_with = groups.get("cp")
 
     def forward(self, x, groups):
