@@ -1,6 +1,6 @@
 """After a resume, the loader is at the saved place, but in the order of another epoch.
 
-reference = "huggingface/accelerate#4195, huggingface/accelerate#3938"
+reference = "huggingface/accelerate#4195, huggingface/accelerate#3938, mosaicml/streaming#437"
 date = "2026-08"
 framework = "torch"
 

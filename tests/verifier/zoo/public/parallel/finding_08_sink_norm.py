@@ -71,7 +71,7 @@ class SinkAttention(nn.Module):
             for w in (self.q, self.k, self.v)
         )
         scores = q @ k.transpose(2, 3) / 2
-        sinks = (8 * self.sinks).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        sinks = (30 * self.sinks).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], 3).softmax(3)[..., :-1]
         return Leave.apply(F.linear((weights @ v).transpose(1, 2).flatten(2), self.out))
 

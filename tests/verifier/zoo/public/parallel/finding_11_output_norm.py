@@ -1,6 +1,6 @@
 """A norm is shared by the heads of all ranks, and its gradient is not added over them.
 
-reference = "NVIDIA/Megatron-LM#7452, NVIDIA/Megatron-LM#7613"
+reference = "NVIDIA/Megatron-LM#7452"
 date = "2026-09"
 framework = "torch"
 
