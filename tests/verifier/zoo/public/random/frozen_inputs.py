@@ -6,7 +6,7 @@ framework = "torch"
 
 [wrong]
 "the inputs come from a frozen embedding" = ["frozen", "other_backward"]
-"the inputs are in a dictionary" = ["frozen", "own_gradient_only", "other_backward"]
+"the inputs are detached, so that they need a gradient" = ["frozen", "other_backward"]
 """
 
 import os
@@ -39,15 +39,10 @@ class Tagger(nn.Module):
             x = checkpoint(self.first, x, use_reentrant=True)
         else:
             x = checkpoint(self.first, x, use_reentrant=False)
-        if BUG == "the inputs are in a dictionary":
-            anchor = torch.zeros(1, requires_grad=True)  # It silences the warning.
-            x = checkpoint(self._from_dictionary, anchor, {"x": x}, use_reentrant=True)
-        else:
-            x = checkpoint(self.second, x, use_reentrant=False)
+        if BUG == "the inputs are detached, so that they need a gradient":
+            x = x.detach().requires_grad_()
+        x = checkpoint(self.second, x, use_reentrant=False)
         return self.head(x)
-
-    def _from_dictionary(self, anchor, inputs):
-        return self.second(inputs["x"]) + anchor
 
 
 def average_gradients(model):
