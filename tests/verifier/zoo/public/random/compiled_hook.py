@@ -60,7 +60,7 @@ def main():
         )
         if late:
             domain.compile(backend="aot_eager")
-            domain(torch.zeros(WORLD, 12, requires_grad=True))
+            domain(torch.zeros(8 // WORLD, 12, requires_grad=True))
             domain.dense.register_full_backward_hook(reverse)
         else:
             domain.register_full_backward_hook(reverse)

@@ -57,7 +57,7 @@ with lockstep.record(model, optimizer):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         if step == 1:
             x[1] *= 8  # Large activations on rank 1.
-        y = x.sum(dim=1, keepdim=True)
+        y = x.sum(dim=1, keepdim=True).tanh()
         if step == 2:
             y[2] += 30  # A spike of the loss on rank 0.
         losses = (model(x[RANK::WORLD]) - y[RANK::WORLD]).square()
