@@ -1,0 +1,79 @@
+"""Each rank decides by its own examples what all should decide together.
+
+reference = "NVIDIA-NeMo/Automodel#2468, facebookresearch/fairseq2#484"
+date = "2026-06"
+framework = "torch"
+steps = 3
+
+[wrong]
+"each rank leaves out its batch itself" = ["lost_replica", "own_gradient_only"]
+"each rank chooses the branch itself" = ["mixes_examples", "other_outputs"]
+"each rank skips the update itself" = ["not_updated", "diverged_replicas"]
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lockstep
+
+BUG = os.environ.get("BUG", "")
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def largest(value):
+    """Returns the largest value of all ranks."""
+    value = value.detach().clone()
+    if WORLD > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 12)
+        self.down = nn.Linear(12, 1)
+
+    def forward(self, x):
+        h = self.up(x)
+        size = h.detach().abs().max()
+        if BUG != "each rank chooses the branch itself":
+            size = largest(size)
+        if size > 2.5:  # The whole batch is scaled.
+            h = h / 4
+        return self.down(torch.tanh(h))
+
+
+torch.manual_seed(0)
+if WORLD > 1:
+    dist.init_process_group("gloo")
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+with lockstep.record(model, optimizer):
+    for step in range(3):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        if step == 1:
+            x[1] *= 8  # Large activations on rank 1.
+        y = x.sum(dim=1, keepdim=True).tanh()
+        if step == 2:
+            y[2] += 30  # A spike of the loss on rank 0.
+        losses = (model(x[RANK::WORLD]) - y[RANK::WORLD]).square()
+        optimizer.zero_grad()
+        (losses.sum() / 8).backward()
+        own_spike = losses.max() > 400
+        spike = largest(losses.max()) > 400
+        if BUG == "each rank leaves out its batch itself":
+            spike = False
+            if own_spike:
+                optimizer.zero_grad(set_to_none=False)
+        for weight in model.parameters() if WORLD > 1 else ():
+            dist.all_reduce(weight.grad)
+        if BUG == "each rank skips the update itself":
+            spike = own_spike
+        if not spike:
+            optimizer.step()
+if WORLD > 1:
+    dist.destroy_process_group()
