@@ -153,7 +153,7 @@ DETAILS = {  # Detail → remedy, in any framework.
     "other_epsilon": "set the epsilon of Adam explicitly: PyTorch's is 1e-8, that of Keras 1e-7",
     "epsilon_placement": "scale epsilon: Keras adds it before bias correction, PyTorch after it",
     "bias_not_corrected": "correct the bias of Adam's moments in both scripts",
-    "updated_by_part": "gather the gradient of a whole weight before an optimizer such as Muon,"
+    "updated_from_a_part": "gather the gradient of a whole weight before an optimizer such as Muon,"
     " whose update of an element depends on the others, and give each rank its part of the update",
     "rounded_betas": "accept the difference, or pass fused=False: PyTorch's fused Adam of a GPU"
     " computes with betas of float32",
@@ -255,7 +255,7 @@ MEANINGS = {  # Cause → what it means.
     "updated_twice": "An update, or its schedule, was applied more than once in a step.",
     "other_learning_rate": "The update has another learning rate than the reference.",
     "other_optimizer": "The update follows another rule, or other settings of the same rule.",
-    "updated_by_part": "An optimizer that mixes the elements of a weight, as Muon, computed each"
+    "updated_from_a_part": "An optimizer that mixes the elements of a weight, as Muon, computed each"
     " rank's part alone.",
     "other_weight_decay": "The update decays the weights by another amount.",
     "framework_rule": "Two frameworks define the same setting differently; both are right.",

@@ -275,7 +275,7 @@ def _of_parts(update: _Update) -> Iterator[Row]:
     numbers = {about.num_replicas, len(update.context.copies), *about.mesh.values()} - {1}
     for number, axis in itertools.product(sorted(numbers), (0, 1)):
         text = f"each of {number} parts along axis {axis} is updated as a weight of its own"
-        yield update.row("updated_by_part", text, parts=number, axis=axis)
+        yield update.row("updated_from_a_part", text, parts=number, axis=axis)
 
 
 # --- Other settings ------------------------------------------------------------------------------
