@@ -1,6 +1,6 @@
 """The LoRA network replaces forward methods, so that DDP never sees its forward pass.
 
-reference = "kohya-ss/sd-scripts#924, kohya-ss/sd-scripts#989"
+reference = "kohya-ss/sd-scripts#924, kohya-ss/sd-scripts#989, huggingface/diffusers#4046"
 date = "2023-11"
 framework = "torch"
 

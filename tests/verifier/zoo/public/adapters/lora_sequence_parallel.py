@@ -104,7 +104,7 @@ def main():
     torch.manual_seed(0)
     model = Model(mesh)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.RMSprop(trained, lr=0.01, eps=1e-4, foreach=False)
+    optimizer = torch.optim.RMSprop(trained, lr=0.1, eps=0.05, foreach=False)
     with lockstep.record(model, optimizer):
         for step in range(2):
             tokens = torch.randint(12, (5, 9), generator=torch.Generator().manual_seed(step))

@@ -7,7 +7,7 @@ framework = "torch"
 [wrong]
 "each rank averages over its own tokens" = ["mean_of_means", "weighted_mean_of_means"]
 "virtual tokens count as tokens" = ["wrong_count", "scaled_gradient"]
-"the prompt is not a parameter of the DDP module" = ["not_all_reduced", "partly_all_reduced"]
+"DDP ignores the prompt" = ["partly_all_reduced", "not_all_reduced"]
 """
 
 import os
@@ -41,11 +41,11 @@ class PromptTuning(nn.Module):
     def __init__(self, base):
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.prompt = nn.Parameter(torch.randn(VIRTUAL, base.embedding.embedding_dim))
+        self.prompt_encoder = nn.Embedding(VIRTUAL, base.embedding.embedding_dim)
         self.bias = nn.Parameter(torch.zeros(VOCABULARY))
 
     def forward(self, tokens):
-        prompt = self.prompt.expand(len(tokens), -1, -1)
+        prompt = self.prompt_encoder.weight.expand(len(tokens), -1, -1)
         embedded = torch.cat([prompt, self.base.embedding(tokens)], 1)
         return self.base(embedded)[:, VIRTUAL:] + self.bias
 
@@ -75,11 +75,11 @@ def main():
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = PromptTuning(FrozenDecoder())
-    optimizer = torch.optim.Adam([model.prompt, model.bias], lr=0.05, eps=1e-4)
+    optimizer = torch.optim.Adam([model.prompt_encoder.weight, model.bias], lr=0.05, eps=1e-4)
     called = model
     if WORLD > 1:
-        if BUG == "the prompt is not a parameter of the DDP module":
-            ignored = ["prompt"]
+        if BUG == "DDP ignores the prompt":
+            ignored = ["prompt_encoder.weight"]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         called = DistributedDataParallel(model)
     with lockstep.record(called, optimizer):

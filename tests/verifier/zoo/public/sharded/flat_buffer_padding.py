@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lockstep
@@ -58,7 +59,7 @@ def clip(part):
 @jax.jit
 @functools.partial(
     jax.shard_map,
-    mesh=jax.make_mesh((DEVICES,), ("data",), devices=jax.devices()[:DEVICES]),
+    mesh=Mesh(np.array(jax.devices()[:DEVICES]), ("data",)),
     in_specs=(P(), P("data"), P("data"), P("data")),
     out_specs=(P(), P("data"), P()),
     check_vma=False,
