@@ -3,6 +3,7 @@
 reference = "huggingface/peft#1797, meta-pytorch/torchtune#1115, meta-pytorch/torchtune#2139"
 date = "2024-05"
 framework = "torch"
+steps = 3
 
 [wrong]
 "the norm is that of the own columns" = ["partial_not_reduced", "other_outputs"]
@@ -87,7 +88,7 @@ def main():
         layer.split(init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",)))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.3, momentum=0.9)
-    with lockstep.record(model, optimizer, steps=3):
+    with lockstep.record(model, optimizer):
         for step in range(3):
             x = torch.randn(16, 12, generator=torch.Generator().manual_seed(step))
             nn.functional.cross_entropy(model(x), x[:, :3].argmax(1)).backward()

@@ -3,6 +3,7 @@
 reference = "tenstorrent/tt-metal#55947"
 date = "2026-09"
 framework = "torch"
+steps = 3
 
 [wrong]
 "each rank draws its own mask" = ["other_random_numbers"]
@@ -73,7 +74,7 @@ def main():
     optimizer = torch.optim.SGD(trained, lr=0.3, momentum=0.9)
     inputs = torch.randn(3, 24, 10, generator=torch.Generator().manual_seed(5))
     torch.manual_seed(100 + RANK if BUG == "each rank draws its own mask" else 100)
-    with lockstep.record(model, optimizer, steps=3):
+    with lockstep.record(model, optimizer):
         for x in inputs:
             if BUG == "the mask is the same in each step":
                 torch.manual_seed(100)

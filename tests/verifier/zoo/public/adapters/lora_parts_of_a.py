@@ -7,7 +7,7 @@ framework = "torch"
 [wrong]
 "all shards of A start from the same numbers" = ["other_initial_weights", "other_initialiser"]
 "the product with A is not reduced" = ["partial_not_reduced"]
-"B's output is reduced, too" = ["sum_instead_of_mean", "other_outputs", "repeated_sum"]
+"B's output is reduced, too" = ["other_outputs", "repeated_bias"]
 """
 
 import os

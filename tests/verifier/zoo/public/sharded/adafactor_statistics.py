@@ -3,6 +3,7 @@
 reference = "hpcaitech/ColossalAI#5484, pytorch/pytorch#109581"
 date = "2024-03"
 framework = "torch"
+note = "No detail says that an update is computed from a part of a weight, as if it was whole."
 
 [wrong]
 "the column means are those of the own rows" = ["updated_from_a_part", "partial_not_reduced"]

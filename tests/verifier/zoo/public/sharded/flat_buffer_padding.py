@@ -3,6 +3,7 @@
 reference = "deepspeedai/DeepSpeed#848, deepspeedai/DeepSpeed#851"
 date = "2021-03"
 framework = "jax"
+steps = 3
 note = "No detail says that the parts of two flat buffers begin at different elements."
 
 [wrong]

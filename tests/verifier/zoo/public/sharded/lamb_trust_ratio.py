@@ -3,6 +3,8 @@
 reference = "hpcaitech/ColossalAI#5476"
 date = "2024-03"
 framework = "torch"
+steps = 3
+note = "No detail says that an update is computed from a part of a weight, as if it was whole."
 
 [wrong]
 "the trust ratio is that of the own shard" = ["updated_from_a_part", "other_learning_rate"]
@@ -72,7 +74,7 @@ if __name__ == "__main__":
         fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
     optimizer = Lamb(model.parameters())
     generator = torch.Generator().manual_seed(0)
-    with lockstep.record(model, optimizer, steps=3):
+    with lockstep.record(model, optimizer):
         for _ in range(3):
             x = torch.randn(24, 3, 8, generator=generator)
             y = torch.randint(4, (24,), generator=generator)

@@ -7,7 +7,7 @@ note = "No detail says that the optimizer's own copy of the weights is old."
 
 [wrong]
 "the master weights are those of before the load" = ["stale_master_weights", "stale_weights"]
-"a rank copies the part of another rank" = ["not_updated", "swapped_parts"]
+"rank 1 does not copy its master weights" = ["not_updated"]
 """
 
 import os
@@ -54,7 +54,7 @@ class MasterAdam(torch.optim.Optimizer):
         parts = [self.master.detach()]
         if WORLD > 1:
             own = self.master.detach()
-            if BUG == "a rank copies the part of another rank":
+            if BUG == "rank 1 does not copy its master weights":
                 padded = nn.functional.pad(flat, (0, self.size * WORLD - flat.numel()))
                 parts = list(padded.split(self.size))
                 own = parts[RANK].clone() if RANK else own

@@ -3,7 +3,7 @@
 reference = "deepspeedai/DeepSpeed#8437"
 date = "2026-09"
 framework = "torch"
-note = "The gradients agree; a detail is needed for an update that is computed from a part."
+note = "No detail says that an update is computed from a part of a weight, as if it was whole."
 
 [wrong]
 "each part is orthogonalised on its own" = ["updated_from_a_part", "other_optimizer"]

@@ -3,6 +3,7 @@
 reference = "KellerJordan/Muon: muon.py, karpathy/nanochat#566"
 date = "2026-02"
 framework = "torch"
+steps = 3
 
 [wrong]
 "the last group of matrices is not gathered" = ["not_updated", "diverged_replicas"]
@@ -83,7 +84,7 @@ def main():
     muon = DistributedMuon([layer.weight for layer in net.layers])
     others = torch.optim.Adam([*net.embed.parameters(), *net.head.parameters()], lr=3e-3)
     matrices = muon.param_groups[0]["params"]
-    with lockstep.record(net, [muon, others], steps=3):
+    with lockstep.record(net, [muon, others]):
         for step in range(3):
             tokens = torch.randint(20, (16, 7), generator=torch.Generator().manual_seed(step))
             own = tokens[RANK::WORLD]

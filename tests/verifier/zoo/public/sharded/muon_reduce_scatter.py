@@ -3,6 +3,7 @@
 reference = "deepspeedai/DeepSpeed#7807, deepspeedai/DeepSpeed#8090"
 date = "2026-01"
 framework = "torch"
+note = "No detail says that an update is computed from a part of a weight, as if it was whole."
 
 [wrong]
 "only the own slice is reduced" = ["partly_all_reduced", "not_all_reduced", "own_gradient_only"]

@@ -82,7 +82,7 @@ def main():
     torch.manual_seed(0)
     model = Tagger()
     optimizer = OverlappedSgd(model.parameters())
-    with lockstep.record(model, optimizer, steps=3):
+    with lockstep.record(model, optimizer):
         for step in range(3):
             tokens = torch.randint(14, (12, 5), generator=torch.Generator().manual_seed(step))
             own = tokens[RANK::WORLD]
