@@ -65,7 +65,7 @@ class LoraMLP(nn.Module):
         local = {n: getattr(p, "to_local", lambda p=p: p)() for n, p in self.named_parameters()}
         whole = enter(x, self.mesh)
         low = enter(x @ local["up_a"].T, self.mesh)
-        y = torch.relu(whole @ local["up"].T + SCALING * low @ local["up_b"].T)
+        y = torch.tanh(whole @ local["up"].T + SCALING * low @ local["up_b"].T)
         z = change(y @ local["down"].T, self.mesh, SUM, TOKENS)
         low = change(y @ local["down_a"].T, self.mesh, SUM, TOKENS)
         return z + SCALING * low @ local["down_b"].T
@@ -104,7 +104,7 @@ def main():
     torch.manual_seed(0)
     model = Model(mesh)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.RMSprop(trained, lr=0.1, eps=0.05, foreach=False)
+    optimizer = torch.optim.RMSprop(trained, lr=0.01, eps=0.05, foreach=False)
     with lockstep.record(model, optimizer):
         for step in range(2):
             tokens = torch.randint(12, (5, 9), generator=torch.Generator().manual_seed(step))
