@@ -28,7 +28,10 @@ def create_strategy():
     cpu = tf.config.list_physical_devices("CPU")[0]
     devices = [tf.config.LogicalDeviceConfiguration()] * DEVICES
     tf.config.set_logical_device_configuration(cpu, devices)
-    return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(DEVICES)])
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{index}" for index in range(DEVICES)],
+        cross_device_ops=tf.distribute.ReductionToOneDevice(),
+    )
 
 
 def create_model():
@@ -53,6 +56,7 @@ def main():
     with strategy.scope():
         model = create_model()
         optimizer = keras.optimizers.Adam(0.02, epsilon=1e-3)
+        optimizer.build(model.trainable_variables)
     loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
 
     def replica_step(images, labels):
