@@ -1,6 +1,6 @@
 """Ranks hold different numbers of tokens, and each divides its loss by its own number.
 
-reference = "pytorch/torchtitan#2206, huggingface/transformers#34373"
+reference = "pytorch/torchtitan#2206, huggingface/transformers#34373, facebookresearch/fairseq#494"
 date = "2026-01"
 framework = "torch"
 
