@@ -5,7 +5,7 @@ date = "2022-03"
 framework = "torch"
 
 [wrong]
-"statistics are left out" = ["other_statistics", "not_averaged_statistics"]
+"statistics are left out" = ["other_statistics", "not_updated"]
 "statistics of the own examples" = ["statistics_not_averaged", "local_statistics"]
 "statistics are averaged in place of copied" = ["other_statistics"]
 """
@@ -69,7 +69,7 @@ def update(teacher, student, decay=0.8):
 if WORLD > 1:
     dist.init_process_group("gloo")
 torch.manual_seed(1)
-student = nn.Sequential(nn.Linear(6, 12), SyncNorm(12), nn.ReLU(), nn.Linear(12, 3))
+student = nn.Sequential(nn.Linear(6, 12, bias=False), SyncNorm(12), nn.ReLU(), nn.Linear(12, 3))
 teacher = deepcopy(student).requires_grad_(False)
 optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9)
 with lockstep.record(student, optimizer, others={"teacher": teacher}):
