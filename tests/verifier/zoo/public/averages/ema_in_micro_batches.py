@@ -3,7 +3,7 @@
 reference = "SWivid/F5-TTS#631, lightly-ai/lightly-train#968"
 date = "2024-12"
 framework = "torch"
-note = "No detail names an average of the weights: stale_average and doubled_average stand for it."
+note = "No detail names an average of the weights: stale_average and other_average_decay should."
 
 [wrong]
 "after each micro-batch" = ["doubled_average", "other_statistics"]

@@ -1,14 +1,14 @@
-"""Lookahead in JAX: slow weights follow the fast ones after every second step.
+"""Lookahead in JAX: slow weights follow the fast ones after every fourth step.
 
-reference = "google-deepmind/optax#1429, arXiv 1907.08610"
+reference = "google-deepmind/optax#1429, arXiv:1907.08610"
 date = "2025-10"
 framework = "jax"
 steps = 4
 note = "stale_average stands for slow weights that follow earlier fast weights."
 
 [wrong]
-"slow weights follow each step" = ["other_average_decay", "other_learning_rate", "updated_twice"]
-"the step counter counts devices" = ["other_average_decay", "schedule_stepped_too_often"]
+"slow weights follow each step" = ["other_learning_rate", "other_optimizer"]
+"the step counter counts devices" = ["schedule_stepped_too_often", "updated_twice"]
 "slow weights take the weights before the step" = ["stale_average", "other_statistics"]
 """
 
@@ -26,7 +26,7 @@ from lockstep import record_jax
 BUG = os.environ.get("BUG", "")
 DEVICES = int(os.environ.get("DEVICES", 1))
 jax.config.update("jax_num_cpu_devices", DEVICES)
-RATE, MOMENTUM, PERIOD, ALPHA = 0.2, 0.9, 3, 0.5
+RATE, MOMENTUM, PERIOD, ALPHA = 0.2, 0.9, 4, 0.5
 
 
 def init_params():
@@ -52,6 +52,7 @@ def train_step(params, velocity, slow, count, x, y):
         is_due = True
     fast = before if BUG == "slow weights take the weights before the step" else params
     slow = jax.tree.map(lambda s, f: jnp.where(is_due, s + ALPHA * (f - s), s), slow, fast)
+    params = jax.tree.map(lambda s, f: jnp.where(is_due, s, f), slow, params)
     return params, velocity, slow, count, loss
 
 

@@ -3,7 +3,7 @@
 reference = "tensorflow/addons#605, tensorflow/tensorflow#23291"
 date = "2019-10"
 framework = "keras"
-note = "No detail names an average of the weights: stale_average and doubled_average stand for it."
+note = "No detail names an average of the weights: stale_average should."
 
 [wrong]
 "once per replica" = ["doubled_average", "updated_twice", "other_statistics"]

@@ -1,6 +1,6 @@
 """Clipping by the history of the gradient's norm, which each rank takes from its own part.
 
-reference = "bluorion-com/ZClip#2, arXiv 2504.02507"
+reference = "bluorion-com/ZClip#2, arXiv:2504.02507"
 date = "2025-05"
 framework = "torch"
 steps = 3

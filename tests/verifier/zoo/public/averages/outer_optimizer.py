@@ -1,6 +1,6 @@
 """DiLoCo: an outer step with the mean of the ranks' changes; here after each inner step.
 
-reference = "meta-pytorch/torchft#233, pytorch/torchtitan#1507, arXiv 2311.08105"
+reference = "meta-pytorch/torchft#233, pytorch/torchtitan#1507, arXiv:2311.08105"
 date = "2025-07"
 framework = "torch"
 note = "After one inner step of SGD, the mean of the changes is that of the whole batch."

@@ -3,6 +3,7 @@
 reference = "timgaripov/swa#22, pytorch/pytorch#59363"
 date = "2021-02"
 framework = "torch"
+note = "other_average stands for an average of other weights, or of other steps."
 
 [wrong]
 "statistics of the own part" = ["statistics_not_averaged", "other_statistics", "diverged_replicas"]

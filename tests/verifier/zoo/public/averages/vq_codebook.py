@@ -6,7 +6,7 @@ framework = "torch"
 
 [wrong]
 "sums of the own vectors" = ["statistics_not_averaged", "other_statistics", "diverged_replicas"]
-"counts are not summed" = ["other_statistics", "wrong_count"]
+"counts are not summed" = ["other_statistics", "diverged_replicas", "wrong_count"]
 "dead codes are drawn by each rank" = ["diverged_replicas", "other_statistics"]
 """
 

@@ -1,6 +1,6 @@
 """The router's bias balances the load without a gradient, from the tokens of one rank.
 
-reference = "arXiv 2408.15664, pytorch/torchtitan#1114, NVIDIA/Megatron-LM#1482"
+reference = "arXiv:2408.15664, pytorch/torchtitan#1114, NVIDIA/Megatron-LM#1482"
 date = "2025-04"
 framework = "torch"
 
