@@ -35,9 +35,9 @@ class Averaging(keras.optimizers.SGD):
 
     def update_step(self, gradient, weight, learning_rate):
         average = self.averages[self._get_variable_index(weight)]
-        before = weight.value + 0.0
+        before = tf.identity(weight)
         super().update_step(gradient, weight, learning_rate)
-        value = before if BUG == "before the update" else weight.value
+        value = before if BUG == "before the update" else tf.identity(weight)
         for _ in range(DEVICES if BUG == "once per replica" else 1):
             self.assign(average, DECAY * average + (1 - DECAY) * value)
 
