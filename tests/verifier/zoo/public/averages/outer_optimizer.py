@@ -1,0 +1,68 @@
+"""DiLoCo: an outer step with the mean of the ranks' changes; here after each inner step.
+
+reference = "meta-pytorch/torchft#233, pytorch/torchtitan#1507, arXiv:2311.08105"
+date = "2025-07"
+framework = "torch"
+note = "After one inner step of SGD, the mean of the changes is that of the whole batch."
+
+[wrong]
+"the change has the wrong sign" = ["scaled_gradient", "other_optimizer"]
+"changes are added, not averaged" = ["sum_instead_of_mean"]
+"each rank takes its own change" = ["not_all_reduced", "diverged_replicas"]
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import lockstep
+
+BUG = os.environ.get("BUG", "")
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+class DiLoCo:
+    def __init__(self, model):
+        self.weights = list(model.parameters())
+        self.inner = torch.optim.SGD(self.weights, lr=0.2)
+        self.outer = torch.optim.SGD(self.weights, lr=0.7, momentum=0.9, nesterov=True)
+        self.shared = [w.detach().clone() for w in self.weights]
+
+    def outer_step(self):
+        for weight, shared in zip(self.weights, self.shared, strict=True):
+            change = shared - weight.detach()
+            if BUG == "the change has the wrong sign":
+                change = -change
+            if WORLD > 1 and BUG != "each rank takes its own change":
+                dist.all_reduce(change)
+                if BUG != "changes are added, not averaged":
+                    change /= WORLD
+            weight.data.copy_(shared)
+            weight.grad = change
+        self.outer.step()
+        for weight, shared in zip(self.weights, self.shared, strict=True):
+            shared.copy_(weight.detach())
+
+
+def main():
+    if WORLD > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+    trainer = DiLoCo(model)
+    with lockstep.record(model, trainer.outer):
+        for _ in range(2):
+            x = torch.randn(24, 6)
+            y = x[:, :3].argmax(-1)
+            trainer.inner.zero_grad()
+            F.cross_entropy(model(x[RANK::WORLD]), y[RANK::WORLD]).backward()
+            trainer.inner.step()
+            trainer.outer_step()
+    if WORLD > 1:
+        dist.destroy_process_group()
+
+
+main()
