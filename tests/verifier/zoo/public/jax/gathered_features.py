@@ -7,8 +7,11 @@ framework = "jax"
 [wrong]
 "gathered features have no gradient" = ["forgotten_backward_sum", "other_backward"]
 "each device compares its own pairs" = ["not_a_sum_over_examples", "mixes_examples", "other_loss"]
-"every device computes the whole loss, and gradients are summed" = ["sum_instead_of_mean", "scaled_gradient"]
-"""  # noqa: E501
+"every device computes the whole loss, and gradients are summed" = [
+    "sum_instead_of_mean",
+    "scaled_gradient",
+]
+"""
 
 import os
 
