@@ -5,7 +5,10 @@ date = "2022-03"
 framework = "keras"
 
 [wrong]
-"a mean over the replica in a custom train_step" = ["sum_instead_of_mean", "scalar_loss_not_divided"]
+"a mean over the replica in a custom train_step" = [
+    "sum_instead_of_mean",
+    "scalar_loss_not_divided",
+]
 "a sum divided by the global batch, and by the replicas" = [
     "scaled_gradient",
     "mean_instead_of_sum",

@@ -1,6 +1,6 @@
 """Each of the two losses of a GAN needs the division that the optimizers do not make.
 
-reference = "keras-team/keras#15509, PacktPublishing/Hands-On-Image-Generation-with-TensorFlow-2.0#8"
+reference = "keras-team/keras#15509"
 date = "2021-10"
 framework = "keras"
 
