@@ -45,12 +45,12 @@ class Clipping(keras.Model):
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True))
         gradients = tape.gradient(loss, self.trainable_variables)
-        context = tf.distribute.get_replica_context()
         if BUG != "clipped before the sum":
+            context = tf.distribute.get_replica_context()
             gradients = context.all_reduce("sum", gradients)
-        gradients, _ = tf.clip_by_global_norm(gradients, MAX_NORM)
-        if not BUG:
-            gradients = [g / context.num_replicas_in_sync for g in gradients]
+            gradients, _ = tf.clip_by_global_norm(gradients, MAX_NORM)
+            if BUG != "summed, clipped, and summed by the optimizer again":
+                gradients = [g / context.num_replicas_in_sync for g in gradients]
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss}
 
@@ -66,7 +66,8 @@ def main():
         inputs = keras.Input((6,))
         outputs = keras.layers.Dense(2)(keras.layers.Dense(12, "tanh")(inputs))
         model = Clipping(inputs, outputs)
-        model.compile(keras.optimizers.SGD(0.5, momentum=0.9, nesterov=True), "mse")
+        own = {"global_clipnorm": MAX_NORM} if BUG == "clipped before the sum" else {}
+        model.compile(keras.optimizers.SGD(0.5, momentum=0.9, nesterov=True, **own), "mse")
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH_SIZE)
     with lockstep.record(model):
         model.fit(dataset, verbose=0)
