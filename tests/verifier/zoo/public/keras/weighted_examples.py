@@ -20,7 +20,7 @@ import lockstep
 BUG = os.environ.get("BUG", "")
 DEVICES = int(os.environ.get("DEVICES", 1))
 BATCH_SIZE = 12
-CLASS_WEIGHTS = {0: 0.5, 1: 1.0, 2: 4.0}
+CLASS_WEIGHTS = np.array([0.5, 1.0, 4.0], np.float32)
 
 
 def make_strategy():
@@ -40,6 +40,8 @@ def main():
     x = random.normal(size=(2 * BATCH_SIZE, 6)).astype("float32")
     y = x[:, :3].argmax(1)
     y[BATCH_SIZE // 2 : BATCH_SIZE] = 2
+    weights = CLASS_WEIGHTS[y].reshape(2, BATCH_SIZE)
+    weights = (weights / weights.mean(1, keepdims=True)).reshape(-1)  # 1 on average in a batch.
     reduction = {
         "divided by the sum of the replica's weights": "mean_with_sample_weight",
         "a sum that is not divided by the batch": "sum",
@@ -59,7 +61,7 @@ def main():
             ),
         )
     with lockstep.record(model):
-        model.fit(x, y, BATCH_SIZE, class_weight=CLASS_WEIGHTS, shuffle=False, verbose=0)
+        model.fit(x, y, BATCH_SIZE, sample_weight=weights, shuffle=False, verbose=0)
 
 
 if __name__ == "__main__":
