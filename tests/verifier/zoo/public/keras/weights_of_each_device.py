@@ -1,4 +1,4 @@
-"""With Keras on JAX, a training on several devices spoils weights that one device does not.
+"""Weights of a Keras model on JAX come out wrong on several devices, and right on one.
 
 reference = "keras-team/keras#21190, keras-team/keras-core#464"
 date = "2025-04"
