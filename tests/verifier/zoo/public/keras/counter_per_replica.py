@@ -56,7 +56,7 @@ def main():
             loss = tf.nn.compute_average_loss(errors, global_batch_size=BATCH_SIZE)
         weights = model.trainable_variables
         optimizer.apply(tape.gradient(loss, weights), weights)
-        counter.assign_add(1.0)
+        counter.assign_add(tf.ones_like(loss))
 
     with lockstep.record(model, optimizer) as recorder:
         recorded = recorder.wrap(replica_step)
