@@ -43,6 +43,7 @@ class Trainer:
         with strategy.scope():
             self.generator = network([NOISE, 12, 6])
             self.critic = network([6, 12, 12, 1])
+            self.both = keras.Sequential([self.generator, self.critic])
             self.optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2, momentum=0.5)]
         self.cross_entropy = keras.losses.BinaryCrossentropy(from_logits=True, reduction=None)
 
@@ -71,8 +72,7 @@ class Trainer:
             )
 
     def fit(self, dataset):
-        models = [self.generator, self.critic]
-        with lockstep.record(models, self.optimizers) as recorder:
+        with lockstep.record(self.both, self.optimizers) as recorder:
             recorded = recorder.wrap(self.step)
             run = tf.function(lambda real, noise: self.strategy.run(recorded, args=(real, noise)))
             for real, noise in self.strategy.experimental_distribute_dataset(dataset):
