@@ -255,8 +255,8 @@ MEANINGS = {  # Cause → what it means.
     "updated_twice": "An update, or its schedule, was applied more than once in a step.",
     "other_learning_rate": "The update has another learning rate than the reference.",
     "other_optimizer": "The update follows another rule, or other settings of the same rule.",
-    "updated_from_a_part": "An optimizer that mixes the elements of a weight, as Muon, computed each"
-    " rank's part alone.",
+    "updated_from_a_part": "An optimizer that mixes the elements of a weight, as Muon, computed the"
+    " update of each rank's part alone.",
     "other_weight_decay": "The update decays the weights by another amount.",
     "framework_rule": "Two frameworks define the same setting differently; both are right.",
     "statistics_not_averaged": "The moving statistics that are saved are not the average of the"

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep import trainings
-from lockstep.answer.verdict import BY_DESIGN, CLEAN, NOTHING, Verdict
+from lockstep.answer.verdict import BY_DESIGN, CLEAN, Verdict
 from lockstep.data.file import TraceError
 from lockstep.launch import TrainingError
 
@@ -79,11 +79,13 @@ class Outcome(NamedTuple):
         status: of the verdict; "refused" if there is none.
         details: those of its faults, in the order of the verdict.
         text: the findings, or why there is no verdict.
+        designs: details of what is by design.
     """
 
     status: str
     details: tuple[str, ...]
     text: str
+    designs: tuple[str, ...] = ()
 
 
 def listed() -> list[Case]:
@@ -195,7 +197,8 @@ def outcomes(case: Case, keep: pathlib.Path | None = None, wanted: str = "") -> 
 
 def _outcome(verdict: Verdict) -> Outcome:
     details = tuple(finding.detail for finding in verdict.faults)
-    return Outcome(verdict.status, details, "\n    ".join(map(shown, verdict.findings)))
+    designs = tuple(each.detail for each in verdict.findings if each.status == BY_DESIGN)
+    return Outcome(verdict.status, details, "\n    ".join(map(shown, verdict.findings)), designs)
 
 
 def judged(case: Case, name: str, outcome: Outcome) -> str:
@@ -206,8 +209,8 @@ def judged(case: Case, name: str, outcome: Outcome) -> str:
         return outcome.status
     if outcome.details:
         return "named" if outcome.details[0] in case.wrong[name] else "caught"
-    if outcome.status == NOTHING and NOTHING in case.wrong[name]:
-        return "named"
+    if {*outcome.designs} & {*case.wrong[name]} or outcome.status in case.wrong[name]:
+        return f"named, {outcome.status}"
     return "passed" if outcome.status in (CLEAN, BY_DESIGN) else outcome.status
 
 
@@ -326,7 +329,8 @@ Small programs after mistakes that others reported, written in our own words bef
 run on any of them: each a right program, and the same with one to three mistakes. `make campaign
 ARGS="public --all"` runs them by `lockstep run` and writes this page. A third was drawn at random
 and sealed. *named*: the first fault has a detail that was written down as right beforehand;
-*caught*: there is a fault of another name; *not compared*: exit code 3, which says what is missing;
+*named, by design*: it says so, and that both are right trainings; *caught*: there is a fault of
+another name; *not compared*: exit code 3, which says what is missing;
 *passed*: exit code 0; *accused*: a right program with a fault; *refused*: no verdict.
 """
 
