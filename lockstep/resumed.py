@@ -289,9 +289,8 @@ class Resumed:
 
 
 def _same(value: np.ndarray, other: Array | None) -> bool:
-    """Returns whether a value is another one but for the last digits, and not 0."""
-    size = 0.0 if other is None else norm(other)
-    return size > 0 and distance(value, other) <= 4 * EPS * size
+    """Returns whether a value is another one but for the last digits."""
+    return other is not None and distance(value, other) <= 4 * EPS * norm(other)
 
 
 def _rows(step: Context) -> Mapping[int, int]:

@@ -227,16 +227,21 @@ class _Session:
         names, own = self._settings.names, load(path)
         reference, *permuted = [load(each) for each in self._files]
         at = number or first_step_of(reference, own, names) or trained
-        if at not in reference.steps or not at:
+        if at not in reference.steps[not reference.steps[0] :]:
+            listed = ", ".join(map(str, reference.steps))
             raise TrainingError(
-                f"{name}: it resumes with step {at or 'N, which is not known'}, and the reference"
-                f" is recorded in steps {', '.join(map(str, reference.steps))}; "
+                f"{name}: it resumes with step {at}, and the reference is recorded in steps"
+                f" {listed}: pass numbers around it, as in --steps=99,100,101"
+                if at
+                else f"{name}: it resumes with the weights of none of steps {listed} of the"
+                " reference: pass first_step= to lockstep.record in the process that resumes"
             )
         own = renumbered(own, at - own.steps[0], reference)
         resumed = Resumed(reference, own, names)
-        verdict = self._verdict(name, [reference, *permuted, own])
+        verdict = resumed.added_to(self._verdict(name, [reference, *permuted, own]))
+        if number is None and not (verdict.faults or resumed.starts_equally):
+            return self.verdict_of_resumed(name, first, second, file, at)  # Of another layout.
         notes.append(f"the resumed training begins with step {at}")
-        verdict = resumed.added_to(verdict)
         return dataclasses.replace(verdict, notes=(*notes, *verdict.notes))
 
     def _by_part(self, name: str, verdict: Verdict, path: str, file: str) -> Verdict:

@@ -104,7 +104,13 @@ class record:
         is_known = kind not in ("DataParallel", "FullyShardedDataParallel")
         require(is_known, f"model: {kind} cannot be recorded; use DDP or fully_shard")
         own = Recording(
-            model, optimizer, others or {}, mesh, dims, request.wanted, request.first_step,
+            model,
+            optimizer,
+            others or {},
+            mesh,
+            dims,
+            request.wanted,
+            request.first_step,
             request.sample,
         )
         self.recording, place = own, own.placement

@@ -29,7 +29,27 @@ if SIZE > 1:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(model)
     torch.manual_seed(RANK)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+class Owned(torch.optim.SGD):
+    """Keeps the state of each weight on the rank that updates it, and sends the weight."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for p in self.param_groups[0]["params"]]
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            p.grad = gradients[number] if number % SIZE == RANK else None
+        super().step(closure)
+        for number, p in enumerate(self.param_groups[0]["params"]):
+            p.grad = gradients[number]
+            if SIZE > 1:
+                dist.broadcast(p.data, number % SIZE)
+
+
+optimizer = (
+    Owned(model.parameters(), lr=0.01, momentum=0.9)
+    if "owned" in given
+    else torch.optim.AdamW(model.parameters(), lr=0.01)
+)
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 0.5**number)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=1)
 module = getattr(model, "module", model)
