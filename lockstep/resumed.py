@@ -5,6 +5,7 @@ resumes. What it has lost is named here: its own state before that step is compa
 reference, and so are random numbers, examples, the learning rate and the scale of the loss.
 """
 
+import collections
 import copy
 import dataclasses
 import itertools
@@ -65,11 +66,17 @@ def renumbered(trace: Trace, by: int, first: Trace) -> Trace:
     return found
 
 
-def first_step_of(first: Trace, second: Trace, names: Mapping[str, str]) -> int:
-    """Returns the step of the reference from whose weights a recording starts; 0 for no step.
+def first_step_of(first: Trace, second: Trace, names: Mapping[str, str], trained: int) -> int:
+    """Returns the step of the reference from whose weights a recording starts.
 
     Only weights count that the reference changes. Step 0 is no answer: it is where a training
     begins that loads nothing.
+
+    Args:
+        first: the reference.
+        second: the recording of the resumed process.
+        names: name of a weight in one recording → name in the other, where they do not match.
+        trained: the number of steps before, which is returned if the weights do not tell.
     """
     if second.steps[0]:
         return second.steps[0]  # The script says so.
@@ -78,13 +85,15 @@ def first_step_of(first: Trace, second: Trace, names: Mapping[str, str]) -> int:
     far = dict[int, float]()
     for number, start in zip(first.steps, starts, strict=True):
         apart = [
-            ratio(distance(np.transpose(dense(own[b]), axes), start[a]), norm(start[a]))
+            ratio(
+                distance(Variable(a, b, axes, WEIGHT, a).as_first(own[b]), start[a]), norm(start[a])
+            )
             for a, b, axes in Matching(first, second, names).pairs
             if first.kinds[a] == WEIGHT and distance(starts[0][a], starts[-1][a])
         ]
         far |= {number: float(np.median(apart))} if apart and number else {}
-    number = min(far, key=far.__getitem__, default=0)
-    return number if number and far[number] <= _NEAR else 0
+    number = min(far, key=lambda n: (far[n], n != trained), default=0)
+    return number if number and far[number] <= _NEAR else trained
 
 
 class _Lost(NamedTuple):
@@ -120,13 +129,19 @@ class Resumed:
 
     def added_to(self, verdict: Verdict) -> Verdict:
         """Returns a verdict with what is lost, without what follows from that."""
-        lost = [*self._lost_state(), *self._other_numbers(), *self._examples(), *self._loss_scale()]
-        rates = [*self._rates()]
+        lost, rates = (
+            [*self._lost_state(), *self._examples(), *self._loss_scale()],
+            [*self._rates()],
+        )
+        if not {name for f in lost for name in f.tensors} & {*self._second.of_kind(SEED)}:
+            lost += self._other_numbers()
         if not (lost or rates):
             return verdict
         known = {finding.stage for finding in (*lost, *rates)}
         apart = ("examples",) if lost else _BEFORE_UPDATE
         others = [f for f in verdict.findings if f.stage in apart and f.stage not in known]
+        if not lost:
+            others += [f for f in verdict.findings if f.steps < rates[0].steps and f not in others]
         findings = merged([*lost, *rates, *others])
         return dataclasses.replace(verdict, findings=findings, notes=(), idle={})
 
@@ -295,11 +310,7 @@ def _same(value: np.ndarray, other: Array | None) -> bool:
 
 def _rows(step: Context) -> Mapping[int, int]:
     """Returns the examples of all shards."""
-    found: dict[int, int] = {}
-    for data in step.data:
-        for row, number in rows_of(data).items():
-            found[row] = found.get(row, 0) + number
-    return found
+    return sum(map(rows_of, step.data), collections.Counter())
 
 
 def _rates_of(settings: Sequence[Mapping[str, object]]) -> list[float]:

@@ -226,7 +226,7 @@ class _Session:
             raise TrainingError("; ".join([error.text, *notes]), error.tail) from None
         names, own = self._settings.names, load(path)
         reference, *permuted = [load(each) for each in self._files]
-        at = number or first_step_of(reference, own, names) or trained
+        at = number or first_step_of(reference, own, names, trained)
         if at not in reference.steps[not reference.steps[0] :]:
             listed = ", ".join(map(str, reference.steps))
             raise TrainingError(

@@ -11,6 +11,7 @@ import numpy as np
 from jax import numpy as jnp
 
 import lockstep
+from lockstep import record_jax
 
 given, num_steps = dict(word.split("=") for word in sys.argv[2:]), int(sys.argv[1])
 x = np.random.default_rng(0).normal(size=(8, 16, 4)).astype(np.float32)
@@ -34,6 +35,7 @@ def train_step(params, state, key, batch):
         return jnp.mean(((batch * kept) @ params["w"] + params["b"] - 1) ** 2)
 
     loss, gradients = jax.value_and_grad(loss_of)(params)
+    gradients = record_jax.keep("raw", gradients)
     count = state["count"] + 1
     mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mu"], gradients)
     nu = jax.tree.map(lambda n, g: 0.999 * n + 0.001 * g**2, state["nu"], gradients)
