@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,12 +53,16 @@ def renumbered(trace: Trace, by: int, first: Trace) -> Trace:
     """
     numbers = [step + by for step in trace.steps]
     kept = [*itertools.takewhile(lambda number: number in first.steps, numbers)]
-    about = dataclasses.replace(trace.about, steps=tuple(kept), asked=())
-    if about.framework == "jax" and by:  # Settings that its script gives as functions of the step.
+    changes: dict[str, Any] = {"steps": tuple(kept), "asked": ()}
+    if trace.about.framework == "jax" and by:  # Its script gives settings as functions of the step.
         settings = dict(zip(first.steps, first.about.settings, strict=False))
-        about = dataclasses.replace(about, settings=tuple(settings[n] for n in kept))
-    found = copy.copy(trace)
-    found.about, as_data = about, trace.as_data
+        changes["settings"] = tuple(settings[number] for number in kept)
+    found, as_data = copy.copy(trace), trace.as_data
+    found.about = dataclasses.replace(trace.about, **changes)
+    found.of_replica = {
+        replica: dataclasses.replace(about, **changes)
+        for replica, about in trace.of_replica.items()
+    }
     found.as_data = {
         axis: lambda read=read: renumbered(read(), by, first)  # type: ignore[misc]
         for axis, read in as_data.items()
