@@ -15,7 +15,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     "other_tying": "tie the same weights in both scripts, after every call that makes new ones, as"
     " `to_empty`, `fully_shard` or loading a checkpoint",
     "not_replayed": "record the second script with replay= and the file of the first",
-    "not_restored": "save every variable, and restore it on every replica",
+    "not_restored": "save every variable, the state of random number generators and the loss scale,"
+    " and restore them on every replica",
     "changed_on_its_own": "look for code that assigns to the variable outside the update; if there"
     " is none, test the memory of the machine",
     "diverged_replicas": "broadcast the weights of one replica to all replicas before the first"
@@ -36,6 +37,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     "other_examples_in_a_replica": "give the ranks that compute one replica together the same"
     " examples: seed and shard the data by the position on the data axes alone",
     "other_order": "use the same data, seed and order of examples in all trainings",
+    "examples_restarted": "save epoch and place, and continue there: restore the state"
+    " of the sampler, or skip the examples of the steps before",
     "other_batch_size": "give each replica the global batch size divided by the number of replicas,"
     " or record the first script with the larger batch",
     "sampler_padding": "accept the difference, or drop the last batch in both scripts",
@@ -417,7 +420,11 @@ MERGED = {
         "lost_examples": "lost examples",
     },
     # In another order, each step and each replica has other examples.
-    "other_examples": {"other_examples": "", "other_order": "other order"},
+    "other_examples": {
+        "other_examples": "",
+        "other_order": "other order",
+        "examples_restarted": "begun again",
+    },
     "other_batch": {
         "other_batch_size": "size",
         "last_batch_dropped": "last batch dropped",

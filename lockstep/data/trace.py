@@ -202,6 +202,7 @@ class About:
         modules: the modules whose inputs and outputs are recorded, in the order of their calls.
         versions: package → version; also a variable that chooses kernels → its value.
         asked: the steps that the script asked for; empty for those of the recorder's default.
+        trained: the steps that the process trained, also those that are not recorded; 0 if unknown.
         ended_with: the exception with which the recorded run ended, in words; "" without one.
         sample: "elements", "sums" and "seed" of `numeric.sampling.Sample`, if variables and
             gradients with more elements are sampled; empty if all are whole.
@@ -246,6 +247,7 @@ class About:
     modules: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     asked: tuple[int, ...] = ()
+    trained: int = 0
     ended_with: str = ""
     sample: Mapping[str, int] = dataclasses.field(default_factory=dict)
 

@@ -60,6 +60,7 @@ class record:
     # else 4,096 above 64 MiB of weights. Then the first step alone is recorded by default.
     sample: int | None = None
     start: bool = False  # Keeps the whole state before a sampled first step, too, for `replay`.
+    first_step: int = 0  # Number of the first step of this process, which may resume a training.
 
     def __post_init__(self) -> None:
         if type(self.step).__module__.startswith("flax.nnx"):
@@ -71,11 +72,12 @@ class record:
         self._file, given = with_command(
             self.path, steps=self.steps, replay=self.replay, permute=self.permute,
             names=self.names, modules=False, sample=self.sample, start=self.start,
+            first_step=self.first_step,
         )  # fmt: skip
         del given["modules"]  # `module` records them.
         self._request: Request | None = Request(**given) if self._file else None
         self._wanted = self._request.wanted if self._request else set[int]()
-        self._number, self._kept = 0, Kept()
+        self._number, self._kept = given["first_step"], Kept()
         self._output: Output | None = None  # From the first recorded step.
         self._about: dict[str, Any] = {"steps": [], "settings": []}
         self._shardings = dict[str, Any]()  # Of "KIND/INDEX".
@@ -95,7 +97,7 @@ class record:
         if self._output and self._request:
             self._output.close(self._about | self._description(self._request, error))
         elif self._file and error is None:
-            warnings.warn(f"{self._file}: none of {self._number} steps was recorded", stacklevel=2)
+            warnings.warn(f"{self._file}: none of {self._trained} steps was recorded", stacklevel=2)
 
     def _description(self, request: Request, error: BaseException | None) -> dict[str, Any]:
         optimizer = {k: v for k, v in self.optimizer.items() if not callable(v)}
@@ -108,7 +110,12 @@ class record:
             "data_layout": self.data_layout,
             "gradients": self._kept.gradients,
             "modules": self._kept.modules,
+            "trained": self._trained,
         }
+
+    @property
+    def _trained(self) -> int:
+        return self._number - (self._request.first_step if self._request else 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step, and records it if its number is among `steps`."""

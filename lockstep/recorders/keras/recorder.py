@@ -46,6 +46,7 @@ class Recorder:
             else 4,096 above 64 MiB of weights; then the first step alone is recorded by default.
         start: whether a sampled recording has the whole state before its first step, too, which
             `replay` needs.
+        first_step: number of the first step of this process, which may resume a training.
 
     Attributes:
         about: the description of the recording, complete after the block.
@@ -62,7 +63,7 @@ class Recorder:
         optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None,
         *, steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
         permute: int | None = None, names: Mapping[str, str] | None = None,
-        sample: int | None = 0, start: bool = False,
+        sample: int | None = 0, start: bool = False, first_step: int = 0,
     ):  # fmt: skip
         self._model = model if isinstance(model, keras.Model) else Models(model)
         self._optimizers = Optimizers(self._model, optimizer)
@@ -72,8 +73,9 @@ class Recorder:
                 " the hooks; compile it with jit_compile=False to record it"
             )
         self._request = Request(
-            steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start
-        )
+            steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start,
+            first_step=first_step,
+        )  # fmt: skip
         self._observer = StepObserver(self._model, self._optimizers, self._request)
         self.about: dict[str, Any] = {}
         self.arrays: dict[str, Any] = {}
@@ -135,6 +137,7 @@ class Recorder:
                 _KERNELS: os.environ.get(_KERNELS, "not set"),
             },
             "steps": copies.steps,
+            "trained": copies.num_trained,
             "in_evaluation": [observer.frozen] * len(copies.steps),
             "settings": [optimizers.settings(copies.rates(step)) for step in copies.steps],
             "optimizer": optimizers.about(),
@@ -163,7 +166,7 @@ def record(
     optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None, *,
     steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
     permute: int | None = None, names: Mapping[str, str] | None = None,
-    sample: int | None = None, start: bool = False,
+    sample: int | None = None, start: bool = False, first_step: int = 0,
 ) -> Iterator[Recorder | NotRecording]:  # fmt: skip
     """Records steps in a `with` block; its end finishes the file, also if an error ends it.
 
@@ -174,8 +177,9 @@ def record(
     permute in place of those of the script. With path None, only its runs are recorded.
     """
     file, given = with_command(
-        path, steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start
-    )
+        path, steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start,
+        first_step=first_step,
+    )  # fmt: skip
     if file is None:
         yield NotRecording()
         return

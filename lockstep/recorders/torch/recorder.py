@@ -92,19 +92,26 @@ class record:
     ) -> None:  # fmt: skip
         file, given = with_command(
             path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
-            shards=shards, sample=sample, start=start,
+            shards=shards, sample=sample, start=start, first_step=first_step,
         )  # fmt: skip
         self.is_recording = file is not None
         if file is None:
             return
         pattern, shards = given.pop("modules"), given.pop("shards")
-        self.path, self.request = file, (request := Request(**given, first_step=first_step))
+        self.path, self.request = file, (request := Request(**given))
         request.choose_sample(sum(p.numel() * p.element_size() for p in model.parameters()))
         kind = type(model).__name__
         is_known = kind not in ("DataParallel", "FullyShardedDataParallel")
         require(is_known, f"model: {kind} cannot be recorded; use DDP or fully_shard")
         own = Recording(
-            model, optimizer, others or {}, mesh, dims, request.wanted, first_step, request.sample
+            model,
+            optimizer,
+            others or {},
+            mesh,
+            dims,
+            request.wanted,
+            request.first_step,
+            request.sample,
         )
         self.recording, place = own, own.placement
         is_alone = shards is None or (shards == "each" and request.replay and place.num_ranks == 1)
@@ -270,6 +277,7 @@ class record:
             "data_layout": "NCHW" if "OIHW" in str(described) else "",
             "tied": own.variables.tied(),
             "loader_seeds": self.loader_seeds,
+            "trained": own.number - self.request.first_step,
             **own.per_step,
         }
         if not place.mesh:
