@@ -18,6 +18,7 @@ from lockstep.recorders.common import (
 )
 from lockstep.recorders.output import Output
 from lockstep.recorders.torch.backward import GradientObserver
+from lockstep.recorders.torch.flat import FlatWeight, modules_of, size_of
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.loaders import observe_loaders
 from lockstep.recorders.torch.modules import Modules
@@ -33,7 +34,8 @@ class record:
     Args:
         path: File to write as arrays come, `*.npz`; an older one is replaced when the block begins.
             None: only runs of `assert_same_training` are recorded.
-        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2).
+        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2) or
+            `FullyShardedDataParallel` (FSDP1).
         optimizer: One optimizer or a list; None for all that update a weight of the model. Others
             that do are recorded, too, also those of backward hooks. `step` calls a closure at most
             once. A wrapper, as of Accelerate, has the optimizer in its attribute `optimizer`.
@@ -99,10 +101,10 @@ class record:
             return
         pattern, shards = given.pop("modules"), given.pop("shards")
         self.path, self.request = file, (request := Request(**given, first_step=first_step))
-        request.choose_sample(sum(p.numel() * p.element_size() for p in model.parameters()))
+        request.choose_sample(size_of(model))
         kind = type(model).__name__
-        is_known = kind not in ("DataParallel", "FullyShardedDataParallel")
-        require(is_known, f"model: {kind} cannot be recorded; use DDP or fully_shard")
+        is_known = kind != "DataParallel"
+        require(is_known, f"model: {kind} cannot be recorded; use DistributedDataParallel")
         own = Recording(
             model, optimizer, others or {}, mesh, dims, request.wanted, first_step, request.sample
         )
@@ -254,19 +256,24 @@ class record:
         """Returns the description of the recording."""
         own, place = self.recording, self.recording.placement
         described, wrapper = own.variables.described, type(own.ddp).__name__ if own.ddp else ""
+        flats = own.variables.flats
+        if place.of_fsdp:
+            wrapper = "FullyShardedDataParallel" if flats else "fully_shard"
+        of_flat = [name for name, p in own.weights.items() if isinstance(p, FlatWeight)]
+        layers = [*layers_of(modules_of(own.module), of_flat), *own.variables.layers_of_others()]
         about: dict[str, Any] = {
             "framework": "torch",
             "order": "reduce, clip",
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": place.num_replicas,
-            "wrapper": "fully_shard" if place.of_fsdp else wrapper,
+            "wrapper": wrapper,
             "variables": list(described.values()),
             "gradients": list(own.weights),
             "reduction": "mean" if own.ddp else "",
             "computed_in": own.computed_in,
             "device": next((p.device.type for p in own.weights.values()), ""),
             "optimizer": self._optimizer(),
-            "layers": [*layers_of(own.module), *own.variables.layers_of_others()],
+            "layers": layers,
             "data_layout": "NCHW" if "OIHW" in str(described) else "",
             "tied": own.variables.tied(),
             "loader_seeds": self.loader_seeds,

@@ -12,6 +12,7 @@ from lockstep.numeric.sampling import Sample
 from lockstep.recorders.common import Hooks
 from lockstep.recorders.output import Output
 from lockstep.recorders.parts import SAMPLED, has_rows
+from lockstep.recorders.torch.flat import FlatWeight, modules_of
 from lockstep.recorders.torch.placement import Placement
 from lockstep.recorders.torch.private import indices_of_sparse, uncompiled, values_of_sparse
 from lockstep.recorders.torch.samples import rows_sampled, sample_of
@@ -187,6 +188,7 @@ class Recording:
         self, kind: str, index: int, value: Any, scale: float = 1.0
     ) -> dict[str, np.ndarray]:
         """Returns the arrays that hold a value, by the ends of their names; none of no number."""
+        value = value.read() if isinstance(value, FlatWeight) else value
         whole = value
         if isinstance(value, Tensor):
             if not self.placement.place(kind, index, value):
@@ -238,5 +240,5 @@ class Recording:
 
     def note_modes(self) -> None:
         """Notes the layers that are in evaluation mode."""
-        modes = {name: module.training for name, module in self.module.named_modules()}
+        modes = {name: module.training for name, module in modules_of(self.module)}
         self.step.in_evaluation |= {name: None for name, is_on in modes.items() if not is_on}
