@@ -26,6 +26,7 @@ API = {
         "record_torch.record",
         "record_keras.Recorder",
         "record_jax.record",
+        "note",
     ],
     "Verify": ["compare", "assert_same_training"],
     "Verdict": ["Verdict", "Finding", "Measurement"],

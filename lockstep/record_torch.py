@@ -20,6 +20,7 @@ the loss only, they are those of the layer that was called last.
 """
 
 from lockstep.recorders.common import DEFAULT_STEPS
+from lockstep.recorders.notes import note
 from lockstep.recorders.torch.recorder import record
 
-__all__ = ["DEFAULT_STEPS", "record"]
+__all__ = ["DEFAULT_STEPS", "note", "record"]

@@ -36,6 +36,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     "other_examples_in_a_replica": "give the ranks that compute one replica together the same"
     " examples: seed and shard the data by the position on the data axes alone",
     "other_order": "use the same data, seed and order of examples in all trainings",
+    "other_augmentation": "draw the augmentations of an example from its id, the epoch and one seed"
+    " in both scripts, and preprocess in the same way; or record both without augmentation",
     "other_batch_size": "give each replica the global batch size divided by the number of replicas,"
     " or record the first script with the larger batch",
     "sampler_padding": "accept the difference, or drop the last batch in both scripts",
@@ -198,6 +200,8 @@ MEANINGS = {  # Cause → what it means.
     "batch_not_split": "Examples of the batch are on several replicas, or on none.",
     "other_examples": "A step has other examples than the reference, or the same ones in another"
     " step.",
+    "other_augmentation": "The examples are those of the reference, by their ids, and their inputs"
+    " are not: they are augmented or preprocessed in another way.",
     "other_examples_in_a_replica": "Ranks that compute one replica together got different"
     " examples.",
     "other_batch": "The batch has another size: that of a replica, or filled or dropped at the"

@@ -7,7 +7,8 @@ array may be missing.
 
 Kinds of arrays of a shard:
 
-- `data`: the examples, along the first axis.
+- `data`: the examples, along the first axis. `ids`: their identities, whole numbers, as the script
+  notes them.
 - `random`, `random_after`: states of random number generators before the step and after the forward
   pass (`uint8`); unchanged: not used.
 - `shards`: for each forward pass, the number of the part with which each example was computed, if

@@ -16,6 +16,7 @@ from lockstep.recorders.common import (
     require,
     with_command,
 )
+from lockstep.recorders.notes import Notes
 from lockstep.recorders.output import Output
 from lockstep.recorders.torch.backward import GradientObserver
 from lockstep.recorders.torch.flat import FlatWeight, modules_of, size_of
@@ -125,6 +126,7 @@ class record:
             own, self.forward, self._begin, self._end_step, self._prepare
         )
         self.has_hooks, self.counters = False, Hooks()
+        self.notes = Notes(lambda: own.is_updated)
         self.loader_seeds = list[int]()
 
     def _check_replay(self, shards: str | None, feed_examples: bool) -> None:
@@ -150,6 +152,7 @@ class record:
         self.gradients.install_always(self.counters)
         self.forward.install_always(self.counters)
         observe_loaders(self.counters, self.loader_seeds)
+        self.counters.enter_context(self.notes)
         self._start_step()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -216,9 +219,10 @@ class record:
 
     def _end_step(self) -> None:
         """Keeps the arrays of a step whose weights were updated, and begins the next one."""
-        own = self.recording
+        own, ids = self.recording, self.notes.take()
         if own.is_on:
             step = own.step
+            own.save_ids(ids)
             own.save_variables("after", own.variables.of_others())
             own.save_left()
             cleared = step.losses[: step.num_cleared]
@@ -246,7 +250,11 @@ class record:
         if own.output.has_failed:
             return
         if missing := sorted(own.wanted - own.dropped - {*own.per_step["steps"]}):
-            warnings.warn(f"{self.path}: the training ended before steps {missing}", stacklevel=3)
+            text = f"{self.path}: the training ended before steps {missing}"
+            if not own.variables.optimizers:
+                text += ": no optimizer updates a weight of the model, as if it was built before it"
+                text += " was wrapped or sharded"
+            warnings.warn(text, stacklevel=3)
         about = self.request.about("torch", error, self.replay) | self._about()
         if self.modules:
             about["modules"] = self.modules.names

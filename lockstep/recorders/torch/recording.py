@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lockstep.data.archive import Member
 from lockstep.numeric.sampling import Sample
 from lockstep.recorders.common import Hooks
+from lockstep.recorders.notes import IDS
 from lockstep.recorders.output import Output
 from lockstep.recorders.parts import SAMPLED, has_rows
 from lockstep.recorders.torch.flat import FlatWeight, modules_of
@@ -164,6 +165,18 @@ class Recording:
         for key in [key for key in arrays if key.startswith(start)]:
             if key.removeprefix(start).partition("/")[0] not in changed:
                 del arrays[key]
+
+    def save_ids(self, noted: Sequence[np.ndarray]) -> None:
+        """Saves the identities of the examples of the step, without those of a skipped update."""
+        leaves = [
+            x for key, x in self.step.arrays.items()
+            if key.startswith("data/") and isinstance(x, np.ndarray)
+        ]  # fmt: skip
+        each = max(len(leaves) // max(self.step.num_forward, 1), 1)
+        first = next((i for i, x in enumerate(leaves[:each]) if x.ndim), 0)
+        number = sum(len(x) for x in leaves[first::each] if x.ndim)
+        if noted and number:
+            self.put(IDS, 0, {"": np.concatenate(noted)[-number:]})
 
     def save_gradients(self, kind: str, names: Iterable[str], scale: float | None = None) -> None:
         """Saves the gradients of weights, divided by their own scale or by a given one."""
