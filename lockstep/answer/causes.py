@@ -14,6 +14,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     " weights into both models",
     "other_tying": "tie the same weights in both scripts, after every call that makes new ones, as"
     " `to_empty`, `fully_shard` or loading a checkpoint",
+    "weights_not_synchronised": "send the trainer's weights to the generator after each update, and"
+    " before it generates",
     "not_replayed": "record the second script with replay= and the file of the first",
     "not_restored": "save every variable, and restore it on every replica",
     "changed_on_its_own": "look for code that assigns to the variable outside the update; if there"
@@ -56,6 +58,10 @@ DETAILS = {  # Detail → remedy, in any framework.
     "not_a_sum_over_examples": "gather the model's outputs from all replicas before the loss is"
     " computed, or accept that this is a different training",
     "other_loss": "compute the same loss in all trainings",
+    "other_temperature": "divide the logits by the temperature of sampling in both programs, or in"
+    " none, before their log-probabilities are compared",
+    "other_positions": "give each token the number of its place, without padding, in both programs,"
+    " and pair each log-probability with its own token",
     "other_outputs": "compare the forward pass in both scripts: functions, masks and dtypes",
     "other_backward": "compare the backward pass in both scripts: hooks, custom gradients, detached"
     " tensors, and sums over devices",
@@ -183,6 +189,7 @@ MEANINGS = {  # Cause → what it means.
     "other_start": "Before the first step, weights or optimizer state are not those of the"
     " reference.",
     "other_tying": "A weight that one script uses twice is two weights in the other.",
+    "weights_not_synchronised": "The program that generates has other weights than the trainer.",
     "not_replayed": "The step did not start from the reference's state, so that differences add"
     " up.",
     "state_lost": "State that the last step left is not there, or not in its place, in the next"
@@ -218,6 +225,9 @@ MEANINGS = {  # Cause → what it means.
     "not_a_sum_over_examples": "The loss of the batch is no sum over examples, so that the parts"
     " of the replicas do not add up to it, as a contrastive loss.",
     "other_loss": "The gradient starts from another loss function.",
+    "other_temperature": "Logits are divided by a temperature in one program only.",
+    "other_positions": "Tokens have other numbers of positions, or log-probabilities belong to the"
+    " tokens beside.",
     "other_outputs": "A layer gives other outputs for the same inputs and weights.",
     "other_backward": "Outputs are right and their gradients are not.",
     "other_targets": "The loss was computed with other targets than those recorded.",
