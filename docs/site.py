@@ -24,6 +24,7 @@ API = {
     "Record": [
         "record",
         "record_torch.record",
+        "record_torch.record_log_probs",
         "record_keras.Recorder",
         "record_jax.record",
         "note",
