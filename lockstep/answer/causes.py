@@ -14,6 +14,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     " weights into both models",
     "other_tying": "tie the same weights in both scripts, after every call that makes new ones, as"
     " `to_empty`, `fully_shard` or loading a checkpoint",
+    "weights_not_synchronised": "send the trainer's weights to the generator after each update, and"
+    " before it generates",
     "not_replayed": "record the second script with replay= and the file of the first",
     "not_restored": "save every variable, the state of random number generators and the loss scale,"
     " and restore them on every replica",
@@ -39,6 +41,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     "other_order": "use the same data, seed and order of examples in all trainings",
     "examples_restarted": "save epoch and place, and continue there: restore the state"
     " of the sampler, or skip the examples of the steps before",
+    "other_augmentation": "draw the augmentations of an example from its id, the epoch and one seed"
+    " in both scripts, and preprocess in the same way; or record both without augmentation",
     "other_batch_size": "give each replica the global batch size divided by the number of replicas,"
     " or record the first script with the larger batch",
     "sampler_padding": "accept the difference, or drop the last batch in both scripts",
@@ -57,6 +61,10 @@ DETAILS = {  # Detail → remedy, in any framework.
     "not_a_sum_over_examples": "gather the model's outputs from all replicas before the loss is"
     " computed, or accept that this is a different training",
     "other_loss": "compute the same loss in all trainings",
+    "other_temperature": "divide the logits by the temperature of sampling in both programs, or in"
+    " none, before their log-probabilities are compared",
+    "other_positions": "give each token the number of its place, without padding, in both programs,"
+    " and pair each log-probability with its own token",
     "other_outputs": "compare the forward pass in both scripts: functions, masks and dtypes",
     "other_backward": "compare the backward pass in both scripts: hooks, custom gradients, detached"
     " tensors, and sums over devices",
@@ -186,6 +194,7 @@ MEANINGS = {  # Cause → what it means.
     "other_start": "Before the first step, weights or optimizer state are not those of the"
     " reference.",
     "other_tying": "A weight that one script uses twice is two weights in the other.",
+    "weights_not_synchronised": "The program that generates has other weights than the trainer.",
     "not_replayed": "The step did not start from the reference's state, so that differences add"
     " up.",
     "state_lost": "State that the last step left is not there, or not in its place, in the next"
@@ -203,6 +212,8 @@ MEANINGS = {  # Cause → what it means.
     "batch_not_split": "Examples of the batch are on several replicas, or on none.",
     "other_examples": "A step has other examples than the reference, or the same ones in another"
     " step.",
+    "other_augmentation": "The examples are those of the reference, by their ids, and their inputs"
+    " are not: they are augmented or preprocessed in another way.",
     "other_examples_in_a_replica": "Ranks that compute one replica together got different"
     " examples.",
     "other_batch": "The batch has another size: that of a replica, or filled or dropped at the"
@@ -219,6 +230,9 @@ MEANINGS = {  # Cause → what it means.
     "not_a_sum_over_examples": "The loss of the batch is no sum over examples, so that the parts"
     " of the replicas do not add up to it, as a contrastive loss.",
     "other_loss": "The gradient starts from another loss function.",
+    "other_temperature": "Logits are divided by a temperature in one program only.",
+    "other_positions": "Tokens have other numbers of positions, or log-probabilities belong to the"
+    " tokens beside.",
     "other_outputs": "A layer gives other outputs for the same inputs and weights.",
     "other_backward": "Outputs are right and their gradients are not.",
     "other_targets": "The loss was computed with other targets than those recorded.",

@@ -7,7 +7,8 @@ array may be missing.
 
 Kinds of arrays of a shard:
 
-- `data`: the examples, along the first axis.
+- `data`: the examples, along the first axis. `ids`: their identities, whole numbers, as the script
+  notes them.
 - `random`, `random_after`: states of random number generators before the step and after the forward
   pass (`uint8`); unchanged: not used.
 - `shards`: for each forward pass, the number of the part with which each example was computed, if
@@ -23,6 +24,9 @@ Kinds of arrays of a shard:
   `objective`: the scalar that is differentiated, then its share of the regularisation losses.
 - `raw`: gradients before the all-reduce. `removed`: what the script took from them between
   micro-batches, where not 0.
+- `tokens`, `counted`, `log_probs`, all (rows, T): numbers of tokens, which of them count, and their
+  log-probabilities given those before them, of a program that does not train. `logits`: of those
+  that count, one after another. `position_ids`: what the model got.
 - `own_before`, `own_after`: the shard's own variables, such as BatchNorm statistics.
 
 Kinds of arrays of a copy:

@@ -13,6 +13,8 @@ from lockstep.explain.batches import (
     StepInputs,
     count_rows,
     inputs_of,
+    pairs_of_ids,
+    why_ids,
     why_other_order,
     why_other_size,
     why_padded,
@@ -35,6 +37,7 @@ _Inputs = Sequence[np.ndarray]  # Rows of each forward pass.
 
 
 _DIFFERENT_PART = 0.9
+_BY_ROWS = {"other_examples", "other_order", "repeated_examples", "lost_examples"}
 _SAME_PART = 0.5  # Replicas that share a larger part of their examples are a fault.
 
 
@@ -188,10 +191,12 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
         for (given, used), (own, other) in zip(counted, both, strict=True)
     ]
     of_first = set().union(*(step.given for step in steps))
+    ids = [(pairs_of_ids(step.first), pairs_of_ids(step.second)) for step in steps]
+    known = {own for asked, _ in ids for own, _ in asked}
     other_size = why_other_size(steps)
     found: dict[int, Why] = {}
     dropped: Why | None = None  # After a batch that was dropped, all batches are shifted.
-    for step in steps:
+    for step, noted in zip(steps, ids, strict=True):
         if step.given == step.used:
             continue
         if why := other_size or why_padded(step, steps):
@@ -206,6 +211,8 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
             why = why_rows(step.given, step.used, step.second.sizes, of_first)
         if why[0] == "other_examples":
             why = why_other_order(step) or why
+        if why[0] in _BY_ROWS:
+            why = why_ids(*noted, known) or why
         found[step.first.number] = why
     # Another order in each epoch does not begin with that of a script that shuffles once.
     once = [why for why in found.values() if why[0] == "not_reshuffled"]
@@ -264,8 +271,11 @@ def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterat
     pair.second.mark_checked("examples")
     why = others.get(pair.first.number)
     if why and not (pair.starts_equally and _is_converted_inside(pair, why[0])):
-        if why[0] == "other_examples" and (text := _equal_loader_seeds(pair.second)):
+        is_drawn = why[0] in ("other_examples", "other_augmentation")
+        if is_drawn and (text := _equal_loader_seeds(pair.second)):
             yield pair.second.found("random numbers", "same_random_numbers", text)
+        if is_drawn and (text := _augmented_again(pair)):
+            yield pair.second.found("random numbers", "random_numbers_repeated", text)
         yield pair.second.found(
             "examples", *why, status=BY_DESIGN if why[0] == "sampler_padding" else FAULT
         )
@@ -280,6 +290,27 @@ def _equal_loader_seeds(step: Context) -> str:
         f"the workers of the replicas' loaders have the same seed, {own[0]}: what they draw, as"
         " for augmentations, is the same on each replica"
     )
+
+
+def _augmented_again(pair: StepPair) -> str:
+    """Returns a sentence if examples have the inputs of an earlier step, and not in the reference.
+
+    That is so if each epoch, or each step, draws the same augmentations.
+    """
+    own, right = ({*pairs_of_ids(step)} for step in (pair.second, pair.first))
+    ids = [{each for each, _ in pairs} for pairs in (own, right)]
+    for earlier, before in common_steps(pair.first.trace, pair.second.trace):
+        if earlier.number >= pair.first.number:
+            break
+        first, second = {*pairs_of_ids(earlier)}, {*pairs_of_ids(before)}
+        again = {each for each, _ in second} & {each for each, _ in first} & ids[0] & ids[1]
+        repeated = {each for each, _ in own & second} & again
+        if len(again) > 1 and repeated == again and not {x for x, _ in right & first} & again:
+            return (
+                f"step {pair.second.number} has the inputs of {len(again)} examples of step"
+                f" {before.number} again; in the first recording they are augmented in another way"
+            )
+    return ""
 
 
 def _is_converted_inside(pair: StepPair, cause: str) -> bool:

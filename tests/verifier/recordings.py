@@ -167,6 +167,24 @@ MORE = {
         "gradients: local_statistics?",
         {"text": 'again, in one process, with replay="two.npz", shards="each"'}),
     "of the step before": ({}, of_step_before(), "gradients: stale_gradient; update: unexplained"),
+    # What the ids of examples tell.
+    "augmented in the same way": (augmented(0), augmented(0), ""),
+    "augmented in another way": (augmented(0), augmented(1), "examples: other_augmentation",
+        {"text": "16 of 16 examples have the ids of the first recording, and other inputs"}),
+    "another order, by the ids": (augmented(0), {**augmented(1),
+        "batch": lambda step: batch_of((1, 0, 2, 3)[step])},
+        "examples: other_order; examples: other_augmentation",
+        {"text": "16 of 16 ids belong to other steps"}),
+    "other examples, by the ids": (augmented(0), {**augmented(1), "ids": lambda rows: rows + 50},
+        "examples: other_examples", {"text": "16 of 16 ids are not those of the first"}),
+    "received twice, by the ids": (augmented(0), {**augmented(1),
+        "batch": lambda s: np.append(batch_of(s)[:-2], batch_of(s)[:2])},
+        "examples: repeated_examples", {"text": "the ids of 2 examples were received twice"}),
+    "the same augmentation in each epoch": (augmented(0), augmented(1, each_epoch=False),
+        "examples: other_augmentation; random numbers: random_numbers_repeated",
+        {"text": "of step 0 again; in the first recording they are augmented in another way"}),
+    "too few ids": (augmented(0), {**augmented(1), "ids": lambda rows: rows[1:]},
+        "examples: other_examples"),
     # Orders of flattened axes.
     **{
         f"{channels} channels, {layout}, {of_first}": (

@@ -22,6 +22,7 @@ from lockstep.recorders.keras.description import Models, computed_in
 from lockstep.recorders.keras.optimizers import Optimizers
 from lockstep.recorders.keras.steps import StepObserver
 from lockstep.recorders.keras.values import replicas_here
+from lockstep.recorders.notes import IDS, Notes
 from lockstep.recorders.output import Output, write
 
 _KERNELS = "TF_ENABLE_ONEDNN_OPTS"  # Chooses TensorFlow's kernels on CPUs; only recorded.
@@ -77,6 +78,7 @@ class Recorder:
             first_step=first_step,
         )  # fmt: skip
         self._observer = StepObserver(self._model, self._optimizers, self._request)
+        self._notes = Notes()
         self.about: dict[str, Any] = {}
         self.arrays: dict[str, Any] = {}
         self.path = ""
@@ -94,10 +96,12 @@ class Recorder:
                 name = rank_path(name, replicas[0] // len(replicas))
             self._observer.copies.output = Output(name)
         self._observer.install()
+        self._notes.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._observer.remove()
+        self._notes.__exit__()
         observer, replay = self._observer, self._observer.replay
         copies, output = observer.copies, observer.copies.output
         self.about = self._description(error)
@@ -109,6 +113,14 @@ class Recorder:
                     output.put(name, array)
                 else:
                     self.arrays[name] = array
+        noted = self._notes.take()  # Those of a step, for all replicas here.
+        for position, step in enumerate(copies.steps, start=1):
+            if step < len(noted):
+                name = f"{position}/{IDS}/{min(copies.replicas, default=0)}/0"
+                if output:
+                    output.put(name, noted[step])
+                else:
+                    self.arrays[name] = noted[step]
         if output:
             output.close(self.about)
             self.output_error = output.error
