@@ -39,10 +39,7 @@ class TwoTowers(nn.Module):
 def create_optimizer(model):
     query, item = list(model.query.parameters()), list(model.item.parameters())
     if LOAD and BUG == "weights in another order":
-        query.reverse()
-        query = sorted(query, key=lambda weight: weight.dim(), reverse=True)
-        item = [item[i] for i in (2, 3, 0, 1)]
-        query = [query[i] for i in (0, 2, 1, 3)]
+        query, item = query[2:] + query[:2], item[2:] + item[:2]
     groups = [
         {"params": query, "lr": 0.02, "weight_decay": 0.0},
         {"params": item, "lr": 0.04, "weight_decay": 0.3},
