@@ -1,4 +1,4 @@
-"""Arrays of a JAX training are restored without moving statistics, or into other places of the tree.
+"""Arrays of a JAX training are restored without moving statistics, or into other places.
 
 reference = "AI-Hypercomputer/maxtext#4343, google-deepmind/ferminet#105"
 date = "2026-07"
@@ -70,7 +70,7 @@ def load(state, path):
     with np.load(path + ".npz") as file:
         saved = {jax.tree_util.keystr(k): file[jax.tree_util.keystr(k)] for k, _ in leaves}
     params, opt_state, stats = jax.tree.unflatten(tree, saved.values())
-    if BUG == "leaves in the order of their names":  # The saved tree had short names: m, v.
+    if BUG == "leaves in the order of their names":
         opt_state["velocity"], opt_state["square"] = opt_state["square"], opt_state["velocity"]
     elif BUG == "the step count starts again":
         opt_state["step"] = state[1]["step"]
