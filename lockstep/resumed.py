@@ -8,6 +8,7 @@ reference, and so are random numbers, examples, the learning rate and the scale 
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -131,15 +132,27 @@ class Resumed:
         """Whether the step starts from the weights of the reference but for the last digits."""
         return self._pair.starts_equally
 
-    def added_to(self, verdict: Verdict) -> Verdict:
-        """Returns a verdict with what is lost, without what follows from that."""
-        lost, rates = (
-            [*self._lost_state(), *self._examples(), *self._loss_scale()],
-            [*self._rates()],
-        )
+    @functools.cached_property
+    def _lost(self) -> list[Finding]:
+        """What the first step lacks: state, random numbers, examples, the scale of the loss."""
+        lost = [*self._lost_state(), *self._examples(), *self._loss_scale()]
         if not {name for f in lost for name in f.tensors} & {*self._second.of_kind(SEED)}:
             lost += self._other_numbers()
-        if not (lost or rates):
+        return lost
+
+    @functools.cached_property
+    def _other_rates(self) -> list[Finding]:
+        return [*self._rates()]
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether something was not restored, or the learning rate is another one."""
+        return bool(self._lost or self._other_rates)
+
+    def added_to(self, verdict: Verdict) -> Verdict:
+        """Returns a verdict with what is lost, without what follows from that."""
+        lost, rates = self._lost, self._other_rates
+        if not self.has_lost:
             return verdict
         known = {finding.stage for finding in (*lost, *rates)}
         apart = ("examples",) if lost else _BEFORE_UPDATE

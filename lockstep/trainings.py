@@ -238,9 +238,9 @@ class _Session:
             )
         own = renumbered(own, at - own.steps[0], reference)
         resumed = Resumed(reference, own, names)
-        verdict = resumed.added_to(self._verdict(name, [reference, *permuted, own]))
-        if number is None and not (verdict.faults or resumed.starts_equally):
+        if number is None and not (resumed.has_lost or resumed.starts_equally):
             return self.verdict_of_resumed(name, first, second, file, at)  # Of another layout.
+        verdict = resumed.added_to(self._verdict(name, [reference, *permuted, own]))
         notes.append(f"the resumed training begins with step {at}")
         return dataclasses.replace(verdict, notes=(*notes, *verdict.notes))
 
