@@ -219,7 +219,8 @@ class _Session:
         steps = self._settings.steps
         given: dict[str, Any] = {"steps": steps if isinstance(steps, int) else len(steps)}
         if number is not None:
-            given |= {"replay": self._files[0], "first_step": number}
+            known = [step for step in load(self._files[0]).steps if step >= number]
+            given |= {"replay": self._files[0], "first_step": number, "steps": known}
         try:
             path = self._record(f"{name}, resumed", second, f"{file}-resumed", **given)
         except TrainingError as error:
