@@ -39,14 +39,14 @@ from lockstep.stages.examples import (
 from lockstep.stages.forward import compare_each_example
 from lockstep.stages.gradients import FACTORS, compare_gradients, divides_what_it_kept
 from lockstep.stages.modules import with_modules
-from lockstep.stages.random_numbers import compare_keys
+from lockstep.stages.random_numbers import compare_drawn, compare_keys
 from lockstep.stages.reported_losses import compare_losses
 from lockstep.stages.rules import compare_updates
 from lockstep.stages.start import compare_starts, replaced_start, resumed_step
 from lockstep.stages.statistics import compare_statistics
 from lockstep.stages.summary import Summary
 
-_AFTER_GRADIENTS = compare_statistics, compare_updates
+_AFTER_GRADIENTS = compare_drawn, compare_statistics, compare_updates
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")  # Of trainings that overflow.

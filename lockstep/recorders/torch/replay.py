@@ -139,6 +139,12 @@ class Replay:
 
     # Loading.
 
+    @property
+    def loads_random(self) -> bool:
+        """Whether random states are loaded: both trainings have as many replicas."""
+        is_alike = self.trace.about.num_replicas == self.placement.num_replicas
+        return self.states.framework == "torch" and is_alike
+
     def load(self) -> None:
         """Loads the state before this step, and its random state; warns of what does not fit."""
         step = self.recording.number
@@ -149,8 +155,7 @@ class Replay:
             return
         if before:
             self._load_variables(step, before)
-        is_alike = self.trace.about.num_replicas == self.placement.num_replicas
-        if self.states.framework == "torch" and is_alike:
+        if self.loads_random:
             set_random_states(self._random(step, self.placement.replica))
 
     @torch.no_grad()
