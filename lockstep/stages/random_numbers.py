@@ -116,6 +116,37 @@ def compare_drawn(pair: StepPair) -> Iterator[Finding]:
                 return
 
 
+def draws_as_one(pair: StepPair) -> bool:
+    """Returns whether each replica draws what the reference draws, and uses its own part of it.
+
+    The gradients are then right only if all draw from equal states: as for masks of the whole
+    batch, or for layers that are left out.
+    """
+    first, second, kinds = pair.first, pair.second, ("random", "random_after")
+    if len(first.shards) > 1 or first.has("shards") or not (first.has(*kinds)):
+        return False
+    if not (second.has(*kinds) and pair.are_gradients_right):
+        return False
+    before, after = (first.arrays(kind)[0] for kind in kinds)
+    return not same_arrays(before, after) and all(
+        same_arrays(second.arrays(kind)[shard], right)
+        for kind, right in zip(kinds, (before, after), strict=True)
+        for shard in second.shards
+    )
+
+
+def compare_replicas(pair: StepPair) -> Iterator[Finding]:
+    """Finds replicas that no longer draw what the others draw; see `draws_as_one`."""
+    step = pair.second
+    if not step.has("random") or pair.are_gradients_right:
+        return
+    drawing = [shard for shard in step.shards if draws(step, shard)]
+    states = {shard: own_states(step, shard) for shard in drawing}
+    if apart := [s for s in drawing if not same_arrays(states[s], states[drawing[0]])]:
+        text = "the replicas drew equal numbers in an earlier step, as the reference, and not here"
+        yield step.found("random numbers", "other_random_numbers", text, items=apart)
+
+
 def _draws_from(step: Context, shard: int, index: int, rank: int) -> bool:
     """Returns whether a rank draws from a generator, and does not set its seed before that."""
     views = [
