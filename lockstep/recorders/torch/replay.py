@@ -90,7 +90,9 @@ class Replay:
             if twin := self._twin_of(each.name, values[each.name], values):
                 sources[each.name] = sources[twin]
             elif each.about["kind"] == WEIGHT or each.name in states.names:
-                raise ValueError(states.unmatched(each))
+                is_alone = mesh is not None or self.placement.num_ranks == 1
+                hint = "" if is_alone else "; or mesh=, if ranks hold parts of it"
+                raise ValueError(states.unmatched(each) + hint)
         return sources
 
     def _part(self, name: str, value: Tensor, whole: np.ndarray) -> np.ndarray:
