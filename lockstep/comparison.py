@@ -39,7 +39,12 @@ from lockstep.stages.examples import (
 from lockstep.stages.forward import compare_each_example
 from lockstep.stages.gradients import FACTORS, compare_gradients, divides_what_it_kept
 from lockstep.stages.modules import with_modules
-from lockstep.stages.random_numbers import compare_keys
+from lockstep.stages.random_numbers import (
+    compare_drawn,
+    compare_keys,
+    compare_replicas,
+    draws_as_one,
+)
 from lockstep.stages.reported_losses import compare_losses
 from lockstep.stages.rules import compare_updates
 from lockstep.stages.start import compare_starts, replaced_start, resumed_step
@@ -47,7 +52,7 @@ from lockstep.stages.statistics import compare_statistics
 from lockstep.stages.summary import Summary
 from lockstep.tokens import compare_log_probs, has_log_probs
 
-_AFTER_GRADIENTS = compare_statistics, compare_updates
+_AFTER_GRADIENTS = compare_drawn, compare_statistics, compare_updates
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")  # Of trainings that overflow.
@@ -241,6 +246,7 @@ class _Compared:
         removed: findings that what a step leaves refutes.
         divides_later: whether the script divides gradients after it has kept what it sends.
         summary: what the claims have shown.
+        draws_as_one: whether the replicas draw equal numbers, and use each its part, rightly.
         note: on the state that the first step replaced; "" without one.
     """
 
@@ -255,6 +261,7 @@ class _Compared:
         }
         self.skipped, self.is_compared, self.removed = list[int](), False, list[Finding]()
         self.divides_later, self.summary, self.note = False, Summary(), ""
+        self.draws_as_one = False
         self._last: Claim | None = None  # The claim of the last common step.
 
     @property
@@ -291,6 +298,7 @@ class _Compared:
         for compare in _AFTER_GRADIENTS:
             pair.findings += compare(pair)
         self.divides_later |= pair.is_comparable and divides_what_it_kept(pair)
+        self._compare_random_numbers(pair)
         pair.findings = with_modules(pair)
         num_removed = len(self.removed)
         self._last = _with_claim(pair, self._last, self.summary, self.removed)
@@ -298,6 +306,14 @@ class _Compared:
         self.is_compared |= is_refuting or pair.is_comparable
         if not pair.starts_equally:
             self.skipped.append(pair.second.number)
+
+    def _compare_random_numbers(self, pair: StepPair) -> None:
+        """Judges equal random states of replicas, once a step has shown that they are right."""
+        self.draws_as_one |= draws_as_one(pair)
+        if self.draws_as_one:
+            found = pair.second.findings
+            self.removed += [f for f in found if f.detail == "same_random_numbers"]
+            pair.findings += compare_replicas(pair)
 
     def is_refuted(self, finding: Finding) -> bool:
         """Returns whether other steps, or what a step leaves, refute a finding."""
@@ -352,7 +368,9 @@ def _with_claim(
 def not_trained(first: Trace, second: Trace) -> Iterator[Finding]:
     """Finds weights of one recording that the other one has, but does not train, in all steps."""
     kinds = {trace: set(trace.kinds.items()) for trace in (first, second)}
-    for trace, other, which in ((first, second, "second"), (second, first, "first")):
+    for trace, other, which, detail in (
+        (first, second, "second", "frozen"), (second, first, "first", "not_frozen"),
+    ):  # fmt: skip
         names = [
             name
             for name, kind in trace.kinds.items()
@@ -360,7 +378,7 @@ def not_trained(first: Trace, second: Trace) -> Iterator[Finding]:
         ]
         if names:
             text = f"not trained in the {which} recording: {first_names(names)}"
-            yield finding_of("gradients", "frozen", text, second.steps, tensors=names)
+            yield finding_of("gradients", detail, text, second.steps, tensors=names)
 
 
 def _checked_steps(

@@ -166,6 +166,8 @@ class _Session:
         """Records the reference, and without a given tolerance also with permuted examples."""
         one = self._record(REFERENCE, self._reference, "reference", steps=self._steps)
         about, self._files = load(one).about, [one]
+        # A verdict says which steps the reference lacks, as it ends early or skips updates.
+        self._steps = [step for step in self._steps if step in about.steps] or self._steps
         self._can_run_by_part = about.framework == "torch" and about.num_replicas == 1
         if self._settings.tolerance is None:
             title, given = f"{REFERENCE}, examples permuted", {"replay": one, "permute": 1}
@@ -278,8 +280,9 @@ class _Session:
         settings, path = self._settings, self._folder / f"{file}.npz"
         for old in (path, *self._folder.glob(f"{file}.rank*.npz")):
             old.unlink(missing_ok=True)
-        steps = {"path": str(path), "steps": _numbers(settings.steps), "modules": settings.modules}
-        options = json.dumps({**steps, "replay": None, "permute": None, **given})
+        steps = [step for step in _numbers(settings.steps) if step in self._steps] or self._steps
+        usual = {"path": str(path), "steps": steps, "modules": settings.modules}
+        options = json.dumps({**usual, "replay": None, "permute": None, **given})
         with _Progress(f"{title}: running", "recorded") as progress:
             try:
                 run_training(

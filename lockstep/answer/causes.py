@@ -95,6 +95,7 @@ DETAILS = {  # Detail → remedy, in any framework.
     "stale_weights": "compute each step with the weights that the last update gave",
     "stale_stage": "let a stage wait for its update before it computes the next step",
     "frozen": "make the loss depend on the variable, and train it on every replica",
+    "not_frozen": "freeze the same weights in both scripts",
     "own_gradient_only": "add the gradients of all parts where a layer, a stage or a part receives"
     " several",
     "forgotten_backward_sum": "sum the gradient of a gathered input over the devices that use it",
@@ -249,7 +250,8 @@ MEANINGS = {  # Cause → what it means.
     " mean.",
     "stale_gradient": "The gradient contains one of an earlier step.",
     "stale_weights": "A gradient was computed with the weights of an earlier step.",
-    "frozen": "A weight that is trained got no gradient.",
+    "frozen": "A weight that is trained in one script got no gradient in the other, or on some"
+    " replicas.",
     "partial_not_reduced": "Each rank holds a summand of an array, and they were not added.",
     "repeated_part": "A summand is in a sum twice.",
     "swapped_parts": "Parts of an array were put together in another order.",
@@ -466,6 +468,7 @@ MERGED = {
         "regularisation_in_the_loss": "in the loss",
     },
     "stale_weights": {"stale_weights": "", "stale_stage": "of a stage"},
+    "frozen": {"frozen": "", "not_frozen": "in the first recording only"},
     "not_all_reduced": {"not_all_reduced": "", "partly_all_reduced": "some weights"},
     "partial_not_reduced": {
         "partial_not_reduced": "",

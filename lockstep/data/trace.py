@@ -10,7 +10,8 @@ Kinds of arrays of a shard:
 - `data`: the examples, along the first axis. `ids`: their identities, whole numbers, as the script
   notes them.
 - `random`, `random_after`: states of random number generators before the step and after the forward
-  pass (`uint8`); unchanged: not used.
+  pass (`uint8`); unchanged: not used. `own_random`: the copy's own ones before the first forward
+  pass, before those of another trace were loaded.
 - `shards`: for each forward pass, the number of the part with which each example was computed, if
   the model ran part by part.
 - `y_pred`, `mask`: outputs and masks (shape `()`: none). `y_grad`: gradients of the loss with

@@ -29,6 +29,8 @@ def own_states(context: Context, shard: int) -> Sequence[np.ndarray]:
 
     A key that the step itself makes of the key that it is given is known for the latter only.
     """
+    if context.has("own_random"):
+        return context.arrays("own_random")[shard]
     drawn = context.arrays("random")[shard]
     if not (drawn and context.has("replaced")):
         return drawn

@@ -348,23 +348,28 @@ def _without_gradient(
     """
     step, reference = pair.second, pair.gradients.reference
     of_raw = {name: [r for r, own in enumerate(raw) if not np.any(own[name])] for name in wrong}
-    frozen = [name for name in wrong if len(of_raw[name]) == len(raw) or not norm(reference[name])]
-    left_out = [name for name in wrong if name not in frozen and is_left_out(pair, name)]
+    not_frozen = [name for name in wrong if not norm(reference[name])]
+    frozen = [n for n in wrong if len(of_raw[n]) == len(raw) and n not in not_frozen]
+    known = {*frozen, *not_frozen}
+    left_out = [name for name in wrong if name not in known and is_left_out(pair, name)]
     if left_out:
         text = (
             f"the optimizer does not have {len(left_out)} weights, and clears no gradient of them"
         )
         yield step.found("gradients", "not_updated", text, tensors=left_out)
     if frozen:
-        text = f"the gradient of {len(frozen)} weights is 0 in one recording"
+        text = f"the gradient of {len(frozen)} weights is 0, and not so in the first recording"
         yield step.found("gradients", "frozen", text, tensors=frozen)
+    if not_frozen:
+        text = f"the gradient of {len(not_frozen)} weights is 0 in the first recording only"
+        yield step.found("gradients", "not_frozen", text, tensors=not_frozen)
     if len(raw) != len(step.shards) or len(raw) < 2:
         return
     idle = {s for s, size in enumerate(step.sizes) if not size and step.has("data")}
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in wrong:
         without = tuple(shard for shard in of_raw[name] if shard not in idle)
-        if without and name not in (*frozen, *left_out):
+        if without and name not in (*known, *left_out):
             groups.setdefault(without, []).append(name)
     for shards, names in groups.items():
         text = f"the gradient of {len(names)} weights is 0 or missing on these replicas only"

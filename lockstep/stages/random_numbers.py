@@ -14,6 +14,8 @@ from lockstep.explain.random_layers import (
 from lockstep.numeric.arrays import MARGIN, relative_distance, relative_norm, same_arrays, same_bits
 from lockstep.reference import StepPair
 
+_SEED_BYTES = 8
+
 
 def check_random_numbers(context: Context) -> Iterator[Finding]:
     """Checks the seeds and the states of generators that a step uses."""
@@ -41,7 +43,7 @@ def check_random_numbers(context: Context) -> Iterator[Finding]:
         equal = [name for name in seeds if same_bits(*(before[shard][name] for shard in pair))]
         if context.computes:  # Layers may also draw by the number of the replica.
             equal = [name for name in equal if not _looks_at_number(context, pair[1], name)]
-        if equal or (both_draw and same_arrays(*(context.arrays("random")[s] for s in pair))):
+        if equal or (both_draw and same_arrays(*(own_states(context, s) for s in pair))):
             text = f"replicas {pair[0]} and {pair[1]} draw from the same random state"
             yield context.found(
                 "random numbers", "same_random_numbers", text, items=pair, tensors=equal
@@ -87,6 +89,75 @@ def _repeated(context: Context) -> Iterator[Finding]:
                 yield context.found(
                     "random numbers", "random_numbers_repeated", text, items=(shard,)
                 )
+
+
+def compare_drawn(pair: StepPair) -> Iterator[Finding]:
+    """Finds ranks of one replica whose own random states differ, which `replay=` made equal.
+
+    From equal states, the step is that of the reference: what its ranks draw must be equal.
+    """
+    step = pair.second
+    if not (step.has("own_random") and pair.are_gradients_right):
+        return
+    for shard in step.shards:
+        for index in range(len(step.arrays("own_random")[shard])):
+            own = step.trace.views(step.position, "own_random", shard, index)
+            drawing = [rank for rank in own if _draws_from(step, shard, index, rank)]
+            apart = [rank for rank in drawing if not same_bits(own[rank], own[drawing[0]])]
+            if apart:
+                step.mark_checked("random numbers")
+                text = (
+                    f"ranks {drawing[0]} and {apart[0]} compute one replica and draw numbers, from"
+                    " different random states before replay= replaced them"
+                )
+                yield step.found(
+                    "random numbers", "other_random_numbers", text, kind="before", items=apart
+                )
+                return
+
+
+def draws_as_one(pair: StepPair) -> bool:
+    """Returns whether each replica draws what the reference draws, and uses its own part of it.
+
+    The gradients are then right only if all draw from equal states: as for masks of the whole
+    batch, or for layers that are left out.
+    """
+    first, second, kinds = pair.first, pair.second, ("random", "random_after")
+    if len(first.shards) > 1 or first.has("shards") or not (first.has(*kinds)):
+        return False
+    if not (second.has(*kinds) and pair.are_gradients_right):
+        return False
+    before, after = (first.arrays(kind)[0] for kind in kinds)
+    return not same_arrays(before, after) and all(
+        same_arrays(second.arrays(kind)[shard], right)
+        for kind, right in zip(kinds, (before, after), strict=True)
+        for shard in second.shards
+    )
+
+
+def compare_replicas(pair: StepPair) -> Iterator[Finding]:
+    """Finds replicas that no longer draw what the others draw; see `draws_as_one`."""
+    step = pair.second
+    if not step.has("random") or pair.are_gradients_right:
+        return
+    drawing = [shard for shard in step.shards if draws(step, shard)]
+    states = {shard: own_states(step, shard) for shard in drawing}
+    if apart := [s for s in drawing if not same_arrays(states[s], states[drawing[0]])]:
+        text = "the replicas drew equal numbers in an earlier step, as the reference, and not here"
+        yield step.found("random numbers", "other_random_numbers", text, items=apart)
+
+
+def _draws_from(step: Context, shard: int, index: int, rank: int) -> bool:
+    """Returns whether a rank draws from a generator, and does not set its seed before that."""
+    views = [
+        step.trace.views(step.position, kind, shard, index) for kind in ("random", "random_after")
+    ]
+    if not all(rank in each for each in views):
+        return False
+    before, after = (each[rank] for each in views)
+    # The states of PyTorch's generators begin with the seed.
+    is_seeded = not same_bits(before[:_SEED_BYTES], after[:_SEED_BYTES])
+    return not (same_bits(before, after) or is_seeded)
 
 
 def compare_keys(pair: StepPair) -> Iterator[Finding]:

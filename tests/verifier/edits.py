@@ -92,6 +92,14 @@ def random_states(script, state_of, change=None):
             script.arrays[f"{position}/random_after/{replica}/0"] = state + np.uint8(change)
 
 
+@option
+def own_random_states(script, state_of):
+    """Those of the script, which `replay` has replaced."""
+    for position, step, replica in places(script):
+        state = np.array(state_of(step, replica), np.uint8)
+        script.arrays[f"{position}/own_random/{replica}/0"] = state
+
+
 def with_variable(variable, value_of):
     """A further variable: an array, or the number in it, of `(position, replica, is_later)`."""
 

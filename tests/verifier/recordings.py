@@ -139,7 +139,7 @@ MORE = {
         {"status": NOTHING, "text": "gradients of no step could be compared: record them in both"}),
     "a gradient of 0 in one": ({}, zero_in(0, 1, 2, 3), "gradients: frozen"),
     "a gradient of 0 in the reference": (zero_in(0, 1, 2, 3), {"gradient": as_it_is},
-        "gradients: frozen"),
+        "gradients: not_frozen"),
     # Reductions.
     "a multiple of each sent one": ({"gradient": for_two_classes}, without("sums"), ""),
     "a multiple of each sent one, bypassed": ({"gradient": for_two_classes}, {"reduce": None,

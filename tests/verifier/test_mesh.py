@@ -211,12 +211,12 @@ def copies(arrays, number):
 
 def recorded(
     on, x, weights, gradients, placements, factors=None, before="unclipped", outputs=None,
-    losses=None,
+    losses=None, states=None,
 ):  # fmt: skip
     """Returns the files of one step of gradient descent; arguments hold the array of each rank.
 
     `factors` are those by which the ranks clip their gradients to norm 0.1; `before` is the kind
-    of these before. With `outputs`, the model computes in bfloat16.
+    of these before. With `outputs`, the model computes in bfloat16. `states` has random states.
     """
     arrays, calls = {"data/0": x}, ["forward", "backward", *["clip norm 0.1"] * bool(factors)]
     for index, name in enumerate("wn"):
@@ -225,6 +225,7 @@ def recorded(
         after = [w - RATE * g for w, g in zip(weights[name], used, strict=True)]
         arrays |= {f"before/{index}": weights[name], f"clipped/{index}": used}
         arrays |= {f"after/{index}": after, **({f"{before}/{index}": sent} if factors else {})}
+    arrays |= states or {}
     about = {**OF_TWO, **SGD, "calls": [calls]}
     if losses:
         arrays["loss/0"] = [*map(np.float32, losses)]
@@ -286,6 +287,40 @@ def test_16_bits_of_parts_move_gradients_as_far_as_outputs(units_of_outputs, is_
     moved = outputs * np.float32(1 + units_of_outputs * unit)
     assert against_one(split(outputs=outputs), outputs=outputs).ok
     assert against_one(split(shake, outputs=moved), outputs=outputs).ok == is_right
+
+
+def random_states(own, after, generator=0):
+    """The random states of two ranks, of which `replay` made those before the step equal."""
+    kinds = {"own_random": own, "random": [(5, 0), (5, 0)], "random_after": after}
+    return {
+        f"{kind}/{generator}": [np.repeat(np.uint8(state), 8) for state in states]
+        for kind, states in kinds.items()
+    }
+
+
+DRAWN, UNUSED = [(5, 1), (5, 1)], [(5, 0), (5, 0)]
+APART, ALIKE = [(7, 0), (8, 0)], [(7, 0), (7, 0)]  # Seed and place of each rank.
+
+
+@pytest.mark.parametrize(
+    ("states", "cause"),
+    [
+        (random_states(APART, DRAWN), "other_random_numbers"),
+        (random_states(ALIKE, DRAWN), ""),
+        (random_states([(7, 0), (7, 1)], DRAWN), "other_random_numbers"),
+        (random_states(APART, UNUSED), ""),
+        (random_states(APART, [(5, 1), (5, 0)]), ""),  # Only rank 0 draws.
+        (random_states(APART, [(9, 1), (9, 1)]), ""),  # The model sets the seed.
+        # Layers draw on the GPU, and the data on the CPU.
+        (random_states(APART, UNUSED) | random_states(ALIKE, DRAWN, 1), ""),
+        (random_states(ALIKE, UNUSED) | random_states(APART, DRAWN, 1), "other_random_numbers"),
+    ],
+)  # fmt: skip
+def test_random_states_of_ranks_that_replay_replaced(states, cause):
+    found = against_one(split(states=states))
+    assert causes(found) == [cause] * bool(cause), str(found)
+    # Ranks that do not compute the reference's step from its state may draw numbers of their own.
+    assert "other_random_numbers" not in causes(against_one(split(other_part, states=states)))
 
 
 def keep_part(images, own):

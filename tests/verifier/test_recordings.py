@@ -150,7 +150,9 @@ def test_a_weight_that_one_script_does_not_train_is_a_fault():
         for kind in (WEIGHT, STATISTIC)
     )
     assert not [*not_trained(both, both)]
-    for traces, which in (((both, frozen), "second"), ((frozen, both), "first")):
+    for traces, which, detail in (
+        ((both, frozen), "second", "frozen"), ((frozen, both), "first", "not_frozen"),
+    ):  # fmt: skip
         (finding,) = not_trained(*traces)
-        assert (finding.status, finding.detail, finding.tensors) == (FAULT, "frozen", ("bias",))
+        assert (finding.status, finding.detail, finding.tensors) == (FAULT, detail, ("bias",))
         assert finding.text == f"not trained in the {which} recording: bias"

@@ -19,7 +19,9 @@ def record(**options):
     """Writes the recording that `assert_same_training` asks for, of a training with NumPy."""
     given = json.loads(os.environ["LOCKSTEP_RECORD"])
     replay = Script(steps=given["steps"]) if given["replay"] else None
-    script = Script(steps=given["steps"], permute=given["permute"], replay=replay, **options)
+    script = Script(
+        **{"steps": given["steps"], "permute": given["permute"], "replay": replay} | options
+    )
     script.write(given["path"])
 
 
@@ -29,6 +31,11 @@ def one():
 
 def two():
     record(replicas=2)
+
+
+def one_of_two_steps():
+    """A training that ends early, or whose second step skips the update."""
+    record(steps=(0,), about={"asked": [0, 1]})
 
 
 def not_all_reduced():
@@ -96,6 +103,13 @@ def test_the_same_training_passes_under_any_name():
     assert [*verdicts] == [*variants]
     for verdict in verdicts.values():
         assert verdict.ok and verdict.steps == (0, 1) and verdict.notes == ()
+
+
+def test_steps_that_the_reference_lacks_are_not_verified():
+    verdicts = trainings.verify_trainings(one_of_two_steps, {"two": two}, trainings.Settings())
+    assert verdicts["two"].steps == (0,) and not verdicts["two"].faults
+    (why,) = verdicts["two"].unverified
+    assert why == "the first recording's training ended before step 1, which were to be recorded"
 
 
 @pytest.mark.slow

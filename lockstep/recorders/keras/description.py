@@ -46,9 +46,10 @@ def layouts_of(model: keras.Model) -> tuple[dict[str, str], str]:
     for layer in layers_of(model, include_self=False):
         if isinstance(layer, keras.layers.Conv2D):
             data_layout = {"channels_last": "NHWC"}.get(layer.data_format, "NCHW")
-        if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense) and layer.built:
-            layout = "IO" if len(layer.kernel.shape) == 2 else "HWIO"
-            layouts[getattr(layer.kernel, "path", "")] = layout
+        if isinstance(layer, keras.layers.Conv2D | keras.layers.Dense):
+            # With `enable_lora`, `layer.kernel` is a sum, and no variable.
+            kernels = [weight for weight in layer.weights if weight.name == "kernel"]
+            layouts |= {x.path: "IO" if len(x.shape) == 2 else "HWIO" for x in kernels}
     return layouts, data_layout
 
 

@@ -26,7 +26,7 @@ from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
-from lockstep.recorders.torch.values import layers_of, settings_of
+from lockstep.recorders.torch.values import layers_of, random_states, settings_of
 
 
 class record:
@@ -205,6 +205,8 @@ class record:
         if self.replay:
             own.save_variables("replaced", variables.all())
             if is_forward:
+                if self.replay.loads_random:
+                    own.add("own_random", random_states())
                 self.replay.load()
             else:
                 self._warn_of_no_forward_pass()

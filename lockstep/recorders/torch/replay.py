@@ -91,7 +91,9 @@ class Replay:
             if twin := self._twin_of(each.name, values[each.name], values):
                 sources[each.name] = sources[twin]
             elif each.about["kind"] == WEIGHT or each.name in states.names:
-                raise ValueError(states.unmatched(each))
+                is_alone = mesh is not None or self.placement.num_ranks == 1
+                hint = "" if is_alone else "; or mesh=, if ranks hold parts of it"
+                raise ValueError(states.unmatched(each) + hint)
         return sources
 
     def _part(self, name: str, value: Tensor, whole: np.ndarray) -> np.ndarray:
@@ -143,6 +145,12 @@ class Replay:
 
     # Loading.
 
+    @property
+    def loads_random(self) -> bool:
+        """Whether random states are loaded: both trainings have as many replicas."""
+        is_alike = self.trace.about.num_replicas == self.placement.num_replicas
+        return self.states.framework == "torch" and is_alike
+
     def load(self) -> None:
         """Loads the state before this step, and its random state; warns of what does not fit."""
         step = self.recording.number
@@ -153,8 +161,7 @@ class Replay:
             return
         if before:
             self._load_variables(step, before)
-        is_alike = self.trace.about.num_replicas == self.placement.num_replicas
-        if self.states.framework == "torch" and is_alike:
+        if self.loads_random:
             set_random_states(self._random(step, self.placement.replica))
 
     @torch.no_grad()

@@ -50,8 +50,12 @@ def assign(target: Any, array: np.ndarray) -> Any:
 
 
 def take(nest: Any, rows: Tensor, size: int) -> Any:
-    """Returns a nest of tensors, with these rows of the batches, which have `size` examples."""
-    return tree_map_only(Tensor, lambda x: x[rows] if x.shape[:1] == (size,) else x, nest)
+    """Returns a nest of tensors, with these rows of the batches, which have `size` examples.
+
+    What is saved for the backward pass is kept from the script's own hooks, which may change it.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        return tree_map_only(Tensor, lambda x: x[rows] if x.shape[:1] == (size,) else x, nest)
 
 
 def floating(nest: Any) -> list[Tensor]:

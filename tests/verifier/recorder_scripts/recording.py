@@ -25,7 +25,7 @@ class Trace:
             self.arrays = {k: array for k, array in self.arrays.items() if "/kept/" not in k}
             self.abouts.append(about)
         self.about = self.abouts[0]
-        own = [name for name in self.arrays if "/replaced/" in name]
+        own = [name for name in self.arrays if name.split("/")[1] in ("replaced", "own_random")]
         self.replaced = {name: self.arrays.pop(name) for name in own}
 
     def get(self, position, kind, replica=0):

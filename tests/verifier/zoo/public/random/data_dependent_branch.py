@@ -53,7 +53,7 @@ if WORLD > 1:
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 with lockstep.record(model, optimizer):
-    for step in range(3):
+    for step in range(4):  # One update is skipped.
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         if step == 1:
             x[1] *= 8  # Large activations on rank 1.

@@ -15,6 +15,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import lockstep
 
@@ -90,11 +91,13 @@ class Net(nn.Module):
 
 
 torch.manual_seed(0)
+mesh = None
 if WORLD > 1:
     dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-with lockstep.record(model, optimizer):
+with lockstep.record(model, optimizer, mesh=mesh):
     for step in range(2):
         x = torch.randn(BATCH_SIZE, WIDTH, generator=torch.Generator().manual_seed(step))
         loss = nn.functional.cross_entropy(model(x), x[:, :3].argmax(dim=1))
