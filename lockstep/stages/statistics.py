@@ -280,7 +280,7 @@ def _why_average(
 
 def compare_statistics(pair: StepPair) -> Iterator[Finding]:
     """Compares the statistics after a step that starts from equal ones."""
-    before, (first, second) = pair.states("before")[0], pair.states("after")
+    before, (first, second) = pair.states("before")[0], pair.ends
     names = [n for n in pair.first.of_kind(STATISTIC) if n in before and n in second]
     names = [name for name in names if before[name].dtype.kind == "f"]
     if not (names and pair.computes_the_same):
