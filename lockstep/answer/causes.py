@@ -173,13 +173,16 @@ DETAILS = {  # Detail → remedy, in any framework.
     "statistics_not_averaged": "average the moving statistics of all shards before they are"
     " evaluated or saved",
     "weighted_average": "give every shard its share of the examples in the average",
-    "doubled_average": "update moving statistics once per step",
+    "doubled_average": "update moving statistics and averages of weights once per step",
     "whole_batch_norm": "let BatchNorm normalise each shard, as the training defines it",
     "other_batch_norm_momentum": "set the momentum of BatchNorm explicitly: PyTorch's 0.1 is 0.9 in"
     " Keras, whose default is 0.99",
     "unbiased_variance": "accept the difference: PyTorch keeps the unbiased variance of a batch,"
     " Keras the biased one",
     "other_statistics": "compare the arrays of the moving statistics in both recordings",
+    "stale_average": "update an average after the weights, with their new values",
+    "other_average_decay": "use one decay of averages in both scripts, whatever the number of"
+    " replicas or micro-batches",
     # Evaluation and time.
     "other_metric": "sum totals and counts over all replicas in the metric, and divide afterwards",
     "other_evaluation": "count every example once: do not pad batches, and average over examples",
@@ -201,7 +204,8 @@ MEANINGS = {  # Cause → what it means.
     "state_lost": "State that the last step left is not there, or not in its place, in the next"
     " one.",
     "changed_on_its_own": "Few elements changed, and no update gives their values.",
-    "ranks_disagree": "Replicas that must be copies have different weights, or got different sums.",
+    "ranks_disagree": "Replicas that must be copies have different weights or moving statistics, or"
+    " got different sums.",
     "not_finite": "A loss, gradient or weight is NaN or infinite.",
     "same_random_numbers": "Replicas draw the same random numbers: their dropout masks repeat each"
     " other.",
@@ -269,7 +273,8 @@ MEANINGS = {  # Cause → what it means.
     "changed_between_micro_batches": "Accumulated gradients are clipped or divided before all are"
     " added.",
     "overflow_not_skipped": "A replica applied gradients that are not finite.",
-    "not_updated": "A weight stayed as it was, although it has a gradient.",
+    "not_updated": "A weight stayed as it was, although it has a gradient; or a moving statistic"
+    " did.",
     "update_not_seen": "The optimizer ran where the recorder does not see it.",
     "updated_twice": "An update, or its schedule, was applied more than once in a step.",
     "other_learning_rate": "The update has another learning rate than the reference.",
@@ -281,7 +286,8 @@ MEANINGS = {  # Cause → what it means.
     "statistics_not_averaged": "The moving statistics that are saved are not the average of the"
     " replicas'.",
     "whole_batch_norm": "BatchNorm normalises the whole batch where each shard was asked for.",
-    "other_statistics": "Moving statistics differ, and no known rule gives them.",
+    "other_statistics": "Moving statistics, or averages of weights, follow other values, or with"
+    " another decay, or no known rule gives them.",
     "other_evaluation": "An evaluation counts examples twice, or averages over replicas.",
     "slow_replica": "Numbers are right; the others wait for one replica.",
     "unexplained": "The arrays differ, and no known mistake gives what was recorded.",
@@ -493,7 +499,7 @@ MERGED = {
     "updated_twice": {
         "updated_twice": "",
         "schedule_stepped_too_often": "schedule",
-        "doubled_average": "moving statistics",  # They move by two updates in one step.
+        "doubled_average": "averages",  # Moving statistics, or averages of weights.
     },
     "other_optimizer": {
         "other_optimizer": "",
@@ -520,6 +526,11 @@ MERGED = {
     "statistics_not_averaged": {
         "statistics_not_averaged": "",
         "weighted_average": "weighted",
+    },
+    "other_statistics": {
+        "other_statistics": "",
+        "stale_average": "old values in an average",
+        "other_average_decay": "decay of an average",
     },
     "other_evaluation": {
         "other_evaluation": "",

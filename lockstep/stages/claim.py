@@ -378,6 +378,8 @@ class Claim:
         cause = "unexplained"
         if {*names} <= self.changed_later:
             cause, text = "changed_on_its_own", f"{text}; the script changes it after the update"
+        if kind == STATISTIC and items:
+            cause = "diverged_replicas"
         return self.pair.second.found(stage, cause, text, kind="after", items=items, tensors=names)
 
     # What S' decides.

@@ -44,7 +44,7 @@ def verdict_on(*findings, **changes):
 
 
 def test_every_detail_has_a_cause_and_a_remedy():
-    assert len(DETAILS) == 122
+    assert len(DETAILS) == 124
     for framework, remedies in IN_FRAMEWORK.items():
         assert remedies.keys() <= DETAILS.keys()
         for detail, remedy in DETAILS.items():
@@ -56,7 +56,7 @@ def test_every_detail_has_a_cause_and_a_remedy():
     assert {cause_of(detail) for detail in DETAILS} == {*CAUSES} == {*MEANINGS} and len(
         CAUSES
     ) <= 70
-    assert len({words_of(detail) for detail in DETAILS}) == 122
+    assert len({words_of(detail) for detail in DETAILS}) == 124
     for cause, details in MERGED.items():
         assert len(details) > 1 and {*map(cause_of, details)} == {cause}
         # The cause alone says the detail only if that is its whole kind, or a new name of it.

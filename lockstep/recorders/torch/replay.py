@@ -219,7 +219,9 @@ class Replay:
         if not same:
             self._load_slots(name, p, slots, owners)
             return
-        optimizer = same[0]
+        # Of several that update it, the one that keeps such state.
+        known = {variable.slot for variable, _ in slots}
+        optimizer = max(same, key=lambda x: len(known & x.state.get(p, {}).keys()))
         if isinstance(p, FlatWeight):
             self._load_flat(name, p, slots, optimizer, is_whole=True)
             return
