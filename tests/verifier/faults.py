@@ -133,6 +133,12 @@ FAULTS = {
     "other loss": ({}, edit(lambda array: 1.01 * array, "loss"), "loss: other_loss"),
     "not finite": ({}, ONE | edit(lambda array: np.float32(np.nan) * array, "loss", position=2),
         "loss: not_finite; loss: other_loss"),
+    "another gradient beside an overflow": (OVERFLOW, {"gradient": lambda s, r, g:
+        [overflow(s, r, g)[0], g[1] * np.float32(1 + 0.5 * (len(s.states) == 2))]},
+        "gradients: unexplained"),
+    "an overflow that replica 1 applies": (OVERFLOW,
+        edit(lambda array: array * np.float32(np.nan), "after", 1, (0, 1), 2),
+        "update: overflow_not_skipped"),
     "weights of examples": ({}, {**times(1.5), **weights_of_examples()},
         "gradients: other_loss_reduction"),
     "decay in the loss": ({}, {"gradient": decayed_in_loss}, "gradients: regulariser_repeated"),
@@ -306,6 +312,8 @@ FAULTS = {
     "own statistics, gradients of all": (JAX, {"local_norm": True}, "statistics: local_statistics"),
     "key not split": ({**KEYS, **keys(int)}, keys(int, lambda step: 0),
         "random numbers: random_numbers_repeated"),
+    "devices draw from one key": ({**KEYS, **keys(int)}, {"gradient": apart,
+        **keys(int, devices=2)}, "random numbers: same_random_numbers; gradients: unexplained"),
     "another key": ({**KEYS, **keys(int)}, keys(int, lambda step: step + 9), ""),
     # Changes that no check was made for.
     "flipped raw that nothing uses": ({}, flip("raw"), ""),
