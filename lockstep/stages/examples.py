@@ -3,6 +3,7 @@
 import collections
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from lockstep.numeric.tolerance import Tolerance
 from lockstep.oracles import Batch
 from lockstep.reference import StepPair, common_steps
 
+_AGAIN = "repeated_examples"
 _NEAR = 0.1  # Gradients from inputs of another scale differ by more than this.
 Why = tuple[str, str]  # Cause and text.
 _Rows = collections.Counter  # Row → how often it occurs.
@@ -205,6 +207,8 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
         dropped = dropped or why_size(step.sizes, steps[0].sizes)
         if dropped:
             why = dropped
+        elif again := _repeated_in_epoch(steps, step):
+            why = _AGAIN, again
         elif repeated := repeated_batch(step.second, every=False):
             why = "not_reshuffled", repeated
         else:
@@ -215,8 +219,28 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
             why = why_ids(*noted, known) or why
         found[step.first.number] = why
     # Another order in each epoch does not begin with that of a script that shuffles once.
-    once = [why for why in found.values() if why[0] == "not_reshuffled"]
+    once = [why for why in found.values() if why[0] in ("not_reshuffled", _AGAIN)]
     return {n: once[0] if once and why[0] == "other_order" else why for n, why in found.items()}
+
+
+def _repeated_in_epoch(steps: Sequence[StepInputs], step: StepInputs) -> str:
+    """Returns a sentence if a step has examples of an earlier one, and the reference never does.
+
+    All recorded steps are then of one epoch, in which each example is to be received once.
+    """
+    given, used = (sum((each[i] for each in steps), collections.Counter()) for i in (0, 1))
+    if max(given.values(), default=0) > 1 or used.keys() - given.keys():
+        return ""
+    earlier = set[Any]().union(
+        *(each.used for each in steps if each.second.position < step.second.position)
+    )
+    again = sum(number for row, number in step.used.items() if row in earlier)
+    if not again:
+        return ""
+    return (
+        f"{again} of {step.used.total()} examples of step {step.second.number} were received in an"
+        " earlier step, too; the first recording has each example once"
+    )
 
 
 def with_data_axes(first: Trace, second: Trace) -> Trace:

@@ -293,11 +293,12 @@ def in_torch(script):
 
 
 @option
-def keys(script, of_step, own_of=None):
+def keys(script, of_step, own_of=None, devices=1):
     """The keys of one program for all devices; in a replay, its own keys were replaced."""
     for position, step, replica in places(script):
         key, own = (np.array([0, of(step)], np.uint32) for of in (of_step, own_of or of_step))
-        script.arrays[f"{position}/random/0/0"] = key.view(np.uint8)
+        if replica < devices:  # Those of the others are unknown.
+            script.arrays[f"{position}/random/{replica}/0"] = key.view(np.uint8)
         script.arrays[f"{position}/before/{replica}/6"] = key
         if script.replay:
             where = f"{position}/before" if position == 1 else f"{position - 1}/after"
