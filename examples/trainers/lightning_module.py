@@ -6,11 +6,14 @@ python -m lockstep run --reference "python examples/trainers/lightning_module.py
 `sampler` as argument sets `use_distributed_sampler=False`: a wrong training.
 """
 
+import contextlib
 import os
 import sys
+from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,9 +29,13 @@ class Regression(lightning.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the predictions."""
+        return self.net(x)
+
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         """Returns the loss."""
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns the optimizer."""
@@ -40,13 +47,17 @@ def main(bug: str = "") -> None:
     lightning.seed_everything(0)
     examples = TensorDataset(torch.randn(128, 8), torch.randn(128, 4))
     loader = DataLoader(examples, BATCH // NUM_PROCESSES, shuffle=True)
-    trainer = lightning.Trainer(
-        accelerator="cpu", strategy="ddp", devices=NUM_PROCESSES, max_steps=2, logger=False,
-        enable_checkpointing=False, use_distributed_sampler=bug != "sampler",
-    )  # fmt: skip
-    model = Regression()
-    with lockstep.record(model.net):
-        trainer.fit(model, loader)
+    with contextlib.ExitStack() as recording:
+
+        def start(trainer: lightning.Trainer, _: Any) -> None:  # DDP exists from here on.
+            recording.enter_context(lockstep.record(trainer.strategy.model, trainer.optimizers))
+
+        trainer = lightning.Trainer(
+            accelerator="cpu", strategy="ddp", devices=NUM_PROCESSES, max_steps=2, logger=False,
+            enable_checkpointing=False, use_distributed_sampler=bug != "sampler",
+            callbacks=[LambdaCallback(on_train_start=start)],
+        )  # fmt: skip
+        trainer.fit(Regression(), loader)
 
 
 if __name__ == "__main__":
