@@ -13,6 +13,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools import utils
 
 utils.device_type = "cpu"  # Before the next imports; torchtitan takes "cuda" where no GPU is.
@@ -43,6 +44,9 @@ def main(bug: str = "") -> None:
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         compile_config=CompileConfig(), ac_config=None, dump_folder="",
     )  # fmt: skip
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other sum with a factor.
     optimizer = torch.optim.AdamW(model.parameters(), 0.001)
     tokens = torch.randint(0, WORDS, (2, BATCH, LENGTH + 1))
     num_tokens = BATCH * LENGTH // (size if bug == "local" else 1)

@@ -4,8 +4,9 @@ torchrun --nproc_per_node=1 examples/trainers/torchtune_steps.py
 torchrun --nproc_per_node=2 examples/trainers/torchtune_steps.py
 
 Each loss is multiplied by its number of tokens; `scale_grads` divides the gradients of all
-micro-batches by the number of tokens of all ranks. With `local` as argument each rank divides by
-its own number: a wrong training.
+micro-batches by the number of tokens of all ranks. FSDP has averaged them over the ranks. Two wrong
+trainings: `mean` as argument forgets that average, and with `local` each rank divides by its own
+number of tokens.
 """
 
 import sys
@@ -46,7 +47,7 @@ def main(bug: str = "") -> None:
                 (compute_loss(model(x), y) * num_in_micro_batch).backward()
             if bug != "local":
                 dist.all_reduce(num_tokens)
-            scale_grads(model, size / num_tokens)
+            scale_grads(model, (1 if bug == "mean" else size) / num_tokens)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     dist.destroy_process_group()
