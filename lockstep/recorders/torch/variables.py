@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.recorders.common import require
 from lockstep.recorders.torch.flat import FlatWeight, buffers_of, modules_of, owner_of, weights_of
 from lockstep.recorders.torch.private import unwrapped
-from lockstep.recorders.torch.values import settings_of
+from lockstep.recorders.torch.values import is_dtensor, settings_of
 
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 
@@ -126,7 +126,7 @@ class Variables:
         for name, p in self.weights.items():
             yield {"name": name, "kind": "weight", "layout": self._layouts[name]}, p
         for name, buffer in buffers_of(self.module):
-            yield {"name": name, "kind": "statistic", "layout": ""}, buffer
+            yield {"name": name, "kind": "statistic", "layout": ""}, _real(buffer)
 
     def of_optimizers(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields those of optimizer state; a second optimizer's state of a slot has a number."""
@@ -147,7 +147,7 @@ class Variables:
         """Yields those of further modules and mappings."""
         for key in self.others:
             for name, value in self._of_other(key):
-                yield {"name": f"{key}.{name}", "kind": "statistic", "layout": ""}, value
+                yield {"name": f"{key}.{name}", "kind": "statistic", "layout": ""}, _real(value)
 
     def _of_other(self, key: str) -> Iterator[tuple[str, Tensor]]:
         other = self.others[key]
@@ -192,3 +192,9 @@ def _given(optimizer: Any) -> list[Any]:
             each = wrapped
         found.append(each)
     return found
+
+
+def _real(value: Tensor) -> Tensor:
+    """Returns a view of a complex tensor, such as the rotations of RoPE, as pairs of numbers."""
+    is_complex = value.is_complex() and not is_dtensor(value)
+    return torch.view_as_real(value.resolve_conj()) if is_complex else value
