@@ -91,6 +91,13 @@ FAULTS = {
         **times(0.5), **SUMMED}, "gradients: mean_of_means"),
     "other weights": ({}, times_on(0.7, 1.75), "gradients: mean_of_means"),
     "no weights": ({}, times_on(0.7, 1.3), "gradients: scaled_gradient"),
+    **{
+        f"padded lengths, divided by {number}": ({}, {**times_on(0.5, second),
+            **edit(lambda array: np.pad(array, ((0, 0), (0, 6))), "data", 0)},
+            f"gradients: {found}")
+        for number, second, found in (
+            ("them", 0.75, "other_loss_reduction"), ("others", 0.8, "scaled_gradient"))
+    },
     "clipped by hand": ({}, {"gradient": lambda s, r,
         g: [a * np.float32(0.01 / length_of(g)) for a in g]
     }, "gradients: clipped_before_the_sum"),
