@@ -80,6 +80,12 @@ FAULTS = {
     "clipped": ({}, {"clip": lambda r, g: [a / 2 for a in g]}, "clipping: other_clipping"),
     "clipped first": ({}, clipped_first(0.5, 0.25),
         "clipping: clipped_before_the_sum; update: unexplained"),
+    "clipped first, and by hand in the reference": (clipped_by_hand(), {"gradient": as_it_is,
+        **clipped_first(0.5, 0.25), **settings(max_grad_norm=0.01)},
+        "clipping: clipped_before_the_sum; update: unexplained"),
+    "clipped first, and to another norm in the reference": (clipped_by_hand(), {
+        "gradient": as_it_is, **clipped_first(0.5, 0.25)},
+        "gradients: scaled_gradient; clipping: clipped_before_the_sum; update: unexplained"),
     "clipped by value before unscale_": (by_value(), by_value(1024, "unscale"),
         "clipping: clipped_before_unscale"),
     "no unscale_": (with_loss_scale(1, np.array), with_loss_scale(8, np.array),
