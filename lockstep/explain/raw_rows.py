@@ -196,12 +196,36 @@ def _rows_of_each_factor(pair: StepPair, raw: Raw) -> Iterator[Row]:
             " weights or masks, their gradients give that of the whole batch"
         )
         yield raw.row(("mean_of_means", text), factors)
+    if why := _of_padded_sizes(pair, factors):
+        yield raw.row(("other_loss_reduction", why), factors)
     odd = tuple(r for r, f in enumerate(factors) if abs(f / raw.share - 1) > _CLOSE)
     shown = ", ".join(f"{raw.share / f:.4g}" if f else "0" for f in factors)
     scales = [pair.second.trace.loss_scale(pair.second.position, s) for s in pair.second.shards]
     cause = "other_loss_scale" if np.ptp(scales) and len(odd) < len(factors) else "scaled_gradient"
     text = f"the gradients of the replicas are {shown} times their parts of that of the whole batch"
     yield raw.row((cause, text), factors, odd if len(odd) < len(factors) else ())
+
+
+def _of_padded_sizes(pair: StepPair, factors: np.ndarray) -> str:
+    """Returns a sentence if shards have divided by the sizes of inputs that each pads on its own.
+
+    Counted as these sizes, their gradients give that of the whole batch.
+    """
+    shards = [pair.second.data[shard] for shard in pair.second.shards]
+    if len(shards) != len(factors) or not all(shards):
+        return ""
+    arrays = [own[0] for own in shards]
+    if any(array.ndim < 2 for array in arrays) or len({a.shape[1:] for a in arrays}) < 2:
+        return ""
+    sizes = np.array([array.size for array in arrays], float)
+    times = factors / np.maximum(sizes, 1)
+    if min(times) <= 0 or np.ptp(times) > _CLOSE * max(times):
+        return ""
+    listed = ", ".join(f"{size:g}" for size in sizes)
+    return (
+        f"each replica divides its losses by the {listed} elements of its own inputs, which are"
+        " padded to different lengths: by other numbers than the first recording"
+    )
 
 
 def _rows_of_some(pair: StepPair, raw: Raw) -> Iterator[Row]:

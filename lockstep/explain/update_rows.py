@@ -378,7 +378,7 @@ def _of_scaled_gradients(update: _Update) -> Iterator[Row]:
     for name in updater.sums if isinstance(updater, RuleOracle) else context.of_kind(STATE):
         if name in update.after and name in twice and update.after[name].ndim:
             slots.setdefault("" if is_rule else context.trace.variables[name].slot, []).append(name)
-    limits = _recorded_norms(context, update.copy)
+    limits = recorded_norms(context, update.copy)
     for names in slots.values():
         factor = 1 + update.factor(names, twice)
         if np.isfinite(factor) and factor > 0:
@@ -389,7 +389,7 @@ def _of_scaled_gradients(update: _Update) -> Iterator[Row]:
             yield update.row(cause, text, gradients=scaled_all(applied, factor))
 
 
-def _recorded_norms(context: Context, copy: int) -> list[float]:
+def recorded_norms(context: Context, copy: int) -> list[float]:
     """Returns the norms to which a script clips gradients, as it has recorded them."""
     calls = [call.split() for call in context.trace.calls(context.position, copy)]
     norms = [float(call[-1]) for call in calls if call[:2] == ["clip", "norm"]]

@@ -228,7 +228,8 @@ def _repeated_in_epoch(steps: Sequence[StepInputs], step: StepInputs) -> str:
 
     All recorded steps are then of one epoch, in which each example is to be received once.
     """
-    given, used = (sum((each[i] for each in steps), collections.Counter()) for i in (0, 1))
+    given = sum((each.given for each in steps), collections.Counter())
+    used = sum((each.used for each in steps), collections.Counter())
     if max(given.values(), default=0) > 1 or used.keys() - given.keys():
         return ""
     earlier = set[Any]().union(

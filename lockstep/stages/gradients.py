@@ -20,9 +20,10 @@ from lockstep.explain.rows import choose, explained_apart
 from lockstep.explain.solve import solve
 from lockstep.explain.tensors import why_part, why_tensor
 from lockstep.explain.terms import Sums
+from lockstep.explain.update_rows import recorded_norms
 from lockstep.explain.used import used_gradients
 from lockstep.explain.variants import differ_by_layers, other_settings_of
-from lockstep.numeric.arrays import Named, distance, is_far, norm, ratio
+from lockstep.numeric.arrays import Named, distance, is_far, norm, ratio, total_norm
 from lockstep.reference import StepPair
 from lockstep.stages.clipping import (
     check_clipping,
@@ -68,14 +69,29 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
         first = [*summed_after_clipping(step)]
         yield from first
         found = [*_explained(pair, is_clipped_first=bool(first))]
-        yield from found
-        if not first:
+        scaled = [each for each in found if each.detail == "scaled_gradient"]
+        yield from (each for each in found if each not in scaled)
+        if first:
+            yield from scaled
+        else:
             is_own = any(each.detail == "not_all_reduced" for each in found)
             clipped = [*check_clipping(step, has_own=is_own)]
+            yield from () if _is_of_clipping(pair, clipped) else scaled
             yield from clipped
             if not clipped and any(each.stage == "gradients" for each in found):
                 yield from other_limits(pair)
     # Else, what was kept is divided, or added, before the optimizer uses it.
+
+
+def _is_of_clipping(pair: StepPair, clipped: Sequence[Finding]) -> bool:
+    """Returns whether the first recording's gradients are clipped already, to the same norm.
+
+    Its script has clipped them by hand, and the other one's optimizer clips those of each replica.
+    """
+    size = total_norm(pair.gradients.reference)
+    return any(each.detail == "clipped_before_the_sum" for each in clipped) and any(
+        abs(size - each) < _CLOSE * each for each in recorded_norms(pair.second, 0)
+    )
 
 
 def _sums_alone(pair: StepPair) -> Iterator[Finding]:

@@ -101,6 +101,12 @@ FAULTS = {
     "clipped": ({}, {"clip": lambda r, g: [a / 2 for a in g]}, "clipping: other_clipping"),
     "clipped first": ({}, clipped_first(0.5, 0.25),
         "clipping: clipped_before_the_sum; update: unexplained"),
+    "clipped first, and by hand in the reference": (clipped_by_hand(), {"gradient": as_it_is,
+        **clipped_first(0.5, 0.25), **settings(max_grad_norm=0.01)},
+        "clipping: clipped_before_the_sum; update: unexplained"),
+    "clipped first, and to another norm in the reference": (clipped_by_hand(), {
+        "gradient": as_it_is, **clipped_first(0.5, 0.25)},
+        "gradients: scaled_gradient; clipping: clipped_before_the_sum; update: unexplained"),
     "clipped by value before unscale_": (by_value(), by_value(1024, "unscale"),
         "clipping: clipped_before_unscale"),
     "no unscale_": (with_loss_scale(1, np.array), with_loss_scale(8, np.array),
@@ -112,6 +118,13 @@ FAULTS = {
         **times(0.5), **SUMMED}, "gradients: mean_of_means"),
     "other weights": ({}, times_on(0.7, 1.75), "gradients: mean_of_means"),
     "no weights": ({}, times_on(0.7, 1.3), "gradients: scaled_gradient"),
+    **{
+        f"padded lengths, divided by {number}": ({}, {**times_on(0.5, second),
+            **edit(lambda array: np.pad(array, ((0, 0), (0, 6))), "data", 0)},
+            f"gradients: {found}")
+        for number, second, found in (
+            ("them", 0.75, "other_loss_reduction"), ("others", 0.8, "scaled_gradient"))
+    },
     "clipped by hand": ({}, {"gradient": lambda s, r,
         g: [a * np.float32(0.01 / length_of(g)) for a in g]
     }, "gradients: clipped_before_the_sum"),

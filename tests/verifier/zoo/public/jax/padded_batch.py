@@ -6,8 +6,17 @@ framework = "jax"
 
 [wrong]
 "each device divides by its own number of rows" = ["mean_of_means", "weighted_mean_of_means"]
-"the mean is over all rows, with padding" = ["wrong_count", "scaled_gradient"]
-"padding repeats examples, which count" = ["repeated_examples", "sampler_padding", "wrong_count"]
+"the mean is over all rows, with padding" = [
+    "wrong_count",
+    "scaled_gradient",
+    "other_loss_reduction",
+]
+"padding repeats examples, which count" = [
+    "repeated_examples",
+    "sampler_padding",
+    "wrong_count",
+    "same_examples",
+]
 """
 
 import os

@@ -7,7 +7,11 @@ framework = "jax"
 [wrong]
 "each device clips by the norm of its part" = ["clipped_by_local_norm", "other_clipping"]
 "the sums that come back are not divided" = ["sum_instead_of_mean", "scaled_gradient"]
-"the gradient of the head stays on its device" = ["partly_all_reduced", "diverged_replicas"]
+"the gradient of the head stays on its device" = [
+    "partly_all_reduced",
+    "diverged_replicas",
+    "not_all_reduced",
+]
 """
 
 import functools
