@@ -195,6 +195,12 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
     "a loss of all outputs on each replica": ({"values": (2, 2)}, {**HALVED},
         "gradients: forgotten_backward_sum", {"text": "the loss of each replica is that of the"}),
     "a loss of all outputs, summed": ({"values": (2, 2)}, {}, ""),
+    "a loss of all outputs, as many times as there are replicas": (
+        {"values": (2, 2)}, {"values": (4, 4)}, ""),
+    "a loss of all outputs, once more than there are replicas": (
+        {"values": (2, 2)}, {"values": (6, 6)}, "loss: other_loss"),
+    "a loss of all outputs, as many times, and other gradients": (
+        {"values": (2, 2)}, {"values": (4, 4), "of_loss": lambda g: np.sin(40 * g)}, "other_loss"),
     "a share of the loss of each replica": ({"values": (2, 2)}, {**HALVED, "values": (0.5, 1.5)},
         "gradients: mean_instead_of_sum"),
     "a scaled loss": ({}, {"of_loss": lambda g: 3 * g}, "scaled_gradient"),

@@ -126,11 +126,17 @@ def layers_of(module: nn.Module) -> list[dict[str, Any]]:
     layers = []
     for name, layer in module.named_modules():
         settings = {NAMES.get(x, x): getattr(layer, x) for x in OF_LAYERS if hasattr(layer, x)}
-        parts = nn.Module, Tensor  # A layer in it, or a weight, may have the name of a setting.
-        settings = {x: value for x, value in settings.items() if not isinstance(value, parts)}
+        # A layer in it, a weight or a process group may have the name of a setting.
+        settings = {x: value for x, value in settings.items() if _is_plain(value)}
         own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
         if settings or own:
             kind = {"name": name, "class": type(layer).__name__}
             kind["weights"] = [f"{name}.{x}" if name else x for x, _ in own]
             layers.append(kind | settings)
     return layers
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
