@@ -343,7 +343,7 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
             weight
             for slot, places in slots_of.items()
             for weight, key, other in places
-            if weight in rules
+            if weight in known
             and slot in SLOTS_OF_RULES
             and np.shape(given[key]) == np.shape(own[other])
             and distance(own[other], given[key])

@@ -115,6 +115,17 @@ def a_part(gradient):
     return gradient * np.float32([1, 0.5, 1, 0.2])
 
 
+def by_replica(*factors):
+    """The loss of each replica has a factor."""
+    calls = []
+
+    def scaled(gradient):
+        calls.append(gradient)
+        return gradient * factors[(len(calls) - 1) % len(factors)]
+
+    return scaled
+
+
 def second_of_two():
     """The loss of each second micro-batch is lost."""
     calls = []
@@ -208,6 +219,15 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
     # Of 12 examples, replica 1 masks 2 of its 6.
     "a mean of each replica, with a certain example": (
         mean_of_unmasked((1, 3), 5, 12 / 10), mean_of_unmasked((0, 1), 2, 6 / 4), "mean_of_means",
+        {"place": ((0,), None, ())}),
+    "a sum of means of each replica, over what is not recorded": (
+        {}, {"of_loss": by_replica(4 / 3, 4), "on_all": True}, "mean_of_means",
+        {"place": ((0,), None, ())}),
+    "a mean of each replica, over what is not recorded": (
+        {}, {"of_loss": by_replica(2 / 3, 2), "on_all": True}, "mean_of_means",
+        {"place": ((0,), None, ()), "text": "their own sums of weights or masks"}),
+    "factors that are no means": (
+        {}, {"of_loss": by_replica(0.5, 2), "on_all": True}, "scaled_gradient",
         {"place": ((0,), None, ())}),
     "other outputs": ({}, {"output": lambda y: 2 * y},
         "forward: other_outputs; gradients: other_outputs"),
