@@ -341,8 +341,8 @@ def _why_factors(
             if len(set(which)) > 1 and np.ptp(shares) <= limit * max(map(abs, shares)):
                 return "mean_of_means", f"{text}: each is a mean over {whose} that are not masked"
     for own, other in itertools.product(_counts(matched), _counts(others)) if others else ():
-        shares = np.multiply(factors, own) / np.maximum(other, 1)
-        if np.ptp(shares) <= limit * max(abs(shares)):
+        each = np.multiply(factors, own) / np.maximum(other, 1)
+        if np.ptp(each) <= limit * np.max(np.abs(each)):
             whose = "its own examples, which counts as often as there are some of another output"
             return "mean_of_means", f"{text}: each is a mean over {whose}"
     # A mean over c of C examples, in one of n parts, counts C / (n · c) times as much; in a sum of

@@ -84,7 +84,9 @@ def trained(
 def verdict_of(first, second, change=None):
     """Compares a recording with one of two replicas, whose arrays are changed."""
     one, two = trained(**first), trained(replicas=2, **second)
-    if change:
+    if change in TWO_OUTPUTS:
+        change(one, two)
+    elif change:
         change(two)
     return compare_traces([one, two], {})["two.npz"]
 
@@ -144,6 +146,28 @@ def without(*kinds):
     return remove
 
 
+def two_outputs(*of_second):
+    """The loss of a second output has a factor on each replica, and so has the gradient."""
+
+    def change(first, second):
+        for trace in (first, second):
+            for replica in range(trace.about.num_replicas):
+                factor = np.float32(of_second[replica] if trace is second else 1)
+                y_pred, y_grad = (trace.arrays(0, k, replica)[0] for k in ("y_pred", "y_grad"))
+                trace.put(0, "y_pred", replica, [y_pred, y_pred])
+                trace.put(0, "y_grad", replica, [y_grad, factor * y_grad])
+                raw = trace.arrays(0, "raw", replica)[0]
+                trace.put(0, "raw", replica, [raw * (1 + factor)])
+            copies = range(trace.about.num_replicas)
+            mean = np.mean([trace.arrays(0, "raw", r)[0] for r in copies], 0)
+            for replica in copies:
+                before = trace.arrays(0, "before", replica)[0]
+                trace.put(0, "sums", replica, [mean])
+                trace.put(0, "after", replica, [before - mean])
+
+    return change
+
+
 def other_gradient(trace):
     """Outputs and losses agree, gradients do not."""
     trace.put(0, "raw", 1, [np.sin(trace.arrays(0, "raw", 1)[0])])
@@ -164,6 +188,7 @@ def steep(*given):
     return (gradient * np.sqrt(size / size.max())).astype(np.float32)
 
 
+TWO_OUTPUTS = [two_outputs(*each) for each in ((1, 1), (2 / 3, 2), (3, 3), (0.5, 2))]
 DROPOUT = ({"name": "drop", "class": "Dropout", "rate": 0.5, "weights": []},)
 NORM = ({"name": "norm", "class": "BatchNorm1d", "weights": []},)
 SMALL = np.float32(1 + 1e-6)
@@ -229,6 +254,15 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
     "factors that are no means": (
         {}, {"of_loss": by_replica(0.5, 2), "on_all": True}, "scaled_gradient",
         {"place": ((0,), None, ())}),
+    **{
+        f"two outputs, {name}": ({}, {"change": change}, found, {"place": ()})
+        for change, (name, found) in zip(
+            TWO_OUTPUTS,
+            (("right", ""), ("a mean of each replica of the second", "mean_of_means"),
+             ("three times the second", "scaled_gradient"),
+             ("factors of the second that are no means", "scaled_gradient")),
+            strict=True)
+    },
     "other outputs": ({}, {"output": lambda y: 2 * y},
         "forward: other_outputs; gradients: other_outputs"),
     "lost micro-batch": ({"parts": 4}, second_of_two(), "lost_micro_batch", {
