@@ -27,6 +27,18 @@ def agree_in_value(pair: StepPair) -> bool:
     return any(abs(a - b) <= allowed * abs(a) for a, b in itertools.product(*losses))
 
 
+def differ_by_replicas(pair: StepPair) -> bool:
+    """Returns whether the losses of the whole batch have a factor of the numbers of replicas.
+
+    Of a loss over gathered outputs, of which only the own ones have a gradient, each replica
+    differentiates as many times the loss as there are replicas. Its gradients show whether it does.
+    """
+    first, second = (step.trace.about.num_replicas for step, _ in pair.both)
+    times, allowed = second / first, pair.tolerance.of_batch
+    losses = itertools.product(*map(losses_of, (pair.first, pair.second)))
+    return any(abs(by * a - b) <= allowed * abs(b) for a, b in losses for by in (times, 1 / times))
+
+
 def agree_in_each_step(pair: StepPair) -> bool:
     """Returns whether the losses of all steps agree that start from the same state."""
     steps = [

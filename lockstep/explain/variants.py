@@ -10,6 +10,7 @@ from lockstep.context import Context
 from lockstep.data.trace import Trace
 from lockstep.explain.layers import num_local_norms, other_settings
 from lockstep.explain.losses import other_form, weights_of_losses
+from lockstep.explain.pairing import matched_examples
 from lockstep.explain.random_layers import draws, draws_other_numbers, is_random
 from lockstep.numeric.arrays import EPS, MARGIN, UNITS
 from lockstep.reference import StepPair
@@ -45,7 +46,7 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
         text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
         if where:
             text += f": {where}"
-        if pair.has("data", "y_pred", "y_grad") and not earlier:
+        if pair.has("data", "y_pred", "y_grad") and not earlier and _are_all_compared(pair):
             text += (
                 "; outputs, and the gradients of the loss by them, agree: it is in another part of"
                 " the loss, in the backward pass or after it"
@@ -55,6 +56,12 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
         pair.second.found("gradients", cause, text, tensors=wrong, status=status)
         for cause, text, status in causes
     ]
+
+
+def _are_all_compared(pair: StepPair) -> bool:
+    """Returns whether outputs and gradients of the loss were compared on each shard."""
+    matched = [m for m in matched_examples(pair) if m.pairs["y_pred"] and m.pairs["y_grad"]]
+    return {m.shard for m in matched} == {*pair.second.shards}
 
 
 def _other_dtypes(pair: StepPair) -> str:

@@ -39,6 +39,7 @@ _ROLES: dict[str, dict[str, tuple[str, ...]]] = {
     "RMSprop": {"second_moment": ("square_avg",), "velocity": ("momentum_buffer",)},
     "Muon": {"velocity": ("momentum_buffer",)},
 }
+SLOTS_OF_RULES = {name for of in _ROLES.values() for names in of.values() for name in names}
 _FAMILIES = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam", "rmsprop": "RMSprop", "muon": "Muon"}
 
 

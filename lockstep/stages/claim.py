@@ -379,6 +379,9 @@ class Claim:
         cause = "unexplained"
         if {*names} <= self.changed_later:
             cause, text = "changed_on_its_own", f"{text}; the script changes it after the update"
+            apart = [name for name, *_ in self.pair.second.unlike_first("after") if name in names]
+            if apart and not self._unlike_in_first(apart):
+                cause, text = "diverged_replicas", f"{text}, and each copy differently"
         if kind == STATISTIC and items:
             cause = "diverged_replicas"
         times = {self._times_counted(change) for change in changes}
@@ -400,6 +403,11 @@ class Claim:
             return 0
         times = float((dense(state[1]) - dense(state[0])).sum() / new.sum())
         return round(times) if abs(times - round(times)) < _NEAR_START else 0
+
+    def _unlike_in_first(self, names: Sequence[str]) -> bool:
+        """Returns whether copies of the reference differ in variables, too."""
+        unlike = {name for name, *_ in self.pair.first.unlike_first("after")}
+        return any(v.first in unlike for v in self.variables if v.second in names)
 
     # What S' decides.
 

@@ -1,6 +1,7 @@
 """Checks each shard's predictions."""
 
 import collections
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from lockstep.numeric.arrays import (
 )
 from lockstep.reference import StepPair
 
+KINDS_OF_OUTPUTS = ("y_pred", "y_grad")
 _OF_OUTPUTS = 1e-4  # Relative to the usual size of an example's outputs.
 _OF_LOSS = 1e-3  # The gradient of a loss is a difference that may cancel.
 
@@ -235,13 +237,11 @@ def _other_losses(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Findin
 
 def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
     """Compares gradients of the loss at equal outputs, up to a factor of the whole step."""
-    limit, factors, wrong, far = _limit(pair, _OF_LOSS), [], [], 0.0
-    for m in matched:
-        factors.append(usual_factor(m.pairs["y_grad"]))
-        apart = rows_apart(m.pairs["y_grad"], factors[-1])
-        wrong += [m] * int(np.sum(apart > limit))
-        far = max(far, *apart)
-    if wrong:
+    limit = _limit(pair, _OF_LOSS)
+    factors, wrong, far = _factors_of(matched, limit)
+    if wrong and (found := [*_scaled_apart(pair, matched, limit)]):
+        yield from found
+    elif wrong:
         text = (
             f"the losses of {len(wrong)} examples differ: their outputs are equal, and the"
             " gradients of the loss with respect to these are not"
@@ -254,25 +254,75 @@ def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
                 " are detached, or gathered from other replicas without a gradient"
             )
         yield _found(pair, "loss", wrong, cause, text, distance=far)
-    elif factors and max(factors) - min(factors) > limit * max(map(abs, factors)):
+    elif _differ(factors, limit):
         # A mean over replicas divides what each of them sends.
         right = 1 / pair.second.share(0)
         usual = min(factors, key=lambda factor: abs(factor - right))
         usual = usual if abs(usual - right) <= limit * right else max(factors, key=abs)
-        factors = [factor / usual for factor in factors]
-        unusual = [m for m, f in zip(matched, factors, strict=True) if abs(f - 1) > limit]
-        yield _found(pair, "loss", unusual, *_why_factors(matched, factors, limit))
+        shown = [factor / usual for factor in factors]
+        unusual = [m for m, f in zip(matched, shown, strict=True) if abs(f - 1) > limit]
+        why = _why_factors(matched, shown, limit, usual / right)
+        yield _found(pair, "loss", unusual, *why)
+
+
+def _factors_of(
+    matched: Sequence[Matched], limit: float
+) -> tuple[list[float], list[Matched], float]:
+    """Returns the factor of each part, the parts of examples without it, and their distance."""
+    factors, wrong, far = list[float](), list[Matched](), 0.0
+    for m in matched:
+        factors.append(usual_factor(m.pairs["y_grad"]))
+        apart = rows_apart(m.pairs["y_grad"], factors[-1])
+        wrong += [m] * int(np.sum(apart > limit))
+        far = max(far, *apart)
+    return factors, wrong, far
+
+
+def _differ(factors: Sequence[float], limit: float) -> bool:
+    return bool(factors) and max(factors) - min(factors) > limit * max(map(abs, factors))
+
+
+def _scaled_apart(
+    pair: StepPair, matched: Sequence[Matched], limit: float
+) -> Iterator[Finding]:  # fmt: skip
+    """Compares the losses of several outputs, each of which may have a factor of its own."""
+    num = {len(m.pairs["y_grad"]) for m in matched} | {len(m.pairs["y_pred"]) for m in matched}
+    if len(num) > 1 or max(num) < 2:
+        return
+    right, found = 1 / pair.second.share(0), list[Finding]()
+    outputs = [
+        [m._replace(pairs={kind: m.pairs[kind][i : i + 1] for kind in KINDS_OF_OUTPUTS})
+         for m in matched]
+        for i in range(max(num))
+    ]  # fmt: skip
+    for number, own in enumerate(outputs, start=1):
+        factors, wrong, _ = _factors_of(own, limit)
+        if wrong:
+            return
+        factors = [factor / right for factor in factors]
+        if _differ(factors, limit):
+            others = [m for each in outputs if each is not own for m in each]
+            others = others if len(others) == len(own) else []
+            detail, text = _why_factors(own, factors, limit, others=others)
+            found.append(_found(pair, "loss", matched, detail, f"of output {number}: {text}"))
+        elif abs(factors[0] - 1) > limit:
+            text = f"the loss of output {number} counts {factors[0]:.6g} times"
+            found.append(_found(pair, "loss", matched, "scaled_gradient", text))
+    yield from found
 
 
 def _why_factors(
-    matched: Sequence[Matched], factors: Sequence[float], limit: float
-) -> tuple[str, str]:
+    matched: Sequence[Matched], factors: Sequence[float], limit: float, usual: float = 1.0,
+    others: Sequence[Matched] = (),
+) -> tuple[str, str]:  # fmt: skip
     """Returns cause and text for parts of a step whose losses count differently.
 
     Args:
         matched: the parts.
         factors: how often each one counts, relative to the usual ones.
         limit: their relative error.
+        usual: how often the usual ones count, relative to what is right.
+        others: the same parts, with another output.
     """
     lost = {m.shard for m, factor in zip(matched, factors, strict=True) if factor == 0}
     if lost:
@@ -281,7 +331,7 @@ def _why_factors(
         return "lost_micro_batch" if lost <= kept else "lost_replica", text
     listed = ", ".join(f"{factor:.4g}" for factor in factors)
     text = f"compared with the first recording, the losses of forward passes count {listed} times"
-    for counts in zip(*map(_numbers_with_loss, matched), strict=True):
+    for counts in _counts(matched):
         of_shard = collections.Counter[int]()
         for m, count in zip(matched, counts, strict=True):
             of_shard[m.shard] += count
@@ -290,16 +340,31 @@ def _why_factors(
             shares = [factor * count for factor, count in zip(factors, which, strict=True)]
             if len(set(which)) > 1 and np.ptp(shares) <= limit * max(map(abs, shares)):
                 return "mean_of_means", f"{text}: each is a mean over {whose} that are not masked"
+    for own, other in itertools.product(_counts(matched), _counts(others)) if others else ():
+        each = np.multiply(factors, own) / np.maximum(other, 1)
+        if np.ptp(each) <= limit * np.max(np.abs(each)):
+            whose = "its own examples, which counts as often as there are some of another output"
+            return "mean_of_means", f"{text}: each is a mean over {whose}"
+    # A mean over c of C examples, in one of n parts, counts C / (n · c) times as much; in a sum of
+    # the means, C / c times.
+    inverse = np.sum(1 / np.multiply(factors, usual)) if min(factors) > 0 else 0.0
+    if min(abs(inverse - 1), abs(inverse / len(factors) - 1)) <= limit:
+        return "mean_of_means", f"{text}: as means over their own sums of weights or masks"
     return "scaled_gradient", text
 
 
-def _numbers_with_loss(m: Matched) -> tuple[int, int, int]:
-    """Returns the number of elements, and of examples, whose loss has a gradient.
+def _counts(matched: Sequence[Matched]) -> list[tuple[int, ...]]:
+    """Returns the numbers of what has a loss in each part: of elements, places, examples."""
+    return [*zip(*map(_numbers_with_loss, matched), strict=True)]
 
-    The third number also has the examples that are predicted with certainty, whose softmax leaves
-    no gradient in float32, as if they were masked.
+
+def _numbers_with_loss(m: Matched) -> tuple[int, int, int, int]:
+    """Returns the number of elements, of places and of examples whose loss has a gradient.
+
+    The third number also has the places that are predicted with certainty, whose softmax leaves no
+    gradient in float32, as if they were masked. Of examples that have one place, these are equal.
     """
-    elements = examples = certain = 0
+    elements = places = certain = examples = 0
     outputs = [b for _, b in m.pairs["y_pred"]] or [b for _, b in m.pairs["y_grad"]]
     for (_, gradient), output in zip(m.pairs["y_grad"], outputs, strict=True):
         rows, own = dense(gradient), dense(output)
@@ -309,9 +374,10 @@ def _numbers_with_loss(m: Matched) -> tuple[int, int, int]:
         with np.errstate(invalid="ignore"):
             others = np.sum(np.exp(own - own.max(axis=1, keepdims=True)), axis=1) - 1
         elements += int(np.count_nonzero(rows))
-        examples += int(np.count_nonzero(has_loss))
+        places += int(np.count_nonzero(has_loss))
+        examples += int(np.count_nonzero(np.any(dense(gradient).reshape(len(gradient), -1), 1)))
         certain += int(np.count_nonzero(has_loss | ((others < EPS) & (size > 1))))
-    return elements, examples, certain
+    return elements, places, certain, examples
 
 
 def _found(

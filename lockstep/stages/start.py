@@ -20,11 +20,13 @@ from lockstep.numeric.arrays import (
     same_bits,
 )
 from lockstep.numeric.tolerance import Tolerance
+from lockstep.oracles.rules import SLOTS_OF_RULES
 from lockstep.recorded import Step
 from lockstep.reference import StepPair
 
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
 _OTHER_SPREAD = 0.2  # Larger than random deviations for that number.
+_OTHER_STATE = 0.01  # Relative to the largest of all weights: state drifts more than these.
 _DRIFT = 1e-4  # Relative; of states after some steps from equal weights.
 Why = tuple[str, str]  # Cause and text.
 
@@ -180,9 +182,8 @@ def _initial_state(context: Context) -> Iterator[Finding]:
         if wrong:
             weights = [n for n in wrong if context.trace.kinds[n] == WEIGHT]
             what = "weights" if weights else "optimizer state or statistics"
-            is_state = all(context.trace.kinds[n] == STATE for n in wrong)
             yield context.found(
-                "start", "other_initial_state" if is_state else "other_initial_weights",
+                "start", "other_initial_weights" if weights else "other_initial_state",
                 f"{len(wrong)} variables start from {what} other than those that model, recipe and"
                 " seed define",
                 kind="before", items=(context.trace.copy_of(shard),), tensors=wrong,
@@ -285,7 +286,7 @@ def compare_starts(pair: StepPair) -> Iterator[Finding]:
         text = "the step was to start from the state of the first recording, and does not"
         yield second.found("start", "not_replayed", text, distance=far)
     elif is_first:
-        why = _why_start(*pair.states("before"), list(apart))
+        why = _why_start(pair, "before", list(apart))
         yield second.found("start", *why, tensors=apart, distance=far)
 
 
@@ -310,7 +311,7 @@ def resumed_step(
 
 
 def _not_restored(pair: StepPair) -> Iterator[Finding]:
-    """Finds optimizer state that a training lacks that starts from the weights of the first."""
+    """Finds optimizer state that a training from the weights of the first lacks, or has another."""
     first, second = pair.first, pair.second
     kind = "replaced" if second.has("replaced") else "before"
     rules = [step.trace.about.optimizer.get("class") for step in (first, second)]
@@ -321,18 +322,40 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
         return
     given, own = first.named("before")[0], second.named(kind)[0]
     num_arrays, lost = 0, list[str]()  # The latter: names of the weights.
+    slots_of = dict[str, list[tuple[str, str, str]]]()  # Slot → weight, and the names in both.
     for weight, slots in first.trace.slots.items():
         keys = second.trace.slots.get(pair.in_second(weight), {})
         for slot, key in slots.items() if weight else ():
             num_arrays += key in given
             if norm(given.get(key, 0.0)) and not norm(own.get(keys.get(slot, ""), 0.0)):
                 lost.append(weight)
+            elif key in given and keys.get(slot) in own:
+                slots_of.setdefault(slot, []).append((weight, key, keys[slot]))
     if lost:
         text = (
             f"{len(lost)} of {num_arrays} arrays of optimizer state are 0 or missing before the"
             " first step, which starts from the weights of the first recording"
         )
         yield second.found("start", "not_restored", text, tensors=dict.fromkeys(lost))
+    elif kind == "replaced" and not second.number:
+        known = pair.rules()  # What another optimizer keeps may be of each replica.
+        apart = [
+            weight
+            for slot, places in slots_of.items()
+            for weight, key, other in places
+            if weight in known
+            and slot in SLOTS_OF_RULES
+            and np.shape(given[key]) == np.shape(own[other])
+            and distance(own[other], given[key])
+            > _OTHER_STATE * max(norm(given[each]) for _, each, _ in places)
+        ]
+        if apart:
+            text = (
+                f"{len(apart)} of {num_arrays} arrays of optimizer state have other initial values,"
+                " before replay= replaced them"
+            )
+            tensors = dict.fromkeys(apart)
+            yield second.found("start", "other_initial_state", text, kind="before", tensors=tensors)
 
 
 def _unlike(pair: StepPair, first: Named, second: Named) -> list[str]:
@@ -346,9 +369,8 @@ def _replaced(pair: StepPair) -> Iterator[Finding]:
     frameworks = {step.trace.about.framework for step, _ in pair.both}
     if pair.second.number or len(frameworks) > 1 or not pair.second.has("replaced"):
         return
-    first, second = pair.states("before", "replaced")
-    if unlike := _unlike(pair, first, second):
-        cause, text = _why_start(first, second, unlike)
+    if unlike := _unlike(pair, *pair.states("before", "replaced")):
+        cause, text = _why_start(pair, "replaced", unlike)
         text += ", before replay= replaced them"
         yield pair.second.found("start", cause, text, kind="before", tensors=unlike)
 
@@ -367,8 +389,15 @@ def replaced_start(pair: StepPair) -> str:
     )
 
 
-def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:
-    """Returns the cause of different initial values."""
+def _why_start(pair: StepPair, kind: str, names: Sequence[str]) -> Why:
+    """Returns the cause of different initial values.
+
+    Args:
+        pair: the step.
+        kind: of the state of the second recording: "before" or "replaced".
+        names: names in the first recording of the variables that differ.
+    """
+    first, second = pair.states("before", kind)
     for name in names:
         a, b = float(np.std(first[name])), float(np.std(second[name]))
         if np.size(first[name]) >= _LARGE and abs(b - a) > _OTHER_SPREAD * max(a, b):
@@ -380,4 +409,5 @@ def _why_start(first: Named, second: Named, names: Sequence[str]) -> Why:
     text = f"{len(names)} of {len(first)} variables have other initial values"
     if all(not norm(first[name]) or not norm(second[name]) for name in names):
         return "other_initialiser", f"{text}: zero in one recording"
-    return "other_initial_weights", text
+    are_weights = any(pair.first.trace.kinds[name] == WEIGHT for name in names)
+    return "other_initial_weights" if are_weights else "other_initial_state", text

@@ -162,6 +162,20 @@ def codes(far=0.0, drift=0.0, first=0.0):
     return {**given, "about": {"layers": (VQ,)}}
 
 
+def queue(far=0.0, drift=0.0):
+    """A buffer that a script fills after the update: differently on a replica, or on both."""
+    given = codes()
+
+    def fill(script):
+        given["edit"](script)
+        for position, _, r in places(script):
+            start = script.arrays[f"{position}/before/{r}/6"]
+            script.arrays[f"{position}/after/{r}/6"] = start
+            script.arrays[f"{position}/left/{r}/6"] = start + np.float32(1 + drift + far * r)
+
+    return {**given, "edit": fill}
+
+
 def with_head(value_of):
     """A further weight that the recorded optimizer does not have."""
     return with_variable(Variable("head", WEIGHT), value_of)

@@ -84,7 +84,9 @@ def trained(
 def verdict_of(first, second, change=None):
     """Compares a recording with one of two replicas, whose arrays are changed."""
     one, two = trained(**first), trained(replicas=2, **second)
-    if change:
+    if change in TWO_OUTPUTS:
+        change(one, two)
+    elif change:
         change(two)
     return compare_traces([one, two], {})["two.npz"]
 
@@ -115,6 +117,17 @@ def a_part(gradient):
     return gradient * np.float32([1, 0.5, 1, 0.2])
 
 
+def by_replica(*factors):
+    """The loss of each replica has a factor."""
+    calls = []
+
+    def scaled(gradient):
+        calls.append(gradient)
+        return gradient * factors[(len(calls) - 1) % len(factors)]
+
+    return scaled
+
+
 def second_of_two():
     """The loss of each second micro-batch is lost."""
     calls = []
@@ -131,6 +144,28 @@ def without(*kinds):
         trace._index = {key: value for key, value in trace._index.items() if key[1] not in kinds}
 
     return remove
+
+
+def two_outputs(*of_second):
+    """The loss of a second output has a factor on each replica, and so has the gradient."""
+
+    def change(first, second):
+        for trace in (first, second):
+            for replica in range(trace.about.num_replicas):
+                factor = np.float32(of_second[replica] if trace is second else 1)
+                y_pred, y_grad = (trace.arrays(0, k, replica)[0] for k in ("y_pred", "y_grad"))
+                trace.put(0, "y_pred", replica, [y_pred, y_pred])
+                trace.put(0, "y_grad", replica, [y_grad, factor * y_grad])
+                raw = trace.arrays(0, "raw", replica)[0]
+                trace.put(0, "raw", replica, [raw * (1 + factor)])
+            copies = range(trace.about.num_replicas)
+            mean = np.mean([trace.arrays(0, "raw", r)[0] for r in copies], 0)
+            for replica in copies:
+                before = trace.arrays(0, "before", replica)[0]
+                trace.put(0, "sums", replica, [mean])
+                trace.put(0, "after", replica, [before - mean])
+
+    return change
 
 
 def other_gradient(trace):
@@ -153,6 +188,7 @@ def steep(*given):
     return (gradient * np.sqrt(size / size.max())).astype(np.float32)
 
 
+TWO_OUTPUTS = [two_outputs(*each) for each in ((1, 1), (2 / 3, 2), (3, 3), (0.5, 2))]
 DROPOUT = ({"name": "drop", "class": "Dropout", "rate": 0.5, "weights": []},)
 NORM = ({"name": "norm", "class": "BatchNorm1d", "weights": []},)
 SMALL = np.float32(1 + 1e-6)
@@ -195,6 +231,12 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
     "a loss of all outputs on each replica": ({"values": (2, 2)}, {**HALVED},
         "gradients: forgotten_backward_sum", {"text": "the loss of each replica is that of the"}),
     "a loss of all outputs, summed": ({"values": (2, 2)}, {}, ""),
+    "a loss of all outputs, as many times as there are replicas": (
+        {"values": (2, 2)}, {"values": (4, 4)}, ""),
+    "a loss of all outputs, once more than there are replicas": (
+        {"values": (2, 2)}, {"values": (6, 6)}, "loss: other_loss"),
+    "a loss of all outputs, as many times, and other gradients": (
+        {"values": (2, 2)}, {"values": (4, 4), "of_loss": lambda g: np.sin(40 * g)}, "other_loss"),
     "a share of the loss of each replica": ({"values": (2, 2)}, {**HALVED, "values": (0.5, 1.5)},
         "gradients: mean_instead_of_sum"),
     "a scaled loss": ({}, {"of_loss": lambda g: 3 * g}, "scaled_gradient"),
@@ -203,6 +245,24 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
     "a mean of each replica, with a certain example": (
         mean_of_unmasked((1, 3), 5, 12 / 10), mean_of_unmasked((0, 1), 2, 6 / 4), "mean_of_means",
         {"place": ((0,), None, ())}),
+    "a sum of means of each replica, over what is not recorded": (
+        {}, {"of_loss": by_replica(4 / 3, 4), "on_all": True}, "mean_of_means",
+        {"place": ((0,), None, ())}),
+    "a mean of each replica, over what is not recorded": (
+        {}, {"of_loss": by_replica(2 / 3, 2), "on_all": True}, "mean_of_means",
+        {"place": ((0,), None, ()), "text": "their own sums of weights or masks"}),
+    "factors that are no means": (
+        {}, {"of_loss": by_replica(0.5, 2), "on_all": True}, "scaled_gradient",
+        {"place": ((0,), None, ())}),
+    **{
+        f"two outputs, {name}": ({}, {"change": change}, found, {"place": ()})
+        for change, (name, found) in zip(
+            TWO_OUTPUTS,
+            (("right", ""), ("a mean of each replica of the second", "mean_of_means"),
+             ("three times the second", "scaled_gradient"),
+             ("factors of the second that are no means", "scaled_gradient")),
+            strict=True)
+    },
     "other outputs": ({}, {"output": lambda y: 2 * y},
         "forward: other_outputs; gradients: other_outputs"),
     "lost micro-batch": ({"parts": 4}, second_of_two(), "lost_micro_batch", {

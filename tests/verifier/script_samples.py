@@ -144,6 +144,7 @@ class Script:
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0
     initial_scale: float = 0.1
+    initial_state: float = 0.0  # Of the optimizer, as from a checkpoint.
     decays_gradient: bool = True
     replay: "Script | None" = None
     permute: int | None = None
@@ -186,7 +187,7 @@ class Script:
         weights = [kernel.astype(np.float32), np.zeros(OUTPUTS, np.float32)]
         statistics = [np.zeros(FEATURES, np.float32), np.ones(FEATURES, np.float32)]
         slots = [
-            np.zeros((), np.float32) if slot == "step" else np.zeros_like(weight)
+            np.zeros((), np.float32) if slot == "step" else np.full_like(weight, self.initial_state)
             for weight in weights
             for slot in SLOTS[self.optimizer]
         ]

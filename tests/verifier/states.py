@@ -19,6 +19,7 @@ RAISED = {"about": {"ended_with": "RuntimeError: out of memory"}}
 WRONG_STATE = edit(lambda array: array * np.float32(1.01), "after", index=4, position=2)
 GROUP = {"about": {"settings": [[{"weights": list(WEIGHTS)}]] * 4}}
 ALL_STATE = {**UNKNOWN, "about": {**LION, "layers": ({**VQ, "weights": list(STATISTICS)},)}}
+MOVING = {"initial_state": 0.01}  # Of the optimizer.
 SECOND_OPTIMIZER = with_head(lambda at, r, _: 0.9 + 0.1 * at)  # It updates between the steps.
 STILL = with_head(lambda *_: 1)
 CHANGED = "start: changed_on_its_own"
@@ -65,6 +66,11 @@ STATES = {
     },
     "a codebook that differs": (codes(), codes(drift=0.1), "statistics: other_statistics",
         {"place": (ALL, (), ("codes",))}),
+    "a queue": (queue(), queue(), ""),
+    "a queue of each replica": (queue(), queue(far=0.1), "statistics: diverged_replicas",
+        {"place": (ALL, SECOND, ("codes",))}),
+    "another queue": (queue(), queue(drift=0.1), "statistics: changed_on_its_own",
+        {"place": (ALL, (), ("codes",))}),
     "SGD is applied twice": ({}, {"update": twice}, "update: updated_twice"),
     "state that its rank owns": (UNKNOWN, owned(), ""),
     "rows of state that its rank owns": (UNKNOWN, halves(), ""),
@@ -98,6 +104,16 @@ STATES = {
     "equal weights before replay": ({}, replaced(lambda a: a, 0, 1), ""),
     "other weights before replay": ({}, replaced(lambda a: a + 1, 0, 1),
         "start: other_initial_weights", {"text": "before replay= replaced them"}),
+    "other statistics before replay": ({}, replaced(lambda a: a + 1, 3),
+        "start: other_initial_state", {"text": "before replay= replaced them"}),
+    "other weights and statistics before replay": ({}, replaced(lambda a: a + 1, 0, 3),
+        "start: other_initial_weights"),
+    "other momentum before replay": (MOVING, replaced(lambda a: a * 2, 4),
+        "start: other_initial_state", {"place": ((0,), (), KERNEL)}),
+    "nearly the same momentum before replay": (MOVING,
+        replaced(lambda a: a * np.float32(1.001), 4), ""),
+    "other residuals before replay": (
+        {**MOVING, **residuals()}, both(residuals(), replaced(lambda a: a * 2, 6)), ""),
     "state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a, 4) | REPLAYED, ""),
     "no state at a resume": ({"steps": (1, 2)}, replaced(lambda a: a * 0, 4, 5) | REPLAYED,
         "start: not_restored"),

@@ -137,8 +137,8 @@ def layers_of(
     layers = []
     for name, layer in modules:
         settings = {NAMES.get(x, x): getattr(layer, x) for x in OF_LAYERS if hasattr(layer, x)}
-        parts = nn.Module, Tensor  # A layer in it, or a weight, may have the name of a setting.
-        settings = {x: value for x, value in settings.items() if not isinstance(value, parts)}
+        # A layer in it, a weight or a process group may have the name of a setting.
+        settings = {x: value for x, value in settings.items() if _is_plain(value)}
         names = [x for x in flat if x.rpartition(".")[0] == name]
         own = layer.named_parameters(recurse=False) if not flat else ()
         others = [*own, *layer.named_buffers(recurse=False)]
@@ -147,3 +147,9 @@ def layers_of(
             kind = {"name": name, "class": type(layer).__name__, "weights": names}
             layers.append(kind | settings)
     return layers
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

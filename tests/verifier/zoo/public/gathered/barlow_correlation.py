@@ -6,7 +6,8 @@ framework = "torch"
 
 [wrong]
 "the sum over ranks has no backward pass" = ["forgotten_backward_sum", "scaled_gradient"]
-"features are standardised on each rank" = ["local_statistics", "not_a_sum_over_examples"]
+"features are standardised on each rank" = [
+    "local_statistics", "not_a_sum_over_examples", "other_loss"]
 """
 
 import os

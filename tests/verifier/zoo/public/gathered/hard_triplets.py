@@ -5,8 +5,9 @@ date = "2021-04"
 framework = "torch"
 
 [wrong]
-"triplets are mined on each rank" = ["not_a_sum_over_examples"]
-"the factor of the ranks is missing" = ["scaled_gradient", "mean_instead_of_sum"]
+"triplets are mined on each rank" = ["not_a_sum_over_examples", "other_loss"]
+"the factor of the ranks is missing" = [
+    "forgotten_backward_sum", "scaled_gradient", "mean_instead_of_sum"]
 """
 
 import os

@@ -5,7 +5,7 @@ date = "2022-10"
 framework = "torch"
 
 [wrong]
-"statistics of the own features" = ["not_a_sum_over_examples", "local_statistics"]
+"statistics of the own features" = ["not_a_sum_over_examples", "local_statistics", "other_loss"]
 "features are added, not gathered" = ["not_a_sum_over_examples", "other_loss"]
 """
 

@@ -7,7 +7,7 @@ framework = "torch"
 [wrong]
 "the factor of the ranks is on the auxiliary loss, too" = ["regulariser_repeated", "other_loss"]
 "fractions of the own rank" = ["not_a_sum_over_examples", "other_loss"]
-"the auxiliary loss is detached" = ["regulariser_missing", "other_loss"]
+"the auxiliary loss is detached" = ["regulariser_missing", "other_loss", "other_backward"]
 """
 
 import os

@@ -6,7 +6,8 @@ framework = "torch"
 
 [wrong]
 "gathered logits in the parallel loss" = ["other_loss", "other_backward"]
-"gradients of equal logits are added" = ["repeated_gradient", "other_backward", "scaled_gradient"]
+"gradients of equal logits are added" = [
+    "repeated_gradient", "other_backward", "scaled_gradient", "sum_instead_of_mean"]
 """
 
 import os

@@ -6,8 +6,9 @@ framework = "torch"
 processes = 4
 
 [wrong]
-"group is replaced after the first batch" = ["mixes_examples", "reduced_over_other_axis"]
-"group of the constructor is used" = ["mixes_examples", "reduced_over_other_axis"]
+"group is replaced after the first batch" = [
+    "mixes_examples", "reduced_over_other_axis", "other_outputs"]
+"group of the constructor is used" = ["mixes_examples", "reduced_over_other_axis", "other_outputs"]
 """
 
 import os
