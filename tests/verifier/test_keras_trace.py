@@ -316,7 +316,8 @@ def test_a_replay_starts_from_the_same_weights_but_has_its_own_learning_rate(one
     for index, variable in enumerate(about["variables"]):
         for replica in range(3):
             a, b = f"2/before/{replica % 2}/{index}", f"2/before/{replica}/{index}"
-            assert first[a].tobytes() == second[b].tobytes(), variable
+            is_loaded = variable["kind"] != "seed"  # Other numbers of replicas draw others.
+            assert (first[a].tobytes() == second[b].tobytes()) == is_loaded, variable
     rates = [groups[0]["learning_rate"] for groups in other["settings"]]
     assert rates == pytest.approx([0.2 / 2**step for step in (0, 2, 3)])
 
