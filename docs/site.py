@@ -24,8 +24,10 @@ API = {
     "Record": [
         "record",
         "record_torch.record",
+        "record_torch.record_log_probs",
         "record_keras.Recorder",
         "record_jax.record",
+        "note",
     ],
     "Verify": ["compare", "assert_same_training"],
     "Verdict": ["Verdict", "Finding", "Measurement"],

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lockstep.answer.verdict import Finding, Measurement, Verdict
     from lockstep.data.file import TraceError
     from lockstep.data.trace import Trace
+    from lockstep.recorders.notes import note
     from lockstep.recording import record
     from lockstep.testing import assert_same_training
 
@@ -23,6 +24,7 @@ __all__ = [
     "Verdict",
     "assert_same_training",
     "compare",
+    "note",
     "record",
 ]
 __version__ = "2.0.0"
@@ -133,6 +135,7 @@ _MODULES = {  # Name → its module, which imports NumPy and is imported when it
     "Trace": "lockstep.data.trace",
     "TraceError": "lockstep.data.file",
     "assert_same_training": "lockstep.testing",
+    "note": "lockstep.recorders.notes",
     "record": "lockstep.recording",
 }
 

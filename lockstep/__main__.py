@@ -22,7 +22,8 @@ from lockstep.answer.text import describe, one_line
 
 _USAGE = """lockstep FILE [FILE …] [options]
        lockstep show FILE [FILE …] [--details]
-       lockstep run --reference COMMAND --variant [NAME=]COMMAND [options]"""
+       lockstep run --reference COMMAND --variant [NAME=]COMMAND [options]
+       lockstep run --reference COMMAND --resume [NAME=]COMMAND COMMAND [options]"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,10 +95,10 @@ def _run(options: argparse.Namespace) -> int:
         options.steps, dict(options.name_map), options.tolerance, options.modules,
         options.timeout, options.keep,
     )  # fmt: skip
-    variants = _named(options.variant)
+    variants, resumes = _named(options)
     try:
         with _ended_by_signals():
-            verdicts = verify_trainings(options.reference, variants, settings)
+            verdicts = verify_trainings(options.reference, variants, settings, resumes)
     except KeyboardInterrupt:
         print("interrupted: all trainings have been ended", file=sys.stderr)
         return 130
@@ -117,15 +118,26 @@ def _run(options: argparse.Namespace) -> int:
     return _show(verdicts, options)
 
 
-def _named(variants: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Returns name → command; one without a name is called "variant", or by its number."""
-    named: dict[str, str] = {}
-    for number, (given, command) in enumerate(variants, 1):
-        name = given or ("variant" if len(variants) == 1 else f"variant {number}")
-        if name in named:
-            _run_parser().error(f"argument --variant: two have the name {name}")
-        named[name] = command
-    return named
+def _named(options: argparse.Namespace) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+    """Returns name → command, and for trainings that resume name → both commands.
+
+    One without a name is called "variant", or "resumed", or by its number.
+    """
+    if not (options.variant or options.resume):
+        _run_parser().error("--variant or --resume is required")
+    variants, resumes = dict[str, str](), dict[str, tuple[str, str]]()
+    for option, usual in (("variant", "variant"), ("resume", "resumed")):
+        given = getattr(options, option)
+        for number, each in enumerate(given, 1):
+            (own, command), *others = each if option == "resume" else [each]
+            name = own or (usual if len(given) == 1 else f"{usual} {number}")
+            if name in {**variants, **resumes}:
+                _run_parser().error(f"argument --{option}: two have the name {name}")
+            if others:
+                resumes[name] = command, others[0][1]
+            else:
+                variants[name] = command
+    return variants, resumes
 
 
 @contextlib.contextmanager
@@ -203,9 +215,13 @@ def _run_parser() -> _Parser:
     add = parser.add_argument
     add("--reference", type=_command, required=True, metavar="COMMAND",
         help='the training on one device, as in "python train.py"')  # fmt: skip
-    add("--variant", type=_variant, action="append", required=True, metavar="[NAME=]COMMAND",
+    add("--variant", type=_variant, action="append", default=[], metavar="[NAME=]COMMAND",
         help='another way to run it, as in ddp="torchrun --nproc_per_node=2 train.py"; may be'
              " repeated")  # fmt: skip
+    add("--resume", type=_variant, action="append", default=[], nargs=2,
+        metavar=("[NAME=]COMMAND", "COMMAND"),
+        help="a training that saves a checkpoint and ends early, and the one that resumes from it;"
+             " may be repeated")  # fmt: skip
     add("--steps", type=_steps, default=2, metavar="N",
         help="number of first steps to record, or numbers as in 0,1,234; default: 2")  # fmt: skip
     _add_options(parser, "name of a weight in the variants = its name in the reference")

@@ -50,6 +50,7 @@ from lockstep.stages.rules import compare_updates
 from lockstep.stages.start import compare_starts, replaced_start, resumed_step
 from lockstep.stages.statistics import compare_statistics
 from lockstep.stages.summary import Summary
+from lockstep.tokens import compare_log_probs, has_log_probs
 
 _AFTER_GRADIENTS = compare_drawn, compare_statistics, compare_updates
 
@@ -87,6 +88,8 @@ def compare_traces(
             f"{permuted[1].name}: is the second recording with permute=; pass only one"
         )
     first, *others = to_verify
+    if all(map(has_log_probs, to_verify)) and others:
+        return _log_probs(to_verify)
     of_order = permuted[0] if permuted else None
     if of_order and of_order.about.gradients == first.about.gradients:
         allowed = tolerance_of(first, of_order, {}, tolerance)
@@ -106,6 +109,18 @@ def compare_traces(
     return {
         name: dataclasses.replace(verdict, name=name)
         for name, verdict in zip(short, verdicts, strict=True)
+    }
+
+
+def _log_probs(traces: Sequence[Trace]) -> dict[str, Verdict]:
+    """Returns the verdicts on programs whose log-probabilities of tokens are recorded."""
+    first, *others = traces
+    short, *names = _short_names(traces)
+    return {
+        name: dataclasses.replace(
+            compare_log_probs(first, other), name=name, reference=f"model of {short}"
+        )
+        for name, other in zip(names, others, strict=True)
     }
 
 

@@ -31,6 +31,7 @@ Training = str | Sequence[str] | Function | tuple[Function, int]
 EXACT = {"NVIDIA_TF32_OVERRIDE": "0", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 
 _POLL_SEC, _GRACE_SEC = 0.05, 5.0
+_TOO_LONG = "did not end within"
 _MOST_LINES, _MOST_BYTES = 15, 2**17  # Of what a training that failed has printed last.
 _LOG_LINE = re.compile(r"[IW]\d{4} \d\d:|WARNING: All log messages before absl")
 _OF_TORCHRUN = re.compile(r"E\d{4} \d\d:.*torch/distributed/elastic")  # Its report follows.
@@ -43,11 +44,12 @@ class TrainingError(Exception):
     Attributes:
         text: what went wrong.
         tail: the last lines that the training printed.
+        has_ended: whether it has ended by itself, or was killed.
     """
 
-    def __init__(self, text: str, tail: str = "") -> None:
+    def __init__(self, text: str, tail: str = "", *, has_ended: bool = False) -> None:
         super().__init__(f"{text}\n{tail}" if tail else text)
-        self.text, self.tail = text, tail
+        self.text, self.tail, self.has_ended = text, tail, has_ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,8 @@ def run_training(
     if error:
         _end(processes)
         command = "" if _is_function(training) else f": {shlex.join(_words(training))}"
-        raise TrainingError(error + command, tail)
+        has_ended = not error.startswith(_TOO_LONG)
+        raise TrainingError(error + command, tail, has_ended=has_ended)
 
 
 def _is_function(training: Any) -> bool:
@@ -204,7 +207,7 @@ def _wait(processes: Sequence[_Process], timeout_sec: float, on_wait: Callable[[
         if None not in codes:
             return ""
         if time.monotonic() > end:
-            return f"did not end within {timeout_sec:g} s; let it train for few steps"
+            return f"{_TOO_LONG} {timeout_sec:g} s; let it train for few steps"
         on_wait()
         time.sleep(_POLL_SEC)
 

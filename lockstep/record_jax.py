@@ -56,5 +56,6 @@ see `docs/verify_scripts.md`.
 from lockstep.recorders.common import DEFAULT_STEPS
 from lockstep.recorders.jax.keeping import keep, module
 from lockstep.recorders.jax.recorder import record
+from lockstep.recorders.notes import note
 
-__all__ = ["DEFAULT_STEPS", "keep", "module", "record"]
+__all__ = ["DEFAULT_STEPS", "keep", "module", "note", "record"]

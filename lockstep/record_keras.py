@@ -35,5 +35,6 @@ around the step.
 
 from lockstep.recorders.common import DEFAULT_STEPS
 from lockstep.recorders.keras.recorder import Recorder, record
+from lockstep.recorders.notes import note
 
-__all__ = ["DEFAULT_STEPS", "Recorder", "record"]
+__all__ = ["DEFAULT_STEPS", "Recorder", "note", "record"]

@@ -10,8 +10,8 @@ It needs PyTorch 2.6 or newer (2.8 for `fully_shard` and pipelines).
 Of several processes, each writes one file: `two.rank0.npz`, `two.rank1.npz`, with the parts of
 weights and batches that it has, and their places in the whole ones. Recording does not change the
 bits of the training; between recorded steps, the model has one hook, which counts. A gradient is
-copied when autograd has computed it (`raw`: before DDP reduces it; not visible with FSDP2), at the
-end of `backward` if DDP or FSDP2 has reduced it (`sums`), when it is clipped (`unclipped`), and in
+copied when autograd has computed it (`raw`: before DDP reduces it; not visible with FSDP), at the
+end of `backward` if DDP or FSDP has reduced it (`sums`), when it is clipped (`unclipped`), and in
 the `step` of its optimizer (`clipped`). All but the last are divided by the loss scale of a
 `GradScaler`. What does not exist has no array: optimizer state before the first update, `sums` if
 DDP is bypassed. Outputs with one row for each example (`y_pred`) and the gradients of the loss with
@@ -20,6 +20,8 @@ the loss only, they are those of the layer that was called last.
 """
 
 from lockstep.recorders.common import DEFAULT_STEPS
+from lockstep.recorders.notes import note
 from lockstep.recorders.torch.recorder import record
+from lockstep.recorders.torch.tokens import record_log_probs
 
-__all__ = ["DEFAULT_STEPS", "record"]
+__all__ = ["DEFAULT_STEPS", "note", "record", "record_log_probs"]

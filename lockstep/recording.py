@@ -26,8 +26,8 @@ def record(
     records nothing and changes nothing, and no recorder is imported.
 
     Args:
-        model: in PyTorch what the training calls, a module, also of DDP or `fully_shard`; in Keras
-            the model; in JAX the training step, from `jax.jit` or `jax.pmap`.
+        model: in PyTorch what the training calls, a module, also of DDP, FSDP or `fully_shard`; in
+            Keras the model; in JAX the training step, from `jax.jit` or `jax.pmap`.
         optimizer: in PyTorch one or several that end a step by their method `step`, or None for all
             that update a weight of the model; in Keras the optimizer of a custom loop; in JAX the
             settings, as in {"class": "SGD", "learning_rate": 0.1}.

@@ -91,6 +91,13 @@ class StepPair:
         first = {n: a for n, a in self.first.named(kind)[0].items() if n in names}
         return self._common(first, self.second.named(of_second or kind)[0])
 
+    @property
+    def ends(self) -> tuple[Named, Named]:
+        """The same at the end of the step, after what the scripts change themselves."""
+        names = {*self.states("after")[0]}
+        first = {n: a for n, a in self.first.ends[0].items() if n in names} if names else {}
+        return self._common(first, self.second.ends[0]) if names else ({}, {})
+
     @functools.cached_property
     def start_distances(self) -> dict[str, float]:
         """Name → relative distance of the variables that differ before the step."""

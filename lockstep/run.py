@@ -11,7 +11,7 @@ from lockstep.answer.verdict import NOTHING, STAGES, Finding, Measurement, Verdi
 from lockstep.context import Actual, Context
 from lockstep.data.trace import OF_GRADIENTS as KINDS_OF_GRADIENTS
 from lockstep.data.trace import STATISTIC, WEIGHT, Trace
-from lockstep.numeric.arrays import Rows, all_same_bits, are_finite, same_bits
+from lockstep.numeric.arrays import Named, Rows, all_same_bits, are_finite, same_bits
 from lockstep.oracles import Batch, Computed, Oracle
 from lockstep.stages.clipping import check_clipping
 from lockstep.stages.examples import check_examples
@@ -22,7 +22,7 @@ from lockstep.stages.reduce import check_all_reduce
 from lockstep.stages.shard_gradients import check_gradients
 from lockstep.stages.start import check_agreement, check_start
 from lockstep.stages.statistics import check_statistics
-from lockstep.stages.update import check_update
+from lockstep.stages.update import check_update, is_skipped
 
 Check = Callable[[Context], Iterator[Finding | Actual]]
 CHECKS: dict[str, Check] = {  # Stage → its check.
@@ -183,6 +183,10 @@ def check_step(
     return context
 
 
+def _gradients(context: Context) -> Iterator[Named]:
+    return itertools.chain.from_iterable(map(context.named, KINDS_OF_GRADIENTS))
+
+
 def why_idle(context: Context, trained: dict[str, bool]) -> str:
     """Returns why nothing of a step can be verified; "" if a weight is trained.
 
@@ -190,8 +194,14 @@ def why_idle(context: Context, trained: dict[str, bool]) -> str:
         context: the step.
         trained: name of a weight → whether one of its gradients is not 0; updated.
     """
+    if (
+        not context.computes
+        and is_skipped(context)
+        and not all(map(are_finite, _gradients(context)))
+    ):
+        return "gradients overflow, and the step is skipped"
     found: dict[str, bool] = {}
-    for gradients in itertools.chain.from_iterable(map(context.named, KINDS_OF_GRADIENTS)):
+    for gradients in _gradients(context):
         for name, gradient in gradients.items():
             values = gradient.values if isinstance(gradient, Rows) else gradient
             found[name] = found.get(name, False) or bool(np.any(values))

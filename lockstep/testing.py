@@ -25,8 +25,9 @@ from lockstep.trainings import Settings, verify_trainings
 
 def assert_same_training(
     reference: Training,
-    variants: Mapping[str, Training],
+    variants: Mapping[str, Training] | None = None,
     *,
+    resumes: Mapping[str, tuple[Training, Training]] | None = None,
     steps: int | Sequence[int] = 2,
     names: Mapping[str, str] | None = None,
     tolerance: float | None = None,
@@ -45,6 +46,8 @@ def assert_same_training(
     Args:
         reference: the training on one device.
         variants: name → another way to run it.
+        resumes: name → a training that saves a checkpoint and ends early or is killed, and the one
+            that resumes from it, which is to be the training that was never interrupted.
         steps: numbers of the steps to record, from 0; or the number of first steps.
         names: name of a weight in the variants → its name in the reference, if they do not match.
         tolerance: relative difference of gradients to allow; None to compute it from a second run
@@ -63,13 +66,17 @@ def assert_same_training(
     """
     __tracebackhide__ = True  # pytest shows the line of the test, and the verdict.
     settings = Settings(steps, names or {}, tolerance, modules, timeout_sec)
-    if not (isinstance(variants, Mapping) and variants):
+    variants, resumes = {} if variants is None and resumes else variants, resumes or {}
+    if not (isinstance(variants, Mapping) and (variants or resumes)):
         raise ValueError(f"variants: {variants!r} is no object with a name for each training")
+    for name, both in resumes.items():
+        if name in variants or not (isinstance(both, tuple) and len(both) == 2):
+            raise ValueError(f"resumes: {name!r} has no two trainings, or is a variant's name")
     if json_path is not None:
         pathlib.Path(json_path).parent.mkdir(parents=True, exist_ok=True)
         pathlib.Path(json_path).unlink(missing_ok=True)
     try:
-        verdicts = verify_trainings(reference, variants, settings)
+        verdicts = verify_trainings(reference, variants, settings, resumes)
     except TrainingError as error:
         raise AssertionError(str(error)) from None
     _require_same(verdicts, json_path)

@@ -23,11 +23,14 @@ from lockstep.answer.text import one_line
 from lockstep.answer.verdict import NOT_COMPARED, STAGES, Verdict, note_of_repetition
 from lockstep.comparison import compare_traces
 from lockstep.data.file import TraceError, load
+from lockstep.data.trace import Trace
 from lockstep.launch import Training, TrainingError, require_program, require_training, run_training
+from lockstep.resumed import Resumed, first_step_of, renumbered
 
 VARIABLE = "LOCKSTEP_RECORD"  # Read by the recorders.
 REFERENCE = "reference"
 _OF_REPLICAS = {"local_statistics", "random_layers"}  # What a reference by part computes.
+_NUM_BEFORE = 10  # First steps of a reference, to compare a training that resumes.
 _BY_PART = "once for each replica's part of the batch"
 
 
@@ -83,25 +86,37 @@ def _numbers(steps: int | Sequence[int]) -> list[int]:
 
 
 def verify_trainings(
-    reference: Training, variants: Mapping[str, Training], settings: Settings
+    reference: Training,
+    variants: Mapping[str, Training],
+    settings: Settings,
+    resumes: Mapping[str, tuple[Training, Training]] | None = None,
 ) -> dict[str, Verdict]:
     """Records trainings in processes of their own, and compares each variant with the reference.
 
     Shows on standard error what is running. A variant with a fault is run a second time, which
     tells a bug from a race or broken hardware.
 
+    Args:
+        reference: the training on one device, which is never interrupted.
+        variants: name → another way to run it.
+        settings: how they are recorded and compared.
+        resumes: name → a training that saves a checkpoint and ends, and the one that resumes.
+
     Returns:
-        Name of the variant → its verdict.
+        Name of the variant, or of the training that resumes → its verdict.
 
     Raises:
         TrainingError: a training failed, reached its time limit or recorded nothing.
         ValueError: an argument is wrong, or the recordings have nothing in common.
     """
-    for name, training in {REFERENCE: reference, **variants}.items():
+    resumes = resumes or {}
+    parts = {f"{name}, {what}": training for name, both in resumes.items()
+             for what, training in zip(("interrupted", "resumed"), both, strict=True)}  # fmt: skip
+    for name, training in {REFERENCE: reference, **variants, **parts}.items():
         require_training(name, training)
         require_program(name, training)
     with _folder(settings.keep) as folder:
-        session = _Session(folder, settings, reference)
+        session = _Session(folder, settings, reference, is_long=bool(resumes))
         session.record_reference()
         files = {name: f"variant{i}{_in_file_name(name)}" for i, name in enumerate(variants, 1)}
         verdicts = {name: session.verdict_of(name, variants[name], files[name]) for name in files}
@@ -111,6 +126,9 @@ def verify_trainings(
                 second = session.verdict_of(title, variants[name], file)
                 note = note_of_repetition(verdict, second)
                 verdicts[name] = dataclasses.replace(verdict, notes=(*verdict.notes, note))
+        for i, (name, both) in enumerate(resumes.items(), 1):
+            file = f"resumed{i}{_in_file_name(name)}"
+            verdicts[name] = session.verdict_of_resumed(name, *both, file)
     return verdicts
 
 
@@ -133,15 +151,20 @@ def _in_file_name(name: str) -> str:
 class _Session:
     """Records trainings in a folder, and compares variants with the reference."""
 
-    def __init__(self, folder: pathlib.Path, settings: Settings, reference: Training) -> None:
+    def __init__(
+        self, folder: pathlib.Path, settings: Settings, reference: Training, *, is_long: bool
+    ) -> None:
         self._folder, self._settings, self._reference = folder, settings, reference
-        self._steps = _numbers(settings.steps)
+        self._steps = _numbers(settings.steps)  # Of the reference.
+        if is_long and isinstance(settings.steps, int):
+            self._steps = [*range(max(_NUM_BEFORE, settings.steps))]
+        self._is_long = is_long
         self._files: list[str] = []  # Of the reference: as it is, and with permuted examples.
         self._can_run_by_part = False
 
     def record_reference(self) -> None:
         """Records the reference, and without a given tolerance also with permuted examples."""
-        one = self._record(REFERENCE, self._reference, "reference")
+        one = self._record(REFERENCE, self._reference, "reference", steps=self._steps)
         about, self._files = load(one).about, [one]
         # A verdict says which steps the reference lacks, as it ends early or skips updates.
         self._steps = [step for step in self._steps if step in about.steps] or self._steps
@@ -160,13 +183,69 @@ class _Session:
 
     def _compared(self, name: str, files: Sequence[str]) -> Verdict:
         """Returns the verdict on the last recording, compared with the first one."""
-        settings, traces = self._settings, [load(file) for file in files]
+        return self._verdict(name, [load(file) for file in files])
+
+    def _verdict(self, name: str, traces: Sequence[Trace]) -> Verdict:
+        settings, (first, *others) = self._settings, traces
+        if self._is_long:  # The training may have fewer steps.
+            first = renumbered(first, 0, first)
+        traces = [first, *others]
         with _Progress(f"{name}: comparing", is_passing=True) as progress:
             verdicts = compare_traces(
                 traces, settings.names, settings.tolerance, lambda step: progress.update()
             )
         *_, verdict = verdicts.values()
         return dataclasses.replace(verdict, name=name, reference="reference training")
+
+    def verdict_of_resumed(
+        self, name: str, first: Training, second: Training, file: str, number: int | None = None
+    ) -> Verdict:
+        """Runs a training that is interrupted, and the one that resumes; returns its verdict.
+
+        Args:
+            name: a name.
+            first: the training that saves a checkpoint and ends, or is killed.
+            second: the training that resumes.
+            file: name for recordings.
+            number: the step to resume from, with the state of the reference; None to find it out,
+                and to leave the training its own state.
+        """
+        trained, notes = 0, list[str]()
+        try:
+            path = self._record(f"{name}, interrupted", first, f"{file}-interrupted", steps=[0])
+            trained = load(path).about.trained
+        except TrainingError as error:
+            if not error.has_ended:
+                raise
+            notes.append(error.text)
+        steps = self._settings.steps
+        given: dict[str, Any] = {"steps": steps if isinstance(steps, int) else len(steps)}
+        if number is not None:
+            known = [step for step in load(self._files[0]).steps if step >= number]
+            given |= {"replay": self._files[0], "first_step": number, "steps": known}
+        try:
+            path = self._record(f"{name}, resumed", second, f"{file}-resumed", **given)
+        except TrainingError as error:
+            raise TrainingError("; ".join([error.text, *notes]), error.tail) from None
+        names, own = self._settings.names, load(path)
+        reference, *permuted = [load(each) for each in self._files]
+        at = number or first_step_of(reference, own, names, trained)
+        if at not in reference.steps[not reference.steps[0] :]:
+            listed = ", ".join(map(str, reference.steps))
+            raise TrainingError(
+                f"{name}: it resumes with step {at}, and the reference is recorded in steps"
+                f" {listed}: pass numbers around it, as in --steps=99,100,101"
+                if at
+                else f"{name}: it resumes with the weights of none of steps {listed} of the"
+                " reference: pass first_step= to lockstep.record in the process that resumes"
+            )
+        own = renumbered(own, at - own.steps[0], reference)
+        resumed = Resumed(reference, own, names)
+        if number is None and not (resumed.has_lost or resumed.starts_equally):
+            return self.verdict_of_resumed(name, first, second, file, at)  # Of another layout.
+        verdict = resumed.added_to(self._verdict(name, [reference, *permuted, own]))
+        notes.append(f"the resumed training begins with step {at}")
+        return dataclasses.replace(verdict, notes=(*notes, *verdict.notes))
 
     def _by_part(self, name: str, verdict: Verdict, path: str, file: str) -> Verdict:
         """Returns the verdict on a variant, compared with a reference that has its parts.
@@ -201,8 +280,9 @@ class _Session:
         settings, path = self._settings, self._folder / f"{file}.npz"
         for old in (path, *self._folder.glob(f"{file}.rank*.npz")):
             old.unlink(missing_ok=True)
-        steps = {"path": str(path), "steps": self._steps, "modules": settings.modules}
-        options = json.dumps({**steps, "replay": None, "permute": None, **given})
+        steps = [step for step in _numbers(settings.steps) if step in self._steps] or self._steps
+        usual = {"path": str(path), "steps": steps, "modules": settings.modules}
+        options = json.dumps({**usual, "replay": None, "permute": None, **given})
         with _Progress(f"{title}: running", "recorded") as progress:
             try:
                 run_training(
@@ -211,7 +291,7 @@ class _Session:
                 )  # fmt: skip
             except TrainingError as error:
                 text = f"{title}: the training {error.text}"
-                raise TrainingError(text, error.tail) from None
+                raise TrainingError(text, error.tail, has_ended=error.has_ended) from None
             try:
                 load(path)
             except TraceError as unread:

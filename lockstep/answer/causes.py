@@ -14,8 +14,11 @@ DETAILS = {  # Detail → remedy, in any framework.
     " weights into both models",
     "other_tying": "tie the same weights in both scripts, after every call that makes new ones, as"
     " `to_empty`, `fully_shard` or loading a checkpoint",
+    "weights_not_synchronised": "send the trainer's weights to the generator after each update, and"
+    " before it generates",
     "not_replayed": "record the second script with replay= and the file of the first",
-    "not_restored": "save every variable, and restore it on every replica",
+    "not_restored": "save every variable, the state of random number generators and the loss scale,"
+    " and restore them on every replica",
     "changed_on_its_own": "look for code that assigns to the variable outside the update; if there"
     " is none, test the memory of the machine",
     "diverged_replicas": "broadcast the weights of one replica to all replicas before the first"
@@ -36,6 +39,10 @@ DETAILS = {  # Detail → remedy, in any framework.
     "other_examples_in_a_replica": "give the ranks that compute one replica together the same"
     " examples: seed and shard the data by the position on the data axes alone",
     "other_order": "use the same data, seed and order of examples in all trainings",
+    "examples_restarted": "save epoch and place, and continue there: restore the state"
+    " of the sampler, or skip the examples of the steps before",
+    "other_augmentation": "draw the augmentations of an example from its id, the epoch and one seed"
+    " in both scripts, and preprocess in the same way; or record both without augmentation",
     "other_batch_size": "give each replica the global batch size divided by the number of replicas,"
     " or record the first script with the larger batch",
     "sampler_padding": "accept the difference, or drop the last batch in both scripts",
@@ -54,6 +61,10 @@ DETAILS = {  # Detail → remedy, in any framework.
     "not_a_sum_over_examples": "gather the model's outputs from all replicas before the loss is"
     " computed, or accept that this is a different training",
     "other_loss": "compute the same loss in all trainings",
+    "other_temperature": "divide the logits by the temperature of sampling in both programs, or in"
+    " none, before their log-probabilities are compared",
+    "other_positions": "give each token the number of its place, without padding, in both programs,"
+    " and pair each log-probability with its own token",
     "other_outputs": "compare the forward pass in both scripts: functions, masks and dtypes",
     "other_backward": "compare the backward pass in both scripts: hooks, custom gradients, detached"
     " tensors, and sums over devices",
@@ -162,13 +173,16 @@ DETAILS = {  # Detail → remedy, in any framework.
     "statistics_not_averaged": "average the moving statistics of all shards before they are"
     " evaluated or saved",
     "weighted_average": "give every shard its share of the examples in the average",
-    "doubled_average": "update moving statistics once per step",
+    "doubled_average": "update moving statistics and averages of weights once per step",
     "whole_batch_norm": "let BatchNorm normalise each shard, as the training defines it",
     "other_batch_norm_momentum": "set the momentum of BatchNorm explicitly: PyTorch's 0.1 is 0.9 in"
     " Keras, whose default is 0.99",
     "unbiased_variance": "accept the difference: PyTorch keeps the unbiased variance of a batch,"
     " Keras the biased one",
     "other_statistics": "compare the arrays of the moving statistics in both recordings",
+    "stale_average": "update an average after the weights, with their new values",
+    "other_average_decay": "use one decay of averages in both scripts, whatever the number of"
+    " replicas or micro-batches",
     # Evaluation and time.
     "other_metric": "sum totals and counts over all replicas in the metric, and divide afterwards",
     "other_evaluation": "count every example once: do not pad batches, and average over examples",
@@ -184,12 +198,14 @@ MEANINGS = {  # Cause → what it means.
     "other_start": "Before the first step, weights or optimizer state are not those of the"
     " reference.",
     "other_tying": "A weight that one script uses twice is two weights in the other.",
+    "weights_not_synchronised": "The program that generates has other weights than the trainer.",
     "not_replayed": "The step did not start from the reference's state, so that differences add"
     " up.",
     "state_lost": "State that the last step left is not there, or not in its place, in the next"
     " one.",
     "changed_on_its_own": "Few elements changed, and no update gives their values.",
-    "ranks_disagree": "Replicas that must be copies have different weights, or got different sums.",
+    "ranks_disagree": "Replicas that must be copies have different weights or moving statistics, or"
+    " got different sums.",
     "not_finite": "A loss, gradient or weight is NaN or infinite.",
     "same_random_numbers": "Replicas draw the same random numbers: their dropout masks repeat each"
     " other.",
@@ -201,6 +217,8 @@ MEANINGS = {  # Cause → what it means.
     "batch_not_split": "Examples of the batch are on several replicas, or on none.",
     "other_examples": "A step has other examples than the reference, or the same ones in another"
     " step.",
+    "other_augmentation": "The examples are those of the reference, by their ids, and their inputs"
+    " are not: they are augmented or preprocessed in another way.",
     "other_examples_in_a_replica": "Ranks that compute one replica together got different"
     " examples.",
     "other_batch": "The batch has another size: that of a replica, or filled or dropped at the"
@@ -217,6 +235,9 @@ MEANINGS = {  # Cause → what it means.
     "not_a_sum_over_examples": "The loss of the batch is no sum over examples, so that the parts"
     " of the replicas do not add up to it, as a contrastive loss.",
     "other_loss": "The gradient starts from another loss function.",
+    "other_temperature": "Logits are divided by a temperature in one program only.",
+    "other_positions": "Tokens have other numbers of positions, or log-probabilities belong to the"
+    " tokens beside.",
     "other_outputs": "A layer gives other outputs for the same inputs and weights.",
     "other_backward": "Outputs are right and their gradients are not.",
     "other_targets": "The loss was computed with other targets than those recorded.",
@@ -252,7 +273,8 @@ MEANINGS = {  # Cause → what it means.
     "changed_between_micro_batches": "Accumulated gradients are clipped or divided before all are"
     " added.",
     "overflow_not_skipped": "A replica applied gradients that are not finite.",
-    "not_updated": "A weight stayed as it was, although it has a gradient.",
+    "not_updated": "A weight stayed as it was, although it has a gradient; or a moving statistic"
+    " did.",
     "update_not_seen": "The optimizer ran where the recorder does not see it.",
     "updated_twice": "An update, or its schedule, was applied more than once in a step.",
     "other_learning_rate": "The update has another learning rate than the reference.",
@@ -264,7 +286,8 @@ MEANINGS = {  # Cause → what it means.
     "statistics_not_averaged": "The moving statistics that are saved are not the average of the"
     " replicas'.",
     "whole_batch_norm": "BatchNorm normalises the whole batch where each shard was asked for.",
-    "other_statistics": "Moving statistics differ, and no known rule gives them.",
+    "other_statistics": "Moving statistics, or averages of weights, follow other values, or with"
+    " another decay, or no known rule gives them.",
     "other_evaluation": "An evaluation counts examples twice, or averages over replicas.",
     "slow_replica": "Numbers are right; the others wait for one replica.",
     "unexplained": "The arrays differ, and no known mistake gives what was recorded.",
@@ -419,7 +442,11 @@ MERGED = {
         "lost_examples": "lost examples",
     },
     # In another order, each step and each replica has other examples.
-    "other_examples": {"other_examples": "", "other_order": "other order"},
+    "other_examples": {
+        "other_examples": "",
+        "other_order": "other order",
+        "examples_restarted": "begun again",
+    },
     "other_batch": {
         "other_batch_size": "size",
         "last_batch_dropped": "last batch dropped",
@@ -472,7 +499,7 @@ MERGED = {
     "updated_twice": {
         "updated_twice": "",
         "schedule_stepped_too_often": "schedule",
-        "doubled_average": "moving statistics",  # They move by two updates in one step.
+        "doubled_average": "averages",  # Moving statistics, or averages of weights.
     },
     "other_optimizer": {
         "other_optimizer": "",
@@ -499,6 +526,11 @@ MERGED = {
     "statistics_not_averaged": {
         "statistics_not_averaged": "",
         "weighted_average": "weighted",
+    },
+    "other_statistics": {
+        "other_statistics": "",
+        "stale_average": "old values in an average",
+        "other_average_decay": "decay of an average",
     },
     "other_evaluation": {
         "other_evaluation": "",

@@ -19,6 +19,7 @@ from lockstep.data.about import Fault, shown
 from lockstep.data.layout_about import merged, moves, renamed
 from lockstep.data.trace import (
     OF_GRADIENTS,
+    OF_VARIABLES,
     WEIGHT,
     About,
     Mesh,
@@ -224,6 +225,9 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
             continue
         of_copies, of_gradients = is_of_copies(kind, common), kind in OF_GRADIENTS
         weight = numbers[common.gradients[int(number)]] if of_gradients else ""
+        if kind in OF_VARIABLES and any(placement.sums for placement in placed.values()):
+            # A rank has no state of a weight of which it has no element.
+            weight = numbers.get(common.variables[int(number)].of, "")
         zeros = _zeros_like(collected.get((position, "before", weight + slash + part), {}), by_text)
         # FSDP2 splits gradients over data axes, too.
         ignored = set[str]() if of_copies or of_gradients else {*mesh.data_axes}

@@ -7,7 +7,8 @@ array may be missing.
 
 Kinds of arrays of a shard:
 
-- `data`: the examples, along the first axis.
+- `data`: the examples, along the first axis. `ids`: their identities, whole numbers, as the script
+  notes them.
 - `random`, `random_after`: states of random number generators before the step and after the forward
   pass (`uint8`); unchanged: not used. `own_random`: the copy's own ones before the first forward
   pass, before those of another trace were loaded.
@@ -24,6 +25,9 @@ Kinds of arrays of a shard:
   `objective`: the scalar that is differentiated, then its share of the regularisation losses.
 - `raw`: gradients before the all-reduce. `removed`: what the script took from them between
   micro-batches, where not 0.
+- `tokens`, `counted`, `log_probs`, all (rows, T): numbers of tokens, which of them count, and their
+  log-probabilities given those before them, of a program that does not train. `logits`: of those
+  that count, one after another. `position_ids`: what the model got.
 - `own_before`, `own_after`: the shard's own variables, such as BatchNorm statistics.
 
 Kinds of arrays of a copy:
@@ -203,6 +207,7 @@ class About:
         modules: the modules whose inputs and outputs are recorded, in the order of their calls.
         versions: package → version; also a variable that chooses kernels → its value.
         asked: the steps that the script asked for; empty for those of the recorder's default.
+        trained: the steps that the process trained, also those that are not recorded; 0 if unknown.
         ended_with: the exception with which the recorded run ended, in words; "" without one.
         sample: "elements", "sums" and "seed" of `numeric.sampling.Sample`, if variables and
             gradients with more elements are sampled; empty if all are whole.
@@ -247,6 +252,7 @@ class About:
     modules: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     asked: tuple[int, ...] = ()
+    trained: int = 0
     ended_with: str = ""
     sample: Mapping[str, int] = dataclasses.field(default_factory=dict)
 

@@ -12,6 +12,7 @@ from lockstep.answer.text import count
 from lockstep.context import Context
 from lockstep.explain.axes import order_of_parts
 from lockstep.numeric.arrays import (
+    hashes_of,
     rows_of,
 )
 
@@ -45,6 +46,44 @@ def count_rows(inputs: _Inputs, start: float | None = None, end: float | None = 
         kept = row[first[0] : last[-1] + 1] if len(first) and len(last) else row[:0]
         found[hash(kept.tobytes())] += 1
     return found
+
+
+def pairs_of_ids(context: Context) -> list[tuple[int, int]]:
+    """Returns id and row of each example; empty unless the script has noted one for each."""
+    arrays = [context.trace.arrays(context.position, "ids", shard) for shard in context.shards]
+    ids = [number for own in arrays if own for number in np.ravel(own[0]).tolist()]
+    rows = [row for part in inputs_of(context) for row in hashes_of([part])] if ids else []
+    return [*zip(ids, rows, strict=True)] if len(ids) == len(rows) else []
+
+
+def why_ids(
+    asked: Sequence[tuple[int, int]], given: Sequence[tuple[int, int]], known: Collection[int]
+) -> Why | None:
+    """Explains different examples by their ids; None if they are not known.
+
+    Args:
+        asked: id and row of the examples of the first recording.
+        given: those of the second.
+        known: the ids of all steps of the first.
+    """
+    if not (asked and given):
+        return None
+    first, second = (collections.Counter(own for own, _ in pairs) for pairs in (asked, given))
+    missing, extra = first - second, second - first
+    if not missing and not extra:
+        other = collections.Counter(given) - collections.Counter(asked)
+        text = f"{other.total()} of {len(given)} examples have the ids of the first recording"
+        return "other_augmentation", f"{text}, and other inputs"
+    if extra and extra.keys() <= first.keys():
+        text = f"the ids of {extra.total()} examples were received twice"
+        return "repeated_examples", f"{text}, those of {missing.total()} not at all"
+    if not extra:
+        return None
+    if extra.keys() <= {*known}:
+        text = f"{extra.total()} of {len(given)} ids belong to other steps of the first recording"
+        return "other_order", f"{text}: another order of examples"
+    text = f"{extra.total()} of {len(given)} ids are not those of the first recording"
+    return "other_examples", text
 
 
 def why_other_size(steps: Sequence[StepInputs]) -> Why | None:

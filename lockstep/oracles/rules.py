@@ -327,6 +327,8 @@ class RuleOracle:
             own = groups[0] if groups else {}
             kind = {"class": own["optimizer"]} if "optimizer" in own else {}
             rule = rule_of({**about.optimizer, **kind}, own)
+            if len(groups) > 1:
+                rule = None  # Several optimizers update it, one after the other.
             if rule and rule.mixes_elements and np.ndim(after.get(weight, 0)) != 2:
                 rule = None  # Of a sample, its elements alone are known.
             if rule is None and is_mixed:

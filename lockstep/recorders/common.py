@@ -122,7 +122,7 @@ class Request:
         start: whether a sampled recording has the whole state before its first step.
 
     Attributes:
-        replay, permute, names: the same.
+        replay, permute, names, first_step: the same.
         wanted: the numbers of the steps to record. By default, a sampled recording has the first
             one: `choose_sample` removes the others.
         asked: those that were asked for, in ascending order; empty for the default.
@@ -138,7 +138,7 @@ class Request:
         sample: int | None = None, start: bool = False,
     ) -> None:  # fmt: skip
         self.replay = None if replay is None else os.fspath(replay)
-        self.permute, self.names = permute, names or {}
+        self.permute, self.names, self.first_step = permute, names or {}, first_step
         self.wanted = wanted_steps(steps, first_step)
         self._is_default, self._start = steps is DEFAULT_STEPS, start
         self.asked = [] if self._is_default else sorted(self.wanted)

@@ -19,6 +19,7 @@ import numpy as np
 from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
+from lockstep.explain.random_layers import has_keys
 from lockstep.numeric import state_bounds as bounds
 from lockstep.numeric.arrays import TINY, Array, Named, dense, distance, norm, ratio, same_bits
 from lockstep.numeric.sampling import by_part, with_sums
@@ -378,7 +379,27 @@ class Claim:
         cause = "unexplained"
         if {*names} <= self.changed_later:
             cause, text = "changed_on_its_own", f"{text}; the script changes it after the update"
+        if kind == STATISTIC and items:
+            cause = "diverged_replicas"
+        times = {self._times_counted(change) for change in changes}
+        if len(times) == 1 and (number_of := times.pop()) > 1:
+            counter = worst.variable.second
+            cause = "schedule_stepped_too_often"
+            text = f"{counter} advances by {number_of} times as much as in the first recording"
         return self.pair.second.found(stage, cause, text, kind="after", items=items, tensors=names)
+
+    def _times_counted(self, change: Change) -> int:
+        """Returns how many times more a counter of steps advances than in the reference.
+
+        0 if it is no common counter, or if it advances by no multiple.
+        """
+        variable, state = change.variable, self._state(change.variable, change.copy)
+        own, new = self.pair.first.ends[0][variable.first], change.first
+        is_counter = variable.kind == STATE and not variable.weight and np.size(own) == 1
+        if state is None or not is_counter or not np.all(new > 0):
+            return 0
+        times = float((dense(state[1]) - dense(state[0])).sum() / new.sum())
+        return round(times) if abs(times - round(times)) < _NEAR_START else 0
 
     # What S' decides.
 
@@ -393,6 +414,9 @@ class Claim:
             for call in self.pair.second.trace.calls(self.pair.second.position, c)
         ]  # fmt: skip
         later = [f for f in findings if f.stage == "update" and self._leaves_right(f)]
+        # A step may fold what differs between devices, or examples, into a key that they share.
+        if has_keys(self.pair) and self.pair.are_gradients_right:
+            later += [f for f in findings if f.detail == "same_random_numbers"]
         if not self.changes or self.differing or any(call.startswith("clip") for call in calls):
             return later
         known = {x.variable.first for x in self.changes if x.share is not None}

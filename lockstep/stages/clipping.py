@@ -141,11 +141,12 @@ def _is_multiple(factor: float, given: Named, clipped: Named) -> bool:
 
 
 def _have_equal_parts(context: Context, ranks: Sequence[int]) -> bool:
-    """Returns whether the clipped gradients that each rank of a model holds have the same norm."""
+    """Returns whether the clipped gradients that each rank holds have the same norm."""
     trace = context.trace
+    if not trace.mesh or len(ranks) < 2:
+        return False
     norms = [total_norm(trace.local(context.position, "clipped", rank)) for rank in ranks]
-    is_of_model = bool(trace.model_axes) and len(norms) > 1
-    return is_of_model and np.ptp(norms) <= _SCALED * max(norms)
+    return bool(np.ptp(norms) <= _SCALED * max(norms))
 
 
 def _is_without_common_sum(context: Context, sums: Sequence[Named]) -> bool:

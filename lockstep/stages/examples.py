@@ -3,6 +3,7 @@
 import collections
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from lockstep.explain.batches import (
     StepInputs,
     count_rows,
     inputs_of,
+    pairs_of_ids,
+    why_ids,
     why_other_order,
     why_other_size,
     why_padded,
@@ -28,6 +31,7 @@ from lockstep.numeric.tolerance import Tolerance
 from lockstep.oracles import Batch
 from lockstep.reference import StepPair, common_steps
 
+_AGAIN = "repeated_examples"
 _NEAR = 0.1  # Gradients from inputs of another scale differ by more than this.
 Why = tuple[str, str]  # Cause and text.
 _Rows = collections.Counter  # Row → how often it occurs.
@@ -35,6 +39,7 @@ _Inputs = Sequence[np.ndarray]  # Rows of each forward pass.
 
 
 _DIFFERENT_PART = 0.9
+_BY_ROWS = {"other_examples", "other_order", "repeated_examples", "lost_examples"}
 _SAME_PART = 0.5  # Replicas that share a larger part of their examples are a fault.
 
 
@@ -188,10 +193,12 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
         for (given, used), (own, other) in zip(counted, both, strict=True)
     ]
     of_first = set().union(*(step.given for step in steps))
+    ids = [(pairs_of_ids(step.first), pairs_of_ids(step.second)) for step in steps]
+    known = {own for asked, _ in ids for own, _ in asked}
     other_size = why_other_size(steps)
     found: dict[int, Why] = {}
     dropped: Why | None = None  # After a batch that was dropped, all batches are shifted.
-    for step in steps:
+    for step, noted in zip(steps, ids, strict=True):
         if step.given == step.used:
             continue
         if why := other_size or why_padded(step, steps):
@@ -200,16 +207,40 @@ def other_examples(first: Trace, second: Trace) -> dict[int, Why] | None:
         dropped = dropped or why_size(step.sizes, steps[0].sizes)
         if dropped:
             why = dropped
+        elif again := _repeated_in_epoch(steps, step):
+            why = _AGAIN, again
         elif repeated := repeated_batch(step.second, every=False):
             why = "not_reshuffled", repeated
         else:
             why = why_rows(step.given, step.used, step.second.sizes, of_first)
         if why[0] == "other_examples":
             why = why_other_order(step) or why
+        if why[0] in _BY_ROWS:
+            why = why_ids(*noted, known) or why
         found[step.first.number] = why
     # Another order in each epoch does not begin with that of a script that shuffles once.
-    once = [why for why in found.values() if why[0] == "not_reshuffled"]
+    once = [why for why in found.values() if why[0] in ("not_reshuffled", _AGAIN)]
     return {n: once[0] if once and why[0] == "other_order" else why for n, why in found.items()}
+
+
+def _repeated_in_epoch(steps: Sequence[StepInputs], step: StepInputs) -> str:
+    """Returns a sentence if a step has examples of an earlier one, and the reference never does.
+
+    All recorded steps are then of one epoch, in which each example is to be received once.
+    """
+    given, used = (sum((each[i] for each in steps), collections.Counter()) for i in (0, 1))
+    if max(given.values(), default=0) > 1 or used.keys() - given.keys():
+        return ""
+    earlier = set[Any]().union(
+        *(each.used for each in steps if each.second.position < step.second.position)
+    )
+    again = sum(number for row, number in step.used.items() if row in earlier)
+    if not again:
+        return ""
+    return (
+        f"{again} of {step.used.total()} examples of step {step.second.number} were received in an"
+        " earlier step, too; the first recording has each example once"
+    )
 
 
 def with_data_axes(first: Trace, second: Trace) -> Trace:
@@ -264,8 +295,11 @@ def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterat
     pair.second.mark_checked("examples")
     why = others.get(pair.first.number)
     if why and not (pair.starts_equally and _is_converted_inside(pair, why[0])):
-        if why[0] == "other_examples" and (text := _equal_loader_seeds(pair.second)):
+        is_drawn = why[0] in ("other_examples", "other_augmentation")
+        if is_drawn and (text := _equal_loader_seeds(pair.second)):
             yield pair.second.found("random numbers", "same_random_numbers", text)
+        if is_drawn and (text := _augmented_again(pair)):
+            yield pair.second.found("random numbers", "random_numbers_repeated", text)
         yield pair.second.found(
             "examples", *why, status=BY_DESIGN if why[0] == "sampler_padding" else FAULT
         )
@@ -280,6 +314,27 @@ def _equal_loader_seeds(step: Context) -> str:
         f"the workers of the replicas' loaders have the same seed, {own[0]}: what they draw, as"
         " for augmentations, is the same on each replica"
     )
+
+
+def _augmented_again(pair: StepPair) -> str:
+    """Returns a sentence if examples have the inputs of an earlier step, and not in the reference.
+
+    That is so if each epoch, or each step, draws the same augmentations.
+    """
+    own, right = ({*pairs_of_ids(step)} for step in (pair.second, pair.first))
+    ids = [{each for each, _ in pairs} for pairs in (own, right)]
+    for earlier, before in common_steps(pair.first.trace, pair.second.trace):
+        if earlier.number >= pair.first.number:
+            break
+        first, second = {*pairs_of_ids(earlier)}, {*pairs_of_ids(before)}
+        again = {each for each, _ in second} & {each for each, _ in first} & ids[0] & ids[1]
+        repeated = {each for each, _ in own & second} & again
+        if len(again) > 1 and repeated == again and not {x for x, _ in right & first} & again:
+            return (
+                f"step {pair.second.number} has the inputs of {len(again)} examples of step"
+                f" {before.number} again; in the first recording they are augmented in another way"
+            )
+    return ""
 
 
 def _is_converted_inside(pair: StepPair, cause: str) -> bool:

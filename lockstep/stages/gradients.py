@@ -211,6 +211,7 @@ def _without_raw(pair: StepPair) -> Iterator[Finding]:
     step, terms, known = pair.second, pair.gradients, list[str]()
     found = [*check_all_reduce(step)]
     yield from found
+    known += [name for each in found for name in each.tensors]
     for cause, text, names in not_reduced(pair):
         known += names
         yield step.found("gradients", cause, text, tensors=names)

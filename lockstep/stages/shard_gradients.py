@@ -29,6 +29,7 @@ from lockstep.numeric.arrays import (
 )
 from lockstep.oracles.rounding import OracleBound
 from lockstep.stages.forward import DRAWS_OUTSIDE
+from lockstep.stages.update import is_skipped
 
 _CLOSE = 1e-4  # Relative; of solved factors.
 
@@ -42,7 +43,7 @@ def check_gradients(context: Context) -> Iterator[Finding | Actual]:
     if not context.computes:
         if odd:
             context.mark_checked("gradients")
-        if odd and not context.is_wrong("loss"):
+        if odd and not context.is_wrong("loss") and not is_skipped(context):
             yield context.found(
                 "gradients", "not_finite", "the gradients are NaN or infinite", items=odd
             )

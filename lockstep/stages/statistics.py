@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import SEED, STATISTIC
+from lockstep.explain.averages import why_averages
 from lockstep.explain.rows import explained_apart
 from lockstep.numeric.arrays import (
     EPS,
@@ -278,7 +280,7 @@ def _why_average(
 
 def compare_statistics(pair: StepPair) -> Iterator[Finding]:
     """Compares the statistics after a step that starts from equal ones."""
-    before, (first, second) = pair.states("before")[0], pair.states("after")
+    before, (first, second) = pair.states("before")[0], pair.ends
     names = [n for n in pair.first.of_kind(STATISTIC) if n in before and n in second]
     names = [name for name in names if before[name].dtype.kind == "f"]
     if not (names and pair.computes_the_same):
@@ -346,13 +348,22 @@ def _why_left(
         left: names of those that differ.
         is_share: whether another share of a batch explains some.
     """
-    found = pair.second.found
+    found, left = pair.second.found, [*left]
+    for cause, text, names in why_averages(pair, left):
+        yield found("statistics", cause, text, tensors=names)
+        left = [name for name in left if name not in names]
+    if not left or {*map(pair.in_second, left)} <= _synchronised_apart(pair.second):
+        return
     of_norm = [name for name in left if _is_of_norm(pair.first, name)]
     scale = factor_of([second[n] for n in left], [first[n] for n in left])
     scaled = {name: scale * first[name] for name in left}
     is_scaled = abs(scale - 1) > _OTHER_SHARE and not any(
         is_far(second[name], change, _CLOSE) for name, change in scaled.items()
     )
+    if is_scaled and not scale:
+        text = f"{count('moving statistic', len(left))} do not change"
+        yield found("statistics", "not_updated", text, tensors=left)
+        return
     if is_scaled and not is_share and of_norm == left:
         text = f"each statistic changes {scale:.4g} times as much as in the first recording"
         yield found("statistics", "other_batch_norm_momentum", text, tensors=left)
@@ -367,8 +378,39 @@ def _why_left(
             status = FAULT if is_fault else NOT_COMPARED
             yield found("statistics", "local_statistics", text, tensors=left, status=status)
             return
-    text = f"{len(left)} moving statistics differ"
-    yield pair.explained(found("statistics", "other_statistics", text, tensors=left))
+    if averaged := _only_as_mean(pair, left):
+        text = "each replica has its own, and their mean is right"
+        yield found("statistics", "statistics_not_averaged", text, tensors=averaged)
+    left = [name for name in left if name not in averaged]
+    of_copies = {name for name, *_ in pair.second.unlike_first("after")}
+    apart = [name for name in left if pair.in_second(name) in of_copies]
+    if left:
+        text, detail = f"{len(left)} moving statistics differ", "other_statistics"
+        if apart == left:
+            text, detail = f"{text}, and each replica has its own", "diverged_replicas"
+        yield pair.explained(found("statistics", detail, text, tensors=left))
+
+
+def _synchronised_apart(step: Context) -> set[str]:
+    """Returns the statistics of synchronised layers that are known to differ between replicas."""
+    known = [f for f in step.findings if (f.detail, f.status) == ("local_statistics", FAULT)]
+    return {name for finding in known for name in finding.tensors}
+
+
+def _only_as_mean(pair: StepPair, names: Sequence[str]) -> list[str]:
+    """Returns the statistics that differ between copies, and whose mean is the reference's."""
+    before = pair.first.named("before")[0]
+    copies = [pair.matching.to_first(own) for own in pair.second.ends]
+    allowed, found = max(pair.tolerance.of_batch, _CLOSE), []
+    for name in names:
+        own = [dense(each[name]) for each in copies if name in each]
+        if len(own) < len(copies) or not any(np.any(each != own[0]) for each in own[1:]):
+            continue
+        right = dense(pair.first.ends[0][name])
+        apart = distance(np.mean(own, axis=0), right)
+        if apart <= allowed * distance(right, before[name]) + MARGIN * EPS * norm(right):
+            found.append(name)
+    return found
 
 
 def _normalises_all(pair: StepPair, names: Sequence[str]) -> bool:

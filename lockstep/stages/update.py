@@ -58,6 +58,7 @@ def check_update(context: Context) -> Iterator[Finding]:
     elif all(are_finite(context.applied(copy)) for copy in context.copies):
         weights = set(oracle.rules)
     else:
+        yield from _skipped_by_some(context)
         return
     context.mark_checked("update")
     before, after = context.named("before"), context.named("after")
@@ -274,7 +275,13 @@ def _changed(context: Context) -> dict[str, list[int]]:
     return {
         name: copies
         for name in context.of_kind(WEIGHT)
-        if (copies := [c for c, (b, a) in enumerate(pairs) if not same_bits(b[name], a[name])])
+        if (
+            copies := [
+                c
+                for c, (b, a) in enumerate(pairs)
+                if name in b and name in a and not same_bits(b[name], a[name])
+            ]
+        )
     }
 
 
@@ -288,6 +295,26 @@ def _check_unseen(context: Context) -> Iterator[Finding]:
             " all-reduce and update could not be checked",
             tensors=changed, status=NOT_COMPARED,
         )  # fmt: skip
+
+
+def _skipped_by_some(context: Context) -> Iterator[Finding]:
+    """Finds copies that apply gradients that overflow, while others skip the step."""
+    changed = _changed(context)
+    moved = {copy for found in changed.values() for copy in found}
+    odd = [copy for copy in sorted(moved) if not are_finite(context.applied(copy))]
+    if odd and len(moved) < len(context.copies):
+        context.mark_checked("update")
+        yield context.found(
+            "update", "overflow_not_skipped",
+            "gradients overflow: these copies apply them, and the others skip the step",
+            kind="after", items=odd, tensors=changed,
+        )  # fmt: skip
+
+
+def is_skipped(context: Context) -> bool:
+    """Returns whether a step leaves all weights on each copy as they were."""
+    is_known = context.has("before", "after") and all(context.named("after"))
+    return is_known and not _changed(context)
 
 
 def _check_skipped(context: Context) -> Iterator[Finding]:

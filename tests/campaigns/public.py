@@ -51,6 +51,8 @@ class Case(NamedTuple):
         modules: whether the modules of a PyTorch model are recorded.
         needs: packages beside the framework.
         note: a sentence.
+        resume: whether the program saves a checkpoint, and resumes from it in a second run.
+        save_processes: ranks of the first of these runs; 0 for as many as of the second.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Case(NamedTuple):
     modules: bool = False
     needs: tuple[str, ...] = ()
     note: str = ""
+    resume: bool = False
+    save_processes: int = 0
 
     @property
     def path(self) -> pathlib.Path:
@@ -119,7 +123,8 @@ class Servers:
         """Runs a training in place of `lockstep.launch.run_training`.
 
         Args:
-            training: "python", a framework, a file, a mistake, a number of processes.
+            training: "python", a framework, a file, a mistake, a number of processes, and of a
+                training that resumes "SAVE" or "LOAD" and the name of its checkpoint.
             variables: environment variables.
             log: file for what the training prints.
             timeout_sec: time limit.
@@ -128,8 +133,10 @@ class Servers:
         Raises:
             TrainingError: the training failed or reached its time limit.
         """
-        _, framework, program, mistake, processes = training
+        _, framework, program, mistake, processes, *checkpoint = training
         environment = {**variables, "BUG": mistake, "DEVICES": processes, "OMP_NUM_THREADS": "1"}
+        if checkpoint:
+            environment[checkpoint[0]] = str(log.parent / checkpoint[1])
         free = self._of(FRAMEWORKS[framework])
         server = free.get()
         try:
@@ -144,7 +151,7 @@ class Servers:
             free.put(server)
         if code:
             tail = "\n".join(log.read_text("utf-8", "replace").splitlines()[-15:])
-            raise TrainingError(f"ended with exit code {code}", tail)
+            raise TrainingError(f"ended with exit code {code}", tail, has_ended=True)
 
     def _of(self, framework: str) -> "queue.SimpleQueue[Server]":
         with self._lock:
@@ -175,15 +182,23 @@ def outcomes(case: Case, keep: pathlib.Path | None = None, wanted: str = "") -> 
         wanted: the only variant to run; all if empty.
     """
 
-    def command(mistake: str, processes: int) -> list[str]:
-        return ["python", case.framework, str(case.path), mistake, str(processes)]
+    def command(mistake: str, processes: int, *checkpoint: str) -> list[str]:
+        return ["python", case.framework, str(case.path), mistake, str(processes), *checkpoint]
 
     names = [name for name in (RIGHT, *case.wrong) if wanted in ("", name)]
-    variants = {name: command(name * (name != RIGHT), case.processes) for name in names}
+    variants: dict[str, Any] = {}
+    resumes: dict[str, Any] = {}
+    for number, name in enumerate(names):
+        own, file = "" if name == RIGHT else name, f"checkpoint{number}"
+        if case.resume:
+            first = command(own, case.save_processes or case.processes, "SAVE", file)
+            resumes[name] = first, command(own, case.processes, "LOAD", file)
+        else:
+            variants[name] = command(own, case.processes)
     settings = trainings.Settings(case.steps, modules=case.modules, timeout_sec=120, keep=keep)
     found = {}
     try:
-        verdicts = trainings.verify_trainings(command("", 1), variants, settings)
+        verdicts = trainings.verify_trainings(command("", 1), variants, settings, resumes)
         found = {name: _outcome(verdict) for name, verdict in verdicts.items()}
     except (TrainingError, TraceError, ValueError) as error:
         if len(names) == 1:

@@ -301,12 +301,17 @@ def test_quoted_code_is_in_its_file(page):
             at += len(squeeze(part))
 
 
-# A training with NumPy that records itself; in two processes, it has no all-reduce.
+# A training with NumPy that records itself; in two processes, it has no all-reduce, and where it
+# resumes, no momentum.
 RECORDED = f"""
 import os, sys
 sys.path.append({str(ROOT)!r})
 from tests.verifier.test_same_training import record
-record(**({{"replicas": 2, "reduce": None}} if "WORLD_SIZE" in os.environ else {{}}))
+from tests.verifier.test_resumed import without_momentum
+if "--load=c.pt" in sys.argv:
+    without_momentum()
+else:
+    record(**({{"replicas": 2, "reduce": None}} if "WORLD_SIZE" in os.environ else {{}}))
 """
 
 

@@ -13,6 +13,17 @@ LION = {"optimizer": {"class": "Lion", "framework": "torch"}}
 ONE, OWN = {"replicas": 1}, {"replay": None}
 
 
+def augmented(seed, each_epoch=True):
+    """Adds to each example numbers that its row, the step and a seed decide; notes the ids."""
+
+    def augment(step, rows, x):
+        own = [[seed, int(row), step * each_epoch] for row in rows]
+        drawn = [np.random.default_rng(each).normal(size=x.shape[1]) for each in own]
+        return x + 0.1 * np.reshape(drawn, x.shape)
+
+    return {"augment": augment, "ids": np.asarray}
+
+
 def three_quarters(rows, replica, count):
     size = 3 * len(rows) // 4
     return rows[:size] if replica == 0 else rows[size:]
@@ -132,6 +143,23 @@ def with_settings(**settings):
         UPDATES[script.optimizer](changed, weights, gradients, state)
 
     return {"update": update}
+
+
+def overflow(script, replica, gradients):
+    """In step 1 an element of the last replica's kernel overflows."""
+    kernel, bias = gradients
+    if len(script.states) == 2 and replica == script.replicas - 1:
+        kernel = np.where(np.arange(kernel.size).reshape(kernel.shape) == 4, np.inf, kernel)
+    return [kernel, bias]
+
+
+def unless_overflow(script, weights, gradients, state):
+    """Skips the steps in which a gradient overflows."""
+    if all(np.isfinite(gradient).all() for gradient in gradients):
+        UPDATES[script.optimizer](script, weights, gradients, state)
+
+
+OVERFLOW = {"gradient": overflow, "update": unless_overflow}
 
 
 def no_update(script, weights, gradients, state):

@@ -143,6 +143,24 @@ def with_average(changes_on_all):
     return with_variable(average, lambda at, r, _: at if changes_on_all or r == 0 else 1)
 
 
+def with_average_of(index, update=lambda own, old, new: 0.75 * own + 0.25 * new):
+    """An average of a variable; it starts each step as if all before it had averaged it so."""
+
+    def add(script):
+        for position, _, replica in places(script):
+            own = script.arrays[f"1/before/{replica}/{index}"] + np.float32(0.1)
+            for earlier in range(2, position + 1):
+                start = script.arrays[f"{earlier}/before/{replica}/{index}"]
+                own = (0.75 * own + 0.25 * start).astype(np.float32)
+            old, new = (script.arrays[f"{position}/{x}/{replica}/{index}"]
+                        for x in ("before", "after"))  # fmt: skip
+            script.arrays[f"{position}/before/{replica}/6"] = own
+            script.arrays[f"{position}/after/{replica}/6"] = update(own, old, new).astype(own.dtype)
+
+    of = ("dense/kernel", "dense/bias", "norm/moving_mean", "norm/moving_variance")[index]
+    return {"edit": add, "more_variables": [Variable(f"ema.{of}", STATISTIC)]}
+
+
 def residuals(loaded_at=9):
     """Each replica has its own; from a step on, all have that of replica 0."""
     residual = Variable("residual", STATE, of="dense/kernel", slot="residual")
@@ -152,10 +170,12 @@ def residuals(loaded_at=9):
 VQ = {"name": "vq", "class": "VectorQuantizer", "weights": ["codes"]}
 
 
-def codes(far=0.0, drift=0.0):
+def codes(far=0.0, drift=0.0, first=0.0):
     """A codebook, which is no BatchNorm's, may change differently on a replica, or on both."""
     variable = Variable("codes", STATISTIC)
-    given = with_variable(variable, lambda at, r, later: at + later * (1 + drift + far * r))
+    given = with_variable(
+        variable, lambda at, r, later: at + later * (1 + drift + (far if r else first))
+    )
     return {**given, "about": {"layers": (VQ,)}}
 
 
@@ -290,11 +310,12 @@ def in_torch(script):
 
 
 @option
-def keys(script, of_step, own_of=None):
+def keys(script, of_step, own_of=None, devices=1):
     """The keys of one program for all devices; in a replay, its own keys were replaced."""
     for position, step, replica in places(script):
         key, own = (np.array([0, of(step)], np.uint32) for of in (of_step, own_of or of_step))
-        script.arrays[f"{position}/random/0/0"] = key.view(np.uint8)
+        if replica < devices:  # Those of the others are unknown.
+            script.arrays[f"{position}/random/{replica}/0"] = key.view(np.uint8)
         script.arrays[f"{position}/before/{replica}/6"] = key
         if script.replay:
             where = f"{position}/before" if position == 1 else f"{position - 1}/after"

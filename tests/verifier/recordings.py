@@ -103,6 +103,7 @@ RIGHT = {
     "divided and clipped later": (CLIPPED, scaled(6, "raw sums")),
     "only clipped": (CLIPPED, without("raw sums")),
     "keys": ({**KEYS, **keys(int)}, keys(int)),
+    "one key that devices fold": ({**KEYS, **keys(int)}, keys(int, devices=2)),
     "one key that steps fold": ({**KEYS, **keys(lambda step: 5)}, keys(lambda step: 5)),
 }  # fmt: skip
 
@@ -129,6 +130,8 @@ MORE = {
     ZERO: (zero_in(0, 1, 2, 3), {}, "", {"status": NOTHING, "text": ZERO}),
     "every gradient is 0, and weights decay": ({**zero_in(0, 1, 2, 3),
         **settings(weight_decay=0.1)}, {}, "", {"status": NOTHING, "text": ZERO}),
+    "an overflow that all skip": (OVERFLOW, {}, "",
+        {"text": "nothing to verify in step 1: gradients overflow, and the step is skipped"}),
     "in some steps": (zero_in(1, 3), {}, "",
         {"text": f"nothing to verify in step 1, step 3: {ZERO}"}),
     "of some weights": ({**without_bias(0, 1), **bias_times(lambda step, r: 0)}, {}, "",
@@ -167,6 +170,24 @@ MORE = {
         "gradients: local_statistics?",
         {"text": 'again, in one process, with replay="two.npz", shards="each"'}),
     "of the step before": ({}, of_step_before(), "gradients: stale_gradient; update: unexplained"),
+    # What the ids of examples tell.
+    "augmented in the same way": (augmented(0), augmented(0), ""),
+    "augmented in another way": (augmented(0), augmented(1), "examples: other_augmentation",
+        {"text": "16 of 16 examples have the ids of the first recording, and other inputs"}),
+    "another order, by the ids": (augmented(0), {**augmented(1),
+        "batch": lambda step: batch_of((1, 0, 2, 3)[step])},
+        "examples: other_order; examples: other_augmentation",
+        {"text": "16 of 16 ids belong to other steps"}),
+    "other examples, by the ids": (augmented(0), {**augmented(1), "ids": lambda rows: rows + 50},
+        "examples: other_examples", {"text": "16 of 16 ids are not those of the first"}),
+    "received twice, by the ids": (augmented(0), {**augmented(1),
+        "batch": lambda s: np.append(batch_of(s)[:-2], batch_of(s)[:2])},
+        "examples: repeated_examples", {"text": "the ids of 2 examples were received twice"}),
+    "the same augmentation in each epoch": (augmented(0), augmented(1, each_epoch=False),
+        "examples: other_augmentation; random numbers: random_numbers_repeated",
+        {"text": "of step 0 again; in the first recording they are augmented in another way"}),
+    "too few ids": (augmented(0), {**augmented(1), "ids": lambda rows: rows[1:]},
+        "examples: other_examples"),
     # Orders of flattened axes.
     **{
         f"{channels} channels, {layout}, {of_first}": (
@@ -211,6 +232,10 @@ ALONE = {
     "lost state": ({**settings(momentum=0.0), **WITHOUT_STATE}, "start: reset_state"),
     "state of 0": (edit(lambda array: array * np.float32(0), "before", index=4, position=2),
         "start: reset_state; update: unexplained"),
+    "an overflow that all skip": (OVERFLOW, "",
+        {"text": "gradients overflow, and the step is skipped"}),
+    "an overflow that none skips": ({"gradient": overflow},
+        "gradients: not_finite; start: not_finite-", {"checked": ("gradients",)}),
     "overflow in the sum": (edit(lambda array: np.float32(np.nan) * array, "sums", position=2),
         "all-reduce: not_finite"),
     "weights decay, no gradient": (zero_in(0, 1, 2, 3) | settings(weight_decay=0.1), "",

@@ -34,12 +34,35 @@ STATES = {
             index, 2), found, {"place": ((1,), None, None)})
         for index, *found_in in (
             (0, CHANGES, APART), (4, CHANGES, APART),
-            (2, "statistics: other_statistics", "statistics: unexplained"))
+            (2, "statistics: diverged_replicas", "statistics: diverged_replicas"))
         for replica, found in enumerate(found_in)
     },
     "a codebook": (codes(), codes(), ""),
-    "a codebook that differs on one": (codes(), codes(far=0.1), "statistics: unexplained",
+    "a codebook that differs on one": (codes(), codes(far=0.1), "statistics: diverged_replicas",
         {"place": (ALL, SECOND, ("codes",))}),
+    "a codebook that differs on both": (codes(), codes(far=0.1, first=0.2),
+        "statistics: diverged_replicas", {"place": (ALL, (), ("codes",))}),
+    "a codebook whose mean is right": (codes(), codes(far=0.1, first=-0.1),
+        "statistics: statistics_not_averaged", {"place": (ALL, (), ("codes",))}),
+    "a codebook that does not change": (codes(), codes(drift=-1.0), "statistics: not_updated",
+        {"place": (ALL, (), ("codes",))}),
+    **{
+        f"an average{name}": (with_average_of(0), with_average_of(0, update), found)
+        for name, update, found in (
+            ("", lambda own, old, new: 0.25 * new + 0.75 * own, ""),
+            (" of the weights before the step", lambda own, old, new: 0.75 * own + 0.25 * old,
+             "statistics: stale_average"),
+            (" that is updated twice", lambda own, old, new: 0.75**2 * own + (1 - 0.75**2) * new,
+             "statistics: doubled_average"),
+            (" that is updated before and after the step",
+             lambda own, old, new: 0.75 * (0.75 * own + 0.25 * old) + 0.25 * new,
+             "statistics: doubled_average"),
+            (" with another decay", lambda own, old, new: 0.5 * own + 0.5 * new,
+             "statistics: other_average_decay"),
+            (" that stays", lambda own, old, new: own, "statistics: not_updated"),
+            (" of half the weights", lambda own, old, new: 0.75 * own + 0.125 * new,
+             "statistics: other_statistics"))
+    },
     "a codebook that differs": (codes(), codes(drift=0.1), "statistics: other_statistics",
         {"place": (ALL, (), ("codes",))}),
     "SGD is applied twice": ({}, {"update": twice}, "update: updated_twice"),

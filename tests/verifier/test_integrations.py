@@ -3,6 +3,7 @@
 The examples run where an interpreter has the package.
 """
 
+import json
 import re
 
 import pytest
@@ -34,6 +35,20 @@ EXAMPLES = {
             "no_sync": {("all-reduce", "not_all_reduced")},
             "sampler": {("examples", "same_examples"), ("examples", "other_examples")},
         },
+    ),
+}
+
+# Script of `examples/trainers` → its package, and a wrong training → the faults that are found.
+TRAINERS = {
+    "accelerate_loop": ("accelerate", {"unwrapped": {("all-reduce", "not_all_reduced")}}),
+    "lightning_module": (
+        "lightning",
+        {"sampler": {("examples", "same_examples"), ("examples", "other_examples")}},
+    ),
+    "nanochat_loop": ("torch", {"accumulation": None, "sum": None}),  # Found; the name is open.
+    "transformers_trainer": (
+        "transformers",
+        {"tokens": {("loss", "mean_of_means"), ("gradients", "mean_of_means")}},
     ),
 }
 
@@ -86,8 +101,9 @@ PAGE = {  # Framework → what is before and after its lines.
 def run(scripts, tmp_path):
     """Returns a function that runs a program in a number of processes."""
 
-    def run_program(package, program, num_processes, *arguments):
+    def run_program(package, program, num_processes, *arguments, **environment):
         options = {"folder": tmp_path, "processes": num_processes, "HF_HUB_OFFLINE": "1"}
+        options |= environment
         code, printed = scripts(package, program, *arguments, **options)
         assert code == 0, printed[-3000:]
 
@@ -109,6 +125,28 @@ def test_integration(example, run, tmp_path):
         run(package, program, 2, two, one, bug)
         found = compare(one, two).faults
         assert {(fault.stage, fault.detail) for fault in found} == expected, bug
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trainer", [pytest.param(name, marks=needs(package)) for name, (package, _) in TRAINERS.items()]
+)
+def test_trainer(trainer, run, tmp_path):
+    package, wrong = TRAINERS[trainer]
+    program = ROOT / "examples" / "trainers" / f"{trainer}.py"
+    one, two = str(tmp_path / "one.npz"), str(tmp_path / "two.npz")
+
+    def record(num_processes, path, replay, *arguments):
+        asked = json.dumps({"path": path, "replay": replay, "steps": 2})
+        run(package, program, num_processes, *arguments, LOCKSTEP_RECORD=asked)
+
+    record(1, one, None)
+    for bug, expected in {"": set(), **wrong}.items():
+        record(2, two, one, *filter(None, [bug]))
+        verdict = compare(one, two)
+        assert verdict.ok == (not bug), str(verdict)
+        if expected is not None:
+            assert {(fault.stage, fault.detail) for fault in verdict.faults} == expected, bug
 
 
 @pytest.mark.slow

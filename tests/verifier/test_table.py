@@ -2,11 +2,12 @@
 
 from lockstep.answer.causes import CAUSES, DETAILS, cause_of
 from tests.campaigns import scripts, zoo
-from tests.verifier import keras_models, keras_steps, modules, outputs, recordings
+from tests.verifier import keras_models, keras_steps, modules, outputs, recordings, tokens
 from tests.verifier.zoo import CASES
 
 ROWS = [
     *recordings.ROWS, *outputs.ROWS, *modules.ROWS, *keras_steps.ROWS,
+    *tokens.ROWS,
     *(row for name in CASES for row in zoo.rows_of(name)),
 ]  # fmt: skip
 

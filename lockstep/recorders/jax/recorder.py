@@ -27,6 +27,7 @@ from lockstep.recorders.jax.compiled import computed_in, placed_leaves
 from lockstep.recorders.jax.keeping import GRADIENTS, Kept
 from lockstep.recorders.jax.replicas import Replicas, has_axis
 from lockstep.recorders.jax.trees import carried_paths, flatten, found_at, tail, without_role
+from lockstep.recorders.notes import IDS, Notes
 from lockstep.recorders.output import Output
 from lockstep.recorders.parts import members_of
 from lockstep.recorders.states import Own, States
@@ -60,6 +61,7 @@ class record:
     # else 4,096 above 64 MiB of weights. Then the first step alone is recorded by default.
     sample: int | None = None
     start: bool = False  # Keeps the whole state before a sampled first step, too, for `replay`.
+    first_step: int = 0  # Number of the first step of this process, which may resume a training.
 
     def __post_init__(self) -> None:
         if type(self.step).__module__.startswith("flax.nnx"):
@@ -71,11 +73,12 @@ class record:
         self._file, given = with_command(
             self.path, steps=self.steps, replay=self.replay, permute=self.permute,
             names=self.names, modules=False, sample=self.sample, start=self.start,
+            first_step=self.first_step,
         )  # fmt: skip
         del given["modules"]  # `module` records them.
         self._request: Request | None = Request(**given) if self._file else None
         self._wanted = self._request.wanted if self._request else set[int]()
-        self._number, self._kept = 0, Kept()
+        self._number, self._kept, self._notes = given["first_step"], Kept(), Notes()
         self._output: Output | None = None  # From the first recorded step.
         self._about: dict[str, Any] = {"steps": [], "settings": []}
         self._shardings = dict[str, Any]()  # Of "KIND/INDEX".
@@ -88,14 +91,16 @@ class record:
             self._states = States(self._request.replay, self._wanted, self._request.names)
 
     def __enter__(self) -> "record":
+        self._notes.__enter__()
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._wanted = set()
+        self._notes.__exit__()
         if self._output and self._request:
             self._output.close(self._about | self._description(self._request, error))
         elif self._file and error is None:
-            warnings.warn(f"{self._file}: none of {self._number} steps was recorded", stacklevel=2)
+            warnings.warn(f"{self._file}: none of {self._trained} steps was recorded", stacklevel=2)
 
     def _description(self, request: Request, error: BaseException | None) -> dict[str, Any]:
         optimizer = {k: v for k, v in self.optimizer.items() if not callable(v)}
@@ -108,11 +113,16 @@ class record:
             "data_layout": self.data_layout,
             "gradients": self._kept.gradients,
             "modules": self._kept.modules,
+            "trained": self._trained,
         }
+
+    @property
+    def _trained(self) -> int:
+        return self._number - (self._request.first_step if self._request else 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step, and records it if its number is among `steps`."""
-        number, self._number = self._number, self._number + 1
+        number, self._number, ids = self._number, self._number + 1, self._notes.take()
         if number not in self._wanted or not self._request:
             return self.step(*args, **kwargs)
         names, leaves, tree = flatten((args, kwargs), skip=1)
@@ -135,6 +145,8 @@ class record:
         if "computed_in" not in self._about:
             self._about["computed_in"] = computed_in(self.step, args, kwargs)
         found["data"] = replicas.columns("data", placed, inputs, ["batch"])
+        if ids:  # Those of all replicas here, one after another.
+            found[IDS] = [[np.concatenate(ids), *[None] * (len(replicas.local) - 1)]]
         found["before"] = replicas.columns("before", placed, inputs, KINDS)
         if self._request.keeps_start and not self._about["steps"]:
             found["start"] = found["before"]
@@ -228,7 +240,7 @@ class record:
             for index, column in enumerate(columns, int(number_of_module or 0)):
                 text = texts.get(f"{kind}/{index}", "")
                 for (replica, _), array in zip(replicas.local, column, strict=True):
-                    if kind == "random" and one_key and replica > 0:
+                    if array is None or (kind == "random" and one_key and replica > 0):
                         continue  # One program draws the numbers of all devices.
                     array = array.view(np.uint8) if kind == "random" else array
                     array = array.squeeze() if kind == "loss" else array

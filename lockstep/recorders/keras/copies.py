@@ -62,7 +62,7 @@ class Copies:
         replica = replica_id()
 
         def begin(*sizes: np.ndarray) -> np.int64:
-            number = self._num_seen[replica]
+            number = self._request.first_step + self._num_seen[replica]
             self._num_seen[replica] += 1
             return np.int64(number if number in self._request.wanted else -1)
 
@@ -70,6 +70,11 @@ class Copies:
         sizes = [tf.size(leaf) for leaf in data[:1]]
         self.number[replica] = number = tf.numpy_function(begin, sizes, tf.int64)
         return number
+
+    @property
+    def num_trained(self) -> int:
+        """The number of steps that have begun, also those that are not recorded."""
+        return max(self._num_seen.values(), default=0)
 
     def end(self) -> None:
         """Ends the step of this replica."""

@@ -22,6 +22,7 @@ from lockstep.recorders.keras.description import Models, computed_in
 from lockstep.recorders.keras.optimizers import Optimizers
 from lockstep.recorders.keras.steps import StepObserver
 from lockstep.recorders.keras.values import replicas_here
+from lockstep.recorders.notes import IDS, Notes
 from lockstep.recorders.output import Output, write
 
 _KERNELS = "TF_ENABLE_ONEDNN_OPTS"  # Chooses TensorFlow's kernels on CPUs; only recorded.
@@ -47,6 +48,7 @@ class Recorder:
             else 4,096 above 64 MiB of weights; then the first step alone is recorded by default.
         start: whether a sampled recording has the whole state before its first step, too, which
             `replay` needs.
+        first_step: number of the first step of this process, which may resume a training.
 
     Attributes:
         about: the description of the recording, complete after the block.
@@ -63,7 +65,7 @@ class Recorder:
         optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None,
         *, steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
         permute: int | None = None, names: Mapping[str, str] | None = None,
-        sample: int | None = 0, start: bool = False,
+        sample: int | None = 0, start: bool = False, first_step: int = 0,
     ):  # fmt: skip
         self._model = model if isinstance(model, keras.Model) else Models(model)
         self._optimizers = Optimizers(self._model, optimizer)
@@ -73,9 +75,11 @@ class Recorder:
                 " the hooks; compile it with jit_compile=False to record it"
             )
         self._request = Request(
-            steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start
-        )
+            steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start,
+            first_step=first_step,
+        )  # fmt: skip
         self._observer = StepObserver(self._model, self._optimizers, self._request)
+        self._notes = Notes()
         self.about: dict[str, Any] = {}
         self.arrays: dict[str, Any] = {}
         self.path = ""
@@ -93,10 +97,12 @@ class Recorder:
                 name = rank_path(name, replicas[0] // len(replicas))
             self._observer.copies.output = Output(name)
         self._observer.install()
+        self._notes.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._observer.remove()
+        self._notes.__exit__()
         observer, replay = self._observer, self._observer.replay
         copies, output = observer.copies, observer.copies.output
         self.about = self._description(error)
@@ -108,6 +114,14 @@ class Recorder:
                     output.put(name, array)
                 else:
                     self.arrays[name] = array
+        noted = self._notes.take()  # Those of a step, for all replicas here.
+        for position, step in enumerate(copies.steps, start=1):
+            if step < len(noted):
+                name = f"{position}/{IDS}/{min(copies.replicas, default=0)}/0"
+                if output:
+                    output.put(name, noted[step])
+                else:
+                    self.arrays[name] = noted[step]
         if output:
             output.close(self.about)
             self.output_error = output.error
@@ -136,6 +150,7 @@ class Recorder:
                 _KERNELS: os.environ.get(_KERNELS, "not set"),
             },
             "steps": copies.steps,
+            "trained": copies.num_trained,
             "in_evaluation": [observer.frozen] * len(copies.steps),
             "settings": [optimizers.settings(copies.rates(step)) for step in copies.steps],
             "optimizer": optimizers.about(),
@@ -164,7 +179,7 @@ def record(
     optimizer: keras.optimizers.Optimizer | Sequence[keras.optimizers.Optimizer] | None = None, *,
     steps: int | Iterable[int] = DEFAULT_STEPS, replay: Path | None = None,
     permute: int | None = None, names: Mapping[str, str] | None = None,
-    sample: int | None = None, start: bool = False,
+    sample: int | None = None, start: bool = False, first_step: int = 0,
 ) -> Iterator[Recorder | NotRecording]:  # fmt: skip
     """Records steps in a `with` block; its end finishes the file, also if an error ends it.
 
@@ -175,8 +190,9 @@ def record(
     permute in place of those of the script. With path None, only its runs are recorded.
     """
     file, given = with_command(
-        path, steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start
-    )
+        path, steps=steps, replay=replay, permute=permute, names=names, sample=sample, start=start,
+        first_step=first_step,
+    )  # fmt: skip
     if file is None:
         yield NotRecording()
         return

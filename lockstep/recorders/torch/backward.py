@@ -15,11 +15,13 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.recorders.common import Hooks
+from lockstep.recorders.torch.flat import FlatWeight, is_reduced_now, owner_of
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.placement import OF_LOSS
 from lockstep.recorders.torch.private import (
     clipping,
     move_first,
+    of_flat,
     of_pipelines,
     private,
     tree_leaves,
@@ -86,6 +88,10 @@ class GradientObserver:
         found += [(utils.clip_grad, "clip_grad_norm_", of_norm)]
         found += [(utils.clip_grad, "clip_grad_value_", of_value)]
         found += clipping(of_norm)
+        found += of_flat(
+            functools.partial(self._clip_flat, of_norm),
+            [("scale", self._scale_loss), ("unscale_", self._unscale)],
+        )
         if hasattr(utils, "clip_grads_with_norm_"):  # A public name of the same function.
             found += [(utils, "clip_grads_with_norm_", of_norm)]
         found += [(scaler, "scale", self._scale_loss), (scaler, "unscale_", self._unscale)]
@@ -97,7 +103,7 @@ class GradientObserver:
         """Keeps the gradients before the first of several functions clips them."""
         own, step = self.recording, self.recording.step
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        is_own = bool({*own.weights.values()}.intersection(parameters))
+        is_own = bool({*map(owner_of, own.weights.values())}.intersection(parameters))
         limit = [*args, *(options[x] for x in ("max_norm", "clip_value") if x in options)][0]
         call = f"clip {kind} {float(limit):g}"
         if own.is_on and is_own and step.calls[-1:] != [call]:
@@ -108,6 +114,14 @@ class GradientObserver:
                 }
             step.calls.append(call)
         return original(parameters, *args, **options)
+
+    def _clip_flat(self, clip: Any, original: Any, model: Any, *args: Any, **options: Any) -> Any:
+        """Does the same for the method of FSDP1, which clips all weights of the model."""
+        own = [owner_of(p) for p in self.recording.weights.values()]
+        own = own if model is self.recording.called else []
+        return clip(
+            lambda _, *rest, **given: original(model, *rest, **given), own, *args, **options
+        )
 
     def _scale_loss(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
         scaled = original(scaler, *args, **options)
@@ -189,18 +203,29 @@ class GradientObserver:
     def _after_backward(self, tensors: Any) -> None:
         own, step = self.recording, self.recording.step
         of_fsdp = own.placement.of_fsdp
-        is_reduced = self.forward.is_reduced or any(p.grad is not None for p in of_fsdp)
+        is_reduced = self.forward.is_reduced or any(map(is_reduced_now, of_fsdp))
         if step.arrays and self.has_gradients:  # Otherwise, it is the loss of another model.
             scalars = [x.detach().clone() for x in tree_leaves(tensors) if x.numel() == 1]
             step.losses += [x / step.scale for x in scalars]
             step.unclipped = None
             if is_reduced:
                 own.save_gradients("sums", own.weights.keys() - step.updated)
+            self._save_own_of_flat()
             step.calls.append("backward, all-reduced" if is_reduced else "backward")
         if self.has_after_left:
             self.has_after_left = False
             own.save_variables("after", own.variables.of_model())
             own.save_variables("after", own.variables.of_optimizers())
+
+    def _save_own_of_flat(self) -> None:
+        """Saves gradients of a flat parameter that is not split, while they are not reduced."""
+        own = self.recording
+        for index, (name, p) in enumerate(own.weights.items()):
+            if isinstance(p, FlatWeight) and not p.flat.is_split:
+                if p.flat.is_synchronised:  # Those of this process are seen no longer.
+                    own.step.arrays.pop(f"raw/{own.placement.rank}/{index}", None)
+                else:
+                    own.save("raw", index, p.grad, own.step.scale_of(name))
 
     def _note_removed(self) -> None:
         """Adds what the script took from the gradients since the last backward pass."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lockstep.recorders.common import require
 from lockstep.recorders.parts import Dimension, dimensions_of
-from lockstep.recorders.torch.private import mesh_of_group, root_mesh
+from lockstep.recorders.torch.private import root_mesh
 from lockstep.recorders.torch.values import is_dtensor
 
 DATA, STAGES = (  # Names of axes that split the batch, and the layers of a pipeline.
@@ -119,14 +119,14 @@ class Mesh:
         return found
 
 
-def mesh_of(mesh: Any, groups: Sequence[Any], weights: Any) -> Mesh | None:
+def mesh_of(mesh: Any, meshes: Sequence[Any], weights: Any) -> Mesh | None:
     """Returns the devices of all processes; None if the weights are not split."""
     found = [p.device_mesh for p in weights if is_dtensor(p)]
-    found = [mesh] if mesh is not None else found + [mesh_of_group(group) for group in groups]
+    found = [mesh] if mesh is not None else [*found, *meshes]
     roots = [root_mesh(x) for x in found]
     root, number = max(roots, key=lambda x: x.mesh.numel(), default=None), dist.get_world_size()
     if root is None or root.mesh.numel() == number == 1:
         return None
     what = f"mesh: has {root.mesh.numel()} of {number} processes"
     require(root.mesh.numel() == number, f"{what}; pass a mesh of all, of which others are parts")
-    return Mesh(root, "data" if groups else "axis0")
+    return Mesh(root, "data" if meshes else "axis0")

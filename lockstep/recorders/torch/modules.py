@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import require
+from lockstep.recorders.torch.flat import modules_of
 from lockstep.recorders.torch.private import in_transform, number_of
 from lockstep.recorders.torch.values import floating, to_array
 
@@ -40,7 +41,7 @@ class Modules:
         self.seen, self.open = set[tuple[str, int]](), dict[str, tuple[Any, ...]]()
         self.defaults, self.unknown = set[str](), set[str]()  # Names of arrays.
         wanted = "*" if pattern is True else str(pattern)
-        named = recording.module.named_modules()
+        named = modules_of(recording.module)
         self.modules = {n: m for n, m in named if n and fnmatch.fnmatchcase(n, wanted)}
         require(self.modules, f"modules={pattern!r}: no module of the model has such a name")
 

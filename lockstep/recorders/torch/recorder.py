@@ -16,8 +16,10 @@ from lockstep.recorders.common import (
     require,
     with_command,
 )
+from lockstep.recorders.notes import Notes
 from lockstep.recorders.output import Output
 from lockstep.recorders.torch.backward import GradientObserver
+from lockstep.recorders.torch.flat import FlatWeight, modules_of, size_of
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.loaders import observe_loaders
 from lockstep.recorders.torch.modules import Modules
@@ -33,7 +35,8 @@ class record:
     Args:
         path: File to write as arrays come, `*.npz`; an older one is replaced when the block begins.
             None: only runs of `assert_same_training` are recorded.
-        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2).
+        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2) or
+            `FullyShardedDataParallel` (FSDP1).
         optimizer: One optimizer or a list; None for all that update a weight of the model. Others
             that do are recorded, too, also those of backward hooks. `step` calls a closure at most
             once. A wrapper, as of Accelerate, has the optimizer in its attribute `optimizer`.
@@ -92,19 +95,26 @@ class record:
     ) -> None:  # fmt: skip
         file, given = with_command(
             path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
-            shards=shards, sample=sample, start=start,
+            shards=shards, sample=sample, start=start, first_step=first_step,
         )  # fmt: skip
         self.is_recording = file is not None
         if file is None:
             return
         pattern, shards = given.pop("modules"), given.pop("shards")
-        self.path, self.request = file, (request := Request(**given, first_step=first_step))
-        request.choose_sample(sum(p.numel() * p.element_size() for p in model.parameters()))
+        self.path, self.request = file, (request := Request(**given))
+        request.choose_sample(size_of(model))
         kind = type(model).__name__
-        is_known = kind not in ("DataParallel", "FullyShardedDataParallel")
-        require(is_known, f"model: {kind} cannot be recorded; use DDP or fully_shard")
+        is_known = kind != "DataParallel"
+        require(is_known, f"model: {kind} cannot be recorded; use DistributedDataParallel")
         own = Recording(
-            model, optimizer, others or {}, mesh, dims, request.wanted, first_step, request.sample
+            model,
+            optimizer,
+            others or {},
+            mesh,
+            dims,
+            request.wanted,
+            request.first_step,
+            request.sample,
         )
         self.recording, place = own, own.placement
         is_alone = shards is None or (shards == "each" and request.replay and place.num_ranks == 1)
@@ -123,6 +133,7 @@ class record:
             own, self.forward, self._begin, self._end_step, self._prepare
         )
         self.has_hooks, self.counters = False, Hooks()
+        self.notes = Notes(lambda: own.is_updated)
         self.loader_seeds = list[int]()
 
     def _check_replay(self, shards: str | None, feed_examples: bool) -> None:
@@ -148,6 +159,7 @@ class record:
         self.gradients.install_always(self.counters)
         self.forward.install_always(self.counters)
         observe_loaders(self.counters, self.loader_seeds)
+        self.counters.enter_context(self.notes)
         self._start_step()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -216,9 +228,10 @@ class record:
 
     def _end_step(self) -> None:
         """Keeps the arrays of a step whose weights were updated, and begins the next one."""
-        own = self.recording
+        own, ids = self.recording, self.notes.take()
         if own.is_on:
             step = own.step
+            own.save_ids(ids)
             own.save_variables("after", own.variables.of_others())
             own.save_left()
             cleared = step.losses[: step.num_cleared]
@@ -246,7 +259,11 @@ class record:
         if own.output.has_failed:
             return
         if missing := sorted(own.wanted - own.dropped - {*own.per_step["steps"]}):
-            warnings.warn(f"{self.path}: the training ended before steps {missing}", stacklevel=3)
+            text = f"{self.path}: the training ended before steps {missing}"
+            if not own.variables.optimizers:
+                text += ": no optimizer updates a weight of the model, as if it was built before it"
+                text += " was wrapped or sharded"
+            warnings.warn(text, stacklevel=3)
         about = self.request.about("torch", error, self.replay) | self._about()
         if self.modules:
             about["modules"] = self.modules.names
@@ -256,22 +273,28 @@ class record:
         """Returns the description of the recording."""
         own, place = self.recording, self.recording.placement
         described, wrapper = own.variables.described, type(own.ddp).__name__ if own.ddp else ""
+        flats = own.variables.flats
+        if place.of_fsdp:
+            wrapper = "FullyShardedDataParallel" if flats else "fully_shard"
+        of_flat = [name for name, p in own.weights.items() if isinstance(p, FlatWeight)]
+        layers = [*layers_of(modules_of(own.module), of_flat), *own.variables.layers_of_others()]
         about: dict[str, Any] = {
             "framework": "torch",
             "order": "reduce, clip",
             "versions": {"torch": str(torch.__version__), "numpy": np.__version__},
             "num_replicas": place.num_replicas,
-            "wrapper": "fully_shard" if place.of_fsdp else wrapper,
+            "wrapper": wrapper,
             "variables": list(described.values()),
             "gradients": list(own.weights),
             "reduction": "mean" if own.ddp else "",
             "computed_in": own.computed_in,
             "device": next((p.device.type for p in own.weights.values()), ""),
             "optimizer": self._optimizer(),
-            "layers": [*layers_of(own.module), *own.variables.layers_of_others()],
+            "layers": layers,
             "data_layout": "NCHW" if "OIHW" in str(described) else "",
             "tied": own.variables.tied(),
             "loader_seeds": self.loader_seeds,
+            "trained": own.number - self.request.first_step,
             **own.per_step,
         }
         if not place.mesh:

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from lockstep.data.archive import Member
 from lockstep.numeric.sampling import Sample
 from lockstep.recorders.common import Hooks
+from lockstep.recorders.notes import IDS
 from lockstep.recorders.output import Output
 from lockstep.recorders.parts import SAMPLED, has_rows
+from lockstep.recorders.torch.flat import FlatWeight, modules_of
 from lockstep.recorders.torch.placement import Placement
 from lockstep.recorders.torch.private import indices_of_sparse, uncompiled, values_of_sparse
 from lockstep.recorders.torch.samples import rows_sampled, sample_of
@@ -164,6 +166,18 @@ class Recording:
             if key.removeprefix(start).partition("/")[0] not in changed:
                 del arrays[key]
 
+    def save_ids(self, noted: Sequence[np.ndarray]) -> None:
+        """Saves the identities of the examples of the step, without those of a skipped update."""
+        leaves = [
+            x for key, x in self.step.arrays.items()
+            if key.startswith("data/") and isinstance(x, np.ndarray)
+        ]  # fmt: skip
+        each = max(len(leaves) // max(self.step.num_forward, 1), 1)
+        first = next((i for i, x in enumerate(leaves[:each]) if x.ndim), 0)
+        number = sum(len(x) for x in leaves[first::each] if x.ndim)
+        if noted and number:
+            self.put(IDS, 0, {"": np.concatenate(noted)[-number:]})
+
     def save_gradients(self, kind: str, names: Iterable[str], scale: float | None = None) -> None:
         """Saves the gradients of weights, divided by their own scale or by a given one."""
         wanted = {*names}
@@ -187,6 +201,7 @@ class Recording:
         self, kind: str, index: int, value: Any, scale: float = 1.0
     ) -> dict[str, np.ndarray]:
         """Returns the arrays that hold a value, by the ends of their names; none of no number."""
+        value = value.read() if isinstance(value, FlatWeight) else value
         whole = value
         if isinstance(value, Tensor):
             if not self.placement.place(kind, index, value):
@@ -238,5 +253,5 @@ class Recording:
 
     def note_modes(self) -> None:
         """Notes the layers that are in evaluation mode."""
-        modes = {name: module.training for name, module in self.module.named_modules()}
+        modes = {name: module.training for name, module in modules_of(self.module)}
         self.step.in_evaluation |= {name: None for name, is_on in modes.items() if not is_on}

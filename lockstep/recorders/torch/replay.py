@@ -12,6 +12,7 @@ from lockstep.data.trace import STATISTIC, WEIGHT, Variable
 from lockstep.numeric.arrays import Named
 from lockstep.recorders.common import Request
 from lockstep.recorders.states import Own, Source, States
+from lockstep.recorders.torch.flat import FlatWeight
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.values import assign, is_dtensor, set_random_states, to_array
 
@@ -106,8 +107,11 @@ class Replay:
                 break
             if other not in weights or x.shape != value.shape:
                 continue
-            array = to_array(x)
-            is_same = np.array_equal(array, to_array(value))
+            array, own_array = (
+                to_array(each.read() if isinstance(each, FlatWeight) else each)
+                for each in (x, value)
+            )
+            is_same = np.array_equal(array, own_array)
             if is_same and array.size and array.std() > 0:  # Not initial values such as 0.
                 text = f"{self.name} has one weight for {other} and its copy {name}: they are"
                 warnings.warn(f"{self.path}: {text} tied there, and not here", stacklevel=2)
@@ -189,7 +193,7 @@ class Replay:
             array = self._part(name, value, array)
             if tuple(array.shape) == tuple(value.shape):
                 try:
-                    assign(value, array)
+                    value.write(array) if isinstance(value, FlatWeight) else assign(value, array)
                     return
                 except (RuntimeError, TypeError, ValueError):
                     pass  # As of a tensor that cannot be changed: it is not loaded.
@@ -210,12 +214,17 @@ class Replay:
         source = self.sources[name].key if name in self.sources else ""
         variables = ((self.trace.variables[key], array) for key, array in before.items())
         slots = [(v, array) for v, array in variables if source and v.of == source]
-        owners = self.recording.variables.owners_of(p)
+        owners = self.recording.variables.owners_of(name)
         same = [x for x in owners if type(x).__name__ == classes.get(source)]
         if not same:
             self._load_slots(name, p, slots, owners)
             return
-        optimizer = same[0]
+        # Of several that update it, the one that keeps such state.
+        known = {variable.slot for variable, _ in slots}
+        optimizer = max(same, key=lambda x: len(known & x.state.get(p, {}).keys()))
+        if isinstance(p, FlatWeight):
+            self._load_flat(name, p, slots, optimizer, is_whole=True)
+            return
         old = optimizer.state.pop(p, {})
         if not slots:
             return
@@ -235,10 +244,42 @@ class Replay:
                 state[v.slot] = loaded
         optimizer.state[p] = state
 
+    def _load_flat(
+        self, name: str, p: FlatWeight, slots: Sequence[tuple[Variable, np.ndarray]],
+        optimizer: Any, *, is_whole: bool,
+    ) -> None:  # fmt: skip
+        """Loads the part of a weight's state that this process has into a flat parameter.
+
+        With `is_whole`, the optimizer has the recorded class: slots that it lacks are made.
+        """
+        if is_whole and not slots:
+            optimizer.state.pop(p.owner, None)
+        if not (p.is_here and slots):
+            return
+        state = optimizer.state[p.owner] if is_whole else optimizer.state.get(p.owner, {})
+        for variable, array in slots:
+            slot, is_like = variable.slot, array.shape == p.shape
+            if slot not in state and not is_whole:
+                continue
+            if state.get(slot) is None:
+                state[slot] = torch.zeros_like(p.owner) if is_like else torch.tensor(array)
+            if p.is_like(state[slot]) and is_like:
+                p.write(array, state[slot])
+                continue
+            loaded = _loaded(state[slot], array, self.placement)
+            if loaded is None:
+                self.not_loaded[f"{name}/{slot}"] = None
+            else:
+                state[slot] = loaded
+
     def _load_slots(
         self, name: str, p: Tensor, slots: Sequence[tuple[Variable, np.ndarray]], owners: Any
     ) -> None:
         """Loads what an optimizer of another class has, too."""
+        if isinstance(p, FlatWeight):
+            for each in owners:
+                self._load_flat(name, p, slots, each, is_whole=False)
+            return
         for variable, array in slots:
             slot = variable.slot
             state = next((x.state[p] for x in owners if slot in x.state.get(p, {})), None)

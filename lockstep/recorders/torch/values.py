@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,16 +125,25 @@ def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in plain.items() if isinstance(v, bool | int | float | str)}
 
 
-def layers_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Returns class, weights and settings of the layers that have some."""
+def layers_of(
+    modules: Iterable[tuple[str, nn.Module]], flat: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Returns class, weights and settings of the layers that have some.
+
+    Args:
+        modules: Names and modules of a model.
+        flat: Names of weights in flat parameters, which layers do not have.
+    """
     layers = []
-    for name, layer in module.named_modules():
+    for name, layer in modules:
         settings = {NAMES.get(x, x): getattr(layer, x) for x in OF_LAYERS if hasattr(layer, x)}
         parts = nn.Module, Tensor  # A layer in it, or a weight, may have the name of a setting.
         settings = {x: value for x, value in settings.items() if not isinstance(value, parts)}
-        own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-        if settings or own:
-            kind = {"name": name, "class": type(layer).__name__}
-            kind["weights"] = [f"{name}.{x}" if name else x for x, _ in own]
+        names = [x for x in flat if x.rpartition(".")[0] == name]
+        own = layer.named_parameters(recurse=False) if not flat else ()
+        others = [*own, *layer.named_buffers(recurse=False)]
+        names += [f"{name}.{x}" if name else x for x, _ in others]
+        if settings or names:
+            kind = {"name": name, "class": type(layer).__name__, "weights": names}
             layers.append(kind | settings)
     return layers

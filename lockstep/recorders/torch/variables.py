@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import require
-from lockstep.recorders.torch.values import settings_of
+from lockstep.recorders.torch.flat import FlatWeight, buffers_of, modules_of, owner_of, weights_of
+from lockstep.recorders.torch.private import unwrapped
+from lockstep.recorders.torch.values import is_dtensor, settings_of
 
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 
@@ -26,16 +28,20 @@ class Variables:
         weights: Name of a weight → the weight.
         optimizers: All that update a weight of the model, as far as they have been seen.
         described: Name of a variable → its description, in the order of their arrays.
+        flats: The flat parameters of FSDP1.
         stepped: The optimizers that have updated a weight in this step.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, others: Mapping[str, Any]) -> None:
         self.module, self.others = module, others
-        self.weights = dict(module.named_parameters())
+        self.weights = weights_of(module)
+        self.flats = [*{p.flat: None for p in self.weights.values() if isinstance(p, FlatWeight)}]
         self.described: dict[str, dict[str, Any]] = {}
         self.stepped, self._stepped_before = list[Any](), list[Any]()
-        self._names = {p: name for name, p in self.weights.items()}
-        owners = dict(module.named_modules())
+        self._names: dict[Any, list[str]] = {}
+        for name, p in self.weights.items():
+            self._names.setdefault(owner_of(p), []).append(name)
+        owners = dict(modules_of(module))
         self._layouts = {}
         for name in self.weights:
             layer, _, leaf = name.rpartition(".")
@@ -47,13 +53,13 @@ class Variables:
             require(
                 bool(updated & self._names.keys()),
                 "optimizer: updates no weight of the model: it is that of another one, or was built"
-                " before fully_shard",
+                " before fully_shard, or FullyShardedDataParallel, made new ones",
             )
             if more := len(updated - self._names.keys()):
                 text = f"optimizer: updates {more} weights that the model does not have: these are"
                 warnings.warn(f"{text} not compared, unless others= has them", stacklevel=3)
         self._find_optimizers(is_needed=optimizer is None)
-        own = {*self.weights, *(name for name, _ in module.named_buffers())}
+        own = {*self.weights, *(name for name, _ in buffers_of(module))}
         known = {f"{key}.{name}" for key in others for name, _ in self._of_other(key)}
         require(not own & known, "others: have names of the model's own weights or statistics")
 
@@ -67,7 +73,7 @@ class Variables:
             }:
                 self.add(each)
         for name, p in self.weights.items():
-            owners = [each for each in self.optimizers if each.state.get(p)]
+            owners = [each for each in self.optimizers if each.state.get(owner_of(p))]
             require(
                 not is_needed or len(owners) < 2,
                 f"optimizer: {len(owners)} optimizers have state of {name}; pass those that train"
@@ -86,13 +92,13 @@ class Variables:
     def names_of(self, optimizer: Any) -> list[str]:
         """Returns the names of the model's weights that an optimizer updates."""
         groups = optimizer.param_groups
-        return [self._names[p] for x in groups for p in x["params"] if p in self._names]
+        return [name for x in groups for p in x["params"] for name in self._names.get(p, ())]
 
     def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
         """Returns the settings of an optimizer's groups, with the names of their weights."""
         found = []
         for group in optimizer.param_groups:
-            weights = [self._names[p] for p in group["params"] if p in self._names]
+            weights = [name for p in group["params"] for name in self._names.get(p, ())]
             own: dict[str, Any] = {"optimizer": type(optimizer).__name__, "weights": weights}
             if group.get("fused") and any(p.is_cuda for p in group["params"]):
                 own["betas_in"] = "float32"
@@ -103,9 +109,9 @@ class Variables:
         """Begins a new list of the optimizers that have updated a weight."""
         self._stepped_before, self.stepped = self.stepped or self._stepped_before, []
 
-    def owners_of(self, p: Tensor) -> list[Any]:
+    def owners_of(self, name: str) -> list[Any]:
         """Returns the optimizers that update a weight: those of the last steps, if they have it."""
-        has_it = [x for x in self.optimizers if self._names[p] in self.names_of(x)]
+        has_it = [x for x in self.optimizers if name in self.names_of(x)]
         recent = [*self.stepped, *(x for x in self._stepped_before if x not in self.stepped)]
         return [x for x in recent if any(x is each for each in has_it)] or has_it
 
@@ -119,27 +125,29 @@ class Variables:
         """Yields those of weights and statistics."""
         for name, p in self.weights.items():
             yield {"name": name, "kind": "weight", "layout": self._layouts[name]}, p
-        for name, buffer in self.module.named_buffers():
-            yield {"name": name, "kind": "statistic", "layout": ""}, buffer
+        for name, buffer in buffers_of(self.module):
+            yield {"name": name, "kind": "statistic", "layout": ""}, _real(buffer)
 
     def of_optimizers(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields those of optimizer state; a second optimizer's state of a slot has a number."""
         recent = [*self.stepped, *(x for x in self._stepped_before if x not in self.stepped)]
         for name, p in self.weights.items():
-            states = [x.state[p] for x in recent if x.state.get(p)]
-            states = states or [x.state[p] for x in self.optimizers if x.state.get(p)]
+            own = owner_of(p)
+            states = [x.state[own] for x in recent if x.state.get(own)]
+            states = states or [x.state[own] for x in self.optimizers if x.state.get(own)]
             seen: dict[str, int] = {}
             for slot, value in [pair for state in states for pair in state.items()]:
                 number = seen[slot] = seen.get(slot, 0) + 1
-                own = slot if number == 1 else f"{slot}#{number}"
-                kind = {"kind": "optimizer state", "layout": "", "of": name, "slot": own}
-                yield {"name": f"{name}/{own}", **kind}, value
+                key = slot if number == 1 else f"{slot}#{number}"
+                kind = {"kind": "optimizer state", "layout": "", "of": name, "slot": key}
+                is_flat = isinstance(p, FlatWeight) and p.is_like(value)
+                yield {"name": f"{name}/{key}", **kind}, p.read(value) if is_flat else value
 
     def of_others(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields those of further modules and mappings."""
         for key in self.others:
             for name, value in self._of_other(key):
-                yield {"name": f"{key}.{name}", "kind": "statistic", "layout": ""}, value
+                yield {"name": f"{key}.{name}", "kind": "statistic", "layout": ""}, _real(value)
 
     def _of_other(self, key: str) -> Iterator[tuple[str, Tensor]]:
         other = self.others[key]
@@ -169,8 +177,9 @@ class Variables:
         """Returns the names of weights that have several."""
         names: dict[Any, list[str]] = {}
         for name, p in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(p, []).append(name)
-        return [each for each in names.values() if len(each) > 1]
+            names.setdefault(p, []).append(unwrapped(name))
+        of_flat = [tied for flat in self.flats for tied in flat.tied]
+        return of_flat + [each for each in names.values() if len(each) > 1]
 
 
 def _given(optimizer: Any) -> list[Any]:
@@ -183,3 +192,9 @@ def _given(optimizer: Any) -> list[Any]:
             each = wrapped
         found.append(each)
     return found
+
+
+def _real(value: Tensor) -> Tensor:
+    """Returns a view of a complex tensor, such as the rotations of RoPE, as pairs of numbers."""
+    is_complex = value.is_complex() and not is_dtensor(value)
+    return torch.view_as_real(value.resolve_conj()) if is_complex else value

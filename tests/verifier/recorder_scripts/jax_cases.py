@@ -291,6 +291,24 @@ def case_steps_of_libraries():
     refused(r"^the step of nnx\.jit changes its arguments.* and returns nnx\.state$", Step(step))
 
 
+def case_ids():
+    """The ids of a step are those that the script notes before it."""
+    step = shard_map_step(2)
+
+    def noted_loop(recorded):
+        def noted(*args):
+            record_jax.note("ids", np.asarray(args[2]))
+            return recorded(*args)
+
+        return loop(noted)
+
+    record("ids", step, run=noted_loop)
+    trace = Trace("ids")
+    for position, size in ((1, 8), (2, 8), (3, 4)):
+        assert [len(ids) for ids in trace.get(position, "ids", 0)] == [size]
+        assert not trace.get(position, "ids", 1)
+
+
 def case_without_a_file():
     """The training runs as it is."""
     step, files = shard_map_step(2), sorted(pathlib.Path().iterdir())
@@ -351,7 +369,7 @@ def case_errors():
 CASES = {
     "one": [
         *(case_shard_map, case_jit, case_mesh, case_clipping_that_is_not_kept),
-        *(case_rounding_of_products, case_errors),
+        *(case_rounding_of_products, case_ids, case_errors),
     ],
     "more": [
         *(case_replay, case_pmap, case_carried_state, case_clipping_with_other_optimizers),

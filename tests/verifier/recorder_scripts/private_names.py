@@ -76,6 +76,35 @@ def check_sharded():
     (group,) = private.fsdp_groups(model)
     assert len([private.sharded_weight(each) for each in private.weights_of_group(group)]) == 2
     assert private.root_mesh(private.mesh_of_group(group)).mesh.numel() == 1
+    check_flat()
+
+
+def check_flat():
+    wrapper = importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
+    model = framework.nn.Sequential(framework.nn.Linear(3, 5), framework.nn.Linear(5, 5))
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for uses_originals in (True, False):
+        copy = framework.nn.Sequential(framework.nn.Linear(3, 5), framework.nn.Linear(5, 5))
+        copy.load_state_dict(values)
+        options = {"use_orig_params": uses_originals, "device_id": framework.device("cpu")}
+        copy[1] = wrapper(copy[1], **options)
+        wrapped = wrapper(copy, **options)
+        flats = private.flat_parameters(wrapped)
+        assert [flat.names for flat in flats] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+        assert all(flat.is_synchronised and flat.mesh.mesh.numel() == 1 for flat in flats)
+        assert (flats[0].originals is not None) == uses_originals
+        for flat in flats:
+            parts = zip(flat.names, flat.shapes, flat.ranges, flat.starts, strict=True)
+            for name, shape, own, start in parts:
+                assert own.length == values[name].numel() and own.start == 0
+                assert own.offset == start and shape == values[name].shape
+                part = flat.shard[own.offset : own.offset + own.length]
+                assert framework.equal(part, values[name].flatten()), name
+        with wrapped.no_sync():
+            assert not flats[0].is_synchronised and flats[0].gathered is None
+        assert len(private.of_flat(None, [])) == 1
+    assert private.unwrapped("_fsdp_wrapped_module.a._fsdp_wrapped_module") == "a"
+    fails(private.Flat, object(), "")
 
 
 def check_jax():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -139,6 +139,46 @@ def case_fsdp():
     for step in range(3):
         assert_close(whole(replayed, "sums", step), original.kind("sums", step))
         assert_equal(original.kind("before", step), whole(replayed, "before", step))
+
+
+def flat(uses_originals):
+    """Returns a network in FSDP1, and an optimizer that was built before."""
+    options = {"device_id": torch.device("cpu"), "use_orig_params": uses_originals}
+    model = network()
+    before = adamw(model)
+    model[4] = FullyShardedDataParallel(model[4], **options)
+    return FullyShardedDataParallel(model, **options), before
+
+
+def case_flat_parameters():
+    """FSDP1: parts of flat parameters are arrays of the whole weights, which add up to them."""
+    steps_of = functools.partial(plain, shard=own_shard())
+    wrapped = DistributedDataParallel(network())
+    train(wrapped, adamw(wrapped), "ddp_of_flat.npz", steps_of)
+    dist.barrier()
+    for uses_originals in (True, False):
+        bits = []
+        for path, replay in (("flat.npz", "ddp_of_flat.npz"), ("bits.npz", None), (None, None)):
+            model, before = flat(uses_originals)
+            bits.append(train(model, adamw(model), path, steps_of, replay=replay))
+            dist.barrier()
+        assert is_equal(*bits[1:])
+        trace, original = Trace("flat"), Trace("ddp_of_flat")
+        assert trace.about["wrapper"] == "FullyShardedDataParallel"
+        assert {*trace.about["gradients"]} == {*original.about["gradients"]}
+        index = trace.about["gradients"].index("4.weight")
+        assert trace.about["placements"][f"clipped/{index}"] == "sum(data)"
+        for step in range(3):
+            parts = [trace.kind("sums", step, rank) for rank in range(2)]
+            names = {name for part in parts for name in part}
+            total = {name: sum(part.get(name, 0) for part in parts) for name in names}
+            assert_close(total, original.kind("sums", step))
+        before = None if uses_originals else before
+        if before:
+            told = "optimizer: updates no weight of the model: it is that of another one, or was"
+            refused(
+                f"{told} built before fully_shard", record_torch.record, "no.npz", model, before
+            )
 
 
 def train_averaged(path, keeper=0, share=0.1, **options):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from lockstep import compare
+from lockstep import compare, record_torch
 from lockstep.data import file as trace_file
 from recording import Trace
 from torch_training import *
@@ -144,6 +144,20 @@ def case_accumulation():
     assert not np.array_equal(trace.kind("data")["0"], trace.kind("data")["1"])
     assert_equal(trace.kind("raw"), trace.kind("clipped"))
     np.testing.assert_allclose(trace.kind("loss")["0"], sum(losses), rtol=1e-6)
+
+
+def case_ids():
+    """Ids are noted before the model is called, also of a step whose update is skipped."""
+
+    def steps_of(model, optimizer, step):
+        for number in range(2):
+            record_torch.note("ids", np.arange(12) + 100 * step + 12 * number)
+            loss_of(model, number).backward()
+        optimizer.step()
+
+    trace = recorded("ids", None, adamw, steps_of, 3, steps=[0, 2])
+    assert trace.kind("ids")["0"].tolist() == [*range(24)]
+    assert trace.kind("ids", 2)["0"].tolist() == [*range(200, 224)]
 
 
 def case_two_models():

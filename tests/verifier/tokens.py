@@ -1,0 +1,95 @@
+"""Log-probabilities of tokens in two programs: rows of the table.
+
+A model is a matrix here: the logits behind a token are its row, and the head's product with it.
+"""
+
+import functools
+
+import numpy as np
+
+from lockstep.comparison import compare_traces
+from lockstep.data.trace import WEIGHT, About, Trace, Variable
+from tests.verifier import Row
+
+ROWS_OF_BATCH, LENGTH, WORDS, WIDTH = 3, 10, 12, 8
+DROPOUT = {"name": "drop", "class": "Dropout", "rate": 0.1, "weights": ()}
+
+
+def program(
+    name, *, seed=0, temperature=1.0, shift=0, noise=0.0, computed_in="", modes=(), numbers=0,
+    with_logits=True, order=None, padding=0, changed=0.0,
+):  # fmt: skip
+    """Returns a recording; `changed` is added to the output of the second module."""
+    random = np.random.default_rng(seed)
+    table, head = random.normal(size=(WORDS, WIDTH)), random.normal(size=(WIDTH, WORDS))
+    tokens = np.random.default_rng(9).integers(WORDS, size=(ROWS_OF_BATCH, LENGTH))
+    tokens = tokens if order is None else tokens[order]
+    first = table[tokens]
+    second = first + changed
+    logits = (second @ head + noise * np.random.default_rng(8).normal(size=(WORDS,))) / temperature
+    shifted = logits - logits.max(-1, keepdims=True)
+    all_of_them = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    found = np.zeros(tokens.shape)
+    found[:, 1:] = np.take_along_axis(all_of_them[:, :-1], tokens[:, 1:, None], 2)[..., 0]
+    found = np.roll(found, shift, 1)
+    counted = np.zeros(tokens.shape, bool)
+    counted[:, 3:] = True
+    ids = np.broadcast_to(np.arange(LENGTH), tokens.shape) + numbers
+    arrays = {"tokens": tokens, "counted": counted, "log_probs": found, "position_ids": ids}
+    if padding:
+        pads = ((0, 0), (padding, 0))
+        arrays = {kind: np.pad(array, pads) for kind, array in arrays.items()}
+    if with_logits:
+        arrays["logits"] = logits[:, :-1][counted[:, 1:]]
+    arrays = {f"1/{kind}/0/0": array for kind, array in arrays.items()}
+    arrays |= {"1/before/0/0": table.astype(np.float32), "1/before/0/1": head.astype(np.float32)}
+    arrays |= {"1/module_out/0/0": first, "1/module_out/0/1": second}
+    about = About(
+        framework="torch", num_replicas=1, steps=(0,), computed_in=computed_in,
+        variables=(Variable("table", WEIGHT), Variable("head", WEIGHT)), modules=("a", "b"),
+        in_evaluation=(modes,), layers=(DROPOUT,),
+    )  # fmt: skip
+    return Trace(about, arrays, name)
+
+
+PROGRAMS = {  # What is wrong → changes of the reference, of the other program, and what is found.
+    "the same": ({}, {}, ""),
+    "no logits": ({"with_logits": False}, {"with_logits": False}, ""),
+    "another order of rows": ({}, {"order": [2, 0, 1]}, ""),
+    "padded on the left": ({}, {"padding": 4, "with_logits": False}, ""),
+    "old weights": ({}, {"seed": 1}, "start: weights_not_synchronised"),
+    "a temperature": ({}, {"temperature": 0.8, "with_logits": False},
+        "forward: other_temperature", {"text": "second program are divided by 0.8:"}),
+    "a temperature of the reference": ({"temperature": 2.0, "with_logits": False}, {},
+        "forward: other_temperature", {"text": "first program are divided by 2:"}),
+    "a small temperature in 16 bits": ({"computed_in": "bfloat16"},
+        {"computed_in": "bfloat16", "temperature": 0.99}, "forward: other_temperature"),
+    "a temperature, without logits": ({"with_logits": False},
+        {"temperature": 0.8, "with_logits": False}, "forward: other_outputs"),
+    "one token beside": ({}, {"shift": 1}, "forward: other_positions",
+        {"text": "that of the one before it"}),
+    "other numbers of positions": ({}, {"numbers": 1, "noise": 0.1}, "forward: other_positions",
+        {"text": "has the number 3 in position_ids, and 2 in the first program"}),
+    "a mode": ({"modes": ("drop",)}, {"noise": 0.1}, "forward: inference_mode"),
+    "fewer digits": ({}, {"noise": 0.01, "computed_in": "bfloat16"}, "forward: reduced_precision",
+        {"text": "21 of 21 tokens differ by more than rounding"}),
+    "rounding in 16 bits": ({"computed_in": "bfloat16"},
+        {"noise": 0.01, "computed_in": "bfloat16"}, ""),
+    "another module": ({}, {"changed": 0.1}, "forward: other_outputs", {"module": "b, forward"}),
+}  # fmt: skip
+
+
+def compared(first, second):
+    (verdict,) = compare_traces(
+        [program("one.npz", **first), program("two.npz", **second)], {}
+    ).values()
+    return verdict
+
+
+def _rows():
+    for name, (first, second, found, *more) in PROGRAMS.items():
+        verdict = functools.partial(compared, first, second)
+        yield Row("log-probabilities", name, found, verdict, **(more[0] if more else {}))
+
+
+ROWS = [*_rows()]
