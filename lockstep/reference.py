@@ -431,6 +431,8 @@ def _spread(
             for name, gradient in terms.reference.items():
                 apart = ratio(distance(terms.given[0][name], gradient), largest)
                 spread[name] = max(spread.get(name, 0.0), apart)
+    if not (first.about.gradients and permuted.about.gradients):
+        raise ValueError(f"{first.name}: has no gradients; in JAX, keep them in the step")
     if not spread:
         raise ValueError(
             f"{permuted.name}: no step starts from the state of {first.name}; record it with"

@@ -145,7 +145,13 @@ class States:
     def _is_alike(self, own: Own, other: Variable, partners: Mapping[str, str]) -> bool:
         """Returns whether kinds, weights and slots of two variables may be the same."""
         about = own.about
-        if about["kind"] != other.kind or partners.get(about.get("of", "")) != other.of:
+        # A weight that one of both freezes is no weight there.
+        is_named = other.name == self.names.get(own.name, own.name)
+        is_kind = is_named and {about["kind"], other.kind} <= {WEIGHT, STATISTIC}
+        if (
+            not (is_kind or about["kind"] == other.kind)
+            or partners.get(about.get("of", "")) != other.of
+        ):
             return False
         # Scripts of JAX have names of their own for the state of a weight.
         is_named_freely = self.framework == "jax" and bool(other.of)

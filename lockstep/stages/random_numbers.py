@@ -34,13 +34,16 @@ def check_random_numbers(context: Context) -> Iterator[Finding]:
             for b, a in zip(before, left, strict=True)
         )
     ]
+    # Those of the script, also where `replay=` has loaded others.
+    kind = "replaced" if context.has("replaced") else "before"
+    own = [before[s] | context.state(s, kind) for s in context.shards]
     drawing = [s for s in context.shards if not context.computes and draws(context, s)]
     for pair in itertools.combinations(context.shards, 2):
         both_draw = {*pair} <= {*drawing}
         if not seeds and not both_draw:
             continue
         context.mark_checked("random numbers")
-        equal = [name for name in seeds if same_bits(*(before[shard][name] for shard in pair))]
+        equal = [name for name in seeds if same_bits(*(own[shard][name] for shard in pair))]
         if context.computes:  # Layers may also draw by the number of the replica.
             equal = [name for name in equal if not _looks_at_number(context, pair[1], name)]
         if equal or (both_draw and same_arrays(*(own_states(context, s) for s in pair))):
@@ -138,11 +141,13 @@ def draws_as_one(pair: StepPair) -> bool:
 def compare_replicas(pair: StepPair) -> Iterator[Finding]:
     """Finds replicas that no longer draw what the others draw; see `draws_as_one`."""
     step = pair.second
-    if not step.has("random") or pair.are_gradients_right:
+    if not (step.has("random") and pair.first.has("random")) or pair.are_gradients_right:
         return
-    drawing = [shard for shard in step.shards if draws(step, shard)]
-    states = {shard: own_states(step, shard) for shard in drawing}
-    if apart := [s for s in drawing if not same_arrays(states[s], states[drawing[0]])]:
+    states = {s: own_states(step, s) for s in step.shards if draws(step, s)}
+    right = pair.first.arrays("random")[0]
+    if not any(same_arrays(own, right) for own in states.values()):
+        right = next(iter(states.values()), [])
+    if apart := [s for s, own in states.items() if not same_arrays(own, right)]:
         text = "the replicas drew equal numbers in an earlier step, as the reference, and not here"
         yield step.found("random numbers", "other_random_numbers", text, items=apart)
 

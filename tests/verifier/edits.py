@@ -120,6 +120,23 @@ def seeds(state_of):
     )
 
 
+def seeds_before_replay(state_of, own_of):
+    """The same, where `replay` has replaced those with which the script began."""
+    given = seeds(state_of)
+
+    def add(script):
+        given["edit"](script)
+        for position, _, replica in places(script):
+            where = f"{position}/before" if position == 1 else f"{position - 1}/after"
+            own = [script.arrays[f"{where}/{replica}/{i}"] for i in range(7)]
+            if position == 1:
+                own[6] = np.array(own_of(replica), np.uint32)
+            for i, array in enumerate(own):
+                script.arrays[f"{position}/replaced/{replica}/{i}"] = array
+
+    return given | {"edit": add}
+
+
 def with_average(changes_on_all):
     """A weight that the optimizer does not have, which the script changes between the steps."""
     average = Variable("average", WEIGHT)

@@ -13,7 +13,7 @@ from lockstep.reference import of_pair, tolerance_of
 from lockstep.stages import start
 from tests.verifier import check, modules, outputs, shown
 from tests.verifier.changes import little_noise, times
-from tests.verifier.edits import edit
+from tests.verifier.edits import WITHOUT_GRADIENTS, edit
 from tests.verifier.recordings import ROWS, compared, pair, tolerance
 from tests.verifier.script_samples import Script
 
@@ -49,6 +49,9 @@ def test_the_tolerance_is_computed_from_permuted_examples(one):
     assert wider.times == 64 and "two frameworks" in wider.text
     with pytest.raises(ValueError, match="no step starts from the state of"):
         tolerance_of(first, Script(seed=1, permute=1).trace(), {}, None)
+    idle = Script(about={"gradients": []}, **WITHOUT_GRADIENTS).trace()
+    with pytest.raises(ValueError, match="has no gradients; in JAX, keep them"):
+        tolerance_of(idle, idle, {}, None)
 
 
 def test_the_tolerance_is_at_least_the_rounding_of_autocast():

@@ -38,7 +38,8 @@ class Recorder:
         optimizer: optimizer of a custom loop, or a list of several.
         steps: number of first steps to record, or numbers of steps, from 0.
         replay: a recording whose weights and statistics are assigned before each step; from a
-            recording of Keras also optimizer state (without learning rate) and seeds.
+            recording of Keras also optimizer state (without learning rate), and with as many
+            replicas seeds.
         permute: seed for a permutation of each replica's examples in these steps.
         names: name of a variable → its name in `replay`; others are matched by name, else in order,
             by kind and shape.

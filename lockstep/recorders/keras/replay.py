@@ -44,7 +44,11 @@ class Replay:
             for about, shape in zip(variables, [tuple(v.shape) for v in state], strict=True)
         ]
         kinds = [WEIGHT, STATISTIC]
-        kinds += [STATE, SEED] if self.states.framework == "keras" else []
+        if self.states.framework == "keras":
+            strategy, about = tf.distribute.get_strategy(), self.states.trace.about
+            # Other numbers of replicas draw other numbers.
+            is_alike = strategy.num_replicas_in_sync == about.num_replicas
+            kinds += [STATE, SEED] if is_alike else [STATE]
         try:
             found = self.states.sources(own, kinds)
             self.states.require_all(own, found, kinds)

@@ -6,7 +6,7 @@ framework = "torch"
 
 [wrong]
 "alpha is divided by the rank of a shard" = ["other_layer_settings", "other_outputs"]
-"the change is not reduced" = ["partial_not_reduced"]
+"the change is not reduced" = ["partial_not_reduced", "other_outputs"]
 """
 
 import dataclasses

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lockstep
+from lockstep import record_jax
 
 BUG = os.environ.get("BUG", "")
 DEVICES = int(os.environ.get("DEVICES", 1))
@@ -54,10 +55,12 @@ def loss_fn(params, x, labels):
 )
 def train_step(params, x, labels):
     loss, grads = jax.value_and_grad(loss_fn)(params, x, labels)
+    grads = record_jax.keep("raw", grads)
     if BUG == "gradients are averaged in bfloat16":
         grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads)
-    grads = jax.lax.pmean(grads, "data")
-    params = jax.tree.map(lambda p, g: p - LEARNING_RATE * g.astype(p.dtype), params, grads)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), jax.lax.pmean(grads, "data"))
+    grads = record_jax.keep("sums", grads)
+    params = jax.tree.map(lambda p, g: p - LEARNING_RATE * g, params, grads)
     return params, jax.lax.pmean(loss, "data")
 
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lockstep
+from lockstep import record_jax
 
 BUG = os.environ.get("BUG", "")
 DEVICES = int(os.environ.get("DEVICES", 1))
@@ -58,7 +59,8 @@ def loss_fn(params, key, x, y):
 )
 def train_step(params, key, x, y):
     loss, grads = jax.value_and_grad(loss_fn)(params, key, x, y)
-    grads = jax.lax.pmean(grads, "data")
+    grads = record_jax.keep("raw", grads)
+    grads = record_jax.keep("sums", jax.lax.pmean(grads, "data"))
     params = jax.tree.map(lambda p, g: p - LEARNING_RATE * g, params, grads)
     return params, jax.lax.pmean(loss, "data")
 
