@@ -200,6 +200,7 @@ def reduced_over_parts(pair: StepPair, wrong: Collection[str] = ()) -> tuple[str
     """
     trace, first = pair.second.trace, pair.gradients.reference
     kind = "unclipped" if pair.second.has("unclipped") else "clipped"
+    found = dict[str, list[str]]()  # Sentence without the axis → axes.
     for axis in trace.mesh.axes if trace.mesh else ():
         ranks = trace.mesh.along(axis, 0) if trace.mesh else []
         held = [trace.local(pair.second.position, kind, rank) for rank in ranks]
@@ -213,8 +214,12 @@ def reduced_over_parts(pair: StepPair, wrong: Collection[str] = ()) -> tuple[str
             ]
             is_of_all = {*wrong} <= {*map(pair.in_second, names)}
             if names and len(ranks) > 1 and is_of_all:
-                text = f"gradients of {count('weight', len(names))} are {word} over {axis}"
-                return "reduced_over_other_axis", f"{text}, whose ranks hold other parts"
+                text = f"gradients of {count('weight', len(names))} are {word}"
+                found.setdefault(text, []).append(axis)
+    for text, axes in found.items():
+        # Where they are the sum over all ranks, each axis may be that of the parts.
+        where = f"{axes[0]}, whose ranks" if len(axes) == 1 else "ranks that"
+        return "reduced_over_other_axis", f"{text} over {where} hold other parts"
     return None
 
 
