@@ -173,9 +173,9 @@ def clipped_by_hand(pair: StepPair, *, is_local: bool = False) -> tuple[str, str
             text = f"each rank clips by a norm {text}, {listed}, and not by that of all"
             return "clipped_by_local_norm", f"{text}, {size:.4g}"
     if np.ptp(factors) > _CLOSE * max(factors):
-        left = held * factors
-        is_of_each = np.ptp(left) <= _CLOSE * max(left)
-        text = f"each rank clips the parts that it holds to a norm of {left[0]:.4g}"
+        norms_left = held * factors
+        is_of_each = np.ptp(norms_left) <= _CLOSE * max(norms_left)
+        text = f"each rank clips the parts that it holds to a norm of {norms_left[0]:.4g}"
         return ("clipped_by_local_norm", text) if is_of_each else None
     if is_local:
         return None
