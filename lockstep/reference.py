@@ -425,15 +425,14 @@ def _spread(
     for own, other in common_steps(first, permuted):
         pair = StepPair(own, other, matching, Tolerance())
         terms = pair.gradients
-        if terms.names and pair.starts_equally:
+        if pair.starts_equally:
             num_steps += 1
+        if terms.names and pair.starts_equally:
             largest = max(map(norm, terms.reference.values()))
             for name, gradient in terms.reference.items():
                 apart = ratio(distance(terms.given[0][name], gradient), largest)
                 spread[name] = max(spread.get(name, 0.0), apart)
-    if not (first.about.gradients and permuted.about.gradients):
-        raise ValueError(f"{first.name}: has no gradients; in JAX, keep them in the step")
-    if not spread:
+    if not num_steps:  # Without recorded gradients, there is no spread, and states are compared.
         raise ValueError(
             f"{permuted.name}: no step starts from the state of {first.name}; record it with"
             " replay= and the same steps"

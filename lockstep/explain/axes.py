@@ -1,6 +1,6 @@
 """Explains gradients by the axes of a mesh: parts of a sum that is not reduced, its size."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -118,12 +118,92 @@ def clipped_by_local_norm(pair: StepPair) -> tuple[str, str] | None:
     return "clipped_by_local_norm", f"{text}, {listed}, and not by that of all, {size:.4g}"
 
 
-def reduced_over_parts(pair: StepPair) -> tuple[str, str] | None:
-    """Explains gradients that a script reduces over ranks that hold other parts of a weight."""
+def clipped_by_hand(pair: StepPair, *, is_local: bool = False) -> tuple[str, str] | None:
+    """Explains gradients that a script multiplies by hand, by the norm that gives the factor.
+
+    What enters is right, and the reference multiplies the same gradients by a smaller number than
+    1, which leaves a norm: that number times this norm is what the gradients should be clipped to.
+
+    Args:
+        pair: the step.
+        is_local: whether only norms of parts explain them.
+    """
+    trace, position = pair.second.trace, pair.second.position
+    of_first = "unclipped" if pair.first.has("unclipped") else "raw"
+    raw = pair.first.named(of_first) if pair.first.has(of_first) else []
+    kind = next((x for x in ("unclipped", "sums") if pair.second.has(x)), "raw")
+    if len(raw) != 1 or not trace.mesh or not pair.second.has(kind, "clipped"):
+        return None
+    if kind == "raw" and len(pair.second.shards) > 1:
+        return None  # No rank has the sum before it is clipped.
+    whole, names = raw[0], {p.second: p.first for p in pair.matching.pairs}
+    usual = _factor_of_all(pair.gradients.reference_applied, whole)
+    given = pair.matching.to_first(pair.second.named(kind)[0])
+    if not 0 < usual < 1 - _CLOSE or any(is_far(given[n], whole[n], _CLOSE) for n in given):
+        return None
+    size = total_norm(whole)
+    factors, parts, copies = list[float](), list[float](), list[float]()
+    for rank in trace.copies:
+        own, left = (trace.local(position, each, rank) for each in (kind, "clipped"))
+        is_part = {n: np.shape(own[n]) != np.shape(whole[names[n]]) for n in own if n in names}
+        if not is_part or not left:
+            return None
+        factors.append(_factor_of_all(left, own))
+        for norms, wanted in ((parts, True), (copies, False)):
+            norms.append(total_norm({n: own[n] for n, each in is_part.items() if each is wanted}))
+    if not all(factor > 0 for factor in factors):
+        return None
+    found = usual * size / np.array(factors)  # The norm by which each rank has divided.
+    if not np.any(np.abs(found - size) > _CLOSE * size):
+        return None
+    held = np.hypot(parts, copies)
+    known = {
+        "of the parts that it holds": held,
+        "of all ranks, of which several hold the same": norm(held),
+        "of the parts of all ranks, of which several hold the same": np.hypot(
+            norm(parts), copies[0]
+        ),
+        "that is the mean of those of the ranks": np.mean(held),
+        "that is the sum of those of the ranks, not of squares": np.sum(parts) + copies[0],
+        **{f"of the parts of rank {r}": each for r, each in enumerate(held)},
+    }
+    for text, norms in known.items():
+        if np.all(np.abs(found - norms) <= _CLOSE * found):
+            listed = ", ".join(f"{each:.4g}" for each in dict.fromkeys(found.tolist()))
+            text = f"each rank clips by a norm {text}, {listed}, and not by that of all"
+            return "clipped_by_local_norm", f"{text}, {size:.4g}"
+    if np.ptp(factors) > _CLOSE * max(factors):
+        norms_left = held * factors
+        is_of_each = np.ptp(norms_left) <= _CLOSE * max(norms_left)
+        text = f"each rank clips the parts that it holds to a norm of {norms_left[0]:.4g}"
+        return ("clipped_by_local_norm", text) if is_of_each else None
+    if is_local:
+        return None
+    text = f"gradients are multiplied by {usual:.6g} in the first recording"
+    return "other_clipping", f"{text} and by {factors[0]:.6g} in the second"
+
+
+def _factor_of_all(applied: Named, sent: Named) -> float:
+    """Returns the factor of all gradients; NaN if they do not have one."""
+    names = [name for name in applied if name in sent and norm(sent[name])]
+    factor = factor_of([applied[n] for n in names], [sent[n] for n in names])
+    is_common = not any(is_far(applied[n], factor * dense(sent[n]), _CLOSE) for n in names)
+    return factor if is_common else np.nan
+
+
+def reduced_over_parts(pair: StepPair, wrong: Collection[str] = ()) -> tuple[str, str] | None:
+    """Explains gradients that a script reduces over ranks that hold other parts of a weight.
+
+    Args:
+        pair: the step.
+        wrong: the checked trace's names of weights that have to be among them.
+    """
     trace, first = pair.second.trace, pair.gradients.reference
-    for axis in trace.model_axes:
+    kind = "unclipped" if pair.second.has("unclipped") else "clipped"
+    found = dict[str, list[str]]()  # Sentence without the axis → axes.
+    for axis in trace.mesh.axes if trace.mesh else ():
         ranks = trace.mesh.along(axis, 0) if trace.mesh else []
-        held = [trace.local(pair.second.position, "unclipped", rank) for rank in ranks]
+        held = [trace.local(pair.second.position, kind, rank) for rank in ranks]
         held = [pair.matching.to_first(own) for own in held]
         for word, share in (("averaged", 1 / len(ranks)), ("summed", 1.0)):
             names = [
@@ -132,9 +212,14 @@ def reduced_over_parts(pair: StepPair) -> tuple[str, str] | None:
                 if all(name in own for own in held)
                 and _is_sum_of_parts(dense(whole), [dense(own[name]) for own in held], share)
             ]
-            if names and len(ranks) > 1:
-                text = f"gradients of {count('weight', len(names))} are {word} over {axis}"
-                return "reduced_over_other_axis", f"{text}, whose ranks hold other parts"
+            is_of_all = {*wrong} <= {*map(pair.in_second, names)}
+            if names and len(ranks) > 1 and is_of_all:
+                text = f"gradients of {count('weight', len(names))} are {word}"
+                found.setdefault(text, []).append(axis)
+    for text, axes in found.items():
+        # Where they are the sum over all ranks, each axis may be that of the parts.
+        where = f"{axes[0]}, whose ranks" if len(axes) == 1 else "ranks that"
+        return "reduced_over_other_axis", f"{text} over {where} hold other parts"
     return None
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from lockstep.answer.verdict import Finding
 from lockstep.context import Context
-from lockstep.explain.axes import clipped_by_local_norm, reduced_over_parts
+from lockstep.explain.axes import clipped_by_hand, clipped_by_local_norm, reduced_over_parts
 from lockstep.explain.factors import meanings
 from lockstep.explain.rows import explained_apart
 from lockstep.explain.tensors import why_tensor
@@ -231,6 +231,8 @@ def _why_other(pair: StepPair, entering: Named, applied: Named) -> tuple[str, st
             return "clipped_before_unscale", f"{text} multiplied by the loss scale, {scale:g}"
     if scale != 1 and abs(factors[0] - scale) <= _CLOSE * scale and "unscale" not in calls:
         return "loss_scale_left", f"the update has gradients times the loss scale, {scale:g}"
+    if why := clipped_by_hand(pair, is_local=True):
+        return why
     if why := _by_parts(step, entering, applied, factors[1]) or clipped_by_local_norm(pair):
         return why
     if why := reduced_over_parts(pair) or _of_previous_step(pair, applied):
@@ -315,6 +317,7 @@ def clipped_in_parts(pair: StepPair) -> tuple[str, str] | None:
     terms = pair.gradients
     factor, _ = terms.clipping
     by_rows = _by_parts(pair.second, terms.reference, terms.applied[0], factor)
+    by_rows = clipped_by_hand(pair, is_local=True) or by_rows
     return by_rows or clipped_by_local_norm(pair) or reduced_over_parts(pair)
 
 

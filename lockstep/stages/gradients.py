@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
-from lockstep.explain.axes import not_reduced
+from lockstep.explain.axes import clipped_by_hand, not_reduced, reduced_over_parts
 from lockstep.explain.factors import meanings
 from lockstep.explain.layers import reordered_rows
 from lockstep.explain.raw_rows import decays_equally, raw_rows
@@ -69,6 +69,13 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
         first = [*summed_after_clipping(step)]
         yield from first
         found = [*_explained(pair, is_clipped_first=bool(first))]
+        unknown = [f for f in found if f.detail in ("scaled_gradient", "unexplained")]
+        if unknown and len(unknown) == len(found) and not first:
+            if why := clipped_by_hand(pair):
+                yield step.found("clipping", *why)
+                return
+            if why := reduced_over_parts(pair, {n for f in unknown for n in f.tensors}):
+                found = [step.found("all-reduce", *why)]
         scaled = [each for each in found if each.detail == "scaled_gradient"]
         yield from (each for each in found if each not in scaled)
         if first:

@@ -146,7 +146,7 @@ def compare_replicas(pair: StepPair) -> Iterator[Finding]:
     states = {s: own_states(step, s) for s in step.shards if draws(step, s)}
     right = pair.first.arrays("random")[0]
     if not any(same_arrays(own, right) for own in states.values()):
-        right = next(iter(states.values()), [])
+        right = [*next(iter(states.values()), ())]
     if apart := [s for s, own in states.items() if not same_arrays(own, right)]:
         text = "the replicas drew equal numbers in an earlier step, as the reference, and not here"
         yield step.found("random numbers", "other_random_numbers", text, items=apart)

@@ -193,6 +193,19 @@ def queue(far=0.0, drift=0.0):
     return {**given, "edit": fill}
 
 
+def codes_left(far, at_the_end):
+    """One that differs between update and end of the step, or only before the script changes it."""
+    given = codes(far, first=-far)
+
+    def add(script):
+        given["edit"](script)
+        for position, _, replica in places(script):
+            value = np.full(5, position + 1 + at_the_end * (1 + replica), np.float32)
+            script.arrays[f"{position}/left/{replica}/6"] = value
+
+    return given | {"edit": add}
+
+
 def with_head(value_of):
     """A further weight that the recorded optimizer does not have."""
     return with_variable(Variable("head", WEIGHT), value_of)

@@ -18,6 +18,10 @@ REPLAYED = {"about": {"replayed": "one.npz"}}
 RAISED = {"about": {"ended_with": "RuntimeError: out of memory"}}
 WRONG_STATE = edit(lambda array: array * np.float32(1.01), "after", index=4, position=2)
 GROUP = {"about": {"settings": [[{"weights": list(WEIGHTS)}]] * 4}}
+TWO_OF_EACH = {"about": {"settings": [[
+    {"weights": list(WEIGHTS), "optimizer": "SGD", "learning_rate": rate, "momentum": 0.9}
+    for rate in (0.1, 0.2)
+]] * 4}}  # fmt: skip
 ALL_STATE = {**UNKNOWN, "about": {**LION, "layers": ({**VQ, "weights": list(STATISTICS)},)}}
 MOVING = {"initial_state": 0.01}  # Of the optimizer.
 SECOND_OPTIMIZER = with_head(lambda at, r, _: 0.9 + 0.1 * at)  # It updates between the steps.
@@ -45,6 +49,13 @@ STATES = {
         "statistics: diverged_replicas", {"place": (ALL, (), ("codes",))}),
     "a codebook whose mean is right": (codes(), codes(far=0.1, first=-0.1),
         "statistics: statistics_not_averaged", {"place": (ALL, (), ("codes",))}),
+    "a codebook that is right at the end of the step": (codes(), codes_left(0.1, 0), ""),
+    "a codebook that is wrong at the end of the step": (codes(), codes_left(0.1, 0.1),
+        "statistics: diverged_replicas"),
+    "two optimizers of each weight": ({**TWO_OF_EACH, "update": twice},
+        {**TWO_OF_EACH, "update": twice}, ""),
+    "two optimizers of each weight, and one in the reference": (TWO_OF_EACH,
+        {**TWO_OF_EACH, "update": twice}, "update: unexplained"),
     "a codebook that does not change": (codes(), codes(drift=-1.0), "statistics: not_updated",
         {"place": (ALL, (), ("codes",))}),
     **{

@@ -341,6 +341,8 @@ def other_order(images, own):
         (keep_part, "partial_not_reduced", "their sum over tp is right"),
         (lambda images, own: own.update(n=[2 * g for g in own["n"]]), "sum_instead_of_mean",
          "the size of tp"),
+        (lambda images, own: own.update(w=[sum(own["w"])] * 2), "reduced_over_other_axis",
+         "summed over tp, whose ranks hold other parts"),
         (other_order, "other_examples_in_a_replica", "rank 0 (tp 0), rank 1 (tp 1)"),
         (other_part, "scaled_gradient", ""),
     ],
@@ -457,3 +459,10 @@ def test_clipping_by_the_norm_of_own_parts_is_named():
         alone(split(factors=own, before="sums")),
     ):  # fmt: skip
         assert causes(found)[0] == "clipped_by_local_norm"
+    of_both = np.linalg.norm(norms)  # The copies count twice.
+    for norm, text in (
+        (of_both, "of which several hold the same"), (np.mean(norms), "the mean of those"),
+        (norms[0], "of the parts of rank 0"),
+    ):  # fmt: skip
+        found = against_one(split(factors=[0.1 / norm] * 2, before="sums"), factors=[right])
+        assert causes(found)[0] == "clipped_by_local_norm" and text in found.faults[0].text

@@ -50,8 +50,7 @@ def test_the_tolerance_is_computed_from_permuted_examples(one):
     with pytest.raises(ValueError, match="no step starts from the state of"):
         tolerance_of(first, Script(seed=1, permute=1).trace(), {}, None)
     idle = Script(about={"gradients": []}, **WITHOUT_GRADIENTS).trace()
-    with pytest.raises(ValueError, match="has no gradients; in JAX, keep them"):
-        tolerance_of(idle, idle, {}, None)
+    assert not tolerance_of(idle, idle, {}, None).spread
 
 
 def test_the_tolerance_is_at_least_the_rounding_of_autocast():

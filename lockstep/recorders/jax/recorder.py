@@ -82,6 +82,7 @@ class record:
         self._output: Output | None = None  # From the first recorded step.
         self._about: dict[str, Any] = {"steps": [], "settings": []}
         self._shardings = dict[str, Any]()  # Of "KIND/INDEX".
+        self._has_mesh = True  # Until a step has none.
         states = {"params", "state", "opt_state"} & {*self.arguments}
         for role in sorted({"params", "batch"} - {*self.arguments} | states - {*self.outputs}):
             raise ValueError(f"{role} is missing; add it to arguments, and to outputs if returned")
@@ -130,7 +131,8 @@ class record:
         inputs = {r: found_at(names, where, r, arrays) for r, where in self.arguments.items()}
         inputs = self._with_carried(names, leaves, inputs, args, kwargs)
         placed = placed_leaves(self.step, args, kwargs)
-        replicas = Replicas(placed, inputs, self.pmap, self._shardings)
+        replicas = Replicas(placed, inputs, self.pmap, self._shardings, has_mesh=self._has_mesh)
+        self._has_mesh = bool(replicas.mesh)
         variables = self._describe(leaves, inputs)
         self._request.choose_sample(_size_of_weights(leaves, variables))
         found = dict[str, Any]()

@@ -18,11 +18,19 @@ class Replicas:
     """The devices of a step that have different examples; all devices if they have the same.
 
     With a mesh, of which other axes split weights or nothing, all its devices.
+
+    Args:
+        placed, inputs: arrays of the step, and those of each role.
+        pmap: whether they have an axis of devices.
+        shardings: KIND/INDEX → that of the first recorded step, or None.
+        has_mesh: whether there may be a mesh: not if the first recorded step has none, as where a
+            state is split when a step has returned it; it is then recorded whole in all steps.
     """
 
     def __init__(
-        self, placed: Sequence[Any], inputs: Mapping[str, Any], pmap: Any, shardings: dict[str, Any]
-    ) -> None:
+        self, placed: Sequence[Any], inputs: Mapping[str, Any], pmap: Any,
+        shardings: dict[str, Any], *, has_mesh: bool = True,
+    ) -> None:  # fmt: skip
         batch = next(placed[i] for i, _ in inputs["batch"] if np.ndim(placed[i]))
         places = {jax.local_devices()[0]: (slice(None),)}
         if is_split(batch):
@@ -31,8 +39,10 @@ class Replicas:
         devices = [*distinct.values()][::-1] if len(distinct) > 1 else [*places]
         self.batch_axes = [*(axes_of(own.spec) if (own := mesh_sharding(batch)) else ()), []][0]
         states = [i for role in ("params", "opt_state") for i, _ in inputs.get(role, [])]
-        self.mesh: Any = None if pmap else self._mesh_of(batch, [placed[i] for i in states])
-        self.shardings = shardings  # KIND/INDEX → that of the first recorded step, or None.
+        self.mesh: Any = None
+        if has_mesh and not pmap:
+            self.mesh = self._mesh_of(batch, [placed[i] for i in states])
+        self.shardings = shardings
         devices = [*self.mesh.devices.flat] if self.mesh else devices
         whole = (slice(None),)
         self.number, self.rows = len(devices), [places.get(d, whole)[0] for d in devices]

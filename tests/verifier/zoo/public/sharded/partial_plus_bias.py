@@ -6,8 +6,10 @@ framework = "torch"
 
 [wrong]
 "each rank adds the whole bias" = ["repeated_bias"]
-"the gradient of the sum is summed again" = ["scaled_gradient", "repeated_gradient"]
-"the bias is scaled in the backward pass, too" = ["scaled_gradient"]
+"the gradient of the sum is summed again" = [
+    "scaled_gradient", "repeated_gradient", "sum_instead_of_mean",
+]
+"the bias is scaled in the backward pass, too" = ["scaled_gradient", "mean_instead_of_sum"]
 """
 
 import os
