@@ -80,7 +80,7 @@ STATES = {
     "a queue": (queue(), queue(), ""),
     "a queue of each replica": (queue(), queue(far=0.1), "statistics: diverged_replicas",
         {"place": (ALL, SECOND, ("codes",))}),
-    "another queue": (queue(), queue(drift=0.1), "statistics: changed_on_its_own",
+    "another queue": (queue(), queue(drift=0.1), "statistics: other_statistics",
         {"place": (ALL, (), ("codes",))}),
     "SGD is applied twice": ({}, {"update": twice}, "update: updated_twice"),
     "state that its rank owns": (UNKNOWN, owned(), ""),
