@@ -17,6 +17,8 @@ its bits are those of bfloat16.
   one change in 300 of the usual size was 4 times the bound without it.
 - An optimizer without a known rule may mix the elements of a weight, as Muon does: `COMPUTED` ·
   max(u, relative distance of the gradients) · the root mean square of D1, in addition.
+- State that keeps what a weight of 16 bits loses, as Kahan's compensation, is a small difference of
+  the weight's change: `COMPUTED` · `EPS` · that change in addition, without a known rule.
 - Adam outside of PyTorch corrects its bias with 1 − β^t in float32, which loses digits while t is
   small: `correction_error` · |D1| in addition.
 

@@ -21,7 +21,7 @@ from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
 from lockstep.explain.random_layers import has_keys
 from lockstep.numeric import state_bounds as bounds
-from lockstep.numeric.arrays import TINY, Array, Named, dense, distance, norm, ratio, same_bits
+from lockstep.numeric.arrays import EPS, TINY, Array, Named, dense, distance, norm, ratio, same_bits
 from lockstep.numeric.sampling import by_part, with_sums
 from lockstep.oracles.rules import RuleOracle
 from lockstep.reference import StepPair
@@ -224,6 +224,27 @@ class Claim:
             return Change(variable, copy, np.inf if is_state else None, first)
         return self._of_elements(variable, copy, first, own[1] - own[0], [old, new, *own])
 
+    def _of_compensation(self, variable: Variable, size: np.ndarray) -> np.ndarray:
+        """Returns the rounding of state that keeps what a weight of 16 bits loses, else 0.
+
+        It is a small difference of the weight's change, whose rounding it has.
+        """
+        before, after = (
+            states.get(variable.weight)
+            for states in (self.pair.first.named("before")[0], self.pair.first.ends[0])
+        )
+        if before is None or after is None or np.shape(after) != size.shape:
+            return np.zeros(())
+        unit = self._unit_of_weights
+        if unit == EPS or np.max(size, initial=0) > 4 * unit * np.max(np.abs(dense(after))):
+            return np.zeros(())
+        return np.asarray(bounds.COMPUTED * EPS * np.abs(dense(after) - dense(before)))
+
+    @functools.cached_property
+    def _unit_of_weights(self) -> float:
+        after, kinds = self.pair.first.ends[0], self.pair.first.trace.kinds
+        return bounds.unit_of_state(*(a for name, a in after.items() if kinds[name] == WEIGHT))
+
     @functools.cached_property
     def _of_rule(self) -> Named:
         """How far rounding moves an update that mixes elements, as Muon's, which is in bfloat16."""
@@ -276,6 +297,8 @@ class Claim:
             allowed = allowed + with_sums(self._correction * np.abs(first), num_sums)
             if rule and rule.mixes_elements and variable.kind == WEIGHT:
                 allowed = allowed + self._of_rule[variable.first]
+            if rule is None and variable.kind == STATE:
+                allowed = allowed + self._of_compensation(variable, size)
         # Of state that has drifted by rounding.
         allowed = allowed + with_sums(2 * np.abs(own_old - old), num_sums)
         share = _largest_share(second, first, allowed)

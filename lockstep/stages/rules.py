@@ -293,7 +293,14 @@ def settings_of(step: Context, weight: str) -> Mapping[str, Any]:
 def is_left_out(pair: StepPair, weight: str) -> bool:
     """Returns whether the optimizer of the first trace has a weight, and that of the second not."""
     has_settings = all(step.trace.about.settings for step, _ in pair.both)
-    second = settings_of(pair.second, pair.in_second(weight))
+    step, name = pair.second, pair.in_second(weight)
+    # Ranks may each have an optimizer of their own weights.
+    abouts = step.trace.of_replica.values() or (step.trace.about,)
+    second = any(
+        name in group.get("weights", (name,))
+        for about in abouts
+        for group in (about.settings[step.position] if about.settings else ())
+    )
     return has_settings and bool(settings_of(pair.first, weight)) and not second
 
 
