@@ -312,7 +312,8 @@ class GradientObserver:
         for index, arrays in (own.step.unclipped or {}).items():
             if [*own.weights][index] in saved:
                 own.put("unclipped", index, arrays)
-        own.save_gradients("clipped", saved, scale)
+        own.save_gradients("clipped", names, scale)
+        own.save_gradients("clipped", saved - {*names})  # A scaler leaves these scaled.
         self.settings[id(optimizer)] = own.variables.groups_of(optimizer)
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:
