@@ -347,6 +347,9 @@ and sealed. *named*: the first fault has a detail that was written down as right
 *named, by design*: it says so, and that both are right trainings; *caught*: there is a fault of
 another name; *not compared*: exit code 3, which says what is missing;
 *passed*: exit code 0; *accused*: a right program with a fault; *refused*: no verdict.
+
+The sealed cases say what the verifier does with programs that it does not know. The others were
+used to change it, and some of their lists of right names were extended afterwards.
 """
 
 
