@@ -49,7 +49,6 @@ class Case(NamedTuple):
         steps: number of first steps to record.
         right: status of the verdict on the right program.
         modules: whether the modules of a PyTorch model are recorded.
-        needs: packages beside the framework.
         note: a sentence.
         resume: whether the program saves a checkpoint, and resumes from it in a second run.
         save_processes: ranks of the first of these runs; 0 for as many as of the second.
@@ -65,7 +64,6 @@ class Case(NamedTuple):
     steps: int = 2
     right: str = CLEAN
     modules: bool = False
-    needs: tuple[str, ...] = ()
     note: str = ""
     resume: bool = False
     save_processes: int = 0
