@@ -39,6 +39,7 @@ class Gradients:
 
     def __init__(self, first: Step, second: Step, matching: Matching):
         self.first, self.second, self._matching = first, second, matching
+        self._known: dict[int, tuple[Array, np.ndarray]] = {}
 
     # Names.
 
@@ -64,9 +65,15 @@ class Gradients:
 
     def _filled(self, own: Named) -> Named:
         return {
-            name: dense(own[name]) if name in own else np.zeros(self._shapes[name])
+            name: self._dense(own[name]) if name in own else np.zeros(self._shapes[name])
             for name in self.names
         }
+
+    def _dense(self, array: Array) -> np.ndarray:
+        """Returns an array in float64; that of one object is made once, as kinds share arrays."""
+        if id(array) not in self._known:
+            self._known[id(array)] = array, dense(array)  # The object lives as long as its number.
+        return self._known[id(array)][1]
 
     @functools.cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import hashlib
 import os
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
@@ -70,9 +71,19 @@ class Member(NamedTuple):
     shape: tuple[int, ...]
 
     def read(self) -> np.ndarray:
-        """Returns the array; a wrong checksum raises a `TraceError`."""
+        """Returns the array; a wrong checksum raises a `TraceError`.
+
+        While the array is in use, it is not read again: nothing may write to it.
+        """
+        if (known := _IN_USE.get((self.archive, self.name))) is not None:
+            return known
         with errors_of(self.file), self.archive.open(self.name) as member:
-            return np.lib.format.read_array(member, allow_pickle=False)  # Compares the checksum.
+            array = np.lib.format.read_array(member, allow_pickle=False)  # Compares the checksum.
+        _IN_USE[self.archive, self.name] = array
+        return array
+
+
+_IN_USE = weakref.WeakValueDictionary[tuple[zipfile.ZipFile, str], np.ndarray]()
 
 
 class Arrays(collections.UserDict[str, Any]):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from lockstep.explain.solve import is_large
-from lockstep.numeric.arrays import Array, Named, dense
+from lockstep.numeric.arrays import Array, Named, blocks, dense, wide
 from lockstep.numeric.tolerance import Expression
 
 
@@ -28,12 +28,15 @@ class Bound(Protocol):
 
 def share_of(actual: Array, value: Array, bound: Any) -> float:
     """Returns the largest distance of two elements, over its bound; infinite for other shapes."""
-    a, e = dense(actual), dense(value)
-    if a.shape != e.shape:
+    whole = wide(actual), wide(value)
+    if whole[0].shape != whole[1].shape:
         return float(np.inf)
-    with np.errstate(invalid="ignore"):
-        far = np.where(~np.isfinite(a) & ~np.isfinite(e), 0.0, np.abs(a - e) / bound)
-    return float(np.max(np.where(np.isnan(far), np.inf, far), initial=0.0))
+    found = 0.0
+    for a, e, allowed in blocks(*whole, np.broadcast_to(bound, whole[0].shape)):
+        with np.errstate(invalid="ignore"):
+            far = np.where(~np.isfinite(a) & ~np.isfinite(e), 0.0, np.abs(a - e) / allowed)
+        found = max(found, float(np.max(np.where(np.isnan(far), np.inf, far), initial=0.0)))
+    return found
 
 
 class Row(NamedTuple):
@@ -98,6 +101,8 @@ def choose(
     """
     fitting, explained = list[tuple[Row, list[str]]](), set[str]()
     for row in rows if wrong else ():
+        if callable(row.expression) and len(explained) == len({*wrong}):
+            break
         terms, own = row.terms, row.bound or bound
         shares = own.shares(observed, terms, wrong)
         names = [name for name in wrong if shares.get(name, np.inf) <= 1]
@@ -107,8 +112,6 @@ def choose(
         if names:
             fitting.append((row, names))
             explained.update(names)
-        if callable(row.expression) and len(explained) == len({*wrong}):
-            break
     fitting.sort(key=lambda each: -len(each[1]))  # Stable.
     found, left = [], list(wrong)
     for row, names in fitting:

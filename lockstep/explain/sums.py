@@ -6,7 +6,8 @@ comparison with a reference, whose gradient says with which factors the sum is r
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,8 @@ from lockstep.numeric.tolerance import Expression
 
 _CLOSE = 1e-4  # Relative; of solved factors to those of a pattern.
 _MOST_SUBSETS = 8  # Shards of whose gradients all subsets are tried.
+
+Rounding = Callable[[np.ndarray], np.ndarray]
 
 
 def explained_sums(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Choice]:
@@ -192,36 +195,42 @@ def _rows_of_previous(sums: Sums, copy: int) -> Iterator[Row]:
 
 def _rows_of_dtypes(sums: Sums, wrong: Sequence[str]) -> Iterator[Row]:
     """Yields sums of rounded gradients."""
-    arrays = {name: [dense(own[name]) for own in sums.sent] for name in wrong}
-
-    def row(cause: str, text: str, value: dict[str, np.ndarray]) -> Row:
-        # The error of a quantised element is that of the largest one.
-        own = _Wide(sums, of_largest=True) if cause == "quantised" else None
-        return Row(cause, text, [(1.0, value)], bound=own)
 
     def added(parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.sum([f * p for f, p in zip(sums.factors, parts, strict=True)], axis=0)
 
-    times = float(sums.factors[0])
+    def row(cause: str, text: str, value: Callable[..., np.ndarray], *args: Any) -> Row:
+        def of_sent() -> Expression:
+            sent = {name: [dense(own[name]) for own in sums.sent] for name in wrong}
+            return [(1.0, {name: value(own, *args) for name, own in sent.items()})]
+
+        # The error of a quantised element is that of the largest one.
+        own = _Wide(sums, of_largest=True) if cause == "quantised" else None
+        return Row(cause, text, of_sent, bound=own)
+
+    def before(sent: Sequence[np.ndarray], rounded: Rounding) -> np.ndarray:
+        return added([*map(rounded, sent)])
+
+    def each(sent: Sequence[np.ndarray], rounded: Rounding) -> np.ndarray:
+        return times * functools.reduce(lambda a, b: rounded(a + b), map(rounded, sent))
+
+    def after(sent: Sequence[np.ndarray], rounded: Rounding) -> np.ndarray:
+        return times * rounded(np.sum(sent, axis=0))
+
+    def mean(sent: Sequence[np.ndarray], rounded: Rounding) -> np.ndarray:
+        return rounded(added(sent))
+
+    times, cause = float(sums.factors[0]), "reduced_precision"
     for dtype, rounded in SHORT.items():
         text = f"gradients are rounded to {dtype}"
-        short = {name: [rounded(a) for a in own] for name, own in arrays.items()}
-        value = {name: added(own) for name, own in short.items()}
-        yield row("reduced_precision", f"{text} before the sum", value)
-        value = {
-            name: times * functools.reduce(lambda a, b, r=rounded: r(a + b), own)  # type: ignore[misc]
-            for name, own in short.items()
-        }
-        yield row("reduced_precision", f"{text} and summed in it", value)
-        value = {name: times * rounded(np.sum(own, axis=0)) for name, own in arrays.items()}
-        yield row("reduced_precision", f"the sum is rounded to {dtype}", value)
-        value = {name: rounded(added(own)) for name, own in arrays.items()}
-        yield row("reduced_precision", f"the mean is rounded to {dtype}", value)
+        yield row(cause, f"{text} before the sum", before, rounded)
+        yield row(cause, f"{text} and summed in it", each, rounded)
+        yield row(cause, f"the sum is rounded to {dtype}", after, rounded)
+        yield row(cause, f"the mean is rounded to {dtype}", mean, rounded)
     for number, levels in [(n, levels) for n in BITS for levels in levels_of(n)]:
-        value = {name: added([to_levels(a, levels) for a in own]) for name, own in arrays.items()}
-        yield row("quantised", f"gradients are quantised to {number} bits", value)
-    value = {name: added([to_signs(a) for a in own]) for name, own in arrays.items()}
-    yield row("quantised", "gradients are quantised to their signs", value)
+        rounded = functools.partial(to_levels, levels=levels)
+        yield row("quantised", f"gradients are quantised to {number} bits", before, rounded)
+    yield row("quantised", "gradients are quantised to their signs", before, to_signs)
 
 
 def _rows_of_axes(sums: Sums, copy: int, wrong: Sequence[str]) -> Iterator[Row]:

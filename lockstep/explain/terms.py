@@ -16,17 +16,20 @@ from lockstep.numeric.arrays import (
     Named,
     Rows,
     add,
+    blocks,
     dense,
     plain,
     same_bits,
     scaled,
     sum_bound,
     unit_of,
+    wide,
 )
 from lockstep.numeric.sampling import with_sums
 from lockstep.numeric.tolerance import Expression
 
 _OF_NORM = 64  # Units of rounding of the norm by which a script clips.
+_FAR_OFF = 4  # Times its bound; twice the bound is still compared.
 _OF_ROWS = 4  # Units of rounding of the sum of rows of a sparse gradient, in another order.
 
 
@@ -53,6 +56,7 @@ class Sums:
 
     def __post_init__(self) -> None:
         self.factors = np.asarray(self.factors, np.float64)
+        self._units: dict[str, float] = {}
 
     @functools.cached_property
     def kinds(self) -> dict[str, np.ndarray]:
@@ -105,25 +109,60 @@ class Sums:
         """
         found = {}
         for name in observed if names is None else names:
-            actual = dense(observed[name])
-            parts = [factor * dense(term[name]) for factor, term in expression if name in term]
-            parts = parts or [np.zeros(actual.shape)]
+            terms = [(factor, wide(term[name])) for factor, term in expression if name in term]
+            actual = wide(observed[name])
+            is_of_elements = not of_largest and self._is_of_elements(name)
+            if is_of_elements and all(term.shape == actual.shape for _, term in terms):
+                found[name] = self._share_by_blocks(name, actual, terms)
+                continue
+            parts = [factor * dense(term) for factor, term in terms] or [np.zeros(actual.shape)]
             value = np.sum(parts, axis=0)
             bound = self.bound(name, parts) if value.shape == actual.shape else 0.0
             found[name] = share_of(actual, value, np.max(bound, initial=0) if of_largest else bound)
         return found
 
-    def bound(self, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the bound of each element's error in a sum."""
-        context = self.context
-        unit = UNITS.get(context.trace.about.reduced_in, EPS)
-        own = [unit_of(sent[name]) for sent in self.sent if np.any(dense(sent[name]))]
-        unit = max(unit, min(own, default=EPS))  # Of 16-bit weights.
-        if context.computes:
-            unit = max(unit, context.oracle.units.get(name, EPS))
-        bound, axes = sum_bound(parts, unit), context.trace.model_axes
+    def _is_of_elements(self, name: str) -> bool:
+        """Returns whether the bound of an element depends on this element of what is added only."""
+        has_rows = any(isinstance(sent[name], Rows) for sent in self.sent)
+        is_sampled = self.context.trace.num_sums(np.shape(self.kinds[name]))
+        return not (has_rows or is_sampled or name in self.slack or self.context.trace.model_axes)
+
+    def _share_by_blocks(
+        self, name: str, actual: np.ndarray, terms: Sequence[tuple[float, np.ndarray]]
+    ) -> float:
+        """Returns the largest share of an element; of one that is far off, that of its block."""
+        found = 0.0
+        for own, *others in blocks(actual, *(term for _, term in terms)):
+            parts = [factor * part for (factor, _), part in zip(terms, others, strict=True)]
+            parts = parts or [np.zeros(own.shape)]
+            bound = self._of_elements(parts, self._unit(name))
+            found = max(found, share_of(own, np.sum(parts, axis=0), bound))
+            if found > _FAR_OFF:
+                break
+        return found
+
+    def _unit(self, name: str) -> float:
+        """Returns the unit of rounding of a sum."""
+        if name not in self._units:
+            context = self.context
+            unit = UNITS.get(context.trace.about.reduced_in, EPS)
+            own = [unit_of(sent[name]) for sent in self.sent if np.any(plain(sent[name]))]
+            unit = max(unit, min(own, default=EPS))  # Of 16-bit weights.
+            if context.computes:
+                unit = max(unit, context.oracle.units.get(name, EPS))
+            self._units[name] = unit
+        return self._units[name]
+
+    def _of_elements(self, parts: Sequence[np.ndarray], unit: float) -> np.ndarray:
+        bound = sum_bound(parts, unit)
         if self.is_clipped:
             bound = bound + _OF_NORM * unit * np.abs(np.sum(parts, axis=0))
+        return bound
+
+    def bound(self, name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the bound of each element's error in a sum."""
+        context, unit = self.context, self._unit(name)
+        bound, axes = self._of_elements(parts, unit), context.trace.model_axes
         for factor, sent in zip(self.factors, self.sent, strict=True):
             if isinstance(
                 own_rows := sent[name], Rows

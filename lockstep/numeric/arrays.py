@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ Named = dict[str, Array]  # Name of a variable → its array.
 EPS = float(np.finfo(np.float32).eps)
 TINY = float(np.finfo(np.float32).tiny)  # Smaller numbers may be flushed to 0.
 MARGIN = 8  # A few repetitions underestimate the largest effect of rounding.
+_BLOCK = 1 << 16  # Elements.
 NOTHING_BUT_ROUNDING = 0.1  # An array with a larger relative spread is rounding error only.
 # The gradient of a bias before BatchNorm is rounding error only: gradients smaller than this part
 # of the largest are measured relative to the largest.
@@ -83,30 +84,74 @@ def add_named(parts: Sequence[Named]) -> Named:
     return {n: add([p[n] for p in parts]) for n in parts[0] if all(n in p for p in parts)}
 
 
+def wide(value: Array) -> np.ndarray:
+    """Returns an array as it is, and of rows and samples what `dense` makes of them."""
+    return dense(value) if isinstance(value, Rows) else np.asarray(value)
+
+
+def blocks(*arrays: Array) -> Iterator[list[np.ndarray]]:
+    """Yields corresponding parts of arrays of one size, flat and in float64.
+
+    They fit into the cache of a processor: what is computed of them needs no memory of their size.
+    """
+    flat = [wide(array).reshape(-1) for array in arrays]
+    for start in range(0, flat[0].size, _BLOCK):
+        yield [array[start : start + _BLOCK].astype(np.float64, copy=False) for array in flat]
+
+
+def by_blocks(function: Callable[..., np.ndarray], *arrays: Array) -> np.ndarray:
+    """Returns what a function computes of each element, in float64, from one block to the next.
+
+    Args:
+        function: takes as many arrays, flat, or numbers, and returns one of their shape.
+        *arrays: arrays of one shape, or numbers.
+    """
+    given = [wide(array) for array in arrays]
+    shapes = {array.shape for array in given if array.ndim}
+    if len(shapes) != 1:
+        return function(*map(dense, given))
+    whole = np.empty(shapes.pop())
+    found = whole.reshape(-1)
+    flat = [array.reshape(-1) if array.ndim else array.astype(np.float64) for array in given]
+    for start in range(0, found.size, _BLOCK):
+        part = slice(start, start + _BLOCK)
+        parts = (a[part].astype(np.float64, copy=False) if a.ndim else a for a in flat)
+        found[part] = function(*parts)
+    return whole
+
+
 def length(array: np.ndarray) -> float:
     """Returns the Euclidean norm, without BLAS, whose threads wait for a core in every call."""
-    return float(np.sqrt(np.sum(np.square(array))))
+    return float(np.sqrt(sum(float(np.sum(np.square(part))) for (part,) in blocks(array))))
 
 
 def distance(actual: Array, expected: Array) -> float:
     """Returns ‖actual − expected‖; infinite for different shapes or positions of NaN and inf."""
-    a, b = dense(actual), dense(expected)
+    a, b = wide(actual), wide(expected)
     if a.shape != b.shape:
         return np.inf
-    finite = np.isfinite(a)
-    if np.any(finite != np.isfinite(b)):
-        return np.inf
-    if finite.all():
-        return length(a - b)
-    return length((a - b)[finite])
+    squares = 0.0
+    for first, second in blocks(a, b):
+        gap = first - second
+        finite = np.isfinite(gap)
+        if not finite.all():
+            finite = np.isfinite(first)
+            if np.any(finite != np.isfinite(second)):
+                return np.inf
+            gap = gap[finite]
+        squares += float(np.sum(np.square(gap)))
+    return squares**0.5
 
 
 def norm(value: Array) -> float:
     """Returns the Euclidean norm of all finite elements; of a sample that of the whole array."""
     if isinstance(value, Sampled):
         return value.norm
-    array = dense(value)
-    return length(np.where(np.isfinite(array), array, 0))
+    squares = 0.0
+    for (part,) in blocks(value):
+        own = float(np.sum(np.square(part)))
+        squares += own if own < np.inf else float(np.sum(np.square(part[np.isfinite(part)])))
+    return squares**0.5
 
 
 def total_norm(values: Mapping[str, Array]) -> float:
@@ -161,11 +206,12 @@ def scaled_all(values: Named, factor: float) -> Named:
 
 def factor_of(actual: Sequence[Array], expected: Sequence[Array]) -> float:
     """Returns the factor that brings `expected` nearest to `actual`; NaN if `expected` is 0."""
-    pairs = [(dense(a).ravel(), dense(e).ravel()) for a, e in zip(actual, expected, strict=True)]
-    if any(a.shape != e.shape for a, e in pairs):
+    pairs = [(wide(a), wide(e)) for a, e in zip(actual, expected, strict=True)]
+    if any(a.size != e.size for a, e in pairs):
         return np.nan
-    squares = sum(float(np.sum(e * e)) for _, e in pairs)
-    return sum(float(np.sum(a * e)) for a, e in pairs) / squares if squares else np.nan
+    parts = [(float(np.sum(a * e)), float(np.sum(e * e))) for x in pairs for a, e in blocks(*x)]
+    product, squares = np.sum(parts, axis=0) if parts else (0.0, 0.0)
+    return float(product / squares) if squares else np.nan
 
 
 def fitted(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -182,12 +228,15 @@ def is_far(actual: Array, expected: Array, allowed: float = 1e-5) -> bool:
 
 def is_within(actual: Array, expected: Array, bounds: Any) -> bool:
     """Returns whether each element is within its bound, or not finite in both."""
-    a, e = dense(actual), dense(expected)
-    if a.shape != e.shape:
+    whole = wide(actual), wide(expected)
+    if whole[0].shape != whole[1].shape:
         return False
-    with np.errstate(invalid="ignore"):
-        near = np.abs(a - e) <= bounds
-    return bool(np.all(near | (~np.isfinite(a) & ~np.isfinite(e))))
+    for a, e, bound in blocks(*whole, np.broadcast_to(bounds, whole[0].shape)):
+        with np.errstate(invalid="ignore"):
+            near = np.abs(a - e) <= bound
+        if not near.all() and not np.all(near | (~np.isfinite(a) & ~np.isfinite(e))):
+            return False
+    return True
 
 
 def bits(value: Array) -> bytes:

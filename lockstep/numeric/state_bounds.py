@@ -31,7 +31,17 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from lockstep.numeric.arrays import EPS, TINY, Array, dense, elements_of, norm, ratio, unit_of
+from lockstep.numeric.arrays import (
+    EPS,
+    TINY,
+    Array,
+    by_blocks,
+    distance,
+    elements_of,
+    norm,
+    ratio,
+    unit_of,
+)
 
 STORED, COMPUTED = 8, 64
 MOST_KNOWN = 1e-3
@@ -40,9 +50,9 @@ _DENSITY = 12  # Of gradients near 0; that of a normal distribution is 0.8.
 _FEW = 16  # Elements that tell the dtype in which they were kept.
 
 
-def mean_square(array: np.ndarray) -> float:
+def mean_square(array: Array) -> float:
     """Returns the root mean square of an array's elements."""
-    return norm(array) / max(array.size, 1) ** 0.5
+    return norm(array) / max(np.size(array), 1) ** 0.5
 
 
 def unit_of_state(*arrays: Array) -> float:
@@ -60,14 +70,16 @@ def spread_of(first: Array | None, second: Array | None, allowed: float) -> np.n
     """
     if first is None or second is None:
         return np.zeros(())
-    own, other = np.abs(dense(first)), dense(second)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        if allowed:
-            gap = np.abs(other - dense(first))
-            spread = np.where(gap == 0, 0.0, gap / own)
-        else:
-            spread = 4 * _UNKNOWN_GRADIENT * mean_square(own) / own
-        return np.where(spread <= max(MOST_KNOWN, 4 * allowed), spread, np.inf)
+    usual, most = 4 * _UNKNOWN_GRADIENT * mean_square(first), max(MOST_KNOWN, 4 * allowed)
+
+    def of_elements(own: np.ndarray, other: np.ndarray) -> np.ndarray:
+        gap = np.abs(other - own) if allowed else usual
+        with np.errstate(divide="ignore", invalid="ignore"):
+            spread = gap / np.abs(own)
+        spread = np.where(gap == 0, 0.0, spread) if allowed else spread
+        return np.where(spread <= most, spread, np.inf)
+
+    return by_blocks(of_elements, first, second)
 
 
 def spread_of_sums(of_elements: np.ndarray, apart: float) -> float:
@@ -91,7 +103,7 @@ def distance_of_gradients(first: Array | None, second: Array | None, allowed: fl
     """Returns the relative distance of two gradients that agree; that of rounding for others."""
     if first is None or second is None or not allowed:
         return _UNKNOWN_GRADIENT
-    return ratio(norm(dense(second) - dense(first)), norm(first))
+    return ratio(distance(second, first), norm(first))
 
 
 def of_change(
@@ -108,13 +120,20 @@ def of_change(
         is_weight: whether it is a weight, not its state.
         mixes: relative distance of the gradients, if the update may mix elements; else 0.
     """
-    least = np.full(first.shape, mean_square(first)) if is_weight else size
-    terms = np.maximum(np.abs(first), np.abs(second))
-    with np.errstate(invalid="ignore"):
-        computed = COMPUTED * np.maximum(np.maximum(unit, spread) * terms, spread * least)
-    computed = np.where(np.isfinite(spread), computed, np.inf)
-    bound = STORED * unit * size + computed + TINY
-    return bound + COMPUTED * max(unit, mixes) * mean_square(first) if mixes else bound
+    usual = mean_square(first)
+    of_mixed = COMPUTED * max(unit, mixes) * usual if mixes else 0.0
+
+    def of_elements(
+        first: np.ndarray, second: np.ndarray, size: np.ndarray, spread: np.ndarray
+    ) -> np.ndarray:
+        terms = np.maximum(np.abs(first), np.abs(second))
+        least = usual if is_weight else size
+        with np.errstate(invalid="ignore"):
+            computed = COMPUTED * np.maximum(np.maximum(unit, spread) * terms, spread * least)
+        computed = np.where(np.isfinite(spread), computed, np.inf)
+        return STORED * unit * size + computed + TINY + of_mixed
+
+    return by_blocks(of_elements, first, second, size, spread)
 
 
 def correction_error(betas: Iterable[float], number: int) -> float:

@@ -66,10 +66,25 @@ Behind BatchNorm and ReLU, ties move gradients by up to 3.5e-3 of their size. On
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, are_finite, dense, length, ratio
+from lockstep.numeric.arrays import (
+    EPS,
+    MARGIN,
+    TINY,
+    Array,
+    Named,
+    are_finite,
+    blocks,
+    dense,
+    length,
+    norm,
+    ratio,
+    wide,
+)
+from lockstep.numeric.sampling import Sampled
 
 WITH_SPREAD, WITHOUT_SPREAD, IN_16_BITS, IN_TF32 = 8.0, 64.0, 1.0, 16.0
 OF_ROOT = 4.0
@@ -97,19 +112,14 @@ def value_of(expression: Expression, name: str, shape: tuple[int, ...]) -> np.nd
 def size_of(expression: Expression, name: str) -> float:
     """Returns ‖Σ |c||t|‖ for one tensor: rounding is relative to each term, as it does not cancel.
 
-    An upper bound that needs no array: the sum of the norms.
+    An upper bound that needs no array: the sum of the norms, of finite elements, as one that
+    overflows must not widen a bound; of a sample that of its vector.
     """
     return sum(
-        abs(factor) * _finite_length(dense(term[name]))
+        abs(factor) * (norm(dense(term[name]) if isinstance(term[name], Sampled) else term[name]))
         for factor, term in expression
         if name in term
     )
-
-
-def _finite_length(array: np.ndarray) -> float:
-    """Returns the norm of the finite elements: one that overflows must not widen a bound."""
-    whole = length(array)
-    return whole if np.isfinite(whole) else length(np.where(np.isfinite(array), array, 0))
 
 
 def error_of_sum(number: int) -> float:
@@ -117,17 +127,59 @@ def error_of_sum(number: int) -> float:
     return float(number**0.5 / OF_ROOT)
 
 
-def share_of_ties(gap: np.ndarray, value: np.ndarray, far: float, along: float) -> float:
+class Gap(NamedTuple):
+    """The difference of an array from the value of an expression.
+
+    Attributes:
+        length: its norm.
+        actual, value: norms of the array and of the value.
+        product: its scalar product with the value.
+        num: number of elements.
+    """
+
+    length: float
+    actual: float
+    value: float
+    product: float
+    num: int
+
+
+def gap_of(actual: Array, terms: Sequence[tuple[float, Array]]) -> Gap | None:
+    """Returns the difference from a sum of terms; None for other shapes, or where one overflows.
+
+    Elements that are not finite in both, as in a step that is skipped, are left out.
+    """
+    actual, terms = wide(actual), [(factor, wide(term)) for factor, term in terms if factor]
+    if any(np.shape(term) != np.shape(actual) for _, term in terms):
+        return None
+    sums, num = np.zeros(4), 0
+    for own, *parts in blocks(actual, *(term for _, term in terms)):
+        value = np.zeros(own.shape)
+        for (factor, _), part in zip(terms, parts, strict=True):
+            value += factor * part
+        finite = np.isfinite(own)
+        if np.any(finite != np.isfinite(value)):
+            return None
+        num += own.size
+        if not finite.all():
+            own, value = own[finite], value[finite]
+        gap = own - value
+        products = (gap, gap), (own, own), (value, value), (gap, value)
+        sums += [float(np.sum(a * b)) for a, b in products]
+    apart, own_size, size = np.sqrt(sums[:3]).tolist()
+    return Gap(apart, own_size, size, float(sums[3]), num)
+
+
+def share_of_ties(gap: Gap, far: float, along: float) -> float:
     """Returns the distance of an array from its value over what units that turn over can cause.
 
     Args:
         gap: the difference.
-        value: the value.
         far: the largest distance.
         along: the largest distance in the direction of the value, as of a factor.
     """
-    own = abs(float(np.sum(gap * value))) / max(length(value), TINY)
-    return max(length(gap) / max(far, TINY), own / max(along * (1 + EPS), TINY))
+    own = abs(gap.product) / max(gap.value, TINY)
+    return max(gap.length / max(far, TINY), own / max(along * (1 + EPS), TINY))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,24 +225,20 @@ class Tolerance:
         largest = max(sizes.values(), default=0.0)
         found = {}
         for name, size in sizes.items():
-            actual = dense(observed[name])
-            value = value_of(expression, name, actual.shape) if actual.size else actual
-            finite = np.isfinite(actual)
-            if value.shape != actual.shape or np.any(finite != np.isfinite(value)):
+            terms = [(factor, term[name]) for factor, term in expression if name in term]
+            gap = gap_of(observed[name], terms)
+            if gap is None:
                 found[name] = np.inf
                 continue
-            if not finite.all():  # What overflows in both, as a step that is skipped.
-                actual, value = np.where(finite, actual, 0), np.where(finite, value, 0)
-            gap = actual - value
             summed = max(size, self.summed.get(name, 0.0))
-            found[name] = length(gap) / self._allowed(name, summed, largest, most)
+            found[name] = gap.length / self._allowed(name, summed, largest, most)
             if self.zero:
                 least = self.zero * self.unit * largest + TINY
-                found[name] = min(found[name], max(length(actual), length(value)) / least)
+                found[name] = min(found[name], max(gap.actual, gap.value) / least)
             if size and self.ties:
-                part = ALONG if actual.size >= MANY else NEARLY_ALONG
-                part = 1.0 if actual.size < FEW else part
-                of_ties = share_of_ties(gap, value, self.ties * size, part * length(gap))
+                part = ALONG if gap.num >= MANY else NEARLY_ALONG
+                part = 1.0 if gap.num < FEW else part
+                of_ties = share_of_ties(gap, self.ties * size, part * gap.length)
                 found[name] = min(found[name], of_ties)
         return found
 

@@ -22,7 +22,7 @@ from lockstep.numeric.arrays import (
     same_bits,
     total_norm,
 )
-from lockstep.numeric.tolerance import TIES, Expression, error_of_sum, share_of_ties
+from lockstep.numeric.tolerance import TIES, Expression, error_of_sum, gap_of, share_of_ties
 from lockstep.oracles import Ask, Computed, Oracle
 
 _DRAWS = 10  # Of rounding, where a gradient is farther than usual.
@@ -150,13 +150,12 @@ class OracleBound(NamedTuple):
         """Returns name → distance of a gradient from an expression, over its bound."""
         found = {}
         for name in observed if names is None else names:
-            if parts := [factor * dense(term[name]) for factor, term in expression if name in term]:
-                value = np.sum(parts, axis=0)
-                apart = distance(observed[name], value)
-                found[name] = apart / self.allowed(expression, name)
-                if found[name] > 1 and np.isfinite(apart):
-                    ties, gap = self.of_ties(expression, name), dense(observed[name]) - value
-                    found[name] = min(found[name], share_of_ties(gap, value, *ties))
+            if terms := [(factor, term[name]) for factor, term in expression if name in term]:
+                gap = gap_of(observed[name], terms)
+                found[name] = gap.length / self.allowed(expression, name) if gap else np.inf
+                if gap and found[name] > 1:
+                    ties = self.of_ties(expression, name)
+                    found[name] = min(found[name], share_of_ties(gap, *ties))
         return found
 
     def near(

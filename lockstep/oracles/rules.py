@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.trace import STATE, Trace
-from lockstep.numeric.arrays import EPS, UNITS, Array, Named, Rows, dense, norm, unit_of
+from lockstep.numeric.arrays import EPS, UNITS, Array, Named, Rows, blocks, dense, norm, unit_of
 from lockstep.oracles import OtherSetting
 
 IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
@@ -176,6 +176,33 @@ def updated(
     else:
         change, after = _adam(rule, g, g**2 if square is None else square, state, correction)
     return {"weight": w + change, "number": dense(state.get("number", 0)) + 1, **after}
+
+
+def _updated_by_blocks(
+    rule: Rule, weight: Array, gradient: Array, state: Named, *others: Any
+) -> Named:
+    """Returns what `updated` returns, from one block of elements to the next where it may.
+
+    Args:
+        rule, weight, gradient, state, *others: the arguments of `updated`.
+    """
+    shape = np.shape(weight)
+    is_plain = not isinstance(gradient, Rows) and np.shape(gradient) == shape != ()
+    roles = [role for role, array in state.items() if np.ndim(array)]
+    is_plain = is_plain and all(np.shape(state[role]) == shape for role in roles)
+    if rule.mixes_elements or not is_plain:
+        return updated(rule, weight, gradient, {k: dense(a) for k, a in state.items()}, *others)
+    found: Named = {}
+    start = 0
+    for w, g, *own in blocks(weight, gradient, *(state[role] for role in roles)):
+        new = updated(rule, w, g, state | dict(zip(roles, own, strict=True)), *others)
+        for role, part in new.items():
+            if np.ndim(part) == 0:
+                found[role] = part
+                continue
+            found.setdefault(role, np.empty(shape)).reshape(-1)[start : start + w.size] = part
+        start += w.size
+    return found
 
 
 def _sgd(rule: Rule, gradient: np.ndarray, state: Named) -> tuple[np.ndarray, Named]:
@@ -416,9 +443,9 @@ class RuleOracle:
                 weight_decay=changed.weight_decay / (1.0 if decays or not rate else rate),
             )
             keys = self._state[weight]
-            state = {role: dense(before[key]) for role, key in keys.items() if key in before}
+            state = {role: before[key] for role, key in keys.items() if key in before}
             given = before[weight], sums[weight], state, self._correction, self._near
-            new = updated(changed, *given)
+            new = _updated_by_blocks(changed, *given)
             after |= {key: new[role] for role, key in keys.items() if role in new}
             after[weight] = new["weight"]
         return after

@@ -21,7 +21,19 @@ from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
 from lockstep.explain.random_layers import has_keys
 from lockstep.numeric import state_bounds as bounds
-from lockstep.numeric.arrays import EPS, TINY, Array, Named, dense, distance, norm, ratio, same_bits
+from lockstep.numeric.arrays import (
+    EPS,
+    TINY,
+    Array,
+    Named,
+    blocks,
+    by_blocks,
+    dense,
+    distance,
+    norm,
+    ratio,
+    same_bits,
+)
 from lockstep.numeric.sampling import by_part, with_sums
 from lockstep.oracles.rules import RuleOracle
 from lockstep.reference import StepPair
@@ -90,11 +102,22 @@ class Change(NamedTuple):
         return self.variable.kind == WEIGHT and (self.share is not None or self.num_unknown > 0)
 
 
+def _larger_size(
+    old: np.ndarray, new: np.ndarray, own_old: np.ndarray, own_new: np.ndarray
+) -> np.ndarray:
+    """Returns |S| + |S'|, the larger of two trainings."""
+    return np.maximum(np.abs(old) + np.abs(new), np.abs(own_old) + np.abs(own_new))
+
+
 def _largest_share(second: np.ndarray, first: np.ndarray, allowed: np.ndarray) -> float:
     """Returns the largest difference of two changes, over its bound, where that is known."""
-    known, gap = np.isfinite(allowed), np.abs(second - first)
-    gap = np.where(np.isnan(second) & np.isnan(first), 0, np.where(np.isnan(gap), np.inf, gap))
-    return float(np.max(np.where(known, gap / np.where(known, allowed, 1), 0), initial=0.0))
+    found = 0.0
+    for own, other, bound in blocks(second, first, allowed):
+        known, gap = np.isfinite(bound), np.abs(own - other)
+        gap = np.where(np.isnan(own) & np.isnan(other), 0, np.where(np.isnan(gap), np.inf, gap))
+        shares = np.where(known, gap / np.where(known, bound, 1), 0)
+        found = max(found, float(np.max(shares, initial=0.0)))
+    return found
 
 
 def variables_of(pair: StepPair) -> list[Variable]:
@@ -271,8 +294,8 @@ class Claim:
         self, variable: Variable, copy: int, first: np.ndarray, second: np.ndarray,
         states: Sequence[Array],
     ) -> Change:  # fmt: skip
-        old, new, own_old, own_new = map(dense, states)
-        size = np.maximum(np.abs(old) + np.abs(new), np.abs(own_old) + np.abs(own_new))
+        old, _, own_old, _ = states
+        size = by_blocks(_larger_size, *states)
         num_sums = self.pair.first.trace.num_sums(first.shape)
         if variable.kind == STATISTIC:
             number = np.prod(self.pair.first.trace.variables[variable.first].shape)
@@ -294,13 +317,15 @@ class Claim:
             )
             spread = self.spread(variable, copy, first.shape)
             allowed = by_part(of_change, num_sums, first, second, size, spread)
-            allowed = allowed + with_sums(self._correction * np.abs(first), num_sums)
+            if self._correction:
+                allowed = allowed + with_sums(self._correction * np.abs(first), num_sums)
             if rule and rule.mixes_elements and variable.kind == WEIGHT:
                 allowed = allowed + self._of_rule[variable.first]
             if rule is None and variable.kind == STATE:
                 allowed = allowed + self._of_compensation(variable, size)
         # Of state that has drifted by rounding.
-        allowed = allowed + with_sums(2 * np.abs(own_old - old), num_sums)
+        if not same_bits(own_old, old):
+            allowed = allowed + with_sums(2 * np.abs(dense(own_old) - dense(old)), num_sums)
         share = _largest_share(second, first, allowed)
         moved = self._moved_later(variable, copy) if num_sums else None
         if moved is not None and _largest_share(second - moved, first, allowed) <= 1:

@@ -18,6 +18,7 @@ from lockstep.numeric.arrays import (
     Rows,
     all_same_bits,
     are_finite,
+    by_blocks,
     dense,
     farthest,
     is_within,
@@ -71,32 +72,40 @@ def check_update(context: Context) -> Iterator[Finding]:
             expected, reach = context.updated(before[copy], given[1]), Named()
         last = given
         differing = [name for name in watched if not same_bits(own[name], expected[name])]
-        bounds = reach or least_bounds(context, before[copy], expected, differing)
-        wrong = [n for n in differing if not is_within(own[n], expected[n], bounds[n])]
+        allowed, wrong = dict.fromkeys(watched, 0.0), []
+        for name in differing:
+            bound = reach or least_bounds(context, before[copy], expected, [name])
+            allowed[name] = length(bound[name])
+            if not is_within(own[name], expected[name], bound[name]):
+                wrong.append(name)
         if wrong and not reach:
-            bounds = reach = rounding_bounds(context, before[copy], given[1])
-            wrong = [n for n in wrong if not is_within(own[n], expected[n], bounds[n])]
-        for name in watched:
+            reach = rounding_bounds(context, before[copy], given[1])
+            wrong = [n for n in wrong if not is_within(own[n], expected[n], reach[n])]
+            allowed |= {name: length(reach[name]) for name in differing}
+        for name, far in allowed.items():
             same = name not in differing
-            allowed = 0.0 if same else length(bounds[name])
             context.measure(
-                "update", name, "after", copy, own[name], expected[name], allowed, same=same
+                "update", name, "after", copy, own[name], expected[name], far, same=same
             )
         if wrong:
-            yield from _explain(context, copy, expected, bounds, wrong)
+            yield from _explain(context, copy, expected, reach, wrong)
 
 
 def least_bounds(context: Context, before: Named, after: Named, names: Iterable[str]) -> Named:
     """Returns the part of `rounding_bounds` that needs no other update: of the last addition."""
 
-    def size(array: Array) -> np.ndarray:
-        return np.abs(np.where(np.isfinite(array), dense(array), 0))
+    def size(part: np.ndarray) -> np.ndarray:
+        return np.where(np.isfinite(part), np.abs(part), 0)
 
     assert context.updater is not None
     units, found = context.updater.units, Named()
     for n in names:
         if n in units:
-            bound = MARGIN * units[n] * (size(after[n]) + size(before.get(n, 0))) + TINY
+            times = MARGIN * units[n]
+            bound = by_blocks(
+                lambda new, old, times=times: times * (size(new) + size(old)) + TINY,
+                after[n], before.get(n, 0),
+            )  # fmt: skip
             found[n] = with_sums(bound, context.trace.num_sums(bound.shape))
     return found
 
