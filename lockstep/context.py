@@ -1,6 +1,7 @@
 """A recorded step with what is right in it, and what was found."""
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -401,3 +402,7 @@ class Context(Step):
         size, apart = max(norm(expected), least), distance(actual, expected)
         self.measurements.append(Measurement(*where, ratio(apart, size), ratio(allowed, size)))
         return apart <= allowed
+
+    def measure_again(self, known: Measurement, kind: str, item: int) -> None:
+        """Adds a measurement for another item, whose array has the same bits."""
+        self.measurements.append(dataclasses.replace(known, item=self.trace.name_of(kind, item)))

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import hashlib
+import io
 import os
 import weakref
 import zipfile
@@ -62,6 +63,8 @@ class Member(NamedTuple):
         archive: the open file.
         name: name of the member, with suffix.
         dtype, shape: of the array.
+        start: number of bytes before its elements.
+        is_transposed: whether the first axis varies fastest, as in Fortran.
     """
 
     file: str
@@ -69,6 +72,8 @@ class Member(NamedTuple):
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
+    start: int
+    is_transposed: bool = False
 
     def read(self) -> np.ndarray:
         """Returns the array; a wrong checksum raises a `TraceError`.
@@ -77,10 +82,20 @@ class Member(NamedTuple):
         """
         if (known := _IN_USE.get((self.archive, self.name))) is not None:
             return known
+        array = np.empty(self.shape, self.dtype, order="F" if self.is_transposed else "C")
         with errors_of(self.file), self.archive.open(self.name) as member:
-            array = np.lib.format.read_array(member, allow_pickle=False)  # Compares the checksum.
+            elements = memoryview(member.read())[self.start :]  # Compares the checksum.
+            if len(elements) != array.nbytes:
+                raise Fault(f"has {len(elements):,} of {array.nbytes:,} bytes in {self.name}")
+            if elements:
+                _bytes_of(array.T if self.is_transposed else array)[:] = elements
         _IN_USE[self.archive, self.name] = array
         return array
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    """Returns the memory of an array whose elements are one after another, and that has some."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 _IN_USE = weakref.WeakValueDictionary[tuple[zipfile.ZipFile, str], np.ndarray]()
@@ -151,19 +166,24 @@ class Writer(Arrays):
         array = np.asarray(array)
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
         checksum = hashlib.blake2b(f"{array.dtype} {array.shape}".encode(), digest_size=20)
-        checksum.update(array.reshape(-1).view(np.uint8).data)
+        checksum.update(_bytes_of(array) if array.nbytes else b"")
         key = checksum.digest()
         if key not in self._firsts:
-            self._write(name, array)
-            found = Member(self._path, self._zip, f"{name}.npy", array.dtype, array.shape)
-            self._firsts[key] = found
+            self._firsts[key] = self._write(name, array)
         return self._firsts[key]
 
-    def _write(self, name: str, array: np.ndarray) -> None:
+    def _write(self, name: str, array: np.ndarray) -> Member:
+        header = io.BytesIO()
+        header_data = np.lib.format.header_data_from_array_1_0(array)
+        np.lib.format.write_array_header_1_0(header, header_data)
         with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
-            np.lib.format.write_array(member, array, allow_pickle=False)
+            member.write(header.getvalue())
+            if array.nbytes:
+                member.write(_bytes_of(array))
         if self._path:
             self._file.flush()  # A process that is forked has nothing left to write.
+        where = self._path, self._zip, f"{name}.npy"
+        return Member(*where, array.dtype, array.shape, header.tell())
 
     def close(self, about: About | Mapping[str, Any], renamed: Callable[[str], str] = str) -> None:
         """Writes the description and the index.

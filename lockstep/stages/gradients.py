@@ -23,7 +23,7 @@ from lockstep.explain.terms import Sums
 from lockstep.explain.update_rows import recorded_norms
 from lockstep.explain.used import used_gradients
 from lockstep.explain.variants import differ_by_layers, other_settings_of
-from lockstep.numeric.arrays import Named, distance, is_far, norm, ratio, total_norm
+from lockstep.numeric.arrays import Named, all_same_bits, distance, is_far, norm, ratio, total_norm
 from lockstep.reference import StepPair
 from lockstep.stages.clipping import (
     check_clipping,
@@ -294,9 +294,11 @@ def _given_by_own_names(pair: StepPair, copy: int) -> Named:
 
 
 def _are_right(sums: Sums) -> bool:
+    first, *others = sums.received
+    distinct = [first, *(own for own in others if not all_same_bits(own, first))]
     return all(
         share <= 1
-        for received in sums.received
+        for received in distinct
         for share in sums.shares(received, sums.of(sums.factors)).values()
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.answer.verdict import Finding
+from lockstep.answer.verdict import Finding, Measurement
 from lockstep.context import Context
 from lockstep.explain.rows import Choice
 from lockstep.explain.sums import explained_sums
@@ -38,8 +38,13 @@ def check_sums(sums: Sums, known_names: Sequence[str] = ()) -> Iterator[Finding]
         known_names: weights with a finding already.
     """
     context, found = sums.context, dict[tuple, list[tuple[int, Choice]]]()
+    judged: dict[str, tuple[Array, bool, Measurement]] = {}
     for copy, received in enumerate(sums.received):
-        wrong = [n for n in received if n not in known_names and not _is_right(sums, copy, n)]
+        wrong = [
+            name
+            for name in received
+            if name not in known_names and not _is_right(sums, copy, name, judged)
+        ]
         missing = [name for name in sums.kinds if name not in received]
         if missing and received:
             text = (
@@ -83,15 +88,31 @@ def _is_sum(sums: Sums, name: str) -> bool:
     return any(is_far(own[name], got) for own in sums.sent)
 
 
-def _is_right(sums: Sums, copy: int, name: str) -> bool:
-    """Measures a sum; returns whether it is right."""
-    got, right = sums.received[copy][name], sums.right(name)
+def _is_right(
+    sums: Sums, copy: int, name: str, judged: dict[str, tuple[Array, bool, Measurement]]
+) -> bool:
+    """Measures a sum; returns whether it is right.
+
+    Args:
+        sums: the sums.
+        copy: a copy.
+        name: a weight.
+        judged: weight → the sum that was judged last, whether it is right, and its measurement;
+            updated. Copies that are given equal bits are judged once.
+    """
+    got = sums.received[copy][name]
+    if name in judged and same_bits(got, judged[name][0]):
+        _, is_right, measurement = judged[name]
+        sums.context.measure_again(measurement, "sums", copy)
+        return is_right
+    right = sums.right(name)
     is_same = same_bits(got, right)
     parts = [f * dense(own[name]) for f, own in zip(sums.factors, sums.sent, strict=True)]
     allowed = 0.0 if is_same else length(sums.bound(name, parts))
-    where = name, "sums", copy
-    sums.context.measure("all-reduce", *where, got, right, allowed, same=is_same)
-    return is_same or sums.shares({name: got}, sums.of(sums.factors))[name] <= 1
+    sums.context.measure("all-reduce", name, "sums", copy, got, right, allowed, same=is_same)
+    is_right = is_same or sums.shares({name: got}, sums.of(sums.factors))[name] <= 1
+    judged[name] = got, is_right, sums.context.measurements[-1]
+    return is_right
 
 
 # --- A recording alone ---------------------------------------------------------------------------
