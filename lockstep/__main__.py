@@ -35,13 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code, one of `EXIT_CODES`, or 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["run"]:
-        options = _run_parser().parse_args(words[1:])
-        _remove_page(options)
-        return _run(options)
-    is_show = words[:1] == ["show"]
-    options = _parser(is_show).parse_args(words[is_show:])
+    is_run, is_show = words[:1] == ["run"], words[:1] == ["show"]
+    parser = _run_parser() if is_run else _parser(is_show)
+    options = parser.parse_args(words[is_run or is_show :])
     _remove_page(options)
+    from lockstep.numeric.memory import keep_freed_memory
+
+    keep_freed_memory()
+    if is_run:
+        return _run(options)
     from lockstep.answer.show import contents_of
     from lockstep.comparison import compare_traces
     from lockstep.data.file import load

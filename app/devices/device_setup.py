@@ -8,7 +8,6 @@ from app.devices.cluster import Cluster, find_cluster
 from app.devices.gpus import why_no_gpu
 from app.devices.tensorflow_settings import (
     import_tensorflow,
-    keep_freed_memory,
     keep_order_of_summation,
     settle_keras,
 )
@@ -16,6 +15,7 @@ from app.options import Config
 from app.options.names import DEFAULT_LOGICAL_CPUS
 from app.runtime import console, kernels
 from app.runtime.errors import ConfigError, DeviceError
+from lockstep.numeric.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from strategies.workers import Workers  # Imports TensorFlow.

@@ -1,7 +1,5 @@
-"""Imports TensorFlow, and changes settings of it, of Keras and of the process' memory."""
+"""Imports TensorFlow, and changes settings of it and of Keras."""
 
-import contextlib
-import ctypes
 import logging
 import os
 import sys
@@ -13,9 +11,6 @@ from app.runtime.errors import DeviceError, reason_of
 
 _NO_REWRITE = "arithmetic_optimization"
 _UNUSED = "matplotlib.pyplot"  # For Keras' galleries of images; it imports all of matplotlib.
-# glibc's M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD: the process keeps freed blocks of up to
-# 1 GiB, and requests memory in steps of 64 MiB. If glibc rejects one, it has no effect.
-_MALLOC_OPTIONS = {-3: 1 << 30, -1: 2_000_000_000, -2: 64 << 20}
 
 
 def import_tensorflow(verbosity: int) -> Any:
@@ -68,19 +63,6 @@ def _import_needed() -> Any:
     finally:
         if is_blocked:
             del sys.modules[_UNUSED]
-
-
-def keep_freed_memory() -> None:
-    """Makes the process keep freed memory instead of requesting it again in every step.
-
-    New memory costs a page fault per 4 KiB. A step of ResNet-18 with `MirroredStrategy` on two
-    logical CPUs had 66,000 of them and took 0.64 s; with kept memory it takes 0.53 s. With two
-    workers, whose collectives allocate buffers in each step: 1.13 s and 0.96 s.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # Not glibc.
-        libc = ctypes.CDLL(None)
-        for number, value in _MALLOC_OPTIONS.items():
-            libc.mallopt(number, value)
 
 
 def settle_keras() -> None:
