@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 
@@ -58,16 +57,18 @@ def main():
         dist.init_process_group("gloo")
     torch.manual_seed(6)
     proxy = Proxy()
-    model = DistributedDataParallel(proxy, broadcast_buffers=False) if WORLD > 1 else proxy
     optimizer = torch.optim.SGD(proxy.parameters(), lr=0.3, momentum=0.9)
     domains = torch.tensor([0, 1, 0, 1, 0, 2, 1, 2, 0, 2, 0, 0])
-    with lockstep.record(model, optimizer):
+    with lockstep.record(proxy, optimizer):
         for _ in range(3):
             x = torch.randn(len(domains), 5) * (1 + domains[:, None])
             own, own_domains = x[RANK::WORLD], domains[RANK::WORLD]
-            losses = F.mse_loss(model(own), own.cos(), reduction="none").mean(1)
+            losses = F.mse_loss(proxy(own), own.cos(), reduction="none").mean(1)
             optimizer.zero_grad()
             (losses * DOMAINS * proxy.domain_weights[own_domains]).mean().backward()
+            for weight in proxy.parameters() if WORLD > 1 else ():
+                dist.all_reduce(weight.grad)
+                weight.grad /= WORLD
             optimizer.step()
             update_domain_weights(proxy.domain_weights, losses.detach(), own_domains)
     if WORLD > 1:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 
@@ -61,17 +60,19 @@ def main():
     controller = Controller()
     if LOAD:
         load(policy, optimizer, controller)
-    wrapped = DistributedDataParallel(policy) if WORLD > 1 else policy
-    with lockstep.record(wrapped, optimizer):
+    with lockstep.record(policy, optimizer):
         for step in range(HALF if LOAD else 0, HALF if SAVE else STEPS):
             x = torch.randn(BATCH_SIZE, 6, generator=torch.Generator().manual_seed(step))
             x = x[RANK::WORLD]
-            logs, before = wrapped(x).log_softmax(1), reference(x).log_softmax(1)
+            logs, before = policy(x).log_softmax(1), reference(x).log_softmax(1)
             divergence = F.kl_div(before, logs, reduction="batchmean", log_target=True)
             rewards = x[:, :ACTIONS] + 0.5
             loss = controller.weight * divergence - (logs.exp() * rewards).sum(1).mean()
             optimizer.zero_grad()
             loss.backward()
+            for weight in policy.parameters() if WORLD > 1 else ():
+                dist.all_reduce(weight.grad)
+                weight.grad /= WORLD
             optimizer.step()
             controller.update(divergence.detach())
     if SAVE and RANK == 0:
