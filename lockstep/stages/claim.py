@@ -35,7 +35,7 @@ from lockstep.numeric.arrays import (
     same_bits,
 )
 from lockstep.numeric.sampling import by_part, with_sums
-from lockstep.oracles.rules import RuleOracle
+from lockstep.oracles.rules import IN_GRADIENT, RuleOracle
 from lockstep.reference import StepPair
 from lockstep.stages.update import rounding_bounds
 from lockstep.step import joined_states
@@ -179,7 +179,10 @@ class Claim:
         apart = bounds.distance_of_gradients(first, second, allowed)
         if num_sums := self.pair.first.trace.num_sums(shape):
             first, second = (x if x is None else dense(x)[:-num_sums] for x in (first, second))
-        spread = bounds.spread_of(first, second, allowed)
+        decay = self._decay_in_gradient(variable.weight)
+        if num_sums and np.ndim(decay):
+            decay = np.asarray(decay)[:-num_sums]
+        spread = bounds.spread_of(first, second, allowed, decay)
         if num_sums and spread.shape in ((), (shape[0] - num_sums,)):
             spread = np.broadcast_to(spread, (shape[0] - num_sums,))
             is_linear = variable.kind != WEIGHT or self._is_linear(variable.weight)
@@ -189,6 +192,14 @@ class Claim:
             return spread
         # State of another shape, as means of rows.
         return np.asarray(apart)
+
+    def _decay_in_gradient(self, weight: str) -> np.ndarray | float:
+        """Returns what the reference's rule adds to the gradient of a weight; 0 if unknown."""
+        oracle = self.pair.first.updater
+        rule = oracle.rules.get(weight) if isinstance(oracle, RuleOracle) else None
+        if rule is None or rule.decay_placement != IN_GRADIENT or not rule.weight_decay:
+            return 0.0
+        return rule.weight_decay * dense(self.pair.first.named("before")[0].get(weight, 0.0))
 
     def _is_linear(self, weight: str) -> bool:
         """Returns whether the update of a weight is known to be linear in its gradient."""

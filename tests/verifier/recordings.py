@@ -79,6 +79,7 @@ RIGHT = {
     "Nesterov": ({"settings": {"nesterov": True}}, {}),
     "plain SGD": ({"settings": {"momentum": 0.0, "weight_decay": 0.01}}, {}),
     "decay": ({"settings": {"weight_decay": 0.1}}, {}),
+    "a gradient that cancels the decay": (cancelled(), cancelled(4e-7)),
     "weighted shards": ({}, {"shard": three_quarters}),
     "a replica without examples": ({}, {"shard": all_on_second}),
     "sum of shares": ({},
@@ -143,6 +144,8 @@ MORE = {
     "a gradient of 0 in one": ({}, zero_in(0, 1, 2, 3), "gradients: frozen"),
     "a gradient of 0 in the reference": (zero_in(0, 1, 2, 3), {"gradient": as_it_is},
         "gradients: not_frozen"),
+    "a gradient that cancels another decay": (cancelled(), {**cancelled(4e-7),
+        **with_settings(weight_decay=0.11)}, "update: other_weight_decay"),
     # Reductions.
     "a multiple of each sent one": ({"gradient": for_two_classes}, without("sums"), ""),
     "a multiple of each sent one, bypassed": ({"gradient": for_two_classes}, {"reduce": None,
