@@ -37,7 +37,7 @@ from lockstep.numeric.arrays import (
 from lockstep.numeric.sampling import by_part, with_sums
 from lockstep.oracles.rules import IN_GRADIENT, RuleOracle
 from lockstep.reference import StepPair
-from lockstep.stages.update import rounding_bounds
+from lockstep.stages.update import check_update, rounding_bounds
 from lockstep.step import joined_states
 
 # Stages that come before what the optimizer leaves: an optimizer may reduce gradients itself.
@@ -491,8 +491,10 @@ class Claim:
             return later  # State that its owner alone has is compared there.
         refuted = later + [
             f for f in findings
-            if f.stage == "update" and f.detail == "unexplained"
-            and (self.owned or self._has_other_rule({*f.tensors}))
+            if f.stage == "update" and (
+                (f.detail == "unexplained" and (self.owned or self._has_other_rule({*f.tensors})))
+                or self._is_of_both(f)
+            )
         ]  # fmt: skip
         refuted += [
             f for f in findings
@@ -530,6 +532,20 @@ class Claim:
             and distance(after[key], expected[key]) > _OTHER_RULE * norm(expected[key])
         }  # fmt: skip
         return len(known) == len(names) and known <= far
+
+    def _is_of_both(self, finding: Finding) -> bool:
+        """Returns whether the reference's updates differ in the same way from the recorded rule."""
+        of = {variable.second: variable.first for variable in self.variables}
+        names = {of.get(name, "") for name in finding.tensors}
+        return any(
+            each.detail == finding.detail and names and names <= {*each.tensors}
+            for each in self._of_reference
+        )
+
+    @functools.cached_property
+    def _of_reference(self) -> list[Finding]:
+        """What the reference's updates show, on their own."""
+        return [*check_update(self.pair.first)]
 
     @property
     def changed_later(self) -> set[str]:

@@ -174,6 +174,15 @@ def unless_overflow(script, weights, gradients, state):
 OVERFLOW = {"gradient": overflow, "update": unless_overflow}
 
 
+def with_mask(script, weights, gradients, state):
+    """Adam or SGD without decay of the bias."""
+    update, size = UPDATES[script.optimizer], len(state) // 2
+    update(script, weights[:1], gradients[:1], state[:size])
+    own = types.SimpleNamespace(**{**vars(script), "settings": {**script.settings}})
+    own.settings["weight_decay"] = 0.0
+    update(own, weights[1:], gradients[1:], state[size:])
+
+
 def no_update(script, weights, gradients, state):
     """Changes nothing."""
 
@@ -356,6 +365,7 @@ def in_modes(*modes, rate=0.5):
 
 
 JAX = {"about": {"framework": "jax", "layers": ()}}
+DECAYED = {**JAX, "settings": {"weight_decay": 0.05}}
 CLIPPED, KEYS = {**JAX, "clip": clip}, {**JAX, "more_variables": [Variable("key", SEED)]}
 UNKNOWN = {"about": LION}
 
