@@ -19,6 +19,7 @@ from lockstep.not_checked import (
     idle_steps,
     incomplete,
     not_compared,
+    skipped,
     to_record,
     unknown_weights,
     untrained,
@@ -146,7 +147,7 @@ def verify_alone(trace: Trace, on_step: Callable[[int], None] = lambda step: Non
     other_rule = _without_other_rule(trace, result)
     verdict = verdict_of(trace, result, None, name="", reference="")
     whole = tuple(incomplete(trace))
-    notes = *untrained(result), *ended_early(trace), *other_rule
+    notes = *untrained(result), *ended_early(trace), *skipped(trace), *other_rule
     return dataclasses.replace(verdict, notes=notes, unverified=whole)
 
 
@@ -221,8 +222,12 @@ def verify_against(
     steps, is_compared = compared.skipped, compared.is_compared
     idle = idle_steps(first, verdict, steps, wrong, is_compared=is_compared)
     notes = *not_compared(matching, second), *untrained(result), *compared.notes
-    notes += (*ended_early(second), *to_record(verdict, steps, wrong, is_compared=is_compared))
-    unverified = [*incomplete(second), *incomplete(first, "the first recording's training")]
+    notes += (*ended_early(second), *skipped(second))
+    notes += tuple(to_record(verdict, steps, wrong, is_compared=is_compared))
+    unverified = [
+        *incomplete(second, other=first),
+        *incomplete(first, "the first recording's training", second),
+    ]
     unknown = {}
     if not verdict.faults and {*second.steps} - {*idle}:
         unknown = unknown_weights(matching, compared.summary)

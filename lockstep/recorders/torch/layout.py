@@ -53,7 +53,7 @@ class Mesh:
         """
         long = [axis for axis, size in self.sizes.items() if size > 1]
         split = {axis for each in inputs[1:] for axis in each.axes}
-        data = {axis for each in inputs[:1] for axis in each.axes} | reduced
+        data = {axis for each in inputs[:1] for axis in each.axes} or reduced
         data = data or {axis for axis in self.sizes if DATA.match(axis)}
         self.data = [axis for axis in self.sizes if axis in data - split]
         self.sequence = [axis for axis in long if axis in split]
