@@ -49,7 +49,8 @@ class Mesh:
 
         Args:
             reduced: Those over which DDP or FSDP2 reduces gradients.
-            inputs: The dimensions of the inputs; the first are the examples.
+            inputs: The dimensions of the inputs; the first are the examples. What a user says of
+                them counts more than `reduced`: a model may split sequences that ranks share.
         """
         long = [axis for axis, size in self.sizes.items() if size > 1]
         split = {axis for each in inputs[1:] for axis in each.axes}
