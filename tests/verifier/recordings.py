@@ -107,6 +107,7 @@ RIGHT = {
     "a mask of Adam's decay": ({**ADAM, **DECAYED, "decays_gradient": False, "update": with_mask,
         "about": {**JAX["about"], "optimizer": {"class": "AdamW", "framework": "jax"}}}, {}),
     "no decay, against the settings": ({**DECAYED, **with_settings(weight_decay=0.0)}, {}),
+    "the loss of a part, gradients of all": (differentiated(), differentiated(0.3)),
     "keys": ({**KEYS, **keys(int)}, keys(int)),
     "one key that devices fold": ({**KEYS, **keys(int)}, keys(int, devices=2)),
     "one key that steps fold": ({**KEYS, **keys(lambda step: 5)}, keys(lambda step: 5)),
@@ -153,6 +154,10 @@ MORE = {
     "no mask of decay": ({**DECAYED, "update": with_mask}, {"update": sgd},
         "update: other_weight_decay", {"text": "weight decay 0 in the first recording, 0.05 in"}),
     "the mask of decay in one": (DECAYED, {"update": with_mask}, "update: other_weight_decay"),
+    "the loss and a gradient of a part": (differentiated(), {**differentiated(0.3),
+        **bias_times(lambda step, r: 0.3)}, "gradients: unexplained"),
+    "the loss and the gradients of a part": (differentiated(), {**differentiated(0.3),
+        **times(0.3)}, "loss: scaled_gradient; gradients: scaled_gradient"),
     # Reductions.
     "a multiple of each sent one": ({"gradient": for_two_classes}, without("sums"), ""),
     "a multiple of each sent one, bypassed": ({"gradient": for_two_classes}, {"reduce": None,
