@@ -23,6 +23,7 @@ from lockstep.not_checked import (
     to_record,
     unknown_weights,
     untrained,
+    without_gradients,
 )
 from lockstep.numeric.tolerance import (
     Tolerance,
@@ -220,9 +221,11 @@ def verify_against(
     verdict = verdict_of(second, result, None, name="", reference=first.name)
     wrong = {step for finding in verdict.faults for step in finding.steps}
     steps, is_compared = compared.skipped, compared.is_compared
-    idle = idle_steps(first, verdict, steps, wrong, is_compared=is_compared)
+    summary = compared.summary
+    idle = idle_steps(first, verdict, steps, wrong, summary, is_compared=is_compared)
     notes = *not_compared(matching, second), *untrained(result), *compared.notes
     notes += (*ended_early(second), *skipped(second))
+    notes += tuple(without_gradients(verdict, idle, is_compared=is_compared))
     notes += tuple(to_record(verdict, steps, wrong, is_compared=is_compared))
     unverified = [
         *incomplete(second, other=first),
@@ -230,11 +233,11 @@ def verify_against(
     ]
     unknown = {}
     if not verdict.faults and {*second.steps} - {*idle}:
-        unknown = unknown_weights(matching, compared.summary)
+        unknown = unknown_weights(matching, summary)
         unverified += [why.format(first_names(names)) for why, names in unknown.items()]
     return dataclasses.replace(
         verdict, tolerance=tolerance.text, notes=notes, idle=idle, unverified=tuple(unverified),
-        unknown_elements=compared.summary.unknown,
+        unknown_elements=summary.unknown,
         unknown_weights=tuple(itertools.chain.from_iterable(unknown.values())),
     )  # fmt: skip
 

@@ -62,16 +62,20 @@ def idle_steps(
     verdict: Verdict,
     skipped: Collection[int],
     wrong: Collection[int],
+    summary: Summary,
     *,
     is_compared: bool,
 ) -> dict[int, str]:
     """Returns number of a step of which nothing is verified → why.
+
+    Where the gradients of no step were compared, those steps are verified whose weights were.
 
     Args:
         first: the reference.
         verdict: what was found.
         skipped: numbers of the steps that start from other states.
         wrong: numbers of the steps with a fault.
+        summary: what was compared of the weights and state that steps leave.
         is_compared: whether the gradients of some step were compared.
     """
     reasons = dict.fromkeys(
@@ -87,8 +91,20 @@ def idle_steps(
             "gradients of no step could be compared: record them in both scripts, and the second"
             " one with replay="
         )
-        idle = {**dict.fromkeys(verdict.steps, text), **idle}
+        unseen = [step for step in verdict.steps if step not in summary.steps]
+        idle = {**dict.fromkeys(unseen, text), **idle}
     return idle
+
+
+def without_gradients(
+    verdict: Verdict, idle: Collection[int], *, is_compared: bool
+) -> Iterator[str]:
+    """Yields that weights and state were compared, and no gradients."""
+    if not (is_compared or verdict.faults) and {*verdict.steps} - {*idle}:
+        yield (
+            "gradients are not compared: they are not recorded in both; weights and state after"
+            " each step are, in which a factor that clipping removes does not show"
+        )
 
 
 def to_record(

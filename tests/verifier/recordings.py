@@ -145,6 +145,11 @@ MORE = {
     "nothing is trained": (settings(learning_rate=0.0) | WITHOUT_GRADIENTS, WITHOUT_GRADIENTS, "",
         {"status": NOTHING, "text": "no gradient is recorded, and no weight changes"}),
     "no gradient is recorded": (WITHOUT_GRADIENTS, WITHOUT_GRADIENTS, "",
+        {"text": "gradients are not compared: they are not recorded in both; weights and state"}),
+    "no gradient is recorded, summed": (WITHOUT_GRADIENTS, {**WITHOUT_GRADIENTS, **SUMMED},
+        "update: unexplained", {"place": (ALL, (), None)}),
+    "no gradient is recorded of another framework": (
+        WITHOUT_GRADIENTS, {**WITHOUT_GRADIENTS, "framework": "keras"}, "",
         {"status": NOTHING, "text": "gradients of no step could be compared: record them in both"}),
     "a gradient of 0 in one": ({}, zero_in(0, 1, 2, 3), "gradients: frozen"),
     "a gradient of 0 in the reference": (zero_in(0, 1, 2, 3), {"gradient": as_it_is},
