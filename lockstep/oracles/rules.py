@@ -402,7 +402,7 @@ class RuleOracle:
         self.tracks = {
             key for own in self._state.values() for role, key in own.items() if role != "number"
         }
-        if about.framework == "jax":
+        if about.framework == "jax" and any(rule.weight_decay for rule in self.rules.values()):
             self._read_mask(trace.named(position, "before", 0) or {}, weights, after)
 
     def _read_mask(self, before: Named, sums: Named, after: Named) -> None:
