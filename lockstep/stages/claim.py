@@ -143,15 +143,17 @@ class Claim:
 
     Args:
         pair: the step.
+        of_any_examples: whether steps with other examples are compared, too.
 
     Attributes:
         changes: what was compared; empty if the step starts from other states or examples.
     """
 
-    def __init__(self, pair: StepPair):
+    def __init__(self, pair: StepPair, *, of_any_examples: bool = False):
         self.pair = pair
         frameworks = {step.trace.about.framework for step, _ in pair.both}
-        is_known = len(frameworks) == 1 and pair.has("before", "after") and pair.computes_the_same
+        is_known = len(frameworks) == 1 and pair.has("before", "after")
+        is_known &= pair.starts_equally if of_any_examples else pair.computes_the_same
         self.variables = variables_of(pair) if len(frameworks) == 1 else []
         self.changes = [*self._compare()] if is_known else []
 
@@ -390,6 +392,11 @@ class Claim:
     def differing(self) -> list[Change]:
         """What differs from the reference, and is not owned by another rank."""
         return [x for x in self.changes if x.differs and x.variable.second not in self.owned]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all that both recordings have was compared, and agrees."""
+        return bool(self.changes) and not any(x.differs or x.share is None for x in self.changes)
 
     def unexplained(self, found: Sequence[Finding]) -> Iterator[Finding]:
         """Finds what differs in a step in which no other check has found a reason.

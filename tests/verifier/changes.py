@@ -37,6 +37,18 @@ def same_rows(rows, replica, count):
     return rows[: len(rows) // count]
 
 
+def whole_batch_on_both(of_parts=(1.0, 1.0)):
+    """Both ranks have all examples: each computes the gradient of a part of the model, or all."""
+
+    def gradient(script, replica, gradients):
+        if script.replicas == 1 or not of_parts:
+            return gradients
+        factors = [2 * of_parts[replica] * (replica == i) for i in range(len(gradients))]
+        return [np.float32(f) * g for f, g in zip(factors, gradients, strict=True)]
+
+    return {"shard": lambda rows, r, count: rows, "weighted": False, "gradient": gradient}
+
+
 def first_only(sent):
     return [[array.copy() for array in sent[0]] for _ in sent]
 

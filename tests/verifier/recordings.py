@@ -163,6 +163,12 @@ MORE = {
         **bias_times(lambda step, r: 0.3)}, "gradients: unexplained"),
     "the loss and the gradients of a part": (differentiated(), {**differentiated(0.3),
         **times(0.3)}, "loss: scaled_gradient; gradients: scaled_gradient"),
+    "the whole batch on both": ({}, whole_batch_on_both(()),
+        "examples: same_examples; examples: repeated_examples"),
+    "parts of a model without a mesh": ({}, whole_batch_on_both(), "",
+        {"status": NOT_VERIFIED, "text": "if they compute parts of one model, pass mesh="}),
+    "parts of a model without a mesh, doubled": ({}, whole_batch_on_both((1.0, 2.0)),
+        "examples: same_examples; examples: repeated_examples"),
     # Reductions.
     "a multiple of each sent one": ({"gradient": for_two_classes}, without("sums"), ""),
     "a multiple of each sent one, bypassed": ({"gradient": for_two_classes}, {"reduce": None,
