@@ -19,9 +19,11 @@ from lockstep.not_checked import (
     idle_steps,
     incomplete,
     not_compared,
+    skipped,
     to_record,
     unknown_weights,
     untrained,
+    without_gradients,
 )
 from lockstep.numeric.tolerance import (
     Tolerance,
@@ -33,6 +35,7 @@ from lockstep.stages.claim import Claim
 from lockstep.stages.examples import (
     compare_examples,
     other_examples,
+    parts_of_a_model,
     repeated_batch,
     with_data_axes,
 )
@@ -146,7 +149,7 @@ def verify_alone(trace: Trace, on_step: Callable[[int], None] = lambda step: Non
     other_rule = _without_other_rule(trace, result)
     verdict = verdict_of(trace, result, None, name="", reference="")
     whole = tuple(incomplete(trace))
-    notes = *untrained(result), *ended_early(trace), *other_rule
+    notes = *untrained(result), *ended_early(trace), *skipped(trace), *other_rule
     return dataclasses.replace(verdict, notes=notes, unverified=whole)
 
 
@@ -219,17 +222,25 @@ def verify_against(
     verdict = verdict_of(second, result, None, name="", reference=first.name)
     wrong = {step for finding in verdict.faults for step in finding.steps}
     steps, is_compared = compared.skipped, compared.is_compared
-    idle = idle_steps(first, verdict, steps, wrong, is_compared=is_compared)
+    summary = compared.summary
+    idle = idle_steps(first, verdict, steps, wrong, summary, is_compared=is_compared)
     notes = *not_compared(matching, second), *untrained(result), *compared.notes
-    notes += (*ended_early(second), *to_record(verdict, steps, wrong, is_compared=is_compared))
-    unverified = [*incomplete(second), *incomplete(first, "the first recording's training")]
+    notes += (*ended_early(second), *skipped(second))
+    notes += tuple(without_gradients(verdict, idle, is_compared=is_compared))
+    notes += tuple(to_record(verdict, steps, wrong, is_compared=is_compared))
+    unverified = [
+        *incomplete(second, other=first),
+        *incomplete(first, "the first recording's training", second),
+    ]
+    if compared.parts_of_a_model and not verdict.faults:
+        unverified.append(compared.parts_of_a_model)
     unknown = {}
     if not verdict.faults and {*second.steps} - {*idle}:
-        unknown = unknown_weights(matching, compared.summary)
+        unknown = unknown_weights(matching, summary)
         unverified += [why.format(first_names(names)) for why, names in unknown.items()]
     return dataclasses.replace(
         verdict, tolerance=tolerance.text, notes=notes, idle=idle, unverified=tuple(unverified),
-        unknown_elements=compared.summary.unknown,
+        unknown_elements=summary.unknown,
         unknown_weights=tuple(itertools.chain.from_iterable(unknown.values())),
     )  # fmt: skip
 
@@ -247,6 +258,7 @@ class _Compared:
         divides_later: whether the script divides gradients after it has kept what it sends.
         summary: what the claims have shown.
         draws_as_one: whether the replicas draw equal numbers, and use each its part, rightly.
+        parts_of_a_model: why it is unknown whether shards are replicas; "" if they are.
         note: on the state that the first step replaced; "" without one.
     """
 
@@ -261,7 +273,7 @@ class _Compared:
         }
         self.skipped, self.is_compared, self.removed = list[int](), False, list[Finding]()
         self.divides_later, self.summary, self.note = False, Summary(), ""
-        self.draws_as_one = False
+        self.draws_as_one, self.parts_of_a_model = False, ""
         self._last: Claim | None = None  # The claim of the last common step.
 
     @property
@@ -301,6 +313,7 @@ class _Compared:
         self._compare_random_numbers(pair)
         pair.findings = with_modules(pair)
         num_removed = len(self.removed)
+        self._judge_examples(pair)
         self._last = _with_claim(pair, self._last, self.summary, self.removed)
         is_refuting = len(self.removed) > num_removed  # By what the step leaves.
         self.is_compared |= is_refuting or pair.is_comparable
@@ -314,6 +327,16 @@ class _Compared:
             found = pair.second.findings
             self.removed += [f for f in found if f.detail == "same_random_numbers"]
             pair.findings += compare_replicas(pair)
+
+    def _judge_examples(self, pair: StepPair) -> None:
+        """Removes equal examples of ranks that may compute parts of one model, rightly."""
+        known = [*pair.second.findings, *pair.findings]
+        found = [finding for finding in known if finding.stage == "examples"]
+        text = parts_of_a_model(pair.second, found)
+        if text and Claim(pair, of_any_examples=True).is_right:
+            self.parts_of_a_model = text
+            self.removed += found
+            pair.findings = [finding for finding in pair.findings if finding not in found]
 
     def is_refuted(self, finding: Finding) -> bool:
         """Returns whether other steps, or what a step leaves, refute a finding."""

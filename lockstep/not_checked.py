@@ -13,13 +13,39 @@ from lockstep.stages.examples import (
 from lockstep.stages.summary import Summary
 
 
-def incomplete(trace: Trace, whose: str = "the training") -> Iterator[str]:
-    """Yields why a recording does not have the whole training that was asked for."""
+def incomplete(
+    trace: Trace, whose: str = "the training", other: Trace | None = None
+) -> Iterator[str]:
+    """Yields why a recording does not have the whole training that was asked for.
+
+    Args:
+        trace: the recording.
+        whose: whose it is.
+        other: the one that it is compared with.
+    """
     if trace.about.ended_with:
         yield f"{whose} ended with an exception: {trace.about.ended_with}"
-    if missing := sorted({*trace.about.asked} - {*trace.steps}):
+    if (missing := _missing(trace)) and not _skips_as(trace, other or trace):
         steps = ", ".join(named_steps([f"step {step}" for step in missing]))
         yield f"{whose} ended before {steps}, which were to be recorded"
+
+
+def _missing(trace: Trace) -> list[int]:
+    return sorted({*trace.about.asked} - {*trace.steps})
+
+
+def _skips_as(trace: Trace, other: Trace) -> bool:
+    """Returns whether a recording lacks steps only as the training skips updates, as another."""
+    own = trace.about.trained, trace.about.skipped
+    is_equal = own == (other.about.trained, other.about.skipped)
+    return is_equal and len(_missing(trace)) <= trace.about.skipped
+
+
+def skipped(trace: Trace) -> Iterator[str]:
+    """Yields how many updates a training has skipped in place of steps that were asked for."""
+    if number := trace.about.skipped:
+        steps = "an update" if number == 1 else f"{number} updates"
+        yield f"the training skips {steps}, as gradients overflow: they are no steps"
 
 
 def untrained(result: Result) -> list[str]:
@@ -36,16 +62,20 @@ def idle_steps(
     verdict: Verdict,
     skipped: Collection[int],
     wrong: Collection[int],
+    summary: Summary,
     *,
     is_compared: bool,
 ) -> dict[int, str]:
     """Returns number of a step of which nothing is verified → why.
+
+    Where the gradients of no step were compared, those steps are verified whose weights were.
 
     Args:
         first: the reference.
         verdict: what was found.
         skipped: numbers of the steps that start from other states.
         wrong: numbers of the steps with a fault.
+        summary: what was compared of the weights and state that steps leave.
         is_compared: whether the gradients of some step were compared.
     """
     reasons = dict.fromkeys(
@@ -61,8 +91,20 @@ def idle_steps(
             "gradients of no step could be compared: record them in both scripts, and the second"
             " one with replay="
         )
-        idle = {**dict.fromkeys(verdict.steps, text), **idle}
+        unseen = [step for step in verdict.steps if step not in summary.steps]
+        idle = {**dict.fromkeys(unseen, text), **idle}
     return idle
+
+
+def without_gradients(
+    verdict: Verdict, idle: Collection[int], *, is_compared: bool
+) -> Iterator[str]:
+    """Yields that weights and state were compared, and no gradients."""
+    if not (is_compared or verdict.faults) and {*verdict.steps} - {*idle}:
+        yield (
+            "gradients are not compared: they are not recorded in both; weights and state after"
+            " each step are, in which a factor that clipping removes does not show"
+        )
 
 
 def to_record(

@@ -53,6 +53,7 @@ _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
     *("in_evaluation", "calls", "loss_scale", "permuted", "modules", "asked", "ended_with"),
     *("passes", "tied", "not_loaded", "loader_seeds", "device", "trained"),
+    "skipped",
 )
 _OF_STAGES = ("ranks", "placements", "names", "modules", "variables", "gradients")  # On a mesh.
 _GROWING = (  # Keys that are longer with each step.
@@ -369,7 +370,10 @@ def _with_ends(about: About, files: Sequence[_File]) -> About:
     ended_with = next((file.about.ended_with for file in files if file.about.ended_with), "")
     asked = sorted({step for file in files for step in file.about.asked})
     trained = max(file.about.trained for file in files)
-    return dataclasses.replace(about, ended_with=ended_with, asked=tuple(asked), trained=trained)
+    skipped = min(file.about.skipped for file in files)
+    return dataclasses.replace(
+        about, ended_with=ended_with, asked=tuple(asked), trained=trained, skipped=skipped
+    )
 
 
 def _only_one_has(key: str, *values: Sequence[Any]) -> str:

@@ -208,6 +208,8 @@ class About:
         versions: package → version; also a variable that chooses kernels → its value.
         asked: the steps that the script asked for; empty for those of the recorder's default.
         trained: the steps that the process trained, also those that are not recorded; 0 if unknown.
+        skipped: the number of updates that were skipped while steps were recorded, as gradients
+            overflow: they are no steps.
         ended_with: the exception with which the recorded run ended, in words; "" without one.
         sample: "elements", "sums" and "seed" of `numeric.sampling.Sample`, if variables and
             gradients with more elements are sampled; empty if all are whole.
@@ -253,6 +255,7 @@ class About:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     asked: tuple[int, ...] = ()
     trained: int = 0
+    skipped: int = 0
     ended_with: str = ""
     sample: Mapping[str, int] = dataclasses.field(default_factory=dict)
 

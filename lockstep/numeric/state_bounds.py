@@ -10,7 +10,8 @@ its bits are those of bfloat16.
   by roots and means of gradients: `COMPUTED` · max(u, ρ) · max(|D1|, |D2|). ρ counts only if this
   weight's gradient agrees within its own bound: with that of a wrong gradient, every wrong update
   would agree. An element whose ρ is above `MOST_KNOWN` is one of rounding alone, and is not
-  compared.
+  compared. A rule that adds the decay of the weight to the gradient uses their sum, of which ρ is
+  a part: where both nearly cancel, it is many times that of the gradient.
 - The gradient may cancel the momentum: the change is smaller than its terms, and a difference of
   the gradient in the last place (ρ <= u) is a large part of it. `COMPUTED` · ρ · the root mean
   square of D1 for weights, · (|S| + |S'|) for state, if that is more. In 31 M weights under AdamW,
@@ -61,25 +62,28 @@ def unit_of_state(*arrays: Array) -> float:
     return max([EPS, *map(unit_of, large)])
 
 
-def spread_of(first: Array | None, second: Array | None, allowed: float) -> np.ndarray:
+def spread_of(
+    first: Array | None, second: Array | None, allowed: float, decay: np.ndarray | float = 0.0
+) -> np.ndarray:
     """Returns ρ for each element of a gradient: infinite where it is rounding alone.
 
     Args:
         first, second: the gradient in the reference and in the training; None if unknown.
         allowed: its relative difference that rounding can cause; 0 if the gradients do not agree.
+        decay: what the rule adds to the gradient before it uses it.
     """
     if first is None or second is None:
         return np.zeros(())
     usual, most = 4 * _UNKNOWN_GRADIENT * mean_square(first), max(MOST_KNOWN, 4 * allowed)
 
-    def of_elements(own: np.ndarray, other: np.ndarray) -> np.ndarray:
+    def of_elements(own: np.ndarray, other: np.ndarray, decay: np.ndarray) -> np.ndarray:
         gap = np.abs(other - own) if allowed else usual
         with np.errstate(divide="ignore", invalid="ignore"):
-            spread = gap / np.abs(own)
+            spread = gap / np.minimum(np.abs(own), np.abs(own + decay))
         spread = np.where(gap == 0, 0.0, spread) if allowed else spread
         return np.where(spread <= most, spread, np.inf)
 
-    return by_blocks(of_elements, first, second)
+    return by_blocks(of_elements, first, second, decay)
 
 
 def spread_of_sums(of_elements: np.ndarray, apart: float) -> float:

@@ -11,13 +11,25 @@ References: `torch.optim.SGD`, `torch.optim.Adam`, `torch.optim.AdamW`, `torch.o
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lockstep.data.trace import STATE, Trace
-from lockstep.numeric.arrays import EPS, UNITS, Array, Named, Rows, blocks, dense, norm, unit_of
+from lockstep.numeric.arrays import (
+    EPS,
+    UNITS,
+    Array,
+    Named,
+    Rows,
+    blocks,
+    dense,
+    elements_of,
+    factor_of,
+    norm,
+    unit_of,
+)
 from lockstep.oracles import OtherSetting
 
 IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
@@ -25,6 +37,7 @@ OF_GRADIENTS, OF_UPDATES = "of gradients", "of updates"
 AFTER_CORRECTION, BEFORE_CORRECTION = "after bias correction", "before bias correction"
 UNDER_ROOT = "under the root"
 FORMS = ("amsgrad", "maximize", "centered")  # Settings that make another rule.
+_NEAR_SHARE = 0.1  # Of a decay: that of all other rounding is less where the decay can be seen.
 OF_SUM, OF_ROWS = "of the sum of its rows", "of each of its rows"
 
 # Role of optimizer state → its names in PyTorch, Keras and Optax.
@@ -323,7 +336,7 @@ class RuleOracle:
     Args:
         trace: the trace, which describes the optimizer.
         position: position of the step in the trace, from 0.
-        weights: names of the weights that the step updates.
+        weights: names of the weights that the step updates, with the gradients that it applies.
         replica: the replica whose settings the rules have.
 
     Attributes:
@@ -333,7 +346,7 @@ class RuleOracle:
         units: relative rounding error of each variable's dtype.
     """
 
-    def __init__(self, trace: Trace, position: int, weights: Iterable[str], replica: int = 0):
+    def __init__(self, trace: Trace, position: int, weights: Named, replica: int = 0):
         about = trace.of_replica.get(replica, trace.about)
         after = trace.named(position, "after", 0) or {}
         self.units = {key: unit_of(array) for key, array in after.items()}
@@ -389,6 +402,31 @@ class RuleOracle:
         self.tracks = {
             key for own in self._state.values() for role, key in own.items() if role != "number"
         }
+        if about.framework == "jax" and any(rule.weight_decay for rule in self.rules.values()):
+            self._read_mask(trace.named(position, "before", 0) or {}, weights, after)
+
+    def _read_mask(self, before: Named, sums: Named, after: Named) -> None:
+        """Sets the decay of weights to 0 that are not decayed, beside others that are.
+
+        In JAX, one group of settings describes the whole optimizer, and a mask leaves weights out.
+        """
+        before, sums, after = (
+            {name: elements_of(array) for name, array in each.items()}
+            for each in (before, sums, after)
+        )
+        decayed = self.update(before, sums)
+        others = self.update(before, sums, weight_decay=0.0)
+        shares = {}  # Weight → 0 if it is decayed, 1 if it is not.
+        for weight, rule in self.rules.items():
+            if rule.weight_decay and weight in sums and weight in before:
+                keys = [weight, *(self.tracks & {*self._state[weight].values()})]
+                gaps = [dense(after[key]) - decayed[key] for key in keys]
+                effects = [others[key] - decayed[key] for key in keys]
+                shares[weight] = factor_of(gaps, effects)
+        if any(abs(share) < _NEAR_SHARE for share in shares.values()):
+            left_out = [w for w, share in shares.items() if abs(share - 1) < _NEAR_SHARE]
+            own = {w: dataclasses.replace(self.rules[w], weight_decay=0.0) for w in left_out}
+            self.rules |= own
 
     def differences(self, other: "RuleOracle") -> dict[str, tuple[Any, Any]]:
         """Returns setting → its value here and in another oracle, for those that differ."""

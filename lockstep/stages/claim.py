@@ -35,9 +35,9 @@ from lockstep.numeric.arrays import (
     same_bits,
 )
 from lockstep.numeric.sampling import by_part, with_sums
-from lockstep.oracles.rules import RuleOracle
+from lockstep.oracles.rules import IN_GRADIENT, RuleOracle
 from lockstep.reference import StepPair
-from lockstep.stages.update import rounding_bounds
+from lockstep.stages.update import check_update, rounding_bounds
 from lockstep.step import joined_states
 
 # Stages that come before what the optimizer leaves: an optimizer may reduce gradients itself.
@@ -143,15 +143,17 @@ class Claim:
 
     Args:
         pair: the step.
+        of_any_examples: whether steps with other examples are compared, too.
 
     Attributes:
         changes: what was compared; empty if the step starts from other states or examples.
     """
 
-    def __init__(self, pair: StepPair):
+    def __init__(self, pair: StepPair, *, of_any_examples: bool = False):
         self.pair = pair
         frameworks = {step.trace.about.framework for step, _ in pair.both}
-        is_known = len(frameworks) == 1 and pair.has("before", "after") and pair.computes_the_same
+        is_known = len(frameworks) == 1 and pair.has("before", "after")
+        is_known &= pair.starts_equally if of_any_examples else pair.computes_the_same
         self.variables = variables_of(pair) if len(frameworks) == 1 else []
         self.changes = [*self._compare()] if is_known else []
 
@@ -179,7 +181,10 @@ class Claim:
         apart = bounds.distance_of_gradients(first, second, allowed)
         if num_sums := self.pair.first.trace.num_sums(shape):
             first, second = (x if x is None else dense(x)[:-num_sums] for x in (first, second))
-        spread = bounds.spread_of(first, second, allowed)
+        decay = self._decay_in_gradient(variable.weight)
+        if num_sums and np.ndim(decay):
+            decay = np.asarray(decay)[:-num_sums]
+        spread = bounds.spread_of(first, second, allowed, decay)
         if num_sums and spread.shape in ((), (shape[0] - num_sums,)):
             spread = np.broadcast_to(spread, (shape[0] - num_sums,))
             is_linear = variable.kind != WEIGHT or self._is_linear(variable.weight)
@@ -189,6 +194,14 @@ class Claim:
             return spread
         # State of another shape, as means of rows.
         return np.asarray(apart)
+
+    def _decay_in_gradient(self, weight: str) -> np.ndarray | float:
+        """Returns what the reference's rule adds to the gradient of a weight; 0 if unknown."""
+        oracle = self.pair.first.updater
+        rule = oracle.rules.get(weight) if isinstance(oracle, RuleOracle) else None
+        if rule is None or rule.decay_placement != IN_GRADIENT or not rule.weight_decay:
+            return 0.0
+        return rule.weight_decay * dense(self.pair.first.named("before")[0].get(weight, 0.0))
 
     def _is_linear(self, weight: str) -> bool:
         """Returns whether the update of a weight is known to be linear in its gradient."""
@@ -380,6 +393,11 @@ class Claim:
         """What differs from the reference, and is not owned by another rank."""
         return [x for x in self.changes if x.differs and x.variable.second not in self.owned]
 
+    @property
+    def is_right(self) -> bool:
+        """Whether all that both recordings have was compared, and agrees."""
+        return bool(self.changes) and not any(x.differs or x.share is None for x in self.changes)
+
     def unexplained(self, found: Sequence[Finding]) -> Iterator[Finding]:
         """Finds what differs in a step in which no other check has found a reason.
 
@@ -480,8 +498,10 @@ class Claim:
             return later  # State that its owner alone has is compared there.
         refuted = later + [
             f for f in findings
-            if f.stage == "update" and f.detail == "unexplained"
-            and (self.owned or self._has_other_rule({*f.tensors}))
+            if f.stage == "update" and (
+                (f.detail == "unexplained" and (self.owned or self._has_other_rule({*f.tensors})))
+                or self._is_of_both(f)
+            )
         ]  # fmt: skip
         refuted += [
             f for f in findings
@@ -519,6 +539,20 @@ class Claim:
             and distance(after[key], expected[key]) > _OTHER_RULE * norm(expected[key])
         }  # fmt: skip
         return len(known) == len(names) and known <= far
+
+    def _is_of_both(self, finding: Finding) -> bool:
+        """Returns whether the reference's updates differ in the same way from the recorded rule."""
+        of = {variable.second: variable.first for variable in self.variables}
+        names = {of.get(name, "") for name in finding.tensors}
+        return any(
+            each.detail == finding.detail and names and names <= {*each.tensors}
+            for each in self._of_reference
+        )
+
+    @functools.cached_property
+    def _of_reference(self) -> list[Finding]:
+        """What the reference's updates show, on their own."""
+        return [*check_update(self.pair.first)]
 
     @property
     def changed_later(self) -> set[str]:

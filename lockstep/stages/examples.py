@@ -23,6 +23,9 @@ from lockstep.explain.batches import (
     why_size,
 )
 from lockstep.numeric.arrays import (
+    Named,
+    distance,
+    norm,
     rows_of,
     same_arrays,
     same_bits,
@@ -40,6 +43,7 @@ _Inputs = Sequence[np.ndarray]  # Rows of each forward pass.
 
 _DIFFERENT_PART = 0.9
 _BY_ROWS = {"other_examples", "other_order", "repeated_examples", "lost_examples"}
+_NEARLY_EQUAL = 1e-2  # Gradients of equal examples, with units that turn over.
 _SAME_PART = 0.5  # Replicas that share a larger part of their examples are a fault.
 
 
@@ -131,6 +135,39 @@ def _different_examples(context: Context) -> Iterator[Finding]:
                 f"replicas {first} and {second} train on the same examples: {shared} of {size}",
                 items=(first, second),
             )
+
+
+def parts_of_a_model(context: Context, found: Sequence[Finding]) -> str:
+    """Returns a sentence if shards with equal examples send other gradients; else "".
+
+    So do ranks that compute parts of one model. Replicas with equal examples would send equal ones.
+
+    Args:
+        context: the step.
+        found: all its findings of examples.
+    """
+    if not found or not {each.detail for each in found} <= {"same_examples", _AGAIN}:
+        return ""
+    if not (context.has("raw") and context.has("data")):
+        return ""
+    rows = [rows_of(context.inputs(shard)[:1]) for shard in context.shards]
+    raw = context.named("raw")
+    twins = [(a, b) for a, b in itertools.combinations(context.shards, 2) if rows[a] == rows[b]]
+    if not twins or any(_are_near(raw[a], raw[b]) for a, b in twins):
+        return ""
+    first, second = (context.trace.name_of("data", shard) for shard in twins[0])
+    return (
+        f"{first} and {second} have the same examples and send other gradients, and what the step"
+        " leaves is right: if they compute parts of one model, pass mesh= to the recorder"
+    )
+
+
+def _are_near(first: Named, second: Named) -> bool:
+    """Returns whether the gradients of two shards differ by rounding at most."""
+    return first.keys() == second.keys() and all(
+        distance(second[name], gradient) <= _NEARLY_EQUAL * norm(gradient)
+        for name, gradient in first.items()
+    )
 
 
 def repeated_batch(context: Context, every: bool = True) -> str:

@@ -19,6 +19,8 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
     pair.second.mark_checked("loss")
     if agree_in_value(pair) or (pair.are_gradients_right and differ_by_replicas(pair)):
         return
+    if pair.second.kind_of_loss == "objective" and not _shows_in_all_gradients(pair):
+        return
     times = second[0] / first[0] if first[0] else float("nan")
     sizes = {size for step, _ in pair.both for size in step.sizes[:1]} - {0, 1}
     is_sum = any(min(abs(times - size) / size, abs(times * size - 1)) < 1e-3 for size in sizes)
@@ -30,3 +32,13 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
         text += f": {times:.6g} times, a sum over examples in place of a mean"
     finding = pair.second.found("loss", cause, text, distance=abs(times - 1), allowed=allowed)
     yield finding if is_sum else pair.explained(finding)
+
+
+def _shows_in_all_gradients(pair: StepPair) -> bool:
+    """Returns whether all gradients differ, as those of another loss do.
+
+    What a step differentiates may be the loss of a part of the batch: a script can compute the
+    others by copies of the model that are not recorded, and add the gradients itself.
+    """
+    names = pair.gradients.names
+    return not names or len(pair.different_gradients) == len(names)

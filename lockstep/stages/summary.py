@@ -23,6 +23,7 @@ class Summary:
         unknown: number of elements whose change was not compared, over all steps.
         compared: names of weights whose update was compared in a step that trains them.
         trained: names of the weights that both trainings train, in some step.
+        steps: numbers of the steps in which the update of a weight was compared.
         local: names of moving statistics that the reference, shard by shard, has of copy 0 alone.
     """
 
@@ -31,6 +32,7 @@ class Summary:
     unknown: int = 0
     compared: set[str] = dataclasses.field(default_factory=set)
     trained: tuple[set[str], set[str]] = dataclasses.field(default_factory=lambda: (set(), set()))
+    steps: set[int] = dataclasses.field(default_factory=set)
     local: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, claim: Claim) -> None:
@@ -45,6 +47,7 @@ class Summary:
             }
         self.unknown += sum(change.num_unknown for change in claim.changes if not change.copy)
         compared = {x.variable.second for x in claim.changes if x.is_compared_weight}
+        self.steps |= {claim.pair.second.number} if compared else set()
         compared |= _compared_by_rules(claim.pair)
         first, second = _trained_in(claim.pair.first), _trained_in(claim.pair.second)
         for trained, of_step in zip(self.trained, (first, second), strict=True):

@@ -37,6 +37,18 @@ def same_rows(rows, replica, count):
     return rows[: len(rows) // count]
 
 
+def whole_batch_on_both(of_parts=(1.0, 1.0)):
+    """Both ranks have all examples: each computes the gradient of a part of the model, or all."""
+
+    def gradient(script, replica, gradients):
+        if script.replicas == 1 or not of_parts:
+            return gradients
+        factors = [2 * of_parts[replica] * (replica == i) for i in range(len(gradients))]
+        return [np.float32(f) * g for f, g in zip(factors, gradients, strict=True)]
+
+    return {"shard": lambda rows, r, count: rows, "weighted": False, "gradient": gradient}
+
+
 def first_only(sent):
     return [[array.copy() for array in sent[0]] for _ in sent]
 
@@ -132,6 +144,18 @@ def decayed_in_loss(script, replica, gradients):
     return [g + np.float32(0.05) * w for g, w in zip(gradients, weights, strict=True)]
 
 
+def cancelled(last_bits=0.0):
+    """The gradient of one element nearly cancels the decay that is added to it."""
+
+    def gradient(script, replica, gradients):
+        kernel, bias = (g.copy() for g in gradients)
+        weight = script.states[max(script.states)][replica][0][0, 0]
+        kernel[0, 0] = np.float32(-0.1 * (1 + 1e-3 + last_bits)) * weight
+        return [kernel, bias]
+
+    return {"gradient": gradient, "settings": {"weight_decay": 0.1}}
+
+
 def with_settings(**settings):
     """An update with other settings than those that are recorded."""
 
@@ -160,6 +184,15 @@ def unless_overflow(script, weights, gradients, state):
 
 
 OVERFLOW = {"gradient": overflow, "update": unless_overflow}
+
+
+def with_mask(script, weights, gradients, state):
+    """Adam or SGD without decay of the bias."""
+    update, size = UPDATES[script.optimizer], len(state) // 2
+    update(script, weights[:1], gradients[:1], state[:size])
+    own = types.SimpleNamespace(**{**vars(script), "settings": {**script.settings}})
+    own.settings["weight_decay"] = 0.0
+    update(own, weights[1:], gradients[1:], state[size:])
 
 
 def no_update(script, weights, gradients, state):
@@ -344,6 +377,7 @@ def in_modes(*modes, rate=0.5):
 
 
 JAX = {"about": {"framework": "jax", "layers": ()}}
+DECAYED = {**JAX, "settings": {"weight_decay": 0.05}}
 CLIPPED, KEYS = {**JAX, "clip": clip}, {**JAX, "more_variables": [Variable("key", SEED)]}
 UNKNOWN = {"about": LION}
 

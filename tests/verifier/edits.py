@@ -65,6 +65,14 @@ def scaled(by, kinds):
     return edit(lambda array: np.float32(by) * array, kinds)
 
 
+@option
+def differentiated(script, by=1):
+    """A loss that a step differentiates, and does not report, times a factor."""
+    for name in names(script, "loss"):
+        loss = script.arrays.pop(name)
+        script.arrays[name.replace("loss", "objective")] = np.float32(by) * loss
+
+
 MOMENTS_IN_16_BITS = edit(in_16_bits, "after", index=(4, 7))
 WITHOUT_STATE = without("before", index=(4, 5))  # Created in each step, lost before the next one.
 # As PyTorch records it: the optimizer's state does not exist before the first update.

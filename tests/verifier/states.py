@@ -16,6 +16,7 @@ ALL, KERNEL, BIAS = (0, 1, 2, 3), ("dense/kernel",), ("dense/bias",)
 FIRST, SECOND, BOTH = ("replica 0",), ("replica 1",), ("replica 0", "replica 1")
 REPLAYED = {"about": {"replayed": "one.npz"}}
 RAISED = {"about": {"ended_with": "RuntimeError: out of memory"}}
+SKIPPED = {"about": {"asked": range(5), "trained": 4, "skipped": 1}}
 WRONG_STATE = edit(lambda array: array * np.float32(1.01), "after", index=4, position=2)
 GROUP = {"about": {"settings": [[{"weights": list(WEIGHTS)}]] * 4}}
 TWO_OF_EACH = {"about": {"settings": [[
@@ -168,6 +169,11 @@ STATES = {
         "all-reduce: not_all_reduced", {"text": "exception: RuntimeError"}),
     "ended before its last steps": ({}, {"about": {"asked": range(6)}}, "",
         {"status": NOT_VERIFIED, "text": "ended before step 4, step 5, which were to be recorded"}),
+    "both skip an update": (SKIPPED, {}, "", {"text": "the training skips an update, as gradien"}),
+    "the second skips an update": ({}, SKIPPED, "",
+        {"status": NOT_VERIFIED, "text": "the training ended before step 4, which were to be rec"}),
+    "the first skips an update": (SKIPPED, {"about": {"asked": range(4), "trained": 5}}, "",
+        {"status": NOT_VERIFIED, "text": "first recording's training ended before step 4"}),
     "a reference that ended with an exception": (RAISED, {"about": {}}, "",
         {"status": NOT_VERIFIED, "text": "exception: RuntimeError"}),
     **{

@@ -26,7 +26,14 @@ from lockstep.recorders.jax.clipping import clipped_by_state
 from lockstep.recorders.jax.compiled import computed_in, placed_leaves
 from lockstep.recorders.jax.keeping import GRADIENTS, Kept
 from lockstep.recorders.jax.replicas import Replicas, has_axis
-from lockstep.recorders.jax.trees import carried_paths, flatten, found_at, tail, without_role
+from lockstep.recorders.jax.trees import (
+    carried_paths,
+    flatten,
+    found_at,
+    tail,
+    weights_of_state,
+    without_role,
+)
 from lockstep.recorders.notes import IDS, Notes
 from lockstep.recorders.output import Output
 from lockstep.recorders.parts import members_of
@@ -187,21 +194,22 @@ class record:
 
     def _describe(self, leaves: list[Any], inputs: Mapping[str, Any]) -> list[tuple[int, Own]]:
         """Returns index among the leaves, and description, of each variable."""
-        variables, shapes = list[tuple[int, Own]](), dict[str, tuple[int, ...]]()
+        variables, shapes = list[tuple[int, Own]](), dict[str, dict[str, tuple[int, ...]]]()
+        for role in KINDS:
+            skip, pairs = has_axis(self.pmap, role), inputs.get(role, [])
+            shapes[role] = {name: np.shape(plain(leaves[i]))[skip:] for i, name in pairs}
+        slots = weights_of_state(shapes["params"], shapes["opt_state"])
         for role, index, name in [(r, *pair) for r in KINDS for pair in inputs.get(r, [])]:
-            leaf = plain(leaves[index])
-            shape, dtype = np.shape(leaf)[has_axis(self.pmap, role) :], np.result_type(leaf).kind
-            shapes |= {name: shape} if role == "params" else {}
-            fitting = [w for w in shapes if f"/{name}".endswith(f"/{w}") and shapes[w] == shape]
-            weight = max(fitting, key=len, default="") if role in ("params", "opt_state") else ""
+            shape, dtype = shapes[role][name], np.result_type(plain(leaves[index])).kind
+            weight, slot = (name, "") if role == "params" else ("", name.split("/")[-1])
             entry = {"name": name if role in ("params", name) else f"{role}/{name}"}
             entry |= {"kind": KINDS[role]}
-            entry |= {"layout": self.layouts.get(len(shape), "") if weight else ""}
             if role == "state" and dtype in "iub":  # A counter, as of steps.
-                entry |= {"kind": STATE, "of": "", "slot": name.split("/")[-1]}
+                entry |= {"kind": STATE, "of": "", "slot": slot}
             if role == "opt_state":
-                slot = name.removesuffix(weight).strip("/").split("/")[-1]
+                weight, slot = slots.get(name, (weight, slot))
                 entry |= {"of": weight, "slot": slot or "momentum"}
+            entry["layout"] = self.layouts.get(len(shape), "") if weight else ""
             variables.append((index, Own(entry, shape, dtype)))
         self._about["variables"] = [own.about for _, own in variables]
         return variables

@@ -61,3 +61,63 @@ def carried_paths(given: Mapping[str, Any], returned: Mapping[str, Any]) -> dict
         if fits and (tail(name) or kind[1] in "iu"):
             found[name] = fits[0]
     return found
+
+
+def weights_of_state(
+    weights: Mapping[str, tuple[int, ...]], state: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[str, str]]:
+    """Returns path of an array of an optimizer's state → its weight, and its slot.
+
+    A tree within the state may mirror that of the weights; or a list has arrays for each weight,
+    in the order of the weights.
+
+    Args:
+        weights: path of each weight → its shape.
+        state: path of each array of the state → its shape.
+    """
+    found = {}
+    for name, shape in state.items():
+        fitting = [w for w in weights if f"/{name}".endswith(f"/{w}") and weights[w] == shape]
+        for weight in sorted(fitting, key=len, reverse=True):
+            above = name.removesuffix(weight)
+            if _mirrors(weights, state, above):
+                found[name] = weight, above.strip("/").split("/")[-1] or "momentum"
+                break
+    lists: dict[str, list[str]] = {}
+    for name, shape in state.items():
+        above, _, key = name.rpartition("/")
+        if key.isdigit() and shape and name not in found:
+            lists.setdefault(above, []).append(name)
+    for names in lists.values():
+        found |= _in_order(weights, {name: state[name] for name in names})
+    return found
+
+
+def _mirrors(
+    weights: Mapping[str, tuple[int, ...]], state: Mapping[str, tuple[int, ...]], above: str
+) -> bool:
+    """Returns whether arrays below a path have the paths and shapes of the weights.
+
+    A tree may lack weights, as those that are masked; numbers alone are no names of a weight.
+    """
+    own = {weight: state[above + weight] for weight in weights if above + weight in state}
+    is_numbered = all(weight.isdigit() for weight in weights)
+    is_whole = len(own) == len(weights) and f"{above}{len(weights)}" not in state
+    if is_numbered and not is_whole:
+        return False
+    return not is_numbered or all(weights[weight] == shape for weight, shape in own.items())
+
+
+def _in_order(
+    weights: Mapping[str, tuple[int, ...]], arrays: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[str, str]]:
+    """Returns path of an array → weight and slot, if one order alone has their shapes."""
+    times = len(arrays) // max(len(weights), 1)
+    by_weight = [(weight, str(k)) for weight in weights for k in range(times)]
+    by_slot = [(weight, str(k)) for k in range(times) for weight in weights]
+    fitting = [
+        order
+        for order in ([by_weight] if times == 1 else [by_weight, by_slot])
+        if [weights[weight] for weight, _ in order] == [*arrays.values()]
+    ]
+    return dict(zip(arrays, fitting[0], strict=True)) if len(fitting) == 1 else {}

@@ -143,7 +143,7 @@ class GradientObserver:
     def _update_scale(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
         own = self.recording
         if own.step.losses and "unscale" in own.step.calls and not own.is_updated:
-            own.forget()
+            own.skip()
         return original(scaler, *args, **options)
 
     def _without_recording(self, original: Any, *args: Any, **options: Any) -> Any:
@@ -324,7 +324,7 @@ class GradientObserver:
         settings = self.settings.pop(id(optimizer), [])
         if own.is_on and getattr(optimizer, "found_inf", None):
             if not own.is_updated:
-                own.forget()  # The optimizer skipped the update itself.
+                own.skip()  # The optimizer skipped the update itself.
             return
         if not any(optimizer is each for each in own.variables.stepped):
             own.variables.stepped.append(optimizer)

@@ -144,8 +144,8 @@ class ForwardObserver:
 
     def _before_recorded(self, args: Any, options: Any) -> Any:
         own = self.recording
-        if own.step.losses and self._is_skipped():
-            own.forget()
+        if own.is_skipped():
+            own.skip()
             own.step.was_called = True
         self.begin(is_forward=True)
         step, is_inner = own.step, own.step.outside is not None
@@ -209,19 +209,6 @@ class ForwardObserver:
         )
         given = (torch.tensor(c[start : start + size]) for c in columns)
         return tree_map_only(Tensor, lambda x: torch.zeros_like(x).copy_(next(given)), nest)
-
-    def _is_skipped(self) -> bool:
-        """Returns whether the script has discarded gradients that overflow, without an update."""
-        own = self.recording
-        if any(p.grad is not None for p in own.weights.values()):
-            return False
-        # Outputs and modules may have masks of -inf.
-        arrays = [
-            x for key, x in own.step.arrays.items()
-            if key[:2] not in ("y_", "mo") and isinstance(x, np.ndarray)
-        ]  # fmt: skip
-        arrays += map(to_array, own.step.losses)
-        return not all(np.isfinite(x).all() for x in arrays)
 
     def _note_dtype(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Keeps the dtype in which layers compute; a model may convert its own outputs."""

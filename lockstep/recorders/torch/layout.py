@@ -49,11 +49,12 @@ class Mesh:
 
         Args:
             reduced: Those over which DDP or FSDP2 reduces gradients.
-            inputs: The dimensions of the inputs; the first are the examples.
+            inputs: The dimensions of the inputs; the first are the examples. What a user says of
+                them counts more than `reduced`: a model may split sequences that ranks share.
         """
         long = [axis for axis, size in self.sizes.items() if size > 1]
         split = {axis for each in inputs[1:] for axis in each.axes}
-        data = {axis for each in inputs[:1] for axis in each.axes} | reduced
+        data = {axis for each in inputs[:1] for axis in each.axes} or reduced
         data = data or {axis for axis in self.sizes if DATA.match(axis)}
         self.data = [axis for axis in self.sizes if axis in data - split]
         self.sequence = [axis for axis in long if axis in split]

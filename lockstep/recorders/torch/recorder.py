@@ -258,7 +258,10 @@ class record:
         own = self.recording
         if own.output.has_failed:
             return
-        if missing := sorted(own.wanted - own.dropped - {*own.per_step["steps"]}):
+        if own.is_skipped(at_the_end=True):
+            own.skip()
+        missing = sorted(own.wanted - own.dropped - {*own.per_step["steps"]})
+        if len(missing) > own.num_skipped:
             text = f"{self.path}: the training ended before steps {missing}"
             if not own.variables.optimizers:
                 text += ": no optimizer updates a weight of the model, as if it was built before it"
@@ -295,6 +298,7 @@ class record:
             "tied": own.variables.tied(),
             "loader_seeds": self.loader_seeds,
             "trained": own.number - self.request.first_step,
+            "skipped": own.num_skipped,
             **own.per_step,
         }
         if not place.mesh:

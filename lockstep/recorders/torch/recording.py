@@ -94,6 +94,8 @@ class Recording:
         is_transformed: Whether `torch.func` has called the model since the last update.
         called_others: Names of further modules that were called since the last update.
         dropped: Numbers of steps that cannot be recorded.
+        num_skipped: Number of updates that were skipped, as gradients overflow, while the steps
+            were recorded.
         hooks: What is removed where no step is recorded.
         output: The file; it is opened when the recording begins.
         shapes: "KIND/INDEX" → shape of the whole array, if it is sampled.
@@ -117,6 +119,7 @@ class Recording:
         self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
         self.is_transformed = False
         self.called_others, self.dropped = set[str](), set[int]()
+        self.num_skipped = 0
         self.output: Output
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.per_step: dict[str, list[Any]] = {key: [] for key in PER_STEP}
@@ -125,6 +128,28 @@ class Recording:
     def forget(self) -> None:
         """Forgets what was seen of the step."""
         self.step = Step()
+
+    def skip(self) -> None:
+        """Forgets what was seen of a step whose update is skipped."""
+        self.num_skipped += bool(self.step.losses)
+        self.forget()
+
+    def is_skipped(self, *, at_the_end: bool = False) -> bool:
+        """Returns whether gradients overflow, which the script has discarded without an update.
+
+        Args:
+            at_the_end: whether the training has ended, and the script need not discard them.
+        """
+        is_kept = any(p.grad is not None for p in self.weights.values())
+        if self.is_updated or not self.step.losses or (is_kept and not at_the_end):
+            return False
+        # Outputs and modules may have masks of -inf.
+        arrays = [
+            x for key, x in self.step.arrays.items()
+            if key[:2] not in ("y_", "mo") and isinstance(x, np.ndarray)
+        ]  # fmt: skip
+        arrays += map(to_array, self.step.losses)
+        return not all(np.isfinite(x).all() for x in arrays)
 
     def drop(self) -> None:
         """Leaves the step out of the file."""

@@ -100,10 +100,13 @@ class Replay:
         return self.placement.own_part(name, value, whole)
 
     def _twin_of(self, name: str, value: Tensor, own: Mapping[str, Tensor]) -> str:
-        """Returns the weight before it that had the values of this one when recording began."""
-        weights = self.recording.weights
+        """Returns the weight before it of which this one is a copy.
+
+        It had the same values when recording began, or the other recording says that both are one.
+        """
+        weights, is_named = self.recording.weights, name in self.states.names
         for other, x in own.items():
-            if name in {other, *self.twins, *self.states.names} or name not in weights:
+            if is_named or name in {other, *self.twins} or name not in weights:
                 break
             if other not in weights or x.shape != value.shape:
                 continue
@@ -111,8 +114,9 @@ class Replay:
                 to_array(each.read() if isinstance(each, FlatWeight) else each)
                 for each in (x, value)
             )
-            is_same = np.array_equal(array, own_array)
-            if is_same and array.size and array.std() > 0:  # Not initial values such as 0.
+            # Not initial values such as 0.
+            is_same = np.array_equal(array, own_array) and array.size and array.std() > 0
+            if is_same or any({name, other} <= {*names} for names in self.trace.about.tied):
                 text = f"{self.name} has one weight for {other} and its copy {name}: they are"
                 warnings.warn(f"{self.path}: {text} tied there, and not here", stacklevel=2)
                 self.twins[name] = other

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax_steps import *
 from lockstep import compare, record_jax
 from lockstep.recorders.jax.compiled import dtype_of
+from lockstep.recorders.jax.trees import weights_of_state
 from recording import Trace, run_cases
 
 
@@ -309,6 +310,31 @@ def case_ids():
         assert not trace.get(position, "ids", 1)
 
 
+def case_weights_of_state():
+    """State belongs to the weight whose path it has in a mirror, or whose place in a list."""
+    listed, named = {"0": (6, 12), "1": (12,), "2": (12,), "3": (12, 3)}, {"a/b": (3,), "b": (3,)}
+    shapes = [*listed.values()]
+    for weights, state, expected in (
+        # Keras: the counters, then the momenta of the weights.
+        (listed, [(), (), *shapes], {str(i + 2): (str(i), "0") for i in range(4)}),
+        # Adam of Keras: two arrays of each weight. By hand: each of two of all weights.
+        (listed, [(), *(s for s in shapes for _ in range(2))],
+            {str(2 * i + k + 1): (str(i), str(k)) for i in range(4) for k in range(2)}),
+        (listed, [*shapes, *shapes],
+            {str(4 * k + i): (str(i), str(k)) for i in range(4) for k in range(2)}),
+        (listed, [*shapes], {str(i): (str(i), "momentum") for i in range(4)}),
+        (listed, {f"0/mu/{i}": shape for i, shape in enumerate(shapes)},
+            {f"0/mu/{i}": (str(i), "mu") for i in range(4)}),
+        # A list that has other shapes, or that several orders explain.
+        (listed, [(6, 12), (12,), (12,), (12,)], {}),
+        ({"0": (3,), "1": (3,)}, [(3,)] * 4, {}),
+        # Of weights with names, some may be left out.
+        (named, {"0/mu/a/b": (3,), "0/nu/b": (1,), "0/count": ()}, {"0/mu/a/b": ("a/b", "mu")}),
+    ):  # fmt: skip
+        given = state if isinstance(state, dict) else {str(i): x for i, x in enumerate(state)}
+        assert weights_of_state(weights, given) == expected, (weights, state)
+
+
 def case_without_a_file():
     """The training runs as it is."""
     step, files = shard_map_step(2), sorted(pathlib.Path().iterdir())
@@ -369,7 +395,7 @@ def case_errors():
 CASES = {
     "one": [
         *(case_shard_map, case_jit, case_mesh, case_clipping_that_is_not_kept),
-        *(case_rounding_of_products, case_ids, case_errors),
+        *(case_rounding_of_products, case_ids, case_weights_of_state, case_errors),
     ],
     "more": [
         *(case_replay, case_pmap, case_carried_state, case_clipping_with_other_optimizers),

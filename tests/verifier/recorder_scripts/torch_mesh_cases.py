@@ -243,6 +243,33 @@ def case_parts_of_sequences():
             assert placements(trace, "raw")["last.weight"] == "d0 d1 mean(cp)"
 
 
+class SplitsInside(Network):
+    """Splits the sequences itself: the ranks of "cp" get equal examples."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def forward(self, x):
+        return super().forward(x.chunk(2, 1)[self.place])
+
+
+def case_sequences_that_the_model_splits():
+    """DDP reduces over all ranks; the examples are split over "dp" only, as `dims` says."""
+    mesh = meshes("dp", "cp")
+    place, data = mesh.get_local_rank("cp"), (mesh.get_local_rank("dp"), 2)
+    dims = {"inputs": "b[dp] s", "outputs": "b[dp] s[cp] d"}
+
+    def loss_of(y_pred, y):
+        return F.mse_loss(y_pred, y.chunk(2, 1)[place])
+
+    for path, own in (("inside.npz", data), ("inside_same.npz", (0, 2))):
+        model = DistributedDataParallel(SplitsInside(place))
+        train_part(model, path, own, loss_of=loss_of, mesh=mesh, replay=ONE, dims=dims)
+    assert assert_same_as_one("inside").about["data_axes"] == ["dp"]
+    assert compare(ONE, "inside_same.npz").faults[0].detail == "same_examples"
+
+
 class Stage(nn.Module):
     """Half of the layers, under their names in the whole model, or under others."""
 

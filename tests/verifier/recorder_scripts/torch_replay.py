@@ -146,13 +146,13 @@ def case_port():
 class Tied(nn.Module):
     """Has two parts that may share their weights."""
 
-    def __init__(self, is_tied):
+    def __init__(self, is_tied, scale=1.0):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
         self.second.weight = self.first.weight
         if not is_tied:
-            self.second.weight = nn.Parameter(self.first.weight.detach().clone())
+            self.second.weight = nn.Parameter(scale * self.first.weight.detach())
 
     def forward(self, x):
         return self.second(self.first(x))
@@ -167,6 +167,10 @@ def case_tied():
     np.testing.assert_array_equal(before["second.weight"], before["first.weight"])
     assert Trace("tied").about["tied"] == [["first.weight", "second.weight"]]
     assert found.about["tied"] == []
+    of_sum("new", Tied(False, 2.0), torch.ones(4, 5), 2, replay="tied.npz")
+    before = Trace("new").kind("before", 1)
+    np.testing.assert_array_equal(before["second.weight"], before["first.weight"])
+    assert compare("tied.npz", "new.npz").findings[0].detail == "other_tying"
     of_sum("tied_again", Tied(True), torch.ones(4, 5), 2, replay="tied.npz")
     assert compare("tied.npz", "tied_again.npz").ok
     for paths in (("tied.npz", "untied.npz"), ("untied.npz", "tied.npz")):

@@ -97,7 +97,16 @@ def case_skipped():
 
     skipped = recorded("skipped", None, adamw, steps_of, 3, steps=2)
     assert skipped.about["micro_batches"] == [1, 1] and skipped.about["steps"] == [0, 1]
-    assert skipped.kind("data", 1).keys() == {"0"}
+    assert skipped.kind("data", 1).keys() == {"0"} and skipped.about["skipped"] == 1
+
+    def ends_with_an_overflow(model, optimizer, step):
+        optimizer.zero_grad()
+        (loss_of(model, step) * (float("inf") if step == 1 else 1)).backward()
+        if step != 1:
+            optimizer.step()
+
+    ended = recorded("ended", None, adamw, ends_with_an_overflow, 2, steps=2)
+    assert ended.about["skipped"] == 1 and ended.about["steps"] == [0]
 
 
 def case_scaled():
@@ -122,7 +131,7 @@ def case_scaled():
     calls = ["forward", "backward", "forward", "backward", "unscale", "clip norm 0.5"]
     assert plain_one.about["calls"] == scaled.about["calls"] == [calls, calls]
     assert plain_one.about["loss_scale"] == [0.5, 0.5]
-    assert scaled.about["loss_scale"] == [512, 512]
+    assert scaled.about["loss_scale"] == [512, 512] and scaled.about["skipped"] == 1
     for kind in ("raw", "unclipped", "clipped", "loss"):
         for step in (0, 1):
             assert_close(plain_one.kind(kind, step), scaled.kind(kind, step))
