@@ -9,6 +9,7 @@ import numpy as np
 from lockstep.answer.causes import DETAILS
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
+from lockstep.explain.part_updates import from_parts
 from lockstep.numeric.arrays import (
     EPS,
     MARGIN,
@@ -199,12 +200,23 @@ def _why(
         text = f"{classes[0]} in the first recording, {classes[1]} in the second: other updates"
         return "other_optimizer", text
     weights = [x for x in wrong if not x.slot]
+    state: dict[str, list[str]] = {}
+    for each in (x for x in wrong if x.slot):
+        state.setdefault(each.weight, []).append(each.slot)
+    changed = {x.weight: (dense(x.before[0]), *x.by) for x in weights}
+    if why := from_parts(pair, changed, state):
+        return why
     chosen = [[by * near[x.weight] for by in x.by] for x in weights]
     factor = factor_of([by for _, by in chosen], [by for by, _ in chosen])
     if len(weights) == len(wrong) and not any(
         x.differs(near[x.weight], allowed, factor) for x in compared if not x.slot
     ):
         text = f"each weight changes {factor:.6g} times as much as in the first recording"
+        return "other_learning_rate", text
+    if len(weights) == len(wrong) and not any(
+        x.differs(near[x.weight], allowed, factor) for x in wrong
+    ):
+        text = f"{len(wrong)} weights change {factor:.6g} times as much as in the first recording"
         return "other_learning_rate", text
     return "unexplained", (
         f"{len({x.weight for x in wrong})} weights or their optimizer state change differently from"
