@@ -20,6 +20,7 @@ from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
 from lockstep.explain.random_layers import has_keys
+from lockstep.explain.tensors import SHORT
 from lockstep.numeric import state_bounds as bounds
 from lockstep.numeric.arrays import (
     EPS,
@@ -47,6 +48,7 @@ _REDUCTIONS = (
 )
 _NEAR_START = 1e-4  # Relative; state that has drifted further is another one.
 _OTHER_RULE = 1e-3  # Relative to the variable; far more than an update's rounding.
+_TELLING = 16  # Elements that tell the dtype to which they are rounded.
 _VISIBLE = 4  # Times its bound, a wrong gradient has to change the state.
 
 
@@ -428,7 +430,9 @@ class Claim:
         if {*names} <= self.changed_later:
             cause, text = "changed_on_its_own", f"{text}; the script changes it after the update"
             apart = [name for name, *_ in self.pair.second.unlike_first("after") if name in names]
-            if apart and not self._unlike_in_first(apart):
+            if later := self._restored(changes):
+                cause, text = later[0], f"{text}: {later[1]}"
+            elif apart and not self._unlike_in_first(apart):
                 cause, text = "diverged_replicas", f"{text}, and each copy differently"
         if kind == STATISTIC and items:
             cause = "diverged_replicas"
@@ -438,6 +442,23 @@ class Claim:
             cause = "schedule_stepped_too_often"
             text = f"{counter} advances by {number_of} times as much as in the first recording"
         return self.pair.second.found(stage, cause, text, kind="after", items=items, tensors=names)
+
+    def _restored(self, changes: Sequence[Change]) -> tuple[str, str] | None:
+        """Explains variables that a script replaces after the update, as from a checkpoint."""
+        pairs = list[tuple[np.ndarray, np.ndarray]]()
+        for change in changes:
+            name, step = change.variable.second, self.pair.second
+            after = step.named("after")[change.copy].get(name)
+            if after is None:
+                return None
+            pairs.append((dense(after), dense(step.ends[change.copy][name])))
+        if not any(np.any(end) for _, end in pairs):
+            return "reset_state", "it is 0 then"
+        for dtype, rounded in SHORT.items():
+            is_known = sum(after.size for after, _ in pairs) >= _TELLING
+            if is_known and all(same_bits(rounded(after), np.float32(end)) for after, end in pairs):
+                return "reduced_precision", f"it is rounded to {dtype}"
+        return None
 
     def _times_counted(self, change: Change) -> int:
         """Returns how many times more a counter of steps advances than in the reference.

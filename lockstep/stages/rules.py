@@ -9,6 +9,7 @@ import numpy as np
 from lockstep.answer.causes import DETAILS
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
+from lockstep.explain.lost_digits import lost_digits
 from lockstep.explain.part_updates import from_parts
 from lockstep.numeric.arrays import (
     EPS,
@@ -91,8 +92,14 @@ def compare_updates(pair: StepPair) -> Iterator[Finding]:
         return
     changes = list(_changes(pair))
     yield from _kept_in_short(pair, changes)
+    lost: dict[tuple[str, str], list[str]] = {}
+    for cause, text, weight in lost_digits(pair):
+        lost.setdefault((cause, text), []).append(weight)
+    for (cause, text), names in lost.items():
+        yield pair.second.found("update", cause, text, kind="after", tensors=names)
     # Each recording alone is checked where a rule computes the update.
     wrong_alone = {n for f in pair.second.findings if f.stage == "update" for n in f.tensors}
+    wrong_alone |= {name for names in lost.values() for name in names}
     known = {*pair.rules(), *(p.first for p in pair.matching.pairs if p.second in wrong_alone)}
     near = {name: each for name, each in _near(pair).items() if name not in known}
     fixed = [x.weight for x in changes if not x.slot and x.weight not in known and _is_fixed(x)]
@@ -144,9 +151,10 @@ def _changes(pair: StepPair) -> Iterator[_Change]:
 
 def _kept_in_short(pair: StepPair, changes: Sequence[_Change]) -> Iterator[Finding]:
     """Finds weights or optimizer state that only the second trace keeps in 16 bits."""
-    # State of gradients in 16 bits may have these bits, too.
+    # State of gradients that only the second trace has in 16 bits may have these bits, too.
     applied = pair.matching.to_first(pair.second.applied(0))
-    whole = {n for n, g in applied.items() if unit_of(g) == EPS}
+    usual = pair.first.applied(0)
+    whole = {n for n, g in applied.items() if unit_of(g) <= unit_of(usual.get(n, g))}
     changes = [x for x in changes if x.weight in whole and all(map(np.any, x.after))]
     for slot in dict.fromkeys(x.slot for x in changes if x.slot not in COUNTERS):
         kept = [x for x in changes if x.slot == slot]

@@ -1,0 +1,124 @@
+"""Explains steps that lose what 16 bits of a weight cannot hold, and its optimizer's state keeps.
+
+State may hold the weight itself in float32 (master weights), or what rounding has left of it
+(compensation). Together, they change by the update of the reference, whatever its rule.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.explain.tensors import to_bfloat16
+from lockstep.numeric.arrays import EPS, UNITS, dense, factor_of, norm, same_bits, unit_of
+from lockstep.reference import StepPair
+from lockstep.step import States, joined_states
+
+_CLOSE = 0.02  # Relative to what 16 bits lose, of which float32 keeps five digits.
+_FEW = 0.05  # Part of the elements that two roundings in a row may move by a unit.
+
+
+class _Kept(NamedTuple):
+    """A weight and its state, before and after the step in both trainings."""
+
+    name: str
+    weights: tuple[States, States]
+    state: tuple[States, States]
+
+
+def lost_digits(pair: StepPair) -> Iterator[tuple[str, str, str]]:
+    """Yields cause, sentence and the checked recording's name of each weight that they explain."""
+    for kept in _kept(pair):
+        old = kept.state[1][0]
+        if not norm(old) or _differ_by_rounding(kept):
+            continue
+        if why := _of_master(kept) or _of_compensation(kept):
+            yield (*why, kept.name)
+
+
+def _kept(pair: StepPair) -> Iterator[_Kept]:
+    """Yields weights of bfloat16 with each state in float32 that has their shape."""
+    if not pair.has("before", "after"):
+        return
+    first, second = ((s.named("before"), s.named("after")) for s in (pair.first, pair.second))
+    for names in pair.matching.pairs:
+        own = [step.trace.slots.get(name, {}) for step, name in zip(
+            (pair.first, pair.second), (names.first, names.second), strict=True
+        )]  # fmt: skip
+        weights = [
+            _states(arrays, name)
+            for arrays, name in ((first, names.first), (second, names.second))
+        ]
+        if not all(weights) or any(
+            unit_of(np.asarray(each, np.float32)) != UNITS["bfloat16"]
+            for states in weights
+            for each in states[0]
+        ):
+            continue
+        for slot in own[0].keys() & own[1].keys():
+            states = [
+                _joined(_states(arrays, keys[slot]), weights[0][0][1].shape)
+                for arrays, keys in ((first, own[0]), (second, own[1]))
+            ]
+            if all(states):
+                yield _Kept(
+                    names.second, (weights[0][0], weights[1][0]), (states[0][0], states[1][0])
+                )
+
+
+def _states(arrays: tuple[list, list], key: str) -> list[States]:
+    """Returns a variable before and after the step, on each copy; empty if one lacks it."""
+    found = [
+        (dense(before[key]), dense(after[key]))
+        for before, after in zip(*arrays, strict=True)
+        if key in before and key in after
+    ]
+    return found if len(found) == len(arrays[0]) else []
+
+
+def _joined(states: list[States], shape: tuple[int, ...]) -> list[States]:
+    return joined_states(states, shape) if states else []
+
+
+def _differ_by_rounding(kept: _Kept) -> bool:
+    """Returns whether both trainings leave the same weight and state."""
+    (_, first), (old, second) = kept.state
+    size = norm(np.abs(old) + np.abs(kept.weights[1][1]))
+    is_same = norm(second - first) <= EPS * size
+    return is_same and same_bits(kept.weights[0][1], kept.weights[1][1])
+
+
+def _of_master(kept: _Kept) -> tuple[str, str] | None:
+    """Explains a weight whose state holds it in float32."""
+    (first, first_new), (old, new) = kept.state
+    before, after = kept.weights[1]
+    if not same_bits(to_bfloat16(first_new), np.float32(kept.weights[0][1])):
+        return None
+    lost, update = norm(old - before), first_new - first
+    if lost and norm(new - before - update) <= _CLOSE * lost:
+        text = "the float32 copy of the weight is made anew from the 16-bit weight"
+        return "reduced_precision", f"{text}, which has lost its other digits"
+    short = to_bfloat16(before + to_bfloat16(update))
+    if same_bits(old, new) and np.mean(short != np.float32(after)) <= _FEW:
+        text = "the 16-bit weight is updated, and not its float32 copy"
+        return "reduced_precision", text
+    return None
+
+
+def _of_compensation(kept: _Kept) -> tuple[str, str] | None:
+    """Explains a weight whose state holds what its rounding has left."""
+    totals = [
+        state[1] + weight[1] - weight[0]
+        for state, weight in zip(kept.state, kept.weights, strict=True)
+    ]
+    old, apart = kept.state[1][0], totals[1] - totals[0]
+    factor = factor_of([apart], [old])
+    if not np.isfinite(factor) or norm(apart - factor * old) > _CLOSE * norm(old):
+        return None
+    if abs(factor + 1) < _CLOSE:
+        text = "the update does not add what rounding to 16 bits has left of the last one"
+        return "reduced_precision", text
+    if abs(factor + 2) < _CLOSE:
+        text = "the update subtracts what rounding to 16 bits has left of the last one"
+        return "other_optimizer", f"{text}, which the first recording adds"
+    return None
