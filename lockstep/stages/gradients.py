@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.explain.axes import clipped_by_hand, not_reduced, reduced_over_parts
 from lockstep.explain.factors import meanings
@@ -23,7 +24,18 @@ from lockstep.explain.terms import Sums
 from lockstep.explain.update_rows import recorded_norms
 from lockstep.explain.used import used_gradients
 from lockstep.explain.variants import differ_by_layers, other_settings_of
-from lockstep.numeric.arrays import Named, all_same_bits, distance, is_far, norm, ratio, total_norm
+from lockstep.numeric.arrays import (
+    EPS,
+    UNITS,
+    Named,
+    all_same_bits,
+    distance,
+    is_far,
+    norm,
+    ratio,
+    total_norm,
+    unit_of,
+)
 from lockstep.reference import StepPair
 from lockstep.stages.clipping import (
     check_clipping,
@@ -47,6 +59,7 @@ FACTORS = (
     *("scaled_gradient", "sum_instead_of_mean", "mean_instead_of_sum", "other_loss_reduction"),
     *("micro_batches_not_averaged", "wrong_count", "loss_scale_left"),
 )
+_TELLING = 16  # Elements that tell the dtype in which they were kept.
 _NO_CLIPPING = 1e-6  # Relative; of the factor of a gradient that is not clipped.
 _EPSILON_OF_CLIPPING = 1e-6  # PyTorch divides by the norm and this.
 _CLOSE = 1e-4  # Relative; of solved factors.
@@ -71,6 +84,9 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
         found = [*_explained(pair, is_clipped_first=bool(first))]
         unknown = [f for f in found if f.detail in ("scaled_gradient", "unexplained")]
         if unknown and len(unknown) == len(found) and not first:
+            if why := _in_16_bits(pair):
+                yield step.found("all-reduce", *why, tensors=pair.different_gradients)
+                return
             if why := clipped_by_hand(pair):
                 yield step.found("clipping", *why)
                 return
@@ -88,6 +104,24 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
             if not clipped and any(each.stage == "gradients" for each in found):
                 yield from other_limits(pair)
     # Else, what was kept is divided, or added, before the optimizer uses it.
+
+
+def _in_16_bits(pair: StepPair) -> tuple[str, str] | None:
+    """Explains gradients that have the digits of 16 bits, whatever the script adds them from."""
+    step, terms = pair.second, pair.gradients
+    wrong = [*pair.different_gradients]
+    num = len(step.shards) * max(step.trace.micro_batches(step.position, s) for s in step.shards)
+    second, first = ([np.float32(own[n]) for n in wrong] for own in (terms.given[0], terms.reference))
+    units = {unit_of(array) for array in second}
+    names = [name for name, unit in UNITS.items() if {unit} == units]
+    is_shown = sum(map(np.count_nonzero, second)) >= _TELLING and units != {unit_of(first[0])}
+    if not (names and is_shown and max(units) > EPS):
+        return None
+    # Each addition rounds by half a unit.
+    far = [distance(b, a) > num * max(units) / 2 * norm(a) for a, b in zip(first, second, strict=True)]
+    if any(far):
+        return None
+    return "reduced_precision", f"{count('gradient', len(wrong))} are added or sent in {names[0]}"
 
 
 def _is_of_clipping(pair: StepPair, clipped: Sequence[Finding]) -> bool:
