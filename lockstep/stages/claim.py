@@ -434,6 +434,8 @@ class Claim:
                 cause, text = later[0], f"{text}: {later[1]}"
             elif apart and not self._unlike_in_first(apart):
                 cause, text = "diverged_replicas", f"{text}, and each copy differently"
+        if kind == WEIGHT and all(map(self._is_unchanged, changes)):
+            cause, text = "not_updated", f"{count('weight', len(names))} do not change in this step"
         if kind == STATISTIC and items:
             cause = "diverged_replicas"
         times = {self._times_counted(change) for change in changes}
@@ -442,6 +444,11 @@ class Claim:
             cause = "schedule_stepped_too_often"
             text = f"{counter} advances by {number_of} times as much as in the first recording"
         return self.pair.second.found(stage, cause, text, kind="after", items=items, tensors=names)
+
+    def _is_unchanged(self, change: Change) -> bool:
+        """Returns whether only the reference changes a variable."""
+        state = self._state(change.variable, change.copy)
+        return state is not None and same_bits(*state) and bool(np.any(change.first))
 
     def _restored(self, changes: Sequence[Change]) -> tuple[str, str] | None:
         """Explains variables that a script replaces after the update, as from a checkpoint."""
