@@ -9,6 +9,7 @@ import numpy as np
 from lockstep.answer.causes import DETAILS
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
+from lockstep.explain.average_states import State, why_average
 from lockstep.explain.lost_digits import lost_digits
 from lockstep.explain.part_updates import from_parts
 from lockstep.numeric.arrays import (
@@ -208,6 +209,8 @@ def _why(
         text = f"{classes[0]} in the first recording, {classes[1]} in the second: other updates"
         return "other_optimizer", text
     weights = [x for x in wrong if not x.slot]
+    if why := _of_averages(pair, wrong, compared):
+        return why
     state: dict[str, list[str]] = {}
     for each in (x for x in wrong if x.slot):
         state.setdefault(each.weight, []).append(each.slot)
@@ -221,14 +224,41 @@ def _why(
     ):
         text = f"each weight changes {factor:.6g} times as much as in the first recording"
         return "other_learning_rate", text
-    if len(weights) == len(wrong) and not any(
-        x.differs(near[x.weight], allowed, factor) for x in wrong
-    ):
-        text = f"{len(wrong)} weights change {factor:.6g} times as much as in the first recording"
+    copied = {x.weight: x.after[1] for x in weights}
+    is_copy = [x.weight in copied and same_bits(x.after[1], copied[x.weight]) for x in wrong]
+    if all(is_copy) and not any(x.differs(near[x.weight], allowed, factor) for x in weights):
+        text = f"{len(weights)} weights change {factor:.6g} times as much as in the first recording"
         return "other_learning_rate", text
     return "unexplained", (
         f"{len({x.weight for x in wrong})} weights or their optimizer state change differently from"
         " equal states and gradients"
+    )
+
+
+def _of_averages(
+    pair: StepPair, wrong: Sequence[_Change], compared: Sequence[_Change]
+) -> tuple[str, str] | None:
+    """Explains state that is an average of weights; the weights themselves may be its values."""
+    slots = {x.slot for x in wrong if x.slot}
+    if len(slots) != 1:
+        return None
+    known = {x.weight: x for x in _changes(pair) if not x.slot}
+    own = [x for x in compared if x.slot in slots and x.weight in known]
+    weights = {x.weight: known[x.weight] for x in own}
+    averages = {x.weight: x for x in own}
+    if any(x.weight not in averages for x in wrong) or any(
+        x.before[0].shape != weights[x.weight].before[0].shape for x in own
+    ):
+        return None
+    if any(not x.slot and not same_bits(x.after[1], averages[x.weight].after[1]) for x in wrong):
+        return None
+    return why_average(
+        State(
+            *({n: dense(x.before[0]) for n, x in averages.items()},),
+            *({n: dense(x.after[side]) for n, x in averages.items()} for side in (0, 1)),
+            *({n: dense(x.before[0]) for n, x in weights.items()},),
+            *({n: dense(x.after[side]) for n, x in weights.items()} for side in (0, 1)),
+        )
     )
 
 
