@@ -17,12 +17,13 @@ from lockstep.reference import StepPair
 _CLOSE = 1e-4  # Relative; of state in float32.
 
 
-def unseen_gradients(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
-    """Yields cause, sentence, and the checked recording's names of weights."""
+def unseen_gradients(pair: StepPair) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yields stage, cause, sentence, and the checked recording's names of weights."""
     if pair.gradients.names or not pair.has("before", "after"):
         return
     found = [*_own_of_copies(pair)] or [*_common_factor(pair)]
-    yield from found
+    for each in found:
+        yield "all-reduce", *each
 
 
 def _linear(pair: StepPair) -> Iterator[list[tuple[str, str, str]]]:

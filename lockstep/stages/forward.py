@@ -21,6 +21,7 @@ from lockstep.explain.variants import other_layers
 from lockstep.numeric.arrays import (
     EPS,
     MARGIN,
+    TINY,
     UNITS,
     are_finite,
     dense,
@@ -36,7 +37,8 @@ from lockstep.reference import StepPair
 KINDS_OF_OUTPUTS = ("y_pred", "y_grad")
 _OF_OUTPUTS = 1e-4  # Relative to the usual size of an example's outputs.
 _TELLING = 3  # Elements that are not 0, of which a common factor says something.
-_CLOSE = 1e-3  # Relative; of factors that are powers of two.
+_CLOSE = 1e-3  # Relative; of factors that are powers of two, and of sums of outputs.
+_FAR = 1e-2  # Relative; of gradients that other replicas' outputs are part of.
 _OF_LOSS = 1e-3  # The gradient of a loss is a difference that may cancel.
 
 
@@ -245,7 +247,7 @@ def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
     factors, wrong, far = _factors_of(matched, limit)
     if wrong and (found := [*_scaled_apart(pair, matched, limit)]):
         yield from found
-    elif wrong and (why := _of_other_weights(pair, matched, limit)):
+    elif wrong and (why := _of_own_outputs(matched) or _of_other_weights(pair, matched, limit)):
         yield _found(pair, "loss", wrong, *why, distance=far)
     elif wrong:
         text = (
@@ -385,6 +387,36 @@ def _of_loss_scales(
     return "other_loss_scale", (
         f"the losses of the replicas have factors of {listed} to one another, and each divides the"
         " same sum by its own"
+    )
+
+
+def _of_own_outputs(matched: Sequence[Matched]) -> tuple[str, str] | None:
+    """Explains a loss that compares outputs, as a contrastive one, those of each replica alone.
+
+    The gradient of an output is then a sum of outputs times numbers: in the reference, not of those
+    of the replica alone.
+    """
+    by_shard: dict[int, list[Matched]] = {}
+    for m in matched:
+        by_shard.setdefault(m.shard, []).append(m)
+    if len(by_shard) < 2:
+        return None
+    for own in by_shard.values():
+        rows = [dense(b) for m in own for _, b in m.pairs["y_pred"] if b.ndim == 2]
+        widths = {each.shape[1] for each in rows}
+        if len(widths) != 1:
+            return None
+        outputs = np.concatenate(rows)
+        if len(outputs) >= outputs.shape[1]:
+            return None  # They give any gradient.
+        basis = np.linalg.qr(outputs.T)[0]
+        for a, b in (pair for m in own for pair in m.pairs["y_grad"] if pair[0].ndim == 2):
+            apart = [norm(g - g @ basis @ basis.T) / max(norm(g), TINY) for g in map(dense, (a, b))]
+            if apart[1] > _CLOSE or apart[0] < _FAR:
+                return None
+    return "not_a_sum_over_examples", (
+        "the gradient of each output is a sum of the outputs of its own replica alone, and in the"
+        " first recording of those of others, too: the loss compares the examples of a replica"
     )
 
 
