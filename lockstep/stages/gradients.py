@@ -16,6 +16,7 @@ from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.explain.axes import clipped_by_hand, not_reduced, reduced_over_parts
 from lockstep.explain.factors import meanings
 from lockstep.explain.layers import reordered_rows
+from lockstep.explain.own_weights import own_weights
 from lockstep.explain.raw_rows import decays_equally, raw_rows
 from lockstep.explain.rows import choose, explained_apart
 from lockstep.explain.solve import solve
@@ -252,6 +253,11 @@ def _reduced_inside(
     own = [each for each in found if each.detail in ("not_all_reduced", "partly_all_reduced")]
     names = list(dict.fromkeys(name for each in own for name in each.tensors))
     used = used_gradients(pair, names) if names else None
+    if names and used is None and (why := own_weights(pair)):
+        cause, text, wrong = why
+        step.reduced_inside.update(names)
+        more = step.found("update", cause, text, kind="after", tensors=wrong)
+        return [each for each in found if each not in own] + [more]
     if used is None or not any(
         is_far(gradients[name], step.applied(copy).get(name, 0.0))
         for copy, gradients in enumerate(used.of_copies)
