@@ -30,6 +30,7 @@ from lockstep.numeric.arrays import (
     UNITS,
     Named,
     all_same_bits,
+    dense,
     distance,
     is_far,
     norm,
@@ -247,7 +248,8 @@ def _reduced_inside(
 ) -> list[Finding]:
     """Replaces findings of gradients that are not reduced by what the optimizers have used.
 
-    An optimizer may reduce gradients by itself: what it used is then the sum that is judged.
+    An optimizer may reduce gradients by itself: what it used is then the sum that is judged, as far
+    as its state shows it.
     """
     step = pair.second
     own = [each for each in found if each.detail in ("not_all_reduced", "partly_all_reduced")]
@@ -261,12 +263,33 @@ def _reduced_inside(
     if used is None or not any(
         is_far(gradients[name], step.applied(copy).get(name, 0.0))
         for copy, gradients in enumerate(used.of_copies)
-        for name in names
+        for name in gradients
     ):
         return found  # What the optimizers were given is what they have used.
     step.reduced_inside.update(names)
     sums = dataclasses.replace(_sums(pair, used.of_copies, factors), slack=used.slack)
-    return [each for each in found if each not in own] + [*check_sums(sums)]
+    more = [_of_elements(sums, each) or each for each in check_sums(sums)]
+    return [each for each in found if each not in own] + more
+
+
+def _of_elements(sums: Sums, found: Finding) -> Finding | None:
+    """Explains gradients that an optimizer reduces some elements of, as those that a rank owns."""
+    if found.detail != "unexplained":
+        return None
+    own, all_of = 0, 0
+    for name in found.tensors:
+        terms = [f * dense(sent[name]) for f, sent in zip(sums.factors, sums.sent, strict=True)]
+        bound, right = sums.bound(name, terms), np.sum(terms, axis=0)
+        for copy, received in enumerate(sums.received):
+            value = dense(received[name])
+            mine = [dense(sums.sent[shard][name]) for shard in sums.context.trace.shards_of(copy)]
+            is_right = np.abs(value - right) <= bound
+            is_own = np.any([np.abs(value - each) <= bound for each in mine], axis=0) & ~is_right
+            if not np.all(is_right | is_own):
+                return None
+            own, all_of = own + int(np.sum(is_own)), all_of + is_own.size
+    text = f"{own} of {all_of} elements are those of the replica's own gradient, and not reduced"
+    return dataclasses.replace(found, detail="partly_all_reduced", text=text)
 
 
 def _without_raw(pair: StepPair) -> Iterator[Finding]:
