@@ -217,7 +217,7 @@ def _explained(pair: StepPair, *, is_clipped_first: bool) -> Iterator[Finding]:
     if not terms.raw:
         yield from _without_raw(pair)
         return
-    share, num = terms.share, len(terms.raw)
+    share, num = _share(pair), len(terms.raw)
     findings, factors = _sent(pair, terms.raw, share)
     if is_clipped_first or not step.clips_sum:
         yield from findings
@@ -241,6 +241,22 @@ def _explained(pair: StepPair, *, is_clipped_first: bool) -> Iterator[Finding]:
     found = _reduced_inside(pair, found, right)
     kept = findings if is_of_sent or not found else [f for f in findings if f.detail not in FACTORS]
     yield from (*kept, *found)
+
+
+def _share(pair: StepPair) -> float:
+    """Returns the factor of what is sent in the sum: of a script that adds by hand, as seen.
+
+    The gradients that are right tell it, if all copies are given the same ones.
+    """
+    step, terms = pair.second, pair.gradients
+    right = [name for name in terms.names if name not in pair.different_gradients]
+    if step.trace.about.reduction or len(terms.raw) < 2 or not right or clips_by_hand(pair):
+        return terms.share
+    total = {n: np.sum([own[n] for own in terms.raw], axis=0) for n in right}
+    factor, known = solve({n: terms.reference[n] for n in right}, [total])
+    times = float(factor[0])
+    is_sum = known.all() and times > 0 and pair.tolerance.fits(terms.reference, [(times, total)], right)
+    return times if is_sum else terms.share
 
 
 def _reduced_inside(
