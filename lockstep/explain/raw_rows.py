@@ -112,7 +112,7 @@ def raw_rows(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row
     yield from of_batch.of_factor()
     if len(raw) > 1:
         yield from _rows_of_each_factor(pair, of_batch)
-    yield from _rows_of_some(pair, of_batch)
+    yield from rows_of_some(pair, of_batch)
     yield from _rows_of_weights(pair, of_batch)
 
 
@@ -228,7 +228,7 @@ def _of_padded_sizes(pair: StepPair, factors: np.ndarray) -> str:
     )
 
 
-def _rows_of_some(pair: StepPair, raw: Raw) -> Iterator[Row]:
+def rows_of_some(pair: StepPair, raw: Raw) -> Iterator[Row]:
     """Yields factors that some tensors have, and other ones not."""
     wrong = [n for n in raw.right if not pair.tolerance.fits(raw.right, [(1.0, raw.total)], [n])]
     for of_group, names in _groups(pair, raw.total, wrong):

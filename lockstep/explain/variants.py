@@ -9,8 +9,9 @@ from lockstep.answer.verdict import FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import Trace
 from lockstep.explain.layers import num_local_norms, other_settings
+from lockstep.explain.loss_values import agree_in_value
 from lockstep.explain.losses import other_form, weights_of_losses
-from lockstep.explain.pairing import matched_examples
+from lockstep.explain.pairing import have_equal_outputs, matched_examples
 from lockstep.explain.random_layers import draws, draws_other_numbers, is_random
 from lockstep.numeric.arrays import EPS, MARGIN, UNITS
 from lockstep.reference import StepPair
@@ -106,7 +107,7 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, str]]:
             causes.append(("local_statistics", text, status))
     causes += [(cause, text, FAULT) for cause, text in other_settings(pair)]
     is_random = draws_other_numbers(pair) or any(_has_random_layers(step) for step, _ in pair.both)
-    if not causes and not pair.has_same_shards and is_random:
+    if not causes and not pair.has_same_shards and is_random and not _draw_the_same(pair):
         text = "random layers draw other numbers in the two recordings"
         causes.append(("random_layers", text, NOT_COMPARED))
     return causes
@@ -123,6 +124,11 @@ def _other_replicas(trace: Trace) -> str:
                         f" {usual[setting]} on replica 0"
                     )
     return ""
+
+
+def _draw_the_same(pair: StepPair) -> bool:
+    """Returns whether equal outputs and losses show that the forward passes draw equal numbers."""
+    return have_equal_outputs(pair) and agree_in_value(pair)
 
 
 def _has_random_layers(step: Context) -> bool:

@@ -15,6 +15,7 @@ from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.explain.axes import clipped_by_hand, not_reduced, reduced_over_parts
 from lockstep.explain.factors import meanings
+from lockstep.explain.given_rows import given_rows
 from lockstep.explain.layers import reordered_rows
 from lockstep.explain.own_weights import own_weights
 from lockstep.explain.raw_rows import decays_equally, raw_rows
@@ -94,6 +95,10 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
                 return
             if why := reduced_over_parts(pair, {n for f in unknown for n in f.tensors}):
                 found = [step.found("all-reduce", *why)]
+        is_unknown = any(each.detail == "unexplained" for each in found)
+        if is_unknown and not first and (rows := [*given_rows(pair)]):
+            yield from (step.found(*why, tensors=names) for why, names in rows)
+            return
         scaled = [each for each in found if each.detail == "scaled_gradient"]
         yield from (each for each in found if each not in scaled)
         if first:
