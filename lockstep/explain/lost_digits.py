@@ -28,12 +28,56 @@ class _Kept(NamedTuple):
 
 def lost_digits(pair: StepPair) -> Iterator[tuple[str, str, str]]:
     """Yields cause, sentence and the checked recording's name of each weight that they explain."""
+    yield from _of_rounding(pair)
     for kept in _kept(pair):
         old = kept.state[1][0]
         if not norm(old) or _differ_by_rounding(kept):
             continue
         if why := _of_master(kept) or _of_compensation(kept):
             yield (*why, kept.name)
+
+
+def _of_rounding(pair: StepPair) -> Iterator[tuple[str, str, str]]:
+    """Yields weights of bfloat16 that plain SGD leaves, and scripts round up or down.
+
+    The exact update is that of the learning rate; both neighbours of it are in reach.
+    """
+    rates = {step.trace.about.optimizer.get("learning_rate") for step, _ in pair.both}
+    rate = rates.pop()
+    if rates or not isinstance(rate, float) or not pair.is_applied_right:
+        return
+    found, counts = list[str](), np.zeros(3)  # Elements that each rounds to nearest, and all.
+    for names in pair.matching.pairs:
+        gradient = pair.gradients.reference_applied.get(names.first)
+        if any(step.trace.slots.get(name) for step, name in (
+            (pair.first, names.first), (pair.second, names.second)
+        )):  # fmt: skip
+            return  # It may keep what rounding leaves.
+        weights = [_states(tuple(step.named(kind) for kind in ("before", "after")), name)
+                   for step, name in ((pair.first, names.first), (pair.second, names.second))]
+        if gradient is None or not all(weights):
+            continue
+        (old, first), (own_old, second) = weights[0][0], weights[1][0]
+        if gradient.shape != old.shape or not same_bits(old, own_old) or any(
+            unit_of(np.float32(each)) != UNITS["bfloat16"] for each in (old, first, second)
+        ):  # fmt: skip
+            return
+        exact = old - rate * gradient
+        nearest, step = to_bfloat16(exact), UNITS["bfloat16"] * np.abs(exact) * (1 + _CLOSE)
+        if np.any(np.abs(first - exact) > step) or np.any(np.abs(second - exact) > step):
+            return
+        counts += [*(np.sum(np.float32(each) == nearest) for each in (first, second)), first.size]
+        if not same_bits(first, second):
+            found.append(names.second)
+    # A tie may be rounded to either side.
+    of_first, of_second = counts[:2] > (1 - _FEW) * counts[2]
+    if of_first:
+        return
+    cause, how = ("other_random_numbers", "by other random numbers")
+    if of_second:
+        cause, how = ("reduced_precision", "to the nearest number of 16 bits")
+    for name in found:
+        yield cause, f"weights are rounded {how}, and in the first recording up or down at random", name
 
 
 def _kept(pair: StepPair) -> Iterator[_Kept]:

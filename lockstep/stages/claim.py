@@ -5,9 +5,9 @@ to S'. From equal states and examples, each element of S' − S has to agree wit
 copy; and between two recorded steps, only what changes in the reference may change. The bounds are
 those of `bounds`.
 
-State that agrees on one copy at least, or whose parts agree when they are joined in the order of
-the copies, and whose weight agrees on all copies, is *owned* by a rank: an optimizer that splits
-its state over the ranks needs no other copy of it.
+State whose parts agree when they are joined in the order of the copies, or that agrees on one copy
+at least and whose weight agrees on all copies, is *owned* by a rank: an optimizer that splits its
+state over the ranks needs no other copy of it.
 """
 
 import functools
@@ -365,7 +365,8 @@ class Claim:
             is_right = of_weight and not any(x.differs or x.share is None for x in of_weight)
             is_mixed = {change.differs for change in compared} == {True, False}
             is_mixed = is_mixed and all(x.is_kept for x in compared if x.differs)
-            if variable.kind == STATE and is_right and (is_mixed or self._is_part(variable)):
+            is_owned = (is_right and is_mixed) or self._is_part(variable)
+            if variable.kind == STATE and is_owned:
                 found.add(variable.second)
         return found
 
@@ -498,6 +499,10 @@ class Claim:
             for call in self.pair.second.trace.calls(self.pair.second.position, c)
         ]  # fmt: skip
         later = [f for f in findings if f.stage == "update" and self._leaves_right(f)]
+        later += [
+            f for f in findings
+            if f.stage == "agreement" and {*f.tensors} <= self.owned and f.tensors
+        ]  # fmt: skip
         # A step may fold what differs between devices, or examples, into a key that they share.
         if has_keys(self.pair) and self.pair.are_gradients_right:
             later += [f for f in findings if f.detail == "same_random_numbers"]
@@ -510,10 +515,6 @@ class Claim:
             f for f in findings
             if f.stage == "update" and f.detail == "unexplained"
             and (self.owned or self._has_other_rule({*f.tensors}))
-        ]  # fmt: skip
-        refuted += [
-            f for f in findings
-            if f.stage == "agreement" and {*f.tensors} <= self.owned and f.tensors
         ]  # fmt: skip
         wrong = set().union(*(names for *_, names in self._gradients))
         wrong = {v.second for v in self.variables if v.first in wrong}
