@@ -15,12 +15,14 @@ from lockstep.reference import StepPair
 from lockstep.step import States, joined_states
 
 _CLOSE = 0.02  # Relative to what 16 bits lose, of which float32 keeps five digits.
+_OTHER_STATE = 1e-3  # Relative; of state that is not that of rounding.
 _FEW = 0.05  # Part of the elements that two roundings in a row may move by a unit.
 
 
 class _Kept(NamedTuple):
-    """A weight and its state, before and after the step in both trainings."""
+    """A weight by both its names, and its state, before and after the step in both trainings."""
 
+    first: str
     name: str
     weights: tuple[States, States]
     state: tuple[States, States]
@@ -80,8 +82,8 @@ def _of_rounding(pair: StepPair) -> Iterator[tuple[str, str, str]]:
         yield cause, f"weights are rounded {how}, and in the first recording up or down at random", name
 
 
-def _kept(pair: StepPair) -> Iterator[_Kept]:
-    """Yields weights of bfloat16 with each state in float32 that has their shape."""
+def _kept(pair: StepPair, *, of_any: bool = False) -> Iterator[_Kept]:
+    """Yields weights of bfloat16, or any, with each state in float32 that has their shape."""
     if not pair.has("before", "after"):
         return
     first, second = ((s.named("before"), s.named("after")) for s in (pair.first, pair.second))
@@ -94,7 +96,7 @@ def _kept(pair: StepPair) -> Iterator[_Kept]:
             for arrays, name in ((first, names.first), (second, names.second))
         ]
         if not all(weights) or any(
-            unit_of(np.asarray(each, np.float32)) != UNITS["bfloat16"]
+            not of_any and unit_of(np.asarray(each, np.float32)) != UNITS["bfloat16"]
             for states in weights
             for each in states[0]
         ):
@@ -106,16 +108,45 @@ def _kept(pair: StepPair) -> Iterator[_Kept]:
             ]
             if all(states):
                 yield _Kept(
-                    names.second, (weights[0][0], weights[1][0]), (states[0][0], states[1][0])
+                    *names[:2], (weights[0][0], weights[1][0]), (states[0][0], states[1][0])
                 )
 
 
+def followed_states(pair: StepPair) -> Iterator[tuple[str, str, str]]:
+    """Yields cause, sentence, and weights that follow state of another rule, by the same factor.
+
+    A weight is then W' = W + c · state' in both trainings, with one c, and the state is another one
+    although the gradients and the state before are the same.
+    """
+    if not (pair.has("before", "after") and pair.is_applied_right):
+        return
+    known, allowed = pair.rules(), max(_OTHER_STATE, 10 * pair.tolerance.usual)
+    for kept in _kept(pair, of_any=True):
+        (old, first), (own_old, second) = kept.state
+        moved = [new - before for before, new in kept.weights]
+        factor = factor_of([moved[0]], [first])
+        is_same_start = norm(own_old - old) <= EPS * norm(old)
+        is_other = norm(second - first) > allowed * norm(first)
+        if kept.first in known or not (is_same_start and is_other and np.isfinite(factor)):
+            continue
+        if all(
+            norm(by - factor * state) <= _CLOSE * allowed * norm(by) + EPS * norm(weights[1])
+            for by, state, weights in zip(moved, (first, second), kept.weights, strict=True)
+        ):
+            far = norm(second - first) / norm(first)
+            text = f"the state differs by {far:.2g} after equal gradients and states, and the weight"
+            yield "other_optimizer", f"{text} follows it as in the first recording", kept.name
+
+
 def _states(arrays: tuple[list, list], key: str) -> list[States]:
-    """Returns a variable before and after the step, on each copy; empty if one lacks it."""
+    """Returns a variable before and after the step, on each copy; empty if one lacks it.
+
+    What a step creates is 0 before it.
+    """
     found = [
-        (dense(before[key]), dense(after[key]))
+        (dense(before.get(key, np.zeros_like(after[key]))), dense(after[key]))
         for before, after in zip(*arrays, strict=True)
-        if key in before and key in after
+        if key in after
     ]
     return found if len(found) == len(arrays[0]) else []
 

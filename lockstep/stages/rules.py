@@ -10,7 +10,7 @@ from lockstep.answer.causes import DETAILS
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
 from lockstep.explain.average_states import State, why_average
-from lockstep.explain.lost_digits import lost_digits
+from lockstep.explain.lost_digits import followed_states, lost_digits
 from lockstep.explain.part_updates import from_parts
 from lockstep.numeric.arrays import (
     EPS,
@@ -96,6 +96,9 @@ def compare_updates(pair: StepPair) -> Iterator[Finding]:
     lost: dict[tuple[str, str], list[str]] = {}
     for cause, text, weight in lost_digits(pair):
         lost.setdefault((cause, text), []).append(weight)
+    if not lost:
+        for cause, text, weight in followed_states(pair):
+            lost.setdefault((cause, text), []).append(weight)
     for (cause, text), names in lost.items():
         yield pair.second.found("update", cause, text, kind="after", tensors=names)
     # Each recording alone is checked where a rule computes the update.
