@@ -1,4 +1,4 @@
-"""Explains optimizer state that is a moving average of the weights: A' = k · A + (1 − k) · weight."""
+"""Explains optimizer state that is a moving average of weights: A' = k · A + (1 − k) · weight."""
 
 from typing import NamedTuple
 

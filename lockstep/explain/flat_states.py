@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lockstep.data.trace import WEIGHT
 from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import dense, norm
 from lockstep.reference import StepPair
@@ -19,39 +20,41 @@ def flat_states(pair: StepPair) -> Iterator[tuple[str, str, str, list[str]]]:
     """Yields stage, cause, sentence, and names of weights in the checked recording."""
     if pair.gradients.names or not pair.has("before", "after"):
         return
-    weights = [n for n in pair.matching.pairs if pair.first.trace.kinds[n.first] == "weight"]
+    weights = [n for n in pair.matching.pairs if pair.first.trace.kinds[n.first] == WEIGHT]
     names = [each.second for each in weights]
     befores, afters = (
         [step.named(kind)[0] for step in (pair.first, pair.second)] for kind in ("before", "after")
     )
-    flat = [
-        np.concatenate([dense(after[n[side]]).ravel() for n in weights])
-        for side, after in enumerate(afters)
-        if all(n[side] in after for n in weights)
-    ]
-    if len(flat) < 2:
+    keys_of = [n.first for n in weights], names
+    if any(key not in after for own, after in zip(keys_of, afters, strict=True) for key in own):
         return
+    flat, other = (
+        np.concatenate([dense(after[key]).ravel() for key in own])
+        for own, after in zip(keys_of, afters, strict=True)
+    )
     numbers = {pair.second.trace.about.num_replicas, len(pair.second.copies)} - {1}
     common = [step.trace.slots.get("", {}) for step in (pair.first, pair.second)]
     for slot in common[0].keys() & common[1].keys():
         keys = [own[slot] for own in common]
-        states = [dense(after[k]) for after, k in zip(afters, keys, strict=True) if k in after]
-        old = dense(befores[0][keys[0]]) if keys[0] in befores[0] else np.zeros(0)
-        size = flat[0].size
-        if len(states) < 2 or {a.shape for a in (old, *states)} != {old.shape} or old.ndim != 1:
+        if any(key not in after for after, key in zip(afters, keys, strict=True)):
+            continue
+        first, second = (dense(after[key]) for after, key in zip(afters, keys, strict=True))
+        old = dense(befores[0].get(keys[0], np.zeros(first.shape)))
+        size = flat.size
+        if {a.shape for a in (first, second)} != {old.shape} or old.ndim != 1:
             continue
         if not size <= old.size < size + _PADDING:
             continue
         for number in sorted(numbers):
-            if old.size % number == 0 and _are_reversed(*flat, old.size, number):
+            if old.size % number == 0 and _are_reversed(flat, other, old.size, number):
                 text = f"the {number} parts of the flat weights are put together in reverse order"
                 yield "update", "swapped_parts", text, names
                 return
-            why = _of_norms(old, *states, number) if old.size % number == 0 else ""
+            why = _of_norms(old, first, second, number) if old.size % number == 0 else ""
             if why:
                 yield "clipping", "clipped_by_local_norm", why, names
                 return
-        if shift := _shift(old, *states, old.size - size):
+        if shift := _shift(old, first, second, old.size - size):
             text = f"the flat gradient is {shift:+d} elements beside the flat weights"
             yield "update", "swapped_parts", text, names
             return

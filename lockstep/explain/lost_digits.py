@@ -55,8 +55,10 @@ def _of_rounding(pair: StepPair) -> Iterator[tuple[str, str, str]]:
             (pair.first, names.first), (pair.second, names.second)
         )):  # fmt: skip
             return  # It may keep what rounding leaves.
-        weights = [_states(tuple(step.named(kind) for kind in ("before", "after")), name)
-                   for step, name in ((pair.first, names.first), (pair.second, names.second))]
+        weights = [
+            _states((step.named("before"), step.named("after")), name)
+            for step, name in ((pair.first, names.first), (pair.second, names.second))
+        ]
         if gradient is None or not all(weights):
             continue
         (old, first), (own_old, second) = weights[0][0], weights[1][0]
@@ -79,7 +81,11 @@ def _of_rounding(pair: StepPair) -> Iterator[tuple[str, str, str]]:
     if of_second:
         cause, how = ("reduced_precision", "to the nearest number of 16 bits")
     for name in found:
-        yield cause, f"weights are rounded {how}, and in the first recording up or down at random", name
+        yield (
+            cause,
+            f"weights are rounded {how}, and in the first recording up or down at random",
+            name,
+        )
 
 
 def _kept(pair: StepPair, *, of_any: bool = False) -> Iterator[_Kept]:
@@ -92,8 +98,7 @@ def _kept(pair: StepPair, *, of_any: bool = False) -> Iterator[_Kept]:
             (pair.first, pair.second), (names.first, names.second), strict=True
         )]  # fmt: skip
         weights = [
-            _states(arrays, name)
-            for arrays, name in ((first, names.first), (second, names.second))
+            _states(arrays, name) for arrays, name in ((first, names.first), (second, names.second))
         ]
         if not all(weights) or any(
             not of_any and unit_of(np.asarray(each, np.float32)) != UNITS["bfloat16"]
@@ -134,7 +139,9 @@ def followed_states(pair: StepPair) -> Iterator[tuple[str, str, str]]:
             for by, state, weights in zip(moved, (first, second), kept.weights, strict=True)
         ):
             far = norm(second - first) / norm(first)
-            text = f"the state differs by {far:.2g} after equal gradients and states, and the weight"
+            text = (
+                f"the state differs by {far:.2g} after equal gradients and states, and the weight"
+            )
             yield "other_optimizer", f"{text} follows it as in the first recording", kept.name
 
 

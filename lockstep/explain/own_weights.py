@@ -4,11 +4,13 @@ An optimizer may reduce gradients itself, update a float32 copy or a part of the
 what it has. What it leaves tells then that its gradients are right, although no state shows them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from lockstep.answer.text import count
+from lockstep.context import Context
+from lockstep.data.match import Pair
 from lockstep.numeric.arrays import EPS, dense, norm
 from lockstep.reference import StepPair
 
@@ -24,7 +26,9 @@ def own_weights(pair: StepPair) -> tuple[str, str, list[str]] | None:
     return _not_updated(pair, names) or _other_weights(pair, names)
 
 
-def _arrays(pair: StepPair, names: list, copy: int) -> Iterator[tuple[str, list[np.ndarray]]]:
+def _arrays(
+    pair: StepPair, names: Sequence[Pair], copy: int
+) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yields weight → it before and after the step, in the reference and on a copy."""
     first = [pair.first.named(kind)[0] for kind in ("before", "after")]
     second = [pair.matching.to_first(pair.second.named(kind)[copy]) for kind in ("before", "after")]
@@ -33,7 +37,7 @@ def _arrays(pair: StepPair, names: list, copy: int) -> Iterator[tuple[str, list[
             yield each.second, [dense(arrays[each.first]) for arrays in (*first, *second)]
 
 
-def _not_updated(pair: StepPair, names: list) -> tuple[str, str, list[str]] | None:
+def _not_updated(pair: StepPair, names: Sequence[Pair]) -> tuple[str, str, list[str]] | None:
     """Explains weights of which some elements stay as they were, and all others are right."""
     odd, kept, right = dict[str, None](), 0, 0
     for copy in pair.second.copies:
@@ -53,7 +57,7 @@ def _not_updated(pair: StepPair, names: list) -> tuple[str, str, list[str]] | No
     return "not_updated", f"{text} as in the first recording", [*odd]
 
 
-def _other_weights(pair: StepPair, names: list) -> tuple[str, str, list[str]] | None:
+def _other_weights(pair: StepPair, names: Sequence[Pair]) -> tuple[str, str, list[str]] | None:
     """Explains weights that are those of the reference and a number that no step changes.
 
     Each step starts from the weights of the reference, and the optimizer from its own.
@@ -84,11 +88,11 @@ def _beside(pair: StepPair, step: int) -> StepPair | None:
         if not 0 <= position < len(steps) or steps[position] != own.number + step:
             return None
         places.append(position)
-    second, first = (type(own)(own.trace, at) for (own, _), at in zip(pair.both, places, strict=True))
+    second, first = (Context(own.trace, at) for (own, _), at in zip(pair.both, places, strict=True))
     return StepPair(first, second, pair.matching, pair.tolerance)
 
 
-def _offsets(pair: StepPair, names: list) -> dict[tuple[str, int], np.ndarray]:
+def _offsets(pair: StepPair, names: Sequence[Pair]) -> dict[tuple[str, int], np.ndarray]:
     """Returns by how much each weight differs after the step, if it did not before; else {}."""
     found = {}
     for copy in pair.second.copies:

@@ -102,8 +102,9 @@ def _of_weight(
 
 def _of_norms(parts: Parts, before: np.ndarray, first: np.ndarray, second: np.ndarray) -> str:
     """Explains parts of an update that are scaled differently; "" if no norm gives the factors."""
-    factors = [factor_of([b], [a]) for a, b in zip(parts.first, parts.second, strict=True)]
-    if not all(factor > 0 for factor in factors):
+    pairs = zip(parts.first, parts.second, strict=True)
+    factors = np.array([factor_of([b], [a]) for a, b in pairs])
+    if not np.all(factors > 0):
         return ""
     for factor, a, b in zip(factors, parts.first, parts.second, strict=True):
         if norm(b - factor * a) > _CLOSE * norm(b):
@@ -121,20 +122,19 @@ def _of_norms(parts: Parts, before: np.ndarray, first: np.ndarray, second: np.nd
         "the root mean square of the weight of the part": weights / sizes,
     }
     for text, wanted in known.items():
-        if np.ptp([1, *factors]) > _CLOSE and np.all(np.abs(factors - wanted) <= _CLOSE * wanted):
+        is_other = np.ptp([1, *factors]) > _CLOSE
+        if is_other and np.all(np.abs(factors - wanted) <= _CLOSE * wanted):
             return text
     # A part whose update is within a limit is not scaled: the others have that of the whole.
     is_limited = np.abs(factors * of_rms - 1) <= _CLOSE
-    free = np.array(factors)[~is_limited]
-    within = np.all((np.array(factors) * of_rms)[~is_limited] < 1) and np.all(free > 1)
+    free = factors[~is_limited]
+    within = np.all((factors * of_rms)[~is_limited] < 1) and np.all(free > 1)
     if is_limited.any() and within and (not free.size or np.ptp(free) <= _CLOSE * max(free)):
         return "the root mean square of the update of the part"
     return ""
 
 
-def _of_shape(
-    part: np.ndarray, before: np.ndarray, first: np.ndarray, second: np.ndarray
-) -> str:
+def _of_shape(part: np.ndarray, before: np.ndarray, first: np.ndarray, second: np.ndarray) -> str:
     """Explains a common factor by the shape of a part; "" if it does not give it."""
     factor = factor_of([second], [first])
     if norm(second - factor * first) > _CLOSE * norm(second):
@@ -154,7 +154,7 @@ def _matrices(pair: StepPair, name: str, shape: tuple[int, ...]) -> Iterator[np.
     """Yields what a rule may have made a matrix of: its momentum, or the gradient."""
     after = pair.first.named("after")[0]
     for key in pair.first.trace.slots.get(name, {}).values():
-        if np.shape(after.get(key)) == shape:
+        if key in after and np.shape(after[key]) == shape:
             yield dense(after[key])
     yield dense(pair.gradients.reference_applied[name])
 

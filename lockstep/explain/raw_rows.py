@@ -322,7 +322,9 @@ def _rows_of_penalties(pair: StepPair, raw: Raw, names: Sequence[str]) -> Iterat
         shown.append(f"{-kept[0]:.3g} · weight + {-kept[1]:.3g} · sign(weight)")
     if not is_absolute or min(decays) * max(decays) <= 0:
         return
-    if pair.tolerance.wrong({n: observed[n] for n in names}, {n: whole[n] + more[n] for n in names}):
+    if pair.tolerance.wrong(
+        {n: observed[n] for n in names}, {n: whole[n] + more[n] for n in names}
+    ):
         return
     times, which = ("more", "second") if max(decays) < 0 else ("less", "first")
     text = (

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lockstep.answer.text import count
+from lockstep.data.trace import WEIGHT
 from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import Named, dense, norm, same_bits
 from lockstep.reference import StepPair
@@ -29,7 +30,9 @@ def unseen_gradients(pair: StepPair) -> Iterator[tuple[str, str, str, list[str]]
 def _linear(pair: StepPair) -> Iterator[list[tuple[str, str, str]]]:
     """Yields state that may be linear in the gradients: lists of its names, and of its weight."""
     groups: dict[str, list[tuple[str, str, str]]] = {}
-    weights = [names for names in pair.matching.pairs if pair.first.trace.kinds[names.first] == "weight"]
+    weights = [
+        names for names in pair.matching.pairs if pair.first.trace.kinds[names.first] == WEIGHT
+    ]
     shapes = {key: variable.shape for key, variable in pair.first.trace.variables.items()}
     for names in weights:
         first = pair.first.trace.slots.get(names.first, {})
@@ -99,7 +102,7 @@ def _factor_of(states: Sequence[Named]) -> float:
         return 0.0
     old, first, second = states
     factors, known = solve(second, [first, old])
-    factor, kept = (float(f) if k and np.isfinite(f) else 0.0 for f, k in zip(factors, known, strict=True))
+    factor, kept = map(float, np.where(known & np.isfinite(factors), factors, 0.0))
     if not factor > 0 or not any(np.any(first[name] != old[name]) for name in first):
         return 0.0
     if not all(_is_near(second[n], factor * first[n] + kept * old[n]) for n in first):

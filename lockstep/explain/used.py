@@ -73,10 +73,10 @@ def _add(found: Used, pair: StepPair, weight: str, own: str, keys: tuple[str, st
     states = [_states(pair, copy, keys[1]) for copy in pair.second.copies]
     owned = [state for state in states if state is not None]
     if len(owned) == 1:  # The rank that has it sends what it updates.
-        states = owned * len(states)
-    if any(state is None for state in states):
+        owned *= len(states)
+    if len(owned) < len(states):
         return False
-    wholes = joined_states([state for state in states if state is not None], gradient.shape)
+    wholes = joined_states(owned, gradient.shape)
     if not wholes:
         return False
     for copy, (own_old, own_new) in enumerate(wholes):

@@ -50,7 +50,9 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
             text += f": {where}"
         if pair.has("data", "y_pred", "y_grad") and not earlier and _are_all_compared(pair):
             agree = "outputs, and the gradients of the loss by them, agree"
-            text += f"; {agree}: it is in another part of the loss, in the backward pass or after it"
+            text += (
+                f"; {agree}: it is in another part of the loss, in the backward pass or after it"
+            )
             if _are_of_backward(pair):
                 text = f"{len(wrong)} of {num} gradients differ when the backward pass leaves them;"
                 text += f" the loss, {agree}"
@@ -64,7 +66,7 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
 
 def _are_of_backward(pair: StepPair) -> bool:
     """Returns whether the loss agrees, and what the one backward pass leaves is what is added."""
-    step, terms = pair.second, pair.gradients
+    terms = pair.gradients
     of_both = [s.trace.calls(s.position, shard) for s, _ in pair.both for shard in s.shards]
     is_single = all(len(calls) == 2 and calls[1].startswith("backward") for calls in of_both)
     if not (is_single and terms.raw and agree_in_value(pair)) or any(terms.removed):

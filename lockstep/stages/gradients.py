@@ -121,15 +121,16 @@ def _in_16_bits(pair: StepPair) -> tuple[str, str] | None:
     step, terms = pair.second, pair.gradients
     wrong = [*pair.different_gradients]
     num = len(step.shards) * max(step.trace.micro_batches(step.position, s) for s in step.shards)
-    second, first = ([np.float32(own[n]) for n in wrong] for own in (terms.given[0], terms.reference))
+    second, first = (
+        [np.float32(own[n]) for n in wrong] for own in (terms.given[0], terms.reference)
+    )
     units = {unit_of(array) for array in second}
     names = [name for name, unit in UNITS.items() if {unit} == units]
     is_shown = sum(map(np.count_nonzero, second)) >= _TELLING and units != {unit_of(first[0])}
     if not (names and is_shown and max(units) > EPS):
         return None
-    # Each addition rounds by half a unit.
-    far = [distance(b, a) > num * max(units) / 2 * norm(a) for a, b in zip(first, second, strict=True)]
-    if any(far):
+    half = num * max(units) / 2  # Each addition rounds by half a unit.
+    if any(distance(b, a) > half * norm(a) for a, b in zip(first, second, strict=True)):
         return None
     return "reduced_precision", f"{count('gradient', len(wrong))} are added or sent in {names[0]}"
 
@@ -263,7 +264,8 @@ def _share(pair: StepPair) -> float:
     total = {n: np.sum([own[n] for own in terms.raw], axis=0) for n in right}
     factor, known = solve({n: terms.reference[n] for n in right}, [total])
     times = float(factor[0])
-    is_sum = known.all() and times > 0 and pair.tolerance.fits(terms.reference, [(times, total)], right)
+    is_known = bool(known.all()) and times > 0
+    is_sum = is_known and pair.tolerance.fits(terms.reference, [(times, total)], right)
     return times if is_sum else terms.share
 
 
@@ -282,8 +284,8 @@ def _reduced_inside(
     if names and used is None and (why := own_weights(pair)):
         cause, text, wrong = why
         step.reduced_inside.update(names)
-        more = step.found("update", cause, text, kind="after", tensors=wrong)
-        return [each for each in found if each not in own] + [more]
+        left = step.found("update", cause, text, kind="after", tensors=wrong)
+        return [each for each in found if each not in own] + [left]
     if used is None or not any(
         is_far(gradients[name], step.applied(copy).get(name, 0.0))
         for copy, gradients in enumerate(used.of_copies)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from lockstep.answer.verdict import NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import SEED
+from lockstep.explain.pairing import have_equal_outputs
 from lockstep.explain.random_layers import (
     draws,
     has_keys,
     own_states,
 )
-from lockstep.explain.pairing import have_equal_outputs
 from lockstep.numeric.arrays import MARGIN, relative_distance, relative_norm, same_arrays, same_bits
 from lockstep.reference import StepPair
 

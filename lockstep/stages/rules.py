@@ -13,7 +13,6 @@ from lockstep.explain.average_states import State, why_average
 from lockstep.explain.lost_digits import followed_states, lost_digits
 from lockstep.explain.part_updates import from_parts
 from lockstep.numeric.arrays import (
-    EPS,
     MARGIN,
     TINY,
     UNITS,
@@ -217,7 +216,7 @@ def _why(
     state: dict[str, list[str]] = {}
     for each in (x for x in wrong if x.slot):
         state.setdefault(each.weight, []).append(each.slot)
-    changed = {x.weight: (dense(x.before[0]), *x.by) for x in weights}
+    changed = {x.weight: (dense(x.before[0]), x.by[0], x.by[1]) for x in weights}
     if why := from_parts(pair, changed, state):
         return why
     chosen = [[by * near[x.weight] for by in x.by] for x in weights]
@@ -255,14 +254,16 @@ def _of_averages(
         return None
     if any(not x.slot and not same_bits(x.after[1], averages[x.weight].after[1]) for x in wrong):
         return None
-    return why_average(
-        State(
-            *({n: dense(x.before[0]) for n, x in averages.items()},),
-            *({n: dense(x.after[side]) for n, x in averages.items()} for side in (0, 1)),
-            *({n: dense(x.before[0]) for n, x in weights.items()},),
-            *({n: dense(x.after[side]) for n, x in weights.items()} for side in (0, 1)),
+    found = [
+        {name: dense(arrays[side]) for name, arrays in each.items()}
+        for own in (averages, weights)
+        for each, side in (
+            ({n: x.before for n, x in own.items()}, 0),
+            ({n: x.after for n, x in own.items()}, 0),
+            ({n: x.after for n, x in own.items()}, 1),
         )
-    )
+    ]
+    return why_average(State._make(found))
 
 
 def compare_rules(pair: StepPair) -> Iterator[Finding]:
