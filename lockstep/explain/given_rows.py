@@ -20,7 +20,7 @@ Why = tuple[str, str, str]  # Stage, detail and sentence.
 def given_rows(pair: StepPair) -> Iterator[tuple[Why, list[str]]]:
     """Yields explanations of all wrong gradients, with the reference's names; none if one fails."""
     wrong, copies = [*pair.different_gradients], pair.gradients.given
-    if not wrong:
+    if not wrong or pair.found_in("forward") or pair.found_in("loss"):
         return
     first, *others = copies
     if any(not same_bits(own[n], first[n]) for own in others for n in wrong):
@@ -32,7 +32,7 @@ def given_rows(pair: StepPair) -> Iterator[tuple[Why, list[str]]]:
               "each gradient that is applied")  # fmt: skip
     rows = [*raw.of_factor()] if len(wrong) == len(right) else [*rows_of_some(pair, raw)]
     chosen, left = choose(right, wrong, rows, pair.tolerance, 1)
-    if not left:
+    if not left and all(choice.row.detail != "scaled_gradient" for choice in chosen):
         for choice in chosen:
             yield ("all-reduce", choice.row.detail, choice.row.text), [*choice.names]
 

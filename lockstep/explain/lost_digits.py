@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.explain.tensors import to_bfloat16
-from lockstep.numeric.arrays import EPS, UNITS, dense, factor_of, norm, same_bits, unit_of
+from lockstep.numeric.arrays import EPS, TINY, UNITS, dense, factor_of, norm, same_bits, unit_of
 from lockstep.reference import StepPair
 from lockstep.step import States, joined_states
 
 _CLOSE = 0.02  # Relative to what 16 bits lose, of which float32 keeps five digits.
-_OTHER_STATE = 1e-3  # Relative; of state that is not that of rounding.
+_OTHER_STATE = 1e-3  # Relative; of state that is not that of rounding in float32.
+_ROUNDED = 0.05  # The same of few bits.
 _FEW = 0.05  # Part of the elements that two roundings in a row may move by a unit.
 
 
@@ -118,7 +119,7 @@ def _kept(pair: StepPair, *, of_any: bool = False) -> Iterator[_Kept]:
 
 
 def followed_states(pair: StepPair) -> Iterator[tuple[str, str, str]]:
-    """Yields cause, sentence, and weights that follow state of another rule, by the same factor.
+    """Yields cause, sentence, and weights that follow state with other digits, by the same factor.
 
     A weight is then W' = W + c · state' in both trainings, with one c, and the state is another one
     although the gradients and the state before are the same.
@@ -131,14 +132,14 @@ def followed_states(pair: StepPair) -> Iterator[tuple[str, str, str]]:
         moved = [new - before for before, new in kept.weights]
         factor = factor_of([moved[0]], [first])
         is_same_start = norm(own_old - old) <= EPS * norm(old)
-        is_other = norm(second - first) > allowed * norm(first)
+        far = norm(second - first) / max(norm(first), TINY)
+        is_other = allowed < far < _ROUNDED
         if kept.first in known or not (is_same_start and is_other and np.isfinite(factor)):
             continue
         if all(
             norm(by - factor * state) <= _CLOSE * allowed * norm(by) + EPS * norm(weights[1])
             for by, state, weights in zip(moved, (first, second), kept.weights, strict=True)
         ):
-            far = norm(second - first) / norm(first)
             text = (
                 f"the state differs by {far:.2g} after equal gradients and states, and the weight"
             )

@@ -95,8 +95,7 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
                 return
             if why := reduced_over_parts(pair, {n for f in unknown for n in f.tensors}):
                 found = [step.found("all-reduce", *why)]
-            rows = [*given_rows(pair)]
-            if rows and all(detail != "scaled_gradient" for (_, detail, _), _ in rows):
+            if not step.trace.about.reduction and (rows := [*given_rows(pair)]):
                 found = [step.found(*why, tensors=names) for why, names in rows]
         is_unknown = any(each.detail == "unexplained" for each in found)
         if is_unknown and not first and (rows := [*given_rows(pair)]):
