@@ -13,7 +13,9 @@ from lockstep.answer.text import first_names
 from lockstep.answer.verdict import BY_DESIGN, Finding, Verdict, finding_of
 from lockstep.context import Context
 from lockstep.data.trace import STATISTIC, WEIGHT, Trace
+from lockstep.explain.flat_states import flat_states
 from lockstep.explain.pairing import widen_bound
+from lockstep.explain.unseen_gradients import unseen_gradients
 from lockstep.not_checked import (
     ended_early,
     idle_steps,
@@ -380,6 +382,10 @@ def _with_claim(
     removed += refuted
     pair.findings = [finding for finding in pair.findings if finding not in refuted]
     found = [f for f in (*pair.second.findings, *pair.findings) if f not in refuted]
+    if claim.differing:
+        for stage, cause, text, names in (*flat_states(pair), *unseen_gradients(pair)):
+            found.append(pair.second.found(stage, cause, text, tensors=names))
+            pair.findings.append(found[-1])
     pair.findings += claim.unexplained(found)
     if last and last.pair.second.number == pair.second.number - 1:
         earlier = [f for f in last.pair.second.findings if f not in removed]

@@ -134,11 +134,13 @@ def clipped_by_hand(pair: StepPair, *, is_local: bool = False) -> tuple[str, str
     kind = next((x for x in ("unclipped", "sums") if pair.second.has(x)), "raw")
     if len(raw) != 1 or not trace.mesh or not pair.second.has(kind, "clipped"):
         return None
-    if kind == "raw" and len(pair.second.shards) > 1:
-        return None  # No rank has the sum before it is clipped.
     whole, names = raw[0], {p.second: p.first for p in pair.matching.pairs}
     usual = _factor_of_all(pair.gradients.reference_applied, whole)
-    given = pair.matching.to_first(pair.second.named(kind)[0])
+    is_added = kind == "raw" and len(pair.second.shards) > 1  # No rank has kept the sum.
+    added = _added(pair, whole) if is_added else {}
+    given = added or pair.matching.to_first(pair.second.named(kind)[0])
+    if is_added and {*given} != {*pair.gradients.names}:
+        return None
     if not 0 < usual < 1 - _CLOSE or any(is_far(given[n], whole[n], _CLOSE) for n in given):
         return None
     size = total_norm(whole)
@@ -148,6 +150,7 @@ def clipped_by_hand(pair: StepPair, *, is_local: bool = False) -> tuple[str, str
         is_part = {n: np.shape(own[n]) != np.shape(whole[names[n]]) for n in own if n in names}
         if not is_part or not left:
             return None
+        own = own | {n: given[names[n]] for n, each in is_part.items() if is_added and not each}
         factors.append(_factor_of_all(left, own))
         for norms, wanted in ((parts, True), (copies, False)):
             norms.append(total_norm({n: own[n] for n, each in is_part.items() if each is wanted}))
@@ -181,6 +184,22 @@ def clipped_by_hand(pair: StepPair, *, is_local: bool = False) -> tuple[str, str
         return None
     text = f"gradients are multiplied by {usual:.6g} in the first recording"
     return "other_clipping", f"{text} and by {factors[0]:.6g} in the second"
+
+
+def _added(pair: StepPair, whole: Named) -> Named:
+    """Returns the gradients of the reference that are sums, or means, of what the shards send.
+
+    Of a weight whose gradient gets the examples of all shards in the backward pass, each of them
+    sends the whole sum.
+    """
+    raw, found = pair.gradients.raw, Named()
+    for name in pair.gradients.names if raw else ():
+        total = np.sum([own[name] for own in raw], axis=0)
+        factor = factor_of([total], [whole[name]])
+        known = any(abs(factor - times) < _CLOSE * times for times in (1 / len(raw), 1, len(raw)))
+        if known and not is_far(total, factor * dense(whole[name]), _CLOSE):
+            found[name] = dense(whole[name])
+    return found
 
 
 def _factor_of_all(applied: Named, sent: Named) -> float:

@@ -112,7 +112,7 @@ def raw_rows(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row
     yield from of_batch.of_factor()
     if len(raw) > 1:
         yield from _rows_of_each_factor(pair, of_batch)
-    yield from _rows_of_some(pair, of_batch)
+    yield from rows_of_some(pair, of_batch)
     yield from _rows_of_weights(pair, of_batch)
 
 
@@ -228,7 +228,7 @@ def _of_padded_sizes(pair: StepPair, factors: np.ndarray) -> str:
     )
 
 
-def _rows_of_some(pair: StepPair, raw: Raw) -> Iterator[Row]:
+def rows_of_some(pair: StepPair, raw: Raw) -> Iterator[Row]:
     """Yields factors that some tensors have, and other ones not."""
     wrong = [n for n in raw.right if not pair.tolerance.fits(raw.right, [(1.0, raw.total)], [n])]
     for of_group, names in _groups(pair, raw.total, wrong):
@@ -296,6 +296,43 @@ def _rows_of_weights(pair: StepPair, raw: Raw) -> Iterator[Row]:
                 yield Row(*why, expression, factors=factors)
             continue
         yield Row(*_meaning_of_decay(pair, left, -usual), expression, factors=factors)
+    yield from _rows_of_penalties(pair, raw, wrong)
+
+
+def _rows_of_penalties(pair: StepPair, raw: Raw, names: Sequence[str]) -> Iterator[Row]:
+    """Yields the row of a penalty of absolute values, also beside one of squares.
+
+    Its gradient is λ · sign(weight); each weight may have factors of its own.
+    """
+    observed, weights, whole = raw.right, pair.gradients.weights, raw.total
+    more, decays, shown, is_absolute = Named(), list[float](), list[str](), False
+    for name in names:
+        terms = weights[name], np.sign(weights[name])
+        rest = observed[name] - whole[name]
+        solved, known = solve({name: rest}, [{name: term} for term in terms])
+        if not known.all() or not np.isfinite(solved).all() or rest.size <= 2 * len(terms):
+            return
+        sizes = [abs(factor) * norm(term) for factor, term in zip(solved, terms, strict=True)]
+        kept = [
+            float(f) if size > 1e-3 * max(sizes) else 0.0
+            for f, size in zip(solved, sizes, strict=True)
+        ]
+        more[name] = kept[0] * terms[0] + kept[1] * terms[1]
+        decays, is_absolute = decays + [f for f in kept if f], is_absolute or bool(kept[1])
+        shown.append(f"{-kept[0]:.3g} · weight + {-kept[1]:.3g} · sign(weight)")
+    if not is_absolute or min(decays) * max(decays) <= 0:
+        return
+    if pair.tolerance.wrong(
+        {n: observed[n] for n in names}, {n: whole[n] + more[n] for n in names}
+    ):
+        return
+    times, which = ("more", "second") if max(decays) < 0 else ("less", "first")
+    text = (
+        f"the gradients of the second recording contain {times} of a penalty, as"
+        f" {shown[0].replace('-', '')}: the loss of the {which} recording counts it more often"
+    )
+    cause = "regulariser_repeated" if which == "second" else "regulariser_missing"
+    yield Row(cause, text, [(1.0, whole), (1.0, more)], factors=tuple(raw.factors))
 
 
 def _confirms(pair: StepPair, whole: Named, scale: float, decays: dict[str, float]) -> bool:

@@ -27,7 +27,9 @@ class Used(NamedTuple):
 
 
 def used_gradients(pair: StepPair, names: Sequence[str]) -> Used | None:
-    """Returns the gradients that the optimizers of all copies used; None if one is unknown.
+    """Returns the gradients that the optimizers of all copies used; None if all are unknown.
+
+    Without those of weights whose state is not linear.
 
     Args:
         pair: the step.
@@ -41,9 +43,8 @@ def used_gradients(pair: StepPair, names: Sequence[str]) -> Used | None:
         own = pair.in_second(weight)
         if own not in names:
             continue
-        if not any(_add(found, pair, weight, own, slot) for slot in _slots(pair, weight, own)):
-            return None
-    return found
+        any(_add(found, pair, weight, own, slot) for slot in _slots(pair, weight, own))
+    return found if found.slack else None
 
 
 def _slots(pair: StepPair, weight: str, own: str) -> list[tuple[str, str]]:
@@ -70,9 +71,12 @@ def _add(found: Used, pair: StepPair, weight: str, own: str, keys: tuple[str, st
     if np.any(np.abs(new - kept * old - times * gradient) > bound):
         return False
     states = [_states(pair, copy, keys[1]) for copy in pair.second.copies]
-    if any(state is None for state in states):
+    owned = [state for state in states if state is not None]
+    if len(owned) == 1:  # The rank that has it sends what it updates.
+        owned *= len(states)
+    if len(owned) < len(states):
         return False
-    wholes = joined_states([state for state in states if state is not None], gradient.shape)
+    wholes = joined_states(owned, gradient.shape)
     if not wholes:
         return False
     for copy, (own_old, own_new) in enumerate(wholes):

@@ -9,9 +9,11 @@ from lockstep.answer.verdict import FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import Trace
 from lockstep.explain.layers import num_local_norms, other_settings
+from lockstep.explain.loss_values import agree_in_value
 from lockstep.explain.losses import other_form, weights_of_losses
-from lockstep.explain.pairing import matched_examples
+from lockstep.explain.pairing import have_equal_outputs, matched_examples
 from lockstep.explain.random_layers import draws, draws_other_numbers, is_random
+from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import EPS, MARGIN, UNITS
 from lockstep.reference import StepPair
 
@@ -42,20 +44,37 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
             others.append(("other_loss", text))
         causes = [(*why, FAULT) for why in others] or causes
     if not causes:
-        num = len(pair.gradients.names)
+        num, cause = len(pair.gradients.names), "unexplained"
         text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
         if where:
             text += f": {where}"
         if pair.has("data", "y_pred", "y_grad") and not earlier and _are_all_compared(pair):
+            agree = "outputs, and the gradients of the loss by them, agree"
             text += (
-                "; outputs, and the gradients of the loss by them, agree: it is in another part of"
-                " the loss, in the backward pass or after it"
+                f"; {agree}: it is in another part of the loss, in the backward pass or after it"
             )
-        causes.append(("unexplained", text, FAULT))
+            if _are_of_backward(pair):
+                text = f"{len(wrong)} of {num} gradients differ when the backward pass leaves them;"
+                text += f" the loss, {agree}"
+                cause = "other_backward"
+        causes.append((cause, text, FAULT))
     return [
         pair.second.found("gradients", cause, text, tensors=wrong, status=status)
         for cause, text, status in causes
     ]
+
+
+def _are_of_backward(pair: StepPair) -> bool:
+    """Returns whether the loss agrees, and what the one backward pass leaves is what is added."""
+    terms = pair.gradients
+    of_both = [s.trace.calls(s.position, shard) for s, _ in pair.both for shard in s.shards]
+    is_single = all(len(calls) == 2 and calls[1].startswith("backward") for calls in of_both)
+    if not (is_single and terms.raw and agree_in_value(pair)) or any(terms.removed):
+        return False
+    total = {name: np.sum([own[name] for own in terms.raw], axis=0) for name in terms.names}
+    factors, known = solve(terms.given[0], [total])
+    right = [(float(factors[0]), total)]
+    return bool(known.all()) and all(pair.tolerance.fits(own, right) for own in terms.given)
 
 
 def _are_all_compared(pair: StepPair) -> bool:
@@ -106,7 +125,7 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, str]]:
             causes.append(("local_statistics", text, status))
     causes += [(cause, text, FAULT) for cause, text in other_settings(pair)]
     is_random = draws_other_numbers(pair) or any(_has_random_layers(step) for step, _ in pair.both)
-    if not causes and not pair.has_same_shards and is_random:
+    if not causes and not pair.has_same_shards and is_random and not _draw_the_same(pair):
         text = "random layers draw other numbers in the two recordings"
         causes.append(("random_layers", text, NOT_COMPARED))
     return causes
@@ -123,6 +142,11 @@ def _other_replicas(trace: Trace) -> str:
                         f" {usual[setting]} on replica 0"
                     )
     return ""
+
+
+def _draw_the_same(pair: StepPair) -> bool:
+    """Returns whether equal outputs and losses show that the forward passes draw equal numbers."""
+    return have_equal_outputs(pair) and agree_in_value(pair)
 
 
 def _has_random_layers(step: Context) -> bool:

@@ -5,9 +5,9 @@ to S'. From equal states and examples, each element of S' − S has to agree wit
 copy; and between two recorded steps, only what changes in the reference may change. The bounds are
 those of `bounds`.
 
-State that agrees on one copy at least, or whose parts agree when they are joined in the order of
-the copies, and whose weight agrees on all copies, is *owned* by a rank: an optimizer that splits
-its state over the ranks needs no other copy of it.
+State whose parts agree when they are joined in the order of the copies, or that agrees on one copy
+at least and whose weight agrees on all copies, is *owned* by a rank: an optimizer that splits its
+state over the ranks needs no other copy of it.
 """
 
 import functools
@@ -20,6 +20,7 @@ from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
 from lockstep.explain.random_layers import has_keys
+from lockstep.explain.tensors import SHORT
 from lockstep.numeric import state_bounds as bounds
 from lockstep.numeric.arrays import (
     EPS,
@@ -47,6 +48,7 @@ _REDUCTIONS = (
 )
 _NEAR_START = 1e-4  # Relative; state that has drifted further is another one.
 _OTHER_RULE = 1e-3  # Relative to the variable; far more than an update's rounding.
+_TELLING = 16  # Elements that tell the dtype to which they are rounded.
 _VISIBLE = 4  # Times its bound, a wrong gradient has to change the state.
 
 
@@ -376,7 +378,8 @@ class Claim:
             is_right = of_weight and not any(x.differs or x.share is None for x in of_weight)
             is_mixed = {change.differs for change in compared} == {True, False}
             is_mixed = is_mixed and all(x.is_kept for x in compared if x.differs)
-            if variable.kind == STATE and is_right and (is_mixed or self._is_part(variable)):
+            is_owned = (is_right and is_mixed) or self._is_part(variable)
+            if variable.kind == STATE and is_owned:
                 found.add(variable.second)
         return found
 
@@ -446,8 +449,12 @@ class Claim:
         if {*names} <= self.changed_later:
             cause, text = "changed_on_its_own", f"{text}; the script changes it after the update"
             apart = [name for name, *_ in self.pair.second.unlike_first("after") if name in names]
-            if apart and not self._unlike_in_first(apart):
+            if later := self._restored(changes):
+                cause, text = later[0], f"{text}: {later[1]}"
+            elif apart and not self._unlike_in_first(apart):
                 cause, text = "diverged_replicas", f"{text}, and each copy differently"
+        if kind == WEIGHT and all(map(self._is_unchanged, changes)):
+            cause, text = "not_updated", f"{count('weight', len(names))} do not change in this step"
         if kind == STATISTIC and items:
             cause = "diverged_replicas"
         times = {self._times_counted(change) for change in changes}
@@ -456,6 +463,28 @@ class Claim:
             cause = "schedule_stepped_too_often"
             text = f"{counter} advances by {number_of} times as much as in the first recording"
         return self.pair.second.found(stage, cause, text, kind="after", items=items, tensors=names)
+
+    def _is_unchanged(self, change: Change) -> bool:
+        """Returns whether only the reference changes a variable."""
+        state = self._state(change.variable, change.copy)
+        return state is not None and same_bits(*state) and bool(np.any(change.first))
+
+    def _restored(self, changes: Sequence[Change]) -> tuple[str, str] | None:
+        """Explains variables that a script replaces after the update, as from a checkpoint."""
+        pairs = list[tuple[np.ndarray, np.ndarray]]()
+        for change in changes:
+            name, step = change.variable.second, self.pair.second
+            after = step.named("after")[change.copy].get(name)
+            if after is None:
+                return None
+            pairs.append((dense(after), dense(step.ends[change.copy][name])))
+        if not any(np.any(end) for _, end in pairs):
+            return "reset_state", "it is 0 then"
+        for dtype, rounded in SHORT.items():
+            is_known = sum(after.size for after, _ in pairs) >= _TELLING
+            if is_known and all(same_bits(rounded(after), np.float32(end)) for after, end in pairs):
+                return "reduced_precision", f"it is rounded to {dtype}"
+        return None
 
     def _times_counted(self, change: Change) -> int:
         """Returns how many times more a counter of steps advances than in the reference.
@@ -488,6 +517,10 @@ class Claim:
             for call in self.pair.second.trace.calls(self.pair.second.position, c)
         ]  # fmt: skip
         later = [f for f in findings if f.stage == "update" and self._leaves_right(f)]
+        later += [
+            f for f in findings
+            if f.stage == "agreement" and {*f.tensors} <= self.owned and f.tensors
+        ]  # fmt: skip
         # A step may fold what differs between devices, or examples, into a key that they share.
         if has_keys(self.pair) and self.pair.are_gradients_right:
             later += [f for f in findings if f.detail == "same_random_numbers"]
@@ -502,10 +535,6 @@ class Claim:
                 (f.detail == "unexplained" and (self.owned or self._has_other_rule({*f.tensors})))
                 or self._is_of_both(f)
             )
-        ]  # fmt: skip
-        refuted += [
-            f for f in findings
-            if f.stage == "agreement" and {*f.tensors} <= self.owned and f.tensors
         ]  # fmt: skip
         wrong = set().union(*(names for *_, names in self._gradients))
         wrong = {v.second for v in self.variables if v.first in wrong}

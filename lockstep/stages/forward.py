@@ -21,9 +21,12 @@ from lockstep.explain.variants import other_layers
 from lockstep.numeric.arrays import (
     EPS,
     MARGIN,
+    TINY,
     UNITS,
     are_finite,
     dense,
+    factor_of,
+    is_far,
     joined,
     norm,
     relative_distance,
@@ -33,6 +36,9 @@ from lockstep.reference import StepPair
 
 KINDS_OF_OUTPUTS = ("y_pred", "y_grad")
 _OF_OUTPUTS = 1e-4  # Relative to the usual size of an example's outputs.
+_TELLING = 3  # Elements that are not 0, of which a common factor says something.
+_CLOSE = 1e-3  # Relative; of factors that are powers of two, and of sums of outputs.
+_FAR = 1e-2  # Relative; of gradients that other replicas' outputs are part of.
 _OF_LOSS = 1e-3  # The gradient of a loss is a difference that may cancel.
 
 
@@ -241,6 +247,8 @@ def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
     factors, wrong, far = _factors_of(matched, limit)
     if wrong and (found := [*_scaled_apart(pair, matched, limit)]):
         yield from found
+    elif wrong and (why := _of_own_outputs(matched) or _of_other_weights(pair, matched, limit)):
+        yield _found(pair, "loss", wrong, *why, distance=far)
     elif wrong:
         text = (
             f"the losses of {len(wrong)} examples differ: their outputs are equal, and the"
@@ -262,6 +270,8 @@ def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
         shown = [factor / usual for factor in factors]
         unusual = [m for m, f in zip(matched, shown, strict=True) if abs(f - 1) > limit]
         why = _why_factors(matched, shown, limit, usual / right)
+        if why[0] == "scaled_gradient":
+            why = _of_loss_scales(pair, matched, shown) or why
         yield _found(pair, "loss", unusual, *why)
 
 
@@ -351,6 +361,131 @@ def _why_factors(
     if min(abs(inverse - 1), abs(inverse / len(factors) - 1)) <= limit:
         return "mean_of_means", f"{text}: as means over their own sums of weights or masks"
     return "scaled_gradient", text
+
+
+def _of_loss_scales(
+    pair: StepPair, matched: Sequence[Matched], factors: Sequence[float]
+) -> tuple[str, str] | None:
+    """Explains losses that replicas multiply by numbers by which they divide the same sum."""
+    step = pair.second
+    scales = {m.shard: factor for m, factor in zip(matched, factors, strict=True)}
+    if len(scales) < 2 or {*scales} != {*step.copies} or not step.has("clipped"):
+        return None
+    first = step.applied(0)
+    left = [step.applied(copy) for copy in step.copies]
+    names = [name for name in first if all(name in own for own in left) and norm(first[name])]
+    times = [factor_of([own[n] for n in names], [first[n] for n in names]) for own in left]
+    products = [scales[copy] * factor for copy, factor in zip(step.copies, times, strict=True)]
+    is_undone = np.ptp(products) <= _CLOSE * max(products) and np.ptp(times) > _CLOSE * max(times)
+    if not is_undone or any(
+        is_far(own[n], factor * dense(first[n]), _CLOSE)
+        for own, factor in zip(left, times, strict=True)
+        for n in names
+    ):
+        return None
+    listed = ", ".join(f"{scales[copy] / scales[step.copies[0]]:g}" for copy in step.copies)
+    return "other_loss_scale", (
+        f"the losses of the replicas have factors of {listed} to one another, and each divides the"
+        " same sum by its own"
+    )
+
+
+def _of_own_outputs(matched: Sequence[Matched]) -> tuple[str, str] | None:
+    """Explains a loss that compares outputs, as a contrastive one, those of each replica alone.
+
+    The gradient of an output is then a sum of outputs times numbers: in the reference, not of those
+    of the replica alone.
+    """
+    by_shard: dict[int, list[Matched]] = {}
+    for m in matched:
+        by_shard.setdefault(m.shard, []).append(m)
+    if len(by_shard) < 2:
+        return None
+    for own in by_shard.values():
+        rows = [dense(b) for m in own for _, b in m.pairs["y_pred"] if b.ndim == 2]
+        widths = {each.shape[1] for each in rows}
+        if len(widths) != 1:
+            return None
+        outputs = np.concatenate(rows)
+        if len(outputs) >= outputs.shape[1]:
+            return None  # They give any gradient.
+        basis = np.linalg.qr(outputs.T)[0]
+        for a, b in (pair for m in own for pair in m.pairs["y_grad"] if pair[0].ndim == 2):
+            apart = [norm(g - g @ basis @ basis.T) / max(norm(g), TINY) for g in map(dense, (a, b))]
+            if apart[1] > _CLOSE or apart[0] < _FAR:
+                return None
+    return "not_a_sum_over_examples", (
+        "the gradient of each output is a sum of the outputs of its own replica alone, and in the"
+        " first recording of those of others, too: the loss compares the examples of a replica"
+    )
+
+
+def _of_other_weights(
+    pair: StepPair, matched: Sequence[Matched], limit: float
+) -> tuple[str, str] | None:
+    """Explains losses that count another number of times for each example, or part of a sequence.
+
+    The gradient of each place is then a multiple of that in the reference.
+    """
+    for num in sorted({*pair.second.trace.model_axes.values()} - {1}):
+        if why := _of_parts_of_sequence(matched, num, limit):
+            return why
+    factors = list[float]()
+    for m in matched:
+        found = _factors_of_rows(m.pairs["y_grad"], limit)
+        if found is None:
+            return None
+        factors += [factor for factor in found if factor]
+    if not factors or min(factors) <= 0 or np.ptp(factors) <= limit * max(factors):
+        return None
+    least, most = min(factors) / np.median(factors), max(factors) / np.median(factors)
+    return "other_loss_reduction", (
+        f"the loss of each example counts a number of times of its own, {least:.3g} to {most:.3g},"
+        " compared with the first recording: it is averaged over other axes, or weighted"
+    )
+
+
+def _factors_of_rows(pairs: Pairs, limit: float) -> list[float] | None:
+    """Returns for each row by what it is multiplied, 0 without a gradient; None if it is not."""
+    if not pairs:
+        return None
+    first, second = (np.concatenate([dense(p[i]).reshape(len(p[i]), -1) for p in pairs], 1)
+                     for i in (0, 1))  # fmt: skip
+    found = list[float]()
+    for a, b in zip(first, second, strict=True):
+        if not np.any(a) and not np.any(b):
+            found.append(0.0)
+            continue
+        factor = factor_of([b], [a])
+        # Two numbers, as of two classes, may have any factor.
+        if np.count_nonzero(a) < _TELLING or norm(b - factor * a) > limit * norm(b):
+            return None
+        found.append(factor)
+    return found
+
+
+def _of_parts_of_sequence(
+    matched: Sequence[Matched], num: int, limit: float
+) -> tuple[str, str] | None:
+    """Explains losses of which each rank averages over its own part of a sequence."""
+    factors, counts = list[float](), list[int]()
+    for m in matched:
+        for a, b in m.pairs["y_grad"]:
+            if a.ndim < 3 or a.shape[1] % num:
+                return None
+            places = [np.split(dense(each), num, axis=1) for each in (a, b)]
+            for first, second in zip(*places, strict=True):
+                factor = factor_of([second], [first])
+                if not factor > 0 or norm(second - factor * first) > limit * norm(second):
+                    return None
+                factors.append(factor)
+                counts.append(int(np.count_nonzero(np.any(first, axis=-1))))
+    shares = np.multiply(factors, counts)
+    if len(factors) != num or len(set(counts)) < 2 or np.ptp(shares) > limit * max(shares):
+        return None
+    listed = ", ".join(map(str, counts))
+    text = f"{num} parts of each sequence count equally, although {listed} of their places have a"
+    return "mean_of_means", f"{text} loss: each rank divides by its own number"
 
 
 def _counts(matched: Sequence[Matched]) -> list[tuple[int, ...]]:

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.explain.axes import clipped_by_hand, not_reduced, reduced_over_parts
 from lockstep.explain.factors import meanings
+from lockstep.explain.given_rows import given_rows
 from lockstep.explain.layers import reordered_rows
+from lockstep.explain.own_weights import own_weights
 from lockstep.explain.raw_rows import decays_equally, raw_rows
 from lockstep.explain.rows import choose, explained_apart
 from lockstep.explain.solve import solve
@@ -23,7 +26,19 @@ from lockstep.explain.terms import Sums
 from lockstep.explain.update_rows import recorded_norms
 from lockstep.explain.used import used_gradients
 from lockstep.explain.variants import differ_by_layers, other_settings_of
-from lockstep.numeric.arrays import Named, all_same_bits, distance, is_far, norm, ratio, total_norm
+from lockstep.numeric.arrays import (
+    EPS,
+    UNITS,
+    Named,
+    all_same_bits,
+    dense,
+    distance,
+    is_far,
+    norm,
+    ratio,
+    total_norm,
+    unit_of,
+)
 from lockstep.reference import StepPair
 from lockstep.stages.clipping import (
     check_clipping,
@@ -47,6 +62,7 @@ FACTORS = (
     *("scaled_gradient", "sum_instead_of_mean", "mean_instead_of_sum", "other_loss_reduction"),
     *("micro_batches_not_averaged", "wrong_count", "loss_scale_left"),
 )
+_TELLING = 16  # Elements that tell the dtype in which they were kept.
 _NO_CLIPPING = 1e-6  # Relative; of the factor of a gradient that is not clipped.
 _EPSILON_OF_CLIPPING = 1e-6  # PyTorch divides by the norm and this.
 _CLOSE = 1e-4  # Relative; of solved factors.
@@ -71,11 +87,20 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
         found = [*_explained(pair, is_clipped_first=bool(first))]
         unknown = [f for f in found if f.detail in ("scaled_gradient", "unexplained")]
         if unknown and len(unknown) == len(found) and not first:
+            if why := _in_16_bits(pair):
+                yield step.found("all-reduce", *why, tensors=pair.different_gradients)
+                return
             if why := clipped_by_hand(pair):
                 yield step.found("clipping", *why)
                 return
             if why := reduced_over_parts(pair, {n for f in unknown for n in f.tensors}):
                 found = [step.found("all-reduce", *why)]
+            if not step.trace.about.reduction and (rows := [*given_rows(pair)]):
+                found = [step.found(*why, tensors=names) for why, names in rows]
+        is_unknown = any(each.detail == "unexplained" for each in found)
+        if is_unknown and not first and (rows := [*given_rows(pair)]):
+            yield from (step.found(*why, tensors=names) for why, names in rows)
+            return
         scaled = [each for each in found if each.detail == "scaled_gradient"]
         yield from (each for each in found if each not in scaled)
         if first:
@@ -88,6 +113,25 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
             if not clipped and any(each.stage == "gradients" for each in found):
                 yield from other_limits(pair)
     # Else, what was kept is divided, or added, before the optimizer uses it.
+
+
+def _in_16_bits(pair: StepPair) -> tuple[str, str] | None:
+    """Explains gradients that have the digits of 16 bits, whatever the script adds them from."""
+    step, terms = pair.second, pair.gradients
+    wrong = [*pair.different_gradients]
+    num = len(step.shards) * max(step.trace.micro_batches(step.position, s) for s in step.shards)
+    second, first = (
+        [np.float32(own[n]) for n in wrong] for own in (terms.given[0], terms.reference)
+    )
+    units = {unit_of(array) for array in second}
+    names = [name for name, unit in UNITS.items() if {unit} == units]
+    is_shown = sum(map(np.count_nonzero, second)) >= _TELLING and units != {unit_of(first[0])}
+    if not (names and is_shown and max(units) > EPS):
+        return None
+    half = num * max(units) / 2  # Each addition rounds by half a unit.
+    if any(distance(b, a) > half * norm(a) for a, b in zip(first, second, strict=True)):
+        return None
+    return "reduced_precision", f"{count('gradient', len(wrong))} are added or sent in {names[0]}"
 
 
 def _is_of_clipping(pair: StepPair, clipped: Sequence[Finding]) -> bool:
@@ -181,7 +225,7 @@ def _explained(pair: StepPair, *, is_clipped_first: bool) -> Iterator[Finding]:
     if not terms.raw:
         yield from _without_raw(pair)
         return
-    share, num = terms.share, len(terms.raw)
+    share, num = _share(pair), len(terms.raw)
     findings, factors = _sent(pair, terms.raw, share)
     if is_clipped_first or not step.clips_sum:
         yield from findings
@@ -207,26 +251,70 @@ def _explained(pair: StepPair, *, is_clipped_first: bool) -> Iterator[Finding]:
     yield from (*kept, *found)
 
 
+def _share(pair: StepPair) -> float:
+    """Returns the factor of what is sent in the sum: of a script that adds by hand, as seen.
+
+    The gradients that are right tell it, if all copies are given the same ones.
+    """
+    step, terms = pair.second, pair.gradients
+    right = [name for name in terms.names if name not in pair.different_gradients]
+    if step.trace.about.reduction or len(terms.raw) < 2 or not right or clips_by_hand(pair):
+        return terms.share
+    total = {n: np.sum([own[n] for own in terms.raw], axis=0) for n in right}
+    factor, known = solve({n: terms.reference[n] for n in right}, [total])
+    times = float(factor[0])
+    is_known = bool(known.all()) and times > 0
+    is_sum = is_known and pair.tolerance.fits(terms.reference, [(times, total)], right)
+    return times if is_sum else terms.share
+
+
 def _reduced_inside(
     pair: StepPair, found: list[Finding], factors: Sequence[float]
 ) -> list[Finding]:
     """Replaces findings of gradients that are not reduced by what the optimizers have used.
 
-    An optimizer may reduce gradients by itself: what it used is then the sum that is judged.
+    An optimizer may reduce gradients by itself: what it used is then the sum that is judged, as far
+    as its state shows it.
     """
     step = pair.second
     own = [each for each in found if each.detail in ("not_all_reduced", "partly_all_reduced")]
     names = list(dict.fromkeys(name for each in own for name in each.tensors))
     used = used_gradients(pair, names) if names else None
+    if names and used is None and (why := own_weights(pair)):
+        cause, text, wrong = why
+        step.reduced_inside.update(names)
+        left = step.found("update", cause, text, kind="after", tensors=wrong)
+        return [each for each in found if each not in own] + [left]
     if used is None or not any(
         is_far(gradients[name], step.applied(copy).get(name, 0.0))
         for copy, gradients in enumerate(used.of_copies)
-        for name in names
+        for name in gradients
     ):
         return found  # What the optimizers were given is what they have used.
     step.reduced_inside.update(names)
     sums = dataclasses.replace(_sums(pair, used.of_copies, factors), slack=used.slack)
-    return [each for each in found if each not in own] + [*check_sums(sums)]
+    more = [_of_elements(sums, each) or each for each in check_sums(sums)]
+    return [each for each in found if each not in own] + more
+
+
+def _of_elements(sums: Sums, found: Finding) -> Finding | None:
+    """Explains gradients that an optimizer reduces some elements of, as those that a rank owns."""
+    if found.detail != "unexplained":
+        return None
+    own, all_of = 0, 0
+    for name in found.tensors:
+        terms = [f * dense(sent[name]) for f, sent in zip(sums.factors, sums.sent, strict=True)]
+        bound, right = sums.bound(name, terms), np.sum(terms, axis=0)
+        for copy, received in enumerate(sums.received):
+            value = dense(received[name])
+            mine = [dense(sums.sent[shard][name]) for shard in sums.context.trace.shards_of(copy)]
+            is_right = np.abs(value - right) <= bound
+            is_own = np.any([np.abs(value - each) <= bound for each in mine], axis=0) & ~is_right
+            if not np.all(is_right | is_own):
+                return None
+            own, all_of = own + int(np.sum(is_own)), all_of + is_own.size
+    text = f"{own} of {all_of} elements are those of the replica's own gradient, and not reduced"
+    return dataclasses.replace(found, detail="partly_all_reduced", text=text)
 
 
 def _without_raw(pair: StepPair) -> Iterator[Finding]:

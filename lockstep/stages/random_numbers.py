@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from lockstep.answer.verdict import NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import SEED
+from lockstep.explain.pairing import have_equal_outputs
 from lockstep.explain.random_layers import (
     draws,
     has_keys,
@@ -122,15 +123,18 @@ def compare_drawn(pair: StepPair) -> Iterator[Finding]:
 def draws_as_one(pair: StepPair) -> bool:
     """Returns whether each replica draws what the reference draws, and uses its own part of it.
 
-    The gradients are then right only if all draw from equal states: as for masks of the whole
-    batch, or for layers that are left out.
+    The gradients, or the outputs, are then right only if all draw from equal states: as for masks
+    of the whole batch, or for layers that are left out.
     """
     first, second, kinds = pair.first, pair.second, ("random", "random_after")
     if len(first.shards) > 1 or first.has("shards") or not (first.has(*kinds)):
         return False
-    if not (second.has(*kinds) and pair.are_gradients_right):
+    if not second.has(*kinds) or not (pair.are_gradients_right or have_equal_outputs(pair)):
         return False
     before, after = (first.arrays(kind)[0] for kind in kinds)
+    if not pair.are_gradients_right:  # The backward pass may draw again, and wrongly.
+        own = [second.arrays(kinds[0])[shard] for shard in second.shards]
+        return draws(first, 0) and all(same_arrays(each, before) for each in own)
     return not same_arrays(before, after) and all(
         same_arrays(second.arrays(kind)[shard], right)
         for kind, right in zip(kinds, (before, after), strict=True)

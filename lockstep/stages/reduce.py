@@ -6,7 +6,7 @@ import numpy as np
 
 from lockstep.answer.verdict import Finding, Measurement
 from lockstep.context import Context
-from lockstep.explain.rows import Choice
+from lockstep.explain.rows import Choice, Row
 from lockstep.explain.sums import explained_sums
 from lockstep.explain.terms import Sums
 from lockstep.numeric.arrays import (
@@ -45,6 +45,10 @@ def check_sums(sums: Sums, known_names: Sequence[str] = ()) -> Iterator[Finding]
             for name in received
             if name not in known_names and not _is_right(sums, copy, name, judged)
         ]
+        for choice in _own_with_zeros(sums, wrong):
+            row = choice.row
+            found.setdefault((row.detail, row.text, row.items), []).append((copy, choice))
+            wrong = [name for name in wrong if name not in choice.names]
         missing = [name for name in sums.kinds if name not in received]
         if missing and received:
             text = (
@@ -80,6 +84,33 @@ def check_sums(sums: Sums, known_names: Sequence[str] = ()) -> Iterator[Finding]
             "all-reduce", cause, text, kind=context.kind_sent if lost else "sums",
             items=lost or copies, tensors=names, distance=max(apart),
         )  # fmt: skip
+
+
+def _own_with_zeros(sums: Sums, wrong: Sequence[str]) -> Iterator[Choice]:
+    """Yields gradients that each copy keeps as it sent them, and that are 0 on some of them.
+
+    On a copy alone, they may be taken for the sum, which has no other part, or for a lost one.
+    """
+    own = [sums.context.trace.shards_of(copy) for copy in range(len(sums.received))]
+    if len(own) != sums.num or any(len(shards) != 1 for shards in own):
+        return
+    names = []
+    for name in wrong:
+        sent = [sums.sent[shard][name] for (shard,) in own]
+        is_zero = [not np.any(dense(each)) for each in sent]
+        if (
+            any(is_zero)
+            and not all(is_zero)
+            and all(
+                same_bits(received[name], each)
+                for received, each in zip(sums.received, sent, strict=True)
+                if name in received
+            )
+        ):
+            names.append(name)
+    if names:
+        text = f"it is the gradient of the replica's own examples, not that of {sums.senders}"
+        yield Choice(Row("not_all_reduced", text, []), tuple(names))
 
 
 def _is_sum(sums: Sums, name: str) -> bool:

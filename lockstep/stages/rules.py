@@ -9,8 +9,10 @@ import numpy as np
 from lockstep.answer.causes import DETAILS
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
+from lockstep.explain.average_states import State, why_average
+from lockstep.explain.lost_digits import followed_states, lost_digits
+from lockstep.explain.part_updates import from_parts
 from lockstep.numeric.arrays import (
-    EPS,
     MARGIN,
     TINY,
     UNITS,
@@ -90,8 +92,17 @@ def compare_updates(pair: StepPair) -> Iterator[Finding]:
         return
     changes = list(_changes(pair))
     yield from _kept_in_short(pair, changes)
+    lost: dict[tuple[str, str], list[str]] = {}
+    for cause, text, weight in lost_digits(pair):
+        lost.setdefault((cause, text), []).append(weight)
+    if not lost:
+        for cause, text, weight in followed_states(pair):
+            lost.setdefault((cause, text), []).append(weight)
+    for (cause, text), names in lost.items():
+        yield pair.second.found("update", cause, text, kind="after", tensors=names)
     # Each recording alone is checked where a rule computes the update.
     wrong_alone = {n for f in pair.second.findings if f.stage == "update" for n in f.tensors}
+    wrong_alone |= {name for names in lost.values() for name in names}
     known = {*pair.rules(), *(p.first for p in pair.matching.pairs if p.second in wrong_alone)}
     near = {name: each for name, each in _near(pair).items() if name not in known}
     fixed = [x.weight for x in changes if not x.slot and x.weight not in known and _is_fixed(x)]
@@ -143,9 +154,10 @@ def _changes(pair: StepPair) -> Iterator[_Change]:
 
 def _kept_in_short(pair: StepPair, changes: Sequence[_Change]) -> Iterator[Finding]:
     """Finds weights or optimizer state that only the second trace keeps in 16 bits."""
-    # State of gradients in 16 bits may have these bits, too.
+    # State of gradients that only the second trace has in 16 bits may have these bits, too.
     applied = pair.matching.to_first(pair.second.applied(0))
-    whole = {n for n, g in applied.items() if unit_of(g) == EPS}
+    usual = pair.first.applied(0)
+    whole = {n for n, g in applied.items() if unit_of(g) <= unit_of(usual.get(n, g))}
     changes = [x for x in changes if x.weight in whole and all(map(np.any, x.after))]
     for slot in dict.fromkeys(x.slot for x in changes if x.slot not in COUNTERS):
         kept = [x for x in changes if x.slot == slot]
@@ -199,6 +211,14 @@ def _why(
         text = f"{classes[0]} in the first recording, {classes[1]} in the second: other updates"
         return "other_optimizer", text
     weights = [x for x in wrong if not x.slot]
+    if why := _of_averages(pair, wrong, compared):
+        return why
+    state: dict[str, list[str]] = {}
+    for each in (x for x in wrong if x.slot):
+        state.setdefault(each.weight, []).append(each.slot)
+    changed = {x.weight: (dense(x.before[0]), x.by[0], x.by[1]) for x in weights}
+    if why := from_parts(pair, changed, state):
+        return why
     chosen = [[by * near[x.weight] for by in x.by] for x in weights]
     factor = factor_of([by for _, by in chosen], [by for by, _ in chosen])
     if len(weights) == len(wrong) and not any(
@@ -206,10 +226,44 @@ def _why(
     ):
         text = f"each weight changes {factor:.6g} times as much as in the first recording"
         return "other_learning_rate", text
+    copied = {x.weight: x.after[1] for x in weights}
+    is_copy = [x.weight in copied and same_bits(x.after[1], copied[x.weight]) for x in wrong]
+    if all(is_copy) and not any(x.differs(near[x.weight], allowed, factor) for x in weights):
+        text = f"{len(weights)} weights change {factor:.6g} times as much as in the first recording"
+        return "other_learning_rate", text
     return "unexplained", (
         f"{len({x.weight for x in wrong})} weights or their optimizer state change differently from"
         " equal states and gradients"
     )
+
+
+def _of_averages(
+    pair: StepPair, wrong: Sequence[_Change], compared: Sequence[_Change]
+) -> tuple[str, str] | None:
+    """Explains state that is an average of weights; the weights themselves may be its values."""
+    slots = {x.slot for x in wrong if x.slot}
+    if len(slots) != 1:
+        return None
+    known = {x.weight: x for x in _changes(pair) if not x.slot}
+    own = [x for x in compared if x.slot in slots and x.weight in known]
+    weights = {x.weight: known[x.weight] for x in own}
+    averages = {x.weight: x for x in own}
+    if any(x.weight not in averages for x in wrong) or any(
+        x.before[0].shape != weights[x.weight].before[0].shape for x in own
+    ):
+        return None
+    if any(not x.slot and not same_bits(x.after[1], averages[x.weight].after[1]) for x in wrong):
+        return None
+    found = [
+        {name: dense(arrays[side]) for name, arrays in each.items()}
+        for own in (averages, weights)
+        for each, side in (
+            ({n: x.before for n, x in own.items()}, 0),
+            ({n: x.after for n, x in own.items()}, 0),
+            ({n: x.after for n, x in own.items()}, 1),
+        )
+    ]
+    return why_average(State._make(found))
 
 
 def compare_rules(pair: StepPair) -> Iterator[Finding]:

@@ -102,7 +102,7 @@ STATES = {
     "replayed from the first step": ({}, {**ONE, **resumed_from(0), **REPLAYED}, ""),
     "the optimizer reduces gradients": (UNKNOWN, {**not_reduced(), **averaged_by_optimizer(1)}, ""),
     "the optimizer sums gradients": (UNKNOWN, {**not_reduced(), **averaged_by_optimizer(2)},
-        "all-reduce: not_all_reduced"),
+        "all-reduce: sum_instead_of_mean"),
     # Where a step starts, and what changes between the steps.
     "own states": ({}, OWN, "", {"text": "is the one.npz in step 0, step 3: every"}),
     "own states, not reduced": ({}, {**OWN, "reduce": None}, "all-reduce: not_all_reduced",

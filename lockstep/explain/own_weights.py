@@ -1,0 +1,103 @@
+"""Explains what an optimizer leaves that has weights of its own, whatever its rule.
+
+An optimizer may reduce gradients itself, update a float32 copy or a part of the weights, and send
+what it has. What it leaves tells then that its gradients are right, although no state shows them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lockstep.answer.text import count
+from lockstep.context import Context
+from lockstep.data.match import Pair
+from lockstep.numeric.arrays import EPS, dense, norm
+from lockstep.reference import StepPair
+
+_CLOSE = 1e-3  # Relative to the largest change of a weight.
+_LEAST = 0.1  # Part of the elements of all weights that are updated, or not.
+
+
+def own_weights(pair: StepPair) -> tuple[str, str, list[str]] | None:
+    """Returns cause, sentence, and the checked recording's names of weights; None if unknown."""
+    if not pair.has("before", "after"):
+        return None
+    names = [n for n in pair.matching.pairs if n.first in pair.gradients.names]
+    return _not_updated(pair, names) or _other_weights(pair, names)
+
+
+def _arrays(
+    pair: StepPair, names: Sequence[Pair], copy: int
+) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """Yields weight → it before and after the step, in the reference and on a copy."""
+    first = [pair.first.named(kind)[0] for kind in ("before", "after")]
+    second = [pair.matching.to_first(pair.second.named(kind)[copy]) for kind in ("before", "after")]
+    for each in names:
+        if all(each.first in arrays for arrays in (*first, *second)):
+            yield each.second, [dense(arrays[each.first]) for arrays in (*first, *second)]
+
+
+def _not_updated(pair: StepPair, names: Sequence[Pair]) -> tuple[str, str, list[str]] | None:
+    """Explains weights of which some elements stay as they were, and all others are right."""
+    odd, kept, right = dict[str, None](), 0, 0
+    for copy in pair.second.copies:
+        for name, (old, new, own_old, own_new) in _arrays(pair, names, copy):
+            if own_new.shape != new.shape:
+                return None
+            allowed = _CLOSE * np.max(np.abs(new - old), initial=0) + 4 * EPS * np.abs(new)
+            is_right = np.abs(own_new - new) <= allowed
+            is_kept = (own_new == own_old) & ~is_right
+            if not np.all(is_right | is_kept):
+                return None
+            kept, right = kept + int(np.sum(is_kept)), right + int(np.sum(is_right))
+            odd.update({name: None} if np.any(is_kept) else {})
+    if min(kept, right) < _LEAST * (kept + right):
+        return None
+    text = f"{kept} of {kept + right} elements stay as they were, and all others are updated"
+    return "not_updated", f"{text} as in the first recording", [*odd]
+
+
+def _other_weights(pair: StepPair, names: Sequence[Pair]) -> tuple[str, str, list[str]] | None:
+    """Explains weights that are those of the reference and a number that no step changes.
+
+    Each step starts from the weights of the reference, and the optimizer from its own.
+    """
+    for step in (-1, 1):
+        other = _beside(pair, step)
+        if other is None:
+            continue
+        offsets = [_offsets(each, names) for each in (pair, other)]
+        if not all(offsets) or offsets[0].keys() != offsets[1].keys():
+            continue
+        sizes = {key: norm(far) for key, far in offsets[0].items()}
+        if min(sizes.values()) and all(
+            norm(offsets[1][key] - far) <= _CLOSE * sizes[key] for key, far in offsets[0].items()
+        ):
+            wrong = [n for n, (copy) in offsets[0] if not copy]
+            text = f"the optimizer updates {count('weight', len(wrong))} of its own, which differ"
+            text += " from those with which gradients are computed by the same in each step"
+            return "stale_weights", text, wrong
+    return None
+
+
+def _beside(pair: StepPair, step: int) -> StepPair | None:
+    """Returns the step before or after, if both recorded it."""
+    places = []
+    for own, _ in pair.both:
+        position, steps = own.position + step, own.trace.steps
+        if not 0 <= position < len(steps) or steps[position] != own.number + step:
+            return None
+        places.append(position)
+    second, first = (Context(own.trace, at) for (own, _), at in zip(pair.both, places, strict=True))
+    return StepPair(first, second, pair.matching, pair.tolerance)
+
+
+def _offsets(pair: StepPair, names: Sequence[Pair]) -> dict[tuple[str, int], np.ndarray]:
+    """Returns by how much each weight differs after the step, if it did not before; else {}."""
+    found = {}
+    for copy in pair.second.copies:
+        for name, (old, new, own_old, own_new) in _arrays(pair, names, copy):
+            if own_new.shape != new.shape or np.any(old != own_old):
+                return {}
+            found[name, copy] = own_new - new
+    return found if any(map(np.any, found.values())) else {}

@@ -1,0 +1,230 @@
+"""Explains updates of an unknown rule by what it computes of each rank's part of a weight alone.
+
+Of equal gradients and states, what two updates have in common tells which arrays the rule took for
+a whole weight: norms by which it scales a part, means of squares over the rows of a part, or, of a
+rule that changes singular values as Muon does, singular vectors of a part.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.explain.solve import solve
+from lockstep.numeric.arrays import Named, dense, factor_of, norm
+from lockstep.reference import StepPair
+
+_CLOSE = 1e-3  # Relative; of changes of float32 weights, and of their factors.
+_SYMMETRIC = 1e-3  # Relative to the product of two norms.
+_LEAST = 4  # Rows and columns of a matrix whose singular vectors tell something.
+
+
+class Parts(NamedTuple):
+    """A weight that both trainings change, cut into parts.
+
+    Attributes:
+        before: its parts before the step.
+        first, second: by how much both change each of them.
+    """
+
+    before: list[np.ndarray]
+    first: list[np.ndarray]
+    second: list[np.ndarray]
+
+
+def from_parts(
+    pair: StepPair, changed: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]],
+    wrong_state: Mapping[str, Sequence[str]],
+) -> tuple[str, str] | None:  # fmt: skip
+    """Returns cause and sentence if each update is that of parts of a weight.
+
+    Args:
+        pair: the step.
+        changed: wrong weight → it before the step, and by how much both trainings change it.
+        wrong_state: weight → slots of its state that are wrong, too.
+    """
+    found: dict[str, list[str]] = {}
+    _, first, second = zip(*changed.values(), strict=True) if changed else ((), (), ())
+    if len(changed) > 1 and not wrong_state and _have_one_factor(first, second):
+        return None  # That of the learning rate.
+    for name in {**changed, **wrong_state}:
+        if slots := wrong_state.get(name):
+            why = _of_means(pair, name, slots)
+        else:
+            why = next(_of_weight(pair, name, *changed[name]), "")
+        if not why:
+            return None
+        found.setdefault(why, []).append(name)
+    texts = [f"{why}: {', '.join(names[:3])}" for why, names in found.items()]
+    return ("updated_from_a_part", "; ".join(texts)) if texts else None
+
+
+def _have_one_factor(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
+    factor = factor_of([*second], [*first])
+    pairs = zip(first, second, strict=True)
+    return all(norm(b - factor * a) <= _CLOSE * norm(b) for a, b in pairs)
+
+
+def _numbers(pair: StepPair) -> list[int]:
+    """Returns into how many parts the ranks may split a weight."""
+    about = pair.second.trace.about
+    numbers = {about.num_replicas, len(pair.second.copies), *about.mesh.values()}
+    return sorted(numbers - {1})
+
+
+def _split(array: np.ndarray, number: int, axis: int) -> list[np.ndarray]:
+    """Returns parts along an axis as `torch.chunk` makes them: the last may be smaller."""
+    size = -(-array.shape[axis] // number)
+    return np.split(array, range(size, array.shape[axis], size), axis)
+
+
+def _of_weight(
+    pair: StepPair, name: str, before: np.ndarray, first: np.ndarray, second: np.ndarray
+) -> Iterator[str]:
+    """Yields sentences on a weight whose state is right."""
+    for number, axis in itertools.product(_numbers(pair), range(before.ndim)):
+        arrays = before, first, second
+        parts = Parts(*(_split(array, number, axis) for array in arrays))
+        where = f"of each of {number} parts along axis {axis}"
+        if len(parts.before) < 2:
+            continue
+        if why := _of_norms(parts, *arrays):
+            yield f"the update {where} is scaled by {why}"
+        if before.ndim == 2 and (why := _of_shape(parts.before[0], *arrays)):
+            yield f"the update is scaled by {why} {where}"
+        if before.ndim == 2 and any(
+            _has_vectors_of_parts(matrix, first, second, number, axis)
+            for matrix in _matrices(pair, name, before.shape)
+        ):
+            yield f"the singular vectors of the update are those {where}, not of the whole matrix"
+
+
+def _of_norms(parts: Parts, before: np.ndarray, first: np.ndarray, second: np.ndarray) -> str:
+    """Explains parts of an update that are scaled differently; "" if no norm gives the factors."""
+    pairs = zip(parts.first, parts.second, strict=True)
+    factors = np.array([factor_of([b], [a]) for a, b in pairs])
+    if not np.all(factors > 0):
+        return ""
+    for factor, a, b in zip(factors, parts.first, parts.second, strict=True):
+        if norm(b - factor * a) > _CLOSE * norm(b):
+            return ""
+    sizes = np.sqrt([a.size / first.size for a in parts.first])
+    weights = np.array([norm(w) for w in parts.before]) / norm(before)
+    updates = np.array([norm(a) for a in parts.first]) / norm(first)
+    of_rms = updates / sizes
+    known = {
+        "the norms of weight and update of the part": weights / updates,
+        "the norm of the update of the part": 1 / updates,
+        "the root mean square of the update of the part": 1 / of_rms,
+        "the root mean squares of weight and update of the part": weights / updates,
+        "the norm of the weight of the part": weights,
+        "the root mean square of the weight of the part": weights / sizes,
+    }
+    for text, wanted in known.items():
+        is_other = np.ptp([1, *factors]) > _CLOSE
+        if is_other and np.all(np.abs(factors - wanted) <= _CLOSE * wanted):
+            return text
+    # A part whose update is within a limit is not scaled: the others have that of the whole.
+    is_limited = np.abs(factors * of_rms - 1) <= _CLOSE
+    free = factors[~is_limited]
+    within = np.all((factors * of_rms)[~is_limited] < 1) and np.all(free > 1)
+    if is_limited.any() and within and (not free.size or np.ptp(free) <= _CLOSE * max(free)):
+        return "the root mean square of the update of the part"
+    return ""
+
+
+def _of_shape(part: np.ndarray, before: np.ndarray, first: np.ndarray, second: np.ndarray) -> str:
+    """Explains a common factor by the shape of a part; "" if it does not give it."""
+    factor = factor_of([second], [first])
+    if norm(second - factor * first) > _CLOSE * norm(second):
+        return ""
+    for text, scale in (
+        ("the root of rows over columns", lambda r, c: max(1.0, r / c) ** 0.5),
+        ("the root of rows over columns", lambda r, c: (r / c) ** 0.5),
+        ("the root of the larger size", lambda r, c: max(r, c) ** 0.5),
+    ):
+        wanted = scale(*part.shape) / scale(*before.shape)
+        if abs(wanted - 1) > _CLOSE and abs(factor - wanted) <= _CLOSE * wanted:
+            return text
+    return ""
+
+
+def _matrices(pair: StepPair, name: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """Yields what a rule may have made a matrix of: its momentum, or the gradient."""
+    after = pair.first.named("after")[0]
+    for key in pair.first.trace.slots.get(name, {}).values():
+        if key in after and np.shape(after[key]) == shape:
+            yield dense(after[key])
+    yield dense(pair.gradients.reference_applied[name])
+
+
+def _has_vectors_of_parts(
+    matrix: np.ndarray, first: np.ndarray, second: np.ndarray, number: int, axis: int
+) -> bool:
+    """Returns whether an update has the singular vectors of parts, and the reference's of all."""
+    if min(matrix.shape) < _LEAST or not _have_one_basis(matrix, first):
+        return False
+    if _have_one_basis(matrix, second):
+        return False
+    parts = zip(_split(matrix, number, axis), _split(second, number, axis), strict=True)
+    return all(min(part.shape) >= _LEAST and _have_one_basis(part, own) for part, own in parts)
+
+
+def _have_one_basis(matrix: np.ndarray, update: np.ndarray) -> bool:
+    """Returns whether two matrices have the same singular vectors.
+
+    With M = U s Vᵀ and an update U f(s) Vᵀ, Mᵀ · update = V (s f(s)) Vᵀ is symmetric, and so is
+    update · Mᵀ.
+    """
+    allowed = _SYMMETRIC * norm(matrix) * norm(update)
+    products = matrix.T @ update, update @ matrix.T
+    return all(norm(product - product.T) <= allowed for product in products)
+
+
+def _of_means(pair: StepPair, name: str, slots: Sequence[str]) -> str:
+    """Explains state that has means of squared gradients along an axis, as that of Adafactor."""
+    gradient = dense(pair.gradients.reference_applied[name])
+    squares, own = np.square(gradient), pair.in_second(name)
+    if gradient.ndim != 2:
+        return ""
+    keys = [step.trace.slots.get(n, {}) for step, n in ((pair.first, name), (pair.second, own))]
+    for number, slot in itertools.product(_numbers(pair), slots):
+        if not any(
+            _is_of_parts(pair, keys[0][slot], keys[1][slot], squares, number, axis)
+            for axis in (0, 1)
+        ):
+            return ""
+    return "means of squared gradients are those of each rank's part"
+
+
+def _is_of_parts(
+    pair: StepPair, first: str, second: str, squares: np.ndarray, number: int, axis: int
+) -> bool:
+    """Returns whether state follows the mean of squares along an axis, of each copy's part."""
+    before, after = (pair.first.named(kind)[0] for kind in ("before", "after"))
+    new, parts = dense(after[first]), _split(squares, number, axis)
+    if new.shape != squares.mean(axis).shape or len(parts) != len(pair.second.copies):
+        return False
+
+    def terms(old: Named, key: str, of: np.ndarray) -> list[Named]:
+        kept = dense(old[key]) if key in old else np.zeros(new.shape)
+        return [{"": kept}, {"": of.mean(axis)}, {"": np.ones(new.shape)}]
+
+    def is_sum(value: np.ndarray, by: Sequence[Named]) -> bool:
+        total = sum(c * dense(term[""]) for c, term in zip(factors, by, strict=True))
+        return norm(value - total) <= _CLOSE * norm(value)
+
+    own = terms(before, first, squares)
+    solved, known = solve({"": new}, own)
+    factors = np.where(known & np.isfinite(solved), solved, 0.0)
+    if not is_sum(new, own):
+        return False
+    return all(
+        second in pair.second.named("after")[copy]
+        and is_sum(
+            dense(pair.second.named("after")[copy][second]),
+            terms(pair.second.named("before")[copy], second, parts[copy]),
+        )
+        for copy in pair.second.copies
+    )

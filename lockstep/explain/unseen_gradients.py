@@ -1,0 +1,138 @@
+"""Explains updates whose gradients are not recorded, by state that is linear in them.
+
+A momentum, a first moment, or a weight under plain SGD, is X' = β · X + c · gradient. With a times
+the gradient, X' = a · (X' of the reference) + (1 − a) · β · X, whatever β and c are. On replicas
+that each use their own gradient, the mean of X' is that of the reference.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lockstep.answer.text import count
+from lockstep.data.trace import WEIGHT
+from lockstep.explain.solve import solve
+from lockstep.numeric.arrays import Named, dense, norm, same_bits
+from lockstep.reference import StepPair
+
+_CLOSE = 1e-4  # Relative; of state in float32.
+
+
+def unseen_gradients(pair: StepPair) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yields stage, cause, sentence, and the checked recording's names of weights."""
+    if pair.gradients.names or not pair.has("before", "after"):
+        return
+    found = [*_own_of_copies(pair)] or [*_common_factor(pair)]
+    for each in found:
+        yield "all-reduce", *each
+
+
+def _linear(pair: StepPair) -> Iterator[list[tuple[str, str, str]]]:
+    """Yields state that may be linear in the gradients: lists of its names, and of its weight."""
+    groups: dict[str, list[tuple[str, str, str]]] = {}
+    weights = [
+        names for names in pair.matching.pairs if pair.first.trace.kinds[names.first] == WEIGHT
+    ]
+    shapes = {key: variable.shape for key, variable in pair.first.trace.variables.items()}
+    for names in weights:
+        first = pair.first.trace.slots.get(names.first, {})
+        second = pair.second.trace.slots.get(names.second, {})
+        for slot in first.keys() & second.keys():
+            if shapes[first[slot]] == shapes[names.first] and names.transpose == tuple(
+                range(len(names.transpose))
+            ):
+                groups.setdefault(slot, []).append((first[slot], second[slot], names.second))
+    yield from groups.values()
+    settings = [step.trace.about.optimizer for step, _ in pair.both]
+    is_plain = all(str(own.get("class")).lower() == "sgd" for own in settings) and not any(
+        own.get("momentum") or own.get("weight_decay") for own in settings
+    )
+    rates = {own.get("learning_rate") for own in settings}
+    if is_plain and not groups and len(rates) == 1:
+        yield [(names.first, names.second, names.second) for names in weights]
+
+
+def _states(pair: StepPair, group: Sequence[tuple[str, str, str]], copy: int) -> list[Named]:
+    """Returns state by the names of the reference: before, after it there, and after a copy's."""
+    keys = {first: second for first, second, _ in group}
+    before, after = (pair.first.named(kind)[0] for kind in ("before", "after"))
+    own_before, own_after = (pair.second.named(kind)[copy] for kind in ("before", "after"))
+    if not all(
+        first in before and first in after and second in own_after
+        and same_bits(before[first], own_before.get(second, np.zeros(())))
+        for first, second in keys.items()
+    ):  # fmt: skip
+        return []
+    return [
+        {name: dense(before[name]) for name in keys},
+        {name: dense(after[name]) for name in keys},
+        {name: dense(own_after[second]) for name, second in keys.items()},
+    ]
+
+
+def _is_near(value: np.ndarray, other: np.ndarray) -> bool:
+    return norm(value - other) <= _CLOSE * norm(other)
+
+
+def _common_factor(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
+    """Yields the factor of all gradients, the same on each copy."""
+    best: tuple[float, list[str]] | None = None
+    for group in _linear(pair):
+        factors = [_factor_of(_states(pair, group, copy)) for copy in pair.second.copies]
+        if not all(factors) or np.ptp(factors) > _CLOSE * max(factors):
+            continue
+        if best is None or abs(np.log(factors[0])) < abs(np.log(best[0])):
+            best = factors[0], [name for *_, name in group]
+    if best is None or abs(best[0] - 1) < 10 * _CLOSE:
+        return
+    factor, names = best
+    num = pair.second.trace.about.num_replicas
+    text = f"the optimizer's state is that of gradients that are {factor:.6g} times as large"
+    cause = "scaled_gradient"
+    if num > 1 and abs(factor / num - 1) < 10 * _CLOSE:
+        cause, text = "sum_instead_of_mean", f"{text}: the number of replicas"
+    elif num > 1 and abs(factor * num - 1) < 10 * _CLOSE:
+        cause, text = "mean_instead_of_sum", f"{text}: one over the number of replicas"
+    yield cause, text, names
+
+
+def _factor_of(states: Sequence[Named]) -> float:
+    """Returns the factor of the gradients that give a state; 0 if there is none."""
+    if not states:
+        return 0.0
+    old, first, second = states
+    factors, known = solve(second, [first, old])
+    factor, kept = map(float, np.where(known & np.isfinite(factors), factors, 0.0))
+    if not factor > 0 or not any(np.any(first[name] != old[name]) for name in first):
+        return 0.0
+    if not all(_is_near(second[n], factor * first[n] + kept * old[n]) for n in first):
+        return 0.0
+    # What is never negative is a mean, or a sum, of squares.
+    is_of_squares = all(np.all(state[name] >= 0) for state in states for name in state)
+    return factor**0.5 if is_of_squares else factor
+
+
+def _own_of_copies(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
+    """Yields weights of which each copy uses its own gradient, whose mean or sum is right."""
+    copies = pair.second.copies
+    if len(copies) < 2:
+        return
+    for group in _linear(pair):
+        states = [_states(pair, group, copy) for copy in copies]
+        if not all(states):
+            continue
+        found: dict[str, list[str]] = {}
+        for first, _, weight in group:
+            old, new = states[0][0][first], states[0][1][first]
+            own = [each[2][first] for each in states]
+            if all(_is_near(value, own[0]) for value in own[1:]) or not norm(new - old):
+                continue
+            if _is_near(np.mean(own, axis=0), new):
+                found.setdefault("mean", []).append(weight)
+        for word, names in found.items():
+            is_part = len(names) < len(group)
+            text = f"each replica updates {count('weight', len(names))} with a gradient of its own"
+            cause = "partly_all_reduced" if is_part else "not_all_reduced"
+            yield cause, f"{text}, and the {word} of what they leave is right", names
+        if found:
+            return

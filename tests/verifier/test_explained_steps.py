@@ -1,0 +1,379 @@
+"""Steps whose mistake a computation names: each with its numbers, made by hand, and a right one."""
+
+import numpy as np
+import pytest
+
+from lockstep.comparison import compare_traces
+from lockstep.data.trace import About, Trace, Variable
+
+RANDOM = np.random.default_rng(7)
+WEIGHT, GRADIENT = RANDOM.normal(size=(2, 8, 6)).astype(np.float32)
+OLD = np.float32(0.1) * RANDOM.normal(size=(8, 6)).astype(np.float32)
+
+
+def trace(before, after, *, gradients=(GRADIENT,), replicas=1, raw=(), left=None, **about):
+    """Returns a recording of one step of one weight, `w`, with state of the names beside it.
+
+    Args:
+        before, after: for each copy, or for all, name → array; "w" is the weight.
+        gradients: what each copy applies; () if it is not recorded.
+        replicas: number of copies.
+        raw: what each shard sends.
+        left: what the script changes after the update, as `after`.
+        about: more of the description.
+    """
+    befores, afters, lefts = (
+        given if isinstance(given, list) else [given] * replicas for given in (before, after, left)
+    )
+    slots = [name for name in {**befores[0], **afters[0]} if name != "w"]
+    variables = [Variable("w", "weight", shape=afters[0]["w"].shape)]
+    for slot in slots:
+        of = "" if slot == "flat" else "w"
+        shape = np.shape(afters[0][slot])
+        variables.append(Variable(slot, "optimizer state", of=of, slot=slot, shape=shape))
+    names = ("w", *slots)
+    settings = {"class": "Own", **about.pop("optimizer", {})}
+    found = Trace(About(
+        "torch", replicas, steps=(0,), variables=tuple(variables),
+        gradients=("w",) if len(gradients) else (), optimizer=settings, **about,
+    ), name="one.npz" if replicas == 1 else "two.npz")  # fmt: skip
+    for copy in range(replicas):
+        for kind, arrays in (("before", befores), ("after", afters), ("left", lefts)):
+            own = arrays[copy]
+            if own is not None:
+                found.put(0, kind, copy, [own.get(name) for name in names])
+        if len(gradients):
+            found.put(0, "clipped", copy, [gradients[copy % len(gradients)]])
+        if len(raw):
+            found.put(0, "raw", copy, [raw[copy]])
+    return found
+
+
+def details(first, second):
+    """Returns the details of what the comparison finds in the second recording."""
+    *_, verdict = compare_traces([first, second], {}).values()
+    return [finding.detail for finding in verdict.faults]
+
+
+def part_of(rank, array, axis=0):
+    return np.split(array, 2, axis)[rank]
+
+
+def joined(of_part, *arrays, axis=0):
+    """Returns what two ranks make of their parts."""
+    return np.concatenate([of_part(*(part_of(r, a, axis) for a in arrays)) for r in (0, 1)], axis)
+
+
+# --- Updates of an unknown rule ------------------------------------------------------------------
+
+
+def lamb(weight, gradient):
+    return weight - 0.02 * gradient * np.linalg.norm(weight) / np.linalg.norm(gradient)
+
+
+def clipped_update(weight, gradient):
+    size = np.sqrt(np.mean(gradient**2)) / 0.5
+    return weight - 0.02 * gradient / max(1.0, size)
+
+
+def orthogonal(weight, gradient):
+    u, _, v = np.linalg.svd(gradient, full_matrices=False)
+    return (weight - 0.1 * u @ v).astype(np.float32)
+
+
+def scaled_by_shape(weight, gradient):
+    """The scale is that of the part, and the matrix the whole one."""
+    u, _, v = np.linalg.svd(GRADIENT, full_matrices=False)
+    own = (u @ v)[: len(weight)] if np.all(weight == WEIGHT[: len(weight)]) else (u @ v)[4:]
+    rows, columns = weight.shape
+    return (weight - 0.1 * max(1.0, rows / columns) ** 0.5 * own).astype(np.float32)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("rule", [lamb, clipped_update, orthogonal])
+def test_an_update_from_a_part_is_that_of_the_part(rule, axis):
+    if rule is orthogonal and axis == 1:
+        pytest.skip("parts of three columns have too few singular vectors")
+    first = trace({"w": WEIGHT}, {"w": rule(WEIGHT, GRADIENT)})
+    right = trace({"w": WEIGHT}, {"w": rule(WEIGHT, GRADIENT)}, replicas=2)
+    by_parts = {"w": joined(rule, WEIGHT, GRADIENT, axis=axis)}
+    assert details(first, right) == []
+    wrong = trace({"w": WEIGHT}, by_parts, replicas=2)
+    assert details(first, wrong) == ["updated_from_a_part"]
+    other = {"w": by_parts["w"] + np.float32(0.01) * RANDOM.normal(size=(8, 6)).astype(np.float32)}
+    assert details(first, trace({"w": WEIGHT}, other, replicas=2)) == ["unexplained"]
+
+
+def test_an_update_that_is_scaled_by_the_shape_of_a_part():
+    first = trace({"w": WEIGHT}, {"w": scaled_by_shape(WEIGHT, GRADIENT)})
+    wrong = {"w": joined(scaled_by_shape, WEIGHT, GRADIENT)}
+    assert details(first, trace({"w": WEIGHT}, wrong, replicas=2)) == ["updated_from_a_part"]
+
+
+def test_means_of_squares_of_the_own_rows():
+    def factored(gradient, of_columns):
+        square = gradient**2 + 1e-8
+        return {"w": WEIGHT - 0.02 * gradient / np.sqrt(of_columns), "columns": of_columns,
+                "rows": square.mean(1)}  # fmt: skip
+
+    square = GRADIENT**2 + 1e-8
+    before = {"w": WEIGHT, "columns": np.zeros(6, np.float32), "rows": np.zeros(8, np.float32)}
+    first = trace(before, factored(GRADIENT, square.mean(0)))
+    own = [part_of(rank, square).mean(0) for rank in (0, 1)]
+    update = np.concatenate([
+        part_of(r, WEIGHT) - 0.02 * part_of(r, GRADIENT) / np.sqrt(own[r]) for r in (0, 1)
+    ])  # fmt: skip
+    after = [factored(GRADIENT, own[r]) | {"w": update} for r in (0, 1)]
+    wrong = details(first, trace(before, after, replicas=2))
+    assert wrong[0] == "updated_from_a_part"
+
+
+@pytest.mark.parametrize(
+    ("second", "cause"),
+    [
+        (lambda new: 0.9 * OLD + 0.1 * new, ""),
+        (lambda new: 0.9 * OLD + 0.1 * WEIGHT, "stale_average"),
+        (lambda new: 0.81 * OLD + 0.19 * new, "doubled_average"),
+        (lambda new: 0.8 * OLD + 0.2 * new, "other_average_decay"),
+        (lambda new: 0.9 * OLD + 0.2 * new, "unexplained"),
+    ],
+)
+def test_averages_that_an_optimizer_keeps(second, cause):
+    new = WEIGHT - np.float32(0.1) * GRADIENT
+    before = {"w": WEIGHT, "average": OLD}
+    first, own = (
+        trace(before, {"w": new, "average": average.astype(np.float32)}, replicas=number)
+        for number, average in ((1, 0.9 * OLD + 0.1 * new), (2, second(new)))
+    )
+    assert details(first, own) == ([cause] if cause else [])
+
+
+# --- Precision -----------------------------------------------------------------------------------
+
+
+def short(array):
+    words = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((words + 0x7FFF + (words >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def in_float16(array):
+    return array.astype(np.float16).astype(np.float32)
+
+
+SHORT, LOST = short(WEIGHT), (WEIGHT - short(WEIGHT)).astype(np.float32)
+UPDATE = np.float32(-0.05) * GRADIENT
+
+
+def with_compensation(times):
+    total = UPDATE + np.float32(times) * LOST
+    new = short(SHORT + total)
+    return {"w": new, "compensation": total - (new - SHORT)}
+
+
+@pytest.mark.parametrize(
+    ("times", "cause"), [(1, ""), (0, "reduced_precision"), (-1, "other_optimizer")]
+)
+def test_compensation_of_rounding(times, cause):
+    before = {"w": SHORT, "compensation": LOST}
+    first = trace(before, with_compensation(1))
+    second = trace(before, with_compensation(times), replicas=2)
+    assert details(first, second) == ([cause] if cause else [])
+
+
+@pytest.mark.parametrize(
+    ("master", "weight", "cause"),
+    [
+        (WEIGHT + UPDATE, short(WEIGHT + UPDATE), ""),
+        (SHORT + UPDATE, short(SHORT + UPDATE), "reduced_precision"),
+        (WEIGHT, short(SHORT + short(UPDATE)), "reduced_precision"),
+    ],
+)
+def test_master_weights(master, weight, cause):
+    before = {"w": SHORT, "master": WEIGHT}
+    first = trace(before, {"w": short(WEIGHT + UPDATE), "master": WEIGHT + UPDATE})
+    second = trace(before, {"w": weight, "master": master}, replicas=2)
+    assert details(first, second) == ([cause] if cause else [])
+
+
+def at_random(seed):
+    noise = np.random.default_rng(seed).integers(1 << 16, size=WEIGHT.shape, dtype=np.uint32)
+    words = (SHORT + UPDATE).astype(np.float32).view(np.uint32)
+    return {"w": ((words + noise) & 0xFFFF0000).astype(np.uint32).view(np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("after", "cause"),
+    [(at_random(1), ""), (at_random(2), "other_random_numbers"),
+     ({"w": short(SHORT + UPDATE)}, "reduced_precision")],
+)  # fmt: skip
+def test_weights_that_are_rounded_at_random(after, cause):
+    rate = {"optimizer": {"learning_rate": 0.05}}
+    first = trace({"w": SHORT}, at_random(1), **rate)
+    assert details(first, trace({"w": SHORT}, after, replicas=2, **rate)) == [cause][: bool(cause)]
+
+
+def test_weights_that_follow_state_of_another_rule():
+    def after(state):
+        return {"w": WEIGHT - np.float32(0.5) * state, "momentum": state}
+
+    before, state = {"w": WEIGHT, "momentum": OLD}, np.float32(0.9) * OLD + GRADIENT
+    first = trace(before, after(state))
+    coarse = np.float32(0.02) * np.round(state / np.float32(0.02))
+    assert details(first, trace(before, after(coarse), replicas=2)) == ["other_optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("rounded", "cause"),
+    [(in_float16, "reduced_precision"), (np.zeros_like, "reset_state"), (np.copy, "")],
+)
+def test_state_that_a_script_replaces_after_the_update(rounded, cause):
+    before = {"w": WEIGHT, "momentum": OLD}
+    after = {"w": WEIGHT + UPDATE, "momentum": OLD + GRADIENT}
+    left = {"momentum": rounded(after["momentum"])}
+    second = trace(before, after, replicas=2, left=left)
+    assert details(trace(before, after), second) == ([cause] if cause else [])
+
+
+# --- Gradients -----------------------------------------------------------------------------------
+
+
+def step(gradients, **changes):
+    after = [{"w": WEIGHT - np.float32(0.1) * gradient} for gradient in gradients]
+    return trace({"w": WEIGHT}, after, gradients=gradients, replicas=len(gradients), **changes)
+
+
+def test_gradients_that_have_the_digits_of_16_bits():
+    assert details(step([GRADIENT]), step([short(GRADIENT)] * 2)) == ["reduced_precision"]
+    coarse = short(np.float32(1.2) * GRADIENT)
+    assert details(step([GRADIENT]), step([coarse] * 2)) != ["reduced_precision"]
+
+
+def test_gradients_of_a_factor_that_no_shard_sends():
+    wrong = step([2 * GRADIENT] * 2, raw=[GRADIENT + OLD, OLD])
+    assert details(step([GRADIENT]), wrong) == ["sum_instead_of_mean"]
+
+
+def test_gradients_whose_mean_over_the_copies_is_right():
+    wrong = step([GRADIENT + OLD, GRADIENT - OLD], raw=[OLD, OLD])
+    assert details(step([GRADIENT]), wrong)[0] == "not_all_reduced"
+
+
+# --- Without gradients ---------------------------------------------------------------------------
+
+
+def momentum(factor):
+    state = np.float32(0.9) * OLD + np.float32(factor) * GRADIENT
+    return {"w": WEIGHT - np.float32(0.1) * state, "momentum": state}
+
+
+@pytest.mark.parametrize(
+    ("factors", "cause"),
+    [((1, 1), ""), ((2, 2), "sum_instead_of_mean"), ((0.5, 0.5), "mean_instead_of_sum"),
+     ((0.3, 0.3), "scaled_gradient"), ((0.7, 1.3), "not_all_reduced")],
+)  # fmt: skip
+def test_state_tells_of_gradients_that_are_not_recorded(factors, cause):
+    before = {"w": WEIGHT, "momentum": OLD}
+    first = trace(before, momentum(1), gradients=())
+    second = trace(before, [*map(momentum, factors)], gradients=(), replicas=2)
+    assert details(first, second)[:1] == ([cause] if cause else [])
+
+
+FLAT = np.pad(WEIGHT.ravel(), (0, 4))
+
+
+def flat_step(gradient, replicas=1, exchanged=False):
+    state = np.float32(0.9) * np.pad(OLD.ravel(), (0, 4)) + gradient
+    new = FLAT - np.float32(0.1) * state
+    new = np.concatenate(np.split(new, 2)[::-1]) if exchanged else new
+    before = {"w": WEIGHT, "flat": np.pad(OLD.ravel(), (0, 4))}
+    after = {"w": new[:48].reshape(8, 6), "flat": state}
+    return trace(before, after, gradients=(), replicas=replicas)
+
+
+def clipped(gradient):
+    return np.float32(0.2) * gradient / np.linalg.norm(gradient)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        (lambda g: flat_step(clipped(g), 2), ""),
+        (lambda g: flat_step(clipped(g), 2, exchanged=True), "swapped_parts"),
+        (lambda g: flat_step(clipped(np.roll(g, 4)), 2), "swapped_parts"),
+        (lambda g: flat_step(joined(clipped, g), 2), "clipped_by_local_norm"),
+    ],
+)
+def test_weights_that_are_one_vector(wrong, cause):
+    gradient = np.pad(GRADIENT.ravel(), (0, 4))
+    assert details(flat_step(clipped(gradient)), wrong(gradient))[:1] == [cause][: bool(cause)]
+
+
+@pytest.mark.parametrize(
+    ("more", "cause"),
+    [(0, ""), (0.1, "regulariser_repeated"), (-0.1, "regulariser_missing")],
+)
+def test_penalties_of_absolute_values(more, cause):
+    penalty = np.float32(more) * (np.sign(WEIGHT) + np.float32(0.3) * WEIGHT)
+    assert details(step([GRADIENT]), step([GRADIENT + penalty] * 2))[:1] == [cause][: bool(cause)]
+
+
+def test_elements_that_an_optimizer_does_not_update():
+    """Each rank updates its rows, by a rule that no state shows, and one does not send them."""
+    new = WEIGHT - np.float32(0.1) * np.sign(GRADIENT)
+    first = trace({"w": WEIGHT}, {"w": new})
+    own = GRADIENT + OLD, GRADIENT - OLD
+    for left, cause in ((new, ""), (np.concatenate([new[:4], WEIGHT[4:]]), "not_updated")):
+        second = trace({"w": WEIGHT}, {"w": left}, gradients=own, raw=own, replicas=2)
+        assert details(first, second)[:1] == [cause][: bool(cause)]
+
+
+# --- Losses --------------------------------------------------------------------------------------
+
+INPUTS, OUTPUTS = RANDOM.normal(size=(2, 4, 12)).astype(np.float32)
+
+
+def with_loss(of_outputs, replicas=1, gradients=(GRADIENT,)):
+    """Returns a step whose shards have gradients of their outputs by a function of them."""
+    found = step([*gradients] * (replicas // len(gradients) or 1), raw=[GRADIENT] * replicas)
+    for shard, rows in enumerate(np.split(np.arange(4), replicas)):
+        for kind, array in (
+            ("data", INPUTS[rows]),
+            ("y_pred", OUTPUTS[rows]),
+            ("y_grad", replicas * of_outputs(rows)),
+        ):
+            found.put(0, kind, shard, [array.astype(np.float32)])
+    return found
+
+
+def of_all(rows):
+    return (np.tanh(OUTPUTS @ OUTPUTS.T) @ OUTPUTS)[rows] / 4
+
+
+def of_own(rows):
+    return np.tanh(OUTPUTS[rows] @ OUTPUTS[rows].T) @ OUTPUTS[rows] / 4
+
+
+def test_a_loss_that_compares_the_outputs_of_a_replica():
+    wrong = [2 * GRADIENT + OLD, GRADIENT]
+    first = with_loss(of_all)
+    assert details(first, with_loss(of_all, 2)) == []
+    assert details(first, with_loss(of_own, 2, wrong))[0] == "not_a_sum_over_examples"
+
+
+def test_a_loss_that_weights_each_example_by_its_own_number():
+    lengths = np.array([1, 3, 2, 5], np.float32)[:, None]
+    first = with_loss(lambda rows: np.cos(OUTPUTS[rows]) / 4)
+    second = with_loss(lambda rows: (np.cos(OUTPUTS) * lengths)[rows], 2, [OLD, OLD])
+    assert details(first, second)[0] == "other_loss_reduction"
+
+
+def test_a_loss_scale_of_each_replica_by_which_it_divides_the_sum():
+    def scaled(by):
+        return with_loss(
+            lambda rows: np.cos(OUTPUTS[rows]) / 4 * (by if rows[0] else 1), 2,
+            [GRADIENT, GRADIENT / by],
+        )  # fmt: skip
+
+    first = with_loss(lambda rows: np.cos(OUTPUTS[rows]) / 4)
+    assert details(first, scaled(1)) == []
+    assert details(first, scaled(4))[0] == "other_loss_scale"
