@@ -2,7 +2,7 @@
 
 Two correct trainings start a step from the same state S and compute S'; their changes D1 and D2
 differ by the following, for each element. u is the unit of the array's dtype, that of bfloat16 if
-its bits are those of bfloat16.
+its bits are those of bfloat16 in the reference.
 
 - The state is stored: S' is rounded once, and an update has a few further operations on numbers of
   its size: `STORED` · u · max(|S| + |S'|).

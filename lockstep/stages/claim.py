@@ -324,9 +324,11 @@ class Claim:
             rule = oracle.rules.get(variable.weight) if isinstance(oracle, RuleOracle) else None
             if first.size > 1 and (rule is None or rule.mixes_elements):
                 mixes = bounds.distance_of_gradients(*self._gradient(variable.weight, copy))
-            stored = self.pair.first.ends[0], self.pair.second.ends[copy]
-            keys = variable.first, variable.second
-            unit = bounds.unit_of_state(*(a[k] for a, k in zip(stored, keys, strict=True)))
+            stored = [self.pair.first.ends[0][variable.first]]
+            other = self.pair.second.ends[copy][variable.second]
+            # Digits that only the second training lacks are no rounding of its dtype.
+            stored += [other] if other.dtype != stored[0].dtype else []
+            unit = bounds.unit_of_state(*stored)
             of_change = functools.partial(
                 bounds.of_change, unit=unit, is_weight=variable.kind == WEIGHT, mixes=mixes
             )

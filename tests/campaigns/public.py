@@ -340,8 +340,9 @@ PREAMBLE = """# Public cases
 
 Small programs after mistakes that others reported, written in our own words before the verifier was
 run on any of them: each a right program, and the same with one to three mistakes. `make campaign
-ARGS="public --all"` runs them by `lockstep run` and writes this page. A third was drawn at random
-and sealed. *named*: the first fault has a detail that was written down as right beforehand;
+ARGS="public --all"` runs them by `lockstep run` and writes this page. Some were sealed until
+nothing was changed any more; those of an earlier time are known by now.
+*named*: the first fault has a detail that was written down as right beforehand;
 *named, by design*: it says so, and that both are right trainings; *caught*: there is a fault of
 another name; *not compared*: exit code 3, which says what is missing;
 *passed*: exit code 0; *accused*: a right program with a fault; *refused*: no verdict.

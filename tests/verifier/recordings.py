@@ -147,7 +147,7 @@ MORE = {
     "no gradient is recorded": (WITHOUT_GRADIENTS, WITHOUT_GRADIENTS, "",
         {"text": "gradients are not compared: they are not recorded in both; weights and state"}),
     "no gradient is recorded, summed": (WITHOUT_GRADIENTS, {**WITHOUT_GRADIENTS, **SUMMED},
-        "update: unexplained", {"place": (ALL, (), None)}),
+        "all-reduce: sum_instead_of_mean"),
     "no gradient is recorded of another framework": (
         WITHOUT_GRADIENTS, {**WITHOUT_GRADIENTS, "framework": "keras"}, "",
         {"status": NOTHING, "text": "gradients of no step could be compared: record them in both"}),
