@@ -131,7 +131,7 @@ def main(largest: str = "100") -> None:
             reading, _, _ = cost_of([sys.executable, "-c", READS_TWICE, *paths])
             compared = [f"{folder}/one.npz", f"{folder}/two.npz"]
             seconds, memory, told = cost_of([sys.executable, "-m", "lockstep", *compared])
-        if ("the first mismatch" in told) != size.wrong:
+        if ("is not the training" in told) != size.wrong:
             sys.exit(f"error: {size}: {told}")
         kept = str(size.sample or "all") + (", a fault" if size.wrong else "")
         sizes = f"{size.weights:g} M", size.ranks, size.steps, kept, f"{num_bytes / 1e6:,.0f} MB"
