@@ -404,5 +404,5 @@ class Context(Step):
         return apart <= allowed
 
     def measure_again(self, known: Measurement, kind: str, item: int) -> None:
-        """Adds a measurement for another item, whose array has the same bits."""
+        """Adds a measurement for another item, whose array is bitwise equal."""
         self.measurements.append(dataclasses.replace(known, item=self.trace.name_of(kind, item)))

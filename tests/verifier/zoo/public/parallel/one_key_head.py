@@ -42,7 +42,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Adds the parts of all ranks, each of which goes on with the sum."""
+    """Adds the parts of all ranks, each of which computes with the sum."""
 
     @staticmethod
     def forward(ctx, x):
