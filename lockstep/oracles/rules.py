@@ -200,7 +200,9 @@ def _updated_by_blocks(
         rule, weight, gradient, state, *others: the arguments of `updated`.
     """
     shape = np.shape(weight)
-    is_plain = not isinstance(gradient, Rows) and np.shape(gradient) == shape != ()
+    is_plain = (
+        not isinstance(gradient, Rows) and np.shape(gradient) == shape and np.size(weight) > 1
+    )
     roles = [role for role, array in state.items() if np.ndim(array)]
     is_plain = is_plain and all(np.shape(state[role]) == shape for role in roles)
     if rule.mixes_elements or not is_plain:

@@ -6,11 +6,14 @@ import types
 import numpy as np
 import pytest
 
+from lockstep.explain.rows import share_of
+from lockstep.numeric import arrays
 from lockstep.numeric.arrays import EPS, MARGIN, UNITS
 from lockstep.numeric.state_bounds import of_change, of_start, spread_of
-from lockstep.numeric.tolerance import WITH_SPREAD, ZERO, Tolerance
+from lockstep.numeric.tolerance import WITH_SPREAD, ZERO, Tolerance, gap_of
 from lockstep.oracles import Ask, Computed
 from lockstep.oracles.rounding import Drawn, Expected, OracleBound, measure, widened
+from lockstep.oracles.rules import Rule, _updated_by_blocks, updated
 
 WEIGHT = np.ones(4, np.float32)
 FAR = 1e-2  # Change of the gradient if the sign of a ReLU's input changes.
@@ -124,3 +127,40 @@ def test_a_gradient_that_cancels_the_momentum_may_differ_in_its_last_place():
 def test_what_the_reference_does_not_change_may_not_change_by_a_bit():
     assert not of_start(np.zeros(3), np.ones(3), np.zeros(())).any()
     assert of_start(np.ones(3), np.ones(3), np.zeros(())).all()
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 11])
+def test_blocks_give_what_whole_arrays_give_also_in_the_last_one(monkeypatch, size):
+    monkeypatch.setattr(arrays, "_BLOCK", 4)
+    first = np.arange(1, size + 1, dtype=np.float32)
+    second = first.copy()
+    second[-1:] += 2
+    far = 2.0 if size else 0.0
+    assert arrays.distance(second, first) == far
+    assert arrays.norm(second) == pytest.approx(np.linalg.norm(second), rel=1e-12)
+    assert arrays.is_within(second, first, 1.0) == (not size)
+    assert share_of(second, first, 0.5) == 2 * far
+    whole = arrays.by_blocks(lambda a, b: a * b, first, second)
+    assert np.array_equal(whole, first.astype(np.float64) * second)
+    gap = gap_of(second, [(1.0, first)])
+    assert gap and (gap.length, gap.num) == (far, size)
+    sizes = [arrays.norm(second), arrays.norm(first)]
+    assert [gap.actual, gap.value] == pytest.approx(sizes, rel=1e-12)
+    assert gap.product == pytest.approx(far * float(np.sum(first[-1:])))
+    if size:
+        factor = np.sum(second * first) / np.sum(first * first)
+        assert arrays.factor_of([second], [first]) == pytest.approx(factor)
+        assert arrays.distance(np.append(first, np.nan), np.append(first, 0)) == np.inf
+        assert arrays.distance(np.append(second, np.inf), np.append(first, np.inf)) == far
+
+
+@pytest.mark.parametrize("family", ["SGD", "Adam"])
+@pytest.mark.parametrize("size", [0, 1, 11])
+def test_a_rule_updates_blocks_as_it_updates_whole_weights(monkeypatch, family, size):
+    monkeypatch.setattr(arrays, "_BLOCK", 4)
+    rule = Rule(family=family, learning_rate=0.1, momentum=0.9, weight_decay=0.01)
+    weight, gradient, state = np.random.default_rng(0).normal(size=(3, size))
+    given = weight, gradient, {"velocity": state, "first_moment": state, "number": 3.0}
+    found, right = _updated_by_blocks(rule, *given), updated(rule, *given)
+    assert found.keys() == right.keys()
+    assert all(np.array_equal(found[role], right[role]) for role in right)
