@@ -1,5 +1,6 @@
 """Recordings are written while the training runs; one that was not finished says so."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep import __main__ as command
+from lockstep.data import archive
 from lockstep.data.file import Writer, load
 from lockstep.recorders.output import Output
 from tests.verifier import trace_samples
@@ -71,6 +73,31 @@ def test_arrays_that_get_no_name_are_not_read(tmp_path):
     np.testing.assert_array_equal(load(path).arrays(0, "mask", 0)[0], array(1))
 
 
+def test_arrays_with_one_checksum_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(archive, "_COMPARED_BYTES", 3)  # The last of 8 bytes are compared, too.
+    texts = b"plumless", b"buckeroo"  # Of equal CRC-32.
+    path, about = tmp_path / "one.npz", trace_samples.trace().about
+    with Writer(path) as writer:
+        members = [writer.add(np.frombuffer(text, np.uint8), 0) for text in (*texts, *texts)]
+        assert members[:2] == members[2:] and members[0] != members[1]
+        assert writer.add(np.frombuffer(texts[0], np.int8), 0) not in members  # Of other dtype,
+        assert writer.add(np.frombuffer(texts[0], np.uint8)[None], 0) not in members  # or shape.
+        writer["1/loss/0/0"] = np.float32(1)
+        for place, member in zip(("1/data/0/0", "1/data/1/0"), members, strict=False):
+            writer[place] = member
+        writer.close(about)
+    trace = load(path)
+    assert [trace.arrays(0, "data", i)[0].tobytes() for i in (0, 1)] == [*texts]
+
+
+def test_a_file_that_can_only_be_written_has_each_array(tmp_path):
+    with open(tmp_path / "one.npz", "wb") as file, Writer(file) as writer:
+        writer["1/data/0/0"], writer["1/data/1/0"] = array(0), array(0)
+        writer["1/loss/0/0"] = np.float32(1)
+        writer.close(trace_samples.trace().about)
+    np.testing.assert_array_equal(load(tmp_path / "one.npz").arrays(0, "data", 1)[0], array(0))
+
+
 def test_an_error_of_the_file_is_one_line_and_no_exception(tmp_path, capsys):
     (tmp_path / "one.npz").mkdir()
     output = Output(str(tmp_path / "one.npz"))
@@ -79,6 +106,15 @@ def test_an_error_of_the_file_is_one_line_and_no_exception(tmp_path, capsys):
     output.close({})
     error = f"lockstep: {tmp_path}/one.npz: cannot be written (Is a directory); the training is not"
     assert capsys.readouterr().err == f"{error} recorded\n"
+
+
+def test_a_file_that_another_program_cuts_is_one_line_and_no_exception(tmp_path, capsys):
+    output = Output(str(tmp_path / "one.npz"))
+    assert output.add(array(0)) is not None
+    os.truncate(tmp_path / "one.npz", 100)
+    assert output.add(array(0)) is None and output.has_failed
+    error = f"lockstep: {tmp_path}/one.npz: cannot be written (another program changed the file)"
+    assert capsys.readouterr().err == f"{error}; the training is not recorded\n"
 
 
 HOLD = """
