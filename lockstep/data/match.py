@@ -59,6 +59,10 @@ class Pair(NamedTuple):
     second: str
     transpose: Shape
 
+    def as_first(self, array: Array) -> Array:
+        """Returns an array of the second trace in the layout of the first."""
+        return _in_order(array, self.transpose)
+
 
 class _Item(NamedTuple):
     """A variable with the properties used to match it with another trace.
@@ -138,7 +142,7 @@ class Matching:
     def to_first(self, named: Named) -> Named:
         """Returns arrays of the second trace with the names and layouts of the first."""
         return {
-            pair.first: _in_order(named[pair.second], pair.transpose)
+            pair.first: pair.as_first(named[pair.second])
             for pair in self.pairs
             if pair.second in named
         }

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.explain.kept import slots_of, states_of, whole_states
 from lockstep.explain.tensors import to_bfloat16
-from lockstep.numeric.arrays import EPS, TINY, UNITS, dense, factor_of, norm, same_bits, unit_of
+from lockstep.numeric.arrays import EPS, TINY, UNITS, factor_of, norm, same_bits, unit_of
 from lockstep.reference import StepPair
-from lockstep.step import States, joined_states
+from lockstep.step import States
 
 _CLOSE = 0.02  # Relative to what 16 bits lose, of which float32 keeps five digits.
 _OTHER_STATE = 1e-3  # Relative; of state that is not that of rounding in float32.
@@ -56,13 +57,11 @@ def _of_rounding(pair: StepPair) -> Iterator[tuple[str, str, str]]:
             (pair.first, names.first), (pair.second, names.second)
         )):  # fmt: skip
             return  # It may keep what rounding leaves.
-        weights = [
-            _states((step.named("before"), step.named("after")), name)
-            for step, name in ((pair.first, names.first), (pair.second, names.second))
-        ]
-        if gradient is None or not all(weights):
+        right = states_of(pair.first, names.first)[0]
+        own = states_of(pair.second, names.second)[0]
+        if gradient is None or right is None or own is None:
             continue
-        (old, first), (own_old, second) = weights[0][0], weights[1][0]
+        (old, first), (own_old, second) = right, own
         if gradient.shape != old.shape or not same_bits(old, own_old) or any(
             unit_of(np.float32(each)) != UNITS["bfloat16"] for each in (old, first, second)
         ):  # fmt: skip
@@ -93,29 +92,21 @@ def _kept(pair: StepPair, *, of_any: bool = False) -> Iterator[_Kept]:
     """Yields weights of bfloat16, or any, with each state in float32 that has their shape."""
     if not pair.has("before", "after"):
         return
-    first, second = ((s.named("before"), s.named("after")) for s in (pair.first, pair.second))
+    steps = pair.first, pair.second
     for names in pair.matching.pairs:
-        own = [step.trace.slots.get(name, {}) for step, name in zip(
-            (pair.first, pair.second), (names.first, names.second), strict=True
-        )]  # fmt: skip
-        weights = [
-            _states(arrays, name) for arrays, name in ((first, names.first), (second, names.second))
-        ]
-        if not all(weights) or any(
+        first, second = states_of(steps[0], names.first)[0], states_of(steps[1], names.second)[0]
+        if first is None or second is None or any(
             not of_any and unit_of(np.asarray(each, np.float32)) != UNITS["bfloat16"]
-            for states in weights
-            for each in states[0]
-        ):
+            for each in (*first, *second)
+        ):  # fmt: skip
             continue
-        for slot in own[0].keys() & own[1].keys():
+        for keys in slots_of(pair, *names[:2]).values():
             states = [
-                _joined(_states(arrays, keys[slot]), weights[0][0][1].shape)
-                for arrays, keys in ((first, own[0]), (second, own[1]))
+                whole_states(states_of(step, key), first[1].shape)
+                for step, key in zip(steps, keys, strict=True)
             ]
             if all(states):
-                yield _Kept(
-                    *names[:2], (weights[0][0], weights[1][0]), (states[0][0], states[1][0])
-                )
+                yield _Kept(*names[:2], (first, second), (states[0][0], states[1][0]))
 
 
 def followed_states(pair: StepPair) -> Iterator[tuple[str, str, str]]:
@@ -144,23 +135,6 @@ def followed_states(pair: StepPair) -> Iterator[tuple[str, str, str]]:
                 f"the state differs by {far:.2g} after equal gradients and states, and the weight"
             )
             yield "other_optimizer", f"{text} follows it as in the first recording", kept.name
-
-
-def _states(arrays: tuple[list, list], key: str) -> list[States]:
-    """Returns a variable before and after the step, on each copy; empty if one lacks it.
-
-    What a step creates is 0 before it.
-    """
-    found = [
-        (dense(before.get(key, np.zeros_like(after[key]))), dense(after[key]))
-        for before, after in zip(*arrays, strict=True)
-        if key in after
-    ]
-    return found if len(found) == len(arrays[0]) else []
-
-
-def _joined(states: list[States], shape: tuple[int, ...]) -> list[States]:
-    return joined_states(states, shape) if states else []
 
 
 def _differ_by_rounding(kept: _Kept) -> bool:

@@ -11,7 +11,8 @@ import numpy as np
 from lockstep.answer.text import count
 from lockstep.context import Context
 from lockstep.data.match import Pair
-from lockstep.numeric.arrays import EPS, dense, norm
+from lockstep.explain.kept import states_of
+from lockstep.numeric.arrays import EPS, norm
 from lockstep.reference import StepPair
 
 _CLOSE = 1e-3  # Relative to the largest change of a weight.
@@ -30,11 +31,10 @@ def _arrays(
     pair: StepPair, names: Sequence[Pair], copy: int
 ) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yields weight → it before and after the step, in the reference and on a copy."""
-    first = [pair.first.named(kind)[0] for kind in ("before", "after")]
-    second = [pair.matching.to_first(pair.second.named(kind)[copy]) for kind in ("before", "after")]
     for each in names:
-        if all(each.first in arrays for arrays in (*first, *second)):
-            yield each.second, [dense(arrays[each.first]) for arrays in (*first, *second)]
+        first, second = states_of(pair.first, each.first)[0], states_of(pair.second, each.second)
+        if first and (own := second[copy]):
+            yield each.second, [*first, *(each.as_first(array) for array in own)]
 
 
 def _not_updated(pair: StepPair, names: Sequence[Pair]) -> tuple[str, str, list[str]] | None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.explain.kept import slots_of, states_of
 from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import Named, dense, factor_of, norm
 from lockstep.reference import StepPair
@@ -152,10 +153,10 @@ def _of_shape(part: np.ndarray, before: np.ndarray, first: np.ndarray, second: n
 
 def _matrices(pair: StepPair, name: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """Yields what a rule may have made a matrix of: its momentum, or the gradient."""
-    after = pair.first.named("after")[0]
     for key in pair.first.trace.slots.get(name, {}).values():
-        if key in after and np.shape(after[key]) == shape:
-            yield dense(after[key])
+        state = states_of(pair.first, key)[0]
+        if state and state[1].shape == shape:
+            yield state[1]
     yield dense(pair.gradients.reference_applied[name])
 
 
@@ -185,46 +186,41 @@ def _have_one_basis(matrix: np.ndarray, update: np.ndarray) -> bool:
 def _of_means(pair: StepPair, name: str, slots: Sequence[str]) -> str:
     """Explains state that has means of squared gradients along an axis, as that of Adafactor."""
     gradient = dense(pair.gradients.reference_applied[name])
-    squares, own = np.square(gradient), pair.in_second(name)
+    squares, keys = np.square(gradient), slots_of(pair, name, pair.in_second(name))
     if gradient.ndim != 2:
         return ""
-    keys = [step.trace.slots.get(n, {}) for step, n in ((pair.first, name), (pair.second, own))]
     for number, slot in itertools.product(_numbers(pair), slots):
-        if not any(
-            _is_of_parts(pair, keys[0][slot], keys[1][slot], squares, number, axis)
-            for axis in (0, 1)
-        ):
+        if not any(_is_of_parts(pair, keys[slot], squares, number, axis) for axis in (0, 1)):
             return ""
     return "means of squared gradients are those of each rank's part"
 
 
 def _is_of_parts(
-    pair: StepPair, first: str, second: str, squares: np.ndarray, number: int, axis: int
+    pair: StepPair, keys: tuple[str, str], squares: np.ndarray, number: int, axis: int
 ) -> bool:
     """Returns whether state follows the mean of squares along an axis, of each copy's part."""
-    before, after = (pair.first.named(kind)[0] for kind in ("before", "after"))
-    new, parts = dense(after[first]), _split(squares, number, axis)
-    if new.shape != squares.mean(axis).shape or len(parts) != len(pair.second.copies):
+    state, parts = states_of(pair.first, keys[0])[0], _split(squares, number, axis)
+    states = states_of(pair.second, keys[1])
+    if not state or not all(states) or len(parts) != len(states):
+        return False
+    old, new = state
+    if new.shape != squares.mean(axis).shape:
         return False
 
-    def terms(old: Named, key: str, of: np.ndarray) -> list[Named]:
-        kept = dense(old[key]) if key in old else np.zeros(new.shape)
+    def terms(kept: np.ndarray, of: np.ndarray) -> list[Named]:
         return [{"": kept}, {"": of.mean(axis)}, {"": np.ones(new.shape)}]
 
     def is_sum(value: np.ndarray, by: Sequence[Named]) -> bool:
         total = sum(c * dense(term[""]) for c, term in zip(factors, by, strict=True))
         return norm(value - total) <= _CLOSE * norm(value)
 
-    own = terms(before, first, squares)
+    own = terms(old, squares)
     solved, known = solve({"": new}, own)
     factors = np.where(known & np.isfinite(solved), solved, 0.0)
     if not is_sum(new, own):
         return False
+    known_states = [each for each in states if each]
     return all(
-        second in pair.second.named("after")[copy]
-        and is_sum(
-            dense(pair.second.named("after")[copy][second]),
-            terms(pair.second.named("before")[copy], second, parts[copy]),
-        )
-        for copy in pair.second.copies
+        is_sum(after, terms(before, part))
+        for (before, after), part in zip(known_states, parts, strict=True)
     )

@@ -11,8 +11,9 @@ import numpy as np
 
 from lockstep.answer.text import count
 from lockstep.data.trace import WEIGHT
+from lockstep.explain.kept import slots_of, states_of
 from lockstep.explain.solve import solve
-from lockstep.numeric.arrays import Named, dense, norm, same_bits
+from lockstep.numeric.arrays import Named, norm
 from lockstep.reference import StepPair
 
 _CLOSE = 1e-4  # Relative; of state in float32.
@@ -35,13 +36,10 @@ def _linear(pair: StepPair) -> Iterator[list[tuple[str, str, str]]]:
     ]
     shapes = {key: variable.shape for key, variable in pair.first.trace.variables.items()}
     for names in weights:
-        first = pair.first.trace.slots.get(names.first, {})
-        second = pair.second.trace.slots.get(names.second, {})
-        for slot in first.keys() & second.keys():
-            if shapes[first[slot]] == shapes[names.first] and names.transpose == tuple(
-                range(len(names.transpose))
-            ):
-                groups.setdefault(slot, []).append((first[slot], second[slot], names.second))
+        is_same_order = names.transpose == tuple(range(len(names.transpose)))
+        for slot, keys in slots_of(pair, *names[:2]).items():
+            if is_same_order and shapes[keys[0]] == shapes[names.first]:
+                groups.setdefault(slot, []).append((*keys, names.second))
     yield from groups.values()
     settings = [step.trace.about.optimizer for step, _ in pair.both]
     is_plain = all(str(own.get("class")).lower() == "sgd" for own in settings) and not any(
@@ -54,20 +52,14 @@ def _linear(pair: StepPair) -> Iterator[list[tuple[str, str, str]]]:
 
 def _states(pair: StepPair, group: Sequence[tuple[str, str, str]], copy: int) -> list[Named]:
     """Returns state by the names of the reference: before, after it there, and after a copy's."""
-    keys = {first: second for first, second, _ in group}
-    before, after = (pair.first.named(kind)[0] for kind in ("before", "after"))
-    own_before, own_after = (pair.second.named(kind)[copy] for kind in ("before", "after"))
-    if not all(
-        first in before and first in after and second in own_after
-        and same_bits(before[first], own_before.get(second, np.zeros(())))
-        for first, second in keys.items()
-    ):  # fmt: skip
-        return []
-    return [
-        {name: dense(before[name]) for name in keys},
-        {name: dense(after[name]) for name in keys},
-        {name: dense(own_after[second]) for name, second in keys.items()},
-    ]
+    found: list[Named] = [{}, {}, {}]
+    for first, second, _ in group:
+        right, own = states_of(pair.first, first)[0], states_of(pair.second, second)[copy]
+        if not (right and own and np.array_equal(right[0], own[0])):
+            return []
+        for named, array in zip(found, (*right, own[1]), strict=True):
+            named[first] = array
+    return found
 
 
 def _is_near(value: np.ndarray, other: np.ndarray) -> bool:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.explain.kept import slots_of, states_of, whole_states
 from lockstep.explain.solve import solve
-from lockstep.numeric.arrays import EPS, TINY, Named, dense
+from lockstep.numeric.arrays import EPS, TINY, Named
 from lockstep.numeric.sampling import with_sums
 from lockstep.reference import StepPair
-from lockstep.step import joined_states
 
 _UNITS = 8  # Of rounding of the state, before and after.
 
@@ -43,25 +43,18 @@ def used_gradients(pair: StepPair, names: Sequence[str]) -> Used | None:
         own = pair.in_second(weight)
         if own not in names:
             continue
-        any(_add(found, pair, weight, own, slot) for slot in _slots(pair, weight, own))
+        keys = [*slots_of(pair, weight, own).values(), (weight, own)]
+        any(_add(found, pair, weight, own, each) for each in keys)
     return found if found.slack else None
-
-
-def _slots(pair: StepPair, weight: str, own: str) -> list[tuple[str, str]]:
-    """Returns pairs of keys that may be linear in a weight's gradient."""
-    first = pair.first.trace.slots.get(weight, {})
-    second = pair.second.trace.slots.get(own, {})
-    return [(first[slot], second[slot]) for slot in first if slot in second] + [(weight, own)]
 
 
 def _add(found: Used, pair: StepPair, weight: str, own: str, keys: tuple[str, str]) -> bool:
     """Adds the gradient of a weight that a state gives; returns whether the state is linear."""
     gradient = pair.gradients.reference_applied[weight]
-    before, after = (pair.first.named(kind)[0] for kind in ("before", "after"))
-    if keys[0] not in after or np.shape(after[keys[0]]) != gradient.shape:
+    state = states_of(pair.first, keys[0])[0]
+    if state is None or state[1].shape != gradient.shape:
         return False
-    new = dense(after[keys[0]])
-    old = dense(before[keys[0]]) if keys[0] in before else np.zeros(new.shape)
+    old, new = state
     (kept, times), known = solve({weight: new}, [{weight: old}, {weight: gradient}])
     if not known[1] or not times:
         return False
@@ -70,13 +63,11 @@ def _add(found: Used, pair: StepPair, weight: str, own: str, keys: tuple[str, st
     bound = with_sums(bound, num_sums)
     if np.any(np.abs(new - kept * old - times * gradient) > bound):
         return False
-    states = [_states(pair, copy, keys[1]) for copy in pair.second.copies]
+    states = states_of(pair.second, keys[1])
     owned = [state for state in states if state is not None]
     if len(owned) == 1:  # The rank that has it sends what it updates.
-        owned *= len(states)
-    if len(owned) < len(states):
-        return False
-    wholes = joined_states(owned, gradient.shape)
+        states = [*owned * len(states)]
+    wholes = whole_states(states, gradient.shape)
     if not wholes:
         return False
     for copy, (own_old, own_new) in enumerate(wholes):
@@ -85,11 +76,3 @@ def _add(found: Used, pair: StepPair, weight: str, own: str, keys: tuple[str, st
         size = _UNITS * EPS * (np.abs(own_new) + np.abs(kept * own_old)) / abs(times)
         found.slack[own] = np.maximum(found.slack.get(own, 0.0), with_sums(size, num_sums))
     return True
-
-
-def _states(pair: StepPair, copy: int, key: str) -> tuple[np.ndarray, np.ndarray] | None:
-    before, after = (pair.second.named(kind)[copy] for kind in ("before", "after"))
-    if key not in after:
-        return None
-    new = dense(after[key])
-    return (dense(before[key]) if key in before else np.zeros(new.shape)), new

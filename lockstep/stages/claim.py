@@ -19,6 +19,7 @@ import numpy as np
 from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT
+from lockstep.explain.kept import slots_of
 from lockstep.explain.random_layers import has_keys
 from lockstep.explain.tensors import SHORT
 from lockstep.numeric import state_bounds as bounds
@@ -125,17 +126,13 @@ def _largest_share(second: np.ndarray, first: np.ndarray, allowed: np.ndarray) -
 def variables_of(pair: StepPair) -> list[Variable]:
     """Returns the weights, statistics and optimizer state that both trainings have."""
     kinds, found = pair.first.trace.kinds, list[Variable]()
-    first, second = (step.trace.slots for step in (pair.first, pair.second))
     for names in pair.matching.pairs:
         kind = kinds[names.first]
         weight = names.first if kind == WEIGHT else ""
         found.append(Variable(*names, kind, weight))
-        others = second.get(names.second, {})
-        slots = first.get(names.first, {})
-        for slot in slots.keys() & others.keys() if weight else ():
-            found.append(Variable(slots[slot], others[slot], names.transpose, STATE, weight))
-    for slot in first.get("", {}).keys() & second.get("", {}).keys():
-        found.append(Variable(first[""][slot], second[""][slot], (), STATE, ""))
+        for keys in slots_of(pair, *names[:2]).values() if weight else ():
+            found.append(Variable(*keys, names.transpose, STATE, weight))
+    found += [Variable(*keys, (), STATE, "") for keys in slots_of(pair, "", "").values()]
     rates = {key for key, v in pair.first.trace.variables.items() if v.slot == "learning_rate"}
     return [variable for variable in found if variable.first not in rates]
 

@@ -10,6 +10,7 @@ from lockstep.answer.causes import DETAILS
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
 from lockstep.explain.average_states import State, why_average
+from lockstep.explain.kept import slots_of
 from lockstep.explain.lost_digits import followed_states, lost_digits
 from lockstep.explain.part_updates import from_parts
 from lockstep.numeric.arrays import (
@@ -130,15 +131,12 @@ def _changes(pair: StepPair) -> Iterator[_Change]:
     before, after = (
         [step.named(kind)[0] for step in (pair.first, pair.second)] for kind in ("before", "after")
     )
-    slots = [step.trace.slots for step in (pair.first, pair.second)]
     for names in pair.matching.pairs:
-        weights = names.first, names.second
-        own = [{"": w, **found.get(w, {})} for found, w in zip(slots, weights, strict=True)]
-        if any(key not in after[i] for i in (0, 1) for key in own[i].values()):
+        slots = {"": names[:2]} | slots_of(pair, *names[:2])
+        if any(key not in after[i] for keys in slots.values() for i, key in enumerate(keys)):
             continue
         found = []
-        for slot in own[0].keys() & own[1].keys():
-            keys = [each[slot] for each in own]
+        for slot, keys in slots.items():
             # An unknown rule may not be linear, as sums of samples would need.
             new = [elements_of(arrays[key]) for arrays, key in zip(after, keys, strict=True)]
             old = [
