@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from lockstep.answer.text import count
 from lockstep.explain.factors import meanings
+from lockstep.explain.own_weights import reduces_otherwise
 from lockstep.explain.raw_rows import Raw, rows_of_some
 from lockstep.explain.rows import choose
 from lockstep.numeric.arrays import Named, same_bits
@@ -41,6 +42,8 @@ def _of_copies(
     pair: StepPair, wrong: Sequence[str], copies: Sequence[Named]
 ) -> tuple[str, str] | None:
     """Explains copies that are given different gradients, whose mean or sum is right."""
+    if reduces_otherwise(pair):
+        return None
     right = {name: pair.gradients.reference[name] for name in wrong}
     for word, share in (("mean", 1 / len(copies)), ("sum", 1.0)):
         if pair.tolerance.fits(right, [(share, own) for own in copies], wrong):

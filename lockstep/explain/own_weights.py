@@ -11,8 +11,9 @@ import numpy as np
 from lockstep.answer.text import count
 from lockstep.context import Context
 from lockstep.data.match import Pair
+from lockstep.explain.decays import other_decay
 from lockstep.explain.kept import states_of
-from lockstep.numeric.arrays import EPS, norm
+from lockstep.numeric.arrays import EPS, norm, same_bits
 from lockstep.reference import StepPair
 
 _CLOSE = 1e-3  # Relative to the largest change of a weight.
@@ -24,7 +25,23 @@ def own_weights(pair: StepPair) -> tuple[str, str, list[str]] | None:
     if not pair.has("before", "after"):
         return None
     names = [n for n in pair.matching.pairs if n.first in pair.gradients.names]
-    return _not_updated(pair, names) or _other_weights(pair, names)
+    return _not_updated(pair, names) or _decayed(pair, names) or _other_weights(pair, names)
+
+
+def reduces_otherwise(pair: StepPair) -> bool:
+    """Returns whether an optimizer of an unknown rule leaves equal weights, but not the right ones.
+
+    If copies apply different gradients, the optimizer reduces them, or its updates, itself.
+    """
+    names = [n for n in pair.matching.pairs if n.first in pair.gradients.names]
+    ends, is_right = pair.second.named("after"), True
+    if len(ends) < 2 or pair.rules() or not pair.has("before"):
+        return False
+    for name, (old, new, _, own_new) in _arrays(pair, names, 0):
+        if not all(name in own and same_bits(own[name], ends[0][name]) for own in ends):
+            return False
+        is_right &= own_new.shape == new.shape and norm(own_new - new) <= _CLOSE * norm(new - old)
+    return not is_right
 
 
 def _arrays(
@@ -55,6 +72,18 @@ def _not_updated(pair: StepPair, names: Sequence[Pair]) -> tuple[str, str, list[
         return None
     text = f"{kept} of {kept + right} elements stay as they were, and all others are updated"
     return "not_updated", f"{text} as in the first recording", [*odd]
+
+
+def _decayed(pair: StepPair, names: Sequence[Pair]) -> tuple[str, str, list[str]] | None:
+    """Explains weights that another multiple of the weight is taken from, equally on each copy."""
+    found = [
+        other_decay({
+            name: (old, new - old, own_new - own_old, EPS * np.abs(new))
+            for name, (old, new, own_old, own_new) in _arrays(pair, names, copy)
+        }, "the changes")
+        for copy in pair.second.copies
+    ]  # fmt: skip
+    return found[0] if all(each == found[0] for each in found) else None
 
 
 def _other_weights(pair: StepPair, names: Sequence[Pair]) -> tuple[str, str, list[str]] | None:

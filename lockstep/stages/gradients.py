@@ -14,17 +14,18 @@ import numpy as np
 from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.explain.axes import clipped_by_hand, not_reduced, reduced_over_parts
+from lockstep.explain.decays import other_decay
 from lockstep.explain.factors import meanings
 from lockstep.explain.given_rows import given_rows
 from lockstep.explain.layers import reordered_rows
-from lockstep.explain.own_weights import own_weights
+from lockstep.explain.own_weights import own_weights, reduces_otherwise
 from lockstep.explain.raw_rows import decays_equally, raw_rows
 from lockstep.explain.rows import choose, explained_apart
 from lockstep.explain.solve import solve
 from lockstep.explain.tensors import why_part, why_tensor
 from lockstep.explain.terms import Sums
 from lockstep.explain.update_rows import recorded_norms
-from lockstep.explain.used import used_gradients
+from lockstep.explain.used import Used, used_gradients
 from lockstep.explain.variants import differ_by_layers, other_settings_of
 from lockstep.numeric.arrays import (
     EPS,
@@ -285,6 +286,11 @@ def _reduced_inside(
         step.reduced_inside.update(names)
         left = step.found("update", cause, text, kind="after", tensors=wrong)
         return [each for each in found if each not in own] + [left]
+    if names and used is None and reduces_otherwise(pair):
+        step.reduced_inside.update(names)
+        text = "the optimizer reduces the gradients of the replicas itself, and no state shows how"
+        left = step.found("all-reduce", "unexplained", text, tensors=names)
+        return [each for each in found if each not in own] + [left]
     if used is None or not any(
         is_far(gradients[name], step.applied(copy).get(name, 0.0))
         for copy, gradients in enumerate(used.of_copies)
@@ -294,7 +300,31 @@ def _reduced_inside(
     step.reduced_inside.update(names)
     sums = dataclasses.replace(_sums(pair, used.of_copies, factors), slack=used.slack)
     more = [_of_elements(sums, each) or each for each in check_sums(sums)]
+    if any(each.detail == "unexplained" for each in more) and (decay := _of_decay(pair, used)):
+        more = [decay]
     return [each for each in found if each not in own] + more
+
+
+def _of_decay(pair: StepPair, used: Used) -> Finding | None:
+    """Explains gradients that optimizers use with another multiple of the weights in them."""
+    terms, names = pair.gradients, {pair.in_second(name): name for name in pair.gradients.names}
+    found = [
+        other_decay(
+            {
+                name: (
+                    terms.weights[names[name]], terms.reference_applied[names[name]],
+                    gradients[name], used.slack[name],
+                )
+                for name in gradients
+            },
+            "the gradients that are used",
+        )
+        for gradients in used.of_copies
+    ]  # fmt: skip
+    if not found or not all(found) or found[0] is None:
+        return None
+    cause, text, wrong = found[0]
+    return pair.second.found("update", cause, text, kind="after", tensors=wrong)
 
 
 def _of_elements(sums: Sums, found: Finding) -> Finding | None:

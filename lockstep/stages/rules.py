@@ -10,6 +10,7 @@ from lockstep.answer.causes import DETAILS
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
 from lockstep.explain.average_states import State, why_average
+from lockstep.explain.decays import other_decay
 from lockstep.explain.kept import slots_of
 from lockstep.explain.lost_digits import followed_states, lost_digits
 from lockstep.explain.part_updates import from_parts
@@ -217,6 +218,10 @@ def _why(
     changed = {x.weight: (dense(x.before[0]), x.by[0], x.by[1]) for x in weights}
     if why := from_parts(pair, changed, state):
         return why
+    if not state:
+        of_weights = {x.weight: (*changed[x.weight], x.rounding) for x in weights}
+        if decay := other_decay(of_weights, "the changes"):
+            return decay[:2]
     chosen = [[by * near[x.weight] for by in x.by] for x in weights]
     factor = factor_of([by for _, by in chosen], [by for by, _ in chosen])
     if len(weights) == len(wrong) and not any(

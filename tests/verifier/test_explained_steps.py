@@ -317,6 +317,9 @@ def test_penalties_of_absolute_values(more, cause):
     assert details(step([GRADIENT]), step([GRADIENT + penalty] * 2))[:1] == [cause][: bool(cause)]
 
 
+DECAY = np.where(np.arange(8) < 5, 0.05, 0)[:, None]
+
+
 def test_elements_that_an_optimizer_does_not_update():
     """Each rank updates its rows, by a rule that no state shows, and one does not send them."""
     new = WEIGHT - np.float32(0.1) * np.sign(GRADIENT)
@@ -325,6 +328,26 @@ def test_elements_that_an_optimizer_does_not_update():
     for left, cause in ((new, ""), (np.concatenate([new[:4], WEIGHT[4:]]), "not_updated")):
         second = trace({"w": WEIGHT}, {"w": left}, gradients=own, raw=own, replicas=2)
         assert details(first, second)[:1] == [cause][: bool(cause)]
+
+
+@pytest.mark.parametrize("given", [(GRADIENT,), (GRADIENT + OLD, GRADIENT - OLD)])
+@pytest.mark.parametrize(
+    ("decay", "cause"),
+    [
+        (DECAY, ""),
+        (0, "other_weight_decay"),
+        (DECAY[::-1], "other_weight_decay"),
+        (DECAY * OLD, "unexplained"),
+    ],
+)
+def test_elements_that_decay_by_a_rule_that_no_state_shows(given, decay, cause):
+    """The last rows do not decay; the optimizer is given the sum, or reduces gradients itself."""
+    new = WEIGHT - np.float32(0.1) * np.sign(GRADIENT)
+    first = trace({"w": WEIGHT}, {"w": (new - DECAY * WEIGHT).astype(np.float32)})
+    after = {"w": (new - decay * WEIGHT).astype(np.float32)}
+    raw = given if len(given) > 1 else ()
+    second = trace({"w": WEIGHT}, after, gradients=given, raw=raw, replicas=2)
+    assert details(first, second)[:1] == [cause][: bool(cause)]
 
 
 # --- Losses --------------------------------------------------------------------------------------
