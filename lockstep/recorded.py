@@ -159,7 +159,11 @@ class Step:
         if not self.has(self.kind_sent):
             return {}
         sent = self.named(self.kind_sent)
-        return scaled_all(add_named(sent), self.share(0)) if len(sent) > 1 else sent[0]
+        if len(sent) < 2:
+            return sent[0]
+        if self.trace.calls(self.position, copy) and not self.trace.about.reduction:
+            return {}  # The script reduces them itself, and clears them before the update.
+        return scaled_all(add_named(sent), self.share(0))
 
     def entering(self, copy: int) -> Named:
         """Returns a copy's gradients before clipping, as the script has left them; {} if unknown.

@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.answer.text import count
 from lockstep.data.trace import WEIGHT
-from lockstep.explain.kept import slots_of, states_of
+from lockstep.explain.kept import slots_of, states_of, whole_states
 from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import Named, norm
 from lockstep.reference import StepPair
@@ -54,7 +54,9 @@ def _states(pair: StepPair, group: Sequence[tuple[str, str, str]], copy: int) ->
     """Returns state by the names of the reference: before, after it there, and after a copy's."""
     found: list[Named] = [{}, {}, {}]
     for first, second, _ in group:
-        right, own = states_of(pair.first, first)[0], states_of(pair.second, second)[copy]
+        right = states_of(pair.first, first)[0]
+        wholes = whole_states(states_of(pair.second, second), right[1].shape) if right else []
+        own = wholes[copy] if wholes else None
         if not (right and own and np.array_equal(right[0], own[0])):
             return []
         for named, array in zip(found, (*right, own[1]), strict=True):

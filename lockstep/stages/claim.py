@@ -384,11 +384,19 @@ class Claim:
 
     def _is_part(self, variable: Variable) -> bool:
         """Returns whether the copies hold parts of a state that agree when they are joined."""
-        state, after = self._state(variable, 0), self.pair.first.ends[0]
-        is_part = state is not None and np.shape(state[1]) != np.shape(after[variable.first])
-        return is_part and not any(
+        return variable.second in self._parts and not any(
             change.differs for change in self.changes if change.variable == variable
         )
+
+    @functools.cached_property
+    def _parts(self) -> set[str]:
+        """The second training's names of state of which each copy has a part, right or wrong."""
+        after, found = self.pair.first.ends[0], set()
+        for variable in {x.variable for x in self.changes if x.variable.kind == STATE}:
+            state, shape = self._state(variable, 0), np.shape(after[variable.first])
+            if state is not None and np.shape(state[1]) != shape:
+                found.add(variable.second)
+        return found
 
     @property
     def differing(self) -> list[Change]:
@@ -518,7 +526,7 @@ class Claim:
         later = [f for f in findings if f.stage == "update" and self._leaves_right(f)]
         later += [
             f for f in findings
-            if f.stage == "agreement" and {*f.tensors} <= self.owned and f.tensors
+            if f.stage == "agreement" and {*f.tensors} <= self.owned | self._parts and f.tensors
         ]  # fmt: skip
         # A step may fold what differs between devices, or examples, into a key that they share.
         if has_keys(self.pair) and self.pair.are_gradients_right:
