@@ -1,13 +1,57 @@
 """Reads what both trainings of a step keep: weights, and state of their optimizers by slots."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.context import Context
-from lockstep.numeric.arrays import dense
+from lockstep.numeric.arrays import MARGIN, TINY, dense, unit_of
 from lockstep.reference import StepPair
 from lockstep.step import States, joined_states
+
+FEW = 0.1  # Part of the elements: signs of few may differ by rounding.
+
+
+class Change(NamedTuple):
+    """A weight, or a state of it, before and after the step in both traces.
+
+    Attributes:
+        weight: name of the weight in the first trace.
+        slot: name of the state; "" for the weight itself.
+        before, after: its arrays in both traces, in the layout of the first.
+    """
+
+    weight: str
+    slot: str
+    before: Sequence[np.ndarray]
+    after: Sequence[np.ndarray]
+
+    @property
+    def by(self) -> list[np.ndarray]:
+        """By how much it changes in both traces."""
+        return [dense(new) - dense(old) for old, new in zip(self.before, self.after, strict=True)]
+
+    @property
+    def rounding(self) -> np.ndarray:
+        """How far rounding can move each element."""
+        unit = max(unit_of(array) for array in self.after)
+        return MARGIN * unit * np.sum([np.abs(dense(a)) for a in self.after], axis=0) + TINY
+
+    def differs(self, is_near: np.ndarray, allowed: float, factor: float = 1.0) -> bool:
+        """Returns whether more than a few elements change by another factor.
+
+        Args:
+            is_near: which elements have nearly equal gradients.
+            allowed: relative difference of changes.
+            factor: factor over the change in the first trace.
+        """
+        first, second = self.by
+        if is_near.shape != first.shape:  # Factored state has means of rows.
+            is_near = np.ones(first.shape, bool)
+        size = np.maximum(np.abs(factor * first), np.abs(second))
+        far = np.abs(second - factor * first) > allowed * size + self.rounding
+        return bool(np.any(is_near)) and float(np.mean(far[is_near])) > FEW
 
 
 def slots_of(pair: StepPair, first: str, second: str) -> dict[str, tuple[str, str]]:

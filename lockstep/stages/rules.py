@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,12 +11,11 @@ from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
 from lockstep.explain.average_states import State, why_average
 from lockstep.explain.decays import other_decay
-from lockstep.explain.kept import slots_of
+from lockstep.explain.kept import Change, slots_of
 from lockstep.explain.lost_digits import followed_states, lost_digits
+from lockstep.explain.other_values import other_values
 from lockstep.explain.part_updates import from_parts
 from lockstep.numeric.arrays import (
-    MARGIN,
-    TINY,
     UNITS,
     are_finite,
     dense,
@@ -38,51 +37,10 @@ _OF_FRAMEWORKS = ("epsilon_placement", "squares", "betas_in")
 
 _NEAR = 1e-4  # Least relative difference of the elements of gradients whose changes are compared.
 _SENSITIVE = 10  # Times this difference, changes are those of other settings.
-_FEW, _MOST = 0.1, 0.5  # Parts of the elements: signs of few may differ by rounding.
+_MOST = 0.5  # Part of the elements.
 _LEAST = 16  # Elements that tell the dtype in which they were kept.
 # Settings that choose an implementation, or that only a scheduler uses.
 _IMPLEMENTATIONS = {"weights", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
-
-
-class _Change(NamedTuple):
-    """A weight, or a state of it, before and after the step in both traces.
-
-    Attributes:
-        weight: name of the weight in the first trace.
-        slot: name of the state; "" for the weight itself.
-        before, after: its arrays in both traces, in the layout of the first.
-    """
-
-    weight: str
-    slot: str
-    before: Sequence[np.ndarray]
-    after: Sequence[np.ndarray]
-
-    @property
-    def by(self) -> list[np.ndarray]:
-        """By how much it changes in both traces."""
-        return [dense(new) - dense(old) for old, new in zip(self.before, self.after, strict=True)]
-
-    @property
-    def rounding(self) -> np.ndarray:
-        """How far rounding can move each element."""
-        unit = max(unit_of(array) for array in self.after)
-        return MARGIN * unit * np.sum([np.abs(dense(a)) for a in self.after], axis=0) + TINY
-
-    def differs(self, is_near: np.ndarray, allowed: float, factor: float = 1.0) -> bool:
-        """Returns whether more than a few elements change by another factor.
-
-        Args:
-            is_near: which elements have nearly equal gradients.
-            allowed: relative difference of changes.
-            factor: factor over the change in the first trace.
-        """
-        first, second = self.by
-        if is_near.shape != first.shape:  # Factored state has means of rows.
-            is_near = np.ones(first.shape, bool)
-        size = np.maximum(np.abs(factor * first), np.abs(second))
-        far = np.abs(second - factor * first) > allowed * size + self.rounding
-        return bool(np.any(is_near)) and float(np.mean(far[is_near])) > _FEW
 
 
 def compare_updates(pair: StepPair) -> Iterator[Finding]:
@@ -124,7 +82,7 @@ def compare_updates(pair: StepPair) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _changes(pair: StepPair) -> Iterator[_Change]:
+def _changes(pair: StepPair) -> Iterator[Change]:
     """Yields the weights, and their optimizer state, that both traces have after the step.
 
     A weight whose state differs before the step, or was not recorded, is left out.
@@ -146,12 +104,12 @@ def _changes(pair: StepPair) -> Iterator[_Change]:
             ]
             if new[1].ndim == len(names.transpose):
                 old[1], new[1] = (each[1].transpose(names.transpose) for each in (old, new))
-            found.append(_Change(names.first, slot, old, new))
+            found.append(Change(names.first, slot, old, new))
         if all(distance(*x.before) <= SAME_START * norm(x.before[0]) for x in found):
             yield from found
 
 
-def _kept_in_short(pair: StepPair, changes: Sequence[_Change]) -> Iterator[Finding]:
+def _kept_in_short(pair: StepPair, changes: Sequence[Change]) -> Iterator[Finding]:
     """Finds weights or optimizer state that only the second trace keeps in 16 bits."""
     # State of gradients that only the second trace has in 16 bits may have these bits, too.
     applied = pair.matching.to_first(pair.second.applied(0))
@@ -184,14 +142,14 @@ def _near(pair: StepPair) -> Mapping[str, np.ndarray]:
     return found
 
 
-def _is_fixed(change: _Change) -> bool:
+def _is_fixed(change: Change) -> bool:
     """Returns whether the first trace changes a weight, and the second one changes no bit of it."""
     is_changed = norm(change.by[0]) > norm(change.rounding)
     return is_changed and same_bits(change.before[1], change.after[1])
 
 
 def _why(
-    pair: StepPair, wrong: Sequence[_Change], compared: Sequence[_Change],
+    pair: StepPair, wrong: Sequence[Change], compared: Sequence[Change],
     near: Mapping[str, np.ndarray], allowed: float,
 ) -> tuple[str, str]:  # fmt: skip
     """Returns the cause of different changes, and a sentence."""
@@ -234,6 +192,8 @@ def _why(
     if all(is_copy) and not any(x.differs(near[x.weight], allowed, factor) for x in weights):
         text = f"{len(weights)} weights change {factor:.6g} times as much as in the first recording"
         return "other_learning_rate", text
+    if why := other_values(pair, wrong, compared):
+        return why
     return "unexplained", (
         f"{len({x.weight for x in wrong})} weights or their optimizer state change differently from"
         " equal states and gradients"
@@ -241,7 +201,7 @@ def _why(
 
 
 def _of_averages(
-    pair: StepPair, wrong: Sequence[_Change], compared: Sequence[_Change]
+    pair: StepPair, wrong: Sequence[Change], compared: Sequence[Change]
 ) -> tuple[str, str] | None:
     """Explains state that is an average of weights; the weights themselves may be its values."""
     slots = {x.slot for x in wrong if x.slot}

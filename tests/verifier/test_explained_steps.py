@@ -135,7 +135,7 @@ def test_means_of_squares_of_the_own_rows():
         (lambda new: 0.9 * OLD + 0.1 * WEIGHT, "stale_average"),
         (lambda new: 0.81 * OLD + 0.19 * new, "doubled_average"),
         (lambda new: 0.8 * OLD + 0.2 * new, "other_average_decay"),
-        (lambda new: 0.9 * OLD + 0.2 * new, "unexplained"),
+        (lambda new: 0.9 * OLD + 0.2 * new, "other_statistics"),
     ],
 )
 def test_averages_that_an_optimizer_keeps(second, cause):
@@ -348,6 +348,32 @@ def test_elements_that_decay_by_a_rule_that_no_state_shows(given, decay, cause):
     raw = given if len(given) > 1 else ()
     second = trace({"w": WEIGHT}, after, gradients=given, raw=raw, replicas=2)
     assert details(first, second)[:1] == [cause][: bool(cause)]
+
+
+ESTIMATE = np.abs(OLD) + np.float32(0.01)
+SQUARE = GRADIENT**2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cause"),
+    [
+        (ESTIMATE, [ESTIMATE] * 2, ""),
+        (ESTIMATE, [ESTIMATE / 2] * 2, "other_statistics"),
+        (ESTIMATE, [ESTIMATE[::-1]] * 2, "other_statistics"),
+        (ESTIMATE, [ESTIMATE / 2, ESTIMATE * 2], "diverged_replicas"),
+        (SQUARE, [SQUARE[::-1]] * 2, "unexplained"),
+    ],
+)
+def test_state_that_does_not_follow_the_gradients(first, second, cause):
+    """Of curvature; that of squared gradients is not explained by other values."""
+
+    def after(estimate):
+        state = np.float32(0.3) * estimate
+        return {"w": WEIGHT - np.float32(0.01) * GRADIENT / (state + 1), "curvature": state}
+
+    before = {"w": WEIGHT, "curvature": np.zeros_like(WEIGHT)}
+    found = details(trace(before, after(first)), trace(before, [*map(after, second)], replicas=2))
+    assert found[:1] == [cause][: bool(cause)]
 
 
 # --- Losses --------------------------------------------------------------------------------------
