@@ -369,10 +369,30 @@ def _replaced(pair: StepPair) -> Iterator[Finding]:
     frameworks = {step.trace.about.framework for step, _ in pair.both}
     if pair.second.number or len(frameworks) > 1 or not pair.second.has("replaced"):
         return
-    if unlike := _unlike(pair, *pair.states("before", "replaced")):
+    unlike = _unlike(pair, *pair.states("before", "replaced"))
+    if changed := [name for name in unlike if _is_changed_before(pair.first, name)]:
+        copies = {name for name, *_ in pair.second.unlike_first("replaced")}
+        is_own = {*map(pair.in_second, changed)} <= copies
+        cause = "diverged_replicas" if is_own else "other_statistics"
+        text = f"other values of {count('statistic', len(changed))} when the first forward pass"
+        text += " begins, before which the script changes them"
+        text += ", and each replica has its own" if is_own else ""
+        yield pair.second.found("statistics", cause, text, kind="before", tensors=changed)
+        unlike = [name for name in unlike if name not in changed]
+    if unlike:
         cause, text = _why_start(pair, "replaced", unlike)
         text += ", before replay= replaced them"
         yield pair.second.found("start", cause, text, kind="before", tensors=unlike)
+
+
+def _is_changed_before(step: Context, name: str) -> bool:
+    """Returns whether a script changes a statistic between a step and the next forward pass.
+
+    It may then have changed it before the first one, too: that is no initial value.
+    """
+    after, end = step.named("after")[0].get(name), step.ends[0].get(name)
+    is_known = step.trace.kinds[name] == STATISTIC and after is not None and end is not None
+    return is_known and not same_bits(after, end)
 
 
 def replaced_start(pair: StepPair) -> str:
