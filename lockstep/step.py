@@ -18,6 +18,8 @@ from lockstep.numeric.arrays import (
     Named,
     add,
     dense,
+    distance,
+    factor_of,
     norm,
     plain,
     same_bits,
@@ -26,6 +28,8 @@ from lockstep.numeric.arrays import (
 )
 from lockstep.numeric.sampling import Sampled, without_sums
 from lockstep.recorded import Step
+
+_SAME = 1e-4  # Relative; of gradients that a script divides.
 
 
 class Gradients:
@@ -163,6 +167,22 @@ class Gradients:
         """
         is_known = len(self.second.shards) == 1 or self.second.trace.about.reduction
         return self.second.share(0) if is_known else 1 / len(self.second.shards)
+
+    @functools.cached_property
+    def divisor(self) -> float:
+        """The number by which the reference divides gradients after the backward pass; 1 if none.
+
+        A script may multiply its loss by it, against underflow, or add up sums over examples.
+        """
+        if len(self.first.shards) > 1 or not (self.first.has("raw") and self.reference):
+            return 1.0
+        raw = self._filled(self.first.named("raw")[0])
+        factor = factor_of([*raw.values()], [*self.reference.values()])
+        is_common = factor > 0 and not any(
+            distance(raw[name], factor * own) > _SAME * factor * norm(own)
+            for name, own in self.reference.items()
+        )
+        return factor if is_common and abs(factor - 1) > _SAME else 1.0
 
     @functools.cached_property
     def clipping(self) -> tuple[float, float]:

@@ -109,6 +109,9 @@ def _of_micro_batches(pair: StepPair) -> Iterator[Known]:
     scale = pair.second.trace.loss_scale(pair.second.position, 0)
     why = f"the loss scale, {scale:g}, by which they are not divided before the update"
     yield scale, "loss_scale_left", why
+    by = pair.gradients.divisor
+    why = f"{by:.6g}, by which the first recording divides gradients after the backward pass"
+    yield by, "loss_scale_left", why
     why = f"one over the loss scale, {scale:g}: they are divided by it without having it"
     yield 1 / scale, "scaled_gradient", why
 

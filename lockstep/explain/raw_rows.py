@@ -151,7 +151,7 @@ def _rows_of_micro_batches(pair: StepPair, raw: Raw) -> Iterator[Row]:
     else:
         text = f"the script changes gradients between the {len(ends)} micro-batches of a step"
         why = "scaled_gradient", text
-    share = terms.share if step.has("raw") else 1.0
+    share = raw.share if step.has("raw") else 1.0
     more = [(share, each) for each in own] + ([(-1.0, of_first)] if of_first else [])
     yield raw.row(why, raw.factors, more=more)
 

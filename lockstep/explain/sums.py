@@ -354,6 +354,12 @@ def _meaning(
         shown = "/".join(f"{size:g}" for size in sizes)
         text = f"it is the mean of the means of shards of {shown} examples, which weigh the same"
         return "mean_of_means", text, ()
+    if sums.means and odd and np.ptp(factors[[*odd]]) <= _CLOSE * abs(factors[odd[0]]):
+        times = float(factors[odd[0]])
+        for cause, reason in sums.means(times) if len(odd) < num else ():
+            if cause == "loss_scale_left":
+                text = f"the gradient of {names} is multiplied by {times:.6g}: {reason}"
+                return cause, text, odd
     norms = [total_norm(own) * f for own, f in zip(sums.sent, factors, strict=True)]
     are_smaller = np.all((factors > 0) & (factors < 1)) and np.ptp(factors) > _CLOSE * factors[0]
     if are_smaller and np.allclose(norms, norms[0], rtol=_CLOSE):

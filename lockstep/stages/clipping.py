@@ -261,6 +261,21 @@ def _why_other(pair: StepPair, entering: Named, applied: Named) -> tuple[str, st
     return "other_clipping", text
 
 
+def clipped_before_division(pair: StepPair) -> tuple[str, str] | None:
+    """Explains gradients that are clipped with a factor that the reference takes out before."""
+    terms, by = pair.gradients, pair.gradients.divisor
+    limits = [limits_of(each) for each in (pair.second, pair.first)]
+    if by == 1 or not limits[0] or limits[0] != limits[1]:
+        return None
+    if not all(pair.tolerance.fits(given, [(by, terms.reference)]) for given in terms.given):
+        return None
+    scaled = scaled_all(_clipped(terms, limits[0], scaled_all(terms.reference, by)), 1 / by)
+    if not all(_are_near(terms.elements(own), scaled) for own in terms.applied):
+        return None
+    text = f"gradients are clipped ({', '.join(limits[0])}) before they are divided by {by:.6g}"
+    return "clipped_before_unscale", f"{text}, and in the first recording after it"
+
+
 def _of_previous_step(pair: StepPair, applied: Named) -> tuple[str, str] | None:
     """Explains applied gradients of some weights by those of the previous step."""
     before = pair.second.previous

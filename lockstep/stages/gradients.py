@@ -43,6 +43,7 @@ from lockstep.numeric.arrays import (
 from lockstep.reference import StepPair
 from lockstep.stages.clipping import (
     check_clipping,
+    clipped_before_division,
     clipped_in_parts,
     compare_clipping,
     other_limits,
@@ -82,6 +83,8 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
             yield from _rounded_apart(pair)
         elif step.clips_sum or not wrong:  # Else, what is applied is what the all-reduce leaves.
             yield from compare_clipping(pair)
+    elif not is_applied and (why := clipped_before_division(pair)):
+        yield step.found("clipping", *why, tensors=pair.different_gradients)
     elif not is_applied or _is_hidden(pair):
         first = [*summed_after_clipping(step)]
         yield from first
@@ -258,6 +261,11 @@ def _share(pair: StepPair) -> float:
     The gradients that are right tell it, if all copies are given the same ones.
     """
     step, terms = pair.second, pair.gradients
+    if terms.divisor != 1 and not step.trace.about.reduction:
+        divided = terms.share / terms.divisor
+        sent = [(divided, own) for own in (*terms.raw, *filter(None, terms.removed))]
+        if pair.tolerance.fits(terms.reference, sent):
+            return divided
     right = [name for name in terms.names if name not in pair.different_gradients]
     if step.trace.about.reduction or len(terms.raw) < 2 or not right or clips_by_hand(pair):
         return terms.share

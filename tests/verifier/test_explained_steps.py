@@ -258,6 +258,19 @@ def test_gradients_whose_mean_over_the_copies_is_right():
     assert details(step([GRADIENT]), wrong)[0] == "not_all_reduced"
 
 
+@pytest.mark.parametrize(
+    ("factors", "cause"),
+    [((1, 1), ""), ((1, 32), "loss_scale_left"), ((32, 32), "loss_scale_left"),
+     ((1, 16), "scaled_gradient")],
+)  # fmt: skip
+def test_a_factor_that_the_reference_takes_out_after_the_backward_pass(factors, cause):
+    own = GRADIENT + OLD, GRADIENT - OLD
+    mean = sum(np.float32(times / 2) * g for times, g in zip(factors, own, strict=True))
+    second = step([mean] * 2, raw=[np.float32(32) * g for g in own])
+    found = details(step([GRADIENT], raw=[np.float32(32) * GRADIENT]), second)
+    assert found[:1] == [cause][: bool(cause)]
+
+
 # --- Without gradients ---------------------------------------------------------------------------
 
 
