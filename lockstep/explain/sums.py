@@ -348,6 +348,11 @@ def _meaning(
     if odd and len(odd) < num and not any(factors[q] for q in odd):
         cause = "lost_replica" if num == context.trace.about.num_replicas else "lost_micro_batch"
         return cause, f"the sum does not contain the gradient of {names}", odd
+    scales = np.array([context.trace.loss_scale(context.position, s) for s in range(num)])
+    if np.ptp(scales) and np.ptp(factors / scales) <= _CLOSE * max(abs(factors / scales)):
+        listed = ", ".join(f"{scale:g}" for scale in scales)
+        text = f"gradients are added with the loss scales {listed}, and divided by one of them"
+        return "other_loss_scale", text, odd if len(odd) < num else ()
     sizes = np.array(context.sizes, float) if context.has("data") else np.ones(num)
     of_means = sizes.sum() / (num * sizes) if np.ptp(sizes) and np.all(sizes) else sizes
     if np.ptp(of_means) and np.allclose(factors, of_means, rtol=_CLOSE):

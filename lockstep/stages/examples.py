@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
 from lockstep.data.trace import Trace
@@ -24,6 +25,7 @@ from lockstep.explain.batches import (
 )
 from lockstep.numeric.arrays import (
     Named,
+    are_finite,
     distance,
     norm,
     rows_of,
@@ -32,6 +34,7 @@ from lockstep.numeric.arrays import (
 )
 from lockstep.numeric.tolerance import Tolerance
 from lockstep.oracles import Batch
+from lockstep.recorded import Step
 from lockstep.reference import StepPair, common_steps
 
 _AGAIN = "repeated_examples"
@@ -332,7 +335,9 @@ def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterat
         return
     pair.second.mark_checked("examples")
     why = others.get(pair.first.number)
-    if why and not (pair.starts_equally and _is_converted_inside(pair, why[0])):
+    if why and (text := _not_skipped(pair)):
+        yield pair.second.found("examples", "overflow_not_skipped", text)
+    elif why and not (pair.starts_equally and _is_converted_inside(pair, why[0])):
         is_drawn = why[0] in ("other_examples", "other_augmentation")
         if is_drawn and (text := _equal_loader_seeds(pair.second)):
             yield pair.second.found("random numbers", "same_random_numbers", text)
@@ -341,6 +346,21 @@ def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterat
         yield pair.second.found(
             "examples", *why, status=BY_DESIGN if why[0] == "sampler_padding" else FAULT
         )
+
+
+def _not_skipped(pair: StepPair) -> str:
+    """Returns a sentence if a step counts whose gradients overflow, which the reference skips."""
+    numbers = [step.trace.about.skipped for step in (pair.first, pair.second)]
+    step: Step | None = pair.second
+    while step and numbers[0] > numbers[1]:
+        if step.has("raw") and not all(map(are_finite, step.named("raw"))):
+            return (
+                f"gradients of step {step.number} overflow, and its update is made; the first"
+                f" recording skips {count('update', numbers[0])}, and this one {numbers[1]}: from"
+                " then on, steps have other examples"
+            )
+        step = step.previous
+    return ""
 
 
 def _equal_loader_seeds(step: Context) -> str:
