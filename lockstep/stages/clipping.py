@@ -30,6 +30,7 @@ from lockstep.step import Gradients
 
 _SCALED = 1e-5  # Relative deviation of factors that are equal.
 _CLOSE = 1e-3  # The same beside limits, which are short numbers.
+_LEAST = 8  # Elements at a limit, or below it.
 _OWN = "not_all_reduced", "partly_all_reduced"  # Causes: a replica applies what it has sent.
 
 
@@ -274,6 +275,39 @@ def clipped_before_division(pair: StepPair) -> tuple[str, str] | None:
         return None
     text = f"gradients are clipped ({', '.join(limits[0])}) before they are divided by {by:.6g}"
     return "clipped_before_unscale", f"{text}, and in the first recording after it"
+
+
+def clipped_values(pair: StepPair) -> tuple[str, str] | None:
+    """Explains gradients of which a script clips the values by hand, by what they were before.
+
+    Elements that both leave below their limits have one factor, and no other one tells more.
+    """
+    first, second = (
+        np.concatenate([dense(own[n]).ravel() for n in pair.gradients.names])
+        for own in (pair.gradients.reference, pair.gradients.given[0])
+    )
+    sizes = np.abs(first), np.abs(second)
+    limits = [float(np.max(each, initial=0)) for each in sizes]
+    at_limit = [each >= limit * (1 - _SCALED) for each, limit in zip(sizes, limits, strict=True)]
+    free = ~(at_limit[0] | at_limit[1])
+    times = factor_of([second[free]], [first[free]])
+    are_shown = all(np.sum(each) >= _LEAST for each in (*at_limit, free)) and times > 0
+    if not are_shown or abs(limits[1] - times * limits[0]) <= _CLOSE * limits[1]:
+        return None
+    bound = _CLOSE * min(limits[1], times * limits[0])
+    value = np.clip(times * first, -limits[1], limits[1])
+    # What the reference has clipped was larger.
+    is_right = np.abs(second - value) <= bound
+    is_larger = at_limit[0] & (second * first > 0) & (sizes[1] >= np.abs(value) - bound)
+    if not np.all(is_right | is_larger):
+        return None
+    if abs(times - 1) <= _CLOSE:
+        text = f"values of gradients are clipped to {limits[0]:.4g} in the first recording"
+        return "other_clipping", f"{text}, and to {limits[1]:.4g} in the second"
+    known = meanings(pair, times, of_sum=True, within=_CLOSE)
+    cause, reason = next(iter(known), ("scaled_gradient", "as of a loss that is not divided"))
+    text = f"gradients are {times:.6g} times as large before their values are clipped to"
+    return cause, f"{text} {limits[1]:.4g}: {reason}"
 
 
 def _of_previous_step(pair: StepPair, applied: Named) -> tuple[str, str] | None:

@@ -45,6 +45,7 @@ from lockstep.stages.clipping import (
     check_clipping,
     clipped_before_division,
     clipped_in_parts,
+    clipped_values,
     compare_clipping,
     other_limits,
     summed_after_clipping,
@@ -94,7 +95,7 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
             if why := _in_16_bits(pair):
                 yield step.found("all-reduce", *why, tensors=pair.different_gradients)
                 return
-            if why := clipped_by_hand(pair):
+            if why := clipped_by_hand(pair) or clipped_values(pair):
                 yield step.found("clipping", *why)
                 return
             if why := reduced_over_parts(pair, {n for f in unknown for n in f.tensors}):

@@ -271,6 +271,18 @@ def test_a_factor_that_the_reference_takes_out_after_the_backward_pass(factors, 
     assert found[:1] == [cause][: bool(cause)]
 
 
+@pytest.mark.parametrize(
+    ("times", "limit", "cause"),
+    [(1, 0.9, ""), (2, 0.9, "sum_instead_of_mean"), (3, 0.9, "scaled_gradient")],
+)  # fmt: skip
+def test_gradients_whose_values_a_script_clips_by_hand(times, limit, cause):
+    own = [np.clip(np.float32(times) * GRADIENT, -np.float32(limit), np.float32(limit))] * 2
+    first = step([np.clip(GRADIENT, -np.float32(0.9), np.float32(0.9))])
+    assert details(first, step(own))[:1] == [cause][: bool(cause)]
+    noise = step([own[0] + np.float32(0.1) * OLD] * 2)
+    assert details(first, noise)[0] in ("unexplained", "scaled_gradient")
+
+
 # --- Without gradients ---------------------------------------------------------------------------
 
 
