@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lockstep.explain.kept import Change
+from lockstep.explain.kept import Change, slots_of, states_of
 from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import Named, dense, norm
 from lockstep.reference import StepPair
@@ -43,6 +43,43 @@ def other_values(
     if known[0] and np.isfinite(times) and _are_sums(second, [(times, first), (kept, old)]):
         text = f"{what} values that are {times:.6g} times as large, and not the gradients"
     return "other_statistics", text
+
+
+def starts_from_zero(pair: StepPair, weights: Sequence[str]) -> tuple[str, str] | None:
+    """Returns cause and sentence if a copy updates each weight with state that starts from 0.
+
+    The reference gives X' = β · X + c · gradient, or of its square; the copy leaves c · gradient.
+
+    Args:
+        pair: the step.
+        weights: the reference's names of weights that are wrong, or whose state is.
+    """
+    found = {weight: _slot_from_zero(pair, weight) for weight in weights}
+    if not found or not all(found.values()):
+        return None
+    slots = ", ".join(sorted({repr(slot) for slot in found.values()}))
+    return "reset_state", f"the optimizer's state {slots} of these weights starts from 0 again"
+
+
+def _slot_from_zero(pair: StepPair, weight: str) -> str:
+    gradient = dense(pair.gradients.reference_applied[weight])
+    for slot, keys in slots_of(pair, weight, pair.in_second(weight)).items():
+        state = states_of(pair.first, keys[0])[0]
+        if state is None or state[1].shape != gradient.shape or not norm(state[0]):
+            continue
+        old, new = state
+        for term in (gradient, gradient**2):
+            (kept, times), known = solve({"": new}, [{"": old}, {"": term}])
+            is_sum = known.all() and norm(new - kept * old - times * term) <= _CLOSE * norm(new)
+            if not is_sum or abs(kept) * norm(old) <= 10 * _CLOSE * norm(new):
+                continue
+            others = [own[1] for own in states_of(pair.second, keys[1]) if own]
+            if any(
+                own.shape == new.shape and norm(own - times * term) <= _CLOSE * norm(own)
+                for own in others
+            ):
+                return slot
+    return ""
 
 
 def _keys_of(pair: StepPair, slot: str) -> list[str]:

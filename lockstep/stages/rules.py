@@ -13,7 +13,7 @@ from lockstep.explain.average_states import State, why_average
 from lockstep.explain.decays import other_decay
 from lockstep.explain.kept import Change, slots_of
 from lockstep.explain.lost_digits import followed_states, lost_digits
-from lockstep.explain.other_values import other_values
+from lockstep.explain.other_values import other_values, starts_from_zero
 from lockstep.explain.part_updates import from_parts
 from lockstep.numeric.arrays import (
     UNITS,
@@ -169,6 +169,8 @@ def _why(
         return "other_optimizer", text
     weights = [x for x in wrong if not x.slot]
     if why := _of_averages(pair, wrong, compared):
+        return why
+    if why := starts_from_zero(pair, list(dict.fromkeys(x.weight for x in wrong))):
         return why
     state: dict[str, list[str]] = {}
     for each in (x for x in wrong if x.slot):

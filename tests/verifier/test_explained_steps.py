@@ -379,6 +379,23 @@ ESTIMATE = np.abs(OLD) + np.float32(0.01)
 SQUARE = GRADIENT**2
 
 
+@pytest.mark.parametrize("is_square", [False, True])
+def test_state_that_another_rank_starts_from_zero(is_square):
+    """Its owner has changed; the rank that has it leaves it as it was."""
+    of_step = np.float32(0.1) * (SQUARE if is_square else GRADIENT)
+    old = ESTIMATE if is_square else OLD
+
+    def after(state, own):
+        return {"w": WEIGHT - np.float32(0.1) * np.sign(GRADIENT) * state, "state": own}
+
+    before, right = {"w": WEIGHT, "state": old}, np.float32(0.9) * old + of_step
+    first = trace(before, after(right, right))
+    assert details(first, trace(before, after(right, right), replicas=2)) == []
+    copies = [after(of_step, old), after(of_step, of_step)]
+    second = trace([before, {"w": WEIGHT}], copies, replicas=2)
+    assert "reset_state" in details(first, second)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "cause"),
     [
