@@ -5,7 +5,7 @@ the gradient, X' = a · (X' of the reference) + (1 − a) · β · X, whatever �
 that each use their own gradient, the mean of X' is that of the reference.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -115,18 +115,63 @@ def _own_of_copies(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
         states = [_states(pair, group, copy) for copy in copies]
         if not all(states):
             continue
-        found: dict[str, list[str]] = {}
+        odd = {}
         for first, _, weight in group:
-            old, new = states[0][0][first], states[0][1][first]
             own = [each[2][first] for each in states]
-            if all(_is_near(value, own[0]) for value in own[1:]) or not norm(new - old):
-                continue
-            if _is_near(np.mean(own, axis=0), new):
-                found.setdefault("mean", []).append(weight)
-        for word, names in found.items():
-            is_part = len(names) < len(group)
-            text = f"each replica updates {count('weight', len(names))} with a gradient of its own"
-            cause = "partly_all_reduced" if is_part else "not_all_reduced"
-            yield cause, f"{text}, and the {word} of what they leave is right", names
-        if found:
+            is_odd = any(not _is_near(value, own[0]) for value in own[1:])
+            if is_odd and norm(states[0][1][first] - states[0][0][first]):
+                odd[first] = weight
+        factor = _factor_of_mean(pair, odd, states) if odd else 0.0
+        if factor:
+            text = f"each replica updates {count('weight', len(odd))} with a gradient of its own"
+            text += ", and their mean is right"
+            if abs(factor - 1) > 10 * _CLOSE:
+                text += f" for {factor:.6g} times the gradients"
+            cause = "partly_all_reduced" if len(odd) < len(group) else "not_all_reduced"
+            yield cause, text, [*odd.values()]
             return
+
+
+def _factor_of_mean(
+    pair: StepPair, odd: Mapping[str, str], states: Sequence[Sequence[Named]]
+) -> float:
+    """Returns the factor of the mean of all copies' gradients, that is right else; 0 if it is not.
+
+    Args:
+        pair: the step.
+        odd: name of a state → the checked recording's name of its weight.
+        states: for each copy, those of `_states`.
+    """
+    old, new = ({name: states[0][i][name] for name in odd} for i in (0, 1))
+    own = [{name: each[2][name] for name in odd} for each in states]
+
+    def of_mean(old: Named, new: Named, own: Sequence[Named]) -> float:
+        mean = {name: np.mean([each[name] for each in own], axis=0) for name in odd}
+        return _factor_of([old, new, mean])
+
+    if factor := of_mean(old, new, own):
+        return factor
+    if any(np.any(array < 0) for each in (old, new, *own) for array in each.values()):
+        return 0.0
+    zeros = {name: np.zeros_like(array) for name, array in old.items()}
+    copies = zip(own, pair.second.copies, strict=True)
+    roots = [_roots(pair, odd, old, each, copy) for each, copy in copies]
+    return of_mean(zeros, _roots(pair, odd, old, new, None), roots)
+
+
+def _roots(
+    pair: StepPair, weights: Mapping[str, str], old: Named, new: Named, copy: int | None
+) -> Named:
+    """Returns the gradients whose squares a step adds to state, as of Adagrad, of a copy.
+
+    Their signs are those of the changes of the weights; `copy` is None for the reference.
+    """
+    step, at = (pair.first, 0) if copy is None else (pair.second, copy)
+    names = {each.second: each.first if copy is None else each.second for each in
+             pair.matching.pairs}  # fmt: skip
+    found = Named()
+    for name, weight in weights.items():
+        state = states_of(step, names[weight])[at]
+        moved = np.zeros(()) if state is None else state[0] - state[1]
+        found[name] = np.sign(moved) * np.sqrt(np.maximum(new[name] - old[name], 0))
+    return found

@@ -303,6 +303,24 @@ def test_state_tells_of_gradients_that_are_not_recorded(factors, cause):
     assert details(first, second)[:1] == ([cause] if cause else [])
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "cause"),
+    [(GRADIENT + OLD, GRADIENT - OLD, "not_all_reduced"), (GRADIENT, GRADIENT, ""),
+     (GRADIENT + OLD, GRADIENT, "diverged_replicas")],
+)  # fmt: skip
+def test_squares_tell_of_gradients_that_are_not_recorded(first, second, cause):
+    def adagrad(gradient):
+        squares = OLD**2 + gradient**2
+        update = np.float32(0.1) * gradient / (np.sqrt(squares) + np.float32(0.01))
+        return {"w": WEIGHT - update, "squares": squares}
+
+    before = {"w": WEIGHT, "squares": OLD**2}
+    right = trace(before, adagrad(GRADIENT), gradients=())
+    own = trace(before, [adagrad(first), adagrad(second)], gradients=(), replicas=2)
+    found = details(right, own)
+    assert found[:1] == [cause][: bool(cause)]
+
+
 FLAT = np.pad(WEIGHT.ravel(), (0, 4))
 
 
