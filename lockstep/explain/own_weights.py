@@ -13,7 +13,8 @@ from lockstep.context import Context
 from lockstep.data.match import Pair
 from lockstep.explain.decays import other_decay
 from lockstep.explain.kept import states_of
-from lockstep.numeric.arrays import EPS, norm, same_bits
+from lockstep.explain.used import used_gradients
+from lockstep.numeric.arrays import EPS, is_far, norm, same_bits
 from lockstep.reference import StepPair
 
 _CLOSE = 1e-3  # Relative to the largest change of a weight.
@@ -31,7 +32,8 @@ def own_weights(pair: StepPair) -> tuple[str, str, list[str]] | None:
 def reduces_otherwise(pair: StepPair) -> bool:
     """Returns whether an optimizer of an unknown rule leaves equal weights, but not the right ones.
 
-    If copies apply different gradients, the optimizer reduces them, or its updates, itself.
+    If copies apply different gradients, the optimizer reduces them, or its updates, itself: unless
+    its state shows that the owner of a weight uses its own gradient, and sends what it leaves.
     """
     names = [n for n in pair.matching.pairs if n.first in pair.gradients.names]
     ends, is_right = pair.second.named("after"), True
@@ -41,7 +43,14 @@ def reduces_otherwise(pair: StepPair) -> bool:
         if not all(name in own and same_bits(own[name], ends[0][name]) for own in ends):
             return False
         is_right &= own_new.shape == new.shape and norm(own_new - new) <= _CLOSE * norm(new - old)
-    return not is_right
+    used = used_gradients(pair, [each.second for each in names])
+    applied = [pair.second.applied(copy) for copy in pair.second.copies]
+    is_own = used is not None and all(
+        any(not is_far(own[name], given.get(name, 0.0), _CLOSE) for given in applied)
+        for own in used.of_copies
+        for name in own
+    )
+    return not is_right and not is_own
 
 
 def _arrays(
