@@ -236,9 +236,18 @@ def _other_losses(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Findin
     else:
         limit = _limit(pair, _OF_OUTPUTS)
         equal = [m for m in matched if m.pairs["y_grad"] and m.pairs["y_pred"]]
+        equal = [m for m in equal if not _are_slopes(m)]
         yield from _scaled(
             pair, [m for m in equal if np.all(rows_apart(m.pairs["y_pred"]) <= limit)]
         )
+
+
+def _are_slopes(matched: Matched) -> bool:
+    """Returns whether a script differentiates outputs by their inputs, as for a gradient penalty.
+
+    What the outputs have then is 1 in both recordings, and no gradient of a loss.
+    """
+    return all(np.all(dense(each) == 1) for pairs in matched.pairs["y_grad"] for each in pairs)
 
 
 def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
@@ -425,24 +434,67 @@ def _of_other_weights(
 ) -> tuple[str, str] | None:
     """Explains losses that count another number of times for each example, or part of a sequence.
 
-    The gradient of each place is then a multiple of that in the reference.
+    The gradient of each place is then a multiple of that in the reference. It is an average over
+    other axes, or has weights, if the multiples are those of numbers that are known; else, the loss
+    is another function of what it is for each example.
     """
     for num in sorted({*pair.second.trace.model_axes.values()} - {1}):
         if why := _of_parts_of_sequence(matched, num, limit):
             return why
-    factors = list[float]()
+    factors, per_part = list[float](), list[np.ndarray]()
     for m in matched:
         found = _factors_of_rows(m.pairs["y_grad"], limit)
         if found is None:
             return None
+        per_part.append(np.array(found))
         factors += [factor for factor in found if factor]
     if not factors or min(factors) <= 0 or np.ptp(factors) <= limit * max(factors):
         return None
     least, most = min(factors) / np.median(factors), max(factors) / np.median(factors)
-    return "other_loss_reduction", (
+    text = (
         f"the loss of each example counts a number of times of its own, {least:.3g} to {most:.3g},"
-        " compared with the first recording: it is averaged over other axes, or weighted"
+        " compared with the first recording"
     )
+    if _are_of_known_numbers(matched, per_part, limit):
+        return "other_loss_reduction", f"{text}: it is averaged over other axes, or weighted"
+    return "other_loss", f"{text}, which are no numbers of places, nor recorded weights or classes"
+
+
+def _are_of_known_numbers(
+    matched: Sequence[Matched], factors: Sequence[np.ndarray], limit: float
+) -> bool:
+    """Returns whether rows are multiplied by numbers of places or weights, or by their class.
+
+    They may be divided by them, too.
+    """
+    numbers = [[*_numbers_of_rows(m)] for m in matched]
+    flat = np.concatenate(factors)
+    for each in zip(*numbers, strict=False):
+        own = np.concatenate(each)
+        kept = (flat > 0) & (own > 0)
+        for ratios in (flat[kept] / own[kept], flat[kept] * own[kept]):
+            if len(ratios) == np.count_nonzero(flat) and np.ptp(ratios) <= limit * max(ratios):
+                return True
+        groups = [flat[(own == value) & (flat > 0)] for value in np.unique(own)]
+        groups = [group for group in groups if len(group)]
+        is_telling = 2 * len(groups) <= np.count_nonzero(flat)
+        if is_telling and all(np.ptp(group) <= limit * max(group) for group in groups):
+            return True
+    return False
+
+
+def _numbers_of_rows(matched: Matched) -> Iterator[np.ndarray]:
+    """Yields, for each example, how many places have a loss, and what is recorded of it."""
+    for which in (0, 1):
+        gradients = [dense(pairs[which]) for pairs in matched.pairs["y_grad"]]
+        places = [np.any(g, axis=-1) if g.ndim > 1 else g != 0 for g in gradients]
+        yield np.sum([each.reshape(len(each), -1).sum(1) for each in places], axis=0)
+    for kind in ("data", "targets"):
+        for array, _ in matched.pairs[kind]:
+            if array.ndim and array.dtype.kind in "fiub":
+                rows = dense(array).reshape(len(array), -1)
+                yield rows.sum(1)
+                yield np.count_nonzero(rows, axis=1)
 
 
 def _factors_of_rows(pairs: Pairs, limit: float) -> list[float] | None:
