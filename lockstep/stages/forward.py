@@ -39,6 +39,8 @@ _OF_OUTPUTS = 1e-4  # Relative to the usual size of an example's outputs.
 _TELLING = 3  # Elements that are not 0, of which a common factor says something.
 _CLOSE = 1e-3  # Relative; of factors that are powers of two, and of sums of outputs.
 _FAR = 1e-2  # Relative; of gradients that other replicas' outputs are part of.
+_MOST_WHOLE = 32  # As of lengths.
+_CHANCE = 1e-4  # With which other numbers are near whole ones.
 _OF_LOSS = 1e-3  # The gradient of a loss is a difference that may cancel.
 
 
@@ -457,7 +459,7 @@ def _of_other_weights(
     )
     if _are_of_known_numbers(matched, per_part, limit):
         return "other_loss_reduction", f"{text}: it is averaged over other axes, or weighted"
-    return "other_loss", f"{text}, which are no numbers of places, nor recorded weights or classes"
+    return "other_loss", f"{text}, which are no whole numbers, recorded weights or classes"
 
 
 def _are_of_known_numbers(
@@ -465,8 +467,10 @@ def _are_of_known_numbers(
 ) -> bool:
     """Returns whether rows are multiplied by numbers of places or weights, or by their class.
 
-    They may be divided by them, too.
+    They may be divided by them, too, and by whole numbers that are not recorded.
     """
+    if _are_of_whole_numbers(factors, limit):
+        return True
     numbers = [[*_numbers_of_rows(m)] for m in matched]
     flat = np.concatenate(factors)
     for each in zip(*numbers, strict=False):
@@ -480,6 +484,32 @@ def _are_of_known_numbers(
         is_telling = 2 * len(groups) <= np.count_nonzero(flat)
         if is_telling and all(np.ptp(group) <= limit * max(group) for group in groups):
             return True
+    return False
+
+
+def _are_of_whole_numbers(factors: Sequence[np.ndarray], limit: float) -> bool:
+    """Returns whether rows of each part are multiplied, or divided, by small whole numbers.
+
+    Such as lengths that are not recorded. Of few rows, other numbers may be near these by chance.
+    """
+    for power in (1, -1):
+        chance = 1.0
+        for own in factors:
+            ratios = np.unique(own[own > 0] ** power)
+            kept = np.append(True, np.diff(ratios) > limit * ratios[1:]) if len(ratios) else ratios
+            ratios = ratios[kept.astype(bool)]
+            fitting = [
+                n
+                for n in range(1, _MOST_WHOLE + 1)
+                if len(ratios)
+                and np.all(np.abs((x := n * ratios / ratios[-1]) - np.round(x)) <= limit * x)
+            ]
+            if not fitting:
+                break
+            chance *= min(1.0, fitting[0] * (2 * limit * fitting[0]) ** (len(ratios) - 1))
+        else:
+            if chance < _CHANCE:
+                return True
     return False
 
 

@@ -141,7 +141,12 @@ def second_of_two():
 
 def of_each(gradient):
     """Each example counts another number of times, as of a loss that is a function of its own."""
-    return gradient * np.linspace(0.5, 2, len(gradient), dtype=np.float32)[:, None]
+    return gradient * np.exp(np.sin(np.arange(len(gradient), dtype=np.float32)))[:, None]
+
+
+def by_length(gradient):
+    """Each example is divided by its length, which is not recorded."""
+    return gradient / np.float32([2, 3, 1, 7, 5, 6] * 2)[: len(gradient), None]
 
 
 def of_classes(gradient):
@@ -302,7 +307,8 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
     },
     # A function of the loss of each example, as of a preference, is no other mean.
     "other losses of examples": ({}, {"of_loss": of_each}, "other_loss", {
-        "text": "are no numbers of places, nor recorded weights or classes"}),
+        "text": "are no whole numbers, recorded weights or classes"}),
+    "means over lengths": ({}, {"of_loss": by_length}, "other_loss_reduction"),
     "weights of classes": ({}, {"of_loss": of_classes, "on_all": True}, "other_loss_reduction", {
         "place": ((0,), None, ())}),
     "slopes beside a loss": ({"parts": 2}, {"change": slopes}, UNEXPLAINED, {
