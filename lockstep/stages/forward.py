@@ -469,7 +469,7 @@ def _are_of_known_numbers(
 
     They may be divided by them, too, and by whole numbers that are not recorded.
     """
-    if _are_of_whole_numbers(factors, limit):
+    if any(_are_of_whole_numbers(own, limit) for own in (factors, [np.concatenate(factors)])):
         return True
     numbers = [[*_numbers_of_rows(m)] for m in matched]
     flat = np.concatenate(factors)
