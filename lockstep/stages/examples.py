@@ -341,6 +341,8 @@ def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterat
         is_drawn = why[0] in ("other_examples", "other_augmentation")
         if is_drawn and (text := _equal_loader_seeds(pair.second)):
             yield pair.second.found("random numbers", "same_random_numbers", text)
+        if is_drawn and (text := _equal_arrays(pair)):
+            yield pair.second.found("random numbers", "same_random_numbers", text)
         if is_drawn and (text := _augmented_again(pair)):
             yield pair.second.found("random numbers", "random_numbers_repeated", text)
         yield pair.second.found(
@@ -372,6 +374,40 @@ def _equal_loader_seeds(step: Context) -> str:
         f"the workers of the replicas' loaders have the same seed, {own[0]}: what they draw, as"
         " for augmentations, is the same on each replica"
     )
+
+
+def _equal_arrays(pair: StepPair) -> str:
+    """Returns a sentence if replicas with other inputs have drawn an equal array; else "".
+
+    Such as the times of a diffusion: next to the inputs, with numbers that are all different in the
+    first recording.
+    """
+    step, first = pair.second, pair.first
+    if any(
+        s.trace.micro_batches(s.position, shard) > 1 for s in (step, first) for shard in s.shards
+    ):
+        return ""
+    for index in range(1, min(map(len, (*step.data, *first.data)), default=0)):
+        arrays, right = ([own[index] for own in s.data] for s in (step, first))
+        if any(array.dtype.kind != "f" or not array.ndim for array in (*arrays, *right)):
+            continue
+        rows = [sum((rows_of([array]) for array in own), _Rows()) for own in (right, arrays)]
+        if max(rows[0].values(), default=2) > 1 or rows[0].total() != rows[1].total():
+            continue
+        twins = [
+            (a, b)
+            for a, b in itertools.combinations(step.shards, 2)
+            if arrays[a].size > 1
+            and same_bits(arrays[a], arrays[b])
+            and not same_bits(step.data[a][0], step.data[b][0])
+        ]
+        if twins:
+            names = (step.trace.name_of("data", shard) for shard in twins[0])
+            return (
+                f"{' and '.join(names)} have other inputs, and next to them the same array"
+                f" {index + 1}, whose numbers are all different in the first recording"
+            )
+    return ""
 
 
 def _augmented_again(pair: StepPair) -> str:

@@ -39,6 +39,8 @@ _OF_OUTPUTS = 1e-4  # Relative to the usual size of an example's outputs.
 _TELLING = 3  # Elements that are not 0, of which a common factor says something.
 _CLOSE = 1e-3  # Relative; of factors that are powers of two, and of sums of outputs.
 _FAR = 1e-2  # Relative; of gradients that other replicas' outputs are part of.
+_MOST_WHOLE = 32  # As of lengths.
+_CHANCE = 1e-4  # With which other numbers are near whole ones.
 _OF_LOSS = 1e-3  # The gradient of a loss is a difference that may cancel.
 
 
@@ -236,9 +238,18 @@ def _other_losses(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Findin
     else:
         limit = _limit(pair, _OF_OUTPUTS)
         equal = [m for m in matched if m.pairs["y_grad"] and m.pairs["y_pred"]]
+        equal = [m for m in equal if not _are_slopes(m)]
         yield from _scaled(
             pair, [m for m in equal if np.all(rows_apart(m.pairs["y_pred"]) <= limit)]
         )
+
+
+def _are_slopes(matched: Matched) -> bool:
+    """Returns whether a script differentiates outputs by their inputs, as for a gradient penalty.
+
+    What the outputs have then is 1 in both recordings, and no gradient of a loss.
+    """
+    return all(np.all(dense(each) == 1) for pairs in matched.pairs["y_grad"] for each in pairs)
 
 
 def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
@@ -425,24 +436,95 @@ def _of_other_weights(
 ) -> tuple[str, str] | None:
     """Explains losses that count another number of times for each example, or part of a sequence.
 
-    The gradient of each place is then a multiple of that in the reference.
+    The gradient of each place is then a multiple of that in the reference. It is an average over
+    other axes, or has weights, if the multiples are those of numbers that are known; else, the loss
+    is another function of what it is for each example.
     """
     for num in sorted({*pair.second.trace.model_axes.values()} - {1}):
         if why := _of_parts_of_sequence(matched, num, limit):
             return why
-    factors = list[float]()
+    factors, per_part = list[float](), list[np.ndarray]()
     for m in matched:
         found = _factors_of_rows(m.pairs["y_grad"], limit)
         if found is None:
             return None
+        per_part.append(np.array(found))
         factors += [factor for factor in found if factor]
     if not factors or min(factors) <= 0 or np.ptp(factors) <= limit * max(factors):
         return None
     least, most = min(factors) / np.median(factors), max(factors) / np.median(factors)
-    return "other_loss_reduction", (
+    text = (
         f"the loss of each example counts a number of times of its own, {least:.3g} to {most:.3g},"
-        " compared with the first recording: it is averaged over other axes, or weighted"
+        " compared with the first recording"
     )
+    if _are_of_known_numbers(matched, per_part, limit):
+        return "other_loss_reduction", f"{text}: it is averaged over other axes, or weighted"
+    return "other_loss", f"{text}, which are no whole numbers, recorded weights or classes"
+
+
+def _are_of_known_numbers(
+    matched: Sequence[Matched], factors: Sequence[np.ndarray], limit: float
+) -> bool:
+    """Returns whether rows are multiplied by numbers of places or weights, or by their class.
+
+    They may be divided by them, too, and by whole numbers that are not recorded.
+    """
+    if any(_are_of_whole_numbers(own, limit) for own in (factors, [np.concatenate(factors)])):
+        return True
+    numbers = [[*_numbers_of_rows(m)] for m in matched]
+    flat = np.concatenate(factors)
+    for each in zip(*numbers, strict=False):
+        own = np.concatenate(each)
+        kept = (flat > 0) & (own > 0)
+        for ratios in (flat[kept] / own[kept], flat[kept] * own[kept]):
+            if len(ratios) == np.count_nonzero(flat) and np.ptp(ratios) <= limit * max(ratios):
+                return True
+        groups = [flat[(own == value) & (flat > 0)] for value in np.unique(own)]
+        groups = [group for group in groups if len(group)]
+        is_telling = 2 * len(groups) <= np.count_nonzero(flat)
+        if is_telling and all(np.ptp(group) <= limit * max(group) for group in groups):
+            return True
+    return False
+
+
+def _are_of_whole_numbers(factors: Sequence[np.ndarray], limit: float) -> bool:
+    """Returns whether rows of each part are multiplied, or divided, by small whole numbers.
+
+    Such as lengths that are not recorded. Of few rows, other numbers may be near these by chance.
+    """
+    for power in (1, -1):
+        chance = 1.0
+        for own in factors:
+            ratios = np.unique(own[own > 0] ** power)
+            kept = np.append(True, np.diff(ratios) > limit * ratios[1:]) if len(ratios) else ratios
+            ratios = ratios[kept.astype(bool)]
+            fitting = [
+                n
+                for n in range(1, _MOST_WHOLE + 1)
+                if len(ratios)
+                and np.all(np.abs((x := n * ratios / ratios[-1]) - np.round(x)) <= limit * x)
+            ]
+            if not fitting:
+                break
+            chance *= min(1.0, fitting[0] * (2 * limit * fitting[0]) ** (len(ratios) - 1))
+        else:
+            if chance < _CHANCE:
+                return True
+    return False
+
+
+def _numbers_of_rows(matched: Matched) -> Iterator[np.ndarray]:
+    """Yields, for each example, how many places have a loss, and what is recorded of it."""
+    for which in (0, 1):
+        gradients = [dense(pairs[which]) for pairs in matched.pairs["y_grad"]]
+        places = [np.any(g, axis=-1) if g.ndim > 1 else g != 0 for g in gradients]
+        yield np.sum([each.reshape(len(each), -1).sum(1) for each in places], axis=0)
+    for kind in ("data", "targets"):
+        for array, _ in matched.pairs[kind]:
+            if array.ndim and array.dtype.kind in "fiub":
+                rows = dense(array).reshape(len(array), -1)
+                yield rows.sum(1)
+                yield np.count_nonzero(rows, axis=1)
 
 
 def _factors_of_rows(pairs: Pairs, limit: float) -> list[float] | None:

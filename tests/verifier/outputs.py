@@ -84,7 +84,7 @@ def trained(
 def verdict_of(first, second, change=None):
     """Compares a recording with one of two replicas, whose arrays are changed."""
     one, two = trained(**first), trained(replicas=2, **second)
-    if change in TWO_OUTPUTS:
+    if change in OF_BOTH:
         change(one, two)
     elif change:
         change(two)
@@ -139,6 +139,44 @@ def second_of_two():
     return {"parts": 2, "of_loss": lost}
 
 
+def of_each(gradient):
+    """Each example counts another number of times, as of a loss that is a function of its own."""
+    return gradient * np.exp(np.sin(np.arange(len(gradient), dtype=np.float32)))[:, None]
+
+
+def by_length(gradient):
+    """Each example is divided by its length, which is not recorded."""
+    return gradient / np.float32([2, 3, 1, 7, 5, 6] * 2)[: len(gradient), None]
+
+
+def of_classes(gradient):
+    """Each example counts as often as its class, the one with a negative gradient."""
+    return gradient * np.float32([1, 2, 0.5, 3])[gradient.argmin(1)][:, None]
+
+
+def slopes(first, second):
+    """A second forward pass, whose outputs are differentiated by the inputs: by ones."""
+    for trace in (first, second):
+        for replica in range(trace.about.num_replicas):
+            gradient, other = trace.arrays(0, "y_grad", replica)
+            trace.put(0, "y_grad", replica, [gradient, np.ones_like(other)])
+    other_gradient(second)
+
+
+def drawn(of_first, of_second, of_inputs):
+    """Numbers that are drawn for the examples, next to inputs that have others in them."""
+
+    def change(first, second):
+        for trace, numbers in ((first, of_first), (second, of_second)):
+            for replica in range(trace.about.num_replicas):
+                x, size = trace.arrays(0, "data", replica)[0], NUM // trace.about.num_replicas
+                times = np.float32(numbers[replica * size :][:size])
+                x = x * np.float32(of_inputs) if trace is second and replica else x
+                trace.put(0, "data", replica, [x, times])
+
+    return change
+
+
 def without(*kinds):
     def remove(trace):
         trace._index = {key: value for key, value in trace._index.items() if key[1] not in kinds}
@@ -189,6 +227,10 @@ def steep(*given):
 
 
 TWO_OUTPUTS = [two_outputs(*each) for each in ((1, 1), (2 / 3, 2), (3, 3), (0.5, 2))]
+TIMES = np.linspace(0, 1, NUM)
+EQUAL = np.tile(TIMES[: NUM // 2], 2)
+DRAWN = [drawn(TIMES, TIMES, 2), drawn(TIMES, EQUAL, 2), drawn(EQUAL, EQUAL, 2)]
+OF_BOTH = [*TWO_OUTPUTS, *DRAWN, slopes]
 DROPOUT = ({"name": "drop", "class": "Dropout", "rate": 0.5, "weights": []},)
 NORM = ({"name": "norm", "class": "BatchNorm1d", "weights": []},)
 SMALL = np.float32(1 + 1e-6)
@@ -261,6 +303,24 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
             (("right", ""), ("a mean of each replica of the second", "mean_of_means"),
              ("three times the second", "scaled_gradient"),
              ("factors of the second that are no means", "scaled_gradient")),
+            strict=True)
+    },
+    # A function of the loss of each example, as of a preference, is no other mean.
+    "other losses of examples": ({}, {"of_loss": of_each}, "other_loss", {
+        "text": "are no whole numbers, recorded weights or classes"}),
+    "means over lengths": ({}, {"of_loss": by_length}, "other_loss_reduction"),
+    "weights of classes": ({}, {"of_loss": of_classes, "on_all": True}, "other_loss_reduction", {
+        "place": ((0,), None, ())}),
+    "slopes beside a loss": ({"parts": 2}, {"change": slopes}, UNEXPLAINED, {
+        "text": "in another part of the loss"}),
+    **{
+        f"noise, {name}": ({}, {"of_loss": lambda g: 3 * g, "change": change}, found)
+        for change, (name, found) in zip(
+            DRAWN,
+            (("other times", "examples: other_examples"),
+             ("equal times on both replicas",
+              "random numbers: same_random_numbers; examples: other_examples"),
+             ("equal times in the first recording, too", "examples: other_examples")),
             strict=True)
     },
     "other outputs": ({}, {"output": lambda y: 2 * y},
