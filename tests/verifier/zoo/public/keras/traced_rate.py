@@ -7,7 +7,7 @@ steps = 3
 
 [wrong]
 "the schedule reads the variable of the optimizer" = ["other_learning_rate"]
-"the count that the step returns is dropped" = ["other_learning_rate"]
+"the count that the step returns is dropped" = ["reset_state", "other_learning_rate"]
 """
 
 import os
@@ -36,7 +36,7 @@ loss_of = keras.losses.Huber(delta=0.7)
 def build_model():
     keras.utils.set_random_seed(3)
     inputs = keras.Input((6, 2))
-    x = keras.layers.SimpleRNN(10, return_sequences=True)(inputs)
+    x = keras.layers.SeparableConv1D(12, 3, activation="swish")(inputs)
     return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.GlobalMaxPooling1D()(x)))
 
 
