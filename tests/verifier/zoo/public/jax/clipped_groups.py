@@ -6,7 +6,7 @@ framework = "jax"
 processes = 4
 
 [wrong]
-"each group is clipped by its own norm" = ["other_clipping", "clipped_by_local_norm"]
+"each group is clipped by its own norm" = ["other_clipping"]
 "copied weights count once for each device" = ["clipped_by_local_norm", "other_clipping"]
 """
 

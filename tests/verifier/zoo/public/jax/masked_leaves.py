@@ -6,7 +6,7 @@ framework = "jax"
 
 [wrong]
 "gradients of masked leaves are not set to zero" = ["not_frozen"]
-"the mask names the frozen leaves" = ["not_frozen", "frozen"]
+"the mask names the frozen leaves" = ["not_frozen", "frozen", "not_updated"]
 "masked leaves decay" = ["not_frozen", "other_weight_decay"]
 """
 

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import lockstep
+from lockstep import record_keras
 
 BUG = os.environ.get("BUG", "")
 SAVE, LOAD = os.environ.get("SAVE"), os.environ.get("LOAD")
@@ -99,7 +99,8 @@ def main():
     with strategy.scope():
         trainer = Trainer()
     own = slice(HALF * BATCH_SIZE if LOAD else 0, HALF * BATCH_SIZE if SAVE else len(real))
-    with lockstep.record([trainer.generator, trainer.critic], trainer.optimizers) as recorder:
+    models = [trainer.generator, trainer.critic]
+    with record_keras.record(None, models, trainer.optimizers) as recorder:
         recorded = recorder.wrap(trainer.step)
         run = tf.function(lambda real, noise: strategy.run(recorded, args=(real, noise)))
         dataset = tf.data.Dataset.from_tensor_slices((real[own], noise[own])).batch(BATCH_SIZE)
