@@ -1,4 +1,4 @@
-"""An optimizer averages the weights; each epoch is evaluated with the averages, as is the end.
+"""An optimizer averages the weights; the averages replace them after an epoch and after a fit.
 
 reference = "keras-team/keras#18978, keras-team/keras#18972"
 date = "2023-12"
