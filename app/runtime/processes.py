@@ -1,6 +1,7 @@
 """Starts other processes, exchanges messages with those that call a function, and ends them all."""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -262,12 +263,13 @@ def call_in_child_process(
 
 
 @contextlib.contextmanager
-def prepared_calls(prepare: Callable[[], object]) -> Iterator[Callable[..., Any]]:
+def prepared_calls(prepare: Callable[[], Mapping[str, Any]]) -> Iterator[Callable[..., Any]]:
     """Yields a `call_in_child_process` whose processes share what takes long to prepare.
 
     Args:
-        prepare: called once, in the process of which each call is a fork. It may import TensorFlow,
-            but run no operations, whose threads a fork would not have.
+        prepare: called once, in the process of which each call is a fork; returns keyword arguments
+            of all functions. It may import TensorFlow, but run no operations, whose threads a fork
+            would not have.
     """
     with ChildProcess(_fork_for_each_call, prepare) as process:
 
@@ -282,9 +284,11 @@ def prepared_calls(prepare: Callable[[], object]) -> Iterator[Callable[..., Any]
         yield call
 
 
-def call_function(channel: Channel, function: Callable[..., Result], *arguments: Any) -> Result:
+def call_function(
+    channel: Channel, function: Callable[..., Result], *arguments: Any, **prepared: Any
+) -> Result:
     """Calls a function that only sends messages: its first argument is `channel.send`."""
-    return function(channel.send, *arguments)
+    return function(channel.send, *arguments, **prepared)
 
 
 def limit_cores(cores: Sequence[int]) -> None:
@@ -344,16 +348,16 @@ def _flush() -> None:
         sys.stderr.flush()
 
 
-def _fork_for_each_call(channel: Channel, prepare: Callable[[], object]) -> NoReturn:
+def _fork_for_each_call(channel: Channel, prepare: Callable[[], Mapping[str, Any]]) -> NoReturn:
     """Answers each function that comes over the connection, in a fork of this process."""
-    prepare()
+    prepared = prepare()
     while True:
         function, arguments = channel.receive()
         parent, pid = os.getpid(), os.fork()
         if not pid:
             try:
                 signals.end_with_parent(signal.SIGKILL, parent)
-                _answer(channel, function, arguments)
+                _answer(channel, functools.partial(function, **prepared), arguments)
             finally:
                 os._exit(1)  # `sys.exit` has left the function: there is no answer.
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from app.data.dataset import ImageDataset
 from app.options import Config
 from app.records.files import io_errors_as
 from app.runtime.errors import ConfigError, DeviceError
@@ -94,8 +95,9 @@ def temporary_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def write_training_files(
-    send: Callable[[tuple], None], config: Config, num_steps: int | None, folder: pathlib.Path
-) -> TrainingFiles:
+    send: Callable[[tuple], None], config: Config, num_steps: int | None, folder: pathlib.Path,
+    data: ImageDataset | None = None,
+) -> TrainingFiles:  # fmt: skip
     """Writes initial weights, images and orders of a training; runs in a separate process.
 
     Args:
@@ -103,8 +105,9 @@ def write_training_files(
         config: options of the training.
         num_steps: number of steps to train; None for all epochs.
         folder: output folder.
+        data: the data of the training; None to load it.
     """
-    _, spec = set_up(send, config)
+    _, spec = set_up(send, config, data)
     from app.data.input_pipeline import epoch_order  # Imports TensorFlow.
 
     model, dataset, num_epochs = spec.build_model(), spec.dataset, config.training.epochs

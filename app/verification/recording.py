@@ -25,6 +25,7 @@ from lockstep.data.trace import Trace
 from lockstep.numeric.arrays import are_finite
 
 if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
+    from app.data.dataset import ImageDataset
     from app.training.training_spec import TrainingSpec
     from app.verification.recorder import SendTime
 
@@ -56,6 +57,7 @@ def check_training(
     *,
     recorded: Recorded | None = None,
     shard_weights: Sequence[int] = (),
+    data: "ImageDataset | None" = None,
 ) -> Run:
     """Compares every step of a training with one device, and looks for a slow replica.
 
@@ -67,11 +69,12 @@ def check_training(
         num_steps: number of steps.
         recorded: what it ran on; None to train with the strategy of `config` and write the trace.
         shard_weights: relative sizes of the shards; empty for those of `config`.
+        data: the data of the training; None to load it.
     """
     from app.verification.strategy_oracle import StrategyOracle
     from lockstep.run import check
 
-    devices, spec = set_up(send, config)
+    devices, spec = set_up(send, config, data)
     if recorded is None:
         recorded = _record(send, spec, devices, num_steps, path, shard_weights)
     trace = trace_file.load(path)
@@ -134,8 +137,10 @@ def _record_as_worker(
     return _record(channel.send, spec, devices, num_steps, own_path)
 
 
-def set_up(send: Send, config: Config) -> "tuple[device_setup.Devices, TrainingSpec]":
-    """Sets up TensorFlow and loads the data; sends warnings to the parent."""
+def set_up(
+    send: Send, config: Config, data: "ImageDataset | None" = None
+) -> "tuple[device_setup.Devices, TrainingSpec]":
+    """Sets up TensorFlow and loads the data, unless it is given; sends warnings to the parent."""
     console.forward_warnings(lambda text: send(("warning", text)))
     devices = device_setup.set_up(config)
     import tensorflow as tf
@@ -144,7 +149,7 @@ def set_up(send: Send, config: Config) -> "tuple[device_setup.Devices, TrainingS
     from app.training.training_spec import TrainingSpec
 
     tf.config.experimental.enable_tensor_float_32_execution(False)
-    return devices, TrainingSpec(config, load_data(config))
+    return devices, TrainingSpec(config, data or load_data(config))
 
 
 def _record(

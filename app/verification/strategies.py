@@ -6,7 +6,10 @@ import importlib
 import itertools
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from app.data.data_sources import FILES, find_data_source
+from app.data.dataset_loader import load_data
 from app.devices.tensorflow_settings import import_tensorflow
 from app.options import Config
 from app.options.names import FRAMEWORKS, MULTI_WORKER, SINGLE
@@ -14,6 +17,7 @@ from app.options.rules import faulty_strategy
 from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import io_errors_as
 from app.runtime import console
+from app.runtime.errors import DataError
 from app.runtime.processes import prepared_calls
 from app.runtime.progress_bar import Progress
 from app.verification.comparison import compare_traces, normalised_by
@@ -62,7 +66,7 @@ def _verify_each(
     names, num_steps = config.distribution.strategies, config.verification.steps
     runs = dict[str, Run]()
     faulty = faulty_strategy(config)
-    prepare = functools.partial(import_tensorflow, config.output.verbosity)
+    prepare = functools.partial(_prepare, config)
     with contextlib.ExitStack() as stack:
         call_prepared = stack.enter_context(prepared_calls(prepare))
         # Meanwhile: matplotlib takes a while.
@@ -99,6 +103,19 @@ def _verify_each(
             check = functools.partial(check_training, recorded=recorded)
             runs[name] = call(check, config.on_one_machine(), name, path, num_steps)
     return {name: runs[name] for name in names}
+
+
+def _prepare(config: Config) -> dict[str, Any]:
+    """Imports what each training needs; returns the data for `set_up`, if it is in files."""
+    import_tensorflow(config.output.verbosity)
+    for module in ("app.verification.recorder", "app.verification.strategy_oracle"):
+        importlib.import_module(module)
+    options = config.data
+    if options.dataset != "synthetic" and not options.allow_unverified_data:
+        with contextlib.suppress(DataError):  # Each training says what is wrong with the data.
+            if find_data_source(options.data_dir).kind == FILES:
+                return {"data": load_data(config)}
+    return {}
 
 
 def shards_of_single(others: Iterable[About]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ def refuse(send):
     raise DiskFullError("no space; make room")
 
 
-def fail(send):
+def fail(send, text=""):
     raise ZeroDivisionError("oops")
 
 
@@ -23,16 +23,17 @@ def vanish(send):
 
 def prepare():
     sys.prepared = 0
+    return {"text": "given"}
 
 
 def refuse_to_prepare():
     refuse(None)
 
 
-def is_prepared(send):
+def is_prepared(send, text=""):
     sys.prepared += 1
     send(sys.prepared)
-    return True
+    return text
 
 
 def hang(send):
@@ -71,7 +72,7 @@ def tell_search_path(send):
     return sys.path, os.getcwd(), os.environ.get("GIVEN")
 
 
-def kill_itself(send):
+def kill_itself(send, text=""):
     os.kill(os.getpid(), signal.SIGKILL)
 
 

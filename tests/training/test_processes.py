@@ -70,7 +70,7 @@ CALL = "process_functions.hang, on_message=lambda pid: (os.kill(pid, 19), print(
     "start",
     [
         f"processes.call_in_child_process({CALL}",
-        f"with processes.prepared_calls(str) as call: call({CALL}",
+        f"with processes.prepared_calls(dict) as call: call({CALL}",
     ],
 )
 def test_a_process_ends_with_the_one_that_has_started_it(start):
@@ -100,15 +100,15 @@ def wait_for_the_end(pid):
 def test_prepared_calls_share_a_process_and_how_one_failed_is_told():
     messages = []
     with prepared_calls(process_functions.prepare) as call:
-        assert call(process_functions.is_prepared, on_message=messages.append) is True
+        assert call(process_functions.is_prepared, on_message=messages.append) == "given"
         with pytest.raises(RuntimeError, match=r"(?s)ZeroDivisionError: oops.*raise ZeroDivis"):
             call(process_functions.fail)
-        assert call(process_functions.is_prepared, on_message=messages.append) is True
+        assert call(process_functions.is_prepared, on_message=messages.append) == "given"
         with pytest.raises(DeviceError, match="probably because memory ran out"):
             call(process_functions.kill_itself)
     assert messages == [1, 1]  # The second is a fork of its own.
     for function, code in ((process_functions.vanish, 137), (process_functions.leave, 1)):
-        with pytest.raises(DeviceError, match=f"exit code {code}"), prepared_calls(str) as call:
+        with pytest.raises(DeviceError, match=f"exit code {code}"), prepared_calls(dict) as call:
             call(function)
     with pytest.raises(DiskFullError), prepared_calls(process_functions.refuse_to_prepare) as call:
         call(process_functions.is_prepared)
