@@ -1,5 +1,6 @@
 """Rows of recordings with outputs and the gradient of the loss: they have the first difference."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -177,6 +178,20 @@ def drawn(of_first, of_second, of_inputs):
     return change
 
 
+def overflowing(skipped):
+    """Gradients of a replica overflow; both recordings say how many updates were skipped."""
+
+    def change(first, second):
+        for trace, number in zip((first, second), skipped, strict=True):
+            trace.about = dataclasses.replace(trace.about, skipped=number)
+        gradient = np.array(second.arrays(0, "raw", 1)[0])
+        gradient[0, 0] = np.inf
+        second.put(0, "raw", 1, [gradient])
+        second.put(0, "data", 1, [x + 1 for x in second.arrays(0, "data", 1)])
+
+    return change
+
+
 def without(*kinds):
     def remove(trace):
         trace._index = {key: value for key, value in trace._index.items() if key[1] not in kinds}
@@ -230,7 +245,8 @@ TWO_OUTPUTS = [two_outputs(*each) for each in ((1, 1), (2 / 3, 2), (3, 3), (0.5,
 TIMES = np.linspace(0, 1, NUM)
 EQUAL = np.tile(TIMES[: NUM // 2], 2)
 DRAWN = [drawn(TIMES, TIMES, 2), drawn(TIMES, EQUAL, 2), drawn(EQUAL, EQUAL, 2)]
-OF_BOTH = [*TWO_OUTPUTS, *DRAWN, slopes]
+OVERFLOWING = [overflowing(each) for each in ((1, 0), (1, 1), (0, 1))]
+OF_BOTH = [*TWO_OUTPUTS, *DRAWN, *OVERFLOWING, slopes]
 DROPOUT = ({"name": "drop", "class": "Dropout", "rate": 0.5, "weights": []},)
 NORM = ({"name": "norm", "class": "BatchNorm1d", "weights": []},)
 SMALL = np.float32(1 + 1e-6)
@@ -321,6 +337,14 @@ ROWS_OF = {  # Name: both, the second one, what is found (a detail: of loss and 
              ("equal times on both replicas",
               "random numbers: same_random_numbers; examples: other_examples"),
              ("equal times in the first recording, too", "examples: other_examples")),
+            strict=True)
+    },
+    **{
+        f"overflow, {name}": ({}, {"change": change}, f"examples: {found}; gradients: not_finite")
+        for change, (name, found) in zip(
+            OVERFLOWING,
+            (("which the reference skips", "overflow_not_skipped"),
+             ("skipped as often", "other_examples"), ("skipped more often", "other_examples")),
             strict=True)
     },
     "other outputs": ({}, {"output": lambda y: 2 * y},
