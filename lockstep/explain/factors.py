@@ -111,9 +111,18 @@ def _of_micro_batches(pair: StepPair) -> Iterator[Known]:
     yield scale, "loss_scale_left", why
     by = pair.gradients.divisor
     why = f"{by:.6g}, by which the first recording divides gradients after the backward pass"
-    yield by, "loss_scale_left", why
+    yield by, "loss_scale_left" if _is_loss_scale(pair, by) else "scaled_gradient", why
     why = f"one over the loss scale, {scale:g}: they are divided by it without having it"
     yield 1 / scale, "scaled_gradient", why
+
+
+def _is_loss_scale(pair: StepPair, number: float) -> bool:
+    """Returns whether a divisor is a power of two, and no number of examples or their elements."""
+    leaves = zip(*pair.first.data, strict=False)
+    counts = {sum(pair.first.sizes), *(sum(a.size for a in arrays) for arrays in leaves)}
+    whole = round(number)
+    is_power = whole > 1 and not whole & (whole - 1) and abs(number - whole) < _SHARE * whole
+    return is_power and whole not in counts
 
 
 def _of_examples(pair: StepPair) -> Iterator[Known]:

@@ -261,13 +261,15 @@ def test_gradients_whose_mean_over_the_copies_is_right():
 @pytest.mark.parametrize(
     ("factors", "cause"),
     [((1, 1), ""), ((1, 32), "loss_scale_left"), ((32, 32), "loss_scale_left"),
-     ((1, 16), "scaled_gradient")],
+     ((1, 16), "scaled_gradient"), ((30, 30), "scaled_gradient")],
 )  # fmt: skip
 def test_a_factor_that_the_reference_takes_out_after_the_backward_pass(factors, cause):
+    """A power of two is a scale; another number, as of tokens, is only a factor."""
+    scale = np.float32(30 if 30 in factors else 32)
     own = GRADIENT + OLD, GRADIENT - OLD
     mean = sum(np.float32(times / 2) * g for times, g in zip(factors, own, strict=True))
-    second = step([mean] * 2, raw=[np.float32(32) * g for g in own])
-    found = details(step([GRADIENT], raw=[np.float32(32) * GRADIENT]), second)
+    second = step([mean] * 2, raw=[scale * g for g in own])
+    found = details(step([GRADIENT], raw=[scale * GRADIENT]), second)
     assert found[:1] == [cause][: bool(cause)]
 
 
