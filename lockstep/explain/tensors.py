@@ -19,6 +19,7 @@ from lockstep.numeric.arrays import (
 
 BITS = (8, 4)  # Of quantised gradients.
 _LISTED = 4
+_AT_LIMIT, _SCALED = 8, 1e-5  # Elements of one size, relative: they were clipped to it.
 _FEW = 4  # Numbers of which chance makes each a whole multiple, within rounding, in one of 10,000.
 
 
@@ -71,10 +72,11 @@ def why_tensor(
     largest = float(np.max(np.abs(a)))
     is_partly_clipped = np.any(np.abs(e) < largest)
     if is_partly_clipped and length(a - np.clip(e, -largest, largest)) <= limit:
-        return (
-            "clipped_before_the_sum",
-            f"the gradient's elements are clipped to values of {largest:.4g}",
-        )
+        text = f"the gradient's elements are clipped to values of {largest:.4g}"
+        size = float(np.max(np.abs(e)))
+        if np.count_nonzero(np.abs(e) >= size * (1 - _SCALED)) >= _AT_LIMIT:
+            return "other_clipping", f"{text}, and of {size:.4g} where it is right"
+        return "clipped_before_the_sum", text
     cause = _why_rounded(a, e, limit) or of_device or why_part(a, e, limit)
     return cause or ("unexplained", unknown)
 

@@ -275,7 +275,8 @@ def test_a_factor_that_the_reference_takes_out_after_the_backward_pass(factors, 
 
 @pytest.mark.parametrize(
     ("times", "limit", "cause"),
-    [(1, 0.9, ""), (2, 0.9, "sum_instead_of_mean"), (3, 0.9, "scaled_gradient")],
+    [(1, 0.9, ""), (2, 0.9, "sum_instead_of_mean"), (3, 0.9, "scaled_gradient"),
+     (1, 0.5, "other_clipping")],
 )  # fmt: skip
 def test_gradients_whose_values_a_script_clips_by_hand(times, limit, cause):
     own = [np.clip(np.float32(times) * GRADIENT, -np.float32(limit), np.float32(limit))] * 2
