@@ -13,11 +13,13 @@ from lockstep.explain.random_layers import draws
 from lockstep.numeric.arrays import (
     Named,
     all_same_bits,
+    dense,
     distance,
     farthest,
     is_far,
     norm,
     same_bits,
+    unit_of,
 )
 from lockstep.numeric.tolerance import Tolerance
 from lockstep.oracles.rules import SLOTS_OF_RULES
@@ -27,6 +29,7 @@ from lockstep.reference import StepPair
 _LARGE = 100  # Minimum number of elements for a conclusion from the spread of initial values.
 _OTHER_SPREAD = 0.2  # Larger than random deviations for that number.
 _OTHER_STATE = 0.01  # Relative to the largest of all weights: state drifts more than these.
+_SWAPPED = 4  # Units of rounding, of sums and differences of two arrays.
 _DRIFT = 1e-4  # Relative; of states after some steps from equal weights.
 Why = tuple[str, str]  # Cause and text.
 
@@ -89,11 +92,28 @@ def _changed(
             yield context.found(
                 "start", "not_restored", text, kind="before", items=changed, tensors=(name,)
             )
-        elif changed:
+        elif changed and not _is_rounding(context, name, after, before):
             text = f"{name} changed between two steps"
             yield context.found(
                 "start", "changed_on_its_own", text, kind="before", items=changed, tensors=(name,)
             )
+
+
+def _is_rounding(
+    context: Context, name: str, after: Sequence[Named], before: Sequence[Named]
+) -> bool:
+    """Returns whether a variable changes by rounding alone, and on each copy alike.
+
+    As by a callback that swaps weights with their averages, by sums, and back. It is no fault of
+    one recording; the node `between` compares it with the reference.
+    """
+    olds, news = ([own.get(name) for own in states] for states in (after, before))
+    if context.computes or any(x is None for x in (*olds, *news)):
+        return False
+    old, new = dense(olds[0]), dense(news[0])
+    bound = _SWAPPED * unit_of(news[0]) * np.max(np.abs(old), initial=0)
+    is_small = old.shape == new.shape and bool(np.all(np.abs(new - old) <= bound))
+    return is_small and all(same_bits(x, own[0]) for own in (olds, news) for x in own)
 
 
 def _is_left(name: str, after: Sequence[Named], before: Sequence[Named]) -> bool:
@@ -339,12 +359,12 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
         yield second.found("start", "not_restored", text, tensors=dict.fromkeys(lost))
     elif kind == "replaced" and not second.number:
         known = pair.rules()  # What another optimizer keeps may be of each replica.
+        unlike = {name for name, *_ in second.unlike_first(kind)}
         apart = [
             weight
             for slot, places in slots_of.items()
             for weight, key, other in places
-            if weight in known
-            and slot in SLOTS_OF_RULES
+            if ((weight in known and slot in SLOTS_OF_RULES) or other not in unlike)
             and np.shape(given[key]) == np.shape(own[other])
             and distance(own[other], given[key])
             > _OTHER_STATE * max(norm(given[each]) for _, each, _ in places)
@@ -383,6 +403,27 @@ def _replaced(pair: StepPair) -> Iterator[Finding]:
         cause, text = _why_start(pair, "replaced", unlike)
         text += ", before replay= replaced them"
         yield pair.second.found("start", cause, text, kind="before", tensors=unlike)
+    elif of_copies := _constants_apart(pair):
+        items = sorted({copy for own in of_copies.values() for copy in own})
+        text = f"{count('constant', len(of_copies))} of these replicas have other values than"
+        text += " those of replica 0, before replay= replaced them"
+        yield pair.second.found(
+            "start", "diverged_replicas", text, kind="before", items=items, tensors=of_copies
+        )
+
+
+def _constants_apart(pair: StepPair) -> dict[str, list[int]]:
+    """Returns name → copies with other values of arrays beside the weights that no step changes."""
+    second, (before, after) = pair.second, (pair.first.named(k)[0] for k in ("before", "after"))
+    constants = {
+        pair.in_second(name)
+        for name in pair.first.of_kind(STATISTIC)
+        if name in before and name in after and same_bits(before[name], after[name])
+    }
+    if second.trace.model_axes:  # Ranks of one replica have parts.
+        return {}
+    unlike = second.unlike_first("replaced")
+    return {name: copies for name, copies, far in unlike if name in constants and far > _DRIFT}
 
 
 def _is_changed_before(step: Context, name: str) -> bool:

@@ -374,13 +374,13 @@ def own_states(script, change=None, steps=(2, 3, 4)):
             script.arrays[f"{place[0]}/replaced/{replica}/{index}"] = own
 
 
-def last_bits(*changed):
-    """The last bit of the last element changes in arrays `POSITION/REPLICA/INDEX`."""
+def last_bits(*changed, times=1.0):
+    """The last bit of the last element changes in arrays `POSITION/REPLICA/INDEX`, or more."""
 
     def change(array, *place):
         own = array.copy()
         if "/".join(map(str, place)) in changed:
-            own.ravel()[-1] = np.nextafter(own.ravel()[-1], np.float32(9))
+            own.ravel()[-1] = np.nextafter(own.ravel()[-1] * np.float32(times), np.float32(9))
         return own
 
     return own_states(change)

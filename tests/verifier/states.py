@@ -31,6 +31,7 @@ CHANGED = "start: changed_on_its_own"
 BIAS_LATE = bias_times(lambda step, r: step == 3)
 HEAD = with_head(lambda at, r, later: at + later)
 APART = "agreement: diverged_replicas"
+ROUNDED = edit(lambda a: np.nextafter(a, np.float32(9)), "before", None, 0, 2)
 CHANGES = f"update: unexplained; {APART}"
 STATES = {
     # What a step does to all state, on each copy.
@@ -109,7 +110,14 @@ STATES = {
         {"text": "are not compared: record them with replay="}),
     "kept states": ({}, own_states() | REPLAYED, ""),
     "a kept state of both": ({}, last_bits("2/0/0", "2/1/0") | REPLAYED,
-        CHANGED, {"place": ((1,), BOTH, KERNEL)}),
+        CHANGED, {"place": ((1,), (), KERNEL)}),
+    "a kept state that rounding changes in both trainings": (ROUNDED,
+        {**both(ROUNDED, last_bits("2/0/0", "2/1/0")), **REPLAYED}, ""),
+    "a kept state that rounding changes on one replica": (ROUNDED,
+        {**both(ROUNDED, last_bits("2/1/0")), **REPLAYED}, CHANGED,
+        {"place": ((1,), SECOND, KERNEL)}),
+    "a kept state that changes in the second training": (ROUNDED,
+        {**both(ROUNDED, last_bits("2/0/0", "2/1/0", times=1.01)), **REPLAYED}, CHANGED),
     "a kept state after an unknown one": ({}, {
         **both(last_bits("2/1/0"), without("after", position=1)), **REPLAYED},
         "start: diverged_replicas"),

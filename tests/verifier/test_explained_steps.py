@@ -30,7 +30,10 @@ def trace(before, after, *, gradients=(GRADIENT,), replicas=1, raw=(), left=None
     for slot in slots:
         of = "" if slot == "flat" else "w"
         shape = np.shape(afters[0][slot])
-        variables.append(Variable(slot, "optimizer state", of=of, slot=slot, shape=shape))
+        if slot == "constant":
+            variables.append(Variable(slot, "statistic", shape=shape))
+        else:
+            variables.append(Variable(slot, "optimizer state", of=of, slot=slot, shape=shape))
     names = ("w", *slots)
     settings = {"class": "Own", **about.pop("optimizer", {})}
     found = Trace(About(
@@ -489,3 +492,21 @@ def test_a_loss_scale_of_each_replica_by_which_it_divides_the_sum():
     first = with_loss(lambda rows: np.cos(OUTPUTS[rows]) / 4)
     assert details(first, scaled(1)) == []
     assert details(first, scaled(4))[0] == "other_loss_scale"
+
+
+# --- What replicas had before the first recording was loaded -------------------------------------
+
+
+@pytest.mark.parametrize("name", ["constant", "memory"])
+@pytest.mark.parametrize("far", [(0, 0), (0, 1), (1, 1), (1, 2)])
+def test_state_that_replay_replaces_is_compared_on_each_copy(name, far):
+    states = {"w": WEIGHT, name: OLD}, {"w": WEIGHT - np.float32(0.1) * GRADIENT, name: OLD}
+    first, second = trace(*states), trace(*states, replicas=2, replayed="one.npz")
+    for copy, more in enumerate(far):
+        second.put(0, "replaced", copy, [WEIGHT, OLD + np.float32(more)])
+    causes = {(0, 0): [], (0, 1): ["diverged_replicas"], (1, 1): ["other_initial_state"],
+              (1, 2): ["other_initial_state"]}  # fmt: skip
+    if name == "memory" and far == (1, 2):  # State of each replica, as that of an error feedback.
+        assert "other_initial_state" not in details(first, second)
+    else:
+        assert details(first, second)[:1] == causes[far]
