@@ -32,6 +32,7 @@ BIAS_LATE = bias_times(lambda step, r: step == 3)
 HEAD = with_head(lambda at, r, later: at + later)
 APART = "agreement: diverged_replicas"
 ROUNDED = edit(lambda a: np.nextafter(a, np.float32(9)), "before", None, 0, 2)
+MOVED = edit(lambda a: a * np.float32(1.01), "before", None, 0, 2)
 CHANGES = f"update: unexplained; {APART}"
 STATES = {
     # What a step does to all state, on each copy.
@@ -118,6 +119,8 @@ STATES = {
         {"place": ((1,), SECOND, KERNEL)}),
     "a kept state that changes in the second training": (ROUNDED,
         {**both(ROUNDED, last_bits("2/0/0", "2/1/0", times=1.01)), **REPLAYED}, CHANGED),
+    "a kept state that changes by more than rounding in both trainings": (MOVED,
+        {**both(MOVED, last_bits("2/0/0", "2/1/0", times=1.01)), **REPLAYED}, CHANGED),
     "a kept state after an unknown one": ({}, {
         **both(last_bits("2/1/0"), without("after", position=1)), **REPLAYED},
         "start: diverged_replicas"),

@@ -510,3 +510,23 @@ def test_state_that_replay_replaces_is_compared_on_each_copy(name, far):
         assert "other_initial_state" not in details(first, second)
     else:
         assert details(first, second)[:1] == causes[far]
+
+
+def test_statistics_that_steps_change_may_start_apart():
+    states = {"w": WEIGHT, "constant": OLD}, {"w": WEIGHT - GRADIENT, "constant": OLD + OLD}
+    first, second = trace(*states), trace(*states, replicas=2, replayed="one.npz")
+    for copy in (0, 1):
+        second.put(0, "replaced", copy, [WEIGHT, OLD + np.float32(copy)])
+    assert "diverged_replicas" not in details(first, second)
+
+
+def test_a_divisor_that_is_a_number_of_examples_is_no_loss_scale():
+    own = [np.float32(32) * GRADIENT] * 2
+    first = step([GRADIENT], raw=[np.float32(32) * GRADIENT])
+    second = step(own, raw=own)
+    assert details(first, second)[0] == "loss_scale_left"
+    examples = np.arange(64, dtype=np.float32).reshape(32, 2)
+    for recording, parts in ((first, 1), (second, 2)):
+        for shard, rows in enumerate(np.split(examples, parts)):
+            recording.put(0, "data", shard, [rows])
+    assert details(first, second)[0] != "loss_scale_left"
