@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from lockstep.data.trace import OF_GRADIENTS as KINDS_OF_GRADIENTS
 from lockstep.data.trace import STATISTIC, WEIGHT, Trace
 from lockstep.numeric.arrays import Named, Rows, all_same_bits, are_finite, same_bits
 from lockstep.oracles import Batch, Computed, Oracle
+from lockstep.recorded import Step
 from lockstep.stages.clipping import check_clipping
 from lockstep.stages.examples import check_examples
 from lockstep.stages.forward import check_forward
@@ -53,6 +54,7 @@ class Result:
     Attributes:
         trained: name of a weight → whether one of its gradients is not 0.
         idle: number of a step of which nothing can be verified → why.
+        exact: for each checked step, the shards that are bitwise those of one device.
     """
 
     findings: list[Finding] = dataclasses.field(default_factory=list)
@@ -61,6 +63,19 @@ class Result:
     tolerances: set[str] = dataclasses.field(default_factory=set)
     trained: dict[str, bool] = dataclasses.field(default_factory=dict)
     idle: dict[int, str] = dataclasses.field(default_factory=dict)
+    exact: list[frozenset[int]] = dataclasses.field(default_factory=list)
+
+
+class Proven(NamedTuple):
+    """A training of which it is known what is bitwise that of one device.
+
+    Attributes:
+        trace: its trace.
+        exact: for each step, such shards; see `Context.exact`.
+    """
+
+    trace: Trace
+    exact: Sequence[frozenset[int]]
 
 
 def check(
@@ -86,7 +101,7 @@ def check(
     Raises:
         ValueError: nothing was recorded.
     """
-    result = check_steps(trace, oracle, batches, on_step)
+    result = check_steps(trace, oracle, batches, on_step=on_step)
     return verdict_of(trace, result, oracle, name=name, reference=reference)
 
 
@@ -94,14 +109,22 @@ def check_steps(
     trace: Trace,
     oracle: Oracle | None = None,
     batches: Sequence[Any] = (),
+    *,
+    proven: Sequence[Proven] = (),
     on_step: Callable[[int], None] = lambda step: None,
 ) -> Result:
-    """Checks every stage of every recorded step; see `check`."""
+    """Checks every stage of every recorded step; see `check`.
+
+    Args:
+        trace, oracle, batches, on_step: see `check`.
+        proven: trainings that were checked with the same oracle. A shard with their bits needs not
+            be computed again.
+    """
     require_steps(trace)
     result = Result()
     for position in range(len(trace.steps)):
         batch = batches[position] if position < len(batches) else None
-        check_step(trace, position, oracle, batch, result)
+        check_step(trace, position, oracle, batch, result, proven=proven)
         on_step(position + 1)
     return result
 
@@ -134,7 +157,7 @@ def _tolerance(result: Result, oracle: Oracle | None) -> str:
 
 def check_step(
     trace: Trace, position: int, oracle: Oracle | None, batch: Batch | None, result: Result, *,
-    gradients: Check | None = None, context: Context | None = None,
+    gradients: Check | None = None, context: Context | None = None, proven: Sequence[Proven] = (),
 ) -> Context:  # fmt: skip
     """Checks every stage of one step, adds what it finds to a result, and returns the step.
 
@@ -146,6 +169,7 @@ def check_step(
         result: gets the findings.
         gradients: judges the gradients, in place of the checks of `OF_GRADIENTS`.
         context: the step, if it was read before.
+        proven: see `check_steps`.
     """
     context = context or Context(trace, position, oracle, batch)
     context.checked = result.checked
@@ -158,7 +182,7 @@ def check_step(
         result.idle[context.number] = why
     # Of trainings that overflow.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        context.exact = exact_shards(context)
+        context.exact = exact_shards(context, proven)
         checks = dict(CHECKS)
         if gradients:
             checks = {s: c for s, c in CHECKS.items() if s not in OF_GRADIENTS[1:]}
@@ -176,6 +200,7 @@ def check_step(
         result.idle[context.number] = "; ".join(idle)
     result.findings += context.findings
     result.measurements += context.measurements
+    result.exact.append(context.exact)
     if context.exact:
         result.tolerances.add(BITWISE)
     if context.uses_float64:
@@ -222,14 +247,35 @@ def why_idle(context: Context, trained: dict[str, bool]) -> str:
     return "" if is_changed else "no gradient is recorded, and no weight changes"
 
 
-def exact_shards(context: Context) -> frozenset[int]:
-    """Returns the shards whose results are bitwise those of one device."""
+def exact_shards(context: Context, proven: Sequence[Proven] = ()) -> frozenset[int]:
+    """Returns the shards whose results are bitwise those of one device; see `check_steps`."""
     is_recorded = context.has("loss", "raw", "after")
     if not context.computes or context.oracle.synchronized_layers or not is_recorded:
         return frozenset()
-    asks = [context.ask(shard, scales=(1.0, 1.0)) for shard in context.shards]
-    computed = context.oracle.bitwise(asks, sum(context.sizes)) or ()
-    return frozenset(s for s, each in enumerate(computed) if _is_bitwise(context, s, each))
+    known = {shard for other in proven for shard in _proven_shards(context, other)}
+    left = [shard for shard in context.shards if shard not in known]
+    asks = [context.ask(shard, scales=(1.0, 1.0)) for shard in left]
+    computed = context.oracle.bitwise(asks, sum(context.sizes)) if asks else ()
+    pairs = zip(left, computed or (), strict=bool(computed))
+    equal = {shard for shard, each in pairs if _is_bitwise(context, shard, each)}
+    return frozenset(known | equal)
+
+
+def _proven_shards(context: Context, other: Proven) -> Iterator[int]:
+    """Yields the shards that start and end with the bits of another training, as it should be."""
+    step = Step(other.trace, context.position)
+    if other.trace.steps != context.trace.steps or sum(step.sizes) != sum(context.sizes):
+        return
+    for shard in other.exact[context.position]:
+        if (
+            shard in context.shards
+            and all_same_bits(context.state(shard), step.state(shard))
+            and all(map(same_bits, context.data[shard], step.data[shard]))
+        ):
+            loss, y_pred = step.arrays("loss")[shard][0], step.arrays("y_pred")[shard]
+            raw, after = step.named("raw")[shard], step.state(shard, "after")
+            if _is_bitwise(context, shard, Computed(y_pred, (loss, 0.0), raw, after)):
+                yield shard
 
 
 def _is_bitwise(context: Context, shard: int, computed: Computed) -> bool:

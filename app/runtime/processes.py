@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn, TypeVar
 
 from app.runtime import signals
@@ -151,46 +152,22 @@ class Channel:
         return self.connection.recv()
 
 
-class ChildProcess(Process):
-    """A process that calls a function and exchanges messages with this one.
+class Conversation:
+    """Exchanges messages with a function in another process, which gets a `Channel`.
 
-    It finds modules where this process does, in the environment of a user's own run.
-
-    Args:
-        function: a module-level function, with picklable arguments and result; its first argument
-            is a `Channel`.
-        *arguments: further arguments.
-        **options: options of `Process`.
+    Attributes:
+        connection: to the function.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *arguments: Any,
-        environment: Mapping[str, str] | None = None,
-        death_signal: signal.Signals = signal.SIGKILL,
-        cores: Sequence[int] = (),
-        **options: Any,
-    ):
-        self.connection, theirs = multiprocessing.Pipe()
-        script = (
-            f"import sys; sys.path[:] = {[*sys.path, str(_ROOT)]!r}\n"
-            "from app.runtime import processes\n"
-            f"processes._be_child({theirs.fileno()}, {int(death_signal)}, {os.getpid()})"
-        )
-        with theirs:  # No code between fork and exec: a notebook has threads, which hold locks.
-            super().__init__(
-                [sys.executable, "-c", script],
-                environment={PART_VARIABLE: "1", **(environment or {})},
-                death_signal=None,
-                pass_fds=[theirs.fileno()],
-                **options,
-            )
-        self.send((cores, function, arguments))
+    connection: Connection
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self.connection.close()
+    def kill(self) -> None:
+        """Ends the function's process."""
+        raise NotImplementedError
+
+    def _raise_end(self) -> NoReturn:
+        """Raises the exception for a function that has ended without a result."""
+        raise NotImplementedError
 
     def send(self, message: Any) -> None:
         """Sends a message to the function, for its `receive`.
@@ -224,7 +201,7 @@ class ChildProcess(Process):
         try:
             kind, value = self.connection.recv()
         except (EOFError, ConnectionResetError):
-            raise _death(self.wait()) from None
+            self._raise_end()
         if kind == "error":
             raise value
         return kind, value
@@ -236,6 +213,77 @@ class ChildProcess(Process):
             if kind == "result":
                 return value
             on_message(value)
+
+
+class ChildProcess(Conversation, Process):
+    """A process that calls a function and exchanges messages with this one.
+
+    It finds modules where this process does, in the environment of a user's own run.
+
+    Args:
+        function: a module-level function, with picklable arguments and result; its first argument
+            is a `Channel`.
+        *arguments: further arguments.
+        **options: options of `Process`.
+    """
+
+    kill = Process.kill
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+        death_signal: signal.Signals = signal.SIGKILL,
+        cores: Sequence[int] = (),
+        **options: Any,
+    ):
+        self.connection, theirs = multiprocessing.Pipe()
+        script = (
+            f"import sys; sys.path[:] = {[*sys.path, str(_ROOT)]!r}\n"
+            "from app.runtime import processes\n"
+            f"processes._be_child({theirs.fileno()}, {int(death_signal)}, {os.getpid()})"
+        )
+        with theirs:  # No code between fork and exec: a notebook has threads, which hold locks.
+            Process.__init__(
+                self,
+                [sys.executable, "-c", script],
+                environment={PART_VARIABLE: "1", **(environment or {})},
+                death_signal=None,
+                pass_fds=[theirs.fileno()],
+                **options,
+            )
+        self.send((cores, function, arguments))
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.connection.close()
+
+    def _raise_end(self) -> NoReturn:
+        raise _death(self.wait()) from None
+
+
+class ForkedCall(Conversation):
+    """A function that a fork of a prepared process calls; see `prepared_calls`."""
+
+    def __init__(self, process: ChildProcess, function: Callable[..., Any], *arguments: Any):
+        self._process = process
+        self.connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            process.send((function, arguments))
+            try:
+                send_handle(process.connection, theirs.fileno(), process.pid)
+            except OSError:
+                process.receive()
+                raise
+
+    def kill(self) -> None:
+        """Ends the prepared process, and with it all its forks."""
+        self._process.kill()
+
+    def _raise_end(self) -> NoReturn:
+        self._process.receive()  # It ends as its fork did.
+        raise AssertionError("a prepared process sends nothing")
 
 
 def call_in_child_process(
@@ -263,25 +311,27 @@ def call_in_child_process(
 
 
 @contextlib.contextmanager
-def prepared_calls(prepare: Callable[[], Mapping[str, Any]]) -> Iterator[Callable[..., Any]]:
-    """Yields a `call_in_child_process` whose processes share what takes long to prepare.
+def prepared_calls(
+    prepare: Callable[[], Mapping[str, Any]],
+) -> Iterator[Callable[..., Conversation]]:
+    """Yields a function that starts calls in processes that share what takes long to prepare.
+
+    Its arguments are those of `ChildProcess`, without options. Calls run at once; leaving the
+    `with` statement ends them.
 
     Args:
         prepare: called once, in the process of which each call is a fork; returns keyword arguments
             of all functions. It may import TensorFlow, but run no operations, whose threads a fork
             would not have.
     """
-    with ChildProcess(_fork_for_each_call, prepare) as process:
+    with ChildProcess(_fork_for_each_call, prepare) as process, contextlib.ExitStack() as stack:
 
-        def call(
-            function: Callable[..., Result],
-            *arguments: Any,
-            on_message: Callable[[Any], None] = lambda message: None,
-        ) -> Result:
-            process.send((call_function, (function, *arguments)))
-            return process.result(on_message)
+        def start(function: Callable[..., Any], *arguments: Any) -> ForkedCall:
+            call = ForkedCall(process, function, *arguments)
+            stack.enter_context(call.connection)
+            return call
 
-        yield call
+        yield start
 
 
 def call_function(
@@ -351,20 +401,30 @@ def _flush() -> None:
 def _fork_for_each_call(channel: Channel, prepare: Callable[[], Mapping[str, Any]]) -> NoReturn:
     """Answers each function that comes over the connection, in a fork of this process."""
     prepared = prepare()
+    signal.signal(signal.SIGCHLD, _end_as_a_fork)
     while True:
         function, arguments = channel.receive()
-        parent, pid = os.getpid(), os.fork()
-        if not pid:
+        connection, parent = Connection(recv_handle(channel.connection)), os.getpid()
+        if not os.fork():
             try:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signals.end_with_parent(signal.SIGKILL, parent)
-                _answer(channel, functools.partial(function, **prepared), arguments)
+                of_fork = Channel(connection)
+                _answer(of_fork, functools.partial(function, **prepared), arguments)
             finally:
                 os._exit(1)  # `sys.exit` has left the function: there is no answer.
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code < 0:  # Ends like its fork, as which the parent process sees it.
-            os.kill(os.getpid(), -code)
-        if code:
-            os._exit(code)
+        connection.close()
+
+
+def _end_as_a_fork(*_: Any) -> None:
+    """Ends this process as a fork of it did that sent no answer; the parent process sees it."""
+    with contextlib.suppress(ChildProcessError):  # No fork is left.
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            code = os.waitstatus_to_exitcode(found[1])
+            if code < 0:
+                os.kill(os.getpid(), -code)
+            if code:
+                os._exit(code)
 
 
 def _to_send(error: Exception) -> Exception:

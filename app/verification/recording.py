@@ -1,11 +1,11 @@
 """Records trainings with strategies as traces, and checks each step, in separate processes.
 
-The functions with an argument `send` are the main functions of processes. `send` sends
-`("step", n)`, first for each recorded and then for each checked step, and `("warning", text)` to
-the parent.
+Processes send `("step", n)`, first for each recorded and then for each checked step, and
+`("warning", text)` to the parent.
 """
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
     from app.verification.recorder import SendTime
 
 Send = Callable[[tuple], None]
+RECORDED = ("recorded",)  # Message: the trace is on disk.
+Checked = tuple[pathlib.Path, Sequence[frozenset[int]]]  # A trace, and its `Run.exact`.
 _LOSS_SCALE = "optimizer/loss_scale"  # Variable of the optimizer, with gradients in float16.
 
 
@@ -49,7 +51,7 @@ class Recorded(NamedTuple):
 
 
 def check_training(
-    send: Send,
+    channel: Channel,
     config: Config,
     name: str,
     path: pathlib.Path,
@@ -62,7 +64,9 @@ def check_training(
     """Compares every step of a training with one device, and looks for a slow replica.
 
     Args:
-        send: called with messages.
+        channel: gets messages; with `RECORDED`, the next training may begin. Sends once a list of
+            `Checked`, the trainings that were checked before. A training here waits for it after
+            its first step, which is traced and not timed.
         config: options of the training, or of any training with the same steps.
         name: name of the training.
         path: file of its trace.
@@ -72,20 +76,30 @@ def check_training(
         data: the data of the training; None to load it.
     """
     from app.verification.strategy_oracle import StrategyOracle
-    from lockstep.run import check
+    from lockstep.run import Proven, check_steps, verdict_of
 
-    devices, spec = set_up(send, config, data)
+    devices, spec = set_up(channel.send, config, data)
+    before: list[Checked] = []
+
+    def take_turn() -> None:
+        before.extend(channel.receive())
+
     if recorded is None:
-        recorded = _record(send, spec, devices, num_steps, path, shard_weights)
+        recorded = _record(channel, spec, devices, num_steps, path, shard_weights, take_turn)
+        channel.send(RECORDED)
+    else:
+        take_turn()
     trace = trace_file.load(path)
-    verdict = check(
+    num_threads = min(len(trace.shards), os.cpu_count() or 1)
+    oracle = StrategyOracle(spec, trace, num_threads=num_threads)
+    result = check_steps(
         trace,
-        StrategyOracle(spec, trace),
-        batches=[list(spec.batch(step)) for step in trace.steps],
-        name=name,
-        reference="training on one device",
-        on_step=lambda step: send(("step", len(trace.steps) + step)),
+        oracle,
+        [list(spec.batch(step)) for step in trace.steps],
+        proven=[Proven(trace_file.load(other), exact) for other, exact in before],
+        on_step=lambda step: channel.send(("step", len(trace.steps) + step)),
     )
+    verdict = verdict_of(trace, result, oracle, name=name, reference="training on one device")
     names = {step: f"step {step + 1}" for step in verdict.steps}
     findings = *verdict.findings, *_find_slow_replica(recorded, trace)
     about, skipped = trace.about, _skipped_steps(trace)
@@ -110,6 +124,7 @@ def check_training(
             "num_train_examples": len(spec.dataset.train_images),
         },
         diverged_step=_diverged_step(trace),
+        exact=result.exact,
     )
 
 
@@ -134,7 +149,7 @@ def _record_as_worker(
     devices, spec = set_up(channel.send, config)
     assert devices.workers is not None
     own_path = path.with_name(f"{path.stem}.rank{devices.workers.index}.npz")
-    return _record(channel.send, spec, devices, num_steps, own_path)
+    return _record(channel, spec, devices, num_steps, own_path)
 
 
 def set_up(
@@ -153,14 +168,18 @@ def set_up(
 
 
 def _record(
-    send: Send,
+    channel: Channel,
     spec: "TrainingSpec",
     devices: device_setup.Devices,
     num_steps: int,
     path: pathlib.Path,
     shard_weights: Sequence[int] = (),
+    take_turn: Callable[[], None] = lambda: None,
 ) -> Recorded:
-    """Trains and writes the trace of each step, with memory for one step."""
+    """Trains and writes the trace of each step, with memory for one step.
+
+    The first step is traced, and not timed; `take_turn` returns when nothing else computes.
+    """
     from app.training.all_reduce_self_test import run_all_reduce_self_test
     from app.training.fault_injection import inject_fault
     from app.verification.recorder import StepRecorder, check_repeatable
@@ -181,13 +200,16 @@ def _record(
         batches = faulty.batches(lambda s: spec.batches(seed=s), seed)
     strategy.observer = recorder
     iterator = strategy.distribute(batches)
+    channel.kept.append(iterator)
     times = []
     with io_errors_as(path), trace_file.Writer(path) as writer:
         trace = Trace(recorder.about(range(num_steps)), writer)
         for step in range(1, num_steps + 1):
             recorder.record_step(trace, step - 1, lambda: strategy.train_steps(iterator, 1))
             times.append(recorder.take_times())
-            send(("step", step))
+            channel.send(("step", step))
+            if step == 1:
+                take_turn()
         writer.close(recorder.about(range(num_steps)))
     return Recorded(devices.names, devices.simulated and len(devices.names) > 1, times)
 

@@ -1,5 +1,6 @@
 """Runs `verify --strategies`: records and checks each strategy, and compares pairs."""
 
+import concurrent.futures
 import contextlib
 import functools
 import importlib
@@ -18,7 +19,7 @@ from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.files import io_errors_as
 from app.runtime import console
 from app.runtime.errors import DataError
-from app.runtime.processes import prepared_calls
+from app.runtime.processes import Conversation, call_function, prepared_calls
 from app.runtime.progress_bar import Progress
 from app.verification.comparison import compare_traces, normalised_by
 from app.verification.frameworks import (
@@ -28,7 +29,7 @@ from app.verification.frameworks import (
     write_training_files,
 )
 from app.verification.output import Pair, Results, Run, verify_in_directory
-from app.verification.recording import check_training, record_on_workers
+from app.verification.recording import RECORDED, Checked, check_training, record_on_workers
 from lockstep.data import file as trace_file
 from lockstep.data.trace import About
 
@@ -58,25 +59,35 @@ def verify_strategies(config: Config) -> dict[str, Run]:
 def _verify_each(
     config: Config, traces: pathlib.Path, interpreters: Mapping[str, str]
 ) -> dict[str, Run]:
-    """Records and checks one strategy after another, so that the steps of each are timed alone.
+    """Records and checks each strategy; one is checked while the next is built and traced.
+
+    The steps of each are timed alone.
 
     Returns:
         Strategy → result, in the order of the options.
     """
     names, num_steps = config.distribution.strategies, config.verification.steps
-    runs = dict[str, Run]()
+    runs, checking = dict[str, Run](), dict[str, Conversation]()
     faulty = faulty_strategy(config)
     prepare = functools.partial(_prepare, config)
     with contextlib.ExitStack() as stack:
-        call_prepared = stack.enter_context(prepared_calls(prepare))
-        # Meanwhile: matplotlib takes a while.
-        importlib.import_module("app.report.verification_plot")
+        start = stack.enter_context(prepared_calls(prepare))
         progress = stack.enter_context(Progress(2 * num_steps))
         folder = stack.enter_context(temporary_folder(traces / "files"))
-        call = functools.partial(call_prepared, on_message=progress.message)
+
+        def finish() -> None:
+            """Waits until the strategy that is being checked is."""
+            while checking:
+                name, process = checking.popitem()
+                runs[name] = process.result(progress.message)
+
+        def checked() -> list[Checked]:
+            return [(traces / f"{name}.npz", run.exact) for name, run in runs.items()]
+
         if interpreters:
             single = config.for_training(SINGLE, inject=None)
-            files = call(write_training_files, single, num_steps, folder)
+            writes = start(call_function, write_training_files, single, num_steps, folder)
+            files = writes.result(progress.message)
         for name in sorted(names, key=lambda name: name == SINGLE):
             inject = config.verification.inject if name == faulty else None
             child, path = config.for_training(name, inject=inject), traces / f"{name}.npz"
@@ -84,32 +95,48 @@ def _verify_each(
                 weights: Sequence[int] = ()
                 if name == SINGLE:
                     weights = shards_of_single(
-                        trace_file.load(traces / f"{other}.npz").about for other in runs
+                        trace_file.load(traces / f"{other}.npz").about
+                        for other in (*runs, *checking)
                     )
                 if weights:
                     num = len(weights)
                     child = config.for_training(name, inject=inject, accumulate_steps=num)
-                progress.start(f"recording and checking {name}")
                 check = functools.partial(check_training, shard_weights=weights)
-                runs[name] = call(check, child, name, path, num_steps)
-                continue
-            progress.start(f"recording {name}")
-            if name == MULTI_WORKER:
-                recorded = record_on_workers(progress.message, child, num_steps, path)
+                process = start(check, child, name, path, num_steps)
+                importlib.import_module("app.report.verification_plot")  # Takes a while.
+                finish()
+                progress.start(f"recording and checking {name}")
+                process.send(checked())
+                while (message := process.receive()[1]) != RECORDED:
+                    progress.message(message)
             else:
-                python = interpreters[name]
-                recorded = record_framework(name, python, config, files, path, progress.message)
-            progress.start(f"checking {name}")
-            check = functools.partial(check_training, recorded=recorded)
-            runs[name] = call(check, config.on_one_machine(), name, path, num_steps)
+                finish()
+                progress.start(f"recording {name}")
+                if name == MULTI_WORKER:
+                    recorded = record_on_workers(progress.message, child, num_steps, path)
+                else:
+                    python = interpreters[name]
+                    recorded = record_framework(name, python, config, files, path, progress.message)
+                progress.start(f"checking {name}")
+                check = functools.partial(check_training, recorded=recorded)
+                process = start(check, config.on_one_machine(), name, path, num_steps)
+                process.send(checked())
+            checking[name] = process
+        finish()
     return {name: runs[name] for name in names}
 
 
 def _prepare(config: Config) -> dict[str, Any]:
     """Imports what each training needs; returns the data for `set_up`, if it is in files."""
-    import_tensorflow(config.output.verbosity)
-    for module in ("app.verification.recorder", "app.verification.strategy_oracle"):
-        importlib.import_module(module)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # Neither waits for the other.
+        loading = pool.submit(_load_files, config)
+        import_tensorflow(config.output.verbosity)
+        for module in ("app.verification.recorder", "app.verification.strategy_oracle"):
+            importlib.import_module(module)
+        return loading.result()
+
+
+def _load_files(config: Config) -> dict[str, Any]:
     options = config.data
     if options.dataset != "synthetic" and not options.allow_unverified_data:
         with contextlib.suppress(DataError):  # Each training says what is wrong with the data.

@@ -13,8 +13,10 @@ from app.records.checkpoint import find_newest_checkpoint
 from app.records.history import load_history, load_summary
 from app.verification.comparison import compare_traces
 from app.verification.strategies import shards_of_single
+from lockstep.context import Context
 from lockstep.data.file import load as load_trace
 from lockstep.data.trace import STATISTIC, WEIGHT, About, Shard, Trace, Variable
+from lockstep.run import Proven, exact_shards
 from models import MODELS
 from tests.conftest import run_main
 from tests.in_process import run_here, run_here_ok
@@ -77,6 +79,40 @@ def test_a_clean_verification(clean):
     figure = (out / "verify.svg").read_text("utf-8")
     assert re.search(r"manual = mirrored: (\d+) of \1 arrays bitwise equal", figure)
     assert "injected fault" not in figure
+
+
+class NoOracle:
+    """Computes nothing, and keeps what it is asked."""
+
+    synchronized_layers = ()
+
+    def __init__(self):
+        self.asked = []
+
+    def bitwise(self, asks, total):
+        self.asked += asks
+        return []
+
+
+@pytest.mark.parametrize("kind", ["", "before", "data", "y_pred", "loss", "raw", "total"])
+def test_what_has_the_bits_of_a_checked_training_is_not_computed_again(clean, kind):
+    manual, mirrored = (
+        load_trace(clean[0] / "traces" / f"{n}.npz") for n in ("manual", "mirrored")
+    )
+    changed, oracle = Trace(mirrored.about), NoOracle()
+    for of in ("before", "after", "data", "y_pred", "loss", "raw"):
+        for item in mirrored.items(of):
+            arrays = [np.array(array) for array in mirrored.arrays(0, of, item)]
+            if (of, item) == (kind, 1):
+                arrays[0].reshape(-1)[:1] += 1
+            if of == "data" and kind == "total" and item == 1:
+                arrays = [array[:-1] for array in arrays]
+            changed.put(0, of, item, arrays)
+    proven = [Proven(manual, [frozenset({0, 1})] * 3)]
+    right = {"": {0, 1}, "total": set()}.get(kind, {0})
+    assert exact_shards(Context(changed, 0, oracle), proven) == right
+    assert len(oracle.asked) == 2 - len(right)
+    assert not exact_shards(Context(changed, 0, oracle), [Proven(manual, [frozenset()] * 3)])
 
 
 def test_the_record_holds_every_number(clean):

@@ -16,6 +16,7 @@ from app.runtime.errors import DeviceError, DiskFullError
 from app.runtime.processes import (
     ChildProcess,
     Process,
+    call_function,
     call_in_child_process,
     output_of,
     prepared_calls,
@@ -63,14 +64,15 @@ def test_a_process_finds_modules_where_we_do_also_from_a_thread(monkeypatch, tmp
     assert dict(os.environ) == environment
 
 
-CALL = "process_functions.hang, on_message=lambda pid: (os.kill(pid, 19), print(pid, flush=True)))"
+CALL = "processes.call_function, process_functions.hang"
+STOP = "result(lambda pid: (os.kill(pid, 19), print(pid, flush=True)))"
 
 
 @pytest.mark.parametrize(
     "start",
     [
-        f"processes.call_in_child_process({CALL}",
-        f"with processes.prepared_calls(dict) as call: call({CALL}",
+        f"with processes.ChildProcess({CALL}) as call: call.{STOP}",
+        f"with processes.prepared_calls(dict) as start: start({CALL}).{STOP}",
     ],
 )
 def test_a_process_ends_with_the_one_that_has_started_it(start):
@@ -99,19 +101,40 @@ def wait_for_the_end(pid):
 
 def test_prepared_calls_share_a_process_and_how_one_failed_is_told():
     messages = []
-    with prepared_calls(process_functions.prepare) as call:
-        assert call(process_functions.is_prepared, on_message=messages.append) == "given"
+    with prepared_calls(process_functions.prepare) as start:
+
+        def call(function):
+            return start(call_function, function).result(messages.append)
+
+        assert call(process_functions.is_prepared) == "given"
         with pytest.raises(RuntimeError, match=r"(?s)ZeroDivisionError: oops.*raise ZeroDivis"):
             call(process_functions.fail)
-        assert call(process_functions.is_prepared, on_message=messages.append) == "given"
+        assert call(process_functions.is_prepared) == "given"
         with pytest.raises(DeviceError, match="probably because memory ran out"):
             call(process_functions.kill_itself)
     assert messages == [1, 1]  # The second is a fork of its own.
     for function, code in ((process_functions.vanish, 137), (process_functions.leave, 1)):
-        with pytest.raises(DeviceError, match=f"exit code {code}"), prepared_calls(dict) as call:
-            call(function)
-    with pytest.raises(DiskFullError), prepared_calls(process_functions.refuse_to_prepare) as call:
-        call(process_functions.is_prepared)
+        with pytest.raises(DeviceError, match=f"exit code {code}"), prepared_calls(dict) as start:
+            start(call_function, function).receive(60)
+    with pytest.raises(DiskFullError), prepared_calls(process_functions.refuse_to_prepare) as start:
+        start(call_function, process_functions.is_prepared).receive(60)
+
+
+def test_prepared_calls_run_at_once_and_end_with_the_block():
+    with prepared_calls(dict) as start:
+        first, second = (start(process_functions.warn_and_echo) for _ in range(2))
+        for call, text in ((second, "b"), (first, "a")):
+            assert call.receive(60) == ("message", "a warning")
+            call.send(text)
+            assert call.receive(60) == ("message", text)
+        first.send(None)
+        assert first.receive(60) == ("result", None)
+        second.send("c")
+        assert second.receive(60) == ("message", "c")
+        _, pid = start(call_function, process_functions.hang).receive(60)
+        with pytest.raises(TimeoutError, match="no result within"):
+            second.receive(0.1)
+    wait_for_the_end(pid)
 
 
 def test_leaving_the_block_kills_a_process_and_its_children():
