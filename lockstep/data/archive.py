@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import errno
+import functools
 import io
 import os
 import weakref
@@ -25,6 +26,8 @@ except ImportError:  # Windows has no locks of this kind.
 Path = str | os.PathLike[str]
 ADVICE = "pass a file that a recorder of Lockstep wrote"
 _COMPARED_BYTES = 1 << 18  # At a time; they fit into the cache.
+_SUMMED_BYTES = 1 << 16  # Of a larger array, as many spread over it.
+_MOST_ALIKE = 8  # Arrays of one checksum that another is compared with.
 KEPT = "kept"  # Kind of an array that has its names by aliases alone.
 
 
@@ -100,6 +103,14 @@ def _bytes_of(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
+def _checksum(array: np.ndarray) -> int:
+    """Returns a number that arrays have in common if they are equal, and few others."""
+    if not array.nbytes:
+        return 0
+    elements = array.reshape(-1).view(np.uint8)
+    return zlib.crc32(elements[:: 1 + array.nbytes // _SUMMED_BYTES].tobytes())
+
+
 _IN_USE = weakref.WeakValueDictionary[tuple[zipfile.ZipFile, str], np.ndarray]()
 
 
@@ -131,8 +142,9 @@ class Writer(Arrays):
         self._path = os.fspath(target) if isinstance(target, str | os.PathLike) else ""
         self._file: Any = _open_alone(self._path) if self._path else target
         self._zip = zipfile.ZipFile(self._file, "w")
-        # Dtype, shape and checksum → arrays with other elements each.
-        self._firsts = collections.defaultdict[tuple[Any, ...], list[Member]](list)
+        # Dtype, shape and checksum → the latest arrays, with other elements each.
+        latest = functools.partial(collections.deque[Member], maxlen=_MOST_ALIKE)
+        self._firsts = collections.defaultdict[tuple[Any, ...], collections.deque[Member]](latest)
         self._num_kept: collections.Counter[int] = collections.Counter()
 
     def __enter__(self) -> "Writer":
@@ -168,8 +180,7 @@ class Writer(Arrays):
     def _add(self, array: np.ndarray, name: str) -> Member:
         array = np.asarray(array)
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
-        checksum = zlib.crc32(_bytes_of(array)) if array.nbytes else 0
-        firsts = self._firsts[array.dtype, array.shape, checksum]
+        firsts = self._firsts[array.dtype, array.shape, _checksum(array)]
         first = next((member for member in firsts if self._has(member, array)), None)
         if first is None:
             firsts.append(first := self._write(name, array))
