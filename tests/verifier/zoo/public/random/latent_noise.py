@@ -1,7 +1,7 @@
 """A variational autoencoder draws a latent vector for each example in each step.
 
-reference = "keras-team/keras-io#790, Lightning-AI/pytorch-lightning#6789"
-date = "2021-04"
+reference = "keras-team/keras-io#790, keras-team/keras-io#789"
+date = "2022-01"
 framework = "torch"
 
 [wrong]

@@ -69,7 +69,7 @@ def main():
     if WORLD > 1:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("sp",))
-        layout = {"mesh": mesh, "dims": {"inputs": ["b s[sp] d", "b"], "outputs": "b s[sp] d"}}
+        layout = {"mesh": mesh, "dims": "b s[sp]"}
     torch.manual_seed(3)
     model = Denoiser()
     if WORLD > 1:

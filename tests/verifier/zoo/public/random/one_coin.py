@@ -72,7 +72,7 @@ def main():
     with lockstep.record(
         jax.jit(step),
         {"class": "SGD", "learning_rate": RATE, "momentum": MOMENTUM},
-        arguments={"params": 0, "opt_state": (1, 2), "batch": (4, 5)},
+        arguments={"params": 0, "opt_state": (1, 2), "key": 3, "batch": (4, 5)},
         outputs={"params": 0, "opt_state": (1, 2), "loss": 3},
     ) as train_step:
         for _ in range(2):

@@ -46,9 +46,9 @@ class SampledDense(keras.layers.Layer):
 
     def call(self, x, step):
         seed = self.seed
-        if BUG == "each replica samples its own weights":
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            seed += 100 * tf.cast(replica, tf.int32)
+        context = tf.distribute.get_replica_context()
+        if BUG == "each replica samples its own weights" and context:
+            seed += 100 * tf.cast(context.replica_id_in_sync_group, tf.int32)
         elif BUG == "the sample does not depend on the step":
             step = 0
         noise = tf.random.stateless_normal(self.mean.shape, tf.stack([seed, step]))
@@ -67,7 +67,7 @@ class Regression(keras.Model):
         self.first, self.second = SampledDense(10, 1), SampledDense(1, 2)
 
     def call(self, x, step):
-        return self.second(tf.sin(self.first(x, step)), step)
+        return self.second(tf.sin(self.first(x, step=step)), step=step)
 
 
 def main():
@@ -76,12 +76,12 @@ def main():
     x = np.random.default_rng(3).normal(size=(2 * BATCH_SIZE, FEATURES)).astype("float32")
     with strategy.scope():
         model, optimizer = Regression(), keras.optimizers.Adam(0.03, epsilon=1e-3)
-        model(x, 0)
+        model(x, step=0)
 
     def replica_step(x, y):
         step = tf.cast(optimizer.iterations, tf.int32)
         with tf.GradientTape() as tape:
-            errors = tf.square(model(x, step)[:, 0] - y) / 2
+            errors = tf.square(model(x, step=step)[:, 0] - y) / 2
             loss = tf.nn.compute_average_loss(errors, global_batch_size=BATCH_SIZE)
             penalty = sum(layer.divergence() for layer in model.layers)
             loss += tf.nn.scale_regularization_loss(penalty / ALL_EXAMPLES)
