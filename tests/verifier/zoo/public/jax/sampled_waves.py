@@ -6,7 +6,11 @@ framework = "jax"
 
 [wrong]
 "the rule does not sum the gradient of the grid" = ["partly_all_reduced"]
-"the gradient of the grid is summed again" = ["sum_instead_of_mean", "scaled_gradient"]
+"the gradient of the grid is summed again" = [
+    "sum_instead_of_mean",
+    "scaled_gradient",
+    "repeated_gradient",
+]
 """
 
 import functools

@@ -5,7 +5,7 @@ date = "2022-09"
 framework = "keras"
 
 [wrong]
-"features are kept in the layer" = ["other_loss"]
+"features are kept in the layer" = ["other_outputs"]
 """
 
 import os

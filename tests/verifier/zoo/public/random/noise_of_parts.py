@@ -5,8 +5,12 @@ date = "2024-07"
 framework = "torch"
 
 [wrong]
-"each rank draws its own times" = ["other_examples_in_a_replica", "other_random_numbers"]
-"all parts have the noise of the first" = ["other_examples_in_a_replica", "same_random_numbers"]
+"each rank draws its own times" = [
+    "other_examples_in_a_replica",
+    "other_random_numbers",
+    "other_examples",
+]
+"all parts have the noise of the first" = ["other_examples", "same_random_numbers"]
 """
 
 import os

@@ -6,8 +6,8 @@ framework = "jax"
 
 [wrong]
 "all images of a device have one coin" = ["other_augmentation", "other_outputs"]
-"coins of the devices are equal" = ["same_random_numbers"]
-"each step throws the coins of the first" = ["random_numbers_repeated"]
+"coins of the devices are equal" = ["same_random_numbers", "other_augmentation"]
+"each step throws the coins of the first" = ["random_numbers_repeated", "other_augmentation"]
 """
 
 import functools
