@@ -132,6 +132,18 @@ class Gradients:
         return [self._filled(own) for own in sent]
 
     @functools.cached_property
+    def passes(self) -> list[list[Named]]:
+        """What each backward pass of each shard adds, if a step has several."""
+        step = self.second
+        return [
+            [
+                {name: dense(a) for name, a in self._to_first(own).items()}
+                for own in step.trace.passes(step.position, shard)
+            ]
+            for shard in step.shards
+        ]
+
+    @functools.cached_property
     def removed(self) -> list[Named]:
         """What the script took from the gradient of each shard between micro-batches."""
         return [self._to_first(own) for own in self._removed(self.second)]

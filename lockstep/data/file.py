@@ -35,7 +35,16 @@ from lockstep.data.archive import (
 )
 from lockstep.data.layout import assemble, axes_of_copies
 from lockstep.data.layout_about import moves
-from lockstep.data.trace import OF_MODULES, STATE, STATISTIC, About, Mesh, Trace, Variable
+from lockstep.data.trace import (
+    OF_MODULES,
+    OF_PASSES,
+    STATE,
+    STATISTIC,
+    About,
+    Mesh,
+    Trace,
+    Variable,
+)
 from lockstep.numeric.arrays import Rows
 
 __all__ = ["TraceError", "Writer", "from_parts", "load", "save"]
@@ -269,8 +278,9 @@ def _check_arrays(about: About, arrays: Arrays) -> None:
         if not (0 < int(position) <= len(about.steps) and int(item) in items):
             raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
         count = counts[group] if names is None else len(names)
-        if kind in OF_MODULES:  # Some of each forward pass may have none.
-            count = len(about.modules) * MAX_MICRO_BATCHES
+        if kind in (*OF_MODULES, *OF_PASSES):  # Some of each pass may have none.
+            each = about.modules if kind in OF_MODULES else about.gradients
+            count = len(each) * MAX_MICRO_BATCHES
         if int(index) >= count:
             raise Fault(f"has an array {place} of {count} in {group}; record it again")
         shape = _shape_of(place, parts[place], arrays, about.sample)

@@ -19,6 +19,7 @@ from lockstep.data.about import Fault, shown
 from lockstep.data.layout_about import merged, moves, renamed
 from lockstep.data.trace import (
     OF_GRADIENTS,
+    OF_PASSES,
     OF_VARIABLES,
     WEIGHT,
     About,
@@ -223,8 +224,10 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
         if part in Rows._fields and any(placement.axes for placement in placed.values()):
             left_out.add((position, kind))  # Rows of a weight, which are not put together.
             continue
-        of_copies, of_gradients = is_of_copies(kind, common), kind in OF_GRADIENTS
-        weight = numbers[common.gradients[int(number)]] if of_gradients else ""
+        of_copies = is_of_copies(kind, common)
+        of_gradients = kind in (*OF_GRADIENTS, *OF_PASSES)
+        names = common.gradients
+        weight = numbers[names[int(number) % len(names)]] if of_gradients else ""
         if kind in OF_VARIABLES and any(placement.sums for placement in placed.values()):
             # A rank has no state of a weight of which it has no element.
             weight = numbers.get(common.variables[int(number)].of, "")
@@ -237,7 +240,7 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
             for rank, part in held.items() if of_gradients else ():
                 found.parts[f"{position}/{kind}/{rank}/{index}"] = part
         of_replicas = [_of_replica(wholes, replica, mesh) for replica in of_replica]
-        if kind in ("raw", "sums") and any(map(_differ, of_replicas)):
+        if kind in ("raw", "added", "sums") and any(map(_differ, of_replicas)):
             left_out.add((position, kind))
         for item in range(mesh.size if of_copies else mesh.num_replicas):
             own = _nearest(wholes, item, mesh) if of_copies else of_replicas[item]

@@ -24,7 +24,9 @@ Kinds of arrays of a shard:
   losses (Keras), or losses whose gradients the script cleared (PyTorch). In a custom loop
   `objective`: the scalar that is differentiated, then its share of the regularisation losses.
 - `raw`: gradients before the all-reduce. `removed`: what the script took from them between
-  micro-batches, where not 0.
+  micro-batches, where not 0. `added`: what autograd computes in each backward pass of a step that
+  has several, before a script or an engine changes or sums it, and `fully_shard` reduces it; the
+  index is number of the pass · length of `gradients` + position in `gradients`.
 - `tokens`, `counted`, `log_probs`, all (rows, T): numbers of tokens, which of them count, and their
   log-probabilities given those before them, of a program that does not train. `logits`: of those
   that count, one after another. `position_ids`: what the model got.
@@ -55,6 +57,7 @@ from lockstep.numeric.sampling import Sampled
 WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed"
 OF_VARIABLES = ("before", "after", "left", "replaced", "start", "own_before", "own_after")
 OF_GRADIENTS = ("raw", "removed", "sums", "unclipped", "clipped")
+OF_PASSES = ("added",)  # Gradients of several passes.
 OF_COPIES = ("before", "after", "left", "replaced", "start", "sums", "unclipped")
 OF_MODULES = ("module_in", "module_out", "module_in_grad", "module_out_grad")
 CLIP_FIRST, REDUCE_FIRST = "clip, reduce", "reduce, clip"
@@ -185,7 +188,7 @@ class About:
             "forward", "backward", "backward, all-reduced", "clear" (gradients between
             micro-batches), "unscale", "clip norm 1", "clip value 0.5".
         loss_scale: for each step, the factor of the loss that avoids underflow, by which "raw",
-            "removed", "sums", "unclipped" and "loss" are divided; empty for 1.
+            "added", "removed", "sums", "unclipped" and "loss" are divided; empty for 1.
         passes: for each step, how the gradients of each forward pass are reduced: "ddp", "no_sync",
             "module" (the model in DDP was called without it), or "" without DDP; empty if unknown.
         tied: the names of each weight that has several.
@@ -569,6 +572,17 @@ class Trace:
             return None
         names = self.names_of(kind) or ()
         return {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
+
+    def passes(self, position: int, shard: int) -> list[Named]:
+        """Returns what each backward pass of a shard adds to gradients; empty of a single pass."""
+        names, prefix = self.about.gradients, f"{position + 1}/added/{shard}"
+        own = [int(n.split("/")[3]) for n in self._index.get((position, "added", shard), ())]
+        found = [Named() for _ in range(max(own, default=-1) // max(len(names), 1) + 1)]
+        for index in sorted({*own}):
+            array = _read(self._stored, f"{prefix}/{index}")
+            if array is not None:
+                found[index // len(names)][names[index % len(names)]] = array
+        return found
 
     def put(self, position: int, kind: str, item: int, arrays: Sequence[Array]) -> None:
         """Adds the arrays of a kind, or replaces them; None for one that does not exist."""

@@ -33,7 +33,7 @@ from lockstep.recorders.torch.values import is_dtensor, to_array
 from lockstep.recorders.torch.variables import Variables
 
 OF_ROWS = ("data", "y_pred", "y", "module_in", "module_out")  # And gradients by them.
-OF_LOSS = ("raw", "sums", "loss", "y_grad", "module_in_grad", "module_out_grad")
+OF_LOSS = ("raw", "added", "sums", "loss", "y_grad", "module_in_grad", "module_out_grad")
 
 
 class Placement:
@@ -193,9 +193,10 @@ class Placement:
             name = variable.get("of", variable["name"])
             is_like = "of" not in variable or value.shape == self.variables.weights[name].shape
             text = self.texts.get(name, "") if is_like else ""
-        elif self.texts and kind in ("raw", "sums", "unclipped", "clipped"):
-            text = self.texts.get([*self.variables.weights][index], "")
-        if kind in ("raw", "loss") and self.num_parts > 1 and text is not None:
+        elif self.texts and kind in ("raw", "added", "sums", "unclipped", "clipped"):
+            names = [*self.variables.weights]
+            text = self.texts.get(names[index % len(names)], "")
+        if kind in ("raw", "added", "loss") and self.num_parts > 1 and text is not None:
             text = text or " ".join(f"d{k}" for k in range(value.dim()))
             text = f"{text} mean({','.join(self.mesh.sequence)})".strip()
         return text

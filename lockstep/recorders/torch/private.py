@@ -35,6 +35,8 @@ values_of_sparse, indices_of_sparse = _method("_values"), _method("_indices")
 weights_of_group, sharded_weight = _attribute("fsdp_params"), _attribute("sharded_param")
 _handle_of, _WRAPPED = _attribute("_handle"), "_fsdp_wrapped_module"
 _mesh_info, _mesh = _attribute("mesh_info"), _attribute("mesh")
+ENGINE = torch.autograd, "_engine_run_backward"  # What `backward` and `grad` call.
+private(*ENGINE)
 
 
 def in_transform() -> bool:
@@ -196,6 +198,16 @@ def move_first(handle: Any) -> Any:
         del hooks[key]
     hooks.update(others)
     return handle
+
+
+def has_other_hooks(handle: Any) -> bool:
+    """Returns whether other hooks are called at the place of one."""
+    return len(private(handle, "hooks_dict_ref")()) > 1
+
+
+def whole_weight(weight: Any) -> Any:
+    """Returns the whole weight of one that `fully_shard` has split; None before its first use."""
+    return getattr(weight, "_unsharded_param", None)
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:

@@ -25,7 +25,9 @@ PER_STEP = (
     *("steps", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale", "passes"),
 )
 # Kinds that stay as they are when they are saved, and are most of a step.
-_WRITTEN_AT_ONCE = ("before", "start", "replaced", "unclipped", "clipped", "after", "left")
+_WRITTEN_AT_ONCE = (
+    *("before", "start", "replaced", "added", "unclipped", "clipped", "after", "left"),
+)
 
 
 class Step:
@@ -42,6 +44,9 @@ class Step:
         updated: Names of the weights that were updated.
         removed: What the script took from gradients between backward passes, by the number of the
             weight with the end of the array's name.
+        num_passes: Backward passes that give gradients.
+        in_pass: Names of the weights of which the last one has given one.
+        first_pass: What is known of the first one by the number of the weight, beside `raw`.
         unclipped: The gradients before clipping, each by the ends of the names of its arrays.
         in_evaluation: Names of layers.
         num_forward: Forward passes in train mode.
@@ -60,6 +65,8 @@ class Step:
         self.settings: list[dict[str, Any]] = []
         self.updated = set[str]()
         self.removed: dict[str, Any] = {}
+        self.num_passes, self.in_pass = 0, set[str]()
+        self.first_pass: dict[int, dict[str, np.ndarray]] = {}
         self.unclipped: dict[int, dict[str, np.ndarray]] | None = None
         self.in_evaluation: dict[str, None] = {}
         self.num_forward, self.num_bytes, self.num_fed = 0, 0, 0
@@ -218,7 +225,9 @@ class Recording:
     def put(self, kind: str, index: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Adds arrays of `arrays_of` to the step: in the file, if they stay, else in memory."""
         key = f"{kind}/{self.placement.rank}/{index}"
-        is_written = kind in _WRITTEN_AT_ONCE
+        mesh = self.placement.mesh
+        # A pipeline may divide what each pass adds after the last one.
+        is_written = kind in _WRITTEN_AT_ONCE and not (kind == "added" and mesh and mesh.stages)
         for end, array in arrays.items():
             self.step.arrays[f"{key}{end}"] = self.output.add(array) if is_written else array
 

@@ -62,6 +62,7 @@ def check_torch():
     ):
         fails(each, object())
     is_checked_at_import(framework.utils._pytree, "tree_leaves")
+    is_checked_at_import(*private.ENGINE)
     check_sharded()
 
 
@@ -75,6 +76,10 @@ def check_sharded():
     fully_shard(model, mesh=mesh)
     (group,) = private.fsdp_groups(model)
     assert len([private.sharded_weight(each) for each in private.weights_of_group(group)]) == 2
+    weight = private.weights_of_group(group)[0]
+    assert private.whole_weight(weight) is None
+    model(framework.ones(1, 2))
+    assert private.whole_weight(weight).shape == (3, 2)
     assert private.root_mesh(private.mesh_of_group(group)).mesh.numel() == 1
     check_flat()
 

@@ -34,7 +34,8 @@ CASES = {
     "two": [ranks.case_ddp, ranks.case_bypass, ranks.case_no_sync],
     "sharded": [
         *(ranks.case_fsdp, ranks.case_owned_state, ranks.case_average_of_one_rank),
-        *(ranks.case_flat_parameters, ranks.case_mesh, changes.case_later_changes),
+        *(ranks.case_passes_of_fsdp, ranks.case_flat_parameters, ranks.case_mesh),
+        changes.case_later_changes,
     ],
     "one": [case for name, case in IN_ONE_PROCESS.items() if name not in MORE],
     "more": [IN_ONE_PROCESS[name] for name in MORE],

@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep import compare, record_torch
+from lockstep.data import file as trace_file
 from recording import Trace
 from torch_training import *
 
@@ -89,6 +90,10 @@ def case_no_sync():
     trace = of_all_ranks("no_sync")
     assert trace.about["micro_batches"] == [2, 2] and len(trace.kind("data")) == 2
     assert trace.kind("raw", 1) and not trace.kind("sums", 1)
+    whole = trace_file.load("no_sync.npz")
+    for replica in range(2):
+        first, second = whole.passes(0, replica)
+        assert_close({n: g + second[n] for n, g in first.items()}, whole.named(0, "raw", replica))
     assert trace.about["passes"] == [["no_sync", "ddp"], ["no_sync", "no_sync"]]
     assert_close(trace.kind("sums"), mean_of_raw(trace, 0))
 
@@ -148,6 +153,32 @@ def flat(uses_originals):
     before = adamw(model)
     model[4] = FullyShardedDataParallel(model[4], **options)
     return FullyShardedDataParallel(model, **options), before
+
+
+def case_passes_of_fsdp():
+    """What each rank computes in each pass, before it is reduced, of steps after one with several.
+
+    In the first step, it is not known that there is one pass only; in others, none is copied.
+    """
+
+    def steps_of(model, optimizer, step):
+        optimizer.zero_grad()
+        for number in range(1 if step == 1 else 2):
+            model.set_requires_gradient_sync(number == 1 or step == 1)
+            loss_of(model, number, *own_shard()).backward()
+        optimizer.step()
+
+    model = Halves()
+    fully_shard(model)
+    train(model, adamw(model), "passes.npz", steps_of, 3, steps=3)
+    of_all_ranks("passes")
+    trace = trace_file.load("passes.npz")
+    assert [len(trace.passes(step, 0)) for step in range(3)] == [2, 0, 2]
+    own = [each for replica in range(2) for each in trace.passes(0, replica)]
+    assert len(own) == 4
+    for name, total in trace.named(0, "clipped", 0).items():
+        assert_close({name: sum(each[name] for each in own) / 2}, {name: total})
+    assert not trace.passes(2, 0)[0] and trace.passes(2, 0)[1].keys() == own[0].keys()
 
 
 def case_flat_parameters():

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 from lockstep import compare, record_torch
 from lockstep.data import file as trace_file
@@ -153,6 +154,66 @@ def case_accumulation():
     assert not np.array_equal(trace.kind("data")["0"], trace.kind("data")["1"])
     assert_equal(trace.kind("raw"), trace.kind("clipped"))
     np.testing.assert_allclose(trace.kind("loss")["0"], sum(losses), rtol=1e-6)
+
+
+def case_backward_passes():
+    """What autograd computes in each pass of a step that has several, whoever adds it."""
+
+    def steps_of(way, model, optimizer, step):
+        optimizer.zero_grad(set_to_none=way != "zeros")
+        weights, sums = [*model.parameters()], [0, 0, 0, 0]
+        for number in range(1 if way == "one" else 3):
+            loss = loss_of(model, number)
+            if way == "engine":
+                own = torch.autograd.grad(loss, weights)
+                sums = [a + b for a, b in zip(sums, own, strict=True)]
+                continue
+            loss.backward()
+            if way == "cleared" and not number:
+                for weight in weights:
+                    weight.grad.zero_()
+        for weight, own in zip(weights, sums, strict=True) if way == "engine" else ():
+            weight.grad = own
+        optimizer.step()
+
+    found = {}
+    for way in ("one", "plain", "zeros", "cleared", "engine"):
+        trace = recorded(way, Halves(), adamw, functools.partial(steps_of, way), 2, steps=2)
+        assert trace.about["steps"] == [0, 1]
+        found[way] = trace_file.load(f"{way}.npz")
+        assert len(found[way].passes(0, 0)) == (0 if way == "one" else 3)
+    first = found["plain"].passes(0, 0)
+    assert_equal(first[0], found["one"].named(0, "raw", 0))
+    for name, total in found["plain"].named(0, "clipped", 0).items():
+        assert np.array_equal(first[0][name] + first[1][name] + first[2][name], total)
+    for way in ("zeros", "cleared", "engine"):
+        for own, other in zip(first, found[way].passes(0, 0), strict=True):
+            assert_equal(own, other)
+    assert found["engine"].named(0, "raw", 0) is None
+
+
+def case_parts_of_a_pass():
+    """A weight that gets its gradient in parts of one call, and a script's own hooks."""
+    model = Halves()
+    model.first.weight.register_hook(lambda gradient: 2 * gradient)
+
+    def steps_of(model, optimizer, step):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        hidden = checkpoint(model.first, x.reshape(12, -1).requires_grad_(), use_reentrant=True)
+        again = checkpoint(model.first, x.reshape(12, -1).requires_grad_(), use_reentrant=True)
+        loss = F.mse_loss(model.second(hidden), y) + again.square().mean()
+        model(x)  # The recorder sees the step.
+        loss.backward()
+        optimizer.step()
+
+    recorded("parts", model, adamw, steps_of, 1, steps=1)
+    trace = trace_file.load("parts.npz")
+    parts, total = trace.passes(0, 0), trace.named(0, "raw", 0)
+    assert [len(own) for own in parts] == [4, 2]
+    for name in ("first.weight", "first.bias"):
+        factor = 2 if name == "first.weight" else 1
+        assert_close({name: factor * (parts[0][name] + parts[1][name])}, {name: total[name]})
 
 
 def case_ids():
