@@ -18,6 +18,7 @@ from lockstep.numeric.arrays import (
     Named,
     distance,
     elements_of,
+    factor_of,
     hashes_of,
     norm,
     ratio,
@@ -161,9 +162,15 @@ class StepPair:
             self._set_tolerance(tight)
 
     def measure_terms(self) -> None:
-        """Gives the bound the sizes of what the shards send, if it is recorded."""
+        """Gives the bound the sizes of what shards send, and of what passes add, if recorded."""
         terms, raw = self.gradients, self.gradients.raw
         sizes = {n: terms.share * sum(norm(own[n]) for own in raw) for n in terms.names if raw}
+        passes = [own for of_shard in terms.passes for own in of_shard]
+        for name in terms.names if passes else ():
+            own = [each[name] for each in passes if name in each]
+            share = abs(factor_of([terms.reference[name]], [np.sum(own, axis=0)])) if own else 0.0
+            size = share * sum(map(norm, own)) if np.isfinite(share) else 0.0
+            sizes[name] = max(size, sizes.get(name, 0.0))
         if sizes and not self.tolerance.given:
             self._set_tolerance(dataclasses.replace(self.tolerance, summed=sizes))
 

@@ -19,6 +19,7 @@ from lockstep.explain.factors import meanings
 from lockstep.explain.given_rows import given_rows
 from lockstep.explain.layers import reordered_rows
 from lockstep.explain.own_weights import own_weights, reduces_otherwise
+from lockstep.explain.passes import sums_of_passes
 from lockstep.explain.raw_rows import decays_equally, raw_rows
 from lockstep.explain.rows import choose, explained_apart
 from lockstep.explain.solve import solve
@@ -87,6 +88,9 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
     elif not is_applied and (why := clipped_before_division(pair)):
         yield step.found("clipping", *why, tensors=pair.different_gradients)
     elif not is_applied or _is_hidden(pair):
+        if rows := [*sums_of_passes(pair)]:
+            yield from (step.found(*why, tensors=names) for why, names in rows)
+            return
         first = [*summed_after_clipping(step)]
         yield from first
         found = [*_explained(pair, is_clipped_first=bool(first))]

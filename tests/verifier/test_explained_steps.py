@@ -1,5 +1,7 @@
 """Steps whose mistake a computation names: each with its numbers, made by hand, and a right one."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -530,3 +532,100 @@ def test_a_divisor_that_is_a_number_of_examples_is_no_loss_scale():
         for shard, rows in enumerate(np.split(examples, parts)):
             recording.put(0, "data", shard, [rows])
     assert details(first, second)[0] != "loss_scale_left"
+
+
+# --- Backward passes of a step -------------------------------------------------------------------
+
+PASSES = RANDOM.normal(size=(2, 3, 8, 6)).astype(np.float32)  # Of two shards, three for each.
+OLD_PASSES = RANDOM.normal(size=(2, 3, 8, 6)).astype(np.float32)
+SHARES = np.full((2, 3), 0.5, np.float32)
+
+
+def counted(factors=1.0, passes=PASSES):
+    """Returns the mean over the shards of passes with other factors."""
+    return np.einsum("skij,sk->ij", passes, SHARES * factors).astype(np.float32)
+
+
+def of_passes(given, passes=PASSES, right=None, before=()):
+    """Returns what the comparison finds if copies are given some sums of passes.
+
+    Args:
+        given: for each copy, the gradient.
+        passes: what each pass of each shard adds.
+        right: the gradient of the reference; None for that of all passes.
+        before: the passes of a step before, which is right.
+    """
+    right = counted(passes=passes) if right is None else right
+    steps = [([counted(passes=before)], before)] if len(before) else []
+    steps += [(given, passes)]
+    recordings = []
+    for copies in (1, 2):
+        own = trace({"w": WEIGHT}, {"w": WEIGHT}, replicas=copies)
+        own = Trace(dataclasses.replace(own.about, steps=tuple(range(len(steps)))), name=own.name)
+        start = WEIGHT
+        for position, (sums, added) in enumerate(steps):
+            first = right if sums is given else sums[0]
+            for copy in range(copies):
+                gradient = first if copies == 1 else sums[copy % len(sums)]
+                after = start - np.float32(0.1) * gradient
+                for kind, array in (("before", start), ("clipped", gradient), ("after", after)):
+                    own.put(position, kind, copy, [array])
+                if copies == 2:
+                    own.put(position, "added", copy, [*added[copy]])
+            start = after
+        recordings.append(own)
+    return details(*recordings)
+
+
+def clipped_to_norm(array, limit=4.0):
+    return array * np.float32(min(1, limit / np.linalg.norm(array)))
+
+
+def each_clipped(clip):
+    return counted(passes=np.array([[clip(each) for each in own] for own in PASSES]))
+
+
+def test_sums_of_all_passes_are_right():
+    assert of_passes([counted()]) == []
+
+
+def test_passes_that_cancel_are_rounded_by_their_own_size():
+    passes = PASSES.copy()
+    passes[:, 1] += np.float32(1e4) * OLD_PASSES[:, 0]
+    passes[:, 2] -= np.float32(1e4) * OLD_PASSES[:, 0]
+    rounding = np.float32(1e-3) * OLD_PASSES[0, 1]
+    assert of_passes([counted(passes=passes) + rounding], passes) == []
+    assert of_passes([counted() + rounding]) == ["unexplained"]
+
+
+@pytest.mark.parametrize(
+    ("given", "detail"),
+    [
+        ([counted([0, 0, 1])], "lost_micro_batch"),
+        ([counted([1, 0, 0])], "lost_micro_batch"),
+        ([counted([1.5, 1.5, 0])], "lost_micro_batch"),
+        ([counted([3, 2, 1])], "repeated_gradient"),
+        ([counted([1, 2, 4.5])], "scaled_gradient"),
+        (
+            [counted([[1, 1, 2 * (r == 0)], [1, 1, 2 * (r == 1)]]) for r in (0, 1)],
+            "not_all_reduced",
+        ),
+        ([each_clipped(clipped_to_norm)], "clipped_in_each_micro_batch"),
+        ([each_clipped(lambda g: np.clip(g, -0.7, 0.7))], "clipped_in_each_micro_batch"),
+        ([counted() + RANDOM.normal(size=(8, 6)).astype(np.float32)], "unexplained"),
+    ],
+)
+def test_what_copies_are_given_is_a_sum_of_passes(given, detail):
+    assert detail in of_passes(given)[:1]
+
+
+def test_passes_of_the_step_before_are_added():
+    given = counted() + counted([0, 0, 1], OLD_PASSES)
+    assert of_passes([given], before=OLD_PASSES)[:1] == ["stale_gradient"]
+
+
+def test_passes_that_count_equally_and_have_other_numbers_of_tokens():
+    sizes = np.array([[2, 4, 8], [1, 1, 8]], np.float32)
+    right = counted(6 * sizes / sizes.sum())
+    assert of_passes([counted()], right=right)[:1] == ["mean_of_means"]
+    assert of_passes([right], right=right) == []
