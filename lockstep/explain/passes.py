@@ -169,17 +169,31 @@ def _of_all_shards(pair: StepPair, terms: Sequence[_Term], factors: Sequence[flo
     if np.all(np.abs(each - np.round(each)) < _CLOSE) and min(each) >= 1:
         text = f"{passes}, the gradients are added {_shown(each)} times"
         return "gradients", "repeated_gradient", text
+    if scale := _divided_again(pair, each):
+        text = f"{passes}, the gradients are divided by {scale:g}, the loss scale, after each"
+        return "gradients", "unscaled_between_micro_batches", f"{text}: those so far again"
     sums = [_sum_of([t for t in terms if t.number == n], pair.gradients.names) for n in range(num)]
     text = f"{passes}, the gradients are multiplied by {_shown(each)}"
     norms = [pair.gradients.norm_of(own) for own in sums]
     return _clipped(each, norms) or ("gradients", "scaled_gradient", text)
 
 
+def _divided_again(pair: StepPair, factors: np.ndarray) -> float:
+    """Returns the loss scale by which each pass divides what those before it gave; 0 if none."""
+    scales = pair.gradients.divisor, pair.second.trace.loss_scale(pair.second.position, 0)
+    times = np.arange(len(factors))[::-1]
+    fitting = (s for s in scales if s != 1 and np.allclose(factors * s**times, 1, rtol=_CLOSE))
+    return next(fitting, 0.0)
+
+
 def _clipped(factors: np.ndarray, norms: Sequence[float]) -> Why | None:
     """Returns a sentence if what has a factor below 1 is clipped to one norm."""
     is_clipped = (factors > 0) & (factors < 1)
     left = (factors * norms)[is_clipped]
-    if not len(left) or not _are_equal(left) or not np.all(is_clipped | (factors == 1)):
+    # One factor may be any number.
+    if _are_equal(factors[is_clipped]) or not _are_equal(left):
+        return None
+    if not np.all(is_clipped | (factors == 1)):
         return None
     text = f"the gradients of each backward pass are clipped to a norm of {left[0]:.4g}"
     return "clipping", "clipped_in_each_micro_batch", f"{text}, not only their sum"

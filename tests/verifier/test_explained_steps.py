@@ -546,7 +546,7 @@ def counted(factors=1.0, passes=PASSES):
     return np.einsum("skij,sk->ij", passes, SHARES * factors).astype(np.float32)
 
 
-def of_passes(given, passes=PASSES, right=None, before=()):
+def of_passes(given, passes=PASSES, right=None, before=(), **about):
     """Returns what the comparison finds if copies are given some sums of passes.
 
     Args:
@@ -554,13 +554,15 @@ def of_passes(given, passes=PASSES, right=None, before=()):
         passes: what each pass of each shard adds.
         right: the gradient of the reference; None for that of all passes.
         before: the passes of a step before, which is right.
+        about: more of the description of the second recording.
     """
     right = counted(passes=passes) if right is None else right
     steps = [([counted(passes=before)], before)] if len(before) else []
     steps += [(given, passes)]
     recordings = []
     for copies in (1, 2):
-        own = trace({"w": WEIGHT}, {"w": WEIGHT}, replicas=copies)
+        more = about if copies == 2 else {}
+        own = trace({"w": WEIGHT}, {"w": WEIGHT}, replicas=copies, **more)
         own = Trace(dataclasses.replace(own.about, steps=tuple(range(len(steps)))), name=own.name)
         start = WEIGHT
         for position, (sums, added) in enumerate(steps):
@@ -617,6 +619,16 @@ def test_passes_that_cancel_are_rounded_by_their_own_size():
 )
 def test_what_copies_are_given_is_a_sum_of_passes(given, detail):
     assert detail in of_passes(given)[:1]
+
+
+def test_a_factor_of_one_pass_alone_is_no_clipping():
+    assert of_passes([counted([0.5, 1, 1])])[:1] == ["scaled_gradient"]
+
+
+def test_passes_before_each_are_divided_by_the_loss_scale_again():
+    given = [counted([1 / 16, 1 / 4, 1])]
+    found = of_passes(given, loss_scale=(4.0,)), of_passes(given, loss_scale=(8.0,))
+    assert [each[0] for each in found] == ["unscaled_between_micro_batches", "scaled_gradient"]
 
 
 def test_passes_of_the_step_before_are_added():
