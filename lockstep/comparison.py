@@ -383,7 +383,12 @@ def _with_claim(
     pair.findings = [finding for finding in pair.findings if finding not in refuted]
     found = [f for f in (*pair.second.findings, *pair.findings) if f not in refuted]
     if claim.differing:
-        for stage, cause, text, names in (*flat_states(pair), *unseen_gradients(pair)):
+        explained = [*flat_states(pair), *unseen_gradients(pair)]
+        if explained:  # What the script sums where it is not recorded.
+            removed += [each for each in found if each.detail == "not_all_reduced"]
+            found = [each for each in found if each not in removed]
+            pair.findings = [each for each in pair.findings if each not in removed]
+        for stage, cause, text, names in explained:
             found.append(pair.second.found(stage, cause, text, tensors=names))
             pair.findings.append(found[-1])
     pair.findings += claim.unexplained(found)

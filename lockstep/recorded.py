@@ -159,10 +159,10 @@ class Step:
         if not self.has(self.kind_sent):
             return {}
         sent = self.named(self.kind_sent)
-        if len(sent) < 2:
-            return sent[0]
         if self.trace.calls(self.position, copy) and not self.trace.about.reduction:
             return {}  # The script reduces them itself, and clears them before the update.
+        if len(sent) < 2:
+            return sent[0]
         return scaled_all(add_named(sent), self.share(0))
 
     def entering(self, copy: int) -> Named:

@@ -6,14 +6,14 @@ c · Σ f · pass. A factor f that is not 1 tells which passes are lost, repeate
 clipped. The factors are solved from all wrong gradients, and confirmed by the bound.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.explain.rows import Row
 from lockstep.explain.solve import solve
-from lockstep.numeric.arrays import EPS, Named, dense, total_norm
+from lockstep.numeric.arrays import EPS, Named, dense, norm, total_norm
 from lockstep.reference import StepPair
 from lockstep.step import Gradients
 
@@ -148,7 +148,9 @@ def _meaning(pair: StepPair, terms: Sequence[_Term], factors: np.ndarray, copy: 
     if alone and all(_are_equal(of_number[n]) for n in range(num) if n not in alone):
         text = f"{passes}, each replica adds its own gradients of {_listed(alone)}, which are not"
         return "all-reduce", "not_all_reduced", f"{text} all-reduced"
-    norms = [pair.gradients.norm_of(pair.gradients.passes[t.shard][t.number]) for t in terms]
+    step = pair.second
+    kept = [step.trace.passes(step.position, shard) for shard in step.shards]  # With its norms.
+    norms = [total_norm(kept[term.shard][term.number]) for term in terms]
     if clipped := _clipped(factors, norms):
         return clipped
     text = f"{passes}, the gradients are multiplied by {_shown(factors)}"
@@ -166,7 +168,7 @@ def _of_all_shards(pair: StepPair, terms: Sequence[_Term], factors: Sequence[flo
             left = "one" if num - len(lost) == 1 else f"{num - len(lost)}"
             text = f"{passes}, only the gradients of the last {left} count"
         return "gradients", "lost_micro_batch", text
-    if np.all(np.abs(each - np.round(each)) < _CLOSE) and min(each) >= 1:
+    if np.all(np.abs(each - np.round(each)) < _CLOSE) and min(np.round(each)) >= 1:
         text = f"{passes}, the gradients are added {_shown(each)} times"
         return "gradients", "repeated_gradient", text
     if scale := _divided_again(pair, each):
@@ -191,7 +193,7 @@ def _clipped(factors: np.ndarray, norms: Sequence[float]) -> Why | None:
     is_clipped = (factors > 0) & (factors < 1)
     left = (factors * norms)[is_clipped]
     # One factor may be any number.
-    if _are_equal(factors[is_clipped]) or not _are_equal(left):
+    if _are_equal(factors[is_clipped]) or not _are_equal(left) or not np.all(left):
         return None
     if not np.all(is_clipped | (factors == 1)):
         return None
@@ -209,6 +211,86 @@ def _shown(factors: Sequence[float] | np.ndarray) -> str:
 
 def _listed(numbers: Sequence[int] | np.ndarray) -> str:
     return f"number{'s' if len(numbers) > 1 else ''} {', '.join(str(n) for n in numbers)}"
+
+
+# --- In state ------------------------------------------------------------------------------------
+
+
+def passes_in_state(
+    pair: StepPair, weights: Mapping[str, str], states: Sequence[Named]
+) -> Why | None:
+    """Explains state by passes, of which a script keeps no sum where it is recorded.
+
+    In the reference, it is X' = β · X + c · gradient, or c · gradient², of the sum of all passes.
+
+    Args:
+        pair: the step.
+        weights: name of a state → the reference's name of its weight.
+        states: the state before the step, and after it in both recordings.
+    """
+    wanted = {*weights.values()}
+    terms = [
+        t._replace(gradients={name: t.gradients.get(of, 0.0) for name, of in weights.items()})
+        for t in _terms(pair.gradients, [*wanted])
+    ]
+    passes = pair.gradients.reference_passes
+    if not terms or {name for own in passes for name in own} < wanted:
+        return None
+    old, first, second = states
+    total = {n: np.sum([p[of] for p in passes if of in p], axis=0) for n, of in weights.items()}
+    each = _by_number(terms)
+    share = float(solve(total, [_sum_of(each, [*weights])])[0][0])
+    if not _are_near(total, share, each, np.ones(len(each))):
+        return None
+    for power in (1, 2):
+        (kept, times), known = solve(first, [old, {n: g**power for n, g in total.items()}])
+        used = {n: (second[n] - kept * old[n]) / times for n in weights} if times else {}
+        right = {n: kept * old[n] + times * g**power for n, g in total.items()}
+        if not used or not known[1] or not _is_near(first, right):
+            continue
+        for factors in _patterns(used, share, each, power):
+            if _are_near(used, share, each, factors, power):
+                return _of_all_shards(pair, terms, factors.tolist())
+    return None
+
+
+def _by_number(terms: Sequence[_Term]) -> list[_Term]:
+    """Returns the sum over the shards of each pass."""
+    numbers = sorted({term.number for term in terms})
+    of_number = [[t for t in terms if t.number == number] for number in numbers]
+    return [_Term(0, own[0].number, _sum_of(own, [*own[0].gradients])) for own in of_number]
+
+
+def _patterns(
+    used: Named, share: float, terms: Sequence[_Term], power: int
+) -> Iterator[np.ndarray]:
+    """Yields factors of passes that are not 1: solved ones, or those of usual mistakes."""
+    num = len(terms)
+    if power == 1:
+        solved, known = solve(used, [term.gradients for term in terms])
+        if known.all() and np.ptp(solved) > _CLOSE * share:
+            factors = solved / share
+            factors[np.abs(factors) < _CLOSE] = 0
+            yield factors
+        return
+    for place in range(num):  # A square does not tell the signs.
+        yield 1.0 * (np.arange(num) == num - 1 - place)
+        yield 1.0 * (np.arange(num) != place)
+    yield np.arange(num, 0.0, -1)  # What is sent is not cleared.
+
+
+def _are_near(
+    value: Named, share: float, terms: Sequence[_Term], factors: np.ndarray, power: int = 1
+) -> bool:
+    sums = {
+        name: np.sum([f * t.gradients[name] for f, t in zip(factors, terms, strict=True)], axis=0)
+        for name in value
+    }
+    return _is_near(value, {name: (share * total) ** power for name, total in sums.items()})
+
+
+def _is_near(value: Named, other: Named) -> bool:
+    return all(norm(value[name] - other[name]) <= _CLOSE * norm(other[name]) for name in value)
 
 
 # --- What the passes themselves give -------------------------------------------------------------

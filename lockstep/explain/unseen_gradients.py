@@ -12,6 +12,7 @@ import numpy as np
 from lockstep.answer.text import count
 from lockstep.data.trace import WEIGHT
 from lockstep.explain.kept import slots_of, states_of, whole_states
+from lockstep.explain.passes import passes_in_state
 from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import Named, norm
 from lockstep.reference import StepPair
@@ -23,9 +24,24 @@ def unseen_gradients(pair: StepPair) -> Iterator[tuple[str, str, str, list[str]]
     """Yields stage, cause, sentence, and the checked recording's names of weights."""
     if pair.gradients.names or not pair.has("before", "after"):
         return
+    if of_passes := [*_of_passes(pair)]:
+        yield from of_passes
+        return
     found = [*_own_of_copies(pair)] or [*_common_factor(pair)]
     for each in found:
         yield "all-reduce", *each
+
+
+def _of_passes(pair: StepPair) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Yields state that shows which backward passes of a step count, on all copies alike."""
+    names = {each.second: each.first for each in pair.matching.pairs}
+    for group in _linear(pair):
+        weights = {first: names[weight] for first, _, weight in group}
+        copies = [_states(pair, group, copy) for copy in pair.second.copies]
+        found = {passes_in_state(pair, weights, each) if each else None for each in copies}
+        if len(found) == 1 and (why := found.pop()):
+            yield *why, [weight for *_, weight in group]
+            return
 
 
 def _linear(pair: StepPair) -> Iterator[list[tuple[str, str, str]]]:

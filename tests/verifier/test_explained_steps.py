@@ -641,3 +641,29 @@ def test_passes_that_count_equally_and_have_other_numbers_of_tokens():
     right = counted(6 * sizes / sizes.sum())
     assert of_passes([counted()], right=right)[:1] == ["mean_of_means"]
     assert of_passes([right], right=right) == []
+
+
+def in_state(factors, power, noise=0.0):
+    """Returns what is found if only state shows which passes count, as of an own sharded rule."""
+    recordings = []
+    for copies, own in ((1, 1.0), (2, factors)):
+        total = counted(own) + np.float32(noise if copies == 2 else 0) * GRADIENT
+        new = np.abs(OLD) + total**power
+        after = {"w": WEIGHT - np.float32(0.1) * total, "kept": new}
+        recording = trace({"w": WEIGHT, "kept": np.abs(OLD)}, after, gradients=(), replicas=copies)
+        about = dataclasses.replace(recording.about, gradients=("w",))
+        recording = Trace(about, recording.stored(), recording.name)
+        for shard in range(copies):
+            passes = PASSES.mean(0) if copies == 1 else PASSES[shard]
+            recording.put(0, "added", shard, [*passes])
+        recordings.append(recording)
+    return details(*recordings)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_state_that_shows_which_passes_count(power):
+    assert in_state(1.0, power) == []
+    assert in_state(np.array([0, 0, 1]), power)[:1] == ["lost_micro_batch"]
+    assert in_state(np.array([1, 0, 1]), power)[:1] == ["lost_micro_batch"]
+    assert in_state(np.array([3, 2, 1]), power)[:1] == ["repeated_gradient"]
+    assert in_state(1.0, power, noise=1.0)[:1] == ["unexplained"]
