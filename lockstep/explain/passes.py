@@ -144,10 +144,19 @@ def _meaning(pair: StepPair, terms: Sequence[_Term], factors: np.ndarray, copy: 
     mine = np.isin(shards, pair.second.trace.shards_of(copy))
     if not np.any(factors[~mine]):
         return None
-    alone = [n for n in range(num) if not np.any(factors[~mine & (numbers == n)])]
+    alone = [
+        n
+        for n in range(num)
+        if np.any(factors[mine & (numbers == n)]) and not np.any(factors[~mine & (numbers == n)])
+    ]
     if alone and all(_are_equal(of_number[n]) for n in range(num) if n not in alone):
         text = f"{passes}, each replica adds its own gradients of {_listed(alone)}, which are not"
         return "all-reduce", "not_all_reduced", f"{text} all-reduced"
+    lost = [term for term, factor in zip(terms, factors, strict=True) if not factor]
+    if lost and _are_equal(factors[factors != 0]):
+        names = (f"{t.number} of {pair.second.trace.name_of('raw', t.shard)}" for t in lost)
+        text = f"{passes}, the gradients of number {', '.join(names)} are lost"
+        return "gradients", "lost_micro_batch", text
     step = pair.second
     kept = [step.trace.passes(step.position, shard) for shard in step.shards]  # With its norms.
     norms = [total_norm(kept[term.shard][term.number]) for term in terms]

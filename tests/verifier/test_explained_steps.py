@@ -606,6 +606,7 @@ def test_passes_that_cancel_are_rounded_by_their_own_size():
         ([counted([0, 0, 1])], "lost_micro_batch"),
         ([counted([1, 0, 0])], "lost_micro_batch"),
         ([counted([1.5, 1.5, 0])], "lost_micro_batch"),
+        ([counted([[1, 1, 1], [1, 1, 0]])], "lost_micro_batch"),
         ([counted([3, 2, 1])], "repeated_gradient"),
         ([counted([1, 2, 4.5])], "scaled_gradient"),
         (
