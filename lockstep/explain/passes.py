@@ -6,6 +6,7 @@ c · Σ f · pass. A factor f that is not 1 tells which passes are lost, repeate
 clipped. The factors are solved from all wrong gradients, and confirmed by the bound.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from lockstep.explain.rows import Row
 from lockstep.explain.solve import solve
-from lockstep.numeric.arrays import EPS, Named, dense, norm, total_norm
+from lockstep.numeric.arrays import EPS, Named, dense, norm, scaled_all, total_norm
 from lockstep.reference import StepPair
 from lockstep.step import Gradients
 
@@ -79,7 +80,7 @@ def _why(
         return _meaning(pair, [t for t, _ in factors], np.array([f for _, f in factors]), copy)
     if limit := _limit_of_values(pair, terms, share, given):
         text = f"the values of the gradients of each backward pass are clipped to {limit:.4g}"
-        return "clipping", "clipped_in_each_micro_batch", f"{text}, not only their sum"
+        return "gradients", "clipped_in_each_micro_batch", f"{text}, not only their sum"
     before = pair.gradients.previous
     old = _terms(before, names) if before else []
     if old and (factors := _solved(pair, [*terms, *old], share, given)):
@@ -160,8 +161,8 @@ def _meaning(pair: StepPair, terms: Sequence[_Term], factors: np.ndarray, copy: 
     step = pair.second
     kept = [step.trace.passes(step.position, shard) for shard in step.shards]  # With its norms.
     norms = [total_norm(kept[term.shard][term.number]) for term in terms]
-    if clipped := _clipped(factors, norms):
-        return clipped
+    if why := _clipped(factors, norms) or _clipped_so_far(pair, terms, factors):
+        return why
     text = f"{passes}, the gradients are multiplied by {_shown(factors)}"
     return "gradients", "scaled_gradient", text
 
@@ -183,10 +184,11 @@ def _of_all_shards(pair: StepPair, terms: Sequence[_Term], factors: Sequence[flo
     if scale := _divided_again(pair, each):
         text = f"{passes}, the gradients are divided by {scale:g}, the loss scale, after each"
         return "gradients", "unscaled_between_micro_batches", f"{text}: those so far again"
-    sums = [_sum_of([t for t in terms if t.number == n], pair.gradients.names) for n in range(num)]
     text = f"{passes}, the gradients are multiplied by {_shown(each)}"
-    norms = [pair.gradients.norm_of(own) for own in sums]
-    return _clipped(each, norms) or ("gradients", "scaled_gradient", text)
+    sums = _by_number(terms)
+    own, norms = each[[t.number for t in sums]], [pair.gradients.norm_of(t.gradients) for t in sums]
+    why = _clipped(own, norms) or _clipped_so_far(pair, sums, own)
+    return why or ("gradients", "scaled_gradient", text)
 
 
 def _divided_again(pair: StepPair, factors: np.ndarray) -> float:
@@ -207,7 +209,26 @@ def _clipped(factors: np.ndarray, norms: Sequence[float]) -> Why | None:
     if not np.all(is_clipped | (factors == 1)):
         return None
     text = f"the gradients of each backward pass are clipped to a norm of {left[0]:.4g}"
-    return "clipping", "clipped_in_each_micro_batch", f"{text}, not only their sum"
+    return "gradients", "clipped_in_each_micro_batch", f"{text}, not only their sum"
+
+
+def _clipped_so_far(pair: StepPair, terms: Sequence[_Term], factors: np.ndarray) -> Why | None:
+    """Returns a sentence if what a shard has added so far is clipped to one norm after each pass.
+
+    The gradient of a pass has the factors of all clippings after it.
+    """
+    norms = list[float]()
+    for shard in dict.fromkeys(term.shard for term in terms):
+        own = [(t, f) for t, f in zip(terms, factors, strict=True) if t.shard == shard]
+        for number, ((_, factor), (_, later)) in enumerate(itertools.pairwise(own), 1):
+            if 0 < factor < (1 - _CLOSE) * later:
+                scaled = [t._replace(gradients=scaled_all(t.gradients, f)) for t, f in own[:number]]
+                names = [*dict.fromkeys(name for t in scaled for name in t.gradients)]
+                norms.append(pair.gradients.norm_of(_sum_of(scaled, names)) / later)
+    if len(norms) < 2 or not _are_equal(np.array(norms)):  # One factor may be any number.
+        return None
+    text = f"what is added so far is clipped to a norm of {norms[0]:.4g} after each backward pass"
+    return "gradients", "clipped_in_each_micro_batch", f"{text}, not only the sum of all"
 
 
 def _are_equal(numbers: np.ndarray) -> bool:

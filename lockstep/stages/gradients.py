@@ -88,14 +88,18 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
     elif not is_applied and (why := clipped_before_division(pair)):
         yield step.found("clipping", *why, tensors=pair.different_gradients)
     elif not is_applied or _is_hidden(pair):
-        if rows := [*sums_of_passes(pair)]:
-            yield from (step.found(*why, tensors=names) for why, names in rows)
+        of_passes = [step.found(*why, tensors=names) for why, names in sums_of_passes(pair)]
+        if of_passes and all(each.detail != "scaled_gradient" for each in of_passes):
+            yield from of_passes
             return
         first = [*summed_after_clipping(step)]
         yield from first
         found = [*_explained(pair, is_clipped_first=bool(first))]
         unknown = [f for f in found if f.detail in ("scaled_gradient", "unexplained")]
         if unknown and len(unknown) == len(found) and not first:
+            if of_passes:
+                yield from of_passes
+                return
             if why := _in_16_bits(pair):
                 yield step.found("all-reduce", *why, tensors=pair.different_gradients)
                 return

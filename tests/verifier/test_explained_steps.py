@@ -583,6 +583,13 @@ def clipped_to_norm(array, limit=4.0):
     return array * np.float32(min(1, limit / np.linalg.norm(array)))
 
 
+def clipped_so_far(each, limit=4.0):
+    total = np.zeros_like(each[0])
+    for own in each[:-1]:
+        total = clipped_to_norm(total + own, limit)
+    return total + each[-1]
+
+
 def each_clipped(clip):
     return counted(passes=np.array([[clip(each) for each in own] for own in PASSES]))
 
@@ -615,6 +622,11 @@ def test_passes_that_cancel_are_rounded_by_their_own_size():
         ),
         ([each_clipped(clipped_to_norm)], "clipped_in_each_micro_batch"),
         ([each_clipped(lambda g: np.clip(g, -0.7, 0.7))], "clipped_in_each_micro_batch"),
+        (
+            [(clipped_so_far(PASSES[0]) + clipped_so_far(PASSES[1])) / 2],
+            "clipped_in_each_micro_batch",
+        ),
+        ([clipped_so_far(PASSES.mean(0))], "clipped_in_each_micro_batch"),
         ([counted() + RANDOM.normal(size=(8, 6)).astype(np.float32)], "unexplained"),
     ],
 )
