@@ -122,9 +122,10 @@ def _limit_of_values(pair: StepPair, terms: Sequence[_Term], share: float, given
         sizes, size = np.abs(stack), np.abs(given[name]) / share
         are_alike = np.abs(stack.sum(axis=0)) >= (1 - EPS) * sizes.sum(axis=0)
         gaps = np.where(are_alike, sizes.sum(axis=0) - size, 0.0)
-        place = np.unravel_index(np.argmax(gaps), gaps.shape)
-        if gaps[place] > lost:
-            lost, left, each = gaps[place], float(size[place]), np.sort(sizes[(..., *place)])
+        place = int(np.argmax(gaps))
+        if gaps.flat[place] > lost:
+            lost, left = gaps.flat[place], float(size.flat[place])
+            each = np.sort(sizes.reshape(len(sizes), -1)[:, place])
             limits = [(left - each[:n].sum()) / (len(each) - n) for n in range(len(each))]
             limit = next((x for x, y in zip(limits, each, strict=True) if x <= y), 0.0)
     clipped = {name: np.clip(stack, -limit, limit).sum(axis=0) for name, stack in stacks.items()}
