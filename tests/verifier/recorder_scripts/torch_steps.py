@@ -157,7 +157,7 @@ def case_accumulation():
 
 
 def case_backward_passes():
-    """What autograd computes in each pass of a step that has several, also if an engine adds them."""
+    """What autograd computes in each pass of a step that has several, also if an engine adds it."""
 
     def steps_of(way, model, optimizer, step):
         optimizer.zero_grad(set_to_none=way != "zeros")
