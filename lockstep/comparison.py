@@ -55,9 +55,12 @@ from lockstep.stages.rules import compare_updates
 from lockstep.stages.start import compare_starts, replaced_start, resumed_step
 from lockstep.stages.statistics import compare_statistics
 from lockstep.stages.summary import Summary
+from lockstep.stages.update import compare_skipped, skips_overflow
 from lockstep.tokens import compare_log_probs, has_log_probs
 
-_AFTER_GRADIENTS = compare_drawn, compare_statistics, compare_updates
+_OF_SKIPPED = compare_drawn, compare_statistics  # Also compared where a step overflows.
+_AFTER_GRADIENTS = *_OF_SKIPPED, compare_updates
+_OF_VALUES = "forward", "gradients", "loss"  # Stages that compare what a step computes.
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")  # Of trainings that overflow.
@@ -300,7 +303,13 @@ class _Compared:
     def _until_update(self, pair: StepPair, step: Context) -> Iterator[Finding]:
         """Compares a step up to its gradients; the pair gets the findings."""
         step.compared = pair.findings
+        is_skipped = skips_overflow(pair.first)
+        if is_skipped:  # What overflows is not compared, but what it leaves.
+            self.removed += [f for f in step.findings if f.detail == "not_finite"]
+            pair.findings += compare_skipped(pair)
         for stage, compare in self._comparisons.items():
+            if is_skipped and stage in _OF_VALUES:
+                continue
             if stage == "forward":
                 widen_bound(pair)
             pair.findings += compare(pair)
@@ -309,8 +318,9 @@ class _Compared:
     def _add(self, pair: StepPair) -> None:
         """Compares what follows the gradients of a step; the pair gets the findings."""
         self.note = self.note or replaced_start(pair)
+        is_skipped = skips_overflow(pair.first)
         for compare in _AFTER_GRADIENTS:
-            pair.findings += compare(pair)
+            pair.findings += compare(pair) if compare in _OF_SKIPPED or not is_skipped else ()
         self.divides_later |= pair.is_comparable and divides_what_it_kept(pair)
         self._compare_random_numbers(pair)
         pair.findings = with_modules(pair)

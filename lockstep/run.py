@@ -23,7 +23,7 @@ from lockstep.stages.reduce import check_all_reduce
 from lockstep.stages.shard_gradients import check_gradients
 from lockstep.stages.start import check_agreement, check_start
 from lockstep.stages.statistics import check_statistics
-from lockstep.stages.update import check_update, is_skipped
+from lockstep.stages.update import check_update, skips_overflow
 
 Check = Callable[[Context], Iterator[Finding | Actual]]
 CHECKS: dict[str, Check] = {  # Stage → its check.
@@ -219,11 +219,7 @@ def why_idle(context: Context, trained: dict[str, bool]) -> str:
         context: the step.
         trained: name of a weight → whether one of its gradients is not 0; updated.
     """
-    if (
-        not context.computes
-        and is_skipped(context)
-        and not all(map(are_finite, _gradients(context)))
-    ):
+    if not context.computes and skips_overflow(context):
         return "gradients overflow, and the step is skipped"
     found: dict[str, bool] = {}
     for gradients in _gradients(context):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.context import Context
+from lockstep.explain.pairing import parts_of
+from lockstep.explain.targets import NO_TARGET
 from lockstep.numeric.arrays import (
     add_named,
     dense,
@@ -37,6 +39,49 @@ def differ_by_replicas(pair: StepPair) -> bool:
     times, allowed = second / first, pair.tolerance.of_batch
     losses = itertools.product(*map(losses_of, (pair.first, pair.second)))
     return any(abs(by * a - b) <= allowed * abs(b) for a, b in losses for by in (times, 1 / times))
+
+
+def means_of_replicas(pair: StepPair) -> str:
+    """Returns a sentence if the loss is the mean of the means over each replica's words; else "".
+
+    Of a cross-entropy, outputs and the gradient of the loss by them give the targets, which of
+    them count, and so the loss of each replica: also where a step divides after its backward pass.
+    """
+    own, right = _cross_entropies(pair.second), _cross_entropies(pair.first)
+    counts = [number for _, number in own]
+    if len(own) < 2 or len({*counts}) < 2 or not all(counts) or not right:
+        return ""
+    mean = float(np.mean([total / number for total, number in own]))
+    whole = sum(total for total, _ in right) / sum(number for _, number in right)
+    allowed = pair.tolerance.of_batch
+    fits = [
+        any(abs(loss - known) <= allowed * abs(known) for loss in losses_of(step))
+        for (step, _), known in zip(pair.both, (whole, mean), strict=True)
+    ]
+    if not all(fits) or abs(mean - whole) <= 2 * allowed * abs(whole):
+        return ""
+    return f"the mean of the replicas' means over {', '.join(map(str, counts))} words or examples"
+
+
+def _cross_entropies(step: Context) -> list[tuple[float, int]]:
+    """Returns the sum of losses and their number, of each shard; empty if they are not known."""
+    found = dict.fromkeys(step.shards, (0.0, 0))
+    for part in parts_of(step):
+        outputs = part.arrays["y_pred"]
+        if len(outputs) != 1 or any(part.smoothings) or len(part.arrays["targets"]) != 1:
+            return []
+        logits = dense(outputs[0]).reshape(-1, outputs[0].shape[-1])
+        targets = part.arrays["targets"][0].ravel()
+        if targets.size != len(logits) or logits.shape[1] < 2:
+            return []
+        counted = targets != NO_TARGET
+        logits, targets = logits[counted], targets[counted].astype(int)
+        most = logits.max(1)
+        logs = most + np.log(np.exp(logits - most[:, None]).sum(1))
+        loss = float(np.sum(logs - np.take_along_axis(logits, targets[:, None], 1)[:, 0]))
+        total, number = found[part.shard]
+        found[part.shard] = total + loss, number + int(counted.sum())
+    return [*found.values()]
 
 
 def agree_in_each_step(pair: StepPair) -> bool:

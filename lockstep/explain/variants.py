@@ -8,7 +8,7 @@ from lockstep.answer.text import count, first_names
 from lockstep.answer.verdict import FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import Trace
-from lockstep.explain.layers import num_local_norms, other_settings
+from lockstep.explain.layers import local_by_statistics, num_local_norms, other_settings
 from lockstep.explain.loss_values import agree_in_value
 from lockstep.explain.losses import other_form, weights_of_losses
 from lockstep.explain.pairing import have_equal_outputs, matched_examples
@@ -65,10 +65,14 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
 
 
 def _are_of_backward(pair: StepPair) -> bool:
-    """Returns whether the loss agrees, and what the one backward pass leaves is what is added."""
+    """Returns whether the loss agrees, and what the one backward pass leaves is what is added.
+
+    A step in JAX has no calls; it keeps what its backward pass returns.
+    """
     terms = pair.gradients
     of_both = [s.trace.calls(s.position, shard) for s, _ in pair.both for shard in s.shards]
     is_single = all(len(calls) == 2 and calls[1].startswith("backward") for calls in of_both)
+    is_single |= pair.has("raw") and {s.trace.about.framework for s, _ in pair.both} == {"jax"}
     if not (is_single and terms.raw and agree_in_value(pair)) or any(terms.removed):
         return False
     total = {name: np.sum([own[name] for own in terms.raw], axis=0) for name in terms.names}
@@ -123,6 +127,8 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, str]]:
                 " replica apart"
             )
             causes.append(("local_statistics", text, status))
+    if not causes and (text := local_by_statistics(pair)):
+        causes.append(("local_statistics", text, FAULT))
     causes += [(cause, text, FAULT) for cause, text in other_settings(pair)]
     is_random = draws_other_numbers(pair) or any(_has_random_layers(step) for step, _ in pair.both)
     if not causes and not pair.has_same_shards and is_random and not _draw_the_same(pair):

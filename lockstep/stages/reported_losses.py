@@ -3,7 +3,12 @@
 from collections.abc import Iterator
 
 from lockstep.answer.verdict import Finding
-from lockstep.explain.loss_values import agree_in_value, differ_by_replicas, losses_of
+from lockstep.explain.loss_values import (
+    agree_in_value,
+    differ_by_replicas,
+    losses_of,
+    means_of_replicas,
+)
 from lockstep.reference import StepPair
 
 
@@ -30,8 +35,10 @@ def compare_losses(pair: StepPair) -> Iterator[Finding]:
     if is_sum:
         cause = "other_loss_reduction"
         text += f": {times:.6g} times, a sum over examples in place of a mean"
+    elif why := means_of_replicas(pair):
+        cause, text = "mean_of_means", f"{text}: {why}"
     finding = pair.second.found("loss", cause, text, distance=abs(times - 1), allowed=allowed)
-    yield finding if is_sum else pair.explained(finding)
+    yield pair.explained(finding) if cause == "other_loss" else finding
 
 
 def _shows_in_all_gradients(pair: StepPair) -> bool:

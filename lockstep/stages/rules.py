@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.answer.causes import DETAILS
+from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
 from lockstep.explain.average_states import State, why_average
@@ -182,6 +183,8 @@ def _why(
         of_weights = {x.weight: (*changed[x.weight], x.rounding) for x in weights}
         if decay := other_decay(of_weights, "the changes"):
             return decay[:2]
+        if text := _only_here(pair, weights):
+            return "not_frozen", text
     chosen = [[by * near[x.weight] for by in x.by] for x in weights]
     factor = factor_of([by for _, by in chosen], [by for by, _ in chosen])
     if len(weights) == len(wrong) and not any(
@@ -200,6 +203,17 @@ def _why(
         f"{len({x.weight for x in wrong})} weights or their optimizer state change differently from"
         " equal states and gradients"
     )
+
+
+def _only_here(pair: StepPair, weights: Sequence[Change]) -> str:
+    """Returns a sentence if the first trace updates other weights, and not these; else ""."""
+    gradients = pair.gradients.reference_applied
+    is_fixed = all(not np.any(x.by[0]) and norm(gradients.get(x.weight, 0)) for x in weights)
+    if not is_fixed or not any(not x.slot and np.any(x.by[0]) for x in _changes(pair)):
+        return ""
+    one = len(weights) == 1
+    text = f"{count('weight', len(weights))} {'has a gradient' if one else 'have gradients'}, and"
+    return f"{text} only the second recording updates {'it' if one else 'them'}"
 
 
 def _of_averages(

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from lockstep.answer.text import count
 from lockstep.answer.verdict import NOT_COMPARED, Finding
 from lockstep.context import Context
-from lockstep.data.trace import SEED, WEIGHT
+from lockstep.data.trace import OF_GRADIENTS, SEED, WEIGHT
 from lockstep.explain.rows import choose, explained_apart, share_of
 from lockstep.explain.update_rows import update_rows
 from lockstep.numeric.arrays import (
@@ -28,6 +29,7 @@ from lockstep.numeric.arrays import (
 from lockstep.numeric.sampling import by_part, with_sums
 from lockstep.numeric.tolerance import Expression, value_of
 from lockstep.oracles.rules import RuleOracle
+from lockstep.reference import StepPair
 
 _OTHER_RULE = "unexplained", "the optimizer makes a different update with these gradients"
 _SHOW_THE_RULE = 8  # Elements that an update moves as it should: another rule moves them, too.
@@ -324,6 +326,26 @@ def is_skipped(context: Context) -> bool:
     """Returns whether a step leaves all weights on each copy as they were."""
     is_known = context.has("before", "after") and all(context.named("after"))
     return is_known and not _changed(context)
+
+
+def skips_overflow(context: Context) -> bool:
+    """Returns whether a step with gradients that are NaN or infinite leaves all weights."""
+    gradients = (own for kind in OF_GRADIENTS for own in context.named(kind))
+    return is_skipped(context) and not all(map(are_finite, gradients))
+
+
+def compare_skipped(pair: StepPair) -> Iterator[Finding]:
+    """Finds copies that make an update, where gradients overflow and the reference makes none."""
+    changed = _changed(pair.second)
+    if copies := sorted({copy for found in changed.values() for copy in found}):
+        pair.second.mark_checked("update")
+        text = (
+            "gradients overflow in the first recording, which skips the step; here,"
+            f" {count('weight', len(changed))} {'changes' if len(changed) == 1 else 'change'}"
+        )
+        yield pair.second.found(
+            "update", "overflow_not_skipped", text, kind="after", items=copies, tensors=changed
+        )
 
 
 def _check_skipped(context: Context) -> Iterator[Finding]:

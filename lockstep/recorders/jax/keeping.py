@@ -1,5 +1,6 @@
 """What a step keeps of its intermediate values, in a second compiled version with callbacks."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -7,12 +8,22 @@ import jax
 import numpy as np
 
 from lockstep.recorders.jax.arrays import copied, host, placement_of, plain
+from lockstep.recorders.jax.passes import (
+    Calls,
+    in_groups,
+    in_order,
+    joined,
+    mark_of,
+    of_scans,
+    place_of,
+)
 from lockstep.recorders.jax.private import context, manual_axes
 from lockstep.recorders.jax.replicas import Replicas
 from lockstep.recorders.jax.trees import flatten
 
 GRADIENTS = ("raw", "sums", "unclipped", "clipped")
 KEPT = (*GRADIENTS, "loss", "random", "data", "y_pred")
+_OUTPUTS = {"y_pred": "y_grad", "module_out": "module_out_grad"}  # → Kind of the gradient.
 
 _KEPT = context()  # What receives the arrays of the step that is traced.
 
@@ -29,6 +40,7 @@ class Kept:
     def __init__(self) -> None:
         self.gradients, self.modules = list[str](), list[str]()
         self.placements = dict[str, str]()
+        self._traced, self._traced_placements = list[str](), dict[str, str]()
         self._received = dict[tuple[str, int], list[Any]]()
 
     @property
@@ -36,8 +48,21 @@ class Kept:
         """Whether one program has run for all devices in the last step."""
         return all(device < 0 for _, device in self._received)
 
-    def run(self, step: Any, args: Any, kwargs: Any, replicas: Replicas) -> dict[str, Any]:
+    def number_of(self, module: str) -> int:
+        """Returns the position of a module among those of the function that is traced."""
+        self._traced += [] if module in self._traced else [module]
+        return self._traced.index(module)
+
+    def place(self, key: str, text: str) -> None:
+        """Notes how an array of the function that is traced is part of a whole one."""
+        self._traced_placements[key] = text
+
+    def run(
+        self, step: Any, args: Any, kwargs: Any, replicas: Replicas, sizes: Sequence[int]
+    ) -> dict[str, Any]:
         """Returns kind → for each array, that of each replica here, of a step on copies.
+
+        `sizes` has the number of examples of each replica here.
 
         Raises:
             ValueError: a kind is kept twice in the step, or on other devices than its examples.
@@ -47,27 +72,82 @@ class Kept:
         with _KEPT(self):
             jax.block_until_ready(step(*args, **kwargs))
         jax.effects_barrier()
-        kept: dict[str, Any] = {}
-        for (kind, device), calls in self._received.items():
-            if len(calls) > 1:
-                raise ValueError(f"keep({kind!r}): {len(calls)} calls in a step; keep all at once")
+        for kind, device in self._received:
             if device >= replicas.number:
                 parts = f"device {device} runs it, the batch is split over {replicas.number}"
                 raise ValueError(f"keep({kind!r}): {parts}; use the mesh of the arguments")
-            rows = [self._received.get((kind, r)) or calls for r, _ in replicas.local]
-            columns = [*zip(*([*map(host, leaves)] for (leaves,) in rows), strict=True)]
+        whole = max((rows.stop or 0 for rows in replicas.rows), default=0) or max(sizes)
+        of_devices = {device: whole for _, device in self._received if device < 0}
+        of_devices |= {r: size for (r, _), size in zip(replicas.local, sizes, strict=True)}
+        arrays = {device: self._of_device(device, size) for device, size in of_devices.items()}
+        kept: dict[str, Any] = {}
+        for kind, device in self._received:
+            rows = [arrays[r].get(kind, arrays[device].get(kind, [])) for r, _ in replicas.local]
+            if len({*map(len, rows)}) != 1:
+                raise ValueError(f"keep({kind!r}): the devices call it in other numbers of passes")
+            columns = [*zip(*rows, strict=True)]
             if device < 0 and kind.startswith(("y_", "module_")):  # Each replica's rows of it.
                 own = [replicas.rows[r] for r, _ in replicas.local]
                 columns = [[x[part] for x, part in zip(c, own, strict=True)] for c in columns]
-            kept[kind] = columns
-        return kept
+            kept |= {kind: columns} if columns else {}
+        return self._of_modules(kept)
+
+    def _of_device(self, device: int, num_examples: int) -> dict[str, list[np.ndarray]]:
+        """Returns kind → the arrays of a device, or of the program of all devices."""
+        received: dict[str, Calls] = {
+            kind: in_groups([(int(place), [*map(host, leaves)]) for place, *leaves in calls])
+            for (kind, own), calls in self._received.items()
+            if own == device
+        }
+        for kind in [kind for kind in received if kind.split("/")[0] in _OUTPUTS]:
+            of = _gradient_of(kind)
+            received[kind], gradients = in_order(received[kind], received.pop(of, []))
+            if len(gradients) == len(received[kind]):
+                received[of] = gradients
+        found = {}
+        for kind, calls in received.items():
+            if len(calls) > 1 and kind in (*GRADIENTS, "loss"):
+                raise ValueError(
+                    f"keep({kind!r}): {len(calls)} calls in a step; keep what the step adds up, or"
+                    " all arrays in one call"
+                )
+            size = 0 if kind == "random" else num_examples
+            found[kind] = joined(calls, size, is_module=kind.startswith("module_"))
+        return found
+
+    def _of_modules(self, kept: dict[str, Any]) -> dict[str, Any]:
+        """Returns what is kept, with each pass of a scan over layers as a module of its own."""
+        outputs = {name: f"module_out/{i}" for i, name in enumerate(self._traced)}
+        times = {name: len(kept[kind]) for name, kind in outputs.items() if kind in kept}
+        calls = of_scans(self._traced, times)
+        self.modules = [f"{name}[{i}]" if times.get(name, 1) > 1 else name for name, i in calls]
+        kinds = ("module_out", "module_out_grad")
+        places = self._traced_placements
+        self.placements |= {k: text for k, text in places.items() if not k.startswith(kinds)}
+        found = {kind: x for kind, x in kept.items() if not kind.startswith(kinds)}
+        for new, (name, number) in enumerate(calls):
+            for kind in kinds:
+                old = f"{kind}/{self._traced.index(name)}"
+                if number < len(kept.get(old, ())):
+                    found[f"{kind}/{new}"] = [kept[old][number]]
+                    self.placements |= {f"{kind}/{new}": places[old]} if old in places else {}
+        return found
 
     def receive(self, kind: str, names: list[str], device: Any, *leaves: Any) -> None:
-        """Takes the arrays of a kind from a device, or from the program of all devices (-1)."""
+        """Takes the arrays of a kind from a device, or from the program of all devices (-1).
+
+        The first one is the place of the others in `jax.vmap`.
+        """
         # Converted after the step: waiting for a large array here can block a CPU device forever.
         self._received.setdefault((kind, int(device)), []).append(leaves)
         if kind in GRADIENTS:
             self.gradients = [name or "params" for name in names]
+
+
+def _gradient_of(kind: str) -> str:
+    """Returns the kind of the gradient of outputs."""
+    name, *number = kind.split("/")
+    return "/".join([_OUTPUTS[name], *number])
 
 
 def keep(kind: str, tree: Any, specs: Any = None) -> Any:
@@ -78,9 +158,9 @@ def keep(kind: str, tree: Any, specs: Any = None) -> Any:
     if kind not in KEPT:
         raise ValueError(f"keep: unknown kind {kind!r}; use one of {', '.join(KEPT)}")
     if (kept := _KEPT.value) is not None:
-        _report(kept, kind, tree, specs)
         if kind == "y_pred":
-            tree = _with_gradient(kept, "y_grad", tree, specs)
+            return _with_gradient(kept, kind, tree, specs)
+        _report(kept, kind, tree, specs)
     return tree
 
 
@@ -91,14 +171,11 @@ def module(name: str, output: Any, specs: Any = None) -> Any:
     fault is in the first one that is wrong. `specs` is that of `keep`.
     """
     if (kept := _KEPT.value) is not None:
-        kept.modules += [] if name in kept.modules else [name]
-        number = kept.modules.index(name)
-        _report(kept, f"module_out/{number}", output, specs)
-        output = _with_gradient(kept, f"module_out_grad/{number}", output, specs)
+        return _with_gradient(kept, f"module_out/{kept.number_of(name)}", output, specs)
     return output
 
 
-def _report(kept: Kept, kind: str, tree: Any, specs: Any) -> None:
+def _report(kept: Kept, kind: str, tree: Any, specs: Any, *mark: Any) -> None:
     """Passes the arrays of a kind to the recorder when the compiled step computes them."""
     axes = manual_axes()
     device = jax.lax.axis_index(axes) if axes else -1  # -1: one program for all devices.
@@ -107,20 +184,24 @@ def _report(kept: Kept, kind: str, tree: Any, specs: Any) -> None:
         whole = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree)
         for index, spec in enumerate(jax.tree.leaves(whole)):
             key = kind if "/" in kind else f"{kind}/{index}"
-            kept.placements[key] = placement_of(spec, np.ndim(leaves[index]))
-    jax.debug.callback(partial(kept.receive, kind, names), device, *map(plain, leaves))
+            kept.place(key, placement_of(spec, np.ndim(leaves[index])))
+    leaves = [*map(plain, leaves), *mark]
+    place = place_of(jax.lax.stop_gradient(leaves[0]))
+    jax.debug.callback(partial(kept.receive, kind, names), device, place, *leaves)
 
 
 def _with_gradient(kept: Kept, kind: str, tree: Any, specs: Any) -> Any:
-    """Returns `tree`; when the loss is differentiated, records its gradient as `kind`."""
+    """Records outputs and returns them; when the loss is differentiated, records its gradient."""
+    mark = mark_of(tree)
+    _report(kept, kind, tree, specs, mark)
 
     @jax.custom_vjp
-    def same(outputs: Any) -> Any:
+    def same(outputs: Any, mark: Any) -> Any:
         return outputs
 
-    def backward(_: None, gradient: Any) -> tuple[Any]:
-        _report(kept, kind, gradient, specs)
-        return (gradient,)
+    def backward(mark: Any, gradient: Any) -> tuple[Any, Any]:
+        _report(kept, _gradient_of(kind), gradient, specs, mark)
+        return gradient, 0 * mark
 
-    same.defvjp(lambda outputs: (outputs, None), backward)
-    return same(tree)
+    same.defvjp(lambda outputs, mark: (outputs, mark), backward)
+    return same(tree, mark)

@@ -160,7 +160,8 @@ class record:
         if self._request.keeps_start and not self._about["steps"]:
             found["start"] = found["before"]
         found["random"] = replicas.columns("random", placed, inputs, ["key"])
-        kept = self._kept.run(self.step, args, kwargs, replicas)
+        sizes = next([len(a) for a in column] for column in found["data"] if column[0].ndim)
+        kept = self._kept.run(self.step, args, kwargs, replicas, sizes)
         result = self.step(*args, **kwargs)
         names, leaves, _ = flatten(result)
         arrays = {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)}

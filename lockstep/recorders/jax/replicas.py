@@ -54,11 +54,13 @@ class Replicas:
         self.split_keys |= any(is_split(k) and not k.is_fully_replicated for k in keys)
 
     def _mesh_of(self, batch: Any, states: Sequence[Any]) -> Any:
-        """Returns a mesh that splits weights, or has more axes than split the batch, or None."""
+        """Returns a mesh that splits weights or examples, or has more axes than split the batch."""
         named = [sharding for sharding in map(mesh_sharding, [batch, *states]) if sharding]
         sizes = named[0].mesh.shape if named else {}
         others = {axis for axis, size in sizes.items() if size > 1 and axis not in self.batch_axes}
         are_parts = any(is_split(state) and not state.is_fully_replicated for state in states)
+        sharding = mesh_sharding(batch)  # Examples may be split, too, as over words of a sequence.
+        are_parts |= sharding is not None and any(axes_of(sharding.spec)[1:])
         return named[0].mesh if named and (are_parts or (self.batch_axes and others)) else None
 
     def columns(

@@ -357,6 +357,94 @@ def case_rounding_of_products():
     assert dtype_of(short, "gpu") == "bfloat16" and not dtype_of("add f32", "gpu")
 
 
+def scanned_step(order, devices=1):
+    """Returns a step that computes its outputs in parts of two examples, in a scan.
+
+    Args:
+        order: "rows": parts are neighbours. "columns": they are not, and the step keeps them.
+            "whole": the loss of all parts is differentiated at once, and each part checkpointed.
+            "each": examples are computed one by one. "once": without parts.
+        devices: their number.
+    """
+
+    def outputs_of(params, x):
+        h = record_jax.module("hidden", jnp.tanh(x @ params["a"]["kernel"] + params["a"]["bias"]))
+
+        def layer(h, scale):
+            return record_jax.module("deep", jnp.tanh(h * scale)), None
+
+        h, _ = jax.lax.scan(layer, h, jnp.array([1.0, 1.5]))
+        return record_jax.keep("y_pred", h @ params["b"]["kernel"])
+
+    def loss_fn(params, x, y):
+        return ((outputs_of(params, x) - y) ** 2).mean()
+
+    def of_parts(params, x, y):
+        if order == "once":
+            return jax.value_and_grad(loss_fn)(params, x, y)
+        if order == "each":
+            losses, grads = jax.vmap(jax.value_and_grad(loss_fn), (None, 0, 0))(params, x, y)
+            return losses.mean(), jax.tree.map(lambda g: g.mean(0), grads)
+        parts = [a.reshape(-1, 2, a.shape[-1]) for a in (x, y)]
+        if order == "columns":
+            parts = [a.reshape(2, -1, a.shape[-1]).swapaxes(0, 1) for a in (x, y)]
+        if order == "whole":
+
+            def whole(params):
+                def add_loss(total, part):
+                    return total + jax.checkpoint(loss_fn)(params, *part), None
+
+                return jax.lax.scan(add_loss, 0.0, parts)[0] / len(parts[0])
+
+            return jax.value_and_grad(whole)(params)
+
+        def add(total, part):
+            part = record_jax.keep("data", part) if order == "columns" else part
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, *part)), None
+
+        sums, _ = jax.lax.scan(add, (0.0, jax.tree.map(jnp.zeros_like, params)), parts)
+        return jax.tree.map(lambda a: a / len(parts[0]), sums)
+
+    def device_step(params, velocity, x, y):
+        loss, grads = of_parts(params, x, y)
+        grads = record_jax.keep("sums", jax.lax.pmean(record_jax.keep("raw", grads), "d"))
+        return *update(params, velocity, grads), jax.lax.pmean(loss, "d")
+
+    mesh = Mesh(jax.devices()[:devices], ("d",))
+    specs = {"in_specs": (P(), P(), P("d"), P("d")), "out_specs": P()}
+    step = jax.shard_map(device_step, mesh=mesh, check_vma=False, **specs)
+    return jax.jit(lambda params, velocity, x, y, _: step(params, velocity, x, y))
+
+
+def case_scans():
+    """What is kept in each pass of a scan is that of one pass over all examples, in its order."""
+    given = {"arguments": WITHOUT_KEY, "steps": 1}
+    plain = loop(scanned_step("rows"))
+    for order in ("once", "rows", "columns", "whole", "each"):
+        record(order, scanned_step(order), **given)
+    assert is_equal(record("rows", scanned_step("rows"), **given), plain)
+    once = Trace("once")
+    (x, y), (right,), (gradient,) = (once.get(1, kind) for kind in ("data", "y_pred", "y_grad"))
+    assert once.about["modules"] == ["hidden", "deep[0]", "deep[1]"]
+    deep = once.get(1, "module_out")
+    assert len(deep) == 3 and is_close(deep[2:], [np.tanh(1.5 * deep[1])])
+    for order, times in {"rows": 4, "columns": 4, "whole": 1, "each": 8}.items():
+        trace = Trace(order)
+        (outputs,), (own,), data = (trace.get(1, k) for k in ("y_pred", "y_grad", "data"))
+        # Parts that are no neighbours are kept in their own order.
+        places = [np.flatnonzero((x == row).all(1))[0] for row in data[0]]
+        assert sorted(places) == [*range(8)] and (places != [*range(8)]) == (order == "columns")
+        assert is_equal([y[places]], data[1:])
+        assert is_close([outputs, own], [right[places], times * gradient[places]])
+        assert trace.about["modules"] == once.about["modules"]
+        assert is_close(trace.get(1, "module_out"), [out[places] for out in deep])
+        assert is_close(trace.get(1, "sums"), once.get(1, "sums"))
+    two = scanned_step("rows", devices=2)
+    record("two", two, **given, replay="once.npz")
+    assert [a.shape for a in Trace("two").get(1, "y_pred", 1)] == [(4, 2)]
+    assert not compare("once.npz", "two.npz").findings
+
+
 def case_errors():
     """Recorded steps are kept; a file that cannot be written does not replace the one before."""
     step = shard_map_step(2)
@@ -385,7 +473,7 @@ def case_errors():
     refused("^key: no array at 'seed' among 0/a/bias, 0/a/kernel", step, **no_key)
     refused("^batch is missing; add it to arguments", step, arguments={"params": 0})
     refused("^opt_state is missing; add it to arguments", step, outputs={"params": 0})
-    refused(r"^keep\('sums'\): 2 calls in a step; keep all at once$", twice)
+    refused(r"^keep\('sums'\): 2 calls in a step; keep what the step adds up", twice)
     no_folder = "^nowhere/x.npz: must be an .npz file in a folder that exists$"
     refused(no_folder, step, name="nowhere/x")
     unknown = "^keep: unknown kind 'grads'; use one of raw, sums"
@@ -395,7 +483,8 @@ def case_errors():
 CASES = {
     "one": [
         *(case_shard_map, case_jit, case_mesh, case_clipping_that_is_not_kept),
-        *(case_rounding_of_products, case_ids, case_weights_of_state, case_errors),
+        *(case_rounding_of_products, case_ids, case_weights_of_state, case_scans),
+        case_errors,
     ],
     "more": [
         *(case_replay, case_pmap, case_carried_state, case_clipping_with_other_optimizers),
