@@ -71,6 +71,15 @@ class Step:
         return self._named[kind]
 
     @functools.cached_property
+    def starts(self) -> list[Named]:
+        """The variables of each copy from which its update starts.
+
+        A script may change them before that, as a first forward pass that initialises weights.
+        """
+        changed = [self.trace.named(self.position, "set", copy) or {} for copy in self.copies]
+        return [own | set_ for own, set_ in zip(self.named("before"), changed, strict=True)]
+
+    @functools.cached_property
     def ends(self) -> list[Named]:
         """The variables of each copy at the end of the step.
 

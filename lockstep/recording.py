@@ -27,7 +27,8 @@ def record(
 
     Args:
         model: in PyTorch what the training calls, a module, also of DDP, FSDP or `fully_shard`; in
-            Keras the model; in JAX the training step, from `jax.jit` or `jax.pmap`.
+            Keras the model, or a list of all that a custom loop trains; in JAX the training step,
+            from `jax.jit` or `jax.pmap`.
         optimizer: in PyTorch one or several that end a step by their method `step`, or None for all
             that update a weight of the model; in Keras the optimizer of a custom loop; in JAX the
             settings, as in {"class": "SGD", "learning_rate": 0.1}.
@@ -61,7 +62,8 @@ def record(
 def _recorder_of(model: Any) -> str:
     """Returns the name of the module that records a model; imports no framework."""
     keras, torch = sys.modules.get("keras"), sys.modules.get("torch")
-    if keras and isinstance(model, keras.Model):
+    several = model if isinstance(model, list | tuple) and model else [model]
+    if keras and all(isinstance(each, keras.Model) for each in several):
         if (backend := keras.backend.backend()) != "tensorflow":
             raise ValueError(
                 f"model: Keras has the backend {backend}; set KERAS_BACKEND=tensorflow to record it"

@@ -176,6 +176,8 @@ def _requirements_of_steps(about: About) -> Iterator[tuple[str, Any, str]]:
     for layer in about.layers:
         texts = [layer.get("name"), layer.get("class"), *layer.get("weights", ())]
         yield "layers", all(isinstance(text, str) for text in texts), "names, classes and weights"
+        is_right = isinstance(layer.get("settings", {}), Mapping)
+        yield "settings in layers", is_right, "names and values"
     counts = about.micro_batches
     yield "micro_batches", len(counts) in (0, len(steps)), "one number for each step"
     modes = about.in_evaluation

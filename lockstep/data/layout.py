@@ -273,6 +273,7 @@ def axes_of_copies(abouts: Sequence[About]) -> list[str]:
     ]  # fmt: skip
 
 
+_UNCHANGED = {"left": "after", "set": "before"}  # Kind of what has changed → since which kind.
 _Place = tuple[str, str, str]  # Position, kind, INDEX and suffix.
 _Held = Mapping[str, Mapping[int, Any]]  # Placement → rank → array of the rank.
 
@@ -290,9 +291,9 @@ def _collected(
             text = about.placements.get(f"{kind}/{index}", "")
             found.setdefault(place, {}).setdefault(text, {})[int(rank)] = array
     for (position, kind, index), by_text in found.items():
-        if kind == "left":  # Ranks whose part did not change after the update.
+        if kind in _UNCHANGED:  # Ranks whose part did not change.
             ranks = {rank for held in by_text.values() for rank in held}
-            for text, held in found.get((position, "after", index), {}).items():
+            for text, held in found.get((position, _UNCHANGED[kind], index), {}).items():
                 kept = {rank: array for rank, array in held.items() if rank not in ranks}
                 by_text[text] = kept | by_text.get(text, {})
     return dict(sorted(found.items()))

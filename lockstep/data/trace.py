@@ -35,8 +35,10 @@ Kinds of arrays of a shard:
 Kinds of arrays of a copy:
 
 - `before`, `after`: all variables. `start`: of a sampled trace, all variables before its first
-  step, whole. `left`: those that the script has changed between the update and
-  the end of the step. `replaced`: the copy's own ones, before those of another trace were loaded.
+  step, whole. `set`: those that the script has changed between the start of the step and the
+  update, as a first forward pass that initialises them. `left`: those that it has changed
+  between the update and the end of the step. `replaced`: the copy's own ones, before those of
+  another trace were loaded.
 - `sums`: gradients received from the all-reduce. `unclipped`: before the last clipping, if any.
   `clipped`: those that the optimizer applies (of a shard if `order` is "clip, reduce").
 """
@@ -55,10 +57,11 @@ from lockstep.numeric.arrays import Array, Named, Rows
 from lockstep.numeric.sampling import Sampled
 
 WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed"
-OF_VARIABLES = ("before", "after", "left", "replaced", "start", "own_before", "own_after")
+_OF_ALL_COPIES = ("before", "set", "after", "left", "replaced", "start")
+OF_VARIABLES = (*_OF_ALL_COPIES, "own_before", "own_after")
 OF_GRADIENTS = ("raw", "removed", "sums", "unclipped", "clipped")
 OF_PASSES = ("added",)  # Gradients of several passes.
-OF_COPIES = ("before", "after", "left", "replaced", "start", "sums", "unclipped")
+OF_COPIES = (*_OF_ALL_COPIES, "sums", "unclipped")
 OF_MODULES = ("module_in", "module_out", "module_in_grad", "module_out_grad")
 CLIP_FIRST, REDUCE_FIRST = "clip, reduce", "reduce, clip"
 
@@ -179,7 +182,8 @@ class About:
             "optimizer", its class, where there are several optimizers.
         layers: for each layer "name", "class" and "weights" (names), and where it has them
             "epsilon", "momentum", "strides", "padding", "dilation", "groups", "rate" (of
-            dropout), "scale_grad_by_freq" (of embeddings) and "synchronized" (BatchNorm).
+            dropout), "scale_grad_by_freq" (of embeddings) and "synchronized" (BatchNorm); further
+            numbers and words of its own in "settings".
         data_layout: "NHWC", "NCHW" or "".
         micro_batches: for each step, the forward passes whose gradients a replica accumulates;
             empty for 1.

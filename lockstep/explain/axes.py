@@ -6,7 +6,9 @@ import numpy as np
 
 from lockstep.answer.text import count
 from lockstep.context import Context
+from lockstep.explain.random_layers import draws
 from lockstep.numeric.arrays import (
+    Array,
     Named,
     dense,
     factor_of,
@@ -50,6 +52,33 @@ def not_reduced(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
                     " not reduced",
                     found,
                 )
+
+
+def unlike_on_axes(pair: StepPair, wrong: Collection[str]) -> str:
+    """Returns a sentence if ranks have different gradients of a weight that each of them holds.
+
+    Each has a summand, which is no multiple of the reference's gradient. Which sum within the
+    backward pass lacks it is not known.
+    """
+    step, mesh = pair.second, pair.second.trace.mesh
+    if any(draws(step, shard) for shard in step.shards):
+        return ""
+    reference = pair.gradients.reference
+    for axis in step.trace.model_axes if mesh else ():
+        ranks = mesh.along(axis, 0) if mesh else []
+        own = [pair.matching.to_first(step.entering(r) or step.applied(r)) for r in ranks]
+        odd = [n for n in wrong if _differs(step, pair.in_second(n), n, ranks, own)]
+        odd = [n for n in odd if all(_is_no_multiple(each[n], reference[n]) for each in own)]
+        if odd:
+            return (
+                f"the ranks along {axis} have different gradients of {count('weight', len(odd))}"
+                " that each of them holds whole: their backward passes lack a sum over it"
+            )
+    return ""
+
+
+def _is_no_multiple(gradient: Array, right: Array) -> bool:
+    return is_far(gradient, factor_of([gradient], [right]) * dense(right), _CLOSE)
 
 
 def _differs(

@@ -7,7 +7,7 @@ import numpy as np
 
 from lockstep.context import Context
 from lockstep.data.trace import STATISTIC
-from lockstep.numeric.arrays import EPS, MARGIN, dense, distance, factor_of, norm
+from lockstep.numeric.arrays import EPS, MARGIN, dense, distance, factor_of, norm, same_bits
 from lockstep.reference import StepPair
 
 _MOST_INNER = 4096
@@ -74,6 +74,34 @@ def local_by_statistics(pair: StepPair) -> str:
     return ""
 
 
+def inference_by_statistics(pair: StepPair) -> str:
+    """Returns a sentence if no moving statistic changes, and all do in the reference; else "".
+
+    Of traces without layers, whose outputs differ.
+    """
+    if any(step.trace.about.layers for step, _ in pair.both):
+        return ""
+    before, first = pair.first.named("before")[0], pair.first.ends[0]
+    names = [n for n in pair.first.of_kind(STATISTIC) if n in before and n in first]
+    names = [n for n in names if before[n].dtype.kind == "f"]
+    own = [n for n in map(pair.in_second, names) if n]
+    starts, ends = pair.second.named("before"), pair.second.ends
+    is_kept = all(
+        name in old and name in new and same_bits(old[name], new[name])
+        for old, new in zip(starts, ends, strict=True)
+        for name in own
+    )
+    if not (own and is_kept) or any(same_bits(before[n], first[n]) for n in names):
+        return ""
+    terms = pair.gradients  # A layer that is not called leaves them, too, and has no gradient.
+    if not all(norm(terms.given[0][n]) for n, own in terms.reference.items() if norm(own)):
+        return ""
+    return (
+        f"none of {len(own)} moving statistics changes, as in inference mode, and in the first"
+        " recording all do"
+    )
+
+
 def _are_of_parts(
     old: Sequence[np.ndarray], new: Sequence[np.ndarray], own: Sequence[Sequence[np.ndarray]]
 ) -> bool:
@@ -115,9 +143,24 @@ def other_settings(pair: StepPair) -> Iterator[tuple[str, str]]:
                         f"{b.get('name')}: {_shown(a, setting)} in the first recording and"
                         f" {_shown(b, setting)} in the second"
                     )
+    yield from _other_numbers(pair)
     for setting, texts in differences.items():
         more = f"; and of {len(texts) - 1} more" if len(texts) > 1 else ""
         yield SETTINGS[setting], f"the {setting} of layers differs: {texts[0]}{more}"
+
+
+def _other_numbers(pair: StepPair) -> Iterator[tuple[str, str]]:
+    """Yields cause and text of further settings, where both scripts have the same layers."""
+    first, second = (step.trace.about.layers for step in (pair.first, pair.second))
+    if [x.get("class") for x in first] != [x.get("class") for x in second]:
+        return
+    for a, b in zip(first, second, strict=True):
+        settings = a.get("settings", {}), b.get("settings", {})
+        for key in settings[0].keys() & settings[1].keys():
+            values = [own[key] for own in settings]
+            if values[0] != values[1] and not _has_no_effect(pair, first, a):
+                text = f"{values[0]} in the first recording and {values[1]} in the second"
+                yield "other_layer_settings", f"the {key} of {b.get('name')} is {text}"
 
 
 def _padded_layers(layers: Sequence[Layer]) -> list[Layer]:

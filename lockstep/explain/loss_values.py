@@ -16,6 +16,8 @@ from lockstep.numeric.arrays import (
 )
 from lockstep.reference import StepPair, common_steps
 
+_CLOSE = 1e-3  # Of numbers that are whole.
+
 
 def agree_in_value(pair: StepPair) -> bool:
     """Returns whether the loss of the whole batch is known in both, and in some form the same.
@@ -56,11 +58,54 @@ def means_of_replicas(pair: StepPair) -> str:
     allowed = pair.tolerance.of_batch
     fits = [
         any(abs(loss - known) <= allowed * abs(known) for loss in losses_of(step))
-        for (step, _), known in zip(pair.both, (whole, mean), strict=True)
+        for step, known in ((pair.first, whole), (pair.second, mean))
     ]
     if not all(fits) or abs(mean - whole) <= 2 * allowed * abs(whole):
         return ""
     return f"the mean of the replicas' means over {', '.join(map(str, counts))} words or examples"
+
+
+def other_penalty(pair: StepPair) -> tuple[str, str] | None:
+    """Returns cause and sentence if a model's penalties count another number of times in the loss.
+
+    Of recordings that have the loss that is differentiated, and each replica's share of the
+    model's penalties beside it, as of outputs of a layer, whose gradient is not known.
+    """
+    kinds, num = {step.kind_of_loss for step, _ in pair.both}, len(pair.second.shards)
+    if kinds != {"objective"} or len(pair.first.shards) > 1 or not pair.has("objective"):
+        return None
+    first, second = (
+        [[float(np.sum(np.float64(a))) for a in arrays] for arrays in step.arrays("objective")]
+        for step in (pair.first, pair.second)
+    )
+    if any(len(arrays) != 2 for arrays in (*first, *second)) or not first[0][1]:
+        return None
+    (whole, penalty), allowed = first[0], pair.tolerance.of_batch
+    total, own = (sum(each[i] for each in second) for i in (0, 1))
+    of_rounding = allowed * (abs(whole) + abs(total)) / abs(penalty)
+    if of_rounding > _CLOSE:
+        return None
+    more = [1 + (share * total - whole) / penalty for share in (1.0, 1 / num)]
+    if any(abs(times - 1) <= of_rounding for times in more):
+        return None
+    shown = f"the penalties of the model's layers are {own:.6g}, and {penalty:.6g} in the first"
+    ratio = own / penalty
+    is_sum = any(abs(ratio - size) <= _CLOSE for size in pair.second.sizes if size > 1)
+    for times in more:
+        if abs(ratio - 1) > _CLOSE:
+            if abs(times - ratio) <= of_rounding and is_sum:
+                return "other_loss_reduction", f"{shown} recording: a sum over examples"
+        elif abs(times - num) <= of_rounding:
+            return "regulariser_repeated", (
+                f"the sum of the replicas' losses contains {times:.4g} times the penalties of the"
+                f" model's layers, {penalty:.6g}"
+            )
+        elif abs(times) <= of_rounding:
+            return "regulariser_missing", (
+                f"the loss lacks the penalties of the model's layers, {penalty:.6g}, which that of"
+                " the first recording contains"
+            )
+    return None
 
 
 def _cross_entropies(step: Context) -> list[tuple[float, int]]:

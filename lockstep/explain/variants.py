@@ -8,8 +8,14 @@ from lockstep.answer.text import count, first_names
 from lockstep.answer.verdict import FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import Trace
-from lockstep.explain.layers import local_by_statistics, num_local_norms, other_settings
-from lockstep.explain.loss_values import agree_in_value
+from lockstep.explain.axes import unlike_on_axes
+from lockstep.explain.layers import (
+    inference_by_statistics,
+    local_by_statistics,
+    num_local_norms,
+    other_settings,
+)
+from lockstep.explain.loss_values import agree_in_value, means_of_replicas, other_penalty
 from lockstep.explain.losses import other_form, weights_of_losses
 from lockstep.explain.pairing import have_equal_outputs, matched_examples
 from lockstep.explain.random_layers import draws, draws_other_numbers, is_random
@@ -43,6 +49,12 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
         if text := other_form(pair):
             others.append(("other_loss", text))
         causes = [(*why, FAULT) for why in others] or causes
+    if not causes and (text := means_of_replicas(pair)):
+        causes = [("mean_of_means", f"the loss is {text}", FAULT)]
+    if not causes and (why := other_penalty(pair)):
+        causes = [(*why, FAULT)]
+    if not causes and (text := unlike_on_axes(pair, wrong)):
+        causes = [("partial_not_reduced", text, FAULT)]
     if not causes:
         num, cause = len(pair.gradients.names), "unexplained"
         text = f"{len(wrong)} of {num} gradients differ, and no known cause explains it"
@@ -127,6 +139,8 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, str]]:
                 " replica apart"
             )
             causes.append(("local_statistics", text, status))
+    if not causes and (text := inference_by_statistics(pair)):
+        causes.append(("inference_mode", text, FAULT))
     if not causes and (text := local_by_statistics(pair)):
         causes.append(("local_statistics", text, FAULT))
     causes += [(cause, text, FAULT) for cause, text in other_settings(pair)]

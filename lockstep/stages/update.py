@@ -64,7 +64,7 @@ def check_update(context: Context) -> Iterator[Finding]:
         yield from _skipped_by_some(context)
         return
     context.mark_checked("update")
-    before, after = context.named("before"), context.named("after")
+    before, after = context.starts, context.named("after")
     updated = weights | oracle.tracks
     watched = [n for n in context.trace.keys if n in updated and all(n in each for each in after)]
     last: tuple[Named, Named] | None = None  # State and gradients of the copy before.
@@ -156,7 +156,7 @@ def _explain(
     context: Context, copy: int, expected: Named, bounds: Named, wrong: Sequence[str]
 ) -> Iterator[Finding]:
     """Explains an update that differs from the optimizer's."""
-    before, after = context.named("before")[copy], context.named("after")[copy]
+    before, after = context.starts[copy], context.named("after")[copy]
     kinds = context.trace.kinds
     if not are_finite(context.applied(copy)):
         text = "a gradient overflows, so that every copy must skip the step, but this copy does not"

@@ -1,5 +1,6 @@
 """Describes models: their variables and their layers."""
 
+import contextlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -29,12 +30,26 @@ class Models(keras.Model):
             raise ValueError(f"several models have {repeated[0]}; give their layers other names")
 
 
+def _numbers_of(layer: keras.Layer) -> dict[str, Any]:
+    """Returns the further settings of a layer that are numbers or words, as a slope or a rank."""
+    known = {"name", "trainable", "dtype", "seed", *LAYER_SETTINGS}
+    config: Mapping[str, Any] = {}
+    if not isinstance(layer, keras.layers.InputLayer):
+        with contextlib.suppress(NotImplementedError):  # Of a layer that cannot be saved.
+            config = layer.get_config()
+    return {
+        key: value for key, value in config.items()
+        if key not in known and isinstance(value, bool | int | float | str)
+    }  # fmt: skip
+
+
 def described_layers(model: keras.Model) -> list[dict[str, Any]]:
     """Returns name, class, weights and settings of the layers without layers in them."""
     return [
         {"name": layer.name, "class": type(layer).__name__}
         | {"weights": [weight.path for weight in layer.weights]}
         | {to: getattr(layer, own) for own, to in LAYER_SETTINGS.items() if hasattr(layer, own)}
+        | {"settings": _numbers_of(layer)}
         for layer in layers_of(model, include_self=False)
         if not layers_in(layer)
     ]

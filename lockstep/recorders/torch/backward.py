@@ -316,6 +316,7 @@ class GradientObserver:
         for index, arrays in (own.step.unclipped or {}).items():
             if [*own.weights][index] in saved:
                 own.put("unclipped", index, arrays)
+        own.save_set({*names} - own.step.updated)
         own.save_gradients("clipped", names, scale)
         own.save_gradients("clipped", saved - {*names})  # A scaler leaves these scaled.
         self.settings[id(optimizer)] = own.variables.groups_of(optimizer)

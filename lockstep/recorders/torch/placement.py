@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.data.trace import OF_VARIABLES
 from lockstep.numeric.sampling import Indices
 from lockstep.recorders.common import require
 from lockstep.recorders.parts import (
@@ -188,7 +189,7 @@ class Placement:
             text = self._text_of_rows(kind, value)
             if kind.startswith("module_"):
                 text = self._text_of_layer(kind, index.partition(":")[2], value, text)
-        elif self.texts and kind in ("before", "after", "left", "replaced", "start"):
+        elif self.texts and kind in OF_VARIABLES:
             variable = [*self.variables.described.values()][index]
             name = variable.get("of", variable["name"])
             is_like = "of" not in variable or value.shape == self.variables.weights[name].shape

@@ -29,6 +29,7 @@ tree_leaves, tree_map_only = (private(_pytree, x) for x in ("tree_leaves", "tree
 iterator_of_loaders = functools.partial(private, dataloader, "_BaseDataLoaderIter")
 num_workers_of, seed_of_workers = _attribute("_num_workers"), _attribute("_base_seed")
 buffers_of = _attribute("_buffers")  # Those of a module itself, in a form to replace them.
+_version = _attribute("_version")  # Of a tensor.
 number_of = _method("_sequence_nr")  # Of a node of the graph: a later one has a larger number.
 _transform = private(private(torch._C, "_functorch"), "peek_interpreter_stack")
 values_of_sparse, indices_of_sparse = _method("_values"), _method("_indices")
@@ -37,6 +38,11 @@ _handle_of, _WRAPPED = _attribute("_handle"), "_fsdp_wrapped_module"
 _mesh_info, _mesh = _attribute("mesh_info"), _attribute("mesh")
 ENGINE = torch.autograd, "_engine_run_backward"  # What `backward` and `grad` call.
 private(*ENGINE)
+
+
+def version_of(weight: Any) -> int:
+    """Returns how often a tensor was changed in place; 0 of a weight in a flat parameter."""
+    return int(_version(weight)) if isinstance(weight, torch.Tensor) else 0
 
 
 def in_transform() -> bool:

@@ -23,6 +23,7 @@ from lockstep.recorders.torch.flat import FlatWeight, modules_of, size_of
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.loaders import observe_loaders
 from lockstep.recorders.torch.modules import Modules
+from lockstep.recorders.torch.private import version_of
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
@@ -213,6 +214,7 @@ class record:
         if self.shards:
             self.shards.begin()
         own.save_variables("before", variables.all())
+        own.step.versions = {name: version_of(p) for name, p in own.weights.items()}
         if self.request.keeps_start and not own.per_step["steps"]:
             own.save_variables("start", variables.all())
 

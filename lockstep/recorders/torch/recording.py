@@ -1,6 +1,6 @@
 """Holds what was seen of the current step, and the arrays of the steps before it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,12 @@ from lockstep.recorders.output import Output
 from lockstep.recorders.parts import SAMPLED, has_rows
 from lockstep.recorders.torch.flat import FlatWeight, modules_of
 from lockstep.recorders.torch.placement import Placement
-from lockstep.recorders.torch.private import indices_of_sparse, uncompiled, values_of_sparse
+from lockstep.recorders.torch.private import (
+    indices_of_sparse,
+    uncompiled,
+    values_of_sparse,
+    version_of,
+)
 from lockstep.recorders.torch.samples import rows_sampled, sample_of
 from lockstep.recorders.torch.values import local, to_array
 from lockstep.recorders.torch.variables import Variables
@@ -26,7 +31,7 @@ PER_STEP = (
 )
 # Kinds that stay as they are when they are saved, and are most of a step.
 _WRITTEN_AT_ONCE = (
-    *("before", "start", "replaced", "added", "unclipped", "clipped", "after", "left"),
+    *("before", "start", "replaced", "set", "added", "unclipped", "clipped", "after", "left"),
 )
 
 
@@ -41,6 +46,7 @@ class Step:
         calls: The calls that make gradients.
         passes: For each forward pass, how its gradients are reduced.
         settings: The groups of the optimizers, in the order in which they ended.
+        versions: Name → how often a weight had been changed in place when the step began.
         updated: Names of the weights that were updated.
         removed: What the script took from gradients between backward passes, by the number of the
             weight with the end of the array's name.
@@ -64,6 +70,7 @@ class Step:
         self.calls, self.passes = list[str](), list[str]()
         self.settings: list[dict[str, Any]] = []
         self.updated = set[str]()
+        self.versions = dict[str, int]()
         self.removed: dict[str, Any] = {}
         self.num_passes, self.in_pass = 0, set[str]()
         self.first_pass: dict[int, dict[str, np.ndarray]] = {}
@@ -188,11 +195,24 @@ class Recording:
         Parts of other ranks may not have changed: those of a whole array are what the update left.
         """
         self.save_variables("left", [*self.variables.of_model(), *self.variables.of_optimizers()])
-        arrays, start = self.step.arrays, f"left/{self.placement.rank}/"
+        self._drop_unchanged("left", "after")
+
+    def save_set(self, names: Collection[str]) -> None:
+        """Saves the weights of these names that the script has changed since the step began."""
+        versions = self.step.versions
+        names = {n for n in names if version_of(self.weights[n]) != versions.get(n)}
+        pairs = [pair for pair in self.variables.of_model() if pair[0]["name"] in names]
+        if versions and pairs:
+            self.save_variables("set", pairs)
+            self._drop_unchanged("set", "before")
+
+    def _drop_unchanged(self, kind: str, since: str) -> None:
+        """Drops the arrays of a kind that are those of another kind."""
+        arrays, start = self.step.arrays, f"{kind}/{self.placement.rank}/"
         changed = set[str]()  # Places of arrays, of which a part of a sample may not have changed.
         for key in [key for key in arrays if key.startswith(start)]:
-            after = arrays.get(f"after/{key.removeprefix('left/')}")
-            if after is not None and after != arrays[key]:  # Not the same array in the file.
+            old = arrays.get(f"{since}/{key.removeprefix(f'{kind}/')}")
+            if old is not None and old != arrays[key]:  # Not the same array in the file.
                 changed.add(key.removeprefix(start).partition("/")[0])
         for key in [key for key in arrays if key.startswith(start)]:
             if key.removeprefix(start).partition("/")[0] not in changed:
