@@ -303,12 +303,13 @@ class _Compared:
     def _until_update(self, pair: StepPair, step: Context) -> Iterator[Finding]:
         """Compares a step up to its gradients; the pair gets the findings."""
         step.compared = pair.findings
-        is_skipped = skips_overflow(pair.first)
-        if is_skipped:  # What overflows is not compared, but what it leaves.
+        is_updated = False
+        if skips_overflow(pair.first):
             self.removed += [f for f in step.findings if f.detail == "not_finite"]
             pair.findings += compare_skipped(pair)
+            is_updated = bool(pair.findings)  # What overflows tells nothing more of it.
         for stage, compare in self._comparisons.items():
-            if is_skipped and stage in _OF_VALUES:
+            if is_updated and stage in _OF_VALUES:
                 continue
             if stage == "forward":
                 widen_bound(pair)
@@ -318,9 +319,9 @@ class _Compared:
     def _add(self, pair: StepPair) -> None:
         """Compares what follows the gradients of a step; the pair gets the findings."""
         self.note = self.note or replaced_start(pair)
-        is_skipped = skips_overflow(pair.first)
+        is_updated = any(f.detail == "overflow_not_skipped" for f in pair.findings)
         for compare in _AFTER_GRADIENTS:
-            pair.findings += compare(pair) if compare in _OF_SKIPPED or not is_skipped else ()
+            pair.findings += compare(pair) if compare in _OF_SKIPPED or not is_updated else ()
         self.divides_later |= pair.is_comparable and divides_what_it_kept(pair)
         self._compare_random_numbers(pair)
         pair.findings = with_modules(pair)

@@ -22,13 +22,14 @@ _CLOSE = 1e-3  # Of numbers that are whole.
 def agree_in_value(pair: StepPair) -> bool:
     """Returns whether the loss of the whole batch is known in both, and in some form the same.
 
-    Scripts report losses in different forms, which do not affect the training.
+    Scripts report losses in different forms, which do not affect the training. Those of steps that
+    overflow are not finite.
     """
-    allowed, losses = (
-        pair.tolerance.of_batch,
-        [losses_of(step) for step in (pair.first, pair.second)],
+    allowed, losses = pair.tolerance.of_batch, [losses_of(s) for s in (pair.first, pair.second)]
+    return any(
+        abs(a - b) <= allowed * abs(a) or not (np.isfinite(a) or np.isfinite(b))
+        for a, b in itertools.product(*losses)
     )
-    return any(abs(a - b) <= allowed * abs(a) for a, b in itertools.product(*losses))
 
 
 def differ_by_replicas(pair: StepPair) -> bool:

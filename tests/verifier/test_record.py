@@ -7,6 +7,7 @@ import types
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import lockstep
 from lockstep.data.file import load
@@ -43,6 +44,25 @@ def test_with_the_command_a_model_of_keras_is_recorded(model, monkeypatch, tmp_p
         fit(model)
     trace = load(tmp_path / "one.npz")
     assert trace.about.framework == "keras" and tuple(trace.steps) == (0,)
+
+
+def test_several_models_of_keras_are_recorded(model, monkeypatch, tmp_path):
+    keras.utils.set_random_seed(0)
+    second = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="second")])
+    sgd = keras.optimizers.SGD()
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(second(model(x)) ** 2)
+        weights = [*model.trainable_variables, *second.trainable_variables]
+        sgd.apply(tape.gradient(loss, weights), weights)
+
+    ask(monkeypatch, tmp_path / "one.npz")
+    with lockstep.record([model, second], sgd) as recorder:
+        recorder.wrap(step)(tf.ones((4, 3)))
+    assert len(load(tmp_path / "one.npz").about.gradients) == 4
+    with pytest.raises(ValueError, match="type list cannot be recorded"):
+        lockstep.record([model, fit])
 
 
 @pytest.fixture
