@@ -14,7 +14,8 @@ from lockstep.answer.verdict import BY_DESIGN, Finding, Verdict, finding_of
 from lockstep.context import Context
 from lockstep.data.trace import STATISTIC, WEIGHT, Trace
 from lockstep.explain.flat_states import flat_states
-from lockstep.explain.pairing import widen_bound
+from lockstep.explain.pairing import shards_with_right_outputs, widen_bound
+from lockstep.explain.random_layers import has_keys
 from lockstep.explain.unseen_gradients import unseen_gradients
 from lockstep.not_checked import (
     ended_early,
@@ -336,10 +337,14 @@ class _Compared:
     def _compare_random_numbers(self, pair: StepPair) -> None:
         """Judges equal random states of replicas, once a step has shown that they are right."""
         self.draws_as_one |= draws_as_one(pair)
+        found = [f for f in pair.second.findings if f.detail == "same_random_numbers"]
         if self.draws_as_one:
-            found = pair.second.findings
-            self.removed += [f for f in found if f.detail == "same_random_numbers"]
+            self.removed += found
             pair.findings += compare_replicas(pair)
+        elif found and has_keys(pair):  # A step may fold in the number of the device.
+            shards = shards_with_right_outputs(pair) - {0}
+            right = {pair.second.trace.name_of("random", shard) for shard in shards}
+            self.removed += [f for f in found if right & {*f.items}]
 
     def _judge_examples(self, pair: StepPair) -> None:
         """Removes equal examples of ranks that may compute parts of one model, rightly."""

@@ -86,6 +86,18 @@ def have_equal_outputs(pair: StepPair) -> bool:
     return 0 < num == sum(pair.second.sizes)
 
 
+def shards_with_right_outputs(pair: StepPair) -> set[int]:
+    """Returns the shards of the second trace of which an example has its right outputs."""
+    if not (pair.computes_the_same and pair.has("data", "y_pred")):
+        return set()
+    return {
+        matched.shard
+        for matched in matched_examples(pair)
+        for a, b in matched.pairs["y_pred"]
+        if any(norm(x) and distance(y, x) <= _EQUAL * norm(x) for x, y in zip(a, b, strict=True))
+    }
+
+
 def widen_bound(pair: StepPair) -> None:
     """Widens the bound of gradients that differ, as far as what is recorded of the step says.
 
