@@ -8,6 +8,7 @@ from lockstep.answer.text import count, first_names
 from lockstep.answer.verdict import FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import Trace
+from lockstep.explain.drawn import OF_MODEL, other_draws
 from lockstep.explain.layers import num_local_norms, other_settings
 from lockstep.explain.loss_values import agree_in_value
 from lockstep.explain.losses import other_form, weights_of_losses
@@ -128,6 +129,8 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, str]]:
     if not causes and not pair.has_same_shards and is_random and not _draw_the_same(pair):
         text = "random layers draw other numbers in the two recordings"
         causes.append(("random_layers", text, NOT_COMPARED))
+    if not causes and (why := other_draws(pair, OF_MODEL)):
+        causes.append((*why[:2], FAULT))
     return causes
 
 

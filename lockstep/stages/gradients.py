@@ -15,6 +15,7 @@ from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.explain.axes import clipped_by_hand, not_reduced, reduced_over_parts
 from lockstep.explain.decays import other_decay
+from lockstep.explain.drawn import noise_in_gradients
 from lockstep.explain.factors import meanings
 from lockstep.explain.given_rows import given_rows
 from lockstep.explain.layers import reordered_rows
@@ -84,6 +85,9 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
             yield from _rounded_apart(pair)
         elif step.clips_sum or not wrong:  # Else, what is applied is what the all-reduce leaves.
             yield from compare_clipping(pair)
+    elif not is_applied and (noise := noise_in_gradients(pair)):
+        stage, (cause, text, items) = noise
+        yield step.found(stage, cause, text, items=items, tensors=pair.gradients.names)
     elif not is_applied and (why := clipped_before_division(pair)):
         yield step.found("clipping", *why, tensors=pair.different_gradients)
     elif not is_applied or _is_hidden(pair):
