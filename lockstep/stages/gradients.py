@@ -514,7 +514,11 @@ def _without_gradient(
             f"the optimizer does not have {len(left_out)} weights, and clears no gradient of them"
         )
         yield step.found("gradients", "not_updated", text, tensors=left_out)
-    if frozen:
+    if frozen and len(frozen) == len(reference) and _has_sums(pair, frozen):
+        text = "what the replicas reduce is not 0, and all gradients are multiplied by 0 before the"
+        text += " update, as by the inverse of a norm that overflows"
+        yield step.found("clipping", "other_clipping", text, tensors=frozen)
+    elif frozen:
         text = f"the gradient of {len(frozen)} weights is 0, and not so in the first recording"
         yield step.found("gradients", "frozen", text, tensors=frozen)
     if not_frozen:
@@ -531,6 +535,13 @@ def _without_gradient(
     for shards, names in groups.items():
         text = f"the gradient of {len(names)} weights is 0 or missing on these replicas only"
         yield step.found("gradients", "frozen", text, items=shards, tensors=names)
+
+
+def _has_sums(pair: StepPair, names: Sequence[str]) -> bool:
+    """Returns whether reduced gradients are recorded, and not 0."""
+    step = pair.second
+    sums = pair.matching.to_first(step.named("sums")[0]) if step.has("sums") else {}
+    return all(name in sums and norm(sums[name]) for name in names)
 
 
 def _reordered(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:
