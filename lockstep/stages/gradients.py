@@ -38,6 +38,7 @@ from lockstep.numeric.arrays import (
     is_far,
     norm,
     ratio,
+    same_bits,
     total_norm,
     unit_of,
 )
@@ -70,6 +71,7 @@ _TELLING = 16  # Elements that tell the dtype in which they were kept.
 _NO_CLIPPING = 1e-6  # Relative; of the factor of a gradient that is not clipped.
 _EPSILON_OF_CLIPPING = 1e-6  # PyTorch divides by the norm and this.
 _CLOSE = 1e-4  # Relative; of solved factors.
+_ROUNDED = 1e-6  # The same, of a factor that is known but for rounding.
 
 
 def compare_gradients(pair: StepPair) -> Iterator[Finding]:
@@ -235,7 +237,8 @@ def _explained(pair: StepPair, *, is_clipped_first: bool) -> Iterator[Finding]:
         yield from _without_raw(pair)
         return
     share, num = _share(pair), len(terms.raw)
-    findings, factors = _sent(pair, terms.raw, share)
+    of_all = {name: terms.given[0][name] / (share * num) for name in _whole(pair)}
+    findings, factors = _sent(pair, [own | of_all for own in terms.raw], share)
     if is_clipped_first or not step.clips_sum:
         yield from findings
         yield from () if is_clipped_first else check_all_reduce(step)
@@ -271,7 +274,8 @@ def _share(pair: StepPair) -> float:
         sent = [(divided, own) for own in (*terms.raw, *filter(None, terms.removed))]
         if pair.tolerance.fits(terms.reference, sent):
             return divided
-    right = [name for name in terms.names if name not in pair.different_gradients]
+    left_out = {*pair.different_gradients, *_whole(pair)}
+    right = [name for name in terms.names if name not in left_out]
     if step.trace.about.reduction or len(terms.raw) < 2 or not right or clips_by_hand(pair):
         return terms.share
     total = {n: np.sum([own[n] for own in terms.raw], axis=0) for n in right}
@@ -279,6 +283,8 @@ def _share(pair: StepPair) -> float:
     times = float(factor[0])
     is_known = bool(known.all()) and times > 0
     is_sum = is_known and pair.tolerance.fits(terms.reference, [(times, total)], right)
+    for usual in (1.0, 1 / len(terms.raw)):
+        times = usual if abs(times - usual) <= _ROUNDED * usual else times
     return times if is_sum else terms.share
 
 
@@ -391,7 +397,8 @@ def _of_sums(
         sent = step.named(step.kind_sent)
         own = applied_without_sum(step, sent) if step.has("sums") else []
         yield from own_gradients(step, own)
-        yield from check_sums(_sums(pair, received, factors), own)
+        whole = map(pair.in_second, _whole(pair))
+        yield from check_sums(_sums(pair, received, factors), [*own, *whole])
         return
     clipped = _sums(pair, received, factors)
     if _are_right(clipped):
@@ -402,6 +409,21 @@ def _of_sums(
     plain = [*check_sums(dataclasses.replace(clipped, factors=factors, is_clipped=False))]
     is_known = not any(found.detail in ("scaled_gradient", "unexplained") for found in plain)
     yield from plain if is_known else check_sums(clipped)
+
+
+def _whole(pair: StepPair) -> list[str]:
+    """Returns the reference's names of gradients that the backward pass sums over ranks of a mesh.
+
+    Of weights that are split over the axes of data, all ranks have what the copies are given.
+    """
+    terms = pair.gradients
+    if not pair.second.trace.mesh or len(terms.raw) < 2:
+        return []
+    return [
+        name
+        for name, given in terms.given[0].items()
+        if norm(given) and all(same_bits(own[name], given) for own in (*terms.raw, *terms.given))
+    ]
 
 
 def _sums(pair: StepPair, received: Sequence[Named], factors: Sequence[float]) -> Sums:
