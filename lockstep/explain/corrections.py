@@ -77,9 +77,9 @@ def _count(settings: Mapping[str, Any], moments: _Moments, which: int) -> int | 
     )
     few = _Moments(weight, first, second, [few_by])
     fitting = [number for number in range(_MOST) if _fits(settings, few, few.by[0], number)]
-    # Updates far from the first have nearly equal corrections.
-    is_known = len(fitting) == 1 and _fits(settings, moments, by, fitting[0])
-    return fitting[0] if is_known else None
+    # Updates far from the first have nearly no correction.
+    is_known = 0 in fitting[:1] or len(fitting) == 1
+    return fitting[0] if is_known and _fits(settings, moments, by, fitting[0]) else None
 
 
 def _fits(settings: Mapping[str, Any], moments: _Moments, by: np.ndarray, number: int) -> bool:
