@@ -355,11 +355,10 @@ def _short_state(update: _Update, updater: RuleOracle, unit: float) -> Named:
     names = [
         n for n in updater.tracks
         if n in after and unit_of(after[n]) == unit
-        and np.count_nonzero(dense(after[n])) >= _TELLING
         and np.all(np.abs(dense(after[n]) - expected[n]) <= unit * np.abs(expected[n]) + TINY)
     ]  # fmt: skip
     old = {n: dense(update.before.get(n, np.zeros_like(dense(after[n])))) for n in names}
-    if not names:
+    if sum(np.count_nonzero(dense(after[n])) for n in names) < _TELLING:
         return {}
     new, moved = (update.variant({n: a + more for n, a in old.items()}) for more in (0.0, 1.0))
     slopes = {n: np.subtract(moved[n], new[n]) for n in names}
