@@ -56,7 +56,7 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
             )
             if _are_of_backward(pair):
                 text = f"{len(wrong)} of {num} gradients differ when the backward pass leaves them;"
-                text += f" the loss, {agree}"
+                text += f" the loss, {agree}{f': {where}' if where else ''}"
                 cause = "other_backward"
         causes.append((cause, text, FAULT))
     return [

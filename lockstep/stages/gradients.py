@@ -67,6 +67,7 @@ FACTORS = (
     *("scaled_gradient", "sum_instead_of_mean", "mean_instead_of_sum", "other_loss_reduction"),
     *("micro_batches_not_averaged", "wrong_count", "loss_scale_left"),
 )
+_OF_ZEROS = "frozen", "sparsified"  # Causes of gradients that are 0 in part.
 _TELLING = 16  # Elements that tell the dtype in which they were kept.
 _NO_CLIPPING = 1e-6  # Relative; of the factor of a gradient that is not clipped.
 _EPSILON_OF_CLIPPING = 1e-6  # PyTorch divides by the norm and this.
@@ -500,6 +501,9 @@ def _sent(
     if left:
         factors = None
         others = _reordered(pair, left) or _by_tensor(pair, raw, right, left)
+        if others and all(each.detail in _OF_ZEROS for each in others):
+            backward = other_settings_of(pair, left, others[0].text)
+            others = backward if backward[0].detail == "other_backward" else others
         findings += others or other_settings_of(pair, left, _part_of(pair, raw, right, left))
     return _measured(pair, findings, wrong, raw, right), factors
 
