@@ -28,7 +28,8 @@ DETAILS = {  # Detail → remedy, in any framework.
     # Random numbers.
     "same_random_numbers": "derive the seed from the rank of the replica",
     "random_numbers_repeated": "advance the generator, or split the key, once per step",
-    "other_random_numbers": "give the ranks of one replica equal seeds where they compute the same",
+    "other_random_numbers": "give ranks equal seeds where the reference draws once for all of them,"
+    " or broadcast what one of them draws",
     "random_layers": "set the rate of random layers to 0 to compare gradients",
     # Examples.
     "same_examples": "give each replica a different part of the batch: shard the data set by"
@@ -207,11 +208,11 @@ MEANINGS = {  # Cause → what it means.
     "ranks_disagree": "Replicas that must be copies have different weights or moving statistics, or"
     " got different sums.",
     "not_finite": "A loss, gradient or weight is NaN or infinite.",
-    "same_random_numbers": "Replicas draw the same random numbers: their dropout masks repeat each"
+    "same_random_numbers": "Replicas draw the same random numbers: their masks or noise repeat each"
     " other.",
     "random_numbers_repeated": "A step draws the random numbers of an earlier one.",
-    "other_random_numbers": "Ranks that compute one replica together draw different random"
-    " numbers.",
+    "other_random_numbers": "Ranks draw other random numbers than the reference, or than those"
+    " with which they compute one replica.",
     "random_layers": "Random layers draw other numbers on each replica than on one device, so that"
     " gradients were not compared.",
     "batch_not_split": "Examples of the batch are on several replicas, or on none.",

@@ -12,10 +12,13 @@ Kinds of arrays of a shard:
 - `random`, `random_after`: states of random number generators before the step and after the forward
   pass (`uint8`); unchanged: not used. `own_random`: the copy's own ones before the first forward
   pass, before those of another trace were loaded.
+- `drawn`, `drawn_inside`: random numbers in the order in which the script drew them, and those
+  that the model drew in its forward passes, as far as the recorder sees them (PyTorch).
 - `shards`: for each forward pass, the number of the part with which each example was computed, if
   the model ran part by part.
 - `y_pred`, `mask`: outputs and masks (shape `()`: none). `y_grad`: gradients of the loss with
-  respect to `y_pred`, where that has a row for each example.
+  respect to `y_pred`, where that has a row for each example. `y_other`: whole numbers and booleans
+  that the model returns beside them, in the same form (PyTorch).
 - `module_in`, `module_out`, `module_out_grad`, `module_in_grad`: first floating-point tensor of a
   module's input and output, of its first call in a forward pass, and the gradients (0 if the loss
   does not use it, absent if none is computed); the index is number of the pass · length of

@@ -172,8 +172,8 @@ def clipped_by_hand(pair: StepPair, *, is_local: bool = False) -> tuple[str, str
         return None
     if not 0 < usual < 1 - _CLOSE or any(is_far(given[n], whole[n], _CLOSE) for n in given):
         return None
-    size = total_norm(whole)
-    factors, parts, copies = list[float](), list[float](), list[float]()
+    factors = list[float]()
+    held, shared = list[Named](), list[Named]()
     for rank in trace.copies:
         own, left = (trace.local(position, each, rank) for each in (kind, "clipped"))
         is_part = {n: np.shape(own[n]) != np.shape(whole[names[n]]) for n in own if n in names}
@@ -181,31 +181,27 @@ def clipped_by_hand(pair: StepPair, *, is_local: bool = False) -> tuple[str, str
             return None
         own = own | {n: given[names[n]] for n, each in is_part.items() if is_added and not each}
         factors.append(_factor_of_all(left, own))
-        for norms, wanted in ((parts, True), (copies, False)):
-            norms.append(total_norm({n: own[n] for n, each in is_part.items() if each is wanted}))
+        held.append({n: own[n] for n, each in is_part.items() if each})
+        shared.append({n: own[n] for n, each in is_part.items() if not each})
     if not all(factor > 0 for factor in factors):
         return None
-    found = usual * size / np.array(factors)  # The norm by which each rank has divided.
-    if not np.any(np.abs(found - size) > _CLOSE * size):
-        return None
-    held = np.hypot(parts, copies)
-    known = {
-        "of the parts that it holds": held,
-        "of all ranks, of which several hold the same": norm(held),
-        "of the parts of all ranks, of which several hold the same": np.hypot(
-            norm(parts), copies[0]
-        ),
-        "that is the mean of those of the ranks": np.mean(held),
-        "that is the sum of those of the ranks, not of squares": np.sum(parts) + copies[0],
-        **{f"of the parts of rank {r}": each for r, each in enumerate(held)},
-    }
-    for text, norms in known.items():
-        if np.all(np.abs(found - norms) <= _CLOSE * found):
-            listed = ", ".join(f"{each:.4g}" for each in dict.fromkeys(found.tolist()))
-            text = f"each rank clips by a norm {text}, {listed}, and not by that of all"
-            return "clipped_by_local_norm", f"{text}, {size:.4g}"
+    norms = np.zeros(len(held))
+    for size_of, noun in ((total_norm, "norm"), (_largest, "largest element")):
+        size = size_of(whole)
+        found = usual * size / np.array(factors)  # The norm by which each rank has divided.
+        if not np.any(np.abs(found - size) > _CLOSE * size):
+            return None
+        parts, copies = (np.array([*map(size_of, own)]) for own in (held, shared))
+        is_largest = size_of is _largest
+        own_norms = np.maximum(parts, copies) if is_largest else np.hypot(parts, copies)
+        norms = norms if is_largest else own_norms
+        for text, each in _known_norms(parts, copies, own_norms, is_largest=is_largest).items():
+            if np.all(np.abs(found - each) <= _CLOSE * found):
+                listed = ", ".join(f"{x:.4g}" for x in dict.fromkeys(found.tolist()))
+                text = f"each rank clips by a {noun} {text}, {listed}, and not by that of all"
+                return "clipped_by_local_norm", f"{text}, {size:.4g}"
     if np.ptp(factors) > _CLOSE * max(factors):
-        norms_left = held * factors
+        norms_left = norms * factors
         is_of_each = np.ptp(norms_left) <= _CLOSE * max(norms_left)
         text = f"each rank clips the parts that it holds to a norm of {norms_left[0]:.4g}"
         return ("clipped_by_local_norm", text) if is_of_each else None
@@ -213,6 +209,35 @@ def clipped_by_hand(pair: StepPair, *, is_local: bool = False) -> tuple[str, str
         return None
     text = f"gradients are multiplied by {usual:.6g} in the first recording"
     return "other_clipping", f"{text} and by {factors[0]:.6g} in the second"
+
+
+def _largest(gradients: Named) -> float:
+    """Returns the size of the largest element of all gradients."""
+    return max((float(np.max(np.abs(dense(g)), initial=0)) for g in gradients.values()), default=0)
+
+
+def _known_norms(
+    parts: np.ndarray, copies: np.ndarray, held: np.ndarray, *, is_largest: bool
+) -> dict[str, np.ndarray]:
+    """Returns the norms by which ranks may divide wrongly, in words.
+
+    Args:
+        parts: of each rank, that of the parts that it holds.
+        copies: that of the weights that it holds as others do.
+        held: that of both.
+        is_largest: whether they are largest elements, which do not add up as squares.
+    """
+    known = {"of the parts that it holds": held}
+    if not is_largest:
+        of_parts = np.hypot(norm(parts), copies[0])
+        known["of all ranks, of which several hold the same"] = np.asarray(norm(held))
+        known["of the parts of all ranks, of which several hold the same"] = of_parts
+    sums = "that is the sum of those of the ranks" + ("" if is_largest else ", not of squares")
+    known |= {
+        "that is the mean of those of the ranks": np.mean(held),
+        sums: np.sum(held) if is_largest else np.sum(parts) + copies[0],
+    }
+    return known | {f"of the parts of rank {r}": each for r, each in enumerate(held)}
 
 
 def _added(pair: StepPair, whole: Named) -> Named:

@@ -8,6 +8,7 @@ from lockstep.explain.loss_values import are_of_whole_batch
 from lockstep.explain.rows import Meaning
 from lockstep.reference import StepPair
 
+_OF_AXES = "sum_instead_of_mean", "mean_instead_of_sum"
 _SHARE = 1e-4  # Relative; of factors that arrays give.
 
 
@@ -36,9 +37,13 @@ def meanings(
     known += _of_weights(pair)
     found: dict[str, str] = {}  # One reason for each cause, the most likely first.
     for factor, cause, reason in known:
-        if factor != 1 and abs(times - factor) < within * abs(factor):
-            found.setdefault(cause, reason)
-    return [Meaning(*each) for each in found.items()]
+        if factor == 1 or abs(times - factor) >= within * abs(factor):
+            continue
+        if cause in _OF_AXES and reason not in found.get(cause, reason):
+            found[cause] += f", or {reason}"  # Replicas and an axis of the model have one size.
+        found.setdefault(cause, reason)
+    ordered = sorted(found.items(), key=lambda each: each[0] == "scaled_gradient")  # Says least.
+    return [Meaning(*each) for each in ordered]
 
 
 Known = tuple[float, str, str]  # Factor, cause, reason.

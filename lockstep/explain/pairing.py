@@ -11,7 +11,7 @@ from lockstep.numeric.arrays import distance, norm, ratio
 from lockstep.reference import StepPair
 from lockstep.step import has_batch_norms
 
-KINDS = ("data", "y_pred", "y_grad")
+KINDS = ("data", "y_pred", "y_grad", "y_other")
 _EQUAL = 1e-5  # Relative difference of outputs in float32 that rounding alone makes.
 _BY_ROUNDING = 3e-5  # Relative difference of outputs.
 Place = tuple[int, int]  # Number of a forward pass, and row.

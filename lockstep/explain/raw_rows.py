@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -251,13 +252,18 @@ def _groups(pair: StepPair, whole: Named, wrong: Sequence[str]) -> list[tuple[fl
     The factor that most tensors have comes first.
     """
     observed = pair.gradients.reference
-    found: dict[float, list[str]] = {}
+    found, few = dict[float, list[str]](), list[str]()
     for name in wrong:
         factor, known = solve(observed, [whole], [name])
         times = float(factor[0])
-        if known.all() and times > 0 and pair.tolerance.fits(observed, [(times, whole)], [name]):
+        if not known.all():
+            few.append(name)
+        elif times > 0 and pair.tolerance.fits(observed, [(times, whole)], [name]):
             near = (f for f in found if abs(f - times) < _CLOSE * f)
             found.setdefault(next(near, times), []).append(name)
+    for name, (times, names) in itertools.product(few, [*found.items()]):
+        if pair.tolerance.fits(observed, [(times, whole)], [name]):
+            names.append(name)
     return sorted(found.items(), key=lambda each: -len(each[1]))
 
 

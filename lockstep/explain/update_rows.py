@@ -13,6 +13,8 @@ from lockstep.explain.rows import Row, computed
 from lockstep.explain.states import with_exchanged_elements
 from lockstep.explain.tensors import SHORT, mixed
 from lockstep.numeric.arrays import (
+    TINY,
+    UNITS,
     Named,
     add_named,
     all_same_bits,
@@ -21,9 +23,12 @@ from lockstep.numeric.arrays import (
     same_bits,
     scaled_all,
     total_norm,
+    unit_of,
 )
 from lockstep.oracles.rules import COUNTERS, IN_GRADIENT, RuleOracle, detail_of
 
+_BETAS = "beta_1", "beta_2"
+_TELLING = 8  # Elements that tell the dtype in which they were kept.
 _LIMITS = ("clipnorm", "global_clipnorm", "max_grad_norm")  # Of norms, in settings of optimizers.
 
 
@@ -96,6 +101,8 @@ def update_rows(
     assert updater is not None
     for cause, text, settings in updater.settings():
         yield update.row(cause, text, **settings)
+    if is_rule:
+        yield from _of_short_numbers(update)
     yield from _of_solved_settings(update)
     if is_rule:
         yield from _of_scaled_gradients(update)
@@ -319,6 +326,45 @@ def _of_replicas(update: _Update) -> Iterator[Row]:
             if replica == update.copy:
                 yield computed(cause, text, own[replica].update, update.before, applied)
             yield computed(cause, text, of_rows)
+
+
+def _of_short_numbers(update: _Update) -> Iterator[Row]:
+    """Yields updates with settings, or with state, that are rounded to 16 bits."""
+    updater = update.context.updater
+    assert isinstance(updater, RuleOracle)
+    rules = [*updater.rules.values()]
+    for name, rounded in SHORT.items():
+        for settings in (_BETAS, (*_BETAS, "learning_rate", "epsilon", "weight_decay")):
+            values = {each: {getattr(rule, each) for rule in rules} for each in settings}
+            if all(len(each) == 1 for each in values.values()):
+                short = {k: float(rounded(np.array([*v]))[0]) for k, v in values.items()}
+                listed = ", ".join(f"{k.replace('_', ' ')} {v:g}" for k, v in short.items())
+                text = f"settings are rounded to {name}: {listed}"
+                yield update.row("reduced_precision", text, **short)
+        if state := _short_state(update, updater, UNITS[name]):
+            text = f"the optimizer state is rounded to {name} in the update"
+            yield update.row("reduced_precision", text, state=state)
+
+
+def _short_state(update: _Update, updater: RuleOracle, unit: float) -> Named:
+    """Returns the state before the update that leaves what is left, if that has been rounded.
+
+    Each element after an update is linear in that before it.
+    """
+    after, expected = update.after, update.expected
+    names = [
+        n for n in updater.tracks
+        if n in after and unit_of(after[n]) == unit
+        and np.all(np.abs(dense(after[n]) - expected[n]) <= unit * np.abs(expected[n]) + TINY)
+    ]  # fmt: skip
+    old = {n: dense(update.before.get(n, np.zeros_like(dense(after[n])))) for n in names}
+    if sum(np.count_nonzero(dense(after[n])) for n in names) < _TELLING:
+        return {}
+    new, moved = (update.variant({n: a + more for n, a in old.items()}) for more in (0.0, 1.0))
+    slopes = {n: np.subtract(moved[n], new[n]) for n in names}
+    if not all(np.all(slope) for slope in slopes.values()):
+        return {}
+    return {n: a + (dense(after[n]) - new[n]) / slopes[n] for n, a in old.items()}
 
 
 def _of_solved_settings(update: _Update) -> Iterator[Row]:

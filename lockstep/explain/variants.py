@@ -9,6 +9,7 @@ from lockstep.answer.verdict import FAULT, NOT_COMPARED, Finding
 from lockstep.context import Context
 from lockstep.data.trace import Trace
 from lockstep.explain.axes import unlike_on_axes
+from lockstep.explain.drawn import OF_MODEL, other_draws
 from lockstep.explain.layers import (
     inference_by_statistics,
     local_by_statistics,
@@ -67,7 +68,7 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
             )
             if _are_of_backward(pair):
                 text = f"{len(wrong)} of {num} gradients differ when the backward pass leaves them;"
-                text += f" the loss, {agree}"
+                text += f" the loss, {agree}{f': {where}' if where else ''}"
                 cause = "other_backward"
         causes.append((cause, text, FAULT))
     return [
@@ -148,6 +149,8 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, str]]:
     if not causes and not pair.has_same_shards and is_random and not _draw_the_same(pair):
         text = "random layers draw other numbers in the two recordings"
         causes.append(("random_layers", text, NOT_COMPARED))
+    if not causes and (why := other_draws(pair, OF_MODEL)):
+        causes.append((*why[:2], FAULT))
     return causes
 
 

@@ -11,6 +11,7 @@ from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
 from lockstep.data.trace import Trace
+from lockstep.explain import drawn
 from lockstep.explain.batches import (
     StepInputs,
     count_rows,
@@ -345,6 +346,9 @@ def compare_examples(others: Mapping[int, Why] | None, pair: StepPair) -> Iterat
             yield pair.second.found("random numbers", "same_random_numbers", text)
         if is_drawn and (text := _augmented_again(pair)):
             yield pair.second.found("random numbers", "random_numbers_repeated", text)
+        elif is_drawn and (other := _drawn_otherwise(pair)):
+            cause, text, items = other
+            yield pair.second.found("random numbers", cause, text, items=items)
         yield pair.second.found(
             "examples", *why, status=BY_DESIGN if why[0] == "sampler_padding" else FAULT
         )
@@ -429,6 +433,17 @@ def _augmented_again(pair: StepPair) -> str:
                 f" {before.number} again; in the first recording they are augmented in another way"
             )
     return ""
+
+
+def _drawn_otherwise(pair: StepPair) -> drawn.Why | None:
+    """Explains examples that are new, on those replicas that have drawn other random numbers."""
+    why = drawn.other_draws(pair, drawn.OF_SCRIPT)
+    if why is None or why[0] == "same_random_numbers":
+        return None
+    known = {row for step, _ in common_steps(pair.first.trace, pair.second.trace)
+             for data in step.data for row in rows_of(data[:1])}  # fmt: skip
+    new = [s for s in pair.second.shards if not {*rows_of(pair.second.inputs(s)[:1])} <= known]
+    return why if new == [*(why[2] or pair.second.shards)] else None
 
 
 def _is_converted_inside(pair: StepPair, cause: str) -> bool:

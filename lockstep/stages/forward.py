@@ -12,7 +12,9 @@ from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.context import Actual, Context
 from lockstep.data.trace import STATISTIC
 from lockstep.explain.axes import order_of_parts
+from lockstep.explain.drawn import drawn_targets, equal_outputs
 from lockstep.explain.loss_values import agree_in_each_step
+from lockstep.explain.own_statistics import own_statistics
 from lockstep.explain.pairing import Matched, Pairs, matched_examples
 from lockstep.explain.random_layers import is_random
 from lockstep.explain.states import other_steps
@@ -204,6 +206,10 @@ def _other_outputs(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Findi
     dtype = max((_computed_in(pair, m.shard) for m in wrong), key=lambda d: UNITS.get(d, 0.0))
     if not causes and limit < far.max() <= MARGIN * UNITS.get(dtype, 0.0):
         causes = [("reduced_precision", f"layers compute in {dtype}", FAULT)]
+    if not causes and (equal := equal_outputs(pair, matched)):
+        causes = [(*equal[:2], FAULT)]
+    if not causes and (local := own_statistics(pair, {m.shard for m in wrong})):
+        causes = [(*local, FAULT)]
     if not causes and all(map(_is_loss, wrong)):
         causes = [("other_loss", "they are the losses of the examples", FAULT)]
     unknown = "equal weights, examples, modes and settings of layers do not give equal outputs"
@@ -258,7 +264,11 @@ def _scaled(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Finding]:
     factors, wrong, far = _factors_of(matched, limit)
     if wrong and (found := [*_scaled_apart(pair, matched, limit)]):
         yield from found
-    elif wrong and (why := _of_own_outputs(matched) or _of_other_weights(pair, matched, limit)):
+    elif wrong and (
+        why := _of_drawn_targets(pair, wrong)
+        or _of_own_outputs(matched)
+        or _of_other_weights(pair, matched, limit)
+    ):
         yield _found(pair, "loss", wrong, *why, distance=far)
     elif wrong:
         text = (
@@ -429,6 +439,26 @@ def _of_own_outputs(matched: Sequence[Matched]) -> tuple[str, str] | None:
         "the gradient of each output is a sum of the outputs of its own replica alone, and in the"
         " first recording of those of others, too: the loss compares the examples of a replica"
     )
+
+
+def _of_drawn_targets(pair: StepPair, wrong: Sequence[Matched]) -> tuple[str, str] | None:
+    """Explains squared errors from random numbers that a script draws, as those of a diffusion."""
+    pairs: Pairs = []
+    for m in wrong:
+        outputs, gradients = (m.pairs[kind] for kind in KINDS_OF_OUTPUTS)
+        if not len(outputs) == len(gradients) == 1:
+            return None
+        (a, b), (of_a, of_b) = outputs[0], gradients[0]
+        firsts = (drawn_targets(pair.first, shard, a, of_a) for shard in pair.first.shards)
+        first = next((each for each in firsts if each is not None), None)
+        second = drawn_targets(pair.second, m.shard, b, of_b)
+        if first is None or second is None:
+            return None
+        pairs.append((first, second))
+    if all(np.array_equal(*each) for each in pairs):
+        return None
+    cause, text = why_targets(pairs, "other_targets")
+    return cause, f"targets are random numbers that the script draws: {text}"
 
 
 def _of_other_weights(

@@ -15,6 +15,7 @@ from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.explain.axes import clipped_by_hand, not_reduced, reduced_over_parts
 from lockstep.explain.decays import other_decay
+from lockstep.explain.drawn import noise_in_gradients
 from lockstep.explain.factors import meanings
 from lockstep.explain.given_rows import given_rows
 from lockstep.explain.layers import reordered_rows
@@ -38,6 +39,7 @@ from lockstep.numeric.arrays import (
     is_far,
     norm,
     ratio,
+    same_bits,
     total_norm,
     unit_of,
 )
@@ -66,10 +68,12 @@ FACTORS = (
     *("scaled_gradient", "sum_instead_of_mean", "mean_instead_of_sum", "other_loss_reduction"),
     *("micro_batches_not_averaged", "wrong_count", "loss_scale_left"),
 )
+_OF_ZEROS = "frozen", "sparsified"  # Causes of gradients that are 0 in part.
 _TELLING = 16  # Elements that tell the dtype in which they were kept.
 _NO_CLIPPING = 1e-6  # Relative; of the factor of a gradient that is not clipped.
 _EPSILON_OF_CLIPPING = 1e-6  # PyTorch divides by the norm and this.
 _CLOSE = 1e-4  # Relative; of solved factors.
+_ROUNDED = 1e-6  # The same, of a factor that is known but for rounding.
 
 
 def compare_gradients(pair: StepPair) -> Iterator[Finding]:
@@ -85,6 +89,9 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
             yield from _rounded_apart(pair)
         elif step.clips_sum or not wrong:  # Else, what is applied is what the all-reduce leaves.
             yield from compare_clipping(pair)
+    elif not is_applied and (noise := noise_in_gradients(pair)):
+        stage, (cause, text, items) = noise
+        yield step.found(stage, cause, text, items=items, tensors=pair.gradients.names)
     elif not is_applied and (why := clipped_before_division(pair)):
         yield step.found("clipping", *why, tensors=pair.different_gradients)
     elif not is_applied or _is_hidden(pair):
@@ -239,7 +246,8 @@ def _explained(pair: StepPair, *, is_clipped_first: bool) -> Iterator[Finding]:
         yield from _without_raw(pair)
         return
     share, num = _share(pair), len(terms.raw)
-    findings, factors = _sent(pair, terms.raw, share)
+    of_all = {name: terms.given[0][name] / (share * num) for name in _whole(pair)}
+    findings, factors = _sent(pair, [own | of_all for own in terms.raw], share)
     if is_clipped_first or not step.clips_sum:
         yield from findings
         yield from () if is_clipped_first else check_all_reduce(step)
@@ -275,7 +283,8 @@ def _share(pair: StepPair) -> float:
         sent = [(divided, own) for own in (*terms.raw, *filter(None, terms.removed))]
         if pair.tolerance.fits(terms.reference, sent):
             return divided
-    right = [name for name in terms.names if name not in pair.different_gradients]
+    left_out = {*pair.different_gradients, *_whole(pair)}
+    right = [name for name in terms.names if name not in left_out]
     if step.trace.about.reduction or len(terms.raw) < 2 or not right or clips_by_hand(pair):
         return terms.share
     total = {n: np.sum([own[n] for own in terms.raw], axis=0) for n in right}
@@ -283,6 +292,8 @@ def _share(pair: StepPair) -> float:
     times = float(factor[0])
     is_known = bool(known.all()) and times > 0
     is_sum = is_known and pair.tolerance.fits(terms.reference, [(times, total)], right)
+    for usual in (1.0, 1 / len(terms.raw)):
+        times = usual if abs(times - usual) <= _ROUNDED * usual else times
     return times if is_sum else terms.share
 
 
@@ -395,7 +406,8 @@ def _of_sums(
         sent = step.named(step.kind_sent)
         own = applied_without_sum(step, sent) if step.has("sums") else []
         yield from own_gradients(step, own)
-        yield from check_sums(_sums(pair, received, factors), own)
+        whole = map(pair.in_second, _whole(pair))
+        yield from check_sums(_sums(pair, received, factors), [*own, *whole])
         return
     clipped = _sums(pair, received, factors)
     if _are_right(clipped):
@@ -406,6 +418,21 @@ def _of_sums(
     plain = [*check_sums(dataclasses.replace(clipped, factors=factors, is_clipped=False))]
     is_known = not any(found.detail in ("scaled_gradient", "unexplained") for found in plain)
     yield from plain if is_known else check_sums(clipped)
+
+
+def _whole(pair: StepPair) -> list[str]:
+    """Returns the reference's names of gradients that the backward pass sums over ranks of a mesh.
+
+    Of weights that are split over the axes of data, all ranks have what the copies are given.
+    """
+    terms = pair.gradients
+    if not pair.second.trace.mesh or len(terms.raw) < 2:
+        return []
+    return [
+        name
+        for name, given in terms.given[0].items()
+        if norm(given) and all(same_bits(own[name], given) for own in (*terms.raw, *terms.given))
+    ]
 
 
 def _sums(pair: StepPair, received: Sequence[Named], factors: Sequence[float]) -> Sums:
@@ -482,6 +509,9 @@ def _sent(
     if left:
         factors = None
         others = _reordered(pair, left) or _by_tensor(pair, raw, right, left)
+        if others and all(each.detail in _OF_ZEROS for each in others):
+            backward = other_settings_of(pair, left, others[0].text)
+            others = backward if backward[0].detail == "other_backward" else others
         findings += others or other_settings_of(pair, left, _part_of(pair, raw, right, left))
     return _measured(pair, findings, wrong, raw, right), factors
 
@@ -518,7 +548,11 @@ def _without_gradient(
             f"the optimizer does not have {len(left_out)} weights, and clears no gradient of them"
         )
         yield step.found("gradients", "not_updated", text, tensors=left_out)
-    if frozen:
+    if frozen and len(frozen) == len(reference) and _has_sums(pair, frozen):
+        text = "what the replicas reduce is not 0, and all gradients are multiplied by 0 before the"
+        text += " update, as by the inverse of a norm that overflows"
+        yield step.found("clipping", "other_clipping", text, tensors=frozen)
+    elif frozen:
         text = f"the gradient of {len(frozen)} weights is 0, and not so in the first recording"
         yield step.found("gradients", "frozen", text, tensors=frozen)
     if not_frozen:
@@ -535,6 +569,13 @@ def _without_gradient(
     for shards, names in groups.items():
         text = f"the gradient of {len(names)} weights is 0 or missing on these replicas only"
         yield step.found("gradients", "frozen", text, items=shards, tensors=names)
+
+
+def _has_sums(pair: StepPair, names: Sequence[str]) -> bool:
+    """Returns whether reduced gradients are recorded, and not 0."""
+    step = pair.second
+    sums = pair.matching.to_first(step.named("sums")[0]) if step.has("sums") else {}
+    return all(name in sums and norm(sums[name]) for name in names)
 
 
 def _reordered(pair: StepPair, wrong: Sequence[str]) -> list[Finding]:

@@ -11,6 +11,7 @@ from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
 from lockstep.context import Context
 from lockstep.explain.average_states import State, why_average
+from lockstep.explain.corrections import other_count
 from lockstep.explain.decays import other_decay
 from lockstep.explain.kept import Change, slots_of
 from lockstep.explain.lost_digits import followed_states, lost_digits
@@ -180,6 +181,9 @@ def _why(
     if why := from_parts(pair, changed, state):
         return why
     if not state:
+        of_state = [x for x in compared if x.slot]
+        if why := other_count(settings[1], weights, of_state):
+            return why
         of_weights = {x.weight: (*changed[x.weight], x.rounding) for x in weights}
         if decay := other_decay(of_weights, "the changes"):
             return decay[:2]

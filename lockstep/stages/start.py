@@ -356,7 +356,9 @@ def _not_restored(pair: StepPair) -> Iterator[Finding]:
             f"{len(lost)} of {num_arrays} arrays of optimizer state are 0 or missing before the"
             " first step, which starts from the weights of the first recording"
         )
-        yield second.found("start", "not_restored", text, tensors=dict.fromkeys(lost))
+        # A training that begins may make the state before its first step.
+        cause = "not_restored" if second.number else "other_initial_state"
+        yield second.found("start", cause, text, tensors=dict.fromkeys(lost))
     elif kind == "replaced" and not second.number:
         known = pair.rules()  # What another optimizer keeps may be of each replica.
         unlike = {name for name, *_ in second.unlike_first(kind)}
@@ -459,6 +461,11 @@ def _why_start(pair: StepPair, kind: str, names: Sequence[str]) -> Why:
         names: names in the first recording of the variables that differ.
     """
     first, second = pair.states("before", kind)
+    text = f"{len(names)} of {len(first)} variables have other initial values"
+    if not any(pair.first.trace.kinds[name] == WEIGHT for name in names):
+        if all(_is_copy(pair.first, first[name]) for name in names):
+            text += ": in the first recording, they are copies of weights"
+        return "other_initial_state", text
     for name in names:
         a, b = float(np.std(first[name])), float(np.std(second[name]))
         if np.size(first[name]) >= _LARGE and abs(b - a) > _OTHER_SPREAD * max(a, b):
@@ -467,8 +474,13 @@ def _why_start(pair: StepPair, kind: str, names: Sequence[str]) -> Why:
                 f" distribution: {name} has standard deviation {a:.4g} in the first recording and"
                 f" {b:.4g} in the second"
             )
-    text = f"{len(names)} of {len(first)} variables have other initial values"
     if all(not norm(first[name]) or not norm(second[name]) for name in names):
         return "other_initialiser", f"{text}: zero in one recording"
-    are_weights = any(pair.first.trace.kinds[name] == WEIGHT for name in names)
-    return "other_initial_weights" if are_weights else "other_initial_state", text
+    return "other_initial_weights", text
+
+
+def _is_copy(step: Context, array: np.ndarray) -> bool:
+    """Returns whether an array is equal to a weight before the step, as an average at its start."""
+    before = step.named("before")[0]
+    weights = (before[name] for name in step.of_kind(WEIGHT) if name in before)
+    return bool(norm(array)) and any(same_bits(each, array) for each in weights)

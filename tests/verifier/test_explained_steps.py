@@ -7,6 +7,7 @@ import pytest
 
 from lockstep.comparison import compare_traces
 from lockstep.data.trace import About, Trace, Variable
+from tests.verifier.script_samples import Script, in_bfloat16
 
 RANDOM = np.random.default_rng(7)
 WEIGHT, GRADIENT = RANDOM.normal(size=(2, 8, 6)).astype(np.float32)
@@ -680,3 +681,41 @@ def test_state_that_shows_which_passes_count(power):
     assert in_state(np.array([1, 0, 1]), power)[:1] == ["lost_micro_batch"]
     assert in_state(np.array([3, 2, 1]), power)[:1] == ["repeated_gradient"]
     assert in_state(1.0, power, noise=1.0)[:1] == ["unexplained"]
+
+
+# --- Numbers that are rounded to 16 bits in an update --------------------------------------------
+
+
+def adam_with(round_state=lambda a: a, round_setting=lambda x: x):
+    """Returns the update of Adam in which state, or settings, are rounded."""
+
+    def update(script, weights, gradients, state):
+        settings = {k: round_setting(v) for k, v in script.settings.items()}
+        betas = settings["beta_1"], settings["beta_2"]
+        for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
+            first, second, number = state[3 * i : 3 * i + 3]
+            number += 1
+            first[:] = round_state(betas[0] * first + (1 - betas[0]) * gradient)
+            second[:] = round_state(betas[1] * second + (1 - betas[1]) * gradient**2)
+            left = [1 - beta ** float(number) for beta in betas]
+            root = np.sqrt(second / left[1]) + settings["epsilon"]
+            weight -= np.float32(settings["learning_rate"] / left[0]) * first / root
+
+    return update
+
+
+@pytest.mark.parametrize(
+    ("given", "detail"),
+    [
+        ({}, set()),
+        ({"round_state": in_bfloat16}, {"reduced_precision"}),
+        ({"round_setting": lambda x: float(in_bfloat16(x))}, {"reduced_precision"}),
+        ({"round_state": lambda a: a * np.float32(1.002)}, {"unexplained"}),
+    ],
+)
+def test_an_update_with_rounded_numbers(given, detail):
+    own = {"optimizer": "Adam", "settings": {"learning_rate": 0.03, "epsilon": 1e-4}}
+    first = Script(**own)
+    second = Script(replicas=2, replay=first, update=adam_with(**given), **own)
+    *_, verdict = compare_traces([first.trace(), second.trace("two.npz")], {}).values()
+    assert {finding.detail for finding in verdict.faults} == detail

@@ -23,6 +23,7 @@ from lockstep.recorders.torch.values import (
     random_states,
     take,
     to_array,
+    whole_numbers,
     with_rows,
 )
 
@@ -237,6 +238,8 @@ class ForwardObserver:
         if not outputs and (own.placement.dims["outputs"] or not (mesh and mesh.model)):
             outputs = self.of_last_layer  # On a mesh, it may be a part, of which nothing is known.
         self._save_outputs(outputs)
+        if outputs and not (own.sample or mesh):
+            own.add("y_other", whole_numbers(output, self.num_rows))
         inverse, self.inverse = self.inverse, None
         return output if inverse is None else take(output, inverse, len(inverse))
 

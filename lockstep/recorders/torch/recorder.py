@@ -19,6 +19,7 @@ from lockstep.recorders.common import (
 from lockstep.recorders.notes import Notes
 from lockstep.recorders.output import Output
 from lockstep.recorders.torch.backward import GradientObserver
+from lockstep.recorders.torch.drawn import DrawObserver
 from lockstep.recorders.torch.flat import FlatWeight, modules_of, size_of
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.loaders import observe_loaders
@@ -133,6 +134,7 @@ class record:
         self.gradients = GradientObserver(
             own, self.forward, self._begin, self._end_step, self._prepare
         )
+        self.draws = None if shards else DrawObserver(own)
         self.has_hooks, self.counters = False, Hooks()
         self.notes = Notes(lambda: own.is_updated)
         self.loader_seeds = list[int]()
@@ -191,6 +193,8 @@ class record:
             self.has_hooks = True
             self.forward.install()
             self.gradients.install()
+            if self.draws:
+                self.draws.install()
 
     def _prepare(self) -> None:
         """Installs the hooks of the next step, whose first forward pass is too late for it."""
@@ -248,6 +252,7 @@ class record:
         own.is_updated = False
         own.variables.end_step()
         self._start_step()
+        own.step.drawn, own.next_drawn = own.next_drawn, []
 
     # The file.
 

@@ -1,7 +1,8 @@
 """Holds what was seen of the current step, and the arrays of the steps before it."""
 
+import collections
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,14 @@ _WRITTEN_AT_ONCE = (
 )
 
 
+class Drawn(NamedTuple):
+    """Random numbers that were drawn: their kind, a copy, and the tensor, while the step lasts."""
+
+    kind: str
+    array: np.ndarray
+    tensor: Tensor
+
+
 class Step:
     """What was seen of a step since its begin, or since GradScaler skipped its update.
 
@@ -61,6 +70,7 @@ class Step:
         loss_scale, scale: Of the step, and of the loss that is computed now.
         unscaled: Names of the weights whose gradients are no longer scaled.
         was_called, is_evaluated: Whether the model was called, and in evaluation mode.
+        drawn: The random numbers that were drawn, each with its kind; None if they are too many.
     """
 
     def __init__(self) -> None:
@@ -80,6 +90,7 @@ class Step:
         self.loss_scale = self.scale = 1.0
         self.unscaled = set[str]()
         self.was_called = self.is_evaluated = False
+        self.drawn: list[Drawn] | None = []
 
     def scale_of(self, name: str) -> float:
         """Returns the factor of the gradient of a weight."""
@@ -115,6 +126,7 @@ class Recording:
         shapes: "KIND/INDEX" → shape of the whole array, if it is sampled.
         per_step: Key of the description → a value for each recorded step.
         computed_in: 16-bit dtype of the layers.
+        next_drawn: As those of a step, drawn since the last update.
     """
 
     def __init__(
@@ -138,6 +150,7 @@ class Recording:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.per_step: dict[str, list[Any]] = {key: [] for key in PER_STEP}
         self.computed_in = ""
+        self.next_drawn: list[Drawn] | None = []
 
     def forget(self) -> None:
         """Forgets what was seen of the step."""
@@ -300,10 +313,18 @@ class Recording:
         )
         for key, value in zip(PER_STEP, noted, strict=True):
             self.per_step[key].append(value)
+        self._add_drawn()
         for key, array in step.arrays.items():
             # The index of an array of a module is known at the end.
             is_of_module = ":" in key and not isinstance(array, Member)
             self.output.put(f"{position}/{key}", self.output.add(array) if is_of_module else array)
+
+    def _add_drawn(self) -> None:
+        """Adds the random numbers of the step to its arrays."""
+        numbers = collections.Counter[str]()
+        for kind, array, _ in self.step.drawn or ():
+            self.put(kind, numbers[kind], {"": array})
+            numbers[kind] += 1
 
     def note_modes(self) -> None:
         """Notes the layers that are in evaluation mode."""

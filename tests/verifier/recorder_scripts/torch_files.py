@@ -47,7 +47,7 @@ def case_format():
     check_about(trace.about)
     kinds = {key.split("/")[1] for key in trace.arrays}
     expected = {"data", "random", "random_after", "loss", "raw", "clipped", "before", "after"}
-    assert kinds == {*expected, "y_pred", "y_grad"}
+    assert kinds == {*expected, "y_pred", "y_grad", "drawn"}
     assert {key.split("/")[0] for key in trace.arrays} == {"1", "2"}
     check_arrays(trace)
     verdict = compare("format.npz")
@@ -101,6 +101,42 @@ def check_arrays(trace):
     assert "0.weight/step" not in before and after["0.weight/step"] == 1
     assert trace.kind("before", 2)["0.weight/step"] == 2
     assert (before["1.num_batches_tracked"], after["1.num_batches_tracked"]) == (0, 1)
+
+
+def case_drawn():
+    """Random numbers are recorded in their step, and so are whole numbers of outputs."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            mask = torch.rand(len(x), 3) > 0.5
+            return self.layer(x * mask + torch.empty(3).normal_()), mask, len(x)
+
+    original, method = torch.rand, torch.Tensor.normal_
+    model, drawn = Masked(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record_torch.record("drawn.npz", model, optimizer, steps=2):
+        for _ in range(3):
+            drawn.append(torch.randn(4, 3))
+            x = drawn[-1].clone()
+            drawn[-1] = x.clone()
+            output, _, _ = model(x)
+            optimizer.zero_grad()
+            output.square().mean().backward()
+            optimizer.step()
+            next(iter(torch.utils.data.DataLoader(x)))  # Its seed is none of the script.
+    assert torch.rand is original and torch.Tensor.normal_ is method
+    trace = Trace("drawn")
+    for step in (0, 1):
+        own = trace.kind("drawn", step)
+        assert [*own] == ["0"] and np.array_equal(own["0"], drawn[step].numpy())
+        inside = trace.kind("drawn_inside", step)
+        assert [inside[key].shape for key in ("0", "1")] == [(4, 3), (3,)]
+        masks = trace.kind("y_other", step)
+        assert [*masks] == ["0"] and np.array_equal(masks["0"], inside["0"] > 0.5)
 
 
 def case_bits():
