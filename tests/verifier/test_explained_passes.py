@@ -134,7 +134,9 @@ def test_layers_that_normalise_the_examples_of_each_replica():
     assert details(first, normalised(whole * 2, INPUTS)) == []
     outputs = INPUTS + np.arange(5)
     assert details(first, normalised(own, outputs, GRADIENT + OLD))[0] == "local_statistics"
-    other = [(mean, 2 * variance) for mean, variance in own]
+    other = [(mean, 2 * variance) for mean, variance in own]  # The means tell who shares them.
+    assert details(first, normalised(other, outputs, GRADIENT + OLD))[0] == "diverged_replicas"
+    other = [(2 * mean, 2 * variance) for mean, variance in own]
     assert details(first, normalised(other, outputs, GRADIENT + OLD))[0] == "other_outputs"
 
 
