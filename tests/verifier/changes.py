@@ -183,6 +183,11 @@ def unless_overflow(script, weights, gradients, state):
         UPDATES[script.optimizer](script, weights, gradients, state)
 
 
+def always(script, weights, gradients, state):
+    """Skips no step."""
+    UPDATES[script.optimizer](script, weights, gradients, state)
+
+
 OVERFLOW = {"gradient": overflow, "update": unless_overflow}
 
 

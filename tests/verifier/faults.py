@@ -180,7 +180,8 @@ FAULTS = {
     "another gradient beside an overflow": (OVERFLOW, {"gradient": lambda s, r, g:
         [overflow(s, r, g)[0], g[1] * np.float32(1 + 0.5 * (len(s.states) == 2))]},
         "gradients: unexplained"),
-    "an overflow that only the reference skips": (OVERFLOW, {}, "update: overflow_not_skipped"),
+    "an overflow that only the reference skips": (OVERFLOW, {"update": always},
+        "update: overflow_not_skipped"),
     "an overflow that replica 1 applies": (OVERFLOW,
         edit(lambda array: array * np.float32(np.nan), "after", 1, (0, 1), 2),
         "update: overflow_not_skipped"),
