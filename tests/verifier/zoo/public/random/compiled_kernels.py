@@ -1,10 +1,10 @@
 """A transformer block compiled by inductor rounds otherwise, and draws its own dropout masks.
 
-reference = "pytorch/pytorch#179575, pytorch/pytorch#109925"
+reference = "pytorch/pytorch#179575"
 date = "2026-04"
 framework = "torch"
 modules = true
-note = "Needs a C++ compiler. The right program is compiled, with random numbers as in eager mode."
+note = "Needs a C++ compiler; the report is of rounding alone, its month not sure."
 
 [wrong]
 "inductor draws the masks" = ["other_outputs"]
