@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lockstep.answer.text import count
-from lockstep.answer.verdict import BY_DESIGN, FAULT, Finding
+from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.explain.axes import clipped_by_hand, not_reduced, reduced_over_parts
 from lockstep.explain.decays import other_decay
 from lockstep.explain.drawn import noise_in_gradients
@@ -268,6 +268,9 @@ def _explained(pair: StepPair, *, is_clipped_first: bool) -> Iterator[Finding]:
         ]
         found = [each for each in found if not (parts and each.detail == "unexplained")] + parts
     found = _reduced_inside(pair, found, right)
+    if not step.trace.about.reduction and any(f.status == NOT_COMPARED for f in findings):
+        # Nothing says by which factor a script should add what random layers change.
+        found = [each for each in found if each.detail not in FACTORS]
     kept = findings if is_of_sent or not found else [f for f in findings if f.detail not in FACTORS]
     yield from (*kept, *found)
 

@@ -87,6 +87,9 @@ FAULTS = {
     "other seeds": ({}, seeds(lambda at, r, later: [at + later, r]), ""),
     "unused seeds": ({}, seeds(lambda at, r, later: [at, 0]), ""),
     "random layers": (DROPOUT, {"gradient": apart}, "gradients: random_layers?"),
+    "random layers, and sums by hand": (DROPOUT,
+        {**SUMMED, "gradient": lambda s, r, g: [apart(s, r, [a, a])[0] / 2 for a in g],
+         "about": {"reduction": ""}}, "gradients: random_layers?"),
     # All-reduce.
     "bypassed": ({}, {"reduce": None}, "all-reduce: not_all_reduced"),
     "bypassed and clipped": ({}, {"reduce": None, "clip": clip}, "all-reduce: not_all_reduced"),
