@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +54,7 @@ class Result:
     Attributes:
         trained: name of a weight → whether one of its gradients is not 0.
         idle: number of a step of which nothing can be verified → why.
-        exact: for each checked step, the shards that are bitwise those of one device.
+        exact: position of a step → the shards that are bitwise those of one device.
     """
 
     findings: list[Finding] = dataclasses.field(default_factory=list)
@@ -63,7 +63,7 @@ class Result:
     tolerances: set[str] = dataclasses.field(default_factory=set)
     trained: dict[str, bool] = dataclasses.field(default_factory=dict)
     idle: dict[int, str] = dataclasses.field(default_factory=dict)
-    exact: list[frozenset[int]] = dataclasses.field(default_factory=list)
+    exact: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
 
 class Proven(NamedTuple):
@@ -71,11 +71,11 @@ class Proven(NamedTuple):
 
     Attributes:
         trace: its trace.
-        exact: for each step, such shards; see `Context.exact`.
+        exact: position of a step → such shards; see `Context.exact`.
     """
 
     trace: Trace
-    exact: Sequence[frozenset[int]]
+    exact: Mapping[int, frozenset[int]]
 
 
 def check(
@@ -200,7 +200,7 @@ def check_step(
         result.idle[context.number] = "; ".join(idle)
     result.findings += context.findings
     result.measurements += context.measurements
-    result.exact.append(context.exact)
+    result.exact[position] = context.exact
     if context.exact:
         result.tolerances.add(BITWISE)
     if context.uses_float64:
@@ -262,7 +262,7 @@ def _proven_shards(context: Context, other: Proven) -> Iterator[int]:
     step = Step(other.trace, context.position)
     if other.trace.steps != context.trace.steps or sum(step.sizes) != sum(context.sizes):
         return
-    for shard in other.exact[context.position]:
+    for shard in other.exact.get(context.position, ()):
         if (
             shard in context.shards
             and all_same_bits(context.state(shard), step.state(shard))

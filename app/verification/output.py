@@ -60,7 +60,7 @@ class Run:
         common_facts: what it has about all compared trainings.
         diverged_step: the first step, from 1, after which a loss or a variable is not finite; 0
             for none.
-        exact: for each step, the shards that are bitwise those of one device.
+        exact: position of a step → the shards that are bitwise those of one device.
     """
 
     verdict: Verdict
@@ -71,7 +71,7 @@ class Run:
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     common_facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     diverged_step: int = 0
-    exact: Sequence[frozenset[int]] = ()
+    exact: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

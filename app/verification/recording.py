@@ -7,7 +7,7 @@ Processes send `("step", n)`, first for each recorded and then for each checked 
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from app.devices import device_setup
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
 
 Send = Callable[[tuple], None]
 RECORDED = ("recorded",)  # Message: the trace is on disk.
-Checked = tuple[pathlib.Path, Sequence[frozenset[int]]]  # A trace, and its `Run.exact`.
+Checked = tuple[pathlib.Path, Mapping[int, frozenset[int]]]  # A trace, and its `Run.exact`.
 _LOSS_SCALE = "optimizer/loss_scale"  # Variable of the optimizer, with gradients in float16.
 
 

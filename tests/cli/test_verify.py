@@ -108,11 +108,11 @@ def test_what_has_the_bits_of_a_checked_training_is_not_computed_again(clean, ki
             if of == "data" and kind == "total" and item == 1:
                 arrays = [array[:-1] for array in arrays]
             changed.put(0, of, item, arrays)
-    proven = [Proven(manual, [frozenset({0, 1})] * 3)]
+    proven = [Proven(manual, {0: frozenset({0, 1})})]
     right = {"": {0, 1}, "total": set()}.get(kind, {0})
     assert exact_shards(Context(changed, 0, oracle), proven) == right
     assert len(oracle.asked) == 2 - len(right)
-    assert not exact_shards(Context(changed, 0, oracle), [Proven(manual, [frozenset()] * 3)])
+    assert not exact_shards(Context(changed, 0, oracle), [Proven(manual, {})])
 
 
 def test_the_record_holds_every_number(clean):
