@@ -48,6 +48,7 @@ from lockstep.stages.modules import with_modules
 from lockstep.stages.random_numbers import (
     compare_drawn,
     compare_keys,
+    compare_repeated,
     compare_replicas,
     draws_as_one,
 )
@@ -337,6 +338,7 @@ class _Compared:
     def _compare_random_numbers(self, pair: StepPair) -> None:
         """Judges equal random states of replicas, once a step has shown that they are right."""
         self.draws_as_one |= draws_as_one(pair)
+        pair.findings += compare_repeated(pair)
         found = [f for f in pair.second.findings if f.detail == "same_random_numbers"]
         if self.draws_as_one:
             self.removed += found

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from lockstep.answer.verdict import NOT_COMPARED, Finding
 from lockstep.context import Context
-from lockstep.data.trace import SEED
+from lockstep.data.trace import SEED, STATE
 from lockstep.explain.pairing import have_equal_outputs
 from lockstep.explain.random_layers import (
     draws,
@@ -79,20 +79,49 @@ def _looks_at_number(context: Context, shard: int, seed: str) -> bool:
 
 def _repeated(context: Context) -> Iterator[Finding]:
     """Finds steps that draw the same numbers as an earlier one."""
+    for earlier, shard in _equal_states(context):
+        if not _may_count(earlier):
+            yield _repeats(context, earlier, shard)
+
+
+def compare_repeated(pair: StepPair) -> Iterator[Finding]:
+    """Finds steps whose key is that of an earlier one, and is not in the reference."""
+    known = {earlier.number for earlier, _ in _equal_states(pair.first)}
+    for earlier, shard in _equal_states(pair.second):
+        if _may_count(earlier) and earlier.number not in known:
+            yield _repeats(pair.second, earlier, shard)
+
+
+def _equal_states(context: Context) -> Iterator[tuple[Context, int]]:
+    """Yields each earlier step, and a shard that draws from equal states in both."""
     for position in range(context.position):
         earlier = Context(context.trace, position)
         for shard in context.shards:
-            if not (draws(earlier, shard) and draws(context, shard)):
-                continue
-            context.mark_checked("random numbers")
-            states = [own_states(each, shard) for each in (earlier, context)]
-            if states[0] and same_arrays(*states):
-                text = (
-                    f"step {context.number} starts from the random state of step {earlier.number}"
-                )
-                yield context.found(
-                    "random numbers", "random_numbers_repeated", text, items=(shard,)
-                )
+            if draws(earlier, shard) and draws(context, shard):
+                context.mark_checked("random numbers")
+                states = [own_states(each, shard) for each in (earlier, context)]
+                if states[0] and same_arrays(*states):
+                    yield earlier, shard
+
+
+def _may_count(context: Context) -> bool:
+    """Returns whether a step may draw by its number beside the key that its script passes.
+
+    A whole number in its state then counts the steps.
+    """
+    if context.trace.about.layers or context.has("random_after"):
+        return False
+    before, after = (context.named(kind)[0] for kind in ("before", "after"))
+    return any(
+        before[name].dtype.kind in "iu" and not same_bits(before[name], after[name])
+        for name in context.of_kind(STATE)
+        if name in before and name in after
+    )
+
+
+def _repeats(context: Context, earlier: Context, shard: int) -> Finding:
+    text = f"step {context.number} starts from the random state of step {earlier.number}"
+    return context.found("random numbers", "random_numbers_repeated", text, items=(shard,))
 
 
 def compare_drawn(pair: StepPair) -> Iterator[Finding]:

@@ -405,27 +405,27 @@ def _replaced(pair: StepPair) -> Iterator[Finding]:
         cause, text = _why_start(pair, "replaced", unlike)
         text += ", before replay= replaced them"
         yield pair.second.found("start", cause, text, kind="before", tensors=unlike)
-    elif of_copies := _constants_apart(pair):
+    elif of_copies := _buffers_apart(pair):
         items = sorted({copy for own in of_copies.values() for copy in own})
-        text = f"{count('constant', len(of_copies))} of these replicas have other values than"
-        text += " those of replica 0, before replay= replaced them"
+        text = f"{count('array', len(of_copies))} beside the weights start from other values on"
+        text += " these replicas than on replica 0, before replay= replaced them"
         yield pair.second.found(
             "start", "diverged_replicas", text, kind="before", items=items, tensors=of_copies
         )
 
 
-def _constants_apart(pair: StepPair) -> dict[str, list[int]]:
-    """Returns name → copies with other values of arrays beside the weights that no step changes."""
-    second, (before, after) = pair.second, (pair.first.named(k)[0] for k in ("before", "after"))
-    constants = {
-        pair.in_second(name)
-        for name in pair.first.of_kind(STATISTIC)
-        if name in before and name in after and same_bits(before[name], after[name])
-    }
+def _buffers_apart(pair: StepPair) -> dict[str, list[int]]:
+    """Returns name → copies with other initial values of arrays beside weights and state."""
+    second = pair.second
     if second.trace.model_axes:  # Ranks of one replica have parts.
         return {}
-    unlike = second.unlike_first("replaced")
-    return {name: copies for name, copies, far in unlike if name in constants and far > _DRIFT}
+    return {
+        name: copies
+        for name, copies, far in second.unlike_first("replaced")
+        if second.trace.kinds[name] == STATISTIC
+        and far > _DRIFT
+        and not _is_changed_before(second, name)
+    }
 
 
 def _is_changed_before(step: Context, name: str) -> bool:

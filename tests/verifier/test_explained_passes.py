@@ -218,3 +218,27 @@ def test_weights_that_a_script_sets_before_its_update():
     assert [f.detail for f in compare_traces([found], {})["one.npz"].faults]
     found.put(0, "set", 0, [OLD])
     assert not compare_traces([found], {})["one.npz"].faults
+
+
+def keyed(keys, *, counts=True):
+    """Returns the steps of a script of JAX that passes a key, and state that may count them."""
+    variables = Variable("w", "weight"), Variable("count", "optimizer state")
+    found = Trace(About("jax", 1, steps=(0, 1), variables=variables, gradients=("w",)))
+    for step, key in enumerate(keys):
+        for kind, number in (("before", step), ("after", step + 1)):
+            state = [GRADIENT * np.float32(1 - number), np.int32(number * counts)]
+            found.put(step, kind, 0, state)
+        found.put(step, "random", 0, [np.array([0, key], np.uint32).view(np.uint8)])
+        found.put(step, "loss", 0, [np.float32(1)])
+    return found
+
+
+def test_a_key_may_stay_where_a_step_counts():
+    assert not details(keyed([3, 4]), keyed([3, 4]))
+    assert details(keyed([3, 4]), keyed([3, 3])) == ["random_numbers_repeated"]
+    assert not details(keyed([3, 3]), keyed([3, 3]))  # It may fold in the number of the step.
+    fixed = keyed([3, 3], counts=False)
+    assert details(fixed, fixed) == ["random_numbers_repeated"]
+    for each, found in ((keyed([3, 3]), 0), (fixed, 1)):
+        verdicts = compare_traces([each], {}).values()
+        assert [f.detail for v in verdicts for f in v.faults] == ["random_numbers_repeated"] * found

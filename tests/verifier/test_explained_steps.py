@@ -515,12 +515,13 @@ def test_state_that_replay_replaces_is_compared_on_each_copy(name, far):
         assert details(first, second)[:1] == causes[far]
 
 
-def test_statistics_that_steps_change_may_start_apart():
+@pytest.mark.parametrize("apart", [0, 1])
+def test_statistics_that_steps_change_start_equal(apart):
     states = {"w": WEIGHT, "constant": OLD}, {"w": WEIGHT - GRADIENT, "constant": OLD + OLD}
     first, second = trace(*states), trace(*states, replicas=2, replayed="one.npz")
     for copy in (0, 1):
-        second.put(0, "replaced", copy, [WEIGHT, OLD + np.float32(copy)])
-    assert "diverged_replicas" not in details(first, second)
+        second.put(0, "replaced", copy, [WEIGHT, OLD + np.float32(copy * apart)])
+    assert details(first, second) == ["diverged_replicas"] * apart
 
 
 def test_a_divisor_that_is_a_number_of_examples_is_no_loss_scale():
