@@ -152,9 +152,18 @@ class ThreadAsProcess:
 
 @contextlib.contextmanager
 def calls_here(prepare):
-    """Replaces `prepared_calls`."""
+    """Replaces `prepared_calls`; one call runs after another, as threads share Keras' seed."""
+    turn = threading.Lock()
     with contextlib.ExitStack() as stack:
-        yield lambda *call: stack.enter_context(ThreadAsProcess(*call))
+
+        def start(function, *arguments):
+            def run_alone(channel, *arguments):
+                with turn:
+                    return function(channel, *arguments)
+
+            return stack.enter_context(ThreadAsProcess(run_alone, *arguments))
+
+        yield start
 
 
 def train_here(words) -> int:
