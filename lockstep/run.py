@@ -260,11 +260,10 @@ def exact_shards(context: Context, proven: Sequence[Proven] = ()) -> frozenset[i
 def _proven_shards(context: Context, other: Proven) -> Iterator[int]:
     """Yields the shards that start and end with the bits of another training, as it should be."""
     step = Step(other.trace, context.position)
-    if other.trace.steps != context.trace.steps or sum(step.sizes) != sum(context.sizes):
-        return
     for shard in other.exact.get(context.position, ()):
         if (
             shard in context.shards
+            and sum(step.sizes) == sum(context.sizes)
             and all_same_bits(context.state(shard), step.state(shard))
             and all(map(same_bits, context.data[shard], step.data[shard]))
         ):

@@ -90,6 +90,9 @@ FAULTS = {
     "random layers, and sums by hand": (DROPOUT,
         {**SUMMED, "gradient": lambda s, r, g: [apart(s, r, [a, a])[0] / 2 for a in g],
          "about": {"reduction": ""}}, "gradients: random_layers?"),
+    "random layers, and a sum of a wrapper": (DROPOUT,
+        {**SUMMED, "gradient": lambda s, r, g: [apart(s, r, [a, a])[0] for a in g]},
+        "gradients: random_layers?; all-reduce: sum_instead_of_mean"),
     # All-reduce.
     "bypassed": ({}, {"reduce": None}, "all-reduce: not_all_reduced"),
     "bypassed and clipped": ({}, {"reduce": None, "clip": clip}, "all-reduce: not_all_reduced"),

@@ -220,10 +220,11 @@ def test_weights_that_a_script_sets_before_its_update():
     assert not compare_traces([found], {})["one.npz"].faults
 
 
-def keyed(keys, *, counts=True):
+def keyed(keys, *, counts=True, layers=()):
     """Returns the steps of a script of JAX that passes a key, and state that may count them."""
     variables = Variable("w", "weight"), Variable("count", "optimizer state")
-    found = Trace(About("jax", 1, steps=(0, 1), variables=variables, gradients=("w",)))
+    about = About("jax", 1, steps=(0, 1), variables=variables, gradients=("w",), layers=layers)
+    found = Trace(about)
     for step, key in enumerate(keys):
         for kind, number in (("before", step), ("after", step + 1)):
             state = [GRADIENT * np.float32(1 - number), np.int32(number * counts)]
@@ -239,6 +240,7 @@ def test_a_key_may_stay_where_a_step_counts():
     assert not details(keyed([3, 3]), keyed([3, 3]))  # It may fold in the number of the step.
     fixed = keyed([3, 3], counts=False)
     assert details(fixed, fixed) == ["random_numbers_repeated"]
-    for each, found in ((keyed([3, 3]), 0), (fixed, 1)):
+    drawing = keyed([3, 3], layers=({"name": "drop", "class": "Dropout", "rate": 0.5},))
+    for each, found in ((keyed([3, 3]), 0), (fixed, 1), (drawing, 1)):
         verdicts = compare_traces([each], {}).values()
         assert [f.detail for v in verdicts for f in v.faults] == ["random_numbers_repeated"] * found
