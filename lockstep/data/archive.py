@@ -25,7 +25,7 @@ except ImportError:  # Windows has no locks of this kind.
 
 Path = str | os.PathLike[str]
 ADVICE = "pass a file that a recorder of Lockstep wrote"
-_COMPARED_BYTES = 1 << 18  # At a time; they fit into the cache.
+_COMPARED_BYTES = 1 << 16  # At a time: little memory beside a step of the recorder.
 _SUMMED_BYTES = 1 << 16  # Of a larger array, as many spread over it.
 _MOST_ALIKE = 8  # Arrays of one checksum that another is compared with.
 KEPT = "kept"  # Kind of an array that has its names by aliases alone.
