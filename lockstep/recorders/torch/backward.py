@@ -188,6 +188,7 @@ class GradientObserver:
         own = self.recording
         if own.is_updated and not own.step.was_called and not self.depth:
             self.end()  # Of a training that calls parts of the model.
+        own.step.has_backward = True
         self.has_gradients = bool(own.placement.of_fsdp)
         if own.is_on:
             self._note_removed()
@@ -267,7 +268,7 @@ class GradientObserver:
     def _before_any_update(self, optimizer: Any, args: Any, options: Any) -> None:
         """Adds an optimizer that was not known; PyTorch calls its new hook in this step, too."""
         own = self.recording
-        if own.is_updated and own.is_transformed and own.variables.names_of(optimizer):
+        if self._has_stepped(optimizer) and not own.step.is_differentiated:
             self.end()  # No forward pass has ended it.
         if own.variables.add(optimizer) and self.is_installed:
             hook = optimizer.register_step_pre_hook(self._before_update)
@@ -301,8 +302,8 @@ class GradientObserver:
         """Saves the gradients that an optimizer applies, and its settings."""
         own = self.recording
         names = own.variables.names_of(optimizer)
-        is_again = any(optimizer is each for each in own.variables.stepped)
-        if not own.is_on or not names or is_again or id(optimizer) in self.settings:
+        is_again = self._has_stepped(optimizer) or id(optimizer) in self.settings
+        if not own.is_on or not names or is_again:
             return
         self.begin()
         if not own.step.num_forward:  # The whole model is in evaluation mode.
@@ -331,16 +332,22 @@ class GradientObserver:
             if not own.is_updated:
                 own.skip()  # The optimizer skipped the update itself.
             return
-        if not any(optimizer is each for each in own.variables.stepped):
+        if not self._has_stepped(optimizer):
             own.variables.stepped.append(optimizer)
             own.step.settings += settings
         is_first, own.is_updated = not own.is_updated, True
         own.called_others.clear()
-        own.is_transformed = False
         own.step.updated.update(names)
         if own.is_on:
             self._save_after(optimizer, names, is_first)
         self.on_update()
+        if not own.step.is_differentiated and all(map(self._has_stepped, own.variables.optimizers)):
+            self.end()  # The next step begins now: no forward pass shows where.
+            if own.is_on:
+                self.begin(is_forward=True)
+
+    def _has_stepped(self, optimizer: Any) -> bool:
+        return any(optimizer is each for each in self.recording.variables.stepped)
 
     def _save_after(self, optimizer: Any, names: Iterable[str], is_first: bool) -> None:
         """Saves what an update leaves; within a backward pass, once at its end."""

@@ -83,7 +83,7 @@ class ForwardObserver:
         own = self.recording
         if self.calls_whole or not part.training or own.is_ignored or own.is_in_backward:
             return
-        if in_transform():
+        if in_transform() or not torch.is_grad_enabled():
             return
         if own.is_updated:
             self.end()
@@ -127,7 +127,6 @@ class ForwardObserver:
                 "the model is called within torch.func, whose tensors cannot be recorded: of this"
             )
             warnings.warn(f"{text} pass, only gradients that are applied are seen", stacklevel=2)
-            own.is_transformed = True
             return None
         if own.is_in_backward and own.step.num_forward:
             return None  # Checkpointing computes the pass again.

@@ -226,6 +226,8 @@ class record:
         seen = "no forward pass was seen; call model, in train mode"
         if self.recording.step.is_evaluated:
             seen = "the model is called in evaluation mode; call model.train() before it"
+        elif not self.recording.step.is_differentiated:
+            seen = "without autograd, the first step begins at its update"
         text = f"{self.path}: replay: step {self.recording.number}: {seen}; nothing is loaded"
         warnings.warn(text, stacklevel=2)
         if self.replay:

@@ -70,6 +70,7 @@ class Step:
         loss_scale, scale: Of the step, and of the loss that is computed now.
         unscaled: Names of the weights whose gradients are no longer scaled.
         was_called, is_evaluated: Whether the model was called, and in evaluation mode.
+        has_backward: Whether a backward pass has begun.
         drawn: The random numbers that were drawn, each with its kind; None if they are too many.
     """
 
@@ -89,8 +90,13 @@ class Step:
         self.num_forward, self.num_bytes, self.num_fed = 0, 0, 0
         self.loss_scale = self.scale = 1.0
         self.unscaled = set[str]()
-        self.was_called = self.is_evaluated = False
+        self.was_called = self.is_evaluated = self.has_backward = False
         self.drawn: list[Drawn] | None = []
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether autograd computes gradients: not those of `torch.func`, nor of losses alone."""
+        return self.was_called or self.has_backward
 
     def scale_of(self, name: str) -> float:
         """Returns the factor of the gradient of a weight."""
@@ -116,7 +122,6 @@ class Recording:
         is_ignored: Whether forward passes are not those of the training.
         is_updated: Whether an optimizer has updated a weight in this step.
         is_in_backward: Whether a backward pass is computed.
-        is_transformed: Whether `torch.func` has called the model since the last update.
         called_others: Names of further modules that were called since the last update.
         dropped: Numbers of steps that cannot be recorded.
         num_skipped: Number of updates that were skipped, as gradients overflow, while the steps
@@ -143,7 +148,6 @@ class Recording:
         self.wanted, self.number, self.sample = {*wanted}, number, sample
         self.hooks, self.step = Hooks(), Step()
         self.is_on = self.is_ignored = self.is_updated = self.is_in_backward = False
-        self.is_transformed = False
         self.called_others, self.dropped = set[str](), set[int]()
         self.num_skipped = 0
         self.output: Output

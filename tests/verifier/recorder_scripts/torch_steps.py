@@ -392,3 +392,43 @@ def case_functions_of_gradients():
     assert is_equal(*bits[:2])
     assert compare("one.npz", "again.npz").ok
     assert compare("one.npz", "scaled.npz").faults[0].detail == "scaled_gradient"
+
+
+@torch.no_grad()
+def of_losses(factor, model, optimizers, step):
+    """Trains with losses of the model with noise, as evolution strategies do, and no autograd."""
+    generator = torch.Generator().manual_seed(step)
+    noise = [torch.randn(p.shape, generator=generator) for p in model.parameters()]
+    losses = []
+    for sign in (1, -2, 1):  # The last one takes the noise away.
+        for p, own in zip(model.parameters(), noise, strict=True):
+            p.add_(own, alpha=0.1 * sign)
+        losses.append(loss_of(model, step))
+    for p, own in zip(model.parameters(), noise, strict=True):
+        p.grad = own * (losses[0] - losses[1]) * factor
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def case_losses_without_autograd():
+    """A step begins at the end of the one before, not where weights have noise for a while."""
+    bits = []
+    for path, factor, options in (
+        (None, 1, {}), ("one.npz", 1, {}), ("other.npz", 1.5, {"replay": "one.npz"}),
+    ):  # fmt: skip
+        model = Halves()
+        optimizers = [adamw(model.first), momentum(model.second)]
+        steps_of = functools.partial(of_losses, factor)
+        with warnings.catch_warnings(record=True) as told:
+            bits.append(train(model, optimizers, path, steps_of, 3, steps=3, **options))
+        assert ["begins at its update" in str(x.message) for x in told] == [True] * len(options)
+    assert is_equal(*bits[:2])
+    one, other = Trace("one"), Trace("other")
+    assert one.about["steps"] == other.about["steps"] == [0, 1, 2]
+    for step in (2, 3):
+        for index in range(4):
+            before = one.arrays[f"{step}/before/0/{index}"]
+            assert np.array_equal(before, one.arrays[f"{step - 1}/after/0/{index}"])
+            assert np.array_equal(before, other.arrays[f"{step}/before/0/{index}"])
+    assert not np.array_equal(one.arrays["1/after/0/0"], other.arrays["1/after/0/0"])
+    assert compare("one.npz", "other.npz").faults[0].detail == "scaled_gradient"
