@@ -188,7 +188,7 @@ class GradientObserver:
         own = self.recording
         if own.is_updated and not own.step.was_called and not self.depth:
             self.end()  # Of a training that calls parts of the model.
-        own.step.has_backward = True
+        own.step.has_graph = True
         self.has_gradients = bool(own.placement.of_fsdp)
         if own.is_on:
             self._note_removed()

@@ -87,6 +87,7 @@ class ForwardObserver:
             return
         if own.is_updated:
             self.end()
+        own.step.has_graph = True
         if own.is_on:
             self.begin(is_forward=True)
 

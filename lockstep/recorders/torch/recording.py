@@ -70,7 +70,7 @@ class Step:
         loss_scale, scale: Of the step, and of the loss that is computed now.
         unscaled: Names of the weights whose gradients are no longer scaled.
         was_called, is_evaluated: Whether the model was called, and in evaluation mode.
-        has_backward: Whether a backward pass has begun.
+        has_graph: Whether a part of the model was called, or a backward pass has begun.
         drawn: The random numbers that were drawn, each with its kind; None if they are too many.
     """
 
@@ -90,13 +90,13 @@ class Step:
         self.num_forward, self.num_bytes, self.num_fed = 0, 0, 0
         self.loss_scale = self.scale = 1.0
         self.unscaled = set[str]()
-        self.was_called = self.is_evaluated = self.has_backward = False
+        self.was_called = self.is_evaluated = self.has_graph = False
         self.drawn: list[Drawn] | None = []
 
     @property
     def is_differentiated(self) -> bool:
         """Whether autograd computes gradients: not those of `torch.func`, nor of losses alone."""
-        return self.was_called or self.has_backward
+        return self.was_called or self.has_graph
 
     def scale_of(self, name: str) -> float:
         """Returns the factor of the gradient of a weight."""
