@@ -372,6 +372,25 @@ IF_SEEN = {  # Detail → what the recorder saw → remedy, and an example as in
     }
 }
 
+UNEXPLAINED = {  # Stage → what to look at, where no known mistake gives what was recorded.
+    "forward": "compare the forward pass in both scripts, up to these outputs: functions, masks,"
+    " dtypes, and what devices send each other",
+    "gradients": "compare what both scripts do between the loss and these gradients: detached"
+    " tensors, custom gradients, hooks, and sums over devices",
+    "all-reduce": "look at what the script and its wrapper do with these gradients after the"
+    " backward pass: hooks, buckets, groups of devices, factors",
+    "clipping": "compare what both scripts do with these gradients before the update: norms, the"
+    " weights and devices that these cover, and changes by the script",
+    "update": "compare the update of these weights in both scripts: class and settings of the"
+    " optimizer, dtypes, sums over devices, and changes by the script",
+    "statistics": "compare in both scripts what changes these statistics: their layers, what"
+    " devices send each other, and changes by the script",
+}
+MODULES = (
+    "; record modules (`lockstep run --modules`, or `modules=True`): the first wrong one is named"
+)
+OF_MODULES = "other_outputs", "other_backward", "unexplained"  # Details; in a pass of the model.
+
 CODE = {  # Framework → detail → an example: a line to remove, and one to add; "" for none.
     "keras": {
         "diverged_replicas": ("", "with strategy.scope(): model = build_model()"),
@@ -578,6 +597,25 @@ def remedy_of(detail: str, framework: str = "", seen: str = "") -> str:
     if seen in IF_SEEN.get(detail, {}):
         return IF_SEEN[detail][seen][0]
     return IN_FRAMEWORK.get(framework, {}).get(detail) or DETAILS[detail]
+
+
+def remedy_at(detail: str, stage: str, framework: str, module: str) -> str:
+    """Returns where to look for a difference of whose place more is known than of its mistake.
+
+    Args:
+        detail: a key of `DETAILS`.
+        stage: a key of `verdict.STAGES`.
+        framework: that of the trace; see `remedy_of`.
+        module: the first module that differs; "" if it is unknown.
+
+    Returns:
+        The remedy; "" where that of the detail says all.
+    """
+    if detail not in OF_MODULES:
+        return ""
+    found = UNEXPLAINED.get(stage, "") if detail == "unexplained" else remedy_of(detail, framework)
+    is_unknown = framework == "torch" and stage in ("forward", "gradients") and not module
+    return found + MODULES if found and is_unknown else found
 
 
 def comparison_of(detail: str, framework: str, file: str) -> str:

@@ -13,13 +13,17 @@ from lockstep.answer.causes import (
     IN_FRAMEWORK,
     MEANINGS,
     MERGED,
+    MODULES,
+    UNEXPLAINED,
     cause_of,
     code_of,
+    remedy_at,
     remedy_of,
     words_of,
 )
 from lockstep.answer.json import record_of
 from lockstep.answer.text import (
+    advice_of,
     describe,
     explanations,
     facts_lines,
@@ -29,7 +33,7 @@ from lockstep.answer.text import (
     named_steps,
     sentence_of,
 )
-from lockstep.answer.verdict import Measurement, Verdict, finding_of, in_sequence, merged
+from lockstep.answer.verdict import STAGES, Measurement, Verdict, finding_of, in_sequence, merged
 from tests.cli.report_samples import CLIPPED, LOCAL
 from tests.conftest import ROOT
 
@@ -64,6 +68,22 @@ def test_every_detail_has_a_cause_and_a_remedy():
         assert all(words or cause not in DETAILS or d == cause for d, words in details.items())
     with pytest.raises(KeyError, match="no_such_name"):
         finding_of("update", "no_such_name", "the text", (0,))
+
+
+def test_a_place_without_a_mistake_has_a_remedy_of_its_own():
+    assert UNEXPLAINED.keys() < STAGES.keys()
+    for stage, remedy in UNEXPLAINED.items():
+        found = verdict_on(finding_of(stage, "unexplained", "the text", (0,)))
+        assert advice_of(found.findings[0], found) == remedy
+    where = finding_of("forward", "other_outputs", "the text", (0,))
+    usual = remedy_of("other_outputs", "torch")
+    for finding, framework, has_modules in (
+        (where, "torch", True), (where, "jax", False),
+        (dataclasses.replace(where, module="layers.0"), "torch", False),
+    ):  # fmt: skip
+        advice = advice_of(finding, verdict_on(finding, framework=framework))
+        assert advice == usual + MODULES * has_modules
+    assert remedy_at("frozen", "gradients", "torch", "") == ""
 
 
 NEW = (  # Since version 3 of the JSON.
