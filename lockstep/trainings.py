@@ -19,8 +19,15 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from lockstep.answer.causes import needs_module
 from lockstep.answer.text import one_line
-from lockstep.answer.verdict import NOT_COMPARED, STAGES, Verdict, note_of_repetition
+from lockstep.answer.verdict import (
+    NOT_COMPARED,
+    STAGES,
+    Verdict,
+    is_reproduced,
+    note_of_repetition,
+)
 from lockstep.comparison import compare_traces
 from lockstep.data.file import TraceError, load
 from lockstep.data.trace import Trace
@@ -94,7 +101,8 @@ def verify_trainings(
     """Records trainings in processes of their own, and compares each variant with the reference.
 
     Shows on standard error what is running. A variant with a fault is run a second time, which
-    tells a bug from a race or broken hardware.
+    tells a bug from a race or broken hardware. In PyTorch, modules are recorded then, if a fault in
+    a pass of the model has no known mistake: the first wrong one is named.
 
     Args:
         reference: the training on one device, which is never interrupted.
@@ -122,10 +130,8 @@ def verify_trainings(
         verdicts = {name: session.verdict_of(name, variants[name], files[name]) for name in files}
         for name, verdict in verdicts.items():
             if verdict.faults:
-                file, title = f"{files[name]}-second", f"{name}, second run"
-                second = session.verdict_of(title, variants[name], file)
-                note = note_of_repetition(verdict, second)
-                verdicts[name] = dataclasses.replace(verdict, notes=(*verdict.notes, note))
+                file = f"{files[name]}-second"
+                verdicts[name] = session.repeated(verdict, variants[name], file)
         for i, (name, both) in enumerate(resumes.items(), 1):
             file = f"resumed{i}{_in_file_name(name)}"
             verdicts[name] = session.verdict_of_resumed(name, *both, file)
@@ -160,6 +166,8 @@ class _Session:
             self._steps = [*range(max(_NUM_BEFORE, settings.steps))]
         self._is_long = is_long
         self._files: list[str] = []  # Of the reference: as it is, and with permuted examples.
+        self._modules = settings.modules
+        self._with_modules = ""  # The file of the reference, once modules are needed.
         self._can_run_by_part = False
 
     def record_reference(self) -> None:
@@ -174,12 +182,33 @@ class _Session:
             self._files.append(self._record(title, self._reference, "permuted", **given))
 
     def verdict_of(self, name: str, training: Training, file: str) -> Verdict:
-        """Records a variant and returns its verdict."""
+        """Records a variant and returns its verdict; one that is wrong may be recorded again."""
         path = self._record(name, training, file, replay=self._files[0])
         verdict = self._compared(name, [*self._files, path])
         if self._can_run_by_part and computes_per_replica(verdict):
             return self._by_part(name, verdict, path, f"{file}-reference")
         return verdict
+
+    def repeated(self, verdict: Verdict, training: Training, file: str) -> Verdict:
+        """Runs a variant with faults again, and returns its verdict with what that shows."""
+        title, kept = f"{verdict.name}, second run", (self._files, self._modules)
+        if self._names_no_module(verdict):
+            self._modules, name = True, f"{REFERENCE} with modules"
+            self._with_modules = self._with_modules or self._record(
+                name, self._reference, "modules"
+            )
+            self._files = [self._with_modules, *self._files[1:]]
+        second = self.verdict_of(title, training, file)
+        self._files, self._modules = kept
+        notes = *verdict.notes, note_of_repetition(verdict, second)
+        found = second.findings if is_reproduced(verdict, second) else verdict.findings
+        return dataclasses.replace(verdict, findings=found, notes=notes)
+
+    def _names_no_module(self, verdict: Verdict) -> bool:
+        """Returns whether modules, which are not recorded, would say more of a fault."""
+        is_whole = not load(self._files[0]).about.sample
+        asks = (needs_module(f.detail, f.stage, verdict.framework) for f in verdict.faults)
+        return is_whole and not self._modules and any(asks)
 
     def _compared(self, name: str, files: Sequence[str]) -> Verdict:
         """Returns the verdict on the last recording, compared with the first one."""
@@ -281,7 +310,7 @@ class _Session:
         for old in (path, *self._folder.glob(f"{file}.rank*.npz")):
             old.unlink(missing_ok=True)
         steps = [step for step in _numbers(settings.steps) if step in self._steps] or self._steps
-        usual = {"path": str(path), "steps": steps, "modules": settings.modules}
+        usual = {"path": str(path), "steps": steps, "modules": self._modules}
         options = json.dumps({**usual, "replay": None, "permute": None, **given})
         with _Progress(f"{title}: running", "recorded") as progress:
             try:

@@ -340,6 +340,8 @@ IN_FRAMEWORK = {  # Framework → remedies that can be said more precisely for i
     },
 }
 
+OF_WEIGHTS = "modules are right"
+
 IF_SEEN = {  # Detail → what the recorder saw → remedy, and an example as in `CODE`.
     "not_all_reduced": {
         "no_sync": (
@@ -369,7 +371,14 @@ IF_SEEN = {  # Detail → what the recorder saw → remedy, and an example as in
             " DistributedDataParallel",
             ("", "dist.all_reduce(weight.grad, op=dist.ReduceOp.AVG)"),
         ),
-    }
+    },
+    "unexplained": {
+        OF_WEIGHTS: (
+            "compare what both scripts do with these gradients as they reach the weights, and"
+            " afterwards: hooks, sums over devices, and changes by the script",
+            ("", ""),
+        ),
+    },
 }
 
 UNEXPLAINED = {  # Stage → what to look at, where no known mistake gives what was recorded.
@@ -599,7 +608,7 @@ def remedy_of(detail: str, framework: str = "", seen: str = "") -> str:
     return IN_FRAMEWORK.get(framework, {}).get(detail) or DETAILS[detail]
 
 
-def remedy_at(detail: str, stage: str, framework: str, module: str) -> str:
+def remedy_at(detail: str, stage: str, framework: str, module: str, seen: str) -> str:
     """Returns where to look for a difference of whose place more is known than of its mistake.
 
     Args:
@@ -607,15 +616,22 @@ def remedy_at(detail: str, stage: str, framework: str, module: str) -> str:
         stage: a key of `verdict.STAGES`.
         framework: that of the trace; see `remedy_of`.
         module: the first module that differs; "" if it is unknown.
+        seen: `Finding.seen`.
 
     Returns:
         The remedy; "" where that of the detail says all.
     """
-    if detail not in OF_MODULES:
+    if detail not in OF_MODULES or seen == OF_WEIGHTS:
         return ""
     found = UNEXPLAINED.get(stage, "") if detail == "unexplained" else remedy_of(detail, framework)
-    is_unknown = framework == "torch" and stage in ("forward", "gradients") and not module
+    is_unknown = needs_module(detail, stage, framework) and not module
     return found + MODULES if found and is_unknown else found
+
+
+def needs_module(detail: str, stage: str, framework: str) -> bool:
+    """Returns whether the first wrong module says more than the detail of a fault."""
+    is_in_pass = framework == "torch" and stage in ("forward", "gradients")
+    return is_in_pass and detail in OF_MODULES
 
 
 def comparison_of(detail: str, framework: str, file: str) -> str:

@@ -206,7 +206,7 @@ def advice_of(finding: Finding, verdict: Verdict) -> str:
     """Returns what to do about a difference, or how to compare what was not."""
     if finding.status == NOT_COMPARED:
         return comparison_of(finding.detail, verdict.framework, verdict.name)
-    where = finding.stage, verdict.framework, finding.module
+    where = finding.stage, verdict.framework, finding.module, finding.seen
     known = remedy_at(finding.detail, *where)
     return known or remedy_of(finding.detail, verdict.framework, finding.seen)
 

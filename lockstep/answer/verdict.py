@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from lockstep.answer.causes import cause_of
+from lockstep.answer.causes import OF_WEIGHTS, cause_of
 
 CLEAN, BY_DESIGN, FAULT = "clean", "by design", "fault"
 NOTHING, NOT_COMPARED = "nothing to verify", "not compared"
@@ -266,16 +266,31 @@ def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 def note_of_repetition(verdict: Verdict, second: Verdict) -> str:
     """Returns whether a second run of a training, from the same states, has the same faults."""
-    first, again = (
-        {(fault.stage, fault.detail, fault.tensors) for fault in each.faults}
-        for each in (verdict, second)
-    )
-    if first == again:
+    if is_reproduced(verdict, second):
         return "reproducible: a second run from the same states has the same faults"
+    first, again = _faults_of(verdict), _faults_of(second)
     return (
         f"not reproducible: a second run from the same states has {len(first & again)} of these"
         f" {len(first)} faults; look for a race, an uninitialised buffer or broken hardware"
     )
+
+
+def is_reproduced(verdict: Verdict, second: Verdict) -> bool:
+    """Returns whether a second run has the same faults.
+
+    Where it names modules, which change and join faults, these are at the same places.
+    """
+    if any(fault.module or fault.seen == OF_WEIGHTS for fault in second.faults):
+        first, again = (
+            {(fault.stage, name) for fault in each.faults for name in fault.tensors or ("",)}
+            for each in (verdict, second)
+        )
+        return first == again
+    return _faults_of(verdict) == _faults_of(second)
+
+
+def _faults_of(verdict: Verdict) -> set[tuple[str, str, tuple[str, ...]]]:
+    return {(fault.stage, fault.detail, fault.tensors) for fault in verdict.faults}
 
 
 def in_sequence(parts: Sequence[Verdict]) -> Verdict:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.answer.causes import OF_WEIGHTS
 from lockstep.answer.verdict import Finding
 from lockstep.explain.axes import sizes_of_axes
 from lockstep.explain.pairing import Located, located_examples
@@ -28,7 +29,7 @@ class Wrong(NamedTuple):
     """The first wrong event.
 
     Attributes:
-        module: the module, with the name of the pass.
+        module: the module, with the name of the pass; "" if weights of several are wrong alone.
         detail: a key of `causes.DETAILS`.
         text: what is wrong.
         shards: the shards on which it is.
@@ -55,6 +56,10 @@ def with_modules(pair: StepPair) -> list[Finding]:
 
 
 def _named(pair: StepPair, finding: Finding, found: Wrong) -> Finding:
+    if not found.module:  # The backward pass of modules is right.
+        is_known = finding.detail != "unexplained"
+        text = f"{finding.text}; {found.text}"
+        return finding if is_known else dataclasses.replace(finding, text=text, seen=OF_WEIGHTS)
     if finding.detail not in _UNKNOWN:
         return dataclasses.replace(finding, module=found.module)
     shards = [] if found.shards == [*pair.second.shards] else found.shards
@@ -226,19 +231,22 @@ class _Step:
         return None
 
     def _of_own_weights(self) -> Wrong | None:
-        """Returns the module that has all weights with a wrong gradient, if it is one module."""
+        """Returns the module that has all weights with a wrong gradient; "" for several."""
         far = self._pair.different_gradients
         owners = {
             max((m for m in self._modules if name.startswith(f"{m}.")), key=len, default="")
             for name in far
         }
-        if not (far and len(owners) == 1 and "" not in owners and self._factors):
+        if not (far and "" not in owners and self._factors):
             return None
-        text = "the gradients of its output and input are right, and those of its weights are not"
+        is_one = len(owners) == 1
+        places = "its output and input" if is_one else "outputs and inputs of modules"
+        weights = "its weights" if is_one else "these weights"
+        text = f"the gradients of {places} are right, and those of {weights} are not"
         allowed = max(self._pair.tolerance.allowed([*far]), self.allowed(2 * len(self.events)))
         if max(far.values()) <= allowed:
             return None
-        where = f"{owners.pop()}, backward"
+        where = f"{owners.pop()}, backward" if is_one else ""
         return Wrong(where, "other_backward", text, [], max(far.values()), allowed)
 
 

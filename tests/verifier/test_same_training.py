@@ -250,3 +250,29 @@ def test_a_fault_behind_layers_that_compute_per_replica_is_found(tmp_path):
     assert wrong["items"] == ["replica 1"] and "count 1, 1.01 times" in wrong["text"]
     note = "the reference was run once for each replica's part of the batch"
     assert all(note in training["notes"] for training in trainings.values())
+
+
+@pytest.mark.slow
+@needs("torch")
+@pytest.mark.parametrize(
+    "kind, module, told",
+    [
+        ("detached", "1, backward", ""),
+        ("hooked", "", "hooks, sums over devices, and changes by the script"),
+    ],
+)
+def test_the_first_wrong_module_is_named_where_no_mistake_is_known(tmp_path, kind, module, told):
+    script = ROOT / "tests" / "verifier" / "recorder_scripts" / "torch_unexplained.py"
+    done = run_script(
+        *("torch", "-m", "lockstep", "run", "--json", f"--keep={tmp_path}"),
+        *(f"--reference=python {script}", f"--variant=a=python {script} {kind}"),
+        *(f"--variant=b=python {script} {kind}",),
+        cwd=tmp_path, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 9, done.stderr[-3000:]
+    assert done.stderr.count("reference with modules: running") == 1
+    for training in json.loads(done.stdout)["trainings"].values():
+        assert training["notes"][-1].startswith("reproducible: ")
+        first = training["findings"][0]
+        assert first["stage"] == "gradients" and first.get("module", "") == module
+        assert "modules" not in first["remedy"] and first["remedy"].endswith(told)

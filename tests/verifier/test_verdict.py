@@ -83,7 +83,7 @@ def test_a_place_without_a_mistake_has_a_remedy_of_its_own():
     ):  # fmt: skip
         advice = advice_of(finding, verdict_on(finding, framework=framework))
         assert advice == usual + MODULES * has_modules
-    assert remedy_at("frozen", "gradients", "torch", "") == ""
+    assert remedy_at("frozen", "gradients", "torch", "", "") == ""
 
 
 NEW = (  # Since version 3 of the JSON.
