@@ -243,7 +243,7 @@ class GradientObserver:
         for index, (name, p) in enumerate(own.weights.items()):
             key = f"{kind}/{own.placement.rank}/{index}"
             kept = {e: step.arrays[f"{key}{e}"] for e in ENDS if f"{key}{e}" in step.arrays}
-            if not kept or name in step.updated:
+            if not kept or name in step.updated or name in own.variables.masters:
                 continue
             arrays = own.arrays_of(kind, index, p.grad, step.scale_of(name))
             for end, left in kept.items():
@@ -302,7 +302,9 @@ class GradientObserver:
         """Saves the gradients that an optimizer applies, and its settings."""
         own = self.recording
         names = own.variables.names_of(optimizer)
-        is_again = self._has_stepped(optimizer) or id(optimizer) in self.settings
+        # A wrapper may update its groups one after another.
+        is_again = self._has_stepped(optimizer) and own.step.updated.issuperset(names)
+        is_again |= id(optimizer) in self.settings
         if not own.is_on or not names or is_again:
             return
         self.begin()
@@ -334,7 +336,7 @@ class GradientObserver:
             return
         if not self._has_stepped(optimizer):
             own.variables.stepped.append(optimizer)
-            own.step.settings += settings
+        own.step.settings += settings
         is_first, own.is_updated = not own.is_updated, True
         own.called_others.clear()
         own.step.updated.update(names)
@@ -352,6 +354,8 @@ class GradientObserver:
     def _save_after(self, optimizer: Any, names: Iterable[str], is_first: bool) -> None:
         """Saves what an update leaves; within a backward pass, once at its end."""
         own = self.recording
+        if own.variables.masters:  # The weights are not updated before the end of the step.
+            return
         if self.depth:
             self.has_after_left = True
             return

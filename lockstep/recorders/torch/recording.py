@@ -253,7 +253,8 @@ class Recording:
         for index, (name, p) in enumerate(self.weights.items()):
             if name in wanted:
                 own = self.step.scale_of(name) if scale is None else scale
-                self.save(kind, index, p.grad, own)
+                flat = self.variables.masters.get(name) if kind == "clipped" else None
+                self.save(kind, index, (flat or p).grad, own)
 
     def save(self, kind: str, index: int, value: Any, scale: float = 1.0) -> None:
         """Saves one array; None and what is no number are left out."""

@@ -198,6 +198,8 @@ class Replay:
             if tuple(array.shape) == tuple(value.shape):
                 try:
                     value.write(array) if isinstance(value, FlatWeight) else assign(value, array)
+                    if master := self.recording.variables.masters.get(name):
+                        master.write(array)
                     return
                 except (RuntimeError, TypeError, ValueError):
                     pass  # As of a tensor that cannot be changed: it is not loaded.
@@ -225,9 +227,10 @@ class Replay:
             return
         # Of several that update it, the one that keeps such state.
         known = {variable.slot for variable, _ in slots}
-        optimizer = max(same, key=lambda x: len(known & x.state.get(p, {}).keys()))
-        if isinstance(p, FlatWeight):
-            self._load_flat(name, p, slots, optimizer, is_whole=True)
+        own = self.recording.variables.owner_of(name)
+        optimizer = max(same, key=lambda x: len(known & x.state.get(own, {}).keys()))
+        if flat := self.recording.variables.flat_of(name):
+            self._load_flat(name, flat, slots, optimizer, is_whole=True)
             return
         old = optimizer.state.pop(p, {})
         if not slots:
@@ -280,9 +283,9 @@ class Replay:
         self, name: str, p: Tensor, slots: Sequence[tuple[Variable, np.ndarray]], owners: Any
     ) -> None:
         """Loads what an optimizer of another class has, too."""
-        if isinstance(p, FlatWeight):
+        if flat := self.recording.variables.flat_of(name):
             for each in owners:
-                self._load_flat(name, p, slots, each, is_whole=False)
+                self._load_flat(name, flat, slots, each, is_whole=False)
             return
         for variable, array in slots:
             slot = variable.slot
