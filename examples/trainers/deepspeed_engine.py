@@ -6,11 +6,9 @@ torchrun --nproc_per_node=2 examples/trainers/deepspeed_engine.py 2
 The first argument is the stage. The second is a wrong training:
 
 - `gas`: `gradient_accumulation_steps` is left at 1, the loss of two micro-batches divided by hand;
-- `divided`: the loss is divided by hand, too;
-- `no_sync`: each backward pass is in `engine.no_sync()`, which stage 2 refuses.
+- `divided`: the loss is divided by hand, and by the engine, too.
 """
 
-import contextlib
 import sys
 
 import deepspeed
@@ -42,8 +40,7 @@ def main(stage: str = "0", bug: str = "") -> None:
     with lockstep.record(engine.module):
         for inputs, targets in zip(x, y, strict=True):
             loss = nn.functional.mse_loss(engine(inputs[rank::size]), targets[rank::size])
-            with engine.no_sync() if bug == "no_sync" else contextlib.nullcontext():
-                engine.backward(loss / NUM_MICRO_BATCHES if bug in ("gas", "divided") else loss)
+            engine.backward(loss / NUM_MICRO_BATCHES if bug in ("gas", "divided") else loss)
             engine.step()
     dist.destroy_process_group()
 

@@ -81,7 +81,6 @@ def _engine(stage: str, wrong: Mapping[str, Mistake]) -> Trainer:
 _TOKENS = "`average_tokens_across_devices=False`"
 _GAS = Mistake("`gradient_accumulation_steps` left at 1")
 _DIVIDED = Mistake("the loss is divided by the number of micro-batches, as the engine does")
-_NO_SYNC = Mistake("each backward pass is in `engine.no_sync()`")
 _UNWRAPPED = Mistake("the loop calls `accelerator.unwrap_model(model)`", ("not_all_reduced",))
 _SAMPLER = Mistake("`use_distributed_sampler=False`", ("same_examples", "other_examples"))
 _LOCAL = Mistake("each rank divides by its own number of tokens")
@@ -110,7 +109,7 @@ TRAINERS = (
         },
     ),
     _engine("0", {"gas": _GAS, "divided": _DIVIDED}),
-    _engine("1", {"gas": _GAS, "divided": _DIVIDED, "no_sync": _NO_SYNC}),
+    _engine("1", {"gas": _GAS, "divided": _DIVIDED}),
     _engine("2", {"gas": _GAS, "divided": _DIVIDED}),
     Trainer(
         "torchtitan VERSION, debug Llama, FSDP2", "torchtitan_llama", "torchtitan", 2,
