@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from lockstep import trainings
+from lockstep.answer.causes import words_of
 from lockstep.answer.verdict import Verdict
 from lockstep.data.file import TraceError
 from lockstep.launch import TrainingError
@@ -70,7 +71,9 @@ class Trainer(NamedTuple):
         """Returns the command that runs the script in a number of processes."""
         launch = ["-m", "torch.distributed.run", f"--nproc_per_node={num_processes}"]
         launch = launch if self.is_launched or num_processes > 1 else []
-        return [interpreter(self.package), *launch, str(self.path), *arguments]
+        python = interpreter(self.package)
+        path = f"PATH={os.path.dirname(python)}{os.pathsep}{os.environ['PATH']}"  # As of ninja.
+        return ["env", path, python, *launch, str(self.path), *arguments]
 
 
 def _engine(stage: str, wrong: Mapping[str, Mistake]) -> Trainer:
@@ -160,7 +163,8 @@ def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> 
         for name, verdict in verdicts.items():
             mistake = trainer.wrong.get(name)
             counts[f"{'wrong' if mistake else RIGHT} {_word(verdict, mistake)}"] += 1
-            yield "\n    ".join([f"{trainer.title}: {name}", *map(shown, verdict.findings)])
+            title = trainer.title.replace("VERSION", version)
+            yield "\n    ".join([f"{title}: {name}", *map(shown, verdict.findings)])
         rows.append(_row(trainer, version, *_cells(trainer, verdicts)))
         yield rows[-1]
     if (path := os.environ.get("LOCKSTEP_TRAINERS_PAGE")) and not options.only:
@@ -186,7 +190,7 @@ def _cells(trainer: Trainer, verdicts: Mapping[str, Verdict]) -> Iterator[list[s
     first = "; ".join([right.status, *dict.fromkeys(f.detail for f in right.faults)])
     for name, mistake in trainer.wrong.items():
         faults = verdicts[name].faults
-        details = dict.fromkeys(fault.detail.replace("_", " ") for fault in faults)
+        details = dict.fromkeys(words_of(fault.detail) for fault in faults)
         yield [first, mistake.told, ", ".join(details) or verdicts[name].status]
         first = ""
 
