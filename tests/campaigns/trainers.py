@@ -162,7 +162,7 @@ def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> 
             continue
         for name, verdict in verdicts.items():
             mistake = trainer.wrong.get(name)
-            counts[f"{'wrong' if mistake else RIGHT} {_word(verdict, mistake)}"] += 1
+            counts[f"{'wrong' if mistake else RIGHT} {word_of(verdict, mistake)}"] += 1
             title = trainer.title.replace("VERSION", version)
             yield "\n    ".join([f"{title}: {name}", *map(shown, verdict.findings)])
         rows.append(_row(trainer, version, *_cells(trainer, verdicts)))
@@ -174,8 +174,8 @@ def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> 
     check(not counts["wrong misnamed"], "a wrong program has other faults than listed")
 
 
-def _word(verdict: Verdict, mistake: Mistake | None) -> str:
-    """Says in a word what a verdict is worth."""
+def word_of(verdict: Verdict, mistake: Mistake | None) -> str:
+    """Returns in a word what a verdict is worth; without a mistake, on a right program."""
     if mistake is None:
         return "clean" if verdict.ok else "accused"
     if not verdict.faults:
@@ -202,7 +202,7 @@ def _row(trainer: Trainer, version: str, *cells: list[str]) -> str:
     lines = []
     for number, each in enumerate(cells):
         row = [*(["", ""] if number else first), *each, "", ""][:5]
-        lines.append("| " + " | ".join(row).replace("|  |", "| |").replace("|  |", "| |") + " |")
+        lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in row))
     return "\n".join(lines)
 
 

@@ -181,7 +181,21 @@ class GradientObserver:
             self.begin()
             self.has_gradients = True
             if name not in own.step.updated:
-                own.save("raw", index, p.grad, own.step.scale_of(name))
+                gradient = self._with_moved(name, p) if name in own.variables.masters else p.grad
+                own.save("raw", index, gradient, own.step.scale_of(name))
+
+    def _with_moved(self, name: str, p: Tensor) -> Tensor:
+        """Returns a gradient with what was moved to the flat copy of the weight before."""
+        step, gradient = self.recording.step, p.grad
+        assert gradient is not None
+        moved = step.moved.get(name)
+        step.summed[name] = gradient.detach().clone() if moved is None else moved + gradient
+        return step.summed[name]
+
+    def _note_moved(self) -> None:
+        """Keeps the gradients that are no longer there as they are added to flat copies."""
+        own, step = self.recording, self.recording.step
+        step.moved |= {n: x for n, x in step.summed.items() if own.weights[n].grad is None}
 
     def _backward(self, inner: Any, tensors: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `torch.autograd.backward`."""
@@ -191,6 +205,7 @@ class GradientObserver:
         own.step.has_graph = True
         self.has_gradients = bool(own.placement.of_fsdp)
         if own.is_on:
+            self._note_moved()
             self._note_removed()
         mesh = own.placement.mesh
         if own.ddp and mesh and mesh.stages:  # The forward pass was in `no_sync`.

@@ -15,6 +15,7 @@ from lockstep.recorders.states import Own, Source, States
 from lockstep.recorders.torch.flat import FlatWeight
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.values import assign, is_dtensor, set_random_states, to_array
+from lockstep.recorders.torch.variables import MASTER
 
 _MOST_NAMED = 3  # Variables in a warning.
 
@@ -259,6 +260,10 @@ class Replay:
 
         With `is_whole`, the optimizer has the recorded class: slots that it lacks are made.
         """
+        if name in self.recording.variables.masters:
+            for array in (array for v, array in slots if v.slot == MASTER):
+                p.write(array)
+            slots = [pair for pair in slots if pair[0].slot != MASTER]
         if is_whole and not slots:
             optimizer.state.pop(p.owner, None)
         if not (p.is_here and slots):

@@ -20,6 +20,7 @@ from lockstep.recorders.torch.flat import (
 from lockstep.recorders.torch.private import unwrapped
 from lockstep.recorders.torch.values import is_dtensor, settings_of
 
+MASTER = "master"  # Slot of the flat copy of a weight.
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 
 
@@ -104,6 +105,10 @@ class Variables:
         p = self.weights[name]
         return p if isinstance(p, FlatWeight) else self.masters.get(name)
 
+    def _has_exact_copy(self, name: str) -> bool:
+        """Returns whether the flat copy of a weight has digits that the weight lacks."""
+        return name in self.masters and self.masters[name].dtype != self.weights[name].dtype
+
     def owner_of(self, name: str) -> Any:
         """Returns the tensor of a weight that an optimizer has."""
         return owner_of(self.flat_of(name) or self.weights[name])
@@ -155,7 +160,8 @@ class Variables:
             states = [x.state[own] for x in recent if x.state.get(own)]
             states = states or [x.state[own] for x in self.optimizers if x.state.get(own)]
             seen: dict[str, int] = {}
-            for slot, value in [pair for state in states for pair in state.items()]:
+            more = {MASTER: flat.flat.shard} if self._has_exact_copy(name) and flat else {}
+            for slot, value in [pair for state in (*states, more) for pair in state.items()]:
                 number = seen[slot] = seen.get(slot, 0) + 1
                 key = slot if number == 1 else f"{slot}#{number}"
                 kind = {"kind": "optimizer state", "layout": "", "of": name, "slot": key}
