@@ -221,10 +221,11 @@ class DeepSpeedZeroOptimizer:
         model: the model.
         factor: what the sums of gradients are multiplied by.
         is_reduced: whether gradients are added over the processes.
+        adds: whether gradients of micro-batches are added.
     """
 
-    def __init__(self, model, factor=0.5, is_reduced=True):
-        self.factor, self.is_reduced = factor, is_reduced
+    def __init__(self, model, factor=0.5, is_reduced=True, adds=True):
+        self.factor, self.is_reduced, self.adds, self.moved = factor, is_reduced, adds, {}
         pairs = [*model.named_parameters()]
         kinds = ["weight", "bias"]
         self.bit16_groups = [[p for name, p in pairs if name.endswith(kind)] for kind in kinds]
@@ -255,18 +256,22 @@ class DeepSpeedZeroOptimizer:
         for p in (p for group in self.bit16_groups for p in group):
             p.grad = None
 
+    def move(self):
+        """Adds the gradients to those of earlier micro-batches, which stage 2 keeps elsewhere."""
+        for p in (p for group in self.bit16_groups for p in group):
+            self.moved[p] = p.grad + (self.moved.get(p, 0) if self.adds else 0)
+        self.zero_grad()
+
     @torch.no_grad()
     def step(self):
         groups = self.optimizer.param_groups
         for i, group in enumerate(self.bit16_groups):
             part = self.single_partition_of_fp32_groups[i]
             for p in group if self.is_reduced else ():
-                dist.all_reduce(p.grad)
-            part.grad = self.own_part(group, [p.grad * self.factor for p in group])
+                dist.all_reduce(self.moved[p])
+            part.grad = self.own_part(group, [self.moved[p] * self.factor for p in group])
             self.optimizer.param_groups = [groups[i]]
             self.optimizer.step()
-            for p in group:
-                p.grad = None
             parts = [torch.empty_like(part) for _ in range(2)]
             dist.all_gather(parts, part)
             values = torch.cat(parts)
@@ -274,6 +279,15 @@ class DeepSpeedZeroOptimizer:
                 p.copy_(values[: p.numel()].reshape(p.shape))
                 values = values[p.numel() :]
         self.optimizer.param_groups = groups
+        self.moved.clear()
+
+
+def in_micro_batches(model, optimizer, step):
+    """Trains one step of two micro-batches, whose gradients are moved after each."""
+    for number in range(2):
+        (loss_of(model, step, dist.get_rank() + 2 * number, 4) / 2).backward()
+        optimizer.move()
+    optimizer.step()
 
 
 def case_flat_copies():
@@ -281,20 +295,23 @@ def case_flat_copies():
     module = ModuleType("deepspeed.runtime.zero.stage_1_and_2")
     module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer
     sys.modules[module.__name__] = module
-    steps_of = functools.partial(plain, shard=own_shard())
     for name, options, causes in (
         ("copies", {}, set()),
         ("copies_sum", {"factor": 1.0}, {"sum_instead_of_mean"}),
         ("copies_own", {"factor": 1.0, "is_reduced": False}, None),
+        ("copies_last", {"adds": False}, None),
     ):
         model = Halves()
         optimizer = DeepSpeedZeroOptimizer(model, **options)
-        told = warnings_of(train, model, optimizer, f"{name}.npz", steps_of, 3, replay="single.npz")
+        told = warnings_of(
+            train, model, optimizer, f"{name}.npz", in_micro_batches, 3, replay="single.npz"
+        )
         assert not [text for text in told if "not loaded" in text], told
         trace, verdict = of_all_ranks(name), compare("single.npz", f"{name}.npz")
         assert verdict.faults if causes is None else details(verdict) == causes, str(verdict)
         index = trace.about["gradients"].index("first.weight")
         assert trace.about["placements"][f"clipped/{index}"] == "sum(data)"
+        assert_close(mean_of_raw(trace, 1), Trace("single").kind("raw", 1))
         shapes = {x.shape for name, x in trace.kind("after", 1).items() if "first.weight" in name}
         assert shapes == {(8, 64), ()}
     del sys.modules[module.__name__]
