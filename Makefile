@@ -8,7 +8,8 @@
 # make docs            writes docs/options.md from the table of options
 # make site            writes the documents as a site into site/, and checks its links
 # make campaign        disturbs small trainings at random; ARGS="kills --cycles=20 --seed=1"; others:
-#                      bits, network, fuzz, scripts, public, copies, layouts, sensitivity, bounds
+#                      bits, network, fuzz, scripts, public, trainers, copies, layouts, sensitivity,
+#                      bounds
 # make mutations       inserts bugs one at a time and lists which test detects each
 # make zoo             runs bugs that others reported, and lists whether each is found and named
 # make zoo-optimizers  trains correct models with every optimizer of Keras; a finding is a false alarm

@@ -3,8 +3,10 @@
 torchrun --nproc_per_node=1 examples/trainers/deepspeed_engine.py
 torchrun --nproc_per_node=2 examples/trainers/deepspeed_engine.py 2
 
-The first argument is the stage. With `gas` as second, `gradient_accumulation_steps` is left at 1
-and the loss of two micro-batches is divided by hand: a wrong training.
+The first argument is the stage. The second is a wrong training:
+
+- `gas`: `gradient_accumulation_steps` is left at 1, the loss of two micro-batches divided by hand;
+- `divided`: the loss is divided by hand, and by the engine, too.
 """
 
 import sys
@@ -38,7 +40,7 @@ def main(stage: str = "0", bug: str = "") -> None:
     with lockstep.record(engine.module):
         for inputs, targets in zip(x, y, strict=True):
             loss = nn.functional.mse_loss(engine(inputs[rank::size]), targets[rank::size])
-            engine.backward(loss / NUM_MICRO_BATCHES if bug == "gas" else loss)
+            engine.backward(loss / NUM_MICRO_BATCHES if bug in ("gas", "divided") else loss)
             engine.step()
     dist.destroy_process_group()
 

@@ -38,6 +38,7 @@ CAMPAIGNS = {
         0,
         "a program after a public report, right and wrong; --all: sealed ones, too",
     ),
+    "trainers": (0, "a trainer of a library, right and with its mistakes"),
     "optimizers": (0, "a right program with one of Keras' optimizers"),
 }
 

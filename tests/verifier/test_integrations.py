@@ -9,8 +9,9 @@ import re
 import pytest
 
 from lockstep import compare
+from tests.campaigns import trainers
 from tests.conftest import ROOT
-from tests.verifier.recorder_scripts import needs
+from tests.verifier.recorder_scripts import MODULES, needs
 
 # Example → its package, and the last argument of the second run → the faults that are found.
 EXAMPLES = {
@@ -38,19 +39,8 @@ EXAMPLES = {
     ),
 }
 
-# Script of `examples/trainers` → its package, and a wrong training → the faults that are found.
-TRAINERS = {
-    "accelerate_loop": ("accelerate", {"unwrapped": {("all-reduce", "not_all_reduced")}}),
-    "lightning_module": (
-        "lightning",
-        {"sampler": {("examples", "same_examples"), ("examples", "other_examples")}},
-    ),
-    "nanochat_loop": ("torch", {"accumulation": None, "sum": None}),  # Found; the name is open.
-    "transformers_trainer": (
-        "transformers",
-        {"tokens": {("loss", "mean_of_means"), ("gradients", "mean_of_means")}},
-    ),
-}
+# The scripts of `examples/trainers` that `make frameworks` can run; the campaign runs all.
+OF_FRAMEWORKS = [each for each in trainers.TRAINERS if each.package in MODULES]
 
 
 # A training around the lines of the page: its start, and its end.
@@ -129,24 +119,22 @@ def test_integration(example, run, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "trainer", [pytest.param(name, marks=needs(package)) for name, (package, _) in TRAINERS.items()]
+    "trainer",
+    [pytest.param(each, marks=needs(each.package), id=each.script) for each in OF_FRAMEWORKS],
 )
 def test_trainer(trainer, run, tmp_path):
-    package, wrong = TRAINERS[trainer]
-    program = ROOT / "examples" / "trainers" / f"{trainer}.py"
     one, two = str(tmp_path / "one.npz"), str(tmp_path / "two.npz")
 
     def record(num_processes, path, replay, *arguments):
         asked = json.dumps({"path": path, "replay": replay, "steps": 2})
-        run(package, program, num_processes, *arguments, LOCKSTEP_RECORD=asked)
+        run(trainer.package, trainer.path, num_processes, *arguments, LOCKSTEP_RECORD=asked)
 
     record(1, one, None)
-    for bug, expected in {"": set(), **wrong}.items():
+    for bug, mistake in {"": None, **trainer.wrong}.items():
         record(2, two, one, *filter(None, [bug]))
         verdict = compare(one, two)
-        assert verdict.ok == (not bug), str(verdict)
-        if expected is not None:
-            assert {(fault.stage, fault.detail) for fault in verdict.faults} == expected, bug
+        word = trainers.word_of(verdict, mistake)
+        assert word == ("found" if mistake else "clean"), str(verdict)
 
 
 @pytest.mark.slow

@@ -181,7 +181,21 @@ class GradientObserver:
             self.begin()
             self.has_gradients = True
             if name not in own.step.updated:
-                own.save("raw", index, p.grad, own.step.scale_of(name))
+                gradient = self._with_moved(name, p) if name in own.variables.masters else p.grad
+                own.save("raw", index, gradient, own.step.scale_of(name))
+
+    def _with_moved(self, name: str, p: Tensor) -> Tensor:
+        """Returns a gradient with what was moved to the flat copy of the weight before."""
+        step, gradient = self.recording.step, p.grad
+        assert gradient is not None
+        moved = step.moved.get(name)
+        step.summed[name] = gradient.detach().clone() if moved is None else moved + gradient
+        return step.summed[name]
+
+    def _note_moved(self) -> None:
+        """Keeps the gradients that are no longer there as they are added to flat copies."""
+        own, step = self.recording, self.recording.step
+        step.moved |= {n: x for n, x in step.summed.items() if own.weights[n].grad is None}
 
     def _backward(self, inner: Any, tensors: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `torch.autograd.backward`."""
@@ -191,6 +205,7 @@ class GradientObserver:
         own.step.has_graph = True
         self.has_gradients = bool(own.placement.of_fsdp)
         if own.is_on:
+            self._note_moved()
             self._note_removed()
         mesh = own.placement.mesh
         if own.ddp and mesh and mesh.stages:  # The forward pass was in `no_sync`.
@@ -243,7 +258,7 @@ class GradientObserver:
         for index, (name, p) in enumerate(own.weights.items()):
             key = f"{kind}/{own.placement.rank}/{index}"
             kept = {e: step.arrays[f"{key}{e}"] for e in ENDS if f"{key}{e}" in step.arrays}
-            if not kept or name in step.updated:
+            if not kept or name in step.updated or name in own.variables.masters:
                 continue
             arrays = own.arrays_of(kind, index, p.grad, step.scale_of(name))
             for end, left in kept.items():
@@ -302,7 +317,9 @@ class GradientObserver:
         """Saves the gradients that an optimizer applies, and its settings."""
         own = self.recording
         names = own.variables.names_of(optimizer)
-        is_again = self._has_stepped(optimizer) or id(optimizer) in self.settings
+        # A wrapper may update its groups one after another.
+        is_again = self._has_stepped(optimizer) and own.step.updated.issuperset(names)
+        is_again |= id(optimizer) in self.settings
         if not own.is_on or not names or is_again:
             return
         self.begin()
@@ -334,7 +351,7 @@ class GradientObserver:
             return
         if not self._has_stepped(optimizer):
             own.variables.stepped.append(optimizer)
-            own.step.settings += settings
+        own.step.settings += settings
         is_first, own.is_updated = not own.is_updated, True
         own.called_others.clear()
         own.step.updated.update(names)
@@ -352,6 +369,8 @@ class GradientObserver:
     def _save_after(self, optimizer: Any, names: Iterable[str], is_first: bool) -> None:
         """Saves what an update leaves; within a backward pass, once at its end."""
         own = self.recording
+        if own.variables.masters:  # The weights are not updated before the end of the step.
+            return
         if self.depth:
             self.has_after_left = True
             return

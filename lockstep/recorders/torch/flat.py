@@ -6,7 +6,7 @@ that the sum of all of them is the weight: a range of elements is no part along 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from lockstep.recorders.torch.private import (
     Flat,
+    Partition,
     flat_parameters,
     flat_wrappers,
+    partitions_of,
     unwrapped,
 )
 
@@ -37,7 +39,7 @@ class FlatWeight:
         owner: The tensor that an optimizer has: a part of the weight, or the flat parameter.
     """
 
-    def __init__(self, flat: Flat, number: int) -> None:
+    def __init__(self, flat: Flat | Partition, number: int) -> None:
         self.flat, self._number = flat, number
         self.name, self.shape = flat.names[number], flat.shapes[number]
         self.owner: Tensor = flat.originals[number] if flat.originals else flat.parameter
@@ -135,6 +137,16 @@ def weights_of(module: nn.Module) -> dict[str, Any]:
     owners = [name for name, _ in modules_of(module)]
     order = {name: number for number, name in enumerate(owners)}
     return dict(sorted(found.items(), key=lambda pair: order[pair[0].rpartition(".")[0]]))
+
+
+def masters_of(weights: Mapping[str, Any]) -> dict[str, FlatWeight]:
+    """Returns name of a weight → its flat copy that an optimizer updates, if it has one."""
+    names, found = {id(p): name for name, p in weights.items()}, {}
+    for each in partitions_of(weights.values()):
+        for number, p in enumerate(each.weights):
+            if name := names.get(id(p)):
+                found[name] = FlatWeight(each, number)
+    return found
 
 
 def modules_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

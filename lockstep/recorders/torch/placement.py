@@ -70,7 +70,9 @@ class Placement:
         self.rank = self.replica = dist.get_rank(group) if is_distributed else 0
         self.num_ranks = self.num_replicas = dist.get_world_size(group) if is_distributed else 1
         weights = variables.weights.values()
-        meshes = [mesh_of_group(each) for each in groups] + [x.mesh for x in variables.flats]
+        flats = [*variables.flats, *{x.flat: None for x in variables.masters.values()}]
+        meshes = [mesh_of_group(each) for each in groups]
+        meshes += [x.mesh for x in flats] if is_distributed else []
         self.mesh = mesh_of(mesh, meshes, weights) if is_distributed else None
         self.placements: dict[str, str] = {}
         self.texts: dict[str, str] = {}
@@ -83,7 +85,7 @@ class Placement:
             return
         along = [mesh_of_group(each).mesh.flatten().tolist() for each in groups]
         along += [dist.get_process_group_ranks(group)] if ddp else []
-        along += [ranks for flat in variables.flats for ranks in flat.reduced]
+        along += [ranks for flat in flats for ranks in flat.reduced]
         self._name_axes(self.mesh, along, dims)
 
     def _name_axes(

@@ -5,9 +5,10 @@ line: what it does would not be seen.
 """
 
 import functools
+import gc
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ values_of_sparse, indices_of_sparse = _method("_values"), _method("_indices")
 weights_of_group, sharded_weight = _attribute("fsdp_params"), _attribute("sharded_param")
 _handle_of, _WRAPPED = _attribute("_handle"), "_fsdp_wrapped_module"
 _mesh_info, _mesh = _attribute("mesh_info"), _attribute("mesh")
+_fragment_of = _attribute("_hp_mapping")  # Of a weight in DeepSpeed: None if it is not here.
 ENGINE = torch.autograd, "_engine_run_backward"  # What `backward` and `grad` call.
 private(*ENGINE)
 
@@ -154,12 +156,79 @@ class Flat:
         """All processes on axes: the mesh of the script, or one with its names."""
         if (own := getattr(self._wrapper, "_device_mesh", None)) is not None:
             return own
-        number, size = dist.get_world_size(), len(self.ranks)
-        is_hybrid = len(self.reduced) > 1
-        shape, names = (
-            ((number // size, size), ("replicate", "shard")) if is_hybrid else ((-1,), ("data",))
-        )
-        return SimpleNamespace(mesh=torch.arange(number).reshape(shape), mesh_dim_names=names)
+        return _mesh_of_size(dist.get_world_size(), len(self.ranks), len(self.reduced) > 1)
+
+
+def _mesh_of_size(number: int, size: int, is_hybrid: bool = False) -> Any:
+    """Returns all processes on one axis; of a hybrid on two, of which `size` share one copy."""
+    shape, names = (
+        ((number // size, size), ("replicate", "shard")) if is_hybrid else ((-1,), ("data",))
+    )
+    return SimpleNamespace(mesh=torch.arange(number).reshape(shape), mesh_dim_names=names)
+
+
+class Partition:
+    """A flat copy of weights in DeepSpeed's ZeRO, stages 1 and 2: the optimizer updates it.
+
+    Each process has a range of the copy; after the update, all have the weights again.
+
+    Args:
+        owner: The optimizer of DeepSpeed, which has an optimizer of PyTorch.
+        number: The number of its group of weights.
+
+    Attributes:
+        parameter: The tensor that the optimizer of PyTorch has: the range of this process.
+        weights: The weights.
+        shapes, ranges, ranks, reduced: As those of `Flat`, also the others.
+    """
+
+    originals = gathered = None
+    is_split = is_synchronised = True
+    starts, tied = list[int](), list[list[str]]()
+
+    def __init__(self, owner: Any, number: int) -> None:
+        self.parameter = private(owner, "single_partition_of_fp32_groups")[number]
+        self.weights = [*private(owner, "bit16_groups")[number]]
+        self.names = [""] * len(self.weights)
+        self.shapes = [tuple(p.shape) for p in self.weights]
+        self.ranges = [self._range_of(_fragment_of(p)) for p in self.weights]
+        group = private(owner, "real_dp_process_group")[number]
+        self.ranks = dist.get_process_group_ranks(group)
+        self.reduced = [self.ranks]
+
+    @staticmethod
+    def _range_of(fragment: Any) -> Range | None:
+        if fragment is None:
+            return None
+        own, of_weight = fragment.hp_fragment_address, fragment.lp_fragment_address
+        return Range(own.start, own.numel, of_weight.start)
+
+    @property
+    def shard(self) -> Any:
+        """The range of this process."""
+        return self.parameter.data
+
+    @property
+    def has_split_gradient(self) -> bool:
+        """Whether it has a gradient."""
+        return self.parameter.grad is not None
+
+    @property
+    def mesh(self) -> Any:
+        """All processes on an axis."""
+        return _mesh_of_size(dist.get_world_size(), len(self.ranks))
+
+
+def partitions_of(weights: Iterable[Any]) -> list[Partition]:
+    """Returns the flat copies that DeepSpeed's ZeRO makes of weights."""
+    module = sys.modules.get("deepspeed.runtime.zero.stage_1_and_2")
+    own = {id(p) for p in weights if hasattr(p, "_hp_mapping")}
+    if module is None or not own:
+        return []
+    kind = private(module, "DeepSpeedZeroOptimizer")
+    owners = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    found = [Partition(x, i) for x in owners for i in range(len(private(x, "bit16_groups")))]
+    return [each for each in found if own.intersection(map(id, each.weights))]
 
 
 def flat_parameters(module: nn.Module) -> list[Flat]:

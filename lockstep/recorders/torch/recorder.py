@@ -241,6 +241,9 @@ class record:
             step = own.step
             own.save_ids(ids)
             own.save_variables("after", own.variables.of_others())
+            if own.variables.masters:  # After an update, weights are copied from there.
+                own.save_variables("after", own.variables.of_model())
+                own.save_variables("after", own.variables.of_optimizers())
             own.save_left()
             cleared = step.losses[: step.num_cleared]
             for index, losses in enumerate(x for x in (step.losses, cleared) if x):

@@ -59,6 +59,8 @@ class Step:
         updated: Names of the weights that were updated.
         removed: What the script took from gradients between backward passes, by the number of the
             weight with the end of the array's name.
+        summed, moved: Name of a weight with a flat copy → its gradient so far, and what of it was
+            moved to the copy.
         num_passes: Backward passes that give gradients.
         in_pass: Names of the weights of which the last one has given one.
         first_pass: What is known of the first one by the number of the weight, beside `raw`.
@@ -83,6 +85,7 @@ class Step:
         self.updated = set[str]()
         self.versions = dict[str, int]()
         self.removed: dict[str, Any] = {}
+        self.summed, self.moved = dict[str, Tensor](), dict[str, Tensor]()
         self.num_passes, self.in_pass = 0, set[str]()
         self.first_pass: dict[int, dict[str, np.ndarray]] = {}
         self.unclipped: dict[int, dict[str, np.ndarray]] | None = None
@@ -253,7 +256,8 @@ class Recording:
         for index, (name, p) in enumerate(self.weights.items()):
             if name in wanted:
                 own = self.step.scale_of(name) if scale is None else scale
-                self.save(kind, index, p.grad, own)
+                flat = self.variables.masters.get(name) if kind == "clipped" else None
+                self.save(kind, index, (flat or p).grad, own)
 
     def save(self, kind: str, index: int, value: Any, scale: float = 1.0) -> None:
         """Saves one array; None and what is no number are left out."""

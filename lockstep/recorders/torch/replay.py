@@ -15,6 +15,7 @@ from lockstep.recorders.states import Own, Source, States
 from lockstep.recorders.torch.flat import FlatWeight
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.values import assign, is_dtensor, set_random_states, to_array
+from lockstep.recorders.torch.variables import MASTER
 
 _MOST_NAMED = 3  # Variables in a warning.
 
@@ -198,6 +199,8 @@ class Replay:
             if tuple(array.shape) == tuple(value.shape):
                 try:
                     value.write(array) if isinstance(value, FlatWeight) else assign(value, array)
+                    if master := self.recording.variables.masters.get(name):
+                        master.write(array)
                     return
                 except (RuntimeError, TypeError, ValueError):
                     pass  # As of a tensor that cannot be changed: it is not loaded.
@@ -225,9 +228,10 @@ class Replay:
             return
         # Of several that update it, the one that keeps such state.
         known = {variable.slot for variable, _ in slots}
-        optimizer = max(same, key=lambda x: len(known & x.state.get(p, {}).keys()))
-        if isinstance(p, FlatWeight):
-            self._load_flat(name, p, slots, optimizer, is_whole=True)
+        own = self.recording.variables.owner_of(name)
+        optimizer = max(same, key=lambda x: len(known & x.state.get(own, {}).keys()))
+        if flat := self.recording.variables.flat_of(name):
+            self._load_flat(name, flat, slots, optimizer, is_whole=True)
             return
         old = optimizer.state.pop(p, {})
         if not slots:
@@ -256,6 +260,10 @@ class Replay:
 
         With `is_whole`, the optimizer has the recorded class: slots that it lacks are made.
         """
+        if name in self.recording.variables.masters:
+            for array in (array for v, array in slots if v.slot == MASTER):
+                p.write(array)
+            slots = [pair for pair in slots if pair[0].slot != MASTER]
         if is_whole and not slots:
             optimizer.state.pop(p.owner, None)
         if not (p.is_here and slots):
@@ -280,9 +288,9 @@ class Replay:
         self, name: str, p: Tensor, slots: Sequence[tuple[Variable, np.ndarray]], owners: Any
     ) -> None:
         """Loads what an optimizer of another class has, too."""
-        if isinstance(p, FlatWeight):
+        if flat := self.recording.variables.flat_of(name):
             for each in owners:
-                self._load_flat(name, p, slots, each, is_whole=False)
+                self._load_flat(name, flat, slots, each, is_whole=False)
             return
         for variable, array in slots:
             slot = variable.slot

@@ -9,10 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import require
-from lockstep.recorders.torch.flat import FlatWeight, buffers_of, modules_of, owner_of, weights_of
+from lockstep.recorders.torch.flat import (
+    FlatWeight,
+    buffers_of,
+    masters_of,
+    modules_of,
+    owner_of,
+    weights_of,
+)
 from lockstep.recorders.torch.private import unwrapped
 from lockstep.recorders.torch.values import is_dtensor, settings_of
 
+MASTER = "master"  # Slot of the flat copy of a weight.
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 
 
@@ -29,6 +37,7 @@ class Variables:
         optimizers: All that update a weight of the model, as far as they have been seen.
         described: Name of a variable → its description, in the order of their arrays.
         flats: The flat parameters of FSDP1.
+        masters: Name of a weight → its flat copy that an optimizer updates in its place.
         stepped: The optimizers that have updated a weight in this step.
     """
 
@@ -36,11 +45,12 @@ class Variables:
         self.module, self.others = module, others
         self.weights = weights_of(module)
         self.flats = [*{p.flat: None for p in self.weights.values() if isinstance(p, FlatWeight)}]
+        self.masters = masters_of(self.weights)
         self.described: dict[str, dict[str, Any]] = {}
         self.stepped, self._stepped_before = list[Any](), list[Any]()
         self._names: dict[Any, list[str]] = {}
-        for name, p in self.weights.items():
-            self._names.setdefault(owner_of(p), []).append(name)
+        for name in self.weights:
+            self._names.setdefault(self.owner_of(name), []).append(name)
         owners = dict(modules_of(module))
         self._layouts = {}
         for name in self.weights:
@@ -72,8 +82,9 @@ class Variables:
                 *vars(each)
             }:
                 self.add(each)
-        for name, p in self.weights.items():
-            owners = [each for each in self.optimizers if each.state.get(owner_of(p))]
+        for name in self.weights:
+            own = self.owner_of(name)
+            owners = [each for each in self.optimizers if each.state.get(own)]
             require(
                 not is_needed or len(owners) < 2,
                 f"optimizer: {len(owners)} optimizers have state of {name}; pass those that train"
@@ -88,6 +99,19 @@ class Variables:
             return False
         self.optimizers.append(optimizer)
         return True
+
+    def flat_of(self, name: str) -> FlatWeight | None:
+        """Returns a weight in a flat parameter, or its flat copy; None if an optimizer has it."""
+        p = self.weights[name]
+        return p if isinstance(p, FlatWeight) else self.masters.get(name)
+
+    def _has_exact_copy(self, name: str) -> bool:
+        """Returns whether the flat copy of a weight has digits that the weight lacks."""
+        return name in self.masters and self.masters[name].dtype != self.weights[name].dtype
+
+    def owner_of(self, name: str) -> Any:
+        """Returns the tensor of a weight that an optimizer has."""
+        return owner_of(self.flat_of(name) or self.weights[name])
 
     def names_of(self, optimizer: Any) -> list[str]:
         """Returns the names of the model's weights that an optimizer updates."""
@@ -131,17 +155,18 @@ class Variables:
     def of_optimizers(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields those of optimizer state; a second optimizer's state of a slot has a number."""
         recent = [*self.stepped, *(x for x in self._stepped_before if x not in self.stepped)]
-        for name, p in self.weights.items():
-            own = owner_of(p)
+        for name in self.weights:
+            own, flat = self.owner_of(name), self.flat_of(name)
             states = [x.state[own] for x in recent if x.state.get(own)]
             states = states or [x.state[own] for x in self.optimizers if x.state.get(own)]
             seen: dict[str, int] = {}
-            for slot, value in [pair for state in states for pair in state.items()]:
+            more = {MASTER: flat.flat.shard} if self._has_exact_copy(name) and flat else {}
+            for slot, value in [pair for state in (*states, more) for pair in state.items()]:
                 number = seen[slot] = seen.get(slot, 0) + 1
                 key = slot if number == 1 else f"{slot}#{number}"
                 kind = {"kind": "optimizer state", "layout": "", "of": name, "slot": key}
-                is_flat = isinstance(p, FlatWeight) and p.is_like(value)
-                yield {"name": f"{name}/{key}", **kind}, p.read(value) if is_flat else value
+                value = flat.read(value) if flat and flat.is_like(value) else value
+                yield {"name": f"{name}/{key}", **kind}, value
 
     def of_others(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields those of further modules and mappings."""

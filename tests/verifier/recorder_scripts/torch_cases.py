@@ -35,6 +35,7 @@ CASES = {
     "sharded": [
         *(ranks.case_fsdp, ranks.case_owned_state, ranks.case_average_of_one_rank),
         *(ranks.case_passes_of_fsdp, ranks.case_flat_parameters, ranks.case_mesh),
+        ranks.case_flat_copies,
         changes.case_later_changes,
     ],
     "one": [case for name, case in IN_ONE_PROCESS.items() if name not in MORE],

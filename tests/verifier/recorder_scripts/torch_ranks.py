@@ -3,6 +3,8 @@
 
 import contextlib
 import functools
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -210,6 +212,109 @@ def case_flat_parameters():
             refused(
                 f"{told} built before fully_shard", record_torch.record, "no.npz", model, before
             )
+
+
+class DeepSpeedZeroOptimizer:
+    """Updates flat copies of weights, of which each process has a range, as DeepSpeed's ZeRO.
+
+    Args:
+        model: the model.
+        factor: what the sums of gradients are multiplied by.
+        is_reduced: whether gradients are added over the processes.
+        adds: whether gradients of micro-batches are added.
+    """
+
+    def __init__(self, model, factor=0.5, is_reduced=True, adds=True):
+        self.factor, self.is_reduced, self.adds, self.moved = factor, is_reduced, adds, {}
+        pairs = [*model.named_parameters()]
+        kinds = ["weight", "bias"]
+        self.bit16_groups = [[p for name, p in pairs if name.endswith(kind)] for kind in kinds]
+        self.real_dp_process_group = [dist.group.WORLD] * len(kinds)
+        self.single_partition_of_fp32_groups = []
+        for group in self.bit16_groups:
+            part = self.own_part(group, [p.detach() for p in group]).clone()
+            self.single_partition_of_fp32_groups.append(part.requires_grad_())
+        groups = [{"params": [part]} for part in self.single_partition_of_fp32_groups]
+        self.optimizer = torch.optim.AdamW(groups, 0.01)
+
+    def own_part(self, group, arrays):
+        """Returns this process' range of arrays that stand one after another."""
+        values = torch.cat([x.reshape(-1) for x in arrays])
+        size = (len(values) + 2) // 2  # The last range has padding.
+        begin = dist.get_rank() * size
+        place = 0
+        for p in group:
+            start, end = max(place, begin), min(place + p.numel(), begin + size)
+            own = SimpleNamespace(start=start - begin, numel=end - start)
+            of_weight = SimpleNamespace(start=start - place, numel=end - start)
+            fragment = SimpleNamespace(hp_fragment_address=own, lp_fragment_address=of_weight)
+            p._hp_mapping = fragment if end > start else None
+            place += p.numel()
+        return F.pad(values, (0, 2 * size - len(values)))[begin : begin + size]
+
+    def zero_grad(self):
+        for p in (p for group in self.bit16_groups for p in group):
+            p.grad = None
+
+    def move(self):
+        """Adds the gradients to those of earlier micro-batches, which stage 2 keeps elsewhere."""
+        for p in (p for group in self.bit16_groups for p in group):
+            self.moved[p] = p.grad + (self.moved.get(p, 0) if self.adds else 0)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self):
+        groups = self.optimizer.param_groups
+        for i, group in enumerate(self.bit16_groups):
+            part = self.single_partition_of_fp32_groups[i]
+            for p in group if self.is_reduced else ():
+                dist.all_reduce(self.moved[p])
+            part.grad = self.own_part(group, [self.moved[p] * self.factor for p in group])
+            self.optimizer.param_groups = [groups[i]]
+            self.optimizer.step()
+            parts = [torch.empty_like(part) for _ in range(2)]
+            dist.all_gather(parts, part)
+            values = torch.cat(parts)
+            for p in group:
+                p.copy_(values[: p.numel()].reshape(p.shape))
+                values = values[p.numel() :]
+        self.optimizer.param_groups = groups
+        self.moved.clear()
+
+
+def in_micro_batches(model, optimizer, step):
+    """Trains one step of two micro-batches, whose gradients are moved after each."""
+    for number in range(2):
+        (loss_of(model, step, dist.get_rank() + 2 * number, 4) / 2).backward()
+        optimizer.move()
+    optimizer.step()
+
+
+def case_flat_copies():
+    """ZeRO of DeepSpeed: an optimizer updates ranges of flat copies, then all have the weights."""
+    module = ModuleType("deepspeed.runtime.zero.stage_1_and_2")
+    module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer
+    sys.modules[module.__name__] = module
+    for name, options, causes in (
+        ("copies", {}, set()),
+        ("copies_sum", {"factor": 1.0}, {"sum_instead_of_mean"}),
+        ("copies_own", {"factor": 1.0, "is_reduced": False}, None),
+        ("copies_last", {"adds": False}, None),
+    ):
+        model = Halves()
+        optimizer = DeepSpeedZeroOptimizer(model, **options)
+        told = warnings_of(
+            train, model, optimizer, f"{name}.npz", in_micro_batches, 3, replay="single.npz"
+        )
+        assert not [text for text in told if "not loaded" in text], told
+        trace, verdict = of_all_ranks(name), compare("single.npz", f"{name}.npz")
+        assert verdict.faults if causes is None else details(verdict) == causes, str(verdict)
+        index = trace.about["gradients"].index("first.weight")
+        assert trace.about["placements"][f"clipped/{index}"] == "sum(data)"
+        assert_close(mean_of_raw(trace, 1), Trace("single").kind("raw", 1))
+        shapes = {x.shape for name, x in trace.kind("after", 1).items() if "first.weight" in name}
+        assert shapes == {(8, 64), ()}
+    del sys.modules[module.__name__]
 
 
 def train_averaged(path, keeper=0, share=0.1, **options):
