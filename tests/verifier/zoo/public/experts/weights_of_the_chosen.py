@@ -1,11 +1,11 @@
-"""A token has one expert, whose score must stay its weight: over itself, it is always 1.
+"""A token's experts are weighted by scores among them; the scores of others would take a share.
 
-reference = "jingyaogong/minimind#858, jingyaogong/minimind#859"
-date = "2026-09"
+reference = "pytorch/torchtitan#2258"
+date = "2026-01"
 framework = "torch"
 
 [wrong]
-"the one score is divided by itself" = ["other_outputs", "frozen"]
+"scores are among all experts" = ["other_outputs"]
 """
 
 import os
@@ -30,9 +30,9 @@ class Experts(nn.Module):
 
     def forward(self, x):
         scores = self.router(x).softmax(-1)
-        top, numbers = scores.topk(1)
-        if BUG == "the one score is divided by itself":
-            top = top / (top.sum(-1, keepdim=True) + 1e-20)
+        top, numbers = scores.topk(2)
+        if BUG != "scores are among all experts":
+            top = top / top.sum(-1, keepdim=True)
         gates = torch.zeros_like(scores).scatter(1, numbers, top)
         return x + torch.einsum("td,edh,te->th", x, self.up, gates).tanh()
 
