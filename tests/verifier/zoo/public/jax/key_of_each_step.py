@@ -1,11 +1,10 @@
-"""One key drops units of a whole batch, whose examples are split over devices.
+"""Units are dropped by a key, of which each step must use another part.
 
-reference = "young-geng/scalax#6"
-date = "2024-11"
+reference = "p-doom/jasmine#239"
+date = "2025-10"
 framework = "jax"
 
 [wrong]
-"devices drop the same units" = ["same_random_numbers", "other_outputs"]
 "the key stays as it is" = ["random_numbers_repeated", "other_outputs"]
 """
 
@@ -27,11 +26,7 @@ SIZE, WIDTH, BATCH, RATE, MOMENTUM, KEPT = 6, 20, 16, 0.2, 0.9, 0.7
 
 
 def dropped(key, x):
-    if BUG == "devices drop the same units":
-        mask = jax.random.bernoulli(key, KEPT, (BATCH // DEVICES, WIDTH))
-        mask = jnp.tile(mask, (DEVICES, 1))
-    else:
-        mask = jax.random.bernoulli(key, KEPT, x.shape)
+    mask = jax.random.bernoulli(key, KEPT, x.shape)
     return jnp.where(mask, x / KEPT, 0)
 
 
