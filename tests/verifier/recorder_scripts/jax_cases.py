@@ -417,7 +417,7 @@ def scanned_step(order, devices=1):
 
 
 def case_scans():
-    """What is kept in each pass of a scan is that of one pass over all examples, in its order."""
+    """What is kept in each iteration of a scan is that of one call with all examples, in order."""
     given = {"arguments": WITHOUT_KEY, "steps": 1}
     plain = loop(scanned_step("rows"))
     for order in ("once", "rows", "columns", "whole", "each"):

@@ -92,7 +92,7 @@ def case_no_sync():
     assert trace.kind("raw", 1) and not trace.kind("sums", 1)
     whole = trace_file.load("no_sync.npz")
     for replica in range(2):
-        first, second = whole.passes(0, replica)
+        first, second = whole.backward_passes(0, replica)
         assert_close({n: g + second[n] for n, g in first.items()}, whole.named(0, "raw", replica))
     assert trace.about["passes"] == [["no_sync", "ddp"], ["no_sync", "no_sync"]]
     assert_close(trace.kind("sums"), mean_of_raw(trace, 0))
@@ -173,12 +173,15 @@ def case_passes_of_fsdp():
     train(model, adamw(model), "passes.npz", steps_of, 3, steps=3)
     of_all_ranks("passes")
     trace = trace_file.load("passes.npz")
-    assert [len(trace.passes(step, 0)) for step in range(3)] == [2, 0, 2]
-    own = [each for replica in range(2) for each in trace.passes(0, replica)]
+    assert [len(trace.backward_passes(step, 0)) for step in range(3)] == [2, 0, 2]
+    own = [each for replica in range(2) for each in trace.backward_passes(0, replica)]
     assert len(own) == 4
     for name, total in trace.named(0, "clipped", 0).items():
         assert_close({name: sum(each[name] for each in own) / 2}, {name: total})
-    assert not trace.passes(2, 0)[0] and trace.passes(2, 0)[1].keys() == own[0].keys()
+    assert (
+        not trace.backward_passes(2, 0)[0]
+        and trace.backward_passes(2, 0)[1].keys() == own[0].keys()
+    )
 
 
 def case_flat_parameters():
