@@ -111,8 +111,6 @@ def _solved(
 def _limit_of_values(pair: StepPair, terms: Sequence[_Term], share: float, given: Named) -> float:
     """Returns the limit to which the values of each pass are clipped before the sum; 0 if none."""
     names, limit = [*given], 0.0
-    if any(pair.first.trace.num_sums(np.shape(given[name])) for name in names):
-        return 0.0
     stacks = {
         name: np.stack([dense(t.gradients.get(name, np.zeros_like(given[name]))) for t in terms])
         for name in names
