@@ -98,6 +98,29 @@ def case_no_sync():
     assert_close(trace.kind("sums"), mean_of_raw(trace, 0))
 
 
+def case_random_numbers_that_are_sent():
+    """A rank has what another one sends it; of numbers that are sent in part, none is known."""
+
+    def steps_of(model, optimizer, step):
+        torch.manual_seed(2 * step + dist.get_rank())
+        noise, scale = torch.randn(2), torch.rand(3)
+        own = noise.clone()
+        for sent in (noise, 2 * scale):
+            dist.broadcast(sent, 0)
+        drawn.append((own.numpy(), noise.numpy()))
+        optimizer.zero_grad()
+        loss_of(model, step, *own_shard()).backward()
+        optimizer.step()
+
+    model, drawn = DistributedDataParallel(network()), []
+    train(model, adamw(model), "sent.npz", steps_of, 2, steps=2)
+    trace, rank = of_all_ranks("sent"), dist.get_rank()
+    for step, (own, noise) in enumerate(drawn):
+        arrays = trace.kind("drawn", step, rank)
+        assert np.array_equal(arrays["0"], noise) and not arrays["1"].size
+        assert np.array_equal(own, noise) == (not rank)
+
+
 # --- Weights and state of which each process has a part ------------------------------------------
 
 
