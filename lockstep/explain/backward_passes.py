@@ -175,11 +175,7 @@ def _of_all_shards(pair: StepPair, terms: Sequence[_Term], factors: Sequence[flo
     passes = f"of the {num} backward passes of a step"
     lost = np.flatnonzero(each == 0)
     if len(lost) and _are_equal(each[each != 0]):
-        text = f"{passes}, the gradients of {_listed(lost)} are lost"
-        if lost[-1] == len(lost) - 1:
-            left = "one" if num - len(lost) == 1 else f"{num - len(lost)}"
-            text = f"{passes}, only the gradients of the last {left} count"
-        return "gradients", "lost_micro_batch", text
+        return "gradients", "lost_micro_batch", f"{passes}, those of {_listed(lost)} are lost"
     if np.all(np.abs(each - np.round(each)) < _CLOSE) and min(np.round(each)) >= 1:
         text = f"{passes}, the gradients are added {_shown(each)} times"
         return "gradients", "repeated_gradient", text

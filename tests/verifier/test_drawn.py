@@ -7,6 +7,8 @@ import pytest
 
 from lockstep.comparison import compare_traces
 from lockstep.data.trace import Trace
+from lockstep.explain.corrections import other_count
+from lockstep.explain.kept import Change
 from tests.verifier.outputs import NUM, trained
 from tests.verifier.test_explained_steps import GRADIENT, OLD, WEIGHT, details, trace
 
@@ -132,10 +134,10 @@ def test_noise_in_gradients(noises, drawn, detail, flat):
     first = noisy([NOISE], [NOISE], flat)
     assert details(first, noisy(noises, drawn, flat))[:1] == detail
     # What is drawn does not explain what it is not part of.
-    wrong = noisy([np.abs(OLD)] * 2, drawn, flat)
-    assert not {"diverged_replicas", "repeated_gradient", "other_random_numbers"} & {
-        *details(first, wrong)
-    }
+    causes = {"diverged_replicas", "repeated_gradient", "other_random_numbers"}
+    reshaped = [each.reshape(6, 8) for each in drawn]
+    others = noisy([np.abs(OLD)] * 2, drawn, flat), noisy(noises, reshaped)
+    assert not any(causes & {*details(first, wrong)} for wrong in others)
 
 
 # --- Corrections of Adam's moments ---------------------------------------------------------------
@@ -165,3 +167,18 @@ def test_moments_that_are_corrected_by_another_count(number, detail):
     assert text.get(number, "") in " ".join(finding.text for finding in verdict.faults)
     if detail:  # The reference does not follow the rule.
         assert details(corrected(3, epsilon=0.3), corrected(number, 2, 0.3))[:1] == ["unexplained"]
+
+
+@pytest.mark.parametrize("number", [5, 7])
+def test_weights_that_are_corrected_by_several_counts_have_no_cause(number):
+    changes = list[Change]()
+    for name, own in (("first", 5), ("second", number)):
+        steps = [corrected(3), corrected(own)]
+        before, after = ([each.named(0, kind, 0) for each in steps] for kind in ("before", "after"))
+        for key in ("w", "mean", "square"):
+            arrays = [each[key] for each in before], [each[key] for each in after]
+            changes.append(Change(name, key, *arrays))
+    wrong = [change for change in changes if change.slot == "w"]
+    states = [change for change in changes if change.slot != "w"]
+    cause = other_count(steps[0].about.settings[0][0], wrong, states)
+    assert (cause and cause[0]) == ("other_optimizer" if number == 5 else None)
