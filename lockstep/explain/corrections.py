@@ -31,7 +31,7 @@ class _Moments(NamedTuple):
 def other_count(
     settings: Mapping[str, Any], wrong: Sequence[Change], states: Sequence[Change]
 ) -> tuple[str, str] | None:
-    """Returns cause and sentence if all wrong weights are corrected by one other count.
+    """Returns cause and sentence if each wrong weight is corrected by another count.
 
     Args:
         settings: those of the weights in both trainings.
@@ -40,14 +40,16 @@ def other_count(
     """
     if not wrong or any(not isinstance(settings.get(name), int | float) for name in _NEEDED):
         return None
-    counts = {_counts(settings, x, [y for y in states if y.weight == x.weight]) for x in wrong}
-    found = counts.pop()
-    if found is None or counts:
-        return None
-    right, own = found
-    if not own:
+    counts = list[tuple[int, int]]()
+    for change in wrong:
+        found = _counts(settings, change, [x for x in states if x.weight == change.weight])
+        if found is None:
+            return None
+        counts.append(found)
+    pairs = ", ".join(f"{b or 'no'} in place of {a}" for a, b in dict.fromkeys(counts))
+    text = f"the moments are corrected as after {pairs} updates"
+    if all(not second for _, second in counts):
         return "bias_not_corrected", "the bias of the moments is not corrected"
-    text = f"the moments are corrected as after {own} in place of {right} updates"
     return "other_optimizer", text
 
 
