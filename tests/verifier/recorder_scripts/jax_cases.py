@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax_steps import *
 from lockstep import compare, record_jax
 from lockstep.recorders.jax.compiled import dtype_of
+from lockstep.recorders.jax.scans import joined
 from lockstep.recorders.jax.trees import weights_of_state
 from recording import Trace, run_cases
 
@@ -442,6 +443,9 @@ def case_scans():
         assert trace.about["modules"] == once.about["modules"][1:]
         assert is_close(trace.get(1, "module_out"), [out[places] for out in deep])
         assert is_close(trace.get(1, "sums"), once.get(1, "sums"))
+    # Calls with single examples have no rows.
+    assert is_equal(joined([[row] for row in x], len(x)), [x])
+    assert len(joined([[row] for row in x], len(x) + 1)) == len(x)
     two = scanned_step("rows", devices=2)
     record("two", two, **given, replay="once.npz")
     assert [a.shape for a in Trace("two").get(1, "y_pred", 1)] == [(4, 2)]

@@ -192,6 +192,26 @@ def case_backward_passes():
     assert found["engine"].named(0, "raw", 0) is None
 
 
+def case_passes_without_modules():
+    """The state before a step is recorded where a script calls no module and adds up gradients."""
+
+    def steps_of(model, optimizer, step):
+        weights, sums = [*model.parameters()], [0, 0, 0, 0]
+        for number in range(2):
+            x, y = batch(number)
+            hidden = F.linear(x.reshape(12, -1), *weights[:2])
+            loss = F.mse_loss(F.linear(hidden, *weights[2:]), y)
+            own = torch.autograd.grad(loss, weights)
+            sums = [a + b for a, b in zip(sums, own, strict=True)]
+        for weight, own in zip(weights, sums, strict=True):
+            weight.grad = own
+        optimizer.step()
+
+    trace = recorded("of_parts", Halves(), adamw, steps_of, 1, steps=1)
+    assert len(trace_file.load("of_parts.npz").backward_passes(0, 0)) == 2
+    assert "first.weight" in trace.kind("before")
+
+
 def case_parts_of_a_pass():
     """A weight that gets its gradient in parts of one call, and a script's own hooks."""
     model = Halves()
