@@ -37,10 +37,10 @@ factor that clipping hides is not seen: also keep "sums" or "unclipped". A chain
             for k in ("unclipped", "clipped")]
     tx = optax.chain(kept[0], optax.clip_by_global_norm(1.0), kept[1], optax.sgd(0.1))
 
-What is kept in each pass of a scan, or under `jax.vmap`, becomes one array with a row for each
-example; a module in a scan over layers has a number, as "mlp[0]". Passes are parts of the batch in
-its order: if they are not, also keep the examples, `keep("data", (x, y))`. Gradients and losses are
-kept once, where the step has added them up.
+What is kept in each iteration of a scan, or under `jax.vmap`, becomes one array with a row for each
+example; a module in a scan over layers has a number, as "mlp[0]". Iterations have parts of the
+batch in its order: if not, also keep the examples, `keep("data", (x, y))`. Gradients and losses
+are kept once, where the step has added them up.
 
 Under `jax.jit` with shardings the step is one program for all devices, and the gradient of a single
 device does not exist: keep "sums" and "clipped" only. Keys and losses are those of the whole batch.

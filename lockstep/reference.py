@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -61,10 +62,25 @@ class StepPair:
 
     def __init__(self, first: Context, second: Context, matching: Matching, tolerance: Tolerance):
         self.first, self.second, self.matching = first, second, matching
-        is_port = first.trace.about.framework != second.trace.about.framework
-        self.tolerance = of_step(tolerance, first, is_port=is_port)
+        self._of_reference = tolerance
         self.both = (second, "second"), (first, "first")
         self.findings: list[Finding] = []
+
+    @functools.cached_property
+    def tolerance(self) -> Tolerance:
+        """The bound of this step."""
+        is_port = self.first.trace.about.framework != self.second.trace.about.framework
+        return of_step(self._of_reference, self.first, is_port=is_port)
+
+    def steps(self) -> Iterator["StepPair"]:
+        """Yields all steps that both trainings have."""
+        for first, second in common_steps(self.first.trace, self.second.trace):
+            yield StepPair(first, second, self.matching, self.tolerance)
+
+    def earlier(self) -> Iterator["StepPair"]:
+        """Yields those before this one."""
+        position = self.second.position
+        return itertools.takewhile(lambda each: each.second.position < position, self.steps())
 
     def has(self, *kinds: str) -> bool:
         """Returns whether arrays of each kind were recorded in both."""
@@ -165,7 +181,7 @@ class StepPair:
         """Gives the bound the sizes of what shards send, and of what passes add, if recorded."""
         terms, raw = self.gradients, self.gradients.raw
         sizes = {n: terms.share * sum(norm(own[n]) for own in raw) for n in terms.names if raw}
-        passes = [own for of_shard in terms.passes for own in of_shard]
+        passes = [own for of_shard in terms.backward_passes for own in of_shard]
         for name in terms.names if passes else ():
             own = [each[name] for each in passes if name in each]
             share = abs(factor_of([terms.reference[name]], [np.sum(own, axis=0)])) if own else 0.0

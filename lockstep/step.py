@@ -132,7 +132,7 @@ class Gradients:
         return [self._filled(own) for own in sent]
 
     @functools.cached_property
-    def passes(self) -> list[list[Named]]:
+    def backward_passes(self) -> list[list[Named]]:
         """What each backward pass of each shard adds, if a step has several."""
         return [
             [{name: dense(a) for name, a in self._to_first(own).items()} for own in passes]
@@ -140,13 +140,13 @@ class Gradients:
         ]
 
     @functools.cached_property
-    def reference_passes(self) -> list[Named]:
+    def reference_backward_passes(self) -> list[Named]:
         """The same in the reference, of all shards."""
         return [own for passes in self._passes(self.first) for own in passes]
 
     @staticmethod
     def _passes(step: Step) -> list[list[Named]]:
-        return [step.trace.passes(step.position, shard) for shard in step.shards]
+        return [step.trace.backward_passes(step.position, shard) for shard in step.shards]
 
     @functools.cached_property
     def removed(self) -> list[Named]:

@@ -195,7 +195,7 @@ class Conversation:
             RuntimeError: the function raised another exception; the message ends with its
                 traceback.
         """
-        if timeout_sec is not None and not self.connection.poll(timeout_sec):
+        if not self.connection.poll(timeout_sec):
             self.kill()  # Native code that hangs ignores other signals.
             raise TimeoutError(f"no result within {timeout_sec:g} s")
         try:

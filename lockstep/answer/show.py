@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.answer.text import count, facts_lines, first_names, named_steps, one_line
-from lockstep.data.trace import OF_GRADIENTS, OF_PASSES, OF_VARIABLES, WEIGHT, Trace
+from lockstep.data.trace import OF_BACKWARD, OF_GRADIENTS, OF_VARIABLES, WEIGHT, Trace
 
 _MOST_WEIGHTS, _LONGEST = 10, 48
 # Keys of the description that are shown otherwise, or that no reader needs.
@@ -71,7 +71,7 @@ def _arrays_in_words(kind: str, arrays: Mapping[str, Any], place: str) -> str:
     steps, items = (len({name.split("/")[part] for name in arrays}) for part in (0, 2))
     size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values())
     text = f"{len(arrays)} in {count('step', steps)} of {count(place, items)}; {size:,} bytes"
-    if kind not in (*OF_VARIABLES, *OF_GRADIENTS, *OF_PASSES):
+    if kind not in (*OF_VARIABLES, *OF_GRADIENTS, *OF_BACKWARD):
         shapes = dict.fromkeys(f"{_shape_of(array)} {array.dtype}" for array in arrays.values())
         text += f"; {first_names(list(shapes))}"
     return text

@@ -36,8 +36,8 @@ from lockstep.data.archive import (
 from lockstep.data.layout import assemble, axes_of_copies
 from lockstep.data.layout_about import moves
 from lockstep.data.trace import (
+    OF_BACKWARD,
     OF_MODULES,
-    OF_PASSES,
     STATE,
     STATISTIC,
     About,
@@ -278,7 +278,7 @@ def _check_arrays(about: About, arrays: Arrays) -> None:
         if not (0 < int(position) <= len(about.steps) and int(item) in items):
             raise Fault(f"has arrays {group}, which 'about' does not have; record it again")
         count = counts[group] if names is None else len(names)
-        if kind in (*OF_MODULES, *OF_PASSES):  # Some of each pass may have none.
+        if kind in (*OF_MODULES, *OF_BACKWARD):  # Some of each pass may have none.
             each = about.modules if kind in OF_MODULES else about.gradients
             count = len(each) * MAX_MICRO_BATCHES
         if int(index) >= count:

@@ -18,8 +18,8 @@ import numpy as np
 from lockstep.data.about import Fault, shown
 from lockstep.data.layout_about import merged, moves, renamed
 from lockstep.data.trace import (
+    OF_BACKWARD,
     OF_GRADIENTS,
-    OF_PASSES,
     OF_VARIABLES,
     WEIGHT,
     About,
@@ -225,7 +225,7 @@ def assemble(files: Sequence[tuple[About, Mapping[str, Any]]]) -> Assembled:
             left_out.add((position, kind))  # Rows of a weight, which are not put together.
             continue
         of_copies = is_of_copies(kind, common)
-        of_gradients = kind in (*OF_GRADIENTS, *OF_PASSES)
+        of_gradients = kind in (*OF_GRADIENTS, *OF_BACKWARD)
         names = common.gradients
         weight = numbers[names[int(number) % len(names)]] if of_gradients else ""
         if kind in OF_VARIABLES and any(placement.sums for placement in placed.values()):

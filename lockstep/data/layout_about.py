@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lockstep.data.trace import OF_GRADIENTS, OF_MODULES, OF_PASSES, OF_VARIABLES, About, Variable
+from lockstep.data.trace import OF_BACKWARD, OF_GRADIENTS, OF_MODULES, OF_VARIABLES, About, Variable
 
 
 def renamed(about: About) -> About:
@@ -81,7 +81,7 @@ def moves(own: About, common: About) -> Callable[[str, int], int]:
     """Returns a function from a kind and an INDEX in a rank's file to the common INDEX."""
     tables: list[tuple[set[str], Sequence[str], Sequence[str]]] = [
         ({*OF_VARIABLES}, own.keys, common.keys),
-        ({*OF_GRADIENTS, *OF_PASSES}, own.gradients, common.gradients),
+        ({*OF_GRADIENTS, *OF_BACKWARD}, own.gradients, common.gradients),
         ({*OF_MODULES}, own.modules, common.modules),
     ]
 

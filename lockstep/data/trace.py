@@ -63,7 +63,7 @@ WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed
 _OF_ALL_COPIES = ("before", "set", "after", "left", "replaced", "start")
 OF_VARIABLES = (*_OF_ALL_COPIES, "own_before", "own_after")
 OF_GRADIENTS = ("raw", "removed", "sums", "unclipped", "clipped")
-OF_PASSES = ("added",)  # Gradients of several passes.
+OF_BACKWARD = ("added",)  # Their gradients.
 OF_COPIES = (*_OF_ALL_COPIES, "sums", "unclipped")
 OF_MODULES = ("module_in", "module_out", "module_in_grad", "module_out_grad")
 CLIP_FIRST, REDUCE_FIRST = "clip, reduce", "reduce, clip"
@@ -580,7 +580,7 @@ class Trace:
         names = self.names_of(kind) or ()
         return {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
 
-    def passes(self, position: int, shard: int) -> list[Named]:
+    def backward_passes(self, position: int, shard: int) -> list[Named]:
         """Returns what each backward pass of a shard adds to gradients; empty of a single pass."""
         names, prefix = self.about.gradients, f"{position + 1}/added/{shard}"
         own = [int(n.split("/")[3]) for n in self._index.get((position, "added", shard), ())]

@@ -74,7 +74,7 @@ def why_averages(pair: StepPair, wrong: Sequence[str]) -> Iterator[tuple[str, st
             if not first.fits(names, first.average(names, decay, 0, 1)):
                 continue
         found = [*_fitting(pair, names, second, decay)]
-        if later := _next(pair):
+        if later := next((each for each in pair.steps() if _is_next(pair, each)), None):
             # In a first step, the average is that of the weights: a later one tells.
             both = [why for why in found if why[0] in {x for x, _ in _fitting(later, names,
                     _states(later, "second"), decay)}]  # fmt: skip
@@ -92,16 +92,9 @@ def _states(pair: StepPair, which: str) -> _States:
     return _States(before, after)
 
 
-def _next(pair: StepPair) -> StepPair | None:
-    """Returns the next step; None if both do not have it."""
-    steps = [type(step)(step.trace, step.position + 1)
-             for step, _ in pair.both[::-1]
-             if step.position + 1 < len(step.trace.steps)]  # fmt: skip
-    if len(steps) < 2 or steps[0].number != steps[1].number or not all(
-        step.has("before", "after") for step in steps
-    ):  # fmt: skip
-        return None
-    return StepPair(steps[0], steps[1], pair.matching, pair.tolerance)
+def _is_next(pair: StepPair, other: StepPair) -> bool:
+    places = [(each.first.position, each.second.position) for each in (pair, other)]
+    return places[1] == (places[0][0] + 1, places[0][1] + 1) and other.has("before", "after")
 
 
 def _followed(

@@ -10,7 +10,7 @@ from lockstep.context import Context
 from lockstep.explain.pairing import Matched
 from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import Array, Named, dense, same_arrays, same_bits
-from lockstep.reference import StepPair, common_steps
+from lockstep.reference import StepPair
 
 OF_SCRIPT, OF_MODEL = "drawn", "drawn_inside"
 Why = tuple[str, str, Sequence[int]]  # Cause, text, and numbers of replicas; empty for all.
@@ -96,14 +96,11 @@ def _equal_parts(
 
 def _are_of_no_account(pair: StepPair, kind: str) -> bool:
     """Returns whether an earlier step has the right gradients, and draws otherwise on replicas."""
-    for first, second in common_steps(pair.first.trace, pair.second.trace):
-        if second.position >= pair.second.position:
-            break
-        right = drawn(first, kind, 0)
-        if any(not same_arrays(drawn(second, kind, s), right) for s in second.shards):
-            earlier = StepPair(first, second, pair.matching, pair.tolerance)
-            if earlier.are_gradients_right:
-                return True
+    for earlier in pair.earlier():
+        right, step = drawn(earlier.first, kind, 0), earlier.second
+        differs = any(not same_arrays(drawn(step, kind, s), right) for s in step.shards)
+        if differs and earlier.are_gradients_right:
+            return True
     return False
 
 
@@ -111,15 +108,13 @@ def _drawn_again(
     pair: StepPair, kind: str, right: Sequence[np.ndarray], own: dict[int, list[np.ndarray]]
 ) -> str:
     """Says which arrays all replicas draw as in an earlier step, and the reference does not."""
-    for first, second in common_steps(pair.first.trace, pair.second.trace):
-        if second.position >= pair.second.position:
-            break
-        before = drawn(first, kind, 0)
+    for earlier in pair.earlier():
+        before, step = drawn(earlier.first, kind, 0), earlier.second
         again = [
             number
             for number, arrays in enumerate(zip(right, before, strict=False))
             if not same_bits(*arrays)
-            and all(_is_again(each, drawn(second, kind, s), number) for s, each in own.items())
+            and all(_is_again(each, drawn(step, kind, s), number) for s, each in own.items())
         ]
         if again:
             return _arrays(again, right)

@@ -163,7 +163,6 @@ def _of_weights(pair: StepPair) -> Iterator[Known]:
 
 def _agree_at_first(pair: StepPair) -> bool:
     """Returns whether the gradients of the first recorded step agree."""
-    first, second = Context(pair.first.trace, 0), Context(pair.second.trace, 0)
-    start = StepPair(first, second, pair.matching, pair.tolerance)
-    is_same = first.number == second.number and start.starts_equally
-    return is_same and bool(start.gradients.reference) and not start.different_gradients
+    start = next(pair.steps())
+    is_first = start.first.position == start.second.position == 0 and start.starts_equally
+    return is_first and bool(start.gradients.reference) and not start.different_gradients

@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.data.trace import WEIGHT
 from lockstep.explain.solve import solve
-from lockstep.numeric.arrays import dense, norm
+from lockstep.numeric.arrays import dense, is_far, norm
 from lockstep.reference import StepPair
 
 _CLOSE = 1e-4  # Relative; of state in float32.
@@ -60,14 +60,10 @@ def flat_states(pair: StepPair) -> Iterator[tuple[str, str, str, list[str]]]:
             return
 
 
-def _is_near(value: np.ndarray, other: np.ndarray) -> bool:
-    return norm(value - other) <= _CLOSE * norm(other)
-
-
 def _are_reversed(first: np.ndarray, second: np.ndarray, size: int, number: int) -> bool:
     filled = np.pad(first, (0, size - first.size))
     exchanged = np.concatenate(np.split(filled, number)[::-1])[: first.size]
-    return _is_near(second, exchanged) and not _is_near(second, first)
+    return not is_far(second, exchanged, _CLOSE) and is_far(second, first, _CLOSE)
 
 
 def _of_norms(old: np.ndarray, first: np.ndarray, second: np.ndarray, number: int) -> str:
@@ -78,7 +74,7 @@ def _of_norms(old: np.ndarray, first: np.ndarray, second: np.ndarray, number: in
         solved, known = solve({"": own}, [{"": right}, {"": before}])
         factor = float(solved[0])
         more = float(solved[1]) if known[1] and np.isfinite(solved[1]) else 0.0
-        if not (known[0] and factor > 0 and _is_near(own, factor * right + more * before)):
+        if not (known[0] and factor > 0) or is_far(own, factor * right + more * before, _CLOSE):
             return ""
         if np.any(before) and abs(factor - 1) > _CLOSE:
             kept.append(more / (1 - factor))
@@ -100,6 +96,7 @@ def _shift(old: np.ndarray, first: np.ndarray, second: np.ndarray, most: int) ->
         factors, known = solve({"": second}, terms)
         factors = np.where(known & np.isfinite(factors), factors, 0.0)
         value = np.sum([f * t[""] for f, t in zip(factors, terms, strict=True)], axis=0)
-        if abs(factors[0] - 1) < 1e-3 and _is_near(second, value) and not _is_near(second, first):
+        is_right = not is_far(second, value, _CLOSE) and is_far(second, first, _CLOSE)
+        if abs(factors[0] - 1) < 1e-3 and is_right:
             return shift
     return 0

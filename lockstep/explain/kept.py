@@ -1,16 +1,18 @@
 """Reads what both trainings of a step keep: weights, and state of their optimizers by slots."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.context import Context
-from lockstep.numeric.arrays import MARGIN, TINY, dense, unit_of
+from lockstep.explain.solve import solve
+from lockstep.numeric.arrays import MARGIN, TINY, Named, dense, is_far, unit_of
 from lockstep.reference import StepPair
 from lockstep.step import States, joined_states
 
 FEW = 0.1  # Part of the elements: signs of few may differ by rounding.
+_CLOSE = 1e-3  # Relative; of state that is a sum.
 
 
 class Change(NamedTuple):
@@ -82,3 +84,26 @@ def whole_states(states: Sequence[States | None], shape: tuple[int, ...]) -> lis
     """Returns the states of each copy, parts joined; empty if one lacks it, or they do not fit."""
     known = [state for state in states if state is not None]
     return joined_states(known, shape) if known and len(known) == len(states) else []
+
+
+class Recurrence(NamedTuple):
+    """How the reference's state follows gradients: X' = kept · X + times · gradientᵖ."""
+
+    kept: float
+    times: float
+    power: int
+
+    def used(self, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        """Returns the gradient, or its power, that changes state in this way."""
+        return np.asarray((new - self.kept * old) / self.times)
+
+
+def recurrences(old: Named, new: Named, gradients: Named) -> Iterator[Recurrence]:
+    """Yields how state may follow gradients, or their squares, to a few digits."""
+    for power in (1, 2):
+        terms = [old, {name: gradients[name] ** power for name in new}]
+        (kept, times), known = solve(new, terms)
+        if known[1] and times and not any(
+            is_far(kept * old[name] + times * terms[1][name], new[name], _CLOSE) for name in new
+        ):  # fmt: skip
+            yield Recurrence(float(kept), float(times), power)

@@ -7,13 +7,12 @@ import numpy as np
 
 from lockstep.context import Context
 from lockstep.data.trace import STATISTIC
-from lockstep.numeric.arrays import EPS, MARGIN, dense, distance, factor_of, norm, same_bits
+from lockstep.numeric.arrays import MARGIN, dense, distance, factor_of, norm, same_bits
 from lockstep.reference import StepPair
 
 _MOST_INNER = 4096
 _CLEAR = 0.1  # Rounding may be this part of a difference that is to show an order.
 _SAME_BATCH = 1e-4
-_OF_SPREAD = 1e-3  # Relative; of small differences of variances.
 Layer = Mapping[str, Any]
 
 BOTH_SIDES, AT_THE_END = "on both sides", "more at the end"
@@ -45,35 +44,6 @@ def num_local_norms(step: Context) -> int:
     return 0 if step.trace.about.syncs_batch_norm else sum(is_local)
 
 
-def local_by_statistics(pair: StepPair) -> str:
-    """Returns a sentence if moving statistics are those of each replica's own examples; else "".
-
-    Of traces without layers. The means of the parts of a batch have the mean of the batch, and its
-    variance is the mean of their variances and the variance of their means. Moving averages add a
-    share of each, which the variances give.
-    """
-    copies = [pair.matching.to_first(own) for own in pair.second.ends]
-    if any(step.trace.about.layers for step, _ in pair.both) or len(copies) < 2:
-        return ""
-    before, first = pair.first.named("before")[0], pair.first.ends[0]
-    layers: dict[str, dict[str, str]] = {}
-    for name in pair.first.of_kind(STATISTIC):
-        layer, _, last = name.replace("/", ".").rpartition(".")
-        if all(name in own for own in (before, first, *copies)):
-            kind = next((kind for kind in ("mean", "var") if kind in last.lower()), "")
-            layers.setdefault(layer, {})[kind] = name
-    for layer, names in layers.items():
-        if {"mean", "var"} <= names.keys():
-            old, new = ([dense(own[names[k]]) for k in ("mean", "var")] for own in (before, first))
-            own = [[dense(each[names[kind]]) for kind in ("mean", "var")] for each in copies]
-            if _are_of_parts(old, new, own):
-                return (
-                    f"each replica normalises its own examples: the means that {layer} averages"
-                    " have the mean of the first recording, and the variances lack their spread"
-                )
-    return ""
-
-
 def inference_by_statistics(pair: StepPair) -> str:
     """Returns a sentence if no moving statistic changes, and all do in the reference; else "".
 
@@ -99,29 +69,6 @@ def inference_by_statistics(pair: StepPair) -> str:
     return (
         f"none of {len(own)} moving statistics changes, as in inference mode, and in the first"
         " recording all do"
-    )
-
-
-def _are_of_parts(
-    old: Sequence[np.ndarray], new: Sequence[np.ndarray], own: Sequence[Sequence[np.ndarray]]
-) -> bool:
-    """Returns whether moving statistics of each copy are those of its equal part of a batch.
-
-    Args:
-        old, new: mean and variance before and after the step of the whole batch.
-        own: mean and variance after the step on each copy.
-    """
-    means, variances = (np.mean([each[i] for each in own], axis=0) for i in (0, 1))
-    spread = np.mean([(mean - means) ** 2 for mean, _ in own], axis=0)
-    apart = new[1] - variances  # The spread of what is averaged, over the share of each average.
-    share = factor_of([spread], [apart])
-    rounding = MARGIN * EPS * (norm(new[1]) + norm(old[1]))
-    return bool(
-        0 < share <= 1
-        and spread.size > 1
-        and distance(means, new[0]) <= _SAME_BATCH * distance(new[0], old[0]) + MARGIN * EPS
-        and distance(spread, share * apart) <= _OF_SPREAD * norm(spread) + rounding
-        and norm(spread) > 2 * rounding
     )
 
 

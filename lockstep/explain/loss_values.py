@@ -14,7 +14,7 @@ from lockstep.numeric.arrays import (
     factor_of,
     is_far,
 )
-from lockstep.reference import StepPair, common_steps
+from lockstep.reference import StepPair
 
 _CLOSE = 1e-3  # Of numbers that are whole.
 
@@ -132,11 +132,7 @@ def _cross_entropies(step: Context) -> list[tuple[float, int]]:
 
 def agree_in_each_step(pair: StepPair) -> bool:
     """Returns whether the losses of all steps agree that start from the same state."""
-    steps = [
-        StepPair(first, second, pair.matching, pair.tolerance)
-        for first, second in common_steps(pair.first.trace, pair.second.trace)
-    ]
-    return all(agree_in_value(each) for each in steps if each.starts_equally)
+    return all(agree_in_value(each) for each in pair.steps() if each.starts_equally)
 
 
 def are_of_whole_batch(pair: StepPair) -> bool:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lockstep.explain.kept import Change, slots_of, states_of
+from lockstep.explain.kept import Change, recurrences, slots_of, states_of
 from lockstep.explain.solve import solve
-from lockstep.numeric.arrays import Named, dense, norm
+from lockstep.numeric.arrays import Named, dense, is_far, norm
 from lockstep.reference import StepPair
 
 _CLOSE = 1e-3  # Relative; of state that is a sum.
@@ -68,15 +68,12 @@ def _slot_from_zero(pair: StepPair, weight: str) -> str:
         if state is None or state[1].shape != gradient.shape or not norm(state[0]):
             continue
         old, new = state
-        for term in (gradient, gradient**2):
-            (kept, times), known = solve({"": new}, [{"": old}, {"": term}])
-            is_sum = known.all() and norm(new - kept * old - times * term) <= _CLOSE * norm(new)
-            if not is_sum or abs(kept) * norm(old) <= 10 * _CLOSE * norm(new):
-                continue
-            others = [own[1] for own in states_of(pair.second, keys[1]) if own]
-            if any(
-                own.shape == new.shape and norm(own - times * term) <= _CLOSE * norm(own)
-                for own in others
+        others = [own[1] for own in states_of(pair.second, keys[1]) if own]
+        for kept, times, power in recurrences({"": old}, {"": new}, {"": gradient}):
+            is_kept = abs(kept) * norm(old) > 10 * _CLOSE * norm(new)
+            from_zero = times * gradient**power
+            if is_kept and any(
+                own.shape == new.shape and not is_far(from_zero, own, _CLOSE) for own in others
             ):
                 return slot
     return ""

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lockstep.answer.text import count
-from lockstep.context import Context
 from lockstep.data.match import Pair
 from lockstep.explain.decays import other_decay
 from lockstep.explain.kept import states_of
@@ -100,10 +99,8 @@ def _other_weights(pair: StepPair, names: Sequence[Pair]) -> tuple[str, str, lis
 
     Each step starts from the weights of the reference, and the optimizer from its own.
     """
-    for step in (-1, 1):
-        other = _beside(pair, step)
-        if other is None:
-            continue
+    number = pair.second.number
+    for other in [each for each in pair.steps() if abs(each.second.number - number) == 1]:
         offsets = [_offsets(each, names) for each in (pair, other)]
         if not all(offsets) or offsets[0].keys() != offsets[1].keys():
             continue
@@ -116,18 +113,6 @@ def _other_weights(pair: StepPair, names: Sequence[Pair]) -> tuple[str, str, lis
             text += " from those with which gradients are computed by the same in each step"
             return "stale_weights", text, wrong
     return None
-
-
-def _beside(pair: StepPair, step: int) -> StepPair | None:
-    """Returns the step before or after, if both recorded it."""
-    places = []
-    for own, _ in pair.both:
-        position, steps = own.position + step, own.trace.steps
-        if not 0 <= position < len(steps) or steps[position] != own.number + step:
-            return None
-        places.append(position)
-    second, first = (Context(own.trace, at) for (own, _), at in zip(pair.both, places, strict=True))
-    return StepPair(first, second, pair.matching, pair.tolerance)
 
 
 def _offsets(pair: StepPair, names: Sequence[Pair]) -> dict[tuple[str, int], np.ndarray]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from lockstep.explain.backward_passes import rows_of_backward_passes
 from lockstep.explain.factors import meanings
-from lockstep.explain.passes import rows_of_passes
 from lockstep.explain.rows import Meaning, Row
 from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import EPS, Named, are_finite, dense, norm, total_norm
@@ -111,7 +111,7 @@ def raw_rows(pair: StepPair, raw: Sequence[Named], share: float) -> Iterator[Row
         yield from of_batch.of_sizes(pair.second.sizes)
     yield from _rows_of_micro_batches(pair, of_batch)
     yield from _rows_of_previous(pair, of_batch)
-    yield from rows_of_passes(pair, [*pair.different_gradients])
+    yield from rows_of_backward_passes(pair, [*pair.different_gradients])
     yield from of_batch.of_factor()
     if len(raw) > 1:
         yield from _rows_of_each_factor(pair, of_batch)

@@ -11,10 +11,10 @@ import numpy as np
 
 from lockstep.answer.text import count
 from lockstep.data.trace import WEIGHT
+from lockstep.explain.backward_passes import backward_passes_in_state
 from lockstep.explain.kept import slots_of, states_of, whole_states
-from lockstep.explain.passes import passes_in_state
 from lockstep.explain.solve import solve
-from lockstep.numeric.arrays import Named, norm
+from lockstep.numeric.arrays import Named, is_far, norm
 from lockstep.reference import StepPair
 
 _CLOSE = 1e-4  # Relative; of state in float32.
@@ -38,7 +38,7 @@ def _of_passes(pair: StepPair) -> Iterator[tuple[str, str, str, list[str]]]:
     for group in _linear(pair):
         weights = {first: names[weight] for first, _, weight in group}
         copies = [_states(pair, group, copy) for copy in pair.second.copies]
-        found = {passes_in_state(pair, weights, each) if each else None for each in copies}
+        found = {backward_passes_in_state(pair, weights, each) if each else None for each in copies}
         if len(found) == 1 and (why := found.pop()):
             yield *why, [weight for *_, weight in group]
             return
@@ -80,10 +80,6 @@ def _states(pair: StepPair, group: Sequence[tuple[str, str, str]], copy: int) ->
     return found
 
 
-def _is_near(value: np.ndarray, other: np.ndarray) -> bool:
-    return norm(value - other) <= _CLOSE * norm(other)
-
-
 def _common_factor(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
     """Yields the factor of all gradients, the same on each copy."""
     best: tuple[float, list[str]] | None = None
@@ -115,7 +111,7 @@ def _factor_of(states: Sequence[Named]) -> float:
     factor, kept = map(float, np.where(known & np.isfinite(factors), factors, 0.0))
     if not factor > 0 or not any(np.any(first[name] != old[name]) for name in first):
         return 0.0
-    if not all(_is_near(second[n], factor * first[n] + kept * old[n]) for n in first):
+    if any(is_far(second[n], factor * first[n] + kept * old[n], _CLOSE) for n in first):
         return 0.0
     # What is never negative is a mean, or a sum, of squares.
     is_of_squares = all(np.all(state[name] >= 0) for state in states for name in state)
@@ -134,7 +130,7 @@ def _own_of_copies(pair: StepPair) -> Iterator[tuple[str, str, list[str]]]:
         odd = {}
         for first, _, weight in group:
             own = [each[2][first] for each in states]
-            is_odd = any(not _is_near(value, own[0]) for value in own[1:])
+            is_odd = any(is_far(value, own[0], _CLOSE) for value in own[1:])
             if is_odd and norm(states[0][1][first] - states[0][0][first]):
                 odd[first] = weight
         factor = _factor_of_mean(pair, odd, states) if odd else 0.0

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.explain.kept import slots_of, states_of, whole_states
-from lockstep.explain.solve import solve
+from lockstep.explain.kept import recurrences, slots_of, states_of, whole_states
 from lockstep.numeric.arrays import EPS, TINY, Named
 from lockstep.numeric.sampling import with_sums
 from lockstep.reference import StepPair
@@ -55,9 +54,10 @@ def _add(found: Used, pair: StepPair, weight: str, own: str, keys: tuple[str, st
     if state is None or state[1].shape != gradient.shape:
         return False
     old, new = state
-    (kept, times), known = solve({weight: new}, [{weight: old}, {weight: gradient}])
-    if not known[1] or not times:
+    how = next(recurrences({weight: old}, {weight: new}, {weight: gradient}), None)
+    if how is None or how.power != 1:
         return False
+    kept, times, _ = how
     bound = _UNITS * EPS * (np.abs(new) + np.abs(kept * old) + np.abs(times * gradient)) + TINY
     num_sums = pair.first.trace.num_sums(bound.shape)
     bound = with_sums(bound, num_sums)
@@ -71,8 +71,7 @@ def _add(found: Used, pair: StepPair, weight: str, own: str, keys: tuple[str, st
     if not wholes:
         return False
     for copy, (own_old, own_new) in enumerate(wholes):
-        used = (own_new - kept * own_old) / times
-        found.of_copies[copy][own] = used
+        found.of_copies[copy][own] = how.used(own_old, own_new)
         size = _UNITS * EPS * (np.abs(own_new) + np.abs(kept * own_old)) / abs(times)
         found.slack[own] = np.maximum(found.slack.get(own, 0.0), with_sums(size, num_sums))
     return True

@@ -12,7 +12,6 @@ from lockstep.explain.axes import unlike_on_axes
 from lockstep.explain.drawn import OF_MODEL, other_draws
 from lockstep.explain.layers import (
     inference_by_statistics,
-    local_by_statistics,
     num_local_norms,
     other_settings,
 )
@@ -20,6 +19,7 @@ from lockstep.explain.loss_values import agree_in_value, means_of_replicas, othe
 from lockstep.explain.losses import other_form, weights_of_losses
 from lockstep.explain.pairing import have_equal_outputs, matched_examples
 from lockstep.explain.random_layers import draws, draws_other_numbers, is_random
+from lockstep.explain.replica_statistics import normalised_apart
 from lockstep.explain.solve import solve
 from lockstep.numeric.arrays import EPS, MARGIN, UNITS
 from lockstep.reference import StepPair
@@ -142,7 +142,7 @@ def other_layers(pair: StepPair) -> list[tuple[str, str, str]]:
             causes.append(("local_statistics", text, status))
     if not causes and (text := inference_by_statistics(pair)):
         causes.append(("inference_mode", text, FAULT))
-    if not causes and (text := local_by_statistics(pair)):
+    if not causes and (text := normalised_apart(pair)):
         causes.append(("local_statistics", text, FAULT))
     causes += [(cause, text, FAULT) for cause, text in other_settings(pair)]
     is_random = draws_other_numbers(pair) or any(_has_random_layers(step) for step, _ in pair.both)

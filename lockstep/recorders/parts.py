@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.data.trace import OF_GRADIENTS, OF_PASSES, OF_VARIABLES
+from lockstep.data.trace import OF_BACKWARD, OF_GRADIENTS, OF_VARIABLES
 from lockstep.numeric.arrays import Rows, dense
 from lockstep.numeric.sampling import Indices, Sample
 from lockstep.recorders.common import axes_between, require
 
-SAMPLED = {*OF_VARIABLES, *OF_GRADIENTS, *OF_PASSES} - {"start"}  # Kinds of arrays.
+SAMPLED = {*OF_VARIABLES, *OF_GRADIENTS, *OF_BACKWARD} - {"start"}  # Kinds of arrays.
 _OF_ROWS = ("y_pred", "y_grad", "module_")  # Starts of kinds whose rows are sampled.
 _DIMENSION = re.compile(r"(?:(\d+)\*)?(\w+)(?:\[([\w,]+)(:zigzag)?\])?")
 

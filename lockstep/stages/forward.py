@@ -14,9 +14,9 @@ from lockstep.data.trace import STATISTIC
 from lockstep.explain.axes import order_of_parts
 from lockstep.explain.drawn import drawn_targets, equal_outputs
 from lockstep.explain.loss_values import agree_in_each_step
-from lockstep.explain.own_statistics import own_statistics
 from lockstep.explain.pairing import Matched, Pairs, matched_examples
 from lockstep.explain.random_layers import is_random
+from lockstep.explain.replica_statistics import used_apart
 from lockstep.explain.states import other_steps
 from lockstep.explain.targets import why_targets
 from lockstep.explain.variants import other_layers
@@ -208,7 +208,7 @@ def _other_outputs(pair: StepPair, matched: Sequence[Matched]) -> Iterator[Findi
         causes = [("reduced_precision", f"layers compute in {dtype}", FAULT)]
     if not causes and (equal := equal_outputs(pair, matched)):
         causes = [(*equal[:2], FAULT)]
-    if not causes and (local := own_statistics(pair, {m.shard for m in wrong})):
+    if not causes and (local := used_apart(pair, {m.shard for m in wrong})):
         causes = [(*local, FAULT)]
     if not causes and all(map(_is_loss, wrong)):
         causes = [("other_loss", "they are the losses of the examples", FAULT)]

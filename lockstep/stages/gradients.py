@@ -14,13 +14,13 @@ import numpy as np
 from lockstep.answer.text import count
 from lockstep.answer.verdict import BY_DESIGN, FAULT, NOT_COMPARED, Finding
 from lockstep.explain.axes import clipped_by_hand, not_reduced, reduced_over_parts
+from lockstep.explain.backward_passes import sums_of_backward_passes
 from lockstep.explain.decays import other_decay
 from lockstep.explain.drawn import noise_in_gradients
 from lockstep.explain.factors import meanings
 from lockstep.explain.given_rows import given_rows
 from lockstep.explain.layers import reordered_rows
 from lockstep.explain.own_weights import own_weights, reduces_otherwise
-from lockstep.explain.passes import sums_of_passes
 from lockstep.explain.raw_rows import decays_equally, raw_rows
 from lockstep.explain.rows import choose, explained_apart
 from lockstep.explain.solve import solve
@@ -95,7 +95,9 @@ def compare_gradients(pair: StepPair) -> Iterator[Finding]:
     elif not is_applied and (why := clipped_before_division(pair)):
         yield step.found("clipping", *why, tensors=pair.different_gradients)
     elif not is_applied or _is_hidden(pair):
-        of_passes = [step.found(*why, tensors=names) for why, names in sums_of_passes(pair)]
+        of_passes = [
+            step.found(*why, tensors=names) for why, names in sums_of_backward_passes(pair)
+        ]
         if of_passes and all(each.detail != "scaled_gradient" for each in of_passes):
             yield from of_passes
             return

@@ -16,10 +16,11 @@ from app.verification.strategies import shards_of_single
 from lockstep.context import Context
 from lockstep.data.file import load as load_trace
 from lockstep.data.trace import STATISTIC, WEIGHT, About, Shard, Trace, Variable
-from lockstep.run import Proven, exact_shards
+from lockstep.run import Proven, check_steps, exact_shards
 from models import MODELS
 from tests.conftest import run_main
 from tests.in_process import run_here, run_here_ok
+from tests.verifier.script_samples import Script
 
 SMALL = [
     "--allow_unverified_data", "--device=cpu", "--num_devices=2", "--global_batch_size=15",
@@ -113,6 +114,12 @@ def test_what_has_the_bits_of_a_checked_training_is_not_computed_again(clean, ki
     assert exact_shards(Context(changed, 0, oracle), proven) == right
     assert len(oracle.asked) == 2 - len(right)
     assert not exact_shards(Context(changed, 0, oracle), [Proven(manual, {})])
+
+
+def test_shards_that_are_exact_are_told_by_the_position_of_their_step(monkeypatch):
+    monkeypatch.setattr("lockstep.run.exact_shards", lambda c, _: frozenset({c.position}))
+    trace = Script(steps=(1, 3)).trace()
+    assert check_steps(trace).exact == {0: {0}, 1: {1}}
 
 
 def test_the_record_holds_every_number(clean):

@@ -1,9 +1,14 @@
 """Differences that the random numbers of scripts explain, and that they must not explain."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from lockstep.comparison import compare_traces
+from lockstep.data.trace import Trace
+from lockstep.explain.corrections import other_count
+from lockstep.explain.kept import Change
 from tests.verifier.outputs import NUM, trained
 from tests.verifier.test_explained_steps import GRADIENT, OLD, WEIGHT, details, trace
 
@@ -42,6 +47,24 @@ def of_model(right, *own, outputs=lambda y: 2 * y):
 def test_a_replica_that_draws_other_numbers(own, detail):
     assert of_model([ONE], *own) == [detail]
     assert of_model([ONE], *own, outputs=lambda y: y) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "detail"),
+    [(ONE, "random_numbers_repeated"), (TWO, "other_outputs"), (THREE, "other_outputs")],
+)
+def test_a_step_that_draws_what_an_earlier_one_drew(own, detail):
+    def recorded(replicas, *draws):
+        changes = [lambda y: y, lambda y: 2 * y if replicas == 2 else y]
+        steps = [trained(replicas=replicas, on_all=True, output=each) for each in changes]
+        for step, array in zip(steps, draws, strict=True):
+            for replica in range(replicas):
+                step.put(0, "drawn_inside", replica, [array])
+        later = {f"2{name[1:]}": array for name, array in steps[1].stored().items()}
+        about = dataclasses.replace(steps[0].about, steps=(0, 1), micro_batches=(1, 1))
+        return Trace(about, steps[0].stored() | later, steps[0].name)
+
+    assert found(recorded(1, ONE, TWO), recorded(2, ONE, own)) == [detail]
 
 
 @pytest.mark.parametrize(
@@ -111,10 +134,10 @@ def test_noise_in_gradients(noises, drawn, detail, flat):
     first = noisy([NOISE], [NOISE], flat)
     assert details(first, noisy(noises, drawn, flat))[:1] == detail
     # What is drawn does not explain what it is not part of.
-    wrong = noisy([np.abs(OLD)] * 2, drawn, flat)
-    assert not {"diverged_replicas", "repeated_gradient", "other_random_numbers"} & {
-        *details(first, wrong)
-    }
+    causes = {"diverged_replicas", "repeated_gradient", "other_random_numbers"}
+    reshaped = [each.reshape(6, 8) for each in drawn]
+    others = noisy([np.abs(OLD)] * 2, drawn, flat), noisy(noises, reshaped)
+    assert not any(causes & {*details(first, wrong)} for wrong in others)
 
 
 # --- Corrections of Adam's moments ---------------------------------------------------------------
@@ -139,5 +162,24 @@ def corrected(number, copies=1, epsilon=1e-4):
 )
 def test_moments_that_are_corrected_by_another_count(number, detail):
     assert details(corrected(3), corrected(number, 2))[:1] == detail
+    text = {5: "as after 5 in place of 3 updates", 0: "the bias of the moments is not"}
+    *_, verdict = compare_traces([corrected(3), corrected(number, 2)], {}).values()
+    assert text.get(number, "") in " ".join(finding.text for finding in verdict.faults)
     if detail:  # The reference does not follow the rule.
         assert details(corrected(3, epsilon=0.3), corrected(number, 2, 0.3))[:1] == ["unexplained"]
+
+
+@pytest.mark.parametrize("number", [7, 0])
+def test_weights_that_are_corrected_by_several_counts(number):
+    changes = list[Change]()
+    for name, own in (("first", 5), ("second", number)):
+        steps = [corrected(3), corrected(own)]
+        before, after = ([each.named(0, kind, 0) for each in steps] for kind in ("before", "after"))
+        for key in ("w", "mean", "square"):
+            arrays = [each[key] for each in before], [each[key] for each in after]
+            changes.append(Change(name, key, *arrays))
+    wrong = [change for change in changes if change.slot == "w"]
+    states = [change for change in changes if change.slot != "w"]
+    cause = other_count(steps[0].about.settings[0][0], wrong, states)
+    pairs = f"5 in place of 3, {number or 'no'} in place of 3"
+    assert cause == ("other_optimizer", f"the moments are corrected as after {pairs} updates")

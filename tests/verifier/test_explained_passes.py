@@ -192,6 +192,19 @@ def test_ranks_of_a_model_whose_backward_passes_lack_a_sum(own, cause):
     assert details(trace([GRADIENT]), second)[:1] == cause
 
 
+@pytest.mark.parametrize("is_of_model", [False, True])
+def test_ranks_of_a_model_may_start_with_other_parts_of_statistics(is_of_model):
+    names, mesh = (("constant", "statistic"),), {"mesh": {"model": 2}, "data_axes": ()}
+    mesh |= {"num_replicas": 1, "reduction": ""}
+    start, after = [{"constant": OLD}] * 2, [{"constant": OLD + OLD}] * 2
+    first = trace([GRADIENT], start, after, names)
+    about = {"replayed": "one.npz", **(mesh if is_of_model else {})}
+    second = trace([GRADIENT] * 2, start, after, names, **about)
+    for copy in (0, 1):
+        second.put(0, "replaced", copy, [WEIGHT, OLD + np.float32(copy)])
+    assert details(first, second) == ([] if is_of_model else ["diverged_replicas"])
+
+
 def test_weights_that_only_the_second_recording_updates():
     names = (("body", "weight"),)
     about = {"optimizer": {"class": "Own"}}

@@ -522,6 +522,9 @@ def test_statistics_that_steps_change_start_equal(apart):
     for copy in (0, 1):
         second.put(0, "replaced", copy, [WEIGHT, OLD + np.float32(copy * apart)])
     assert details(first, second) == ["diverged_replicas"] * apart
+    for copy in (0, 1):  # A script that changes them after its steps may have done so before.
+        second.put(0, "left", copy, [WEIGHT - GRADIENT, OLD + np.float32(copy)])
+    assert "diverged_replicas" not in details(first, second)[:1]
 
 
 def test_a_divisor_that_is_a_number_of_examples_is_no_loss_scale():
@@ -618,6 +621,7 @@ def test_passes_that_cancel_are_rounded_by_their_own_size():
         ([counted([[1, 1, 1], [1, 1, 0]])], "lost_micro_batch"),
         ([counted([3, 2, 1])], "repeated_gradient"),
         ([counted([1, 2, 4.5])], "scaled_gradient"),
+        ([counted([[2, 2, 2], [1, 1, 1]])], "unexplained"),  # A factor of a shard, not of a pass.
         (
             [counted([[1, 1, 2 * (r == 0)], [1, 1, 2 * (r == 1)]]) for r in (0, 1)],
             "not_all_reduced",

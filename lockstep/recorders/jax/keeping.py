@@ -8,7 +8,9 @@ import jax
 import numpy as np
 
 from lockstep.recorders.jax.arrays import copied, host, placement_of, plain
-from lockstep.recorders.jax.passes import (
+from lockstep.recorders.jax.private import context, manual_axes
+from lockstep.recorders.jax.replicas import Replicas
+from lockstep.recorders.jax.scans import (
     Calls,
     in_groups,
     in_order,
@@ -17,8 +19,6 @@ from lockstep.recorders.jax.passes import (
     of_scans,
     place_of,
 )
-from lockstep.recorders.jax.private import context, manual_axes
-from lockstep.recorders.jax.replicas import Replicas
 from lockstep.recorders.jax.trees import flatten
 
 GRADIENTS = ("raw", "sums", "unclipped", "clipped")
@@ -84,7 +84,9 @@ class Kept:
         for kind, device in self._received:
             rows = [arrays[r].get(kind, arrays[device].get(kind, [])) for r, _ in replicas.local]
             if len({*map(len, rows)}) != 1:
-                raise ValueError(f"keep({kind!r}): the devices call it in other numbers of passes")
+                raise ValueError(
+                    f"keep({kind!r}): the devices call it in other numbers of iterations"
+                )
             columns = [*zip(*rows, strict=True)]
             if device < 0 and kind.startswith(("y_", "module_")):  # Each replica's rows of it.
                 own = [replicas.rows[r] for r, _ in replicas.local]
@@ -116,7 +118,7 @@ class Kept:
         return found
 
     def _of_modules(self, kept: dict[str, Any]) -> dict[str, Any]:
-        """Returns what is kept, with each pass of a scan over layers as a module of its own."""
+        """Returns what is kept, each iteration of a scan over layers as a module of its own."""
         outputs = {name: f"module_out/{i}" for i, name in enumerate(self._traced)}
         times = {name: len(kept[kind]) for name, kind in outputs.items() if kind in kept}
         calls = of_scans(self._traced, times)

@@ -15,9 +15,9 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.recorders.common import Hooks
+from lockstep.recorders.torch.added_gradients import AddedGradients
 from lockstep.recorders.torch.flat import FlatWeight, is_reduced_now, owner_of
 from lockstep.recorders.torch.forward import ForwardObserver
-from lockstep.recorders.torch.passes import Passes
 from lockstep.recorders.torch.placement import OF_LOSS
 from lockstep.recorders.torch.private import (
     clipping,
@@ -51,7 +51,7 @@ class GradientObserver:
     ) -> None:  # fmt: skip
         self.recording, self.forward = recording, forward
         self.begin, self.end, self.on_update = begin, end, on_update
-        self.passes = Passes(recording, begin)
+        self.added = AddedGradients(recording, begin)
         self.is_installed = False
         self.depth, self.has_gradients, self.has_after_left = 0, False, False
         self.settings: dict[int, list[dict[str, Any]]] = {}  # Of optimizers that compute now.
@@ -61,7 +61,7 @@ class GradientObserver:
     def install_always(self, hooks: Hooks) -> None:
         """Installs what sees updates, in all steps."""
         hooks.hook(torch.autograd, "backward", self._backward)
-        self.passes.install_always(hooks)
+        self.added.install_always(hooks)
         hooks.callback(register_optimizer_step_pre_hook(self._before_any_update).remove)
         hooks.callback(register_optimizer_step_post_hook(self._after_update).remove)
 
@@ -70,7 +70,7 @@ class GradientObserver:
         own = self.recording
         add = own.hooks.enter_context
         self.is_installed = True
-        self.passes.install()
+        self.added.install()
         own.hooks.callback(setattr, self, "is_installed", False)
         for optimizer in own.variables.optimizers:  # After the hooks of the script.
             add(optimizer.register_step_pre_hook(self._before_update))

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax_steps import *
 from lockstep import compare, record_jax
 from lockstep.recorders.jax.compiled import dtype_of
+from lockstep.recorders.jax.scans import joined
 from lockstep.recorders.jax.trees import weights_of_state
 from recording import Trace, run_cases
 
@@ -368,6 +369,8 @@ def scanned_step(order, devices=1):
     """
 
     def outputs_of(params, x):
+        if order == "once":
+            x = record_jax.module("inputs", x)  # By which no gradient is computed.
         h = record_jax.module("hidden", jnp.tanh(x @ params["a"]["kernel"] + params["a"]["bias"]))
 
         def layer(h, scale):
@@ -417,7 +420,7 @@ def scanned_step(order, devices=1):
 
 
 def case_scans():
-    """What is kept in each pass of a scan is that of one pass over all examples, in its order."""
+    """What is kept in each iteration of a scan is that of one call with all examples, in order."""
     given = {"arguments": WITHOUT_KEY, "steps": 1}
     plain = loop(scanned_step("rows"))
     for order in ("once", "rows", "columns", "whole", "each"):
@@ -425,9 +428,10 @@ def case_scans():
     assert is_equal(record("rows", scanned_step("rows"), **given), plain)
     once = Trace("once")
     (x, y), (right,), (gradient,) = (once.get(1, kind) for kind in ("data", "y_pred", "y_grad"))
-    assert once.about["modules"] == ["hidden", "deep[0]", "deep[1]"]
-    deep = once.get(1, "module_out")
+    assert once.about["modules"] == ["inputs", "hidden", "deep[0]", "deep[1]"]
+    deep = once.get(1, "module_out")[1:]
     assert len(deep) == 3 and is_close(deep[2:], [np.tanh(1.5 * deep[1])])
+    assert [*once.kind("module_out_grad")] == ["1", "2", "3"]
     for order, times in {"rows": 4, "columns": 4, "whole": 1, "each": 8}.items():
         trace = Trace(order)
         (outputs,), (own,), data = (trace.get(1, k) for k in ("y_pred", "y_grad", "data"))
@@ -436,9 +440,12 @@ def case_scans():
         assert sorted(places) == [*range(8)] and (places != [*range(8)]) == (order == "columns")
         assert is_equal([y[places]], data[1:])
         assert is_close([outputs, own], [right[places], times * gradient[places]])
-        assert trace.about["modules"] == once.about["modules"]
+        assert trace.about["modules"] == once.about["modules"][1:]
         assert is_close(trace.get(1, "module_out"), [out[places] for out in deep])
         assert is_close(trace.get(1, "sums"), once.get(1, "sums"))
+    # Calls with single examples have no rows.
+    assert is_equal(joined([[row] for row in x], len(x)), [x])
+    assert len(joined([[row] for row in x], len(x) + 1)) == len(x)
     two = scanned_step("rows", devices=2)
     record("two", two, **given, replay="once.npz")
     assert [a.shape for a in Trace("two").get(1, "y_pred", 1)] == [(4, 2)]

@@ -31,7 +31,10 @@ IN_ONE_PROCESS = {
     if name.startswith("case_")
 }
 CASES = {
-    "two": [ranks.case_ddp, ranks.case_bypass, ranks.case_no_sync],
+    "two": [
+        *(ranks.case_ddp, ranks.case_bypass, ranks.case_no_sync),
+        ranks.case_random_numbers_that_are_sent,
+    ],
     "sharded": [
         *(ranks.case_fsdp, ranks.case_owned_state, ranks.case_average_of_one_rank),
         *(ranks.case_passes_of_fsdp, ranks.case_flat_parameters, ranks.case_mesh),

@@ -94,10 +94,33 @@ def case_no_sync():
     assert trace.kind("raw", 1) and not trace.kind("sums", 1)
     whole = trace_file.load("no_sync.npz")
     for replica in range(2):
-        first, second = whole.passes(0, replica)
+        first, second = whole.backward_passes(0, replica)
         assert_close({n: g + second[n] for n, g in first.items()}, whole.named(0, "raw", replica))
     assert trace.about["passes"] == [["no_sync", "ddp"], ["no_sync", "no_sync"]]
     assert_close(trace.kind("sums"), mean_of_raw(trace, 0))
+
+
+def case_random_numbers_that_are_sent():
+    """A rank has what another one sends it; of numbers that are sent in part, none is known."""
+
+    def steps_of(model, optimizer, step):
+        torch.manual_seed(2 * step + dist.get_rank())
+        noise, scale = torch.randn(2), torch.rand(3)
+        own = noise.clone()
+        for sent in (noise, 2 * scale):
+            dist.broadcast(sent, 0)
+        drawn.append((own.numpy(), noise.numpy()))
+        optimizer.zero_grad()
+        loss_of(model, step, *own_shard()).backward()
+        optimizer.step()
+
+    model, drawn = DistributedDataParallel(network()), []
+    train(model, adamw(model), "sent.npz", steps_of, 2, steps=2)
+    trace, rank = of_all_ranks("sent"), dist.get_rank()
+    for step, (own, noise) in enumerate(drawn):
+        arrays = trace.kind("drawn", step, rank)
+        assert np.array_equal(arrays["0"], noise) and not arrays["1"].size
+        assert np.array_equal(own, noise) == (not rank)
 
 
 # --- Weights and state of which each process has a part ------------------------------------------
@@ -172,15 +195,16 @@ def case_passes_of_fsdp():
 
     model = Halves()
     fully_shard(model)
-    train(model, adamw(model), "passes.npz", steps_of, 3, steps=3)
+    train(model, adamw(model), "passes.npz", steps_of, 5, steps=[0, 1, 2, 4])
     of_all_ranks("passes")
     trace = trace_file.load("passes.npz")
-    assert [len(trace.passes(step, 0)) for step in range(3)] == [2, 0, 2]
-    own = [each for replica in range(2) for each in trace.passes(0, replica)]
+    assert [len(trace.backward_passes(position, 0)) for position in range(4)] == [2, 0, 2, 2]
+    own = [each for replica in range(2) for each in trace.backward_passes(0, replica)]
     assert len(own) == 4
     for name, total in trace.named(0, "clipped", 0).items():
         assert_close({name: sum(each[name] for each in own) / 2}, {name: total})
-    assert not trace.passes(2, 0)[0] and trace.passes(2, 0)[1].keys() == own[0].keys()
+    first, second = trace.backward_passes(2, 0)
+    assert not first and second.keys() == own[0].keys()
 
 
 def case_flat_parameters():

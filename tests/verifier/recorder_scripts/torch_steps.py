@@ -181,15 +181,35 @@ def case_backward_passes():
         trace = recorded(way, Halves(), adamw, functools.partial(steps_of, way), 2, steps=2)
         assert trace.about["steps"] == [0, 1]
         found[way] = trace_file.load(f"{way}.npz")
-        assert len(found[way].passes(0, 0)) == (0 if way == "one" else 3)
-    first = found["plain"].passes(0, 0)
+        assert len(found[way].backward_passes(0, 0)) == (0 if way == "one" else 3)
+    first = found["plain"].backward_passes(0, 0)
     assert_equal(first[0], found["one"].named(0, "raw", 0))
     for name, total in found["plain"].named(0, "clipped", 0).items():
         assert np.array_equal(first[0][name] + first[1][name] + first[2][name], total)
     for way in ("zeros", "cleared", "engine"):
-        for own, other in zip(first, found[way].passes(0, 0), strict=True):
+        for own, other in zip(first, found[way].backward_passes(0, 0), strict=True):
             assert_equal(own, other)
     assert found["engine"].named(0, "raw", 0) is None
+
+
+def case_passes_without_modules():
+    """The state before a step is recorded where a script calls no module and adds up gradients."""
+
+    def steps_of(model, optimizer, step):
+        weights, sums = [*model.parameters()], [0, 0, 0, 0]
+        for number in range(2):
+            x, y = batch(number)
+            hidden = F.linear(x.reshape(12, -1), *weights[:2])
+            loss = F.mse_loss(F.linear(hidden, *weights[2:]), y)
+            own = torch.autograd.grad(loss, weights)
+            sums = [a + b for a, b in zip(sums, own, strict=True)]
+        for weight, own in zip(weights, sums, strict=True):
+            weight.grad = own
+        optimizer.step()
+
+    trace = recorded("of_parts", Halves(), adamw, steps_of, 1, steps=1)
+    assert len(trace_file.load("of_parts.npz").backward_passes(0, 0)) == 2
+    assert "first.weight" in trace.kind("before")
 
 
 def case_parts_of_a_pass():
@@ -209,7 +229,7 @@ def case_parts_of_a_pass():
 
     recorded("parts", model, adamw, steps_of, 1, steps=1)
     trace = trace_file.load("parts.npz")
-    parts, total = trace.passes(0, 0), trace.named(0, "raw", 0)
+    parts, total = trace.backward_passes(0, 0), trace.named(0, "raw", 0)
     assert [len(own) for own in parts] == [4, 2]
     for name in ("first.weight", "first.bias"):
         factor = 2 if name == "first.weight" else 1

@@ -27,7 +27,7 @@ from lockstep.recorders.torch.values import local
 _MOST = 50_000  # Arrays of passes in a file, which can have five times as many of all kinds.
 
 
-class Passes:
+class AddedGradients:
     """Counts the backward passes of a step, and copies the gradients that autograd computes.
 
     Args:

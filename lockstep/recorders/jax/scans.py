@@ -1,6 +1,6 @@
 """What a compiled step keeps several times, as in a scan over micro-batches, layers or time.
 
-The arrays of its passes become those that one pass over all examples has.
+The arrays of its iterations become those of one call with all examples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Calls = Sequence[Sequence[np.ndarray]]  # The arrays of each pass.
+Calls = Sequence[Sequence[np.ndarray]]  # The arrays of each call.
 
 
 def mark_of(tree: Any) -> jax.Array:
-    """Returns a number by which the gradient of these arrays is known to be that of their pass.
+    """Returns a number by which the gradient of these arrays is known to be that of their call.
 
-    A scan computes the gradients of its passes in reverse order.
+    A scan computes the gradients of its iterations in reverse order.
     """
     found = jnp.zeros(())
     for leaf in jax.tree.leaves(jax.lax.stop_gradient(tree)):
@@ -46,9 +46,9 @@ def in_groups(calls: Sequence[tuple[int, Sequence[np.ndarray]]]) -> Calls:
 
 
 def in_order(outputs: Calls, gradients: Calls) -> tuple[Calls, Calls]:
-    """Returns outputs and their gradients by passes, in the order of the outputs.
+    """Returns outputs and their gradients by calls, in the order of the outputs.
 
-    The last array of each call is its mark. A pass that is checkpointed is computed twice.
+    The last array of each call is its mark. A call that is checkpointed is computed twice.
     """
     if 0 < len(gradients) < len(outputs):
         known = {call[-1].tobytes(): call for call in reversed(outputs)}
@@ -59,14 +59,14 @@ def in_order(outputs: Calls, gradients: Calls) -> tuple[Calls, Calls]:
 
 
 def joined(calls: Calls, num_examples: int, *, is_module: bool = False) -> list[np.ndarray]:
-    """Returns the arrays of all passes.
+    """Returns the arrays of all calls.
 
-    Passes over parts of the batch have rows of it, which are put together. Those over words are
+    Calls with parts of the batch have rows of it, which are put together. Those with words are
     stacked behind the axis of examples; of a module, they are calls of their own. What has no rows
-    of examples is listed pass by pass.
+    of examples is listed call by call.
 
     Args:
-        calls: the arrays of each pass.
+        calls: the arrays of each call.
         num_examples: the number of rows of the whole batch; 0 if the arrays have no rows.
         is_module: whether they are the output of a module, or its gradient.
     """
@@ -76,12 +76,12 @@ def joined(calls: Calls, num_examples: int, *, is_module: bool = False) -> list[
     if not all(found):
         return [array for call in calls for array in call]
     if is_module:
-        return [array for passes in found for array in passes]
-    return [np.stack(passes, 1) if len(passes) > 1 else passes[0] for passes in found]
+        return [array for own in found for array in own]
+    return [np.stack(own, 1) if len(own) > 1 else own[0] for own in found]
 
 
 def _of_examples(arrays: Sequence[np.ndarray], num_examples: int) -> list[np.ndarray]:
-    """Returns the arrays of passes over all examples; empty if they have no rows of examples."""
+    """Returns the arrays of calls with all examples; empty if they have no rows of examples."""
     size = sum(len(array) if array.ndim else 0 for array in arrays)
     times = size // num_examples if num_examples and size % num_examples == 0 else 0
     if times == 1 or (times > 1 and arrays[0].ndim > 1 and len(arrays) % times == 0):
@@ -89,19 +89,19 @@ def _of_examples(arrays: Sequence[np.ndarray], num_examples: int) -> list[np.nda
     return [np.stack(arrays)] if len(arrays) == num_examples else []
 
 
-def of_scans(names: Sequence[str], passes: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Returns name and number of the pass of each call of modules, in the order of the calls.
+def of_scans(names: Sequence[str], iterations: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Returns name and number of the iteration of each call of modules, in the order of the calls.
 
-    Neighbours with equally many passes are called in one scan.
+    Neighbours with equally many iterations are called in one scan.
 
     Args:
         names: modules in the order of their first calls.
-        passes: module → number of its passes that are modules of their own; absent for 1.
+        iterations: module → number of those that are modules of their own; absent for 1.
     """
     found, start = list[tuple[str, int]](), 0
     while start < len(names):
-        times, end = passes.get(names[start], 1), start + 1
-        while times > 1 and end < len(names) and passes.get(names[end]) == times:
+        times, end = iterations.get(names[start], 1), start + 1
+        while times > 1 and end < len(names) and iterations.get(names[end]) == times:
             end += 1
         found += [(name, number) for number in range(times) for name in names[start:end]]
         start = end

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.explain.kept import recurrences
 from lockstep.explain.rows import Row
 from lockstep.explain.solve import solve
-from lockstep.numeric.arrays import EPS, Named, dense, norm, scaled_all, total_norm
+from lockstep.numeric.arrays import EPS, Named, dense, is_far, scaled_all, total_norm
 from lockstep.reference import StepPair
 from lockstep.step import Gradients
 
@@ -34,14 +35,14 @@ def _terms(gradients: Gradients, names: Sequence[str]) -> list[_Term]:
     """Returns the passes that have some of the gradients; none if one has no pass."""
     found = [
         _Term(shard, number, {name: own[name] for name in names if name in own})
-        for shard, passes in enumerate(gradients.passes)
+        for shard, passes in enumerate(gradients.backward_passes)
         for number, own in enumerate(passes)
     ]
     known = {name for term in found for name in term.gradients}
     return [term for term in found if total_norm(term.gradients)] if known >= {*names} else []
 
 
-def sums_of_passes(pair: StepPair) -> Iterator[tuple[Why, list[str]]]:
+def sums_of_backward_passes(pair: StepPair) -> Iterator[tuple[Why, list[str]]]:
     """Yields an explanation of what the copies are given, with the reference's names."""
     names = [*pair.different_gradients]
     terms = _terms(pair.gradients, names)
@@ -110,8 +111,6 @@ def _solved(
 def _limit_of_values(pair: StepPair, terms: Sequence[_Term], share: float, given: Named) -> float:
     """Returns the limit to which the values of each pass are clipped before the sum; 0 if none."""
     names, limit = [*given], 0.0
-    if any(pair.first.trace.num_sums(np.shape(given[name])) for name in names):
-        return 0.0
     stacks = {
         name: np.stack([dense(t.gradients.get(name, np.zeros_like(given[name]))) for t in terms])
         for name in names
@@ -160,7 +159,9 @@ def _meaning(pair: StepPair, terms: Sequence[_Term], factors: np.ndarray, copy: 
         text = f"{passes}, the gradients of number {', '.join(names)} are lost"
         return "gradients", "lost_micro_batch", text
     step = pair.second
-    kept = [step.trace.passes(step.position, shard) for shard in step.shards]  # With its norms.
+    # Those by the checked recording's names, some of which the reference may lack: clipping has the
+    # norm of all.
+    kept = [step.trace.backward_passes(step.position, shard) for shard in step.shards]
     norms = [total_norm(kept[term.shard][term.number]) for term in terms]
     if why := _clipped(factors, norms) or _clipped_so_far(pair, terms, factors):
         return why
@@ -174,11 +175,7 @@ def _of_all_shards(pair: StepPair, terms: Sequence[_Term], factors: Sequence[flo
     passes = f"of the {num} backward passes of a step"
     lost = np.flatnonzero(each == 0)
     if len(lost) and _are_equal(each[each != 0]):
-        text = f"{passes}, the gradients of {_listed(lost)} are lost"
-        if lost[-1] == len(lost) - 1:
-            left = "one" if num - len(lost) == 1 else f"{num - len(lost)}"
-            text = f"{passes}, only the gradients of the last {left} count"
-        return "gradients", "lost_micro_batch", text
+        return "gradients", "lost_micro_batch", f"{passes}, those of {_listed(lost)} are lost"
     if np.all(np.abs(each - np.round(each)) < _CLOSE) and min(np.round(each)) >= 1:
         text = f"{passes}, the gradients are added {_shown(each)} times"
         return "gradients", "repeated_gradient", text
@@ -247,7 +244,7 @@ def _listed(numbers: Sequence[int] | np.ndarray) -> str:
 # --- In state ------------------------------------------------------------------------------------
 
 
-def passes_in_state(
+def backward_passes_in_state(
     pair: StepPair, weights: Mapping[str, str], states: Sequence[Named]
 ) -> Why | None:
     """Explains state by passes, of which a script keeps no sum where it is recorded.
@@ -264,7 +261,7 @@ def passes_in_state(
         t._replace(gradients={name: t.gradients.get(of, 0.0) for name, of in weights.items()})
         for t in _terms(pair.gradients, [*wanted])
     ]
-    passes = pair.gradients.reference_passes
+    passes = pair.gradients.reference_backward_passes
     if not terms or {name for own in passes for name in own} < wanted:
         return None
     old, first, second = states
@@ -273,14 +270,10 @@ def passes_in_state(
     share = float(solve(total, [_sum_of(each, [*weights])])[0][0])
     if not _are_near(total, share, each, np.ones(len(each))):
         return None
-    for power in (1, 2):
-        (kept, times), known = solve(first, [old, {n: g**power for n, g in total.items()}])
-        used = {n: (second[n] - kept * old[n]) / times for n in weights} if times else {}
-        right = {n: kept * old[n] + times * g**power for n, g in total.items()}
-        if not used or not known[1] or not _is_near(first, right):
-            continue
-        for factors in _patterns(used, share, each, power):
-            if _are_near(used, share, each, factors, power):
+    for how in recurrences(old, first, total):
+        used = {name: how.used(old[name], second[name]) for name in weights}
+        for factors in _patterns(used, share, each, how.power):
+            if _are_near(used, share, each, factors, how.power):
                 return _of_all_shards(pair, terms, factors.tolist())
     return None
 
@@ -317,17 +310,14 @@ def _are_near(
         name: np.sum([f * t.gradients[name] for f, t in zip(factors, terms, strict=True)], axis=0)
         for name in value
     }
-    return _is_near(value, {name: (share * total) ** power for name, total in sums.items()})
-
-
-def _is_near(value: Named, other: Named) -> bool:
-    return all(norm(value[name] - other[name]) <= _CLOSE * norm(other[name]) for name in value)
+    right = {name: (share * total) ** power for name, total in sums.items()}
+    return not any(is_far(value[name], right[name], _CLOSE) for name in value)
 
 
 # --- What the passes themselves give -------------------------------------------------------------
 
 
-def rows_of_passes(pair: StepPair, wrong: Sequence[str]) -> Iterator[Row]:
+def rows_of_backward_passes(pair: StepPair, wrong: Sequence[str]) -> Iterator[Row]:
     """Yields the row of passes that count equally, and should not: as means of other numbers."""
     terms, given = _terms(pair.gradients, wrong), pair.gradients.given[0]
     if not terms:
