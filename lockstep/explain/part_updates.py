@@ -1,8 +1,8 @@
 """Explains updates of an unknown rule by what it computes of each rank's part of a weight alone.
 
 Of equal gradients and states, what two updates have in common tells which arrays the rule took for
-a whole weight: norms by which it scales a part, means of squares over the rows of a part, or, of a
-rule that changes singular values as Muon does, singular vectors of a part.
+a whole weight: a factor of each part, as of its norm, means of squares over the rows of a part, or,
+of a rule that changes singular values as Muon does, singular vectors of a part.
 """
 
 import itertools
@@ -90,8 +90,6 @@ def _of_weight(
         where = f"of each of {number} parts along axis {axis}"
         if len(parts.before) < 2:
             continue
-        if why := _of_norms(parts, *arrays):
-            yield f"the update {where} is scaled by {why}"
         if before.ndim == 2 and (why := _of_shape(parts.before[0], *arrays)):
             yield f"the update is scaled by {why} {where}"
         if (
@@ -103,36 +101,6 @@ def _of_weight(
             )
         ):
             yield f"the singular vectors of the update are those {where}, not of the whole matrix"
-
-
-def _of_norms(parts: Parts, before: np.ndarray, first: np.ndarray, second: np.ndarray) -> str:
-    """Explains parts of an update that are scaled differently; "" if no norm gives the factors."""
-    factors = _factors_of(parts)
-    if not factors.size:
-        return ""
-    sizes = np.sqrt([a.size / first.size for a in parts.first])
-    weights = np.array([norm(w) for w in parts.before]) / norm(before)
-    updates = np.array([norm(a) for a in parts.first]) / norm(first)
-    of_rms = updates / sizes
-    known = {
-        "the norms of weight and update of the part": weights / updates,
-        "the norm of the update of the part": 1 / updates,
-        "the root mean square of the update of the part": 1 / of_rms,
-        "the root mean squares of weight and update of the part": weights / updates,
-        "the norm of the weight of the part": weights,
-        "the root mean square of the weight of the part": weights / sizes,
-    }
-    for text, wanted in known.items():
-        is_other = np.ptp([1, *factors]) > _CLOSE
-        if is_other and np.all(np.abs(factors - wanted) <= _CLOSE * wanted):
-            return text
-    # A part whose update is within a limit is not scaled: the others have that of the whole.
-    is_limited = np.abs(factors * of_rms - 1) <= _CLOSE
-    free = factors[~is_limited]
-    within = np.all((factors * of_rms)[~is_limited] < 1) and np.all(free > 1)
-    if is_limited.any() and within and (not free.size or np.ptp(free) <= _CLOSE * max(free)):
-        return "the root mean square of the update of the part"
-    return ""
 
 
 def _factors_of(parts: Parts) -> np.ndarray:
@@ -166,11 +134,12 @@ def scaled_by_parts(
             continue
         listed = ", ".join(f"{factor:.4g}" for factor in telling[0])
         text = f"the updates of {number} parts of a weight are {listed} times those of the first"
-        if all(np.all(np.abs(own / telling[0][: own.size] - 1) <= _CLOSE) for own in found):
+        are_equal = [np.abs(own / telling[0][: own.size] - 1) <= _CLOSE for own in found]
+        if len(telling) > 1 and all(map(np.all, are_equal)):
             why = "in all weights: each rank has a learning rate of its own"
             return "other_learning_rate", f"{text} recording, {why}"
-        why = "other ones in other weights: a rank computes a size of the update from its part"
-        return "updated_from_a_part", f"{text} recording, and {why}"
+        why = "as if each rank computed a size of the update from its part alone"
+        return "updated_from_a_part", f"{text} recording, {why}"
     return None
 
 

@@ -123,7 +123,7 @@ def test_parts_that_change_by_factors_of_their_own(axis):
 
     first = trace({"w": WEIGHT}, {"w": by_largest(WEIGHT, GRADIENT)})
     wrong = {"w": joined(by_largest, WEIGHT, GRADIENT, axis=axis)}
-    assert details(first, trace({"w": WEIGHT}, wrong, replicas=2)) == ["other_learning_rate"]
+    assert details(first, trace({"w": WEIGHT}, wrong, replicas=2)) == ["updated_from_a_part"]
 
 
 def test_means_of_squares_of_the_own_rows():
