@@ -1,8 +1,8 @@
 """Explains updates of an unknown rule by what it computes of each rank's part of a weight alone.
 
 Of equal gradients and states, what two updates have in common tells which arrays the rule took for
-a whole weight: norms by which it scales a part, means of squares over the rows of a part, or, of a
-rule that changes singular values as Muon does, singular vectors of a part.
+a whole weight: a factor of each part, as of its norm, means of squares over the rows of a part, or,
+of a rule that changes singular values as Muon does, singular vectors of a part.
 """
 
 import itertools
@@ -90,49 +90,57 @@ def _of_weight(
         where = f"of each of {number} parts along axis {axis}"
         if len(parts.before) < 2:
             continue
-        if why := _of_norms(parts, *arrays):
-            yield f"the update {where} is scaled by {why}"
         if before.ndim == 2 and (why := _of_shape(parts.before[0], *arrays)):
             yield f"the update is scaled by {why} {where}"
-        if before.ndim == 2 and any(
-            _has_vectors_of_parts(matrix, first, second, number, axis)
-            for matrix in _matrices(pair, name, before.shape)
+        if (
+            before.ndim == 2
+            and not _factors_of(parts).size
+            and any(
+                _has_vectors_of_parts(matrix, first, second, number, axis)
+                for matrix in _matrices(pair, name, before.shape)
+            )
         ):
             yield f"the singular vectors of the update are those {where}, not of the whole matrix"
 
 
-def _of_norms(parts: Parts, before: np.ndarray, first: np.ndarray, second: np.ndarray) -> str:
-    """Explains parts of an update that are scaled differently; "" if no norm gives the factors."""
-    pairs = zip(parts.first, parts.second, strict=True)
+def _factors_of(parts: Parts) -> np.ndarray:
+    """Returns the positive factor of each part's change; empty if a part does not have one."""
+    pairs = [*zip(parts.first, parts.second, strict=True)]
     factors = np.array([factor_of([b], [a]) for a, b in pairs])
-    if not np.all(factors > 0):
-        return ""
-    for factor, a, b in zip(factors, parts.first, parts.second, strict=True):
-        if norm(b - factor * a) > _CLOSE * norm(b):
-            return ""
-    sizes = np.sqrt([a.size / first.size for a in parts.first])
-    weights = np.array([norm(w) for w in parts.before]) / norm(before)
-    updates = np.array([norm(a) for a in parts.first]) / norm(first)
-    of_rms = updates / sizes
-    known = {
-        "the norms of weight and update of the part": weights / updates,
-        "the norm of the update of the part": 1 / updates,
-        "the root mean square of the update of the part": 1 / of_rms,
-        "the root mean squares of weight and update of the part": weights / updates,
-        "the norm of the weight of the part": weights,
-        "the root mean square of the weight of the part": weights / sizes,
-    }
-    for text, wanted in known.items():
-        is_other = np.ptp([1, *factors]) > _CLOSE
-        if is_other and np.all(np.abs(factors - wanted) <= _CLOSE * wanted):
-            return text
-    # A part whose update is within a limit is not scaled: the others have that of the whole.
-    is_limited = np.abs(factors * of_rms - 1) <= _CLOSE
-    free = factors[~is_limited]
-    within = np.all((factors * of_rms)[~is_limited] < 1) and np.all(free > 1)
-    if is_limited.any() and within and (not free.size or np.ptp(free) <= _CLOSE * max(free)):
-        return "the root mean square of the update of the part"
-    return ""
+    fits = [norm(b - f * a) <= _CLOSE * norm(b) for f, (a, b) in zip(factors, pairs, strict=True)]
+    return factors if all(fits) and np.all(factors > 0) else factors[:0]
+
+
+def scaled_by_parts(
+    pair: StepPair, changed: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]
+) -> tuple[str, str] | None:
+    """Returns cause and sentence if each rank's part of a weight changes by a factor of its own.
+
+    Args:
+        pair: the step.
+        changed: see `from_parts`.
+    """
+    for number in _numbers(pair) if changed else ():
+        found, telling = list[np.ndarray](), list[np.ndarray]()
+        for arrays in changed.values():
+            axes = range(arrays[0].ndim)
+            cut = (Parts(*(_split(array, number, axis) for array in arrays)) for axis in axes)
+            factors = next((f for f in map(_factors_of, cut) if f.size), np.array([]))
+            found.append(factors)
+            is_sure = np.count_nonzero(arrays[2]) >= _LEAST * factors.size > 0
+            if is_sure and np.ptp(factors) > _CLOSE * max(factors):
+                telling.append(factors)  # Some factor explains any single number.
+        if not telling or not all(own.size for own in found):
+            continue
+        listed = ", ".join(f"{factor:.4g}" for factor in telling[0])
+        text = f"the updates of {number} parts of a weight are {listed} times those of the first"
+        are_equal = [np.abs(own / telling[0][: own.size] - 1) <= _CLOSE for own in found]
+        if len(telling) > 1 and all(map(np.all, are_equal)):
+            why = "in all weights: each rank has a learning rate of its own"
+            return "other_learning_rate", f"{text} recording, {why}"
+        why = "as if each rank computed a size of the update from its part alone"
+        return "updated_from_a_part", f"{text} recording, {why}"
+    return None
 
 
 def _of_shape(part: np.ndarray, before: np.ndarray, first: np.ndarray, second: np.ndarray) -> str:

@@ -67,8 +67,9 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
                 f"; {agree}: it is in another part of the loss, in the backward pass or after it"
             )
             if _are_of_backward(pair):
-                text = f"{len(wrong)} of {num} gradients differ when the backward pass leaves them;"
-                text += f" the loss, {agree}{f': {where}' if where else ''}"
+                added = "" if pair.gradients.raw else ", which adds over devices,"
+                text = f"{len(wrong)} of {num} gradients differ when the backward pass{added}"
+                text += f" leaves them; the loss, {agree}{f': {where}' if where else ''}"
                 cause = "other_backward"
         causes.append((cause, text, FAULT))
     return [
@@ -78,16 +79,18 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
 
 
 def _are_of_backward(pair: StepPair) -> bool:
-    """Returns whether the loss agrees, and what the one backward pass leaves is what is added.
+    """Returns whether the loss agrees, and what the one backward pass leaves is what is applied.
 
-    A step in JAX has no calls; it keeps what its backward pass returns.
+    A step in JAX has no calls. Where only sums are recorded, the backward pass adds over devices.
     """
     terms = pair.gradients
     of_both = [s.trace.calls(s.position, shard) for s, _ in pair.both for shard in s.shards]
     is_single = all(len(calls) == 2 and calls[1].startswith("backward") for calls in of_both)
-    is_single |= pair.has("raw") and {s.trace.about.framework for s, _ in pair.both} == {"jax"}
-    if not (is_single and terms.raw and agree_in_value(pair)) or any(terms.removed):
+    is_single |= {s.trace.about.framework for s, _ in pair.both} == {"jax"}
+    if not (is_single and agree_in_value(pair)) or any(terms.removed):
         return False
+    if not terms.raw:
+        return pair.second.has("sums") and not pair.second.changed_by_hand
     total = {name: np.sum([own[name] for own in terms.raw], axis=0) for name in terms.names}
     factors, known = solve(terms.given[0], [total])
     right = [(float(factors[0]), total)]

@@ -16,7 +16,7 @@ from lockstep.explain.decays import other_decay
 from lockstep.explain.kept import Change, slots_of
 from lockstep.explain.lost_digits import followed_states, lost_digits
 from lockstep.explain.other_values import other_values, starts_from_zero
-from lockstep.explain.part_updates import from_parts
+from lockstep.explain.part_updates import from_parts, scaled_by_parts
 from lockstep.numeric.arrays import (
     UNITS,
     are_finite,
@@ -201,7 +201,7 @@ def _why(
     if all(is_copy) and not any(x.differs(near[x.weight], allowed, factor) for x in weights):
         text = f"{len(weights)} weights change {factor:.6g} times as much as in the first recording"
         return "other_learning_rate", text
-    if why := other_values(pair, wrong, compared):
+    if why := other_values(pair, wrong, compared) or scaled_by_parts(pair, changed):
         return why
     return "unexplained", (
         f"{len({x.weight for x in wrong})} weights or their optimizer state change differently from"

@@ -163,13 +163,13 @@ def test_settings_of_layers_that_are_numbers(alpha, cause):
 # --- The backward pass, and after it -------------------------------------------------------------
 
 
-def backward(raw, loss=1.0):
+def backward(raw, loss=1.0, kind_of_gradients="raw"):
     """Returns a step of which outputs, and the gradient of the loss by them, are right."""
     found = trace([np.mean(raw, axis=0)] * len(raw))
     for shard, rows in enumerate(np.split(np.arange(8), len(raw))):
         for kind, array in (("data", INPUTS), ("y_pred", INPUTS), ("y_grad", np.cos(INPUTS))):
             found.put(0, kind, shard, [np.float32(array[rows])])
-        found.put(0, "raw", shard, [raw[shard]])
+        found.put(0, kind_of_gradients, shard, [raw[shard]])
         found.put(0, "loss", shard, [np.float32(loss)])
     return found
 
@@ -179,6 +179,13 @@ def test_a_backward_rule_in_jax_that_is_wrong():
     assert details(first, backward([GRADIENT + OLD, GRADIENT - OLD])) == []
     assert details(first, backward(wrong)) == ["other_backward"]
     assert "other_backward" not in details(first, backward(wrong, loss=1.1))  # Of another loss.
+
+
+def test_a_wrong_backward_pass_that_adds_over_devices():
+    first = backward([GRADIENT])
+    assert details(first, backward([GRADIENT] * 2, kind_of_gradients="sums")) == []
+    wrong = backward([GRADIENT + OLD] * 2, kind_of_gradients="sums")
+    assert details(first, wrong) == ["other_backward"]
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,16 @@ def test_an_update_that_is_scaled_by_the_shape_of_a_part():
     assert details(first, trace({"w": WEIGHT}, wrong, replicas=2)) == ["updated_from_a_part"]
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_that_change_by_factors_of_their_own(axis):
+    def by_largest(weight, gradient):
+        return weight - 0.02 * gradient / np.max(np.abs(gradient))
+
+    first = trace({"w": WEIGHT}, {"w": by_largest(WEIGHT, GRADIENT)})
+    wrong = {"w": joined(by_largest, WEIGHT, GRADIENT, axis=axis)}
+    assert details(first, trace({"w": WEIGHT}, wrong, replicas=2)) == ["updated_from_a_part"]
+
+
 def test_means_of_squares_of_the_own_rows():
     def factored(gradient, of_columns):
         square = gradient**2 + 1e-8
