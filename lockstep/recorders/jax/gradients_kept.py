@@ -43,7 +43,9 @@ class GradientsKept:
             given: KIND/INDEX → how the arrays of `keep` are parts, where the step says so.
         """
         placements = {k: text for k, text in given.items() if k.split("/")[0] not in GRADIENTS}
-        for kind in [kind for kind in GRADIENTS if kind in found]:
+        for kind in GRADIENTS:
+            if kind not in found:
+                continue
             own = matched(kept.get(kind, ()), weights)
             if own is None or len(own) != len(found[kind]):
                 paths = ", ".join([*kept.get(kind, ())][:3])
@@ -67,7 +69,9 @@ class GradientsKept:
             placements: KIND/INDEX → how arrays are parts, as far as it is known.
             shapes: weight → its shape.
         """
-        for kind in [kind for kind in GRADIENTS if kind in found]:
+        for kind in GRADIENTS:
+            if kind not in found:
+                continue
             columns = found[kind]
             for index, (name, column) in enumerate(zip(self.names, columns, strict=False)):
                 if column and column[0].shape != shapes[name]:
@@ -97,7 +101,9 @@ class GradientsKept:
             parts.setdefault(of, []).insert(0 if of == variable["name"] else len(parts[of]), part)
         wholes = {name: _whole_shape(*parts[name][0], sizes) for name in self.names}
         sums = found.get("sums")
-        for kind in [kind for kind in GRADIENTS if kind in found]:
+        for kind in GRADIENTS:
+            if kind not in found:
+                continue
             source, shapes = "sums" if found[kind] is sums else kind, list[tuple[int, ...]]()
             for index, (name, column) in enumerate(zip(self.names, found[kind], strict=False)):
                 shape = column[0].shape if column else ()
@@ -125,9 +131,11 @@ class GradientsKept:
                 return
 
     def _leave_out(self, found: _Columns, kind: str, why: str) -> None:
+        """Removes a kind; without those after "raw", it is not known what the step applies."""
         if kind in found:
-            del found[kind]
             self.left_out[f"keep({kind!r}): {why}"] = None
+            for each in GRADIENTS if kind != "raw" else ("raw",):
+                found.pop(each, None)
 
 
 def matched(paths: Sequence[str], weights: Sequence[str]) -> list[str] | None:
