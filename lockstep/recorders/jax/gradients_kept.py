@@ -4,6 +4,7 @@ A step may keep anything. What is no gradient of the weights, or a part of one t
 together, is left out, and the verdict says so.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ class GradientsKept:
         Args:
             found: kind → columns, which changes; [] is that of a weight without a gradient.
             kept: kind → the paths of the arrays that the step keeps.
-            weights: the names of the weights.
+            weights: the names of the weights, which are the first arrays of "before".
             given: KIND/INDEX → how the arrays of `keep` are parts, where the step says so.
         """
         placements = {k: text for k, text in given.items() if k.split("/")[0] not in GRADIENTS}
@@ -47,6 +48,9 @@ class GradientsKept:
             if kind not in found:
                 continue
             own = matched(kept.get(kind, ()), weights)
+            shapes = [column[0].shape for column in found["before"][: len(weights)]]
+            if own is None and (unraveled := _unraveled(found[kind], shapes)):
+                own, found[kind] = [*weights], unraveled
             if own is None or len(own) != len(found[kind]):
                 paths = ", ".join([*kept.get(kind, ())][:3])
                 self._leave_out(found, kind, f"it has no arrays named like weights: {paths}")
@@ -155,6 +159,18 @@ def matched(paths: Sequence[str], weights: Sequence[str]) -> list[str] | None:
         found += fitting if len(fitting) == 1 else [""]
     is_known = len({*found}) == len(paths) and "" not in found
     return found if is_known else None
+
+
+def _unraveled(columns: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Returns columns of gradients that one vector holds, as of `ravel_pytree`; else none."""
+    ends = [*itertools.accumulate(math.prod(shape) for shape in shapes)]
+    if len(columns) != 1 or columns[0][0].shape != (ends[-1],):
+        return []
+    parts = [np.split(vector, ends[:-1]) for vector in columns[0]]
+    return [
+        [part.reshape(shape) for part in column]
+        for column, shape in zip(zip(*parts, strict=True), shapes, strict=True)
+    ]
 
 
 def _placement(text: str, sizes: Mapping[str, int]) -> Placement:

@@ -237,6 +237,7 @@ def case_parts_that_are_kept():
             record("two", scattering_step(2, specs, bug), scattering_loop, **given)
             shapes = [a.shape for a in Trace("two").get(1, "sums", 1)]
             assert shapes == ([(4,), (4, 6)] if specs else [])
+            assert [a.shape for a in Trace("two").get(1, "clipped", 1)] == shapes
             verdict = compare("one.npz", "two.npz")
             assert bool(verdict.faults) == bool(bug), str(verdict)
             if specs and bug:

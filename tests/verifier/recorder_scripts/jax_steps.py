@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -206,6 +207,7 @@ def scattering_step(num_devices, specs, bug=""):
         rows = rows if bug else jax.tree.map(lambda g: g / num_devices, rows)
         rows = record_jax.keep("sums", rows, specs)
         grads = jax.tree.map(lambda g: jax.lax.all_gather(g, "data", tiled=True), rows)
+        record_jax.keep("clipped", ravel_pytree(grads)[0])
         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         return params, jax.lax.pmean(loss, "data")
 
