@@ -230,9 +230,9 @@ def case_parts_that_are_kept():
     """Rows of gradients are put together, or left out with a line; they are never refused."""
     options = {"arguments": {"params": 0, "batch": (1, 2)}, "outputs": {"params": 0, "loss": 1}}
     options |= {"optimizer": {"class": "SGD", "learning_rate": 0.1}, "steps": 3}
-    record("one", scattering_step(1, SPECS), scattering_loop, **options)
+    record("one", scattering_step(1, ROWS), scattering_loop, **options)
     given = options | {"replay": "one.npz"}
-    for specs in (SPECS, None):
+    for specs in (ROWS, None):
         for bug, detail in (("", None), ("sum", "sum_instead_of_mean")):
             record("two", scattering_step(2, specs, bug), scattering_loop, **given)
             shapes = [a.shape for a in Trace("two").get(1, "sums", 1)]

@@ -192,7 +192,7 @@ def clipping_step(num_devices, kind, bug=""):
 # --- Loops -------------------------------------------------------------------------------------
 
 
-SPECS = {"a": P("data"), "b": P("data")}
+ROWS = {"a": P("data"), "b": P("data")}
 
 
 def scattering_step(num_devices, specs, bug=""):
