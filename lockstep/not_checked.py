@@ -165,3 +165,5 @@ def not_compared(matching: Matching, second: Trace) -> Iterator[str]:
     )
     if own:
         yield f"not loaded by replay=: {first_names([*own])}"
+    for text in dict.fromkeys(x for trace in matching.traces for x in trace.about.left_out):
+        yield f"not compared: {text}"

@@ -62,7 +62,7 @@ _OWN_KEYS = (  # Keys in which the files of the ranks may differ.
     *("replicas", "versions", "optimizer", "settings", "layers", "micro_batches", "computed_in"),
     *("in_evaluation", "calls", "loss_scale", "permuted", "modules", "asked", "ended_with"),
     *("passes", "tied", "not_loaded", "loader_seeds", "device", "trained"),
-    "skipped",
+    *("skipped", "left_out"),
 )
 _OF_STAGES = ("ranks", "placements", "names", "modules", "variables", "gradients")  # On a mesh.
 _GROWING = (  # Keys that are longer with each step.

@@ -203,6 +203,7 @@ class About:
         permuted: seed of the permutation of each replica's examples; None without one.
         replayed: name of the trace whose state was loaded before each step, or None.
         not_loaded: names of the variables that were not, as they do not fit.
+        left_out: what a script keeps and the file does not have, and why.
         structure: nesting of the arrays of "data": {"tuple": [0, {"dict": {"a": 1}}]}.
         predicted: nesting of the arrays of "y_pred".
         parts: for each device, weight → shape of the part that it holds; empty for whole copies.
@@ -253,6 +254,7 @@ class About:
     permuted: int | None = None
     replayed: str | None = None
     not_loaded: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     structure: Any = None
     predicted: Any = None
     parts: tuple[Mapping[str, tuple[int, ...]], ...] = ()

@@ -5,6 +5,7 @@ Each program is right, or has a bug of that name when it runs on several replica
 
 import contextlib
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -63,6 +64,40 @@ def per_part(num, bug):
         return loss
 
     return model, [first, second], step
+
+
+class Stages(keras.Model):
+    """Keeps the features of its stages; `build` marks it as built, and creates no weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [layers.Dense(6, "tanh") for _ in range(2)]
+        self.norms = [layers.BatchNormalization(synchronized=True) for _ in range(2)]
+        self.head = layers.Dense(3)
+
+    def call(self, x, training=False):
+        self.kept = []
+        for part, norm in zip(self.parts, self.norms, strict=True):
+            x = x + part(norm(x, training=training))  # Waits for the other replicas.
+            self.kept.append(x)
+        return self.head(x)
+
+
+def built_in_a_step(num, bug):
+    """A model whose weights the first step creates, on all replicas at once."""
+    model, optimizer = Stages(), optimizers.SGD(0.1, momentum=0.9)
+    with warnings.catch_warnings(action="ignore"):
+        model.build((None, 6))
+
+    def step(_, features, labels):
+        with tf.GradientTape() as tape:
+            losses = PER_EXAMPLE(labels, model(features, training=True))
+            size = BATCH // num if bug == "mean" else BATCH
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=size)
+        apply(optimizer, tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    return model, [optimizer], step
 
 
 def gan(num, bug):
@@ -288,6 +323,7 @@ CLEAN = ""
 
 @pytest.mark.parametrize("program, bug, cause", [
     (per_part, "rate", "other_learning_rate"), (per_part, "not reduced", "partly_all_reduced"),
+    (built_in_a_step, "", CLEAN), (built_in_a_step, "mean", "sum_instead_of_mean"),
     (mixed_float16, "", CLEAN), (mixed_float16, "other loss", "scaled_gradient"),
     (compiled_gradients, "", CLEAN), (compiled_gradients, "sum", "other_loss_reduction"),
     pytest.param(several_updates, "scaled", "unexplained", marks=pytest.mark.slow),

@@ -32,13 +32,13 @@ class Kept:
     """Receives what `keep` and `module` return in a recorded step.
 
     Attributes:
-        gradients: names of the weights whose gradients are kept.
+        names: kind of gradients → the paths of those that are kept.
         modules: names of the parts of the model, in the order of their calls.
         placements: "KIND/INDEX" → how an array is part of a whole one.
     """
 
     def __init__(self) -> None:
-        self.gradients, self.modules = list[str](), list[str]()
+        self.names, self.modules = dict[str, list[str]](), list[str]()
         self.placements = dict[str, str]()
         self._traced, self._traced_placements = list[str](), dict[str, str]()
         self._received = dict[tuple[str, int], list[Any]]()
@@ -143,7 +143,7 @@ class Kept:
         # Converted after the step: waiting for a large array here can block a CPU device forever.
         self._received.setdefault((kind, int(device)), []).append(leaves)
         if kind in GRADIENTS:
-            self.gradients = [name or "params" for name in names]
+            self.names[kind] = [name or "params" for name in names]
 
 
 def _gradient_of(kind: str) -> str:

@@ -24,7 +24,8 @@ from lockstep.recorders.common import DEFAULT_STEPS, Request, rank_path, with_co
 from lockstep.recorders.jax.arrays import copied, is_array, like, placement_of, plain
 from lockstep.recorders.jax.clipping import clipped_by_state
 from lockstep.recorders.jax.compiled import computed_in, placed_leaves
-from lockstep.recorders.jax.keeping import GRADIENTS, Kept
+from lockstep.recorders.jax.gradients_kept import GradientsKept
+from lockstep.recorders.jax.keeping import Kept
 from lockstep.recorders.jax.replicas import Replicas, has_axis
 from lockstep.recorders.jax.trees import (
     carried_paths,
@@ -40,8 +41,6 @@ from lockstep.recorders.parts import members_of
 from lockstep.recorders.states import Own, States
 
 KINDS = {"params": WEIGHT, "state": STATISTIC, "opt_state": STATE, "key": SEED}
-
-_DATA_AXES = r"(dp|data|fsdp|ddp|replica|shard|batch)"  # Starts of names of axes of a mesh.
 
 
 @dataclass(eq=False)
@@ -86,6 +85,7 @@ class record:
         self._request: Request | None = Request(**given) if self._file else None
         self._wanted = self._request.wanted if self._request else set[int]()
         self._number, self._kept, self._notes = given["first_step"], Kept(), Notes()
+        self._gradients = GradientsKept()
         self._output: Output | None = None  # From the first recorded step.
         self._about: dict[str, Any] = {"steps": [], "settings": []}
         self._shardings = dict[str, Any]()  # Of "KIND/INDEX".
@@ -119,7 +119,8 @@ class record:
             "layers": [],
             "optimizer": optimizer | {"framework": "jax"},
             "data_layout": self.data_layout,
-            "gradients": self._kept.gradients,
+            "gradients": self._gradients.names,
+            "left_out": [*self._gradients.left_out],
             "modules": self._kept.modules,
             "trained": self._trained,
         }
@@ -238,19 +239,26 @@ class record:
         settings["weights"] = [v["name"] for v in about["variables"] if v["kind"] == WEIGHT]
         about["steps"].append(number)
         about["settings"].append([settings])
-        about["reduction"] = self.reduction if "raw" in found else ""
+        weights, given = settings["weights"], self._kept.placements
+        given = self._gradients.match(found, self._kept.names, weights, given)
+        if not replicas.mesh and len(replicas.local) == replicas.number:
+            states = zip(about["variables"], found["before"], strict=True)
+            shapes = {v["name"]: column[0].shape for v, column in states if v["kind"] == WEIGHT}
+            self._gradients.join(found, given, shapes)
         if "sums" in found and "clipped" not in found:
             found["clipped"] = self._clipped(found, settings, replicas) or found["sums"]
         about |= {"num_replicas": replicas.number, "replicas": [r for r, _ in replicas.local]}
         if replicas.mesh:
-            about |= self._on_mesh(replicas, found) | {"ranks": about.pop("replicas")}
+            about |= self._on_mesh(replicas, found, given) | {"ranks": about.pop("replicas")}
+        about["reduction"] = self.reduction if "raw" in found else ""
         one_key = not replicas.split_keys and self._kept.is_of_one_program
         texts = dict(about.get("placements", {}))
         for key, columns in found.items():
             kind, _, number_of_module = key.partition("/")
             for index, column in enumerate(columns, int(number_of_module or 0)):
                 text = texts.get(f"{kind}/{index}", "")
-                for (replica, _), array in zip(replicas.local, column, strict=True):
+                # Of a weight without a gradient, the column is empty.
+                for (replica, _), array in zip(replicas.local, column, strict=bool(column)):
                     if array is None or (kind == "random" and one_key and replica > 0):
                         continue  # One program draws the numbers of all devices.
                     array = array.view(np.uint8) if kind == "random" else array
@@ -279,7 +287,7 @@ class record:
         if kind in OF_VARIABLES:
             found: dict[str, Any] = variables[index]
             return found
-        names = self._kept.gradients if kind in OF_GRADIENTS else []
+        names = self._gradients.names if kind in OF_GRADIENTS else []
         weights = {v["name"]: v for v in variables if v["kind"] == WEIGHT}
         return weights.get(names[index], {}) if names else {}
 
@@ -290,19 +298,26 @@ class record:
         if replicas.mesh:
             return None  # The devices have parts, of which each knows its own norm only.
         optimizer = {**settings, "class": self.optimizer.get("class")}
-        described, names = self._about["variables"], self._kept.gradients
-        of_replicas, is_clipped = list[Any](), False
+        described, of_replicas, is_clipped = self._about["variables"], list[Any](), False
+        pairs = zip(self._gradients.names, found["sums"], strict=False)
+        known = {name: column for name, column in pairs if column}
         for i in range(len(replicas.local)):
-            kinds = ("sums", "before", "after")
-            sums, before, after = ([column[i] for column in found[kind]] for kind in kinds)
-            clipped = clipped_by_state(optimizer, described, names, sums, before, after)
+            sums = [column[i] for column in known.values()]
+            before, after = ([column[i] for column in found[kind]] for kind in ("before", "after"))
+            clipped = clipped_by_state(optimizer, described, [*known], sums, before, after)
             is_clipped |= clipped is not None
             of_replicas.append(clipped or sums)
-        return [[*column] for column in zip(*of_replicas, strict=True)] if is_clipped else None
+        columns = iter(zip(*of_replicas, strict=True))
+        return [[*next(columns)] if c else [] for c in found["sums"]] if is_clipped else None
 
-    def _on_mesh(self, replicas: Replicas, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Describes the mesh, and how the arrays of each device are part of the whole ones."""
-        placements, sizes = self._kept.placements, dict(replicas.mesh.shape)
+    def _on_mesh(
+        self, replicas: Replicas, found: dict[str, Any], placements: dict[str, str]
+    ) -> dict[str, Any]:
+        """Describes the mesh, and how the arrays of each device are part of the whole ones.
+
+        `placements` has those that the step gives, and changes, as `found`.
+        """
+        sizes = dict(replicas.mesh.shape)
         for key, sharding in self._shardings.items():
             kind, place = key.split("/")
             if sharding:
@@ -310,20 +325,10 @@ class record:
                 placements[key] = placement_of(sharding.spec, ndim, kind == "data")
                 if kind == "before" and "start" in found:
                     placements[f"start/{place}"] = placements[key]
-        weights = [v["name"] for v in self._about["variables"] if v["kind"] == WEIGHT]
-        for kind in [kind for kind in GRADIENTS if kind in found]:
-            is_sum = found[kind] is found.get("sums")
-            for index, name in enumerate(self._kept.gradients):
-                own = weights.index(name) if name in weights else -1
-                if own >= 0 and found[kind][index][0].shape == found["before"][own][0].shape:
-                    text = placements.get(f"before/{own}", "")
-                    text = placements.get(f"sums/{index}", text) if is_sum else text
-                    placements.setdefault(f"{kind}/{index}", text)
+        described = self._about["variables"]
+        self._gradients.place(found, placements, sizes, described, replicas.batch_axes)
         raw = " ".join(text for key, text in placements.items() if key.startswith("raw/"))
         split = {*",".join(re.findall(r"\[(.*?)\]", raw)).split(",")} & {*replicas.batch_axes}
-        if wrong := [axis for axis in split if re.match(_DATA_AXES, axis)]:
-            axis = f"split over {wrong[0]!r}, an axis of the batch"
-            raise ValueError(f'keep("raw"): gradients {axis}, are sums; keep them as "sums" only')
         data_axes = [axis for axis in replicas.batch_axes if axis not in split]
         return {
             "mesh": sizes,

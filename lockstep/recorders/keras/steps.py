@@ -1,5 +1,6 @@
 """Observes the step of a replica: its examples, outputs, losses, gradients and state."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from lockstep.recorders.keras.private import (
     layers_of,
     mask_of,
     regularisation,
+    trace,
 )
 from lockstep.recorders.keras.replay import Replay
 from lockstep.recorders.keras.values import leaves, permuted, replica_id, tensor_of, to_json
@@ -48,10 +50,12 @@ class StepObserver:
         self.replay = Replay(request) if request.replay else None
         self.has_parts, self.repeated, self.frozen = False, set[str](), list[str]()
         self._num_states: dict[int, int] = {}  # Of a replica in a step: what is copied of `_state`.
+        self._num_variables: dict[int, int] = {}  # Of a replica: those of the model at its start.
         self._applied: dict[int, dict[str, Any]] = {}  # Of a replica: weight → its gradient.
         self._places: dict[int, list[int]] = {}  # Of a replica: indices of its gradients.
         self._num_losses: dict[int, int] = {}  # Of the replicas that are in a step.
         self._scaled: set[int] = set()  # Replicas whose loss an optimizer scales.
+        self._is_built = False  # Whether weights were created that only a call creates.
 
     def install(self) -> None:
         """Replaces methods of the model, the optimizers' classes and the tape."""
@@ -73,7 +77,7 @@ class StepObserver:
 
     def step(self, inner: Callable, *data: Any) -> Any:
         """Runs a step. AutoGraph converts this method, and so `inner`, as without a recorder."""
-        data = self._begin_step(data)
+        data = self._begin_step(inner, data)
         try:
             result = inner(*data)
         finally:
@@ -82,8 +86,11 @@ class StepObserver:
         return result
 
     @tf.autograph.experimental.do_not_convert
-    def _begin_step(self, data: Any) -> Any:
+    def _begin_step(self, inner: Callable, data: Any) -> Any:
         """Copies what is known before a step; returns its examples."""
+        # `model.build` may mark a model as built whose layers are not.
+        if not self._is_built and not all(layer.built for layer in layers_of(self._model)):
+            self._trace(inner, data)
         if not self._model.built:
             self._build_model(data)
         for optimizer in self._optimizers.known_before_a_step():
@@ -93,6 +100,7 @@ class StepObserver:
         self._applied[replica], self._num_states[replica] = {}, 0
         self._scaled.discard(replica)
         number = self.copies.begin(leaves(data))
+        self._num_variables[replica] = len(self._model.variables)
         self._keep_state()
         if self._seed is not None:
             data = permuted(data, number, [self._seed, replica])
@@ -101,6 +109,29 @@ class StepObserver:
         self.frozen = [layer.name for layer in layers_of(self._model) if is_frozen(layer)]
         self._num_losses[replica] = 0
         return data
+
+    def _trace(self, inner: Callable, data: Sequence[Any]) -> None:
+        """Traces a step that is not run, which creates the variables that it creates."""
+        flat = tree.flatten(data)
+        places = [index for index, leaf in enumerate(flat) if tf.is_tensor(leaf)]
+        specs = [tf.type_spec_from_value(flat[index]) for index in places]
+
+        def step(*tensors: Any) -> Any:
+            own = dict(zip(places, tensors, strict=True))
+            leaves = [own.get(index, leaf) for index, leaf in enumerate(flat)]
+            return inner(*tree.pack_sequence_as(data, leaves))
+
+        def of_replicas(strategy: tf.distribute.Strategy) -> None:
+            if self._is_built:
+                return
+            self._is_built = self.copies.is_idle = True
+            run = partial(strategy.run, tf.autograph.to_graph(step))
+            # An error is that of the step, which is traced again; or it needs values.
+            with contextlib.suppress(Exception):
+                trace(lambda *tensors: run(args=tensors), specs)
+            self.copies.is_idle = False
+
+        tf.distribute.get_replica_context().merge_call(of_replicas)
 
     def _build_model(self, data: Sequence[Any]) -> None:
         """Creates the variables of a model that is called for the first time."""
@@ -157,6 +188,12 @@ class StepObserver:
 
     @tf.autograph.experimental.do_not_convert
     def _end_step(self) -> None:
+        late = len(self._state[0]) - self._num_variables.pop(replica_id())
+        if late:
+            self.copies.fail_when_run(
+                f"{self._model.name} creates {late} of its variables in a step; call it with a"
+                " batch before the block"
+            )
         self.copies.keep("after", [variable for own in self._state for variable in own])
         self.copies.end()
 
@@ -204,6 +241,8 @@ class StepObserver:
         weights = trainable_variables if weights is None else weights
         weights = weights if weights is None else list(weights)
         is_in_step = replica_id() in self._num_losses
+        if self.copies.is_idle:
+            return inner(optimizer, gradients, weights)
         if not is_in_step and self._optimizers.trains(weights or ()):
             raise ValueError(NOT_WRAPPED)
         if is_in_step:

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax_steps import *
 from lockstep import compare, record_jax
 from lockstep.recorders.jax.compiled import dtype_of
+from lockstep.recorders.jax.gradients_kept import matched
 from lockstep.recorders.jax.scans import joined
 from lockstep.recorders.jax.trees import weights_of_state
 from recording import Trace, run_cases
@@ -224,6 +225,35 @@ def case_mesh():
     again = Trace("again")  # Each device has its part of the arrays that are put together.
     for position, rank in itertools.product((1, 2, 3), range(4)):
         assert is_equal(again.get(position, "before", rank), trace.get(position, "before", rank))
+
+
+def case_parts_that_are_kept():
+    """Rows of gradients are put together, or left out with a line; they are never refused."""
+    options = {"arguments": {"params": 0, "batch": (1, 2)}, "outputs": {"params": 0, "loss": 1}}
+    options |= {"optimizer": {"class": "SGD", "learning_rate": 0.1}, "steps": 3}
+    record("one", scattering_step(1, ROWS), scattering_loop, **options)
+    given = options | {"replay": "one.npz"}
+    for specs in (ROWS, None):
+        for bug, detail in (("", None), ("sum", "sum_instead_of_mean")):
+            record("two", scattering_step(2, specs, bug), scattering_loop, **given)
+            shapes = [a.shape for a in Trace("two").get(1, "sums", 1)]
+            assert shapes == ([(4,), (4, 6)] if specs else [])
+            assert [a.shape for a in Trace("two").get(1, "clipped", 1)] == shapes
+            verdict = compare("one.npz", "two.npz")
+            assert bool(verdict.faults) == bool(bug), str(verdict)
+            if specs and bug:
+                assert detail in {fault.detail for fault in verdict.faults}, str(verdict)
+            assert ("it has (2,) of a, whose shape is (4,)" in str(verdict)) == (specs is None)
+
+
+def case_weights_of_kept_gradients():
+    """A tree of a part of the weights, a list in their order; others are not known."""
+    weights = ["a/bias", "a/kernel", "b/kernel"]
+    assert matched(["a/kernel", "a/bias"], weights) == ["a/kernel", "a/bias"]
+    assert matched(["bias"], weights) == ["a/bias"] and matched(["kernel"], weights) is None
+    assert matched(["grads/a/bias", "grads/b/kernel"], weights) == ["a/bias", "b/kernel"]
+    assert matched(["0", "1", "2"], weights) == weights
+    assert matched(["0", "1"], weights) is None and matched(["params"], weights) is None
 
 
 def case_carried_state():
@@ -491,7 +521,7 @@ CASES = {
     "one": [
         *(case_shard_map, case_jit, case_mesh, case_clipping_that_is_not_kept),
         *(case_rounding_of_products, case_ids, case_weights_of_state, case_scans),
-        case_errors,
+        *(case_errors, case_parts_that_are_kept, case_weights_of_kept_gradients),
     ],
     "more": [
         *(case_replay, case_pmap, case_carried_state, case_clipping_with_other_optimizers),

@@ -9,7 +9,9 @@ from functools import partial
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -188,6 +190,39 @@ def clipping_step(num_devices, kind, bug=""):
 
 
 # --- Loops -------------------------------------------------------------------------------------
+
+
+ROWS = {"a": P("data"), "b": P("data")}
+
+
+def scattering_step(num_devices, specs, bug=""):
+    """Returns a step that scatters gradients, keeps the rows of a device, and gathers them."""
+
+    def step(params, x, y):
+        def loss_fn(params):
+            return jnp.mean((jnp.tanh(x[:, :4] + params["a"]) @ params["b"] - y[:, :1]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        rows = jax.tree.map(lambda g: jax.lax.psum_scatter(g, "data", tiled=True), grads)
+        rows = rows if bug else jax.tree.map(lambda g: g / num_devices, rows)
+        rows = record_jax.keep("sums", rows, specs)
+        grads = jax.tree.map(lambda g: jax.lax.all_gather(g, "data", tiled=True), rows)
+        record_jax.keep("clipped", ravel_pytree(grads)[0])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return params, jax.lax.pmean(loss, "data")
+
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",))
+    in_specs, out_specs = (P(), P("data"), P("data")), (P(), P())
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped)
+
+
+def scattering_loop(step):
+    params = {"a": jnp.arange(4.0) / 4, "b": jnp.ones((4, 6)) / jnp.arange(1.0, 7)}
+    for number in range(3):
+        x, y = batch(number)
+        params, _ = step(params, x, y)
+    return leaves_of(params)
 
 
 def leaves_of(*trees):
