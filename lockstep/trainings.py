@@ -192,14 +192,18 @@ class _Session:
     def repeated(self, verdict: Verdict, training: Training, file: str) -> Verdict:
         """Runs a variant with faults again, and returns its verdict with what that shows."""
         title, kept = f"{verdict.name}, second run", (self._files, self._modules)
+        second: Verdict | None = None
         if self._names_no_module(verdict):
             self._modules, name = True, f"{REFERENCE} with modules"
-            self._with_modules = self._with_modules or self._record(
-                name, self._reference, "modules"
-            )
-            self._files = [self._with_modules, *self._files[1:]]
-        second = self.verdict_of(title, training, file)
-        self._files, self._modules = kept
+            with contextlib.suppress(TrainingError):  # Memory may be short for them.
+                self._with_modules = self._with_modules or self._record(
+                    name, self._reference, "modules"
+                )
+                self._files = [self._with_modules, *self._files[1:]]
+                second = self.verdict_of(title, training, file)
+            self._files, self._modules = kept
+        if second is None:
+            second = self.verdict_of(title, training, file)
         notes = *verdict.notes, note_of_repetition(verdict, second)
         found = second.findings if is_reproduced(verdict, second) else verdict.findings
         return dataclasses.replace(verdict, findings=found, notes=notes)

@@ -259,6 +259,7 @@ def test_a_fault_behind_layers_that_compute_per_replica_is_found(tmp_path):
     [
         ("detached", "1, backward", ""),
         ("hooked", "", "hooks, sums over devices, and changes by the script"),
+        ("short", "", "the first wrong one is named"),
     ],
 )
 def test_the_first_wrong_module_is_named_where_no_mistake_is_known(tmp_path, kind, module, told):
@@ -275,4 +276,5 @@ def test_the_first_wrong_module_is_named_where_no_mistake_is_known(tmp_path, kin
         assert any(note.startswith("reproducible: ") for note in training["notes"])
         first = training["findings"][0]
         assert first["stage"] == "gradients" and first.get("module", "") == module
-        assert "modules" not in first["remedy"] and first["remedy"].endswith(told)
+        assert first["remedy"].endswith(told)
+        assert ("modules" in first["remedy"]) == (kind == "short")

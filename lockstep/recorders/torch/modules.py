@@ -2,6 +2,7 @@
 
 import fnmatch
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from lockstep.recorders.torch.values import floating, to_array
 
 if TYPE_CHECKING:
     from lockstep.recorders.torch.recording import Recording
+
+MOST_BYTES = 2**30  # Of all modules in a step; those of a pattern may be more.
 
 
 class Modules:
@@ -40,6 +43,7 @@ class Modules:
         self.rows: tuple[Tensor, int] | None = None
         self.seen, self.open = set[tuple[str, int]](), dict[str, tuple[Any, ...]]()
         self.defaults, self.unknown = set[str](), set[str]()  # Names of arrays.
+        self.num_bytes, self.most_bytes = 0, MOST_BYTES if pattern is True else np.inf
         wanted = "*" if pattern is True else str(pattern)
         named = modules_of(recording.module)
         self.modules = {n: m for n, m in named if n and fnmatch.fnmatchcase(n, wanted)}
@@ -57,8 +61,11 @@ class Modules:
         own = self.recording
         if own.step.outside is None or torch.compiler.is_compiling() or in_transform():
             return
+        if self.num_bytes > self.most_bytes:
+            return
         if self.now is not own.step.arrays:  # Another step, or attempt at it.
             self.now, self.seen, self.defaults, self.unknown = own.step.arrays, set(), set(), set()
+            self.num_bytes = 0
         place = f"{own.placement.rank}/{own.step.num_forward - 1}:{name}"
         rows = self.rows
         if (place, id(rows)) in self.seen:
@@ -110,6 +117,8 @@ class Modules:
         own = self.recording
         if value is None or step != own.number or not own.is_on or not own.step.arrays:
             return
+        if self.num_bytes > self.most_bytes:
+            return
         kind, _, place = key.split("/", 2)
         text = own.placement.text_of(kind, place, value) if own.placement.mesh else ""
         is_first = key not in own.step.arrays or key in self.defaults
@@ -128,11 +137,27 @@ class Modules:
             whole = np.zeros((size, each, *array.shape[1:]), array.dtype)
             whole[numbers] = array.reshape(len(numbers), each, *array.shape[1:])
             array = whole.reshape(-1, *array.shape[1:])
+        if key not in own.step.arrays:
+            self.num_bytes += array.nbytes
+            if self.num_bytes > self.most_bytes:
+                self._leave_out()
+                return
         own.step.arrays[key] = (
             array if is_first and rows is None else own.step.arrays.get(key, 0) + array
         )
         own.placement.placements |= {f"{kind}/{place}": text} if text or before else {}
         (self.defaults.add if is_default else self.defaults.discard)(key)
+
+    def _leave_out(self) -> None:
+        """Drops the arrays of this step, and records no more of them."""
+        own = self.recording
+        for key in [key for key in own.step.arrays if key.startswith("module_")]:
+            del own.step.arrays[key]
+        text = (
+            f"inputs and outputs of all modules have more than {MOST_BYTES >> 20:,} MiB in a step"
+        )
+        advice = 'they are not recorded; pass a pattern, as in modules="layers.*"'
+        warnings.warn(f"modules=True: {text}: {advice}", stacklevel=2)
 
     def indexed(self, name: str) -> str:
         """Returns the name of an array in the file for `POSITION/KIND/RANK/NUMBER:MODULE`."""

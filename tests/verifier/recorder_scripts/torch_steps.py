@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import compare, record_torch
 from lockstep.data import file as trace_file
+from lockstep.recorders.torch import modules
 from recording import Trace
 from torch_training import *
 
@@ -452,3 +453,19 @@ def case_losses_without_autograd():
             assert np.array_equal(before, other.arrays[f"{step}/before/0/{index}"])
     assert not np.array_equal(one.arrays["1/after/0/0"], other.arrays["1/after/0/0"])
     assert compare("one.npz", "other.npz").faults[0].detail == "scaled_gradient"
+
+
+def case_modules_beyond_a_limit():
+    """All modules together are left out beyond a limit; those of a pattern are not."""
+    usual = modules.MOST_BYTES
+    modules.MOST_BYTES = 2000
+    try:
+        for name, pattern in (("all", True), ("some", "4")):
+            with warnings.catch_warnings(record=True) as told:
+                trace = recorded(name, network(), modules=pattern, num_steps=2, steps=2)
+            has_arrays = any("/module_" in key for key in trace.arrays)
+            said = ["are not recorded; pass a pattern" in str(each.message) for each in told]
+            assert (has_arrays, said) == ((True, []) if name == "some" else (False, [True]))
+            assert trace.about["steps"] == [0, 1]
+    finally:
+        modules.MOST_BYTES = usual

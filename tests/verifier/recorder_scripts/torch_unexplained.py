@@ -1,5 +1,6 @@
 """A training with PyTorch that is wrong in a way for which there is no name, as KIND says."""
 
+import os
 import sys
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 import lockstep
 
 KIND = sys.argv[1] if len(sys.argv) > 1 else ""
+if KIND == "short" and '"modules": true' in os.environ["LOCKSTEP_RECORD"]:
+    raise MemoryError
 
 
 class Block(nn.Module):
@@ -20,7 +23,9 @@ class Block(nn.Module):
 
     def forward(self, x):
         way = self.inner(x).tanh()
-        return self.outer(x) + way * (x.exp().detach() if KIND == "detached" else x.exp())
+        return self.outer(x) + way * (
+            x.exp().detach() if KIND in ("detached", "short") else x.exp()
+        )
 
 
 def main():
