@@ -341,6 +341,13 @@ IN_FRAMEWORK = {  # Framework → remedies that can be said more precisely for i
 }
 
 OF_WEIGHTS = "modules are right"
+_AT_WEIGHTS = {
+    OF_WEIGHTS: (
+        "compare what both scripts do with these gradients as they reach the weights, and"
+        " afterwards: hooks, sums over devices, and changes by the script",
+        ("", ""),
+    )
+}
 
 IF_SEEN = {  # Detail → what the recorder saw → remedy, and an example as in `CODE`.
     "not_all_reduced": {
@@ -372,13 +379,8 @@ IF_SEEN = {  # Detail → what the recorder saw → remedy, and an example as in
             ("", "dist.all_reduce(weight.grad, op=dist.ReduceOp.AVG)"),
         ),
     },
-    "unexplained": {
-        OF_WEIGHTS: (
-            "compare what both scripts do with these gradients as they reach the weights, and"
-            " afterwards: hooks, sums over devices, and changes by the script",
-            ("", ""),
-        ),
-    },
+    "unexplained": _AT_WEIGHTS,
+    "other_backward": _AT_WEIGHTS,
 }
 
 UNEXPLAINED = {  # Stage → what to look at, where no known mistake gives what was recorded.

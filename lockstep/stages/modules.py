@@ -57,7 +57,7 @@ def with_modules(pair: StepPair) -> list[Finding]:
 
 def _named(pair: StepPair, finding: Finding, found: Wrong) -> Finding:
     if not found.module:  # The backward pass of modules is right.
-        is_known = finding.detail != "unexplained"
+        is_known = finding.detail not in ("unexplained", "other_backward")
         text = f"{finding.text}; {found.text}"
         return finding if is_known else dataclasses.replace(finding, text=text, seen=OF_WEIGHTS)
     if finding.detail not in _UNKNOWN:

@@ -309,7 +309,7 @@ WRONG = {  # Framework and kind → bug: the cause that is found.
     ("torch", "ddp"): ROWS, ("torch", "fsdp"): ROWS,
     ("jax", "shards"): {"loss": "other_loss", "row": "unexplained", "reduce": "not_all_reduced"},
     ("jax", "pmap"): {"reduce": "not_all_reduced"},
-    ("jax", "mesh"): {"row": "unexplained", "unclipped": "other_clipping"},
+    ("jax", "mesh"): {"row": "other_backward", "unclipped": "other_clipping"},
 }  # fmt: skip
 
 
