@@ -195,9 +195,10 @@ class _Session:
         second: Verdict | None = None
         if self._names_no_module(verdict):
             self._modules, name = True, f"{REFERENCE} with modules"
-            with contextlib.suppress(TrainingError):  # Memory may be short for them.
+            # Memory may be short for modules, and a recording with them may not fit the others.
+            with contextlib.suppress(TrainingError, ValueError):
                 self._with_modules = self._with_modules or self._record(
-                    name, self._reference, "modules"
+                    name, self._reference, "modules", replay=self._files[0]
                 )
                 self._files = [self._with_modules, *self._files[1:]]
                 second = self.verdict_of(title, training, file)

@@ -258,6 +258,7 @@ def test_a_fault_behind_layers_that_compute_per_replica_is_found(tmp_path):
     "kind, module, told",
     [
         ("detached", "1, backward", ""),
+        ("detached drawn", "1, backward", ""),
         ("hooked", "", "hooks, sums over devices, and changes by the script"),
         ("short", "", "the first wrong one is named"),
     ],
@@ -266,15 +267,17 @@ def test_the_first_wrong_module_is_named_where_no_mistake_is_known(tmp_path, kin
     script = ROOT / "tests" / "verifier" / "recorder_scripts" / "torch_unexplained.py"
     done = run_script(
         *("torch", "-m", "lockstep", "run", "--json", f"--keep={tmp_path}"),
-        *(f"--reference=python {script}", f"--variant=a=python {script} {kind}"),
-        *(f"--variant=b=python {script} {kind}",),
+        f"--reference=python {script} {'drawn' if 'drawn' in kind else ''}",
+        f"--variant=a=python {script} {kind}",
+        f"--variant=b=python {script} {kind}",
         cwd=tmp_path, timeout=300,
     )  # fmt: skip
     assert done.returncode == 9, done.stderr[-3000:]
     assert done.stderr.count("reference with modules: running") == 1
     for training in json.loads(done.stdout)["trainings"].values():
         assert any(note.startswith("reproducible: ") for note in training["notes"])
-        first = training["findings"][0]
+        start, first = [None, *training["findings"]][-2:]
+        assert (start or {}).get("detail") == ("other_initial_weights" if "drawn" in kind else None)
         assert first["stage"] == "gradients" and first.get("module", "") == module
         assert first["remedy"].endswith(told)
         assert ("modules" in first["remedy"]) == (kind == "short")

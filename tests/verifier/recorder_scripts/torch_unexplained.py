@@ -1,4 +1,7 @@
-"""A training with PyTorch that is wrong in a way for which there is no name, as KIND says."""
+"""A training with PyTorch that is wrong in a way for which there is no name, as its arguments say.
+
+With `drawn`, each run draws other initial weights.
+"""
 
 import os
 import sys
@@ -9,8 +12,8 @@ from torch import nn
 
 import lockstep
 
-KIND = sys.argv[1] if len(sys.argv) > 1 else ""
-if KIND == "short" and '"modules": true' in os.environ["LOCKSTEP_RECORD"]:
+KINDS = sys.argv[1:]
+if "short" in KINDS and '"modules": true' in os.environ["LOCKSTEP_RECORD"]:
     raise MemoryError
 
 
@@ -24,14 +27,16 @@ class Block(nn.Module):
     def forward(self, x):
         way = self.inner(x).tanh()
         return self.outer(x) + way * (
-            x.exp().detach() if KIND in ("detached", "short") else x.exp()
+            x.exp().detach() if {"detached", "short"} & {*KINDS} else x.exp()
         )
 
 
 def main():
-    torch.manual_seed(0)
+    if "drawn" not in KINDS:
+        torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), Block(), nn.Linear(6, 1))
-    if KIND == "hooked":
+    torch.manual_seed(1)
+    if "hooked" in KINDS:
         for p in model.parameters():
             p.register_hook(lambda gradient: gradient + 0.1 * gradient.roll(1) ** 2)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
