@@ -132,10 +132,16 @@ def scaled_by_parts(
                 telling.append(factors)  # Some factor explains any single number.
         if not telling or not all(own.size for own in found):
             continue
-        listed = ", ".join(f"{factor:.4g}" for factor in telling[0])
-        text = f"the updates of {number} parts of a weight are {listed} times those of the first"
-        are_equal = [np.abs(own / telling[0][: own.size] - 1) <= _CLOSE for own in found]
-        if len(telling) > 1 and all(map(np.all, are_equal)):
+        rates = max(telling, key=len)  # A small weight has parts on fewer ranks.
+        listed = ", ".join(f"{factor:.4g}" for factor in rates)
+        parts = f"{rates.size} parts of a weight"
+        text = f"the updates of {parts} are {listed} times those of the first"
+        are_equal = [
+            abs(factor / rate - 1) <= _CLOSE
+            for own in found
+            for factor, rate in zip(own, rates, strict=False)
+        ]
+        if len(telling) > 1 and all(are_equal):
             why = "in all weights: each rank has a learning rate of its own"
             return "other_learning_rate", f"{text} recording, {why}"
         why = "as if each rank computed a size of the update from its part alone"

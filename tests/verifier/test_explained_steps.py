@@ -1,12 +1,14 @@
 """Steps whose mistake a computation names: each with its numbers, made by hand, and a right one."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 
 from lockstep.comparison import compare_traces
 from lockstep.data.trace import About, Trace, Variable
+from lockstep.explain.part_updates import scaled_by_parts
 from tests.verifier.script_samples import Script, in_bfloat16
 
 RANDOM = np.random.default_rng(7)
@@ -124,6 +126,20 @@ def test_parts_that_change_by_factors_of_their_own(axis):
     first = trace({"w": WEIGHT}, {"w": by_largest(WEIGHT, GRADIENT)})
     wrong = {"w": joined(by_largest, WEIGHT, GRADIENT, axis=axis)}
     assert details(first, trace({"w": WEIGHT}, wrong, replicas=2)) == ["updated_from_a_part"]
+
+
+def test_a_learning_rate_of_each_rank_and_weights_that_fewer_ranks_have():
+    changed = {}
+    for rows in (5, 8, 1):  # Of 4 ranks, those that have rows of a weight: 3, 4 and 1.
+        rates = np.repeat([1.0, 2.0, 0.5, 3.0], -(-rows // 4))[:rows, None]
+        by = RANDOM.normal(size=(rows, 6))
+        changed[f"w{rows}"] = by, by, by * rates
+    about = types.SimpleNamespace(num_replicas=4, mesh={})
+    step = types.SimpleNamespace(trace=types.SimpleNamespace(about=about), copies=(0, 1, 2, 3))
+    for names in (("w5", "w8", "w1"), ("w8", "w5", "w1")):
+        given = {name: changed[name] for name in names}
+        detail, text = scaled_by_parts(types.SimpleNamespace(second=step), given)
+        assert detail == "other_learning_rate" and "1, 2, 0.5, 3 times" in text
 
 
 def test_means_of_squares_of_the_own_rows():
