@@ -16,6 +16,7 @@ from lockstep.recorders.torch.private import (
     ENGINE,
     fsdp_groups,
     has_other_hooks,
+    in_transform,
     move_first,
     sharded_weight,
     weights_of_group,
@@ -70,6 +71,7 @@ class AddedGradients:
     def _run(self, inner: Any, *args: Any, **options: Any) -> Any:
         """Takes the place of the engine of autograd."""
         own = self.recording
+        own.step.has_graph |= own.step.was_called and not in_transform()
         if own.is_on and not self.calls:
             self.is_new = True
             self._hook_whole_weights()

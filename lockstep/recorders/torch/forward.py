@@ -128,6 +128,7 @@ class ForwardObserver:
                 "the model is called within torch.func, whose tensors cannot be recorded: of this"
             )
             warnings.warn(f"{text} pass, only gradients that are applied are seen", stacklevel=2)
+            own.step.is_transformed = True
             return None
         if own.is_in_backward and own.step.num_forward:
             return None  # Checkpointing computes the pass again.

@@ -73,6 +73,7 @@ class Step:
         unscaled: Names of the weights whose gradients are no longer scaled.
         was_called, is_evaluated: Whether the model was called, and in evaluation mode.
         has_graph: Whether a part of the model was called, or a backward pass has begun.
+        is_transformed: Whether `torch.func` has called the model.
         drawn: The random numbers that were drawn, each with its kind; None if they are too many.
     """
 
@@ -93,13 +94,16 @@ class Step:
         self.num_forward, self.num_bytes, self.num_fed = 0, 0, 0
         self.loss_scale = self.scale = 1.0
         self.unscaled = set[str]()
-        self.was_called = self.is_evaluated = self.has_graph = False
+        self.was_called = self.is_evaluated = self.has_graph = self.is_transformed = False
         self.drawn: list[Drawn] | None = []
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether autograd computes gradients: not those of `torch.func`, nor of losses alone."""
-        return self.was_called or self.has_graph
+        """Whether autograd computes gradients: not those of `torch.func`, nor of losses alone.
+
+        Beside `torch.func`, a call of the model alone may be that of a loss that is shown.
+        """
+        return self.has_graph or (self.was_called and not self.is_transformed)
 
     def scale_of(self, name: str) -> float:
         """Returns the factor of the gradient of a weight."""

@@ -385,8 +385,10 @@ def case_several_closure_calls():
     refused("lbfgs.npz: has no steps", compare, "lbfgs.npz", "lbfgs.npz")
 
 
-def of_examples(times, model, optimizer, step):
-    """Trains with gradients of each example by torch.func."""
+def of_examples(times, shown, model, optimizer, step):
+    """Trains with gradients of each example by torch.func; some losses are shown before."""
+    if step in shown:
+        loss_of(model, step).item()
 
     def loss_of_one(weights, x, y):
         return F.mse_loss(functional_call(model, weights, (x[None],)), y[None])
@@ -400,18 +402,25 @@ def of_examples(times, model, optimizer, step):
 
 
 def case_functions_of_gradients():
-    """Gradients of each example by torch.func: what is applied is recorded, and compared."""
+    """Gradients of each example by torch.func: what is applied is recorded, and compared.
+
+    A step ends at its update, also where the script calls the model to show a loss.
+    """
     bits = []
-    for path, times in ((None, 1), ("one.npz", 1), ("again.npz", 1), ("scaled.npz", 2)):
+    for path, times, shown in (
+        (None, 1, []), ("one.npz", 1, []), ("again.npz", 1, []), ("shown.npz", 1, [0, 2]),
+        ("scaled.npz", 2, []),
+    ):  # fmt: skip
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
-        steps_of = functools.partial(of_examples, times)
+        steps_of = functools.partial(of_examples, times, shown)
         with warnings.catch_warnings(record=True) as told:
             bits.append(train(model, adamw(model), path, steps_of, 3, modules=True))
         within = ["called within torch.func" in str(each.message) for each in told]
         assert within == ([True] if path else [])
     assert is_equal(*bits[:2])
     assert compare("one.npz", "again.npz").ok
+    assert Trace("shown").about["steps"] == [0, 1, 2] and compare("one.npz", "shown.npz").ok
     assert compare("one.npz", "scaled.npz").faults[0].detail == "scaled_gradient"
 
 
