@@ -1,7 +1,9 @@
 """The trace that `record_keras.record` writes, and its replay."""
 
+import contextlib
 import functools
 import json
+import random
 import re
 import runpy
 
@@ -470,6 +472,47 @@ def test_a_custom_loop(tmp_path):
     velocity = next(i for i, v in enumerate(about["variables"]) if v.get("slot") == "momentum")
     expected = -0.1 * arrays["1/sums/0/0"]
     np.testing.assert_allclose(arrays[f"1/after/0/{velocity}"], expected, rtol=1e-5, atol=1e-8)
+
+
+class Noisy(keras.Model):
+    """Counts its steps, and draws noise for them, in Python; a step that runs eagerly does so."""
+
+    def __init__(self, is_marked):
+        super().__init__()
+        self.parts, self.is_marked = [layers.Dense(4, "tanh"), layers.Dense(1)], is_marked
+
+    def build(self, shape):
+        if self.is_marked:
+            self.built = True  # Its layers are not.
+        else:
+            super().build(shape)
+
+    def call(self, x, training=False):
+        return self.parts[1](self.parts[0](x))
+
+    def train_step(self, data):
+        x, y = data
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        noise = np.random.normal(size=(1, 3)).astype(np.float32) * random.random()
+        return super().train_step((x + noise, y))
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_model_that_an_eager_step_builds_draws_the_same_numbers(tmp_path, is_marked):
+    x = RANDOM.normal(size=(24, 3)).astype(np.float32)
+    found = []
+    for path in (None, tmp_path / "one.npz"):
+        keras.utils.set_random_seed(1)
+        model = Noisy(is_marked)
+        model.compile(optimizers.SGD(0.1), "mse", run_eagerly=True)
+        if is_marked:
+            model.build((None, 3))
+        with record(path, model) if path else contextlib.nullcontext():
+            model.fit(x, x[:, :1], batch_size=8, verbose=0, shuffle=False)
+        weights = [v.numpy().tobytes() for v in model.variables]
+        found.append((weights, np.random.random(), model.num_steps - (is_marked and bool(path))))
+    assert found[0] == found[1]
+    assert found[0][2] == 3
 
 
 def test_the_lines_of_the_page_record_fit_and_a_custom_loop(tmp_path, monkeypatch):

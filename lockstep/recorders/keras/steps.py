@@ -1,11 +1,13 @@
 """Observes the step of a replica: its examples, outputs, losses, gradients and state."""
 
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import tree
 
@@ -88,8 +90,7 @@ class StepObserver:
     @tf.autograph.experimental.do_not_convert
     def _begin_step(self, inner: Callable, data: Any) -> Any:
         """Copies what is known before a step; returns its examples."""
-        # `model.build` may mark a model as built whose layers are not.
-        if not self._is_built and not all(layer.built for layer in layers_of(self._model)):
+        if self._needs_trace():
             self._trace(inner, data)
         if not self._model.built:
             self._build_model(data)
@@ -110,8 +111,23 @@ class StepObserver:
         self._num_losses[replica] = 0
         return data
 
+    def _needs_trace(self) -> bool:
+        """Returns whether a step has to be traced before, as it may create variables.
+
+        `model.build` may mark a model as built whose layers are not. Where no function is traced, a
+        call of the model is enough: a step may count in Python.
+        """
+        is_built = self._is_built or all(layer.built for layer in layers_of(self._model))
+        can_call = not self._model.built and type(self._model).call is not keras.Model.call
+        return not is_built and not (tf.executing_eagerly() and can_call)
+
     def _trace(self, inner: Callable, data: Sequence[Any]) -> None:
-        """Traces a step that is not run, which creates the variables that it creates."""
+        """Traces a step that is not run, which creates the variables that it creates.
+
+        Random numbers of Python and NumPy that it draws are drawn again by a step that runs
+        eagerly. `tf.function`, which traces again what creates variables, draws others, too.
+        """
+        is_eager = tf.executing_eagerly()
         flat = tree.flatten(data)
         places = [index for index, leaf in enumerate(flat) if tf.is_tensor(leaf)]
         specs = [tf.type_spec_from_value(flat[index]) for index in places]
@@ -126,9 +142,13 @@ class StepObserver:
                 return
             self._is_built = self.copies.is_idle = True
             run = partial(strategy.run, tf.autograph.to_graph(step))
+            states = random.getstate(), np.random.get_state()
             # An error is that of the step, which is traced again; or it needs values.
             with contextlib.suppress(Exception):
                 trace(lambda *tensors: run(args=tensors), specs)
+            if is_eager:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
             self.copies.is_idle = False
 
         tf.distribute.get_replica_context().merge_call(of_replicas)
