@@ -63,7 +63,7 @@ WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed
 _OF_ALL_COPIES = ("before", "set", "after", "left", "replaced", "start")
 OF_VARIABLES = (*_OF_ALL_COPIES, "own_before", "own_after")
 OF_GRADIENTS = ("raw", "removed", "sums", "unclipped", "clipped")
-OF_BACKWARD = ("added",)  # Their gradients.
+OF_BACKWARD = ("added",)  # Gradients that one backward pass adds.
 OF_COPIES = (*_OF_ALL_COPIES, "sums", "unclipped")
 OF_MODULES = ("module_in", "module_out", "module_in_grad", "module_out_grad")
 CLIP_FIRST, REDUCE_FIRST = "clip, reduce", "reduce, clip"
@@ -203,7 +203,7 @@ class About:
         permuted: seed of the permutation of each replica's examples; None without one.
         replayed: name of the trace whose state was loaded before each step, or None.
         not_loaded: names of the variables that were not, as they do not fit.
-        left_out: what a script keeps and the file does not have, and why.
+        left_out: sentences that say what a script keeps and the file does not have, and why.
         structure: nesting of the arrays of "data": {"tuple": [0, {"dict": {"a": 1}}]}.
         predicted: nesting of the arrays of "y_pred".
         parts: for each device, weight → shape of the part that it holds; empty for whole copies.

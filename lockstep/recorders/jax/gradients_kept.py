@@ -25,7 +25,7 @@ class GradientsKept:
 
     Attributes:
         names: the weights whose gradients are kept.
-        left_out: why kinds are not recorded, in words; a dict for its order.
+        left_out: sentences that say which kinds are not recorded, and why, in order; each is a key.
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,16 @@ class GradientsKept:
         self, found: _Columns, kept: Mapping[str, Sequence[str]], weights: Sequence[str],
         given: Mapping[str, str],
     ) -> dict[str, str]:  # fmt: skip
-        """Sorts the gradients of a step by `names`; returns `given` for their new places.
+        """Sorts the gradients of a step by `names`, to which it adds those that are new.
 
         Args:
             found: kind → columns, which changes; [] is that of a weight without a gradient.
             kept: kind → the paths of the arrays that the step keeps.
             weights: the names of the weights, which are the first arrays of "before".
             given: KIND/INDEX → how the arrays of `keep` are parts, where the step says so.
+
+        Returns:
+            `given` with the indices that the gradients have now.
         """
         placements = {k: text for k, text in given.items() if k.split("/")[0] not in GRADIENTS}
         for kind in GRADIENTS:
@@ -53,7 +56,7 @@ class GradientsKept:
                 own, found[kind] = [*weights], unraveled
             if own is None or len(own) != len(found[kind]):
                 paths = ", ".join([*kept.get(kind, ())][:3])
-                self._leave_out(found, kind, f"it has no arrays named like weights: {paths}")
+                self._leave_out(found, kind, f"its arrays match no weights by name: {paths}")
                 continue
             self.names += [name for name in own if name not in self.names]
             columns = dict(zip(own, found[kind], strict=True))
@@ -119,7 +122,7 @@ class GradientsKept:
         texts = " ".join(text for key, text in placements.items() if key.startswith("raw/"))
         split = {*",".join(re.findall(r"\[(.*?)\]", texts)).split(",")} & {*batch_axes}
         if wrong := [axis for axis in sorted(split) if re.match(_DATA_AXES, axis)]:
-            why = f"it is split over {wrong[0]!r}, an axis of the batch: these are sums"
+            why = f"it is split over {wrong[0]!r}, an axis of the batch; keep sums as 'sums' only"
             self._leave_out(found, "raw", why)
         for key in [key for key in placements if key.split("/")[0] in {*GRADIENTS} - {*found}]:
             del placements[key]
@@ -130,7 +133,7 @@ class GradientsKept:
         """Leaves out a kind of which a whole array has another shape than its weight."""
         for name, column, shape in zip(self.names, found[kind], own, strict=False):
             if column and shape != wholes[name]:
-                why = f"it has {shape} of {name}, whose shape is {wholes[name]}; pass specs="
+                why = f"it has shape {shape} for {name}, which has {wholes[name]}; pass specs="
                 self._leave_out(found, kind, why)
                 return
 
@@ -143,10 +146,14 @@ class GradientsKept:
 
 
 def matched(paths: Sequence[str], weights: Sequence[str]) -> list[str] | None:
-    """Returns the weight of each path in a tree of gradients; None if they are not known.
+    """Returns the weight of each path in a tree of gradients; None if one is not known.
 
     A tree may be one of a part of the weights, or hold them in a further tree; a list has one array
-    for each weight, in their order.
+    for each weight, in the order of `jax.tree.leaves(params)`.
+
+    Args:
+        paths: names of the arrays, with the keys of the tree from its root, as in "block/kernel".
+        weights: those of the weights.
     """
     known = {*weights}
     if known.issuperset(paths):

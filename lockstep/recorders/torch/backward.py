@@ -185,7 +185,7 @@ class GradientObserver:
                 own.save("raw", index, gradient, own.step.scale_of(name))
 
     def _with_moved(self, name: str, p: Tensor) -> Tensor:
-        """Returns a gradient with what was moved to the flat copy of the weight before."""
+        """Returns the gradient of a weight plus what was moved to its flat copy before."""
         step, gradient = self.recording.step, p.grad
         assert gradient is not None
         moved = step.moved.get(name)
@@ -193,7 +193,7 @@ class GradientObserver:
         return step.summed[name]
 
     def _note_moved(self) -> None:
-        """Keeps the gradients that are no longer there as they are added to flat copies."""
+        """Keeps gradients that are None now because DeepSpeed has added them to flat copies."""
         own, step = self.recording, self.recording.step
         step.moved |= {n: x for n, x in step.summed.items() if own.weights[n].grad is None}
 
@@ -359,7 +359,7 @@ class GradientObserver:
             self._save_after(optimizer, names, is_first)
         self.on_update()
         if not own.step.is_differentiated and all(map(self._has_stepped, own.variables.optimizers)):
-            self.end()  # The next step begins now: no forward pass shows where.
+            self.end()  # The next step begins now, as no forward pass shows where.
             if own.is_on:
                 self.begin(is_forward=True)
 

@@ -1,8 +1,9 @@
-"""The weights that `FullyShardedDataParallel` has put into flat parameters.
+"""The weights that FSDP1 has put into flat parameters, and flat copies of weights in DeepSpeed.
 
-Each process has a range of a flat parameter's elements, and FSDP's own tables say of which weights
-they are. A recording gets an array of the whole weight that is 0 where other processes have it, so
-that the sum of all of them is the weight: a range of elements is no part along one dimension.
+Each process has a range of a flat parameter's elements, and tables of the framework say of which
+weights they are. A recording gets an array of the whole weight that is 0 where other processes have
+it, so that the sum of all of them is the weight: a range of elements is no part along one
+dimension.
 """
 
 import math
@@ -29,12 +30,12 @@ class FlatWeight:
     """A weight in a flat parameter; it takes the place of a tensor where the model has none.
 
     Args:
-        flat: The flat parameter.
+        flat: The flat parameter, or the flat copy of weights.
         number: The number of the weight in it.
 
     Attributes:
         flat: The same.
-        name: Name of the weight, without those of wrappers.
+        name: Name of the weight, without those of wrappers; "" in a flat copy.
         shape: Shape of the whole weight.
         owner: The tensor that an optimizer has: a part of the weight, or the flat parameter.
     """

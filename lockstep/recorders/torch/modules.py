@@ -18,7 +18,7 @@ from lockstep.recorders.torch.values import floating, to_array
 if TYPE_CHECKING:
     from lockstep.recorders.torch.recording import Recording
 
-MOST_BYTES = 2**30  # Of all modules in a step; those of a pattern may be more.
+MOST_BYTES = 2**30  # Of the arrays of all modules in a step; those of a pattern may have more.
 
 
 class Modules:
@@ -149,7 +149,7 @@ class Modules:
         (self.defaults.add if is_default else self.defaults.discard)(key)
 
     def _leave_out(self) -> None:
-        """Drops the arrays of this step, and records no more of them."""
+        """Drops the arrays of this step, and stops to record modules, with a warning."""
         own = self.recording
         for key in [key for key in own.step.arrays if key.startswith("module_")]:
             del own.step.arrays[key]

@@ -176,10 +176,11 @@ class Partition:
         owner: The optimizer of DeepSpeed, which has an optimizer of PyTorch.
         number: The number of its group of weights.
 
+    The other attributes are those of `Flat`.
+
     Attributes:
         parameter: The tensor that the optimizer of PyTorch has: the range of this process.
-        weights: The weights.
-        shapes, ranges, ranks, reduced: As those of `Flat`, also the others.
+        weights: The parameters of the model that the copy has, one after another.
     """
 
     originals = gathered = None
@@ -215,7 +216,7 @@ class Partition:
 
     @property
     def mesh(self) -> Any:
-        """All processes on an axis."""
+        """All processes on one axis."""
         return _mesh_of_size(dist.get_world_size(), len(self.ranks))
 
 

@@ -243,7 +243,7 @@ def case_parts_that_are_kept():
             assert bool(verdict.faults) == bool(bug), str(verdict)
             if specs and bug:
                 assert detail in {fault.detail for fault in verdict.faults}, str(verdict)
-            assert ("it has (2,) of a, whose shape is (4,)" in str(verdict)) == (specs is None)
+            assert ("it has shape (2,) for a, which has (4,)" in str(verdict)) == (specs is None)
 
 
 def case_weights_of_kept_gradients():
