@@ -67,9 +67,11 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
                 f"; {agree}: it is in another part of the loss, in the backward pass or after it"
             )
             if _are_of_backward(pair):
-                added = "" if pair.gradients.raw else ", which adds over devices,"
-                text = f"{len(wrong)} of {num} gradients differ when the backward pass{added}"
-                text += f" leaves them; the loss, {agree}{f': {where}' if where else ''}"
+                at = "when the backward pass leaves them"
+                if not pair.gradients.raw:  # A step may add over devices itself.
+                    at = "after the backward pass and the sum over devices"
+                text = f"{len(wrong)} of {num} gradients differ {at}; the loss, {agree}"
+                text += f": {where}" if where else ""
                 cause = "other_backward"
         causes.append((cause, text, FAULT))
     return [
@@ -81,7 +83,7 @@ def other_settings_of(pair: StepPair, wrong: Sequence[str], where: str = "") -> 
 def _are_of_backward(pair: StepPair) -> bool:
     """Returns whether the loss agrees, and what the one backward pass leaves is what is applied.
 
-    A step in JAX has no calls. Where only sums are recorded, the backward pass adds over devices.
+    A step in JAX has no calls. Where only sums are recorded, those over devices belong to it.
     """
     terms = pair.gradients
     of_both = [s.trace.calls(s.position, shard) for s, _ in pair.both for shard in s.shards]
