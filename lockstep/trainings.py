@@ -203,10 +203,12 @@ class _Session:
                 self._files = [self._with_modules, *self._files[1:]]
                 second = self.verdict_of(title, training, file)
             self._files, self._modules = kept
+        found = verdict.findings
         if second is None:
             second = self.verdict_of(title, training, file)
+        elif is_reproduced(verdict, second):
+            found = second.findings  # With the first wrong module.
         notes = *verdict.notes, note_of_repetition(verdict, second)
-        found = second.findings if is_reproduced(verdict, second) else verdict.findings
         return dataclasses.replace(verdict, findings=found, notes=notes)
 
     def _names_no_module(self, verdict: Verdict) -> bool:

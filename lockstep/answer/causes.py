@@ -597,37 +597,24 @@ def cause_of(detail: str) -> str:
     return _CAUSE_OF.get(detail, detail)
 
 
-def remedy_of(detail: str, framework: str = "", seen: str = "") -> str:
-    """Returns what to do about a difference.
+def remedy_of(
+    detail: str, framework: str = "", seen: str = "", stage: str = "", module: str = ""
+) -> str:
+    """Returns what to do about a difference; without a known mistake, where to look.
 
     Args:
         detail: a key of `DETAILS`.
         framework: that of the trace, as in `About.framework`; "lockstep" for our own strategies.
         seen: `Finding.seen`.
+        stage: a key of `verdict.STAGES`.
+        module: the first module that differs; "" if it is unknown.
     """
     if seen in IF_SEEN.get(detail, {}):
         return IF_SEEN[detail][seen][0]
-    return IN_FRAMEWORK.get(framework, {}).get(detail) or DETAILS[detail]
-
-
-def remedy_at(detail: str, stage: str, framework: str, module: str, seen: str) -> str:
-    """Returns where to look for a difference of whose place more is known than of its mistake.
-
-    Args:
-        detail: a key of `DETAILS`.
-        stage: a key of `verdict.STAGES`.
-        framework: that of the trace; see `remedy_of`.
-        module: the first module that differs; "" if it is unknown.
-        seen: `Finding.seen`.
-
-    Returns:
-        The remedy; "" where that of the detail says all.
-    """
-    if detail not in OF_MODULES or seen == OF_WEIGHTS:
-        return ""
-    found = UNEXPLAINED.get(stage, "") if detail == "unexplained" else remedy_of(detail, framework)
-    is_unknown = needs_module(detail, stage, framework) and not module
-    return found + MODULES if found and is_unknown else found
+    found = IN_FRAMEWORK.get(framework, {}).get(detail) or DETAILS[detail]
+    if detail == "unexplained":
+        found = UNEXPLAINED.get(stage, found)
+    return found if module or not needs_module(detail, stage, framework) else found + MODULES
 
 
 def needs_module(detail: str, stage: str, framework: str) -> bool:

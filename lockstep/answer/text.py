@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
-from lockstep.answer.causes import code_of, comparison_of, remedy_at, remedy_of, words_of
+from lockstep.answer.causes import code_of, comparison_of, remedy_of, words_of
 from lockstep.answer.verdict import (
     BY_DESIGN,
     FAULT,
@@ -206,9 +206,8 @@ def advice_of(finding: Finding, verdict: Verdict) -> str:
     """Returns what to do about a difference, or how to compare what was not."""
     if finding.status == NOT_COMPARED:
         return comparison_of(finding.detail, verdict.framework, verdict.name)
-    where = finding.stage, verdict.framework, finding.module, finding.seen
-    known = remedy_at(finding.detail, *where)
-    return known or remedy_of(finding.detail, verdict.framework, finding.seen)
+    where = finding.seen, finding.stage, finding.module
+    return remedy_of(finding.detail, verdict.framework, *where)
 
 
 def line_of(finding: Finding, verdict: Verdict) -> str:

@@ -17,7 +17,6 @@ from lockstep.answer.causes import (
     UNEXPLAINED,
     cause_of,
     code_of,
-    remedy_at,
     remedy_of,
     words_of,
 )
@@ -83,7 +82,7 @@ def test_a_place_without_a_mistake_has_a_remedy_of_its_own():
     ):  # fmt: skip
         advice = advice_of(finding, verdict_on(finding, framework=framework))
         assert advice == usual + MODULES * has_modules
-    assert remedy_at("frozen", "gradients", "torch", "", "") == ""
+    assert remedy_of("frozen", "torch", "", "gradients") == remedy_of("frozen", "torch")
 
 
 NEW = (  # Since version 3 of the JSON.
