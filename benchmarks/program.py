@@ -52,6 +52,7 @@ class Recipe:
         weight_decay: fraction of a weight, times the learning rate, subtracted in each step.
         warmup: fraction of the steps in which the learning rate rises to its peak, before a cosine
             decay to 0; None for a constant learning rate.
+        augmentation: "shift" if half of the images are shifted by a pixel; "none".
     """
 
     pixel_mean: float = 0.0
@@ -59,6 +60,7 @@ class Recipe:
     momentum: float = 0.0
     weight_decay: float = 0.0
     warmup: float | None = None
+    augmentation: str = "none"
 
     def learning_rates(self, base: float, *, global_batch_size: int, num_steps: int) -> list[float]:
         """Returns the learning rate of each step; `base` is the peak at a global batch of 256."""
@@ -80,8 +82,11 @@ class Recipe:
 
 RECIPES = {
     "d2l": Recipe(),
-    "fast": Recipe(pixel_mean=72.94, pixel_std=90.02, momentum=0.9, weight_decay=5e-4, warmup=0.2),
-}
+    "fast": Recipe(
+        pixel_mean=72.94, pixel_std=90.02, momentum=0.9, weight_decay=5e-4, warmup=0.2,
+        augmentation="shift",
+    ),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

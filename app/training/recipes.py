@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import keras
 
+from app.data.input_pipeline import Augmentation
 from app.runtime.errors import ConfigError
 from app.training.optimizers import ScaledSGD
 from strategies.tf_private import reset_layer_numbers
@@ -26,7 +27,8 @@ class Recipe:
         pixel_std: divides the pixels after the subtraction.
         peak_learning_rate: peak learning rate at a global batch of 256.
         label_smoothing: fraction of the target that is spread evenly over all classes.
-        flip: whether training images are mirrored left to right, each in about every other epoch.
+        augmentation: other forms of training images, each in about every other epoch; see
+            `app.data.input_pipeline.forms_of`.
         momentum: Nesterov momentum of stochastic gradient descent; 0 for none.
         weight_decay: fraction of a weight, times the learning rate, that each step subtracts.
         warmup: fraction of all steps in which the learning rate rises to its peak, before a cosine
@@ -43,7 +45,7 @@ class Recipe:
     pixel_std: float
     peak_learning_rate: float
     label_smoothing: float = 0.0
-    flip: bool = False
+    augmentation: Augmentation = "none"
     momentum: float = 0.0
     weight_decay: float | None = None
     warmup: float | None = None
@@ -235,13 +237,13 @@ _FAST = Recipe(
 # The learning rate and decay are those of David Page's ResNet-9. He adds a decay of 5e-4 to the
 # gradient, which a momentum of 0.9 multiplies by 10.
 _FAST_RESIDUAL = dataclasses.replace(
-    _FAST, peak_learning_rate=0.2, weight_decay=5e-3, label_smoothing=0.1, flip=True
+    _FAST, peak_learning_rate=0.2, weight_decay=5e-3, label_smoothing=0.1, augmentation="mirror"
 )
 # Recipe → model → settings; "other" for models that are not listed.
 RECIPES = {
     "d2l": {"lenet": dataclasses.replace(_D2L, peak_learning_rate=0.2), "other": _D2L},
     "fast": {
-        "lenet": dataclasses.replace(_FAST, peak_learning_rate=0.2),
+        "lenet": dataclasses.replace(_FAST, peak_learning_rate=0.2, augmentation="shift"),
         "resnet9": _FAST_RESIDUAL,
         "resnet18": _FAST_RESIDUAL,
         "other": _FAST,

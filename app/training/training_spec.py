@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from app.data.dataset import ImageDataset
 from app.data.input_pipeline import (
+    Augmentation,
     batch_of_step,
     keep_in_memory,
     num_steps_per_epoch,
@@ -122,9 +123,9 @@ class TrainingSpec:
         return self._recipe.warmup is not None
 
     @property
-    def flips(self) -> bool:
-        """Whether training images are mirrored."""
-        return self._recipe.flip
+    def augmentation(self) -> Augmentation:
+        """Other forms of training images."""
+        return self._recipe.augmentation
 
     def build_model(self) -> keras.Model:
         """Builds the model with its initial weights.
@@ -148,7 +149,7 @@ class TrainingSpec:
             global_batch_size=self.config.training.global_batch_size,
             last_batch=self.config.training.last_batch,
             start_step=start_step,
-            flip=self.flips,
+            augmentation=self.augmentation,
         )
 
     def check_same_data(self, workers: Workers) -> None:
@@ -176,7 +177,7 @@ class TrainingSpec:
             global_batch_size=self.config.training.global_batch_size,
             last_batch=self.config.training.last_batch,
             step=step,
-            flip=self.flips,
+            augmentation=self.augmentation,
         )
 
     def batch_sizes(self) -> set[int]:

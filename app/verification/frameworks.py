@@ -114,7 +114,7 @@ def write_training_files(
     if num_steps is not None:
         num_epochs = -(-num_steps // spec.steps_per_epoch)
     seed = config.training.seed
-    order = [epoch_order(dataset.num_train_examples, seed, e)[0] for e in range(num_epochs)]
+    order = [epoch_order(dataset.num_train_examples, seed, e) for e in range(num_epochs)]
     start, batches = folder / "start.npz", folder / "batches.npz"
     np.savez(start, **{v.path: v.numpy() for v in model.variables if v.dtype == "float32"})
     np.savez(

@@ -7,7 +7,7 @@ independent reference.
 import concurrent.futures
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -117,10 +117,16 @@ class StrategyOracle(KerasOracle):
         return self._initial
 
     def known_examples(self) -> set[int]:
-        """Returns the hashes of all training examples, as they are and mirrored if any is."""
+        """Returns the hashes of all training examples, in all forms of the augmentation."""
         images = self._spec.dataset.train_images
         labels = self._spec.dataset.train_labels.astype(np.int32)
-        forms = [images, images[:, :, ::-1]] if self._spec.flips else [images]
+        forms: Iterable[np.ndarray] = [images]
+        if self._spec.augmentation == "mirror":
+            forms = [images, images[:, :, ::-1]]
+        elif self._spec.augmentation == "shift":
+            padded = np.pad(images, [(0, 0), (1, 1), (1, 1), (0, 0)])
+            moves = itertools.product((-1, 0, 1), repeat=2)
+            forms = (np.roll(padded, move, axis=(1, 2))[:, 1:-1, 1:-1] for move in moves)
         return {row for form in forms for row in rows_of([form, labels])}
 
     def compute(self, ask: Ask, *, exactly: bool = False) -> Computed:

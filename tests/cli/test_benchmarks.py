@@ -194,7 +194,7 @@ def test_the_peers_recipe_is_the_projects(size, num_steps):
     recipe, peer = RECIPES["fast"]["lenet"], load("program").RECIPES["fast"]
     values = dataclasses.asdict(peer)
     assert values == {name: getattr(recipe, name) for name in values}
-    assert not recipe.flip and not recipe.label_smoothing  # The programs have neither.
+    assert not recipe.label_smoothing  # The programs have none.
     rates = peer.learning_rates(0.2, global_batch_size=size, num_steps=num_steps)
     peak = recipe.learning_rate(global_batch_size=size, num_steps=num_steps)
     schedule = learning_rate_schedule(recipe.create_optimizer(peak, num_steps))

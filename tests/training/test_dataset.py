@@ -1,14 +1,16 @@
 """The data set, generated or read, its subsets and hashes; the order of examples."""
 
+import collections
 import dataclasses
 import itertools
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from app.data import dataset_loader
 from app.data.dataset_loader import load_data
-from app.data.input_pipeline import eval_dataset, num_steps_per_epoch, train_dataset
+from app.data.input_pipeline import eval_dataset, forms_of, num_steps_per_epoch, train_dataset
 from app.data.synthetic import generate_synthetic
 from app.options import Config
 from app.runtime.errors import DataError
@@ -63,24 +65,40 @@ def test_epochs_differ_and_follow_from_the_seed_from_any_step_on():
     assert first_epochs(1, start=7) == batches[7:]
 
 
-def test_images_are_flipped_in_about_every_other_epoch_by_seed_and_epoch_alone():
-    images = np.zeros((200, 28, 28, 1), np.uint8)
-    images[:, :, 0] = np.arange(200, dtype=np.uint8)[:, None, None] + 1  # A line on the left.
-    labels = np.arange(200) % 10
+@pytest.mark.parametrize(
+    ("augmentation", "places"),
+    [("mirror", {(2, 2), (2, 4)}), ("shift", {*itertools.product((1, 2, 3), repeat=2)})],
+)
+def test_images_have_other_forms_in_every_other_epoch_by_seed_and_epoch_alone(augmentation, places):
+    images = np.zeros((240, 5, 7, 1), np.uint8)
+    images[:, 2, 2, 0] = np.arange(240) + 1
+    labels = np.arange(240) % 10
 
-    def flipped(num_steps, **options):
-        """Returns a pair for each image of each step: which it is, and whether it is mirrored."""
-        dataset = train_dataset(images, labels, seed=3, flip=True, **options)
-        batches = [b.numpy() for b, _ in itertools.islice(dataset, num_steps)]
+    def shown(num_steps, **options):
+        """Returns a pair for each image of each step: which it is, and the place of its dot."""
+        dataset = train_dataset(images, labels, seed=3, augmentation=augmentation, **options)
+        batches = [batch.numpy() for batch, _ in itertools.islice(dataset, num_steps)]
         return [
-            [(int(image.max()) - 1, bool(image[0, -1, 0])) for image in batch] for batch in batches
+            [(image.max() - 1, tuple(np.argwhere(image)[0, :2].tolist())) for image in batch]
+            for batch in batches
         ]
 
-    two_epochs = flipped(4, global_batch_size=100)
+    two_epochs = shown(4, global_batch_size=120)
     first, second = (dict(two_epochs[e] + two_epochs[e + 1]) for e in (0, 2))
-    assert 70 < sum(first.values()) < 130 and first != second
-    assert flipped(2, global_batch_size=100, start_step=2) == two_epochs[2:]
-    assert dict(flipped(1, global_batch_size=200)[0]) == first  # Whatever the batch.
+    counts = collections.Counter(first.values())
+    assert 90 < counts[2, 2] < 150 and {*counts} == places and first != second
+    assert shown(2, global_batch_size=120, start_step=2) == two_epochs[2:]
+    assert dict(shown(1, global_batch_size=240)[0]) == first  # Whatever the batch.
+
+
+def test_a_shifted_image_has_zeros_where_nothing_remains():
+    image = np.arange(1, 7, dtype=np.uint8).reshape(1, 2, 3, 1)
+    for given in (image, tf.constant(image)):
+        unchanged, *shifted = [np.array(form)[0, :, :, 0] for form in forms_of(given, "shift")]
+        assert unchanged.tolist() == [[1, 2, 3], [4, 5, 6]]
+        found = {tuple(map(tuple, form.tolist())) for form in shifted}
+        assert len(found) == 8
+        assert {((0, 0, 0), (0, 1, 2)), ((5, 6, 0), (0, 0, 0)), ((0, 1, 2), (0, 4, 5))} <= found
 
 
 def test_evaluation_is_in_order_and_ends():

@@ -263,11 +263,13 @@ def test_a_batch_is_that_of_the_data_set():
     for step in range(7):
         for array, own in zip(next(batches), spec.batch(step), strict=True):
             assert same_bits(array, own)
-    options = {"seed": 5, "global_batch_size": 64, "flip": True}
-    arrays = dataset().train_images, dataset().train_labels
-    (images, _) = next(train_dataset(*arrays, start_step=9, **options).as_numpy_iterator())
-    assert same_bits(images, batch_of_step(*arrays, step=9, **options)[0])
-    assert not same_bits(images, batch_of_step(*arrays, step=9, **options | {"flip": False})[0])
+    arrays, options = (dataset().train_images, dataset().train_labels), {"global_batch_size": 64}
+    plain = batch_of_step(*arrays, seed=5, step=9, **options)[0]
+    for augmentation in ("mirror", "shift"):
+        options |= {"seed": 5, "augmentation": augmentation}
+        (images, _) = next(train_dataset(*arrays, start_step=9, **options).as_numpy_iterator())
+        assert same_bits(images, batch_of_step(*arrays, step=9, **options)[0])
+        assert not same_bits(images, plain)
 
 
 # --- One step ------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ class Training:
         if key not in ORACLES:
             spec = types.SimpleNamespace(
                 build_model=seeded(self.build), create_optimizer=self.optimizer,
-                label_smoothing=self.label_smoothing, flips=False,
+                label_smoothing=self.label_smoothing, augmentation="none",
                 dataset=types.SimpleNamespace(train_images=IMAGES, train_labels=LABELS),
                 config=Config.of(precision=self.precision),
             )  # fmt: skip
