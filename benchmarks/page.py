@@ -1,5 +1,6 @@
 """Writes the page of the benchmark: a section for each kind of processor."""
 
+import itertools
 import os
 import pathlib
 import re
@@ -12,6 +13,8 @@ from app.runtime.versions import CPU_KERNELS
 from figure import figure_name
 from parts import OWN, PARTS, PEERS
 
+_MEASURED_WITH = re.compile(r"^(?P<dates>[\d-]+(?: to [\d-]+)?), no GPU; (?P<versions>.+)\.$", re.M)
+_ACCURACIES = "The test accuracies after the epoch of recipe `fast` are"
 FOLDER = pathlib.Path(__file__).parent
 
 
@@ -28,38 +31,63 @@ def finished(results: dict[str, Any]) -> dict[str, Any]:
     return results | {"parts": {n: p for n, p in results["parts"].items() if n in whole}}
 
 
-def render(machine: str, results: dict[str, Any]) -> str:
-    """Returns the results of a kind of processor as Markdown: its section of the page."""
+def render(machine: str, results: dict[str, Any], page: str = "") -> str:
+    """Returns the results of a kind of processor as Markdown: its section of the page.
+
+    Args:
+        machine: the kind of processor.
+        results: what was measured.
+        page: the page as it is; rows of trainings that were not measured stay.
+    """
     results = finished(results)
-    dates = sorted({results["dates"][name] for name in results["parts"]})
-    versions = ", ".join(
-        f"{name} {version}" for name, version in results["versions"].items() if name != CPU_KERNELS
-    )
+    measured = {PARTS[name].title for name in results["parts"]}
+    earlier = _sections(page).get(f"## {machine}", "")
+    header, rows = summary(results)[:2], _rows_by_title(earlier) | _rows_by_title(summary(results))
+    dates = {results["dates"][name] for name in results["parts"]}
+    versions = {n: v for n, v in results["versions"].items() if n != CPU_KERNELS}
+    if rows.keys() - measured and (found := _MEASURED_WITH.search(earlier)):
+        dates.update(found["dates"].split(" to "))
+        versions = dict(each.split(" ") for each in found["versions"].split(", ")) | versions
     lines = [
         f"## {machine}", "",
-        f"{' to '.join([*dates[:1], *dates[1:][-1:]])}, no GPU; {versions}.",
+        f"{' to '.join([*sorted(dates)[:1], *sorted(dates)[1:][-1:]])}, no GPU;"
+        f" {', '.join(map(' '.join, versions.items()))}.",
         *("", f"![ratios of times with their intervals]({figure_name(machine)})", ""),
-        *(*summary(results), ""),
+        *(*header, *itertools.chain.from_iterable(rows.values()), ""),
     ]  # fmt: skip
     lines += [f"Not measured: {reason}.\n" for reason in results["left_out"]]
-    if missing := [part.title for name, part in PARTS.items() if name not in results["parts"]]:
+    if missing := [part.title for part in PARTS.values() if part.title not in rows]:
         lines += [f"Not measured yet: {'; '.join(missing)}.", ""]
     tested = [each["accuracy"] for part in results["parts"].values() for each in part.values()
               if "accuracy" in each]  # fmt: skip
     if tested:  # The programs of recipe fast.
-        lines += [
-            f"The test accuracies after the epoch of recipe `fast` are {min(tested):.4f} to"
-            f" {max(tested):.4f}.", "",
-        ]  # fmt: skip
-    return "\n".join(lines)
+        text = f"{_ACCURACIES} {min(tested):.4f} to {max(tested):.4f}."
+    else:
+        text = next((line for line in earlier.splitlines() if line.startswith(_ACCURACIES)), "")
+    return "\n".join([*lines, *([text, ""] if text else [])])
 
 
 def with_section(page: str, section: str) -> str:
     """Returns the page with a section in the place of the one of the same heading, or added."""
     preamble = (FOLDER / "preamble.md").read_text(encoding="utf-8")
-    sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]
-    by_heading = {text.splitlines()[0]: text for text in (*sections, section)}
+    by_heading = _sections(page) | _sections(section)
     return "\n".join(text.strip("\n") + "\n" for text in (preamble, *by_heading.values()))
+
+
+def _sections(page: str) -> dict[str, str]:
+    """Returns the sections of a page by their headings."""
+    sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]
+    return {text.splitlines()[0]: text for text in sections}
+
+
+def _rows_by_title(table: str | list[str]) -> dict[str, list[str]]:
+    """Returns the rows of a table or of a text with one, by the title of their training."""
+    lines = table.splitlines() if isinstance(table, str) else table
+    rows, title = dict[str, list[str]](), ""
+    for line in [line for line in lines if line.startswith("| ")][2:]:
+        title = line.split("|")[1].strip() or title
+        rows.setdefault(title, []).append(line)
+    return rows
 
 
 def comparisons(results: dict[str, Any]) -> Iterator[tuple[str, str, str, interval.Interval]]:

@@ -7,7 +7,8 @@
 
 A round times one block of each program in turn, while the others sleep, so that disturbances affect
 all of them. Ratios are of medians over the rounds, with 95 % bootstrap intervals over rounds. The
-results of each round are written at once. The page has a section for each kind of processor.
+results of each round are written at once. The page has a section for each kind of processor, in
+which the rows of trainings that are not measured again stay.
 """
 
 import argparse
@@ -165,7 +166,7 @@ def save(machine: str, results: dict[str, Any], out: pathlib.Path) -> None:
 def write_page(machine: str, results: dict[str, Any], path: pathlib.Path) -> None:
     """Writes the section of a kind of processor and its figure."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    section = page.render(machine, results)
+    section = page.render(machine, results, text)
     write_file(path, page.with_section(text, section))
     figure.draw_ratios(machine, section, path.parent)
     print(f"saved {path}", flush=True)

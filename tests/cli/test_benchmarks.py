@@ -106,6 +106,27 @@ def test_a_page_keeps_the_tables_of_other_processors():
     assert names == {"benchmarks-a-avx2-2-cores.png", "benchmarks-a-amx-2-cores.png"}
 
 
+def test_a_section_keeps_the_rows_of_trainings_that_are_not_measured_again():
+    run = load("run")
+    measure = lambda name, date, sec: {  # noqa: E731
+        "dates": {name: date}, "rounds": {name: (3, 3)}, "left_out": [],
+        "versions": {"numpy": date[-1]} | ({"jax": "1"} if name == "lenet" else {}),
+        "parts": {name: {"manual × 2": measured(sec), "JAX × 1": measured(2e-3)}},
+    }  # fmt: skip
+    page = ""
+    for name, date, sec in (
+        ("lenet", "2026-01-03", 1e-3), ("resnet18", "2026-01-01", 1e-3),
+        ("resnet18", "2026-01-02", 2e-3),
+    ):  # fmt: skip
+        page = run.page.with_section(page, run.page.render("P", measure(name, date, sec), page))
+    assert "\n2026-01-01 to 2026-01-03, no GPU; numpy 2, jax 1.\n" in page
+    assert page.count("manual × 2") == 2
+    assert "| LeNet, batch 256 | manual × 2 | 1,000 | JAX × 1 | 500 | 0.5" in page
+    assert "| ResNet-18, batch 64 | manual × 2 | 500 | JAX × 1 | 500 | 1.0" in page
+    missing = "LeNet, batch 256, beside Keras; ResNet-18, batch 64, beside Keras; LeNet, batch 256,"
+    assert f"Not measured yet: {missing} recipe fast." in page
+
+
 def test_the_figure_of_a_processor_is_drawn_from_its_table(tmp_path, monkeypatch):
     """Programs of two precisions are marked, trainings have panels with their recipe."""
     figure = load("figure")
