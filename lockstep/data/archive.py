@@ -26,7 +26,7 @@ except ImportError:  # Windows has no locks of this kind.
 Path = str | os.PathLike[str]
 ADVICE = "pass a file that a recorder of Lockstep wrote"
 _COMPARED_BYTES = 1 << 16  # At a time: little memory beside a step of the recorder.
-_SUMMED_BYTES = 1 << 16  # Of a larger array, as many spread over it.
+_SUMMED_BYTES = 1 << 12  # Of a larger array, as many spread over it.
 _MOST_ALIKE = 8  # Arrays of one checksum that another is compared with.
 KEPT = "kept"  # Kind of an array that has its names by aliases alone.
 
@@ -145,6 +145,7 @@ class Writer(Arrays):
         # Dtype, shape and checksum → the latest arrays, with other elements each.
         latest = functools.partial(collections.deque[Member], maxlen=_MOST_ALIKE)
         self._firsts = collections.defaultdict[tuple[Any, ...], collections.deque[Member]](latest)
+        self._starts = dict[str, int]()  # Member → where its elements begin in the file.
         self._num_kept: collections.Counter[int] = collections.Counter()
 
     def __enter__(self) -> "Writer":
@@ -191,15 +192,15 @@ class Writer(Arrays):
         if not (array.nbytes and self._file.readable()):
             return not array.nbytes
         elements = _bytes_of(array)
-        try:
-            with self._zip.open(member.name) as file:
-                file.read(member.start)
-                return all(
-                    file.read(_COMPARED_BYTES) == bytes(elements[start : start + _COMPARED_BYTES])
-                    for start in range(0, array.nbytes, _COMPARED_BYTES)
-                )
-        except (zipfile.BadZipFile, EOFError) as error:
-            raise OSError(errno.EIO, "another program changed the file") from error
+        self._file.seek(self._starts[member.name])
+        for start in range(0, array.nbytes, _COMPARED_BYTES):
+            own = bytes(elements[start : start + _COMPARED_BYTES])
+            written = self._file.read(len(own))
+            if len(written) < len(own):
+                raise OSError(errno.EIO, "another program changed the file")
+            if written != own:
+                return False
+        return True
 
     def _write(self, name: str, array: np.ndarray) -> Member:
         header = io.BytesIO()
@@ -207,6 +208,7 @@ class Writer(Arrays):
         np.lib.format.write_array_header_1_0(header, header_data)
         with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
             member.write(header.getvalue())
+            self._starts[f"{name}.npy"] = self._file.tell()
             if array.nbytes:
                 member.write(_bytes_of(array))
         if self._path:

@@ -265,21 +265,27 @@ class Recording:
 
     def save(self, kind: str, index: int, value: Any, scale: float = 1.0) -> None:
         """Saves one array; None and what is no number are left out."""
-        self.put(kind, index, self.arrays_of(kind, index, value, scale))
+        is_kept = not self._is_written_at_once(kind)
+        self.put(kind, index, self.arrays_of(kind, index, value, scale, is_kept=is_kept))
 
     def put(self, kind: str, index: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Adds arrays of `arrays_of` to the step: in the file, if they stay, else in memory."""
-        key = f"{kind}/{self.placement.rank}/{index}"
-        mesh = self.placement.mesh
-        # A pipeline may divide what each pass adds after the last one.
-        is_written = kind in _WRITTEN_AT_ONCE and not (kind == "added" and mesh and mesh.stages)
+        key, is_written = f"{kind}/{self.placement.rank}/{index}", self._is_written_at_once(kind)
         for end, array in arrays.items():
             self.step.arrays[f"{key}{end}"] = self.output.add(array) if is_written else array
 
+    def _is_written_at_once(self, kind: str) -> bool:
+        mesh = self.placement.mesh
+        # A pipeline may divide what each pass adds after the last one.
+        return kind in _WRITTEN_AT_ONCE and not (kind == "added" and mesh and mesh.stages)
+
     def arrays_of(
-        self, kind: str, index: int, value: Any, scale: float = 1.0
+        self, kind: str, index: int, value: Any, scale: float = 1.0, *, is_kept: bool = True
     ) -> dict[str, np.ndarray]:
-        """Returns the arrays that hold a value, by the ends of their names; none of no number."""
+        """Returns the arrays that hold a value, by the ends of their names; none of no number.
+
+        Those that are not kept may change with the value: see `to_array`.
+        """
         value = value.read() if isinstance(value, FlatWeight) else value
         whole = value
         if isinstance(value, Tensor):
@@ -305,7 +311,7 @@ class Recording:
                 "/rows": np.array(len(value)),
             }
         is_number = isinstance(value, Tensor | int | float)
-        return {"": to_array(torch.as_tensor(value))} if is_number else {}
+        return {"": to_array(torch.as_tensor(value), is_kept=is_kept)} if is_number else {}
 
     def rows(self, kind: str, value: Tensor, text: str) -> Tensor:
         """Returns outputs of the model, or of modules, with samples of long rows.

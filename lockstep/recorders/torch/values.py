@@ -22,12 +22,19 @@ OF_LAYERS = (
 )
 
 
-def to_array(value: Tensor) -> np.ndarray:
-    """Returns a copy in the memory of the host; bfloat16 as float32."""
+def to_array(value: Tensor, *, is_kept: bool = True) -> np.ndarray:
+    """Returns the elements in the memory of the host; bfloat16 as float32.
+
+    Args:
+        value: A tensor.
+        is_kept: Whether the array must stay as it is when the tensor changes: it is a copy.
+    """
     value = local(value)
-    value = value if value.layout == torch.strided else value.to_dense()
-    value = value.float() if value.dtype == torch.bfloat16 else value  # NumPy does not have it.
-    return np.array(value.detach().cpu())
+    dense = value if value.layout == torch.strided else value.to_dense()
+    dense = dense.float() if dense.dtype == torch.bfloat16 else dense  # NumPy does not have it.
+    array = np.asarray(dense.detach().cpu())
+    is_shared = dense is value and value.device.type == "cpu"
+    return np.array(array) if is_kept and is_shared else array
 
 
 def is_dtensor(value: Any) -> bool:
