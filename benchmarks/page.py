@@ -4,7 +4,7 @@ import itertools
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from app.performance import interval
@@ -13,7 +13,7 @@ from app.runtime.versions import CPU_KERNELS
 from figure import figure_name
 from parts import OWN, PARTS, PEERS
 
-_MEASURED_WITH = re.compile(r"^(?P<dates>[\d-]+(?: to [\d-]+)?), no GPU; (?P<versions>.+)\.$", re.M)
+_MEASURED = re.compile(r"^(?P<when>\d{4}-.*, no GPU; .+?)(?:: (?P<titles>.*))?\.$", re.MULTILINE)
 _ACCURACIES = "The test accuracies after the epoch of recipe `fast` are"
 FOLDER = pathlib.Path(__file__).parent
 
@@ -36,22 +36,18 @@ def render(machine: str, results: dict[str, Any], page: str = "") -> str:
 
     Args:
         machine: the kind of processor.
-        results: what was measured.
-        page: the page as it is; rows of trainings that were not measured stay.
+        results: times and accuracies of the programs.
+        page: text of the existing page, of which the rows of trainings that are not in `results`
+            stay.
     """
     results = finished(results)
-    measured = {PARTS[name].title for name in results["parts"]}
     earlier = _sections(page).get(f"## {machine}", "")
-    header, rows = summary(results)[:2], _rows_by_title(earlier) | _rows_by_title(summary(results))
-    dates = {results["dates"][name] for name in results["parts"]}
-    versions = {n: v for n, v in results["versions"].items() if n != CPU_KERNELS}
-    if rows.keys() - measured and (found := _MEASURED_WITH.search(earlier)):
-        dates.update(found["dates"].split(" to "))
-        versions = dict(each.split(" ") for each in found["versions"].split(", ")) | versions
+    new, header = summary(results), summary(results)[:2]
+    rows = _rows_by_title(earlier.splitlines()) | _rows_by_title(new)
+    rows = {part.title: rows[part.title] for part in PARTS.values() if part.title in rows}
     lines = [
         f"## {machine}", "",
-        f"{' to '.join([*sorted(dates)[:1], *sorted(dates)[1:][-1:]])}, no GPU;"
-        f" {', '.join(map(' '.join, versions.items()))}.",
+        *_measured_lines(rows, _when_measured(earlier, rows) | _when(results)),
         *("", f"![ratios of times with their intervals]({figure_name(machine)})", ""),
         *(*header, *itertools.chain.from_iterable(rows.values()), ""),
     ]  # fmt: skip
@@ -67,6 +63,36 @@ def render(machine: str, results: dict[str, Any], page: str = "") -> str:
     return "\n".join([*lines, *([text, ""] if text else [])])
 
 
+def _when(results: dict[str, Any]) -> dict[str, str]:
+    """Returns title of a training → date and versions of its measurement."""
+    versions = ", ".join(
+        f"{name} {version}" for name, version in results["versions"].items() if name != CPU_KERNELS
+    )
+    dates = results["dates"]
+    return {PARTS[name].title: f"{dates[name]}, no GPU; {versions}" for name in results["parts"]}
+
+
+def _when_measured(section: str, titles: Iterable[str]) -> dict[str, str]:
+    """Returns the same for a section; a line without titles is about all trainings."""
+    found = [(each["when"], each["titles"]) for each in _MEASURED.finditer(section)]
+    return {
+        title: when
+        for when, listed in found
+        for title in (listed.split("; ") if listed else titles)
+    }
+
+
+def _measured_lines(titles: Iterable[str], when: dict[str, str]) -> list[str]:
+    """Returns a line for each date and set of versions, with its trainings if there are others."""
+    by_when = dict[str, list[str]]()
+    for title in titles:
+        by_when.setdefault(when[title], []).append(title)
+    if len(by_when) < 2:
+        return [f"{each}." for each in by_when]
+    lines = [f"{each}: {'; '.join(of)}." for each, of in by_when.items()]
+    return [*itertools.chain.from_iterable(zip(lines, [""] * len(lines), strict=True))][:-1]
+
+
 def with_section(page: str, section: str) -> str:
     """Returns the page with a section in the place of the one of the same heading, or added."""
     preamble = (FOLDER / "preamble.md").read_text(encoding="utf-8")
@@ -80,11 +106,11 @@ def _sections(page: str) -> dict[str, str]:
     return {text.splitlines()[0]: text for text in sections}
 
 
-def _rows_by_title(table: str | list[str]) -> dict[str, list[str]]:
-    """Returns the rows of a table or of a text with one, by the title of their training."""
-    lines = table.splitlines() if isinstance(table, str) else table
+def _rows_by_title(lines: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the rows of the table among some lines, by the title of their training."""
     rows, title = dict[str, list[str]](), ""
-    for line in [line for line in lines if line.startswith("| ")][2:]:
+    table = [line for line in lines if line.startswith("| ")]
+    for line in table[2:]:
         title = line.split("|")[1].strip() or title
         rows.setdefault(title, []).append(line)
     return rows

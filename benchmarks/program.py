@@ -25,6 +25,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class Recipe:
     momentum: float = 0.0
     weight_decay: float = 0.0
     warmup: float | None = None
-    augmentation: str = "none"
+    augmentation: Literal["none", "shift"] = "none"
 
     def learning_rates(self, base: float, *, global_batch_size: int, num_steps: int) -> list[float]:
         """Returns the learning rate of each step; `base` is the peak at a global batch of 256."""

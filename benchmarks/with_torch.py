@@ -16,6 +16,8 @@ Choices and reasons:
   image are sent in each direction and the first stage has 95 % of the arithmetic. A schedule has
   one micro-batch size, so that the short last batch and the test have schedules of their own. A
   last batch that is not a multiple of the micro-batches is dropped.
+- `--recipe=fast` shifts half of the images by a pixel: nine versions of a batch are stacked, and
+  one is gathered for each image, as in this project.
 - PyTorch multiplies the momentum by the current learning rate, Keras each gradient in it by the
   learning rate of its step: otherwise `--recipe=fast` is the project's recipe.
 """
@@ -110,6 +112,7 @@ class Trainer:
 
     def __init__(self, job: Job, rank: int, model: nn.Module) -> None:
         self.job, self.rank, self.recipe = job, rank, RECIPES[job.recipe]
+        self.generator = torch.Generator().manual_seed(rank)  # Of the shifts.
         is_mixed = job.precision == "bfloat16"
         self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_mixed)
         self.model = self.distribute(model)
@@ -204,9 +207,10 @@ class Trainer:
         height, width = images.shape[2:]
         padded = F.pad(images, (1, 1, 1, 1))
         starts = [(1, 1), *((y, x) for y in range(3) for x in range(3) if (y, x) != (1, 1))]
-        shown = torch.stack([padded[:, :, y : y + height, x : x + width] for y, x in starts])
-        forms = torch.randint(-8, 8, (len(images),)).clamp_(min=-1) + 1
-        return shown[forms, torch.arange(len(images))]
+        versions = torch.stack([padded[:, :, y : y + height, x : x + width] for y, x in starts])
+        drawn = torch.randint(16, (len(images),), generator=self.generator)
+        chosen = torch.where(drawn < 8, drawn + 1, 0)  # The first version is unchanged.
+        return versions[chosen, torch.arange(len(images))]
 
     def scaled(self, images: Tensor) -> Tensor:
         """Returns the pixels as the recipe scales them."""

@@ -5,15 +5,19 @@ pure function of (seed, epoch), independent of the strategy, the number of repli
 step.
 """
 
+import itertools
 from typing import Literal
 
 import numpy as np
 import tensorflow as tf
 
-Augmentation = Literal["none", "mirror", "shift"]
+Augmentation = Literal["none", "flip", "shift"]
 
-_NUM_FORMS = {"none": 1, "mirror": 2, "shift": 9}
-_FORM_STREAM = 1 << 40  # Larger than any epoch: the order uses numbers of the seeds below.
+# Pixels down and to the right, for each version of a shifted image.
+_MOVES = ((0, 0), *(m for m in itertools.product((-1, 0, 1), repeat=2) if m != (0, 0)))
+_NUM_VERSIONS = {"none": 1, "flip": 2, "shift": len(_MOVES)}
+# Added to the epoch, of which there are fewer: augmentation and order have different seeds.
+_AUGMENTATION_STREAM = 1 << 40
 
 
 def num_steps_per_epoch(num_examples: int, global_batch_size: int, last_batch: str) -> int:
@@ -49,9 +53,9 @@ def train_dataset(
         global_batch_size: examples per step over all replicas.
         last_batch: "keep" the short last batch of an epoch, or "drop" it.
         start_step: first step; step s is batch `s % steps` of epoch `s // steps`.
-        augmentation: an image has another of its forms (`forms_of`) in about every other epoch,
-            all others equally often; a pure function of (seed, epoch, example), independent of the
-            number of replicas.
+        augmentation: in each epoch, an image is replaced with probability 1/2 by one of its other
+            `augmented_versions`, each equally probable; a pure function of (seed, epoch, example),
+            independent of the number of replicas.
 
     Returns:
         A dataset of `(images, labels)`: uint8 `(n, 28, 28, 1)`, int32 `(n,)`.
@@ -68,8 +72,8 @@ def train_dataset(
         rows = batches.map(lambda b: order[b * global_batch_size : (b + 1) * global_batch_size])
         if augmentation == "none":
             return rows
-        forms = epoch_forms(num_examples, seed, epoch, augmentation)
-        return rows.map(lambda i: (i, tf.gather(forms, i)))
+        versions = epoch_versions(num_examples, seed, epoch, augmentation)
+        return rows.map(lambda i: (i, tf.gather(versions, i)))
 
     # One permutation per epoch and a gather per batch take a third of the time of a permutation per
     # step, and a fifth of that of `shuffle`: 0.17, 0.52 and 0.86 ms per batch of 256.
@@ -98,30 +102,44 @@ def batch_of_step(
     epoch, index = divmod(step, steps_per_epoch)
     order = epoch_order(num_examples, seed, epoch).numpy()
     rows = order[index * global_batch_size : (index + 1) * global_batch_size]
-    forms = epoch_forms(num_examples, seed, epoch, augmentation).numpy()
-    shown = np.stack(forms_of(images[rows], augmentation))
-    return shown[forms[rows], np.arange(len(rows))], labels[rows].astype(np.int32)
+    versions = epoch_versions(num_examples, seed, epoch, augmentation).numpy()[rows]
+    batch = np.stack(augmented_versions(images[rows], augmentation))[versions, np.arange(len(rows))]
+    return batch, labels[rows].astype(np.int32)
 
 
-def forms_of(
-    images: np.ndarray | tf.Tensor, augmentation: Augmentation
-) -> list[np.ndarray] | list[tf.Tensor]:
-    """Returns all forms in which training shows images, first as they are.
+def augmented_versions(images: np.ndarray, augmentation: Augmentation) -> list[np.ndarray]:
+    """Returns all versions of images that training uses, the first of them unchanged.
+
+    It shares no code with `train_dataset`, so that a batch of that can be compared.
 
     Args:
         images: `(n, height, width, channels)`.
-        augmentation: "mirror": left to right; "shift": by at most one pixel down or up and to the
-            right or left, 0 where nothing remains; "none".
+        augmentation: "flip": left to right; "shift": by −1, 0 or 1 pixel along each axis, where
+            pixels without a source are 0; "none".
+
+    Returns:
+        1, 2 or 9 arrays of the shape and dtype of `images`.
     """
     if augmentation == "none":
         return [images]
-    if augmentation == "mirror":
-        return [images, images[:, :, ::-1]]
-    height, width = images.shape[1:3]
-    pad = np.pad if isinstance(images, np.ndarray) else tf.pad
-    padded = pad(images, [(0, 0), (1, 1), (1, 1), (0, 0)])
-    starts = [(1, 1), *((y, x) for y in range(3) for x in range(3) if (y, x) != (1, 1))]
-    return [padded[:, y : y + height, x : x + width] for y, x in starts]
+    if augmentation == "flip":
+        return [images, np.flip(images, axis=2)]
+    padded = np.pad(images, [(0, 0), (1, 1), (1, 1), (0, 0)])
+    return [np.roll(padded, move, axis=(1, 2))[:, 1:-1, 1:-1] for move in _MOVES]
+
+
+def _augment(images: tf.Tensor, versions: tf.Tensor, augmentation: Augmentation) -> tf.Tensor:
+    """Returns the version of each image; see `augmented_versions`."""
+    if augmentation == "flip":
+        computed = [images, images[:, :, ::-1]]
+    else:
+        height, width = images.shape[1:3]
+        padded = tf.pad(images, [(0, 0), (1, 1), (1, 1), (0, 0)])
+        starts = [(1 - down, 1 - right) for down, right in _MOVES]
+        computed = [padded[:, y : y + height, x : x + width] for y, x in starts]
+    # Selecting among nine versions one by one takes twice as long.
+    numbers = tf.range(tf.shape(versions)[0])
+    return tf.gather_nd(tf.stack(computed), tf.stack([versions, numbers], axis=1))
 
 
 def epoch_order(num_examples: int, seed: int, epoch: int | tf.Tensor) -> tf.Tensor:
@@ -130,17 +148,18 @@ def epoch_order(num_examples: int, seed: int, epoch: int | tf.Tensor) -> tf.Tens
     return tf.random.experimental.stateless_shuffle(tf.range(num_examples), seed=seeds)
 
 
-def epoch_forms(
+def epoch_versions(
     num_examples: int, seed: int, epoch: int | tf.Tensor, augmentation: Augmentation
 ) -> tf.Tensor:
-    """Returns the form of each row's image in an epoch: an index of the list of `forms_of`.
+    """Returns the version of each row's image in an epoch: an index into `augmented_versions`.
 
     Returns:
         int32 `(num_examples,)`.
     """
-    seeds = tf.stack([tf.cast(seed, tf.int64), tf.cast(epoch, tf.int64) + _FORM_STREAM])
+    seeds = tf.stack([tf.cast(seed, tf.int64), tf.cast(epoch, tf.int64) + _AUGMENTATION_STREAM])
     drawn = tf.random.stateless_uniform([num_examples], seeds)
-    num_others = _NUM_FORMS[augmentation] - 1
+    num_others = _NUM_VERSIONS[augmentation] - 1
+    # The lower half of [0, 1) selects one of the others, the upper half the unchanged image.
     other = 1 + tf.cast(tf.floor(2 * num_others * drawn), tf.int32)
     return tf.where(other <= num_others, other, 0)
 
@@ -161,17 +180,15 @@ def _gather(
 ) -> tf.data.Dataset:
     """Converts a dataset of index batches to batches of images and labels.
 
-    With an augmentation, the indices come with the form of each image.
+    With an augmentation, the indices come with the version of each image.
     """
     images, labels = keep_in_memory(images, labels)  # Tensors are not copied again.
 
     @tf.autograph.experimental.do_not_convert
-    def gather(i: tf.Tensor, forms: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
+    def gather(i: tf.Tensor, versions: tf.Tensor | None = None) -> tuple[tf.Tensor, tf.Tensor]:
         rows = tf.gather(images, i)
-        if forms is not None:
-            # Three operations: choosing among nine forms one by one takes twice as long.
-            shown = tf.stack(forms_of(rows, augmentation))
-            rows = tf.gather_nd(shown, tf.stack([forms, tf.range(tf.shape(i)[0])], axis=1))
+        if versions is not None:
+            rows = _augment(rows, versions, augmentation)
         return rows, tf.gather(labels, i)
 
     batches = indices.map(gather)

@@ -57,7 +57,8 @@ class Training:
         "Peak learning rate. Default: the recipe's.", _TRAIN, bounds=(0, names.MAX_FLOAT32),
         alias="lr", affects_result=True)
     seed: int = option(0,
-        "Seed of the initial weights and of the order of examples.", (*_STEPS, "demo"),
+        "Seed of the initial weights, of the order of examples and of their augmentation.",
+        (*_STEPS, "demo"),
         bounds=(0, 2**32 - 1), affects_result=True)
     last_batch: str = option("keep",
         "Keep or drop the smaller batch at the end of an epoch.", _TRAIN, choices=("keep", "drop"),

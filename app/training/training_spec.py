@@ -124,7 +124,7 @@ class TrainingSpec:
 
     @property
     def augmentation(self) -> Augmentation:
-        """Other forms of training images."""
+        """How training images are changed; see `Recipe`."""
         return self._recipe.augmentation
 
     def build_model(self) -> keras.Model:

@@ -7,13 +7,14 @@ independent reference.
 import concurrent.futures
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from app.data.input_pipeline import augmented_versions
 from app.training.optimizers import ScaledSGD
 from app.training.training_spec import TrainingSpec
 from lockstep.data.trace import Trace
@@ -117,17 +118,10 @@ class StrategyOracle(KerasOracle):
         return self._initial
 
     def known_examples(self) -> set[int]:
-        """Returns the hashes of all training examples, in all forms of the augmentation."""
-        images = self._spec.dataset.train_images
+        """Returns the hashes of all training examples, in all versions of the augmentation."""
+        versions = augmented_versions(self._spec.dataset.train_images, self._spec.augmentation)
         labels = self._spec.dataset.train_labels.astype(np.int32)
-        forms: Iterable[np.ndarray] = [images]
-        if self._spec.augmentation == "mirror":
-            forms = [images, images[:, :, ::-1]]
-        elif self._spec.augmentation == "shift":
-            padded = np.pad(images, [(0, 0), (1, 1), (1, 1), (0, 0)])
-            moves = itertools.product((-1, 0, 1), repeat=2)
-            forms = (np.roll(padded, move, axis=(1, 2))[:, 1:-1, 1:-1] for move in moves)
-        return {row for form in forms for row in rows_of([form, labels])}
+        return {row for version in versions for row in rows_of([version, labels])}
 
     def compute(self, ask: Ask, *, exactly: bool = False) -> Computed:
         """Computes a shard in float32, or in float64; see `Oracle`."""

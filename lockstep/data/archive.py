@@ -25,7 +25,7 @@ except ImportError:  # Windows has no locks of this kind.
 
 Path = str | os.PathLike[str]
 ADVICE = "pass a file that a recorder of Lockstep wrote"
-_COMPARED_BYTES = 1 << 16  # At a time: little memory beside a step of the recorder.
+_CHUNK_BYTES = 1 << 16  # Compared or written at a time: little memory beside a step.
 _SUMMED_BYTES = 1 << 12  # Of a larger array, as many spread over it.
 _MOST_ALIKE = 8  # Arrays of one checksum that another is compared with.
 KEPT = "kept"  # Kind of an array that has its names by aliases alone.
@@ -103,6 +103,12 @@ def _bytes_of(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
+def _chunks_of(array: np.ndarray) -> Iterator[bytes]:
+    """Yields copies of the elements, a part at a time."""
+    for start in range(0, array.nbytes, _CHUNK_BYTES):
+        yield bytes(_bytes_of(array)[start : start + _CHUNK_BYTES])
+
+
 def _checksum(array: np.ndarray) -> int:
     """Returns a number that arrays have in common if they are equal, and few others."""
     if not array.nbytes:
@@ -145,7 +151,7 @@ class Writer(Arrays):
         # Dtype, shape and checksum → the latest arrays, with other elements each.
         latest = functools.partial(collections.deque[Member], maxlen=_MOST_ALIKE)
         self._firsts = collections.defaultdict[tuple[Any, ...], collections.deque[Member]](latest)
-        self._starts = dict[str, int]()  # Member → where its elements begin in the file.
+        self._offsets = dict[str, int]()  # Member → bytes of the file before its elements.
         self._num_kept: collections.Counter[int] = collections.Counter()
 
     def __enter__(self) -> "Writer":
@@ -188,19 +194,23 @@ class Writer(Arrays):
         return first
 
     def _has(self, member: Member, array: np.ndarray) -> bool:
-        """Returns whether the elements of a member, as they are in the file, are those."""
+        """Returns whether the elements of a member, as they are in the file, are those.
+
+        It moves the position in the file, which `ZipFile` sets before it writes a member.
+        """
         if not (array.nbytes and self._file.readable()):
             return not array.nbytes
-        elements = _bytes_of(array)
-        self._file.seek(self._starts[member.name])
-        for start in range(0, array.nbytes, _COMPARED_BYTES):
-            own = bytes(elements[start : start + _COMPARED_BYTES])
-            written = self._file.read(len(own))
-            if len(written) < len(own):
-                raise OSError(errno.EIO, "another program changed the file")
-            if written != own:
-                return False
-        return True
+        self._file.seek(self._offsets[member.name])
+        try:
+            for own in _chunks_of(array):
+                written = self._file.read(len(own))
+                if len(written) < len(own):
+                    raise OSError(errno.EIO, "another program shortened the file")
+                if written != own:
+                    return False
+            return True
+        finally:
+            self._file.flush()  # A process that is forked has nothing that it read ahead.
 
     def _write(self, name: str, array: np.ndarray) -> Member:
         header = io.BytesIO()
@@ -208,9 +218,10 @@ class Writer(Arrays):
         np.lib.format.write_array_header_1_0(header, header_data)
         with self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
             member.write(header.getvalue())
-            self._starts[f"{name}.npy"] = self._file.tell()
-            if array.nbytes:
-                member.write(_bytes_of(array))
+            if self._file.readable():
+                self._offsets[f"{name}.npy"] = self._file.tell()
+            for chunk in _chunks_of(array):  # Another thread may change the array meanwhile.
+                member.write(chunk)
         if self._path:
             self._file.flush()  # A process that is forked has nothing left to write.
         where = self._path, self._zip, f"{name}.npy"

@@ -5,6 +5,7 @@ recording, and the file says that it was not finished.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ class Output:
         self._path, self._item = path, item
         self._writer: Writer | None = None
         self.error: OSError | None = None
+        self._lock = threading.Lock()  # Autograd has a thread for each GPU.
         try:
             self._writer = Writer(path)
         except BlockingIOError:
@@ -66,7 +68,8 @@ class Output:
         if self._writer is None:
             return None
         try:
-            return method(self._writer, *args)
+            with self._lock:
+                return method(self._writer, *args)
         except OSError as error:
             self._fail(error)
 

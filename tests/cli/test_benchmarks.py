@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from app.training.recipes import RECIPES
 from strategies.tf_private import learning_rate_schedule
 from tests.conftest import ROOT
+from tests.verifier.recorder_scripts import needs, run_script
 
 STAND_IN = """
 import json, sys
@@ -111,20 +113,30 @@ def test_a_section_keeps_the_rows_of_trainings_that_are_not_measured_again():
     measure = lambda name, date, sec: {  # noqa: E731
         "dates": {name: date}, "rounds": {name: (3, 3)}, "left_out": [],
         "versions": {"numpy": date[-1]} | ({"jax": "1"} if name == "lenet" else {}),
-        "parts": {name: {"manual × 2": measured(sec), "JAX × 1": measured(2e-3)}},
+        "parts": {name: {"manual × 2": measured(sec), "JAX × 1": measured(2e-3),
+                         "Keras fit × 2": measured(4e-3)}},
     }  # fmt: skip
-    page = ""
+    page = "# Benchmarks\n\n## Q\n\n2026-01-01, no GPU; x 1.\n"
+    page += "\n| Training | … |\n| --- | --- |\n| LeNet, batch 256, recipe fast | old | … |\n"
+    page += f"\n{run.page._ACCURACIES} 0.1 to 0.2.\n"
     for name, date, sec in (
         ("lenet", "2026-01-03", 1e-3), ("resnet18", "2026-01-01", 1e-3),
         ("resnet18", "2026-01-02", 2e-3),
     ):  # fmt: skip
         page = run.page.with_section(page, run.page.render("P", measure(name, date, sec), page))
-    assert "\n2026-01-01 to 2026-01-03, no GPU; numpy 2, jax 1.\n" in page
-    assert page.count("manual × 2") == 2
+    assert "\n2026-01-03, no GPU; numpy 3, jax 1: LeNet, batch 256.\n" in page
+    assert "\n2026-01-02, no GPU; numpy 2: ResNet-18, batch 64.\n" in page
+    assert page.count("manual × 2") == 4 and page.count("| Keras fit × 2 |") == 2
     assert "| LeNet, batch 256 | manual × 2 | 1,000 | JAX × 1 | 500 | 0.5" in page
     assert "| ResNet-18, batch 64 | manual × 2 | 500 | JAX × 1 | 500 | 1.0" in page
     missing = "LeNet, batch 256, beside Keras; ResNet-18, batch 64, beside Keras; LeNet, batch 256,"
     assert f"Not measured yet: {missing} recipe fast." in page
+    assert page.count("recipe fast | old") == page.count("are 0.1 to 0.2") == 1
+    again = run.page.with_section(
+        page, run.page.render("Q", measure("lenet", "2026-01-05", 1), page)
+    )
+    assert again.count("recipe fast | old") == again.count("are 0.1 to 0.2") == 1
+    assert "\n2026-01-01, no GPU; x 1: LeNet, batch 256, recipe fast.\n" in again
 
 
 def test_the_figure_of_a_processor_is_drawn_from_its_table(tmp_path, monkeypatch):
@@ -222,6 +234,24 @@ def test_the_peers_recipe_is_the_projects(size, num_steps):
     for step in np.unique(np.linspace(0, num_steps - 1, 16).astype(int)).tolist():
         # Keras computes in float32.
         assert rates[step] == pytest.approx(float(schedule(step)), abs=1e-7)
+
+
+@needs("torch")
+def test_the_programs_of_pytorch_shift_half_of_the_images():
+    script = """
+        import collections, program, torch, with_torch
+        trainer = object.__new__(with_torch.Trainer)
+        trainer.recipe = program.RECIPES["fast"]
+        trainer.generator = torch.Generator().manual_seed(0)
+        images = torch.zeros(4000, 1, 5, 7, dtype=torch.uint8)
+        images[:, 0, 2, 3] = 9
+        found = trainer.augmented(images).nonzero()[:, 2:].tolist()
+        places = collections.Counter(map(tuple, found))
+        assert {*places} == {(y, x) for y in (1, 2, 3) for x in (2, 3, 4)}, places
+        assert 1800 < places[2, 3] < 2200 and min(places.values()) > 150, places
+    """
+    ended = run_script("torch", "-c", textwrap.dedent(script), PYTHONPATH=str(ROOT / "benchmarks"))
+    assert not ended.returncode, ended.stderr
 
 
 @pytest.mark.parametrize(

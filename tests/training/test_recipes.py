@@ -29,6 +29,13 @@ def test_d2l_is_plain_sgd_with_the_learning_rates_of_d2l():
     assert float(optimizer.learning_rate) == pytest.approx(0.2)
 
 
+def test_fast_alone_augments_the_images_that_this_helps():
+    used = {(r, m): of.augmentation for r, models in RECIPES.items() for m, of in models.items()}
+    assert {key: kind for key, kind in used.items() if kind != "none"} == {
+        ("fast", "lenet"): "shift", ("fast", "resnet9"): "flip", ("fast", "resnet18"): "flip",
+    }  # fmt: skip
+
+
 def test_fast_rises_to_the_peak_and_falls_to_zero():
     recipe = find_recipe("fast", "lenet")
     assert [recipe.num_warmup_steps(0.2, n) for n in (1, 10, 235, 2350)] == [0, 5, 100, 470]

@@ -4,6 +4,9 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
+import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -74,10 +77,15 @@ def test_arrays_that_get_no_name_are_not_read(tmp_path):
 
 
 def test_arrays_with_one_checksum_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive, "_COMPARED_BYTES", 3)  # The last of 8 bytes are compared, too.
+    monkeypatch.setattr(archive, "_CHUNK_BYTES", 3)  # The last of 8 bytes are compared, too.
     texts = b"plumless", b"buckeroo"  # Of equal CRC-32.
     path, about = tmp_path / "one.npz", trace_samples.trace().about
     with Writer(path) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(archive, "_checksum", lambda array: 0)
+            alike = b"a" * 8, b"aaaaaaab"  # The last chunk is different.
+            first, other = (writer.add(np.frombuffer(text, np.uint8), 0) for text in alike)
+        assert first != other
         members = [writer.add(np.frombuffer(text, np.uint8), 0) for text in (*texts, *texts)]
         assert members[:2] == members[2:] and members[0] != members[1]
         assert writer.add(np.frombuffer(texts[0], np.int8), 0) not in members  # Of other dtype,
@@ -98,6 +106,49 @@ def test_a_file_that_can_only_be_written_has_each_array(tmp_path):
     np.testing.assert_array_equal(load(tmp_path / "one.npz").arrays(0, "data", 1)[0], array(0))
 
 
+def test_an_array_that_changes_while_it_is_written_can_be_read(tmp_path, monkeypatch):
+    path, changing = tmp_path / "one.npz", array(0)
+
+    def crc32(chunk, value=0):
+        changing[:] += 1
+        return zlib.crc32(chunk, value)
+
+    with Writer(path) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(zipfile, "crc32", crc32)
+            writer["1/data/0/0"] = changing
+        writer["1/loss/0/0"] = np.float32(1)
+        writer.close(trace_samples.trace().about)
+    with zipfile.ZipFile(path) as file:
+        assert file.testzip() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that are forked")
+def test_a_forked_process_that_ends_changes_nothing(tmp_path):
+    """It shares the position in the file, which what was read ahead would move."""
+    program = f"""
+        import os, sys
+        import numpy as np
+        from lockstep.data.archive import Writer
+        writer = Writer({str(tmp_path / "one.npz")!r})
+        arrays = [np.full(10, x) for x in range(40)]
+        for index, array in enumerate(arrays):
+            writer[f"1/data/0/{{index}}"] = array
+        writer["2/data/0/0"] = arrays[35]
+        if not os.fork():
+            sys.exit()
+        os.wait()
+        for index, array in enumerate(arrays):
+            writer[f"3/data/0/{{index}}"] = array + 100
+        writer["1/loss/0/0"] = np.float32(1)
+        writer.close({{}})
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    with zipfile.ZipFile(tmp_path / "one.npz") as file:
+        assert file.testzip() is None and len(file.namelist()) == 82
+
+
 def test_an_error_of_the_file_is_one_line_and_no_exception(tmp_path, capsys):
     (tmp_path / "one.npz").mkdir()
     output = Output(str(tmp_path / "one.npz"))
@@ -113,7 +164,7 @@ def test_a_file_that_another_program_cuts_is_one_line_and_no_exception(tmp_path,
     assert output.add(array(0)) is not None
     os.truncate(tmp_path / "one.npz", 100)
     assert output.add(array(0)) is None and output.has_failed
-    error = f"lockstep: {tmp_path}/one.npz: cannot be written (another program changed the file)"
+    error = f"lockstep: {tmp_path}/one.npz: cannot be written (another program shortened the file)"
     assert capsys.readouterr().err == f"{error}; the training is not recorded\n"
 
 

@@ -265,8 +265,8 @@ class Recording:
 
     def save(self, kind: str, index: int, value: Any, scale: float = 1.0) -> None:
         """Saves one array; None and what is no number are left out."""
-        is_kept = not self._is_written_at_once(kind)
-        self.put(kind, index, self.arrays_of(kind, index, value, scale, is_kept=is_kept))
+        copy = not self._is_written_at_once(kind)
+        self.put(kind, index, self.arrays_of(kind, index, value, scale, copy=copy))
 
     def put(self, kind: str, index: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Adds arrays of `arrays_of` to the step: in the file, if they stay, else in memory."""
@@ -280,11 +280,11 @@ class Recording:
         return kind in _WRITTEN_AT_ONCE and not (kind == "added" and mesh and mesh.stages)
 
     def arrays_of(
-        self, kind: str, index: int, value: Any, scale: float = 1.0, *, is_kept: bool = True
+        self, kind: str, index: int, value: Any, scale: float = 1.0, *, copy: bool = True
     ) -> dict[str, np.ndarray]:
         """Returns the arrays that hold a value, by the ends of their names; none of no number.
 
-        Those that are not kept may change with the value: see `to_array`.
+        Without `copy`, they may share the memory of the value.
         """
         value = value.read() if isinstance(value, FlatWeight) else value
         whole = value
@@ -311,7 +311,7 @@ class Recording:
                 "/rows": np.array(len(value)),
             }
         is_number = isinstance(value, Tensor | int | float)
-        return {"": to_array(torch.as_tensor(value), is_kept=is_kept)} if is_number else {}
+        return {"": to_array(torch.as_tensor(value), copy=copy)} if is_number else {}
 
     def rows(self, kind: str, value: Tensor, text: str) -> Tensor:
         """Returns outputs of the model, or of modules, with samples of long rows.

@@ -22,19 +22,19 @@ OF_LAYERS = (
 )
 
 
-def to_array(value: Tensor, *, is_kept: bool = True) -> np.ndarray:
+def to_array(value: Tensor, *, copy: bool = True) -> np.ndarray:
     """Returns the elements in the memory of the host; bfloat16 as float32.
 
     Args:
         value: A tensor.
-        is_kept: Whether the array must stay as it is when the tensor changes: it is a copy.
+        copy: Whether to copy them; otherwise the array may share the memory of the tensor.
     """
     value = local(value)
     dense = value if value.layout == torch.strided else value.to_dense()
     dense = dense.float() if dense.dtype == torch.bfloat16 else dense  # NumPy does not have it.
     array = np.asarray(dense.detach().cpu())
     is_shared = dense is value and value.device.type == "cpu"
-    return np.array(array) if is_kept and is_shared else array
+    return np.array(array) if copy and is_shared else array
 
 
 def is_dtensor(value: Any) -> bool:
