@@ -110,8 +110,9 @@ def test_an_array_that_changes_while_it_is_written_can_be_read(tmp_path, monkeyp
     path, changing = tmp_path / "one.npz", array(0)
 
     def crc32(chunk, value=0):
-        changing[:] += 1
-        return zlib.crc32(chunk, value)
+        found = zlib.crc32(chunk, value)
+        changing[:] += 1  # Before the chunk is written.
+        return found
 
     with Writer(path) as writer:
         with monkeypatch.context() as patch:
