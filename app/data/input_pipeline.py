@@ -14,7 +14,7 @@ import tensorflow as tf
 Augmentation = Literal["none", "flip", "shift"]
 
 # Pixels down and to the right, for each version of a shifted image.
-_MOVES = ((0, 0), *(m for m in itertools.product((-1, 0, 1), repeat=2) if m != (0, 0)))
+_MOVES = ((0, 0), *(m for m in itertools.product((1, 0, -1), repeat=2) if m != (0, 0)))
 _NUM_VERSIONS = {"none": 1, "flip": 2, "shift": len(_MOVES)}
 # Added to the epoch, of which there are fewer: augmentation and order have different seeds.
 _AUGMENTATION_STREAM = 1 << 40
