@@ -340,6 +340,10 @@ def test_each_round_and_part_is_written_at_once(tmp_path, monkeypatch, capsys):
         patch.setattr(run.figure, "draw_ratios", lambda *arguments: None)
         run.main([*flags, f"--only={first}"])
         assert "| kept |" in page.read_text() and "Not measured yet" in page.read_text()
+        elsewhere = f"--out={tmp_path / 'elsewhere'}"  # Without the measurements of the first.
+        run.main([*flags, f"--only={others[0]}", elsewhere])
+        titles = [run.PARTS[name].title for name in (first, others[0])]
+        assert all(f"| {title} |" in page.read_text() for title in titles)
         for name in others[:-1]:
             run.main([*flags, f"--only={name}"])
     run.main([*flags, f"--only={others[-1]}"])

@@ -1,5 +1,7 @@
 """Recordings are written while the training runs; one that was not finished says so."""
 
+import concurrent.futures
+import io
 import os
 import re
 import subprocess
@@ -148,6 +150,36 @@ def test_a_forked_process_that_ends_changes_nothing(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True)
     with zipfile.ZipFile(tmp_path / "one.npz") as file:
         assert file.testzip() is None and len(file.namelist()) == 82
+
+
+def test_a_target_that_cannot_seek_is_written(tmp_path):
+    class Pipe(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, chunk):
+            written.extend(chunk)
+            return len(chunk)
+
+    written = bytearray()
+    writer = Writer(Pipe())
+    writer["1/data/0/0"], writer["1/data/1/0"] = array(0), array(0)
+    writer["1/loss/0/0"] = np.float32(1)
+    writer.close(trace_samples.trace().about)
+    (tmp_path / "one.npz").write_bytes(written)
+    np.testing.assert_array_equal(load(tmp_path / "one.npz").arrays(0, "data", 1)[0], array(0))
+
+
+def test_several_threads_write_one_file(tmp_path):
+    """Autograd has a thread for each GPU, in which hooks add arrays."""
+    path = tmp_path / "one.npz"
+    output = Output(str(path))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        added = list(pool.map(lambda seed: output.add(array(seed % 40, 50_000)), range(120)))
+    assert not output.has_failed and len({member.name for member in added}) == 40
+    output.close({})
+    with zipfile.ZipFile(path) as file:
+        assert file.testzip() is None
 
 
 def test_an_error_of_the_file_is_one_line_and_no_exception(tmp_path, capsys):
