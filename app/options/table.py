@@ -57,7 +57,7 @@ class Training:
         "Peak learning rate. Default: the recipe's.", _TRAIN, bounds=(0, names.MAX_FLOAT32),
         alias="lr", affects_result=True)
     seed: int = option(0,
-        "Seed of the initial weights, of the order of examples and of their augmentation.",
+        "Seed of the initial weights, of augmentation and of the order of examples.",
         (*_STEPS, "demo"),
         bounds=(0, 2**32 - 1), affects_result=True)
     last_batch: str = option("keep",
