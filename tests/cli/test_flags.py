@@ -64,7 +64,8 @@ def test_the_help_of_a_command_shows_its_options_and_examples_that_are_accepted(
     assert tuple(usual) == COMMANDS[command].usual and len(usual) <= 10
     assert sorted(full) == sorted(name for name, option in options.items() if not option.is_word)
     assert text.endswith("--helpfull") == (len(usual) < len(full))
-    assert ("the order of examples. [0]" in " ".join(full_text.split())) == ("seed" in options)  # Its default.
+    unwrapped = " ".join(full_text.split())
+    assert ("the order of examples. [0]" in unwrapped) == ("seed" in options)  # Its default.
     for example in COMMANDS[command].examples:
         assert example in text and parse_here(command, *shlex.split(example)).command == command
 
