@@ -110,7 +110,7 @@ def batch_of_step(
 def augmented_versions(images: np.ndarray, augmentation: Augmentation) -> list[np.ndarray]:
     """Returns all versions of images that training uses, the first of them unchanged.
 
-    It shares no code with `train_dataset`, so that a batch of that can be compared.
+    The pixels are computed by other code than in `train_dataset`, so that both can be compared.
 
     Args:
         images: `(n, height, width, channels)`.
