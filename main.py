@@ -1,21 +1,14 @@
-"""Lockstep: trains on several devices and verifies that all strategies compute the same training.
+"""Lockstep: trains on several devices and verifies that strategies compute the same training."""
 
-python main.py [COMMAND] [--flags]        python main.py --help
-"""
-
-import io
 import os
-import pathlib
 import signal
 import sys
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Until a command starts, SIGINT ends the process.
 if sys.version_info < (3, 11):  # Before any import that an old Python cannot parse.
-    version = sys.version.split()[0]
-    sys.stderr.write("error: Python must be 3.11 or newer, got %s\n" % version)
+    sys.stderr.write("error: Python must be 3.11 or newer, got %s\n" % sys.version.split()[0])
     sys.exit(2)
-
 try:
     from absl import app as absl_app  # `from absl import app` would hide this project's package.
 except ModuleNotFoundError:  # TensorFlow, which requires absl, is not installed either.
@@ -25,44 +18,41 @@ except ModuleNotFoundError:  # TensorFlow, which requires absl, is not installed
     )
     sys.exit(2)
 
+from app import console, errors, signals
 from app.commands import run_command
-from app.options import Config, flags
-from app.runtime import console, errors, signals
+from app.options import Config, parse_command_line
 
 
 def parse(argv: list[str]) -> Config:
     """Parses the command line; exits on an error before anything is loaded."""
     try:
-        return flags.parse_config(argv)
+        return parse_command_line(argv)
     except errors.LockstepError as error:
         sys.exit(console.report_error(error))
+
+
+def run(config: Config, *, leaves: bool = False) -> int:
+    """Runs the command, prints errors and returns the exit code, or leaves the process with it."""
+    # Deleting the objects of TensorFlow's cluster, which an exception refers to, can take 30 s.
+    end = console.leave if leaves else int
+    try:
+        run_command(config)
+        return end(0)
+    except (KeyboardInterrupt, errors.Terminated) as stop:
+        return end(console.report_interruption(stop))
+    except Exception as error:
+        return end(console.report_error(error))
 
 
 def main(config: Config) -> int:
     """Runs the command as the only one of this process; returns the exit code."""
     signals.install()
-    exit_code = run(config)
-    if config.command == "train" and config.has_workers:
-        # Shutting down TensorFlow's cluster can take 30 s, and waits for workers that have ended.
-        console.leave(exit_code)
-    return exit_code
-
-
-def run(config: Config) -> int:
-    """Runs the command; prints errors and returns the exit code."""
-    try:
-        run_command(config)
-        return 0
-    except (KeyboardInterrupt, errors.Terminated) as stop:
-        return console.report_interruption(stop)
-    except Exception as error:
-        return console.report_error(error)
+    return run(config, leaves=config.command == "train" and config.has_workers)
 
 
 if __name__ == "__main__":
-    nowhere = pathlib.Path(os.devnull)  # For streams that the caller has closed.
-    sys.stdout, sys.stderr = sys.stdout or nowhere.open("w"), sys.stderr or nowhere.open("w")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # For terminals that lack a character such as "—".
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        stream.reconfigure(errors="replace")  # For terminals that lack a character such as "—".
+        setattr(sys, name, stream)  # The caller may have closed it.
     absl_app.run(main, flags_parser=parse)

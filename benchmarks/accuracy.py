@@ -18,7 +18,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Model → flags and number of seeds.
 TRAININGS = {
     "lenet": ("--epochs=10 --global_batch_size=128", 5),
-    "resnet9": ("--epochs=10", 1),
     "resnet18": ("--epochs=10", 1),
 }
 COMMON = (

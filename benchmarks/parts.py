@@ -1,8 +1,9 @@
 """Defines what is measured: the programs, the parts in which they are timed, their environment."""
 
 import dataclasses
+import platform
 
-from app.runtime import kernels
+import machine
 
 # Limit → what makes oneDNN, PyTorch, MKL and XLA compute as on such a processor.
 ISA = {
@@ -13,7 +14,8 @@ ISA = {
         "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
     }
 }
-EIGEN, ONEDNN = f"{kernels.VARIABLE}=0", f"{kernels.VARIABLE}=1"
+KERNELS = "TF_ENABLE_ONEDNN_OPTS"
+EIGEN, ONEDNN = f"{KERNELS}=0", f"{KERNELS}=1"
 
 # Name in the tables → framework and flags of `program.py`, after an environment variable.
 PROGRAMS = {
@@ -22,14 +24,9 @@ PROGRAMS = {
     "manual × 2, bfloat16": "lockstep --precision=bfloat16",
     "mirrored × 2": "lockstep --strategy=mirrored",
     "single × 1": "lockstep --strategy=single --num_devices=1",
-    "pipeline, GPipe × 2": "lockstep --strategy=pipeline --schedule=gpipe",
-    "pipeline, 1F1B × 2": "lockstep --strategy=pipeline --schedule=1f1b",
-    "tensor × 2": "lockstep --strategy=tensor",
     "sharded × 2": "lockstep --strategy=sharded",
     "PyTorch DDP × 2": "torch_ddp",
     "PyTorch DDP × 2, bfloat16": "torch_ddp --precision=bfloat16",
-    "PyTorch pipeline, GPipe × 2": "torch_pipeline --schedule=gpipe",
-    "PyTorch pipeline, 1F1B × 2": "torch_pipeline --schedule=1f1b",
     "PyTorch FSDP2 × 2": "torch_fsdp",
     "JAX × 1": "jax --num_devices=1",
     "d2l, eager loop × 2": "d2l",
@@ -48,8 +45,6 @@ NETWORK = (
 )  # fmt: skip
 # Apart: its stalls disturb others.
 KERAS = (*OWN, "Keras fit × 2", "Keras fit × 2, oneDNN", "Keras fit × 2, bfloat16")
-SPLIT = ("pipeline, GPipe × 2", "pipeline, 1F1B × 2", "tensor × 2", "sharded × 2")
-TORCH = ("PyTorch DDP × 2", *(f"PyTorch {s}" for s in (*SPLIT[:2], "FSDP2 × 2")))
 RATIOS = (
     (OWN[1], OWN[0]), (OWN[0], "manual × 2, Eigen"), ("mirrored × 2", OWN[0]),
     (OWN[0], "single × 1"),
@@ -95,11 +90,11 @@ PARTS = {
     "resnet18_keras": Part(
         "ResNet-18, batch 64, beside Keras", RESNET, KERAS
     ),
-    "lenet_split": Part(
+    "lenet_fast": Part(
         "LeNet, batch 256, recipe fast",
         f"{LENET} --recipe=fast",
-        (OWN[0], *SPLIT, *TORCH),
-        (*((name, OWN[0]) for name in SPLIT), *zip((*SPLIT[:2], SPLIT[3]), TORCH[1:], strict=True)),
+        (OWN[0], "sharded × 2", "PyTorch DDP × 2", "PyTorch FSDP2 × 2"),
+        (("sharded × 2", OWN[0]), ("sharded × 2", "PyTorch FSDP2 × 2")),
         num_steps=235,  # The last batch is short.
     ),
 }  # fmt: skip
@@ -118,19 +113,20 @@ def environment_of(name: str) -> dict[str, str | None]:
     installation.
     """
     environment, words = dict[str, str | None](), PROGRAMS[name].split()
-    flags, usable = kernels.read_flags(), kernels.usable_flags()
+    flags, usable = machine.read_flags(), machine.usable_flags()
     if "=" in words[0]:
         variable, _, environment[variable] = words[0].partition("=")
     elif words[0] == "lockstep":
-        kernels.choose_kernels(environment)
+        if platform.machine() == "x86_64" and "avx2" in flags:
+            environment[KERNELS] = "1"
     elif usable != flags and usable.isdisjoint(_FLAGS_OF_TENSORFLOW):
-        environment[kernels.VARIABLE] = "0"  # TensorFlow does not see the limit of --isa.
-    return {kernels.VARIABLE: None, **environment}
+        environment[KERNELS] = "0"  # TensorFlow does not see the limit of --isa.
+    return {KERNELS: None, **environment}
 
 
 def why_left_out(name: str, flags: frozenset[str]) -> str:
     """Returns why a program is not measured on a processor with these flags; "" if it is."""
-    if "bfloat16" in name and flags and not kernels.computes_in_bfloat16(flags):
+    if "bfloat16" in name and flags and not machine.computes_in_bfloat16(flags):
         return "bfloat16, which this processor emulates: several times slower than float32"
     if name.startswith("Keras") and "oneDNN" in name and flags & _FLAGS_OF_TENSORFLOW:
         return f"Keras with {ONEDNN}, which TensorFlow chooses on this processor"

@@ -32,11 +32,11 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path += [str(ROOT), str(ROOT / "frameworks"), str(ROOT / "examples")]
 
-import training_files
+import common
 
 MODULES = {
     "lockstep": "with_lockstep", "d2l": "with_d2l", "keras": "with_keras", "jax": "with_jax",
-    "torch_ddp": "with_torch", "torch_fsdp": "with_torch", "torch_pipeline": "with_torch",
+    "torch_ddp": "with_torch", "torch_fsdp": "with_torch",
 }  # fmt: skip
 NUM_PARAMETERS = {"lenet": 129_068, "resnet18": 11_175_818}  # Trainable parameters.
 NUM_WARMUP_STEPS = 3
@@ -109,29 +109,23 @@ class Job:
     precision: str
     recipe: str
     strategy: str
-    schedule: str
 
     @property
     def learning_rate(self) -> float:
         """The learning rate of plain SGD, constant."""
-        return training_files.LEARNING_RATES[self.model]
+        return common.LEARNING_RATES[self.model]
 
     @functools.cached_property
-    def data(self) -> tuple[training_files.Batch, training_files.Batch]:
+    def data(self) -> tuple[common.Batch, common.Batch]:
         """Images (n, 28, 28, 1) of bytes and labels (n,), for training and for the test."""
-        return training_files.read_fashion_mnist(self.data_dir)
-
-    @property
-    def num_parts(self) -> int:
-        """Number of equal parts of a batch: PyTorch's pipeline has 4 micro-batches."""
-        return 4 if self.framework == "torch_pipeline" else self.num_devices
+        return common.read_fashion_mnist(self.data_dir)
 
     def epoch_slices(self) -> list[slice]:
         """Returns the batches of an epoch; a short last one only if it has equal parts."""
         end, size = len(self.data[0][1]), self.global_batch_size
         slices = [slice(start, min(start + size, end)) for start in range(0, end, size)]
         last = slices[-1]
-        return slices if (last.stop - last.start) % self.num_parts == 0 else slices[:-1]
+        return slices if (last.stop - last.start) % self.num_devices == 0 else slices[:-1]
 
     def index_batches(self) -> Iterator[np.ndarray]:
         """Yields the example indices of each global batch, forever, reshuffled in each epoch."""
@@ -159,7 +153,6 @@ def parse(arguments: Sequence[str]) -> Job:
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--recipe", choices=RECIPES, default="d2l")
     parser.add_argument("--strategy", default="manual")
-    parser.add_argument("--schedule", choices=["gpipe", "1f1b"], default="1f1b")
     return Job(**vars(parser.parse_args(arguments)))
 
 

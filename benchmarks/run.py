@@ -1,14 +1,13 @@
 """Compares Lockstep with its peers in one interleaved run, and writes the results.
 
     make bench                    everything, about 40 minutes; writes docs/BENCHMARKS.md
-    make bench ARGS=--only=lenet  one part
+    make bench ARGS=--only=lenet  one part; writes no page
     make bench ARGS=--quick       this project and PyTorch, short blocks: at most five minutes
     make bench ARGS=--isa=avx2    as on a processor with AVX2 alone
 
 A round times one block of each program in turn, while the others sleep, so that disturbances affect
 all of them. Ratios are of medians over the rounds, with 95 % bootstrap intervals over rounds. The
-results of each round are written at once. The page has a section for each kind of processor, in
-which the rows of trainings that are not measured again stay.
+results of each round are written to `bench.json` at once.
 """
 
 import argparse
@@ -20,23 +19,23 @@ import math
 import os
 import pathlib
 import platform
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from subprocess import PIPE
-from typing import Any
+from typing import Any, Self
 
 FOLDER = pathlib.Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent))
 
-import figure
+import machine
 import page
 import parts
+from app.console import count
+from app.errors import reason_of
 from app.records.files import write_file
-from app.runtime import kernels
-from app.runtime.console import count
-from app.runtime.errors import reason_of
-from app.runtime.processes import Process
 from parts import EIGEN, ISA, ONEDNN, OWN, PARTS, PROGRAMS, QUICK, Part
 
 STARTED_TOGETHER = 3  # More would compete for the cores, and some have deadlines.
@@ -45,7 +44,7 @@ BLOCK_SEC, QUICK_BLOCK_SEC = 2.0, 1.0  # Of `manual`, at least a step.
 START_SEC = 12.0  # Of a program: imports, warm-up; in part while another one starts.
 
 
-class Running(Process):
+class Running:
     """A program in a process of its own; leaving the context ends it and its child processes."""
 
     def __init__(
@@ -54,25 +53,37 @@ class Running(Process):
         command: Sequence[str | pathlib.Path],
         environment: Mapping[str, str | None] | None = None,
     ):
-        super().__init__(
+        self.name, self._errors = name, tempfile.TemporaryFile()  # noqa: SIM115
+        changed = {**os.environ, **(environment or {})}
+        self._process = subprocess.Popen(
             command,
-            environment=environment,
-            keeps_errors=True,
-            stdin=PIPE,
-            stdout=PIPE,
+            env={key: value for key, value in changed.items() if value is not None},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
             start_new_session=True,
         )
-        self.name = name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.__exit__(None, None, None)
+        self._errors.close()
 
     def ask(self, request: str = "") -> Any:
         """Sends a request, if there is one, and waits for the answer."""
+        assert self._process.stdin and self._process.stdout
         if request:
-            self.stdin.write(f"{request}\n".encode())
-            self.stdin.flush()
-        if line := self.stdout.readline():
+            self._process.stdin.write(f"{request}\n".encode())
+            self._process.stdin.flush()
+        if line := self._process.stdout.readline():
             return json.loads(line)
-        told = self.last_line or "nothing"
-        sys.exit(f"error: {self.name} ended before it answered; it said last: {told}")
+        self._errors.seek(0)
+        last = [*self._errors.read().decode(errors="replace").splitlines(), "nothing"][-2:][0]
+        sys.exit(f"error: {self.name} ended before it answered; it said last: {last}")
 
 
 def start(name: str, part: Part, num_steps: int, options: argparse.Namespace) -> Running:
@@ -140,38 +151,6 @@ def measure(part: Part, options: argparse.Namespace) -> Iterator[dict[str, Any]]
             yield results
 
 
-def load(path: pathlib.Path) -> dict[str, Any]:
-    """Reads the results of earlier runs: name of a processor → its results; empty without a file.
-
-    Raises:
-        SystemExit: the file holds something else.
-    """
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not all({*results["parts"]} == {*results["rounds"]} for results in found.values()):
-            raise KeyError("rounds")
-        return found
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        sys.exit(f"error: {path} has no results of this program; move it away, or pass --out")
-
-
-def save(machine: str, results: dict[str, Any], out: pathlib.Path) -> None:
-    """Writes the results so far; those of other kinds of processors stay."""
-    path = out / "bench.json"
-    write_file(path, json.dumps(load(path) | {machine: results}, indent=1))
-
-
-def write_page(machine: str, results: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the section of a kind of processor and its figure."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    section = page.render(machine, results, text)
-    write_file(path, page.with_section(text, section))
-    figure.draw_ratios(machine, section, path.parent)
-    print(f"saved {path}", flush=True)
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Returns the options, checked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -181,7 +160,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
     parser.add_argument("--data_dir", default=os.environ.get("FASHION_MNIST_DIR"))
     parser.add_argument("--out", type=pathlib.Path, help="runs/bench; with --quick bench-quick")
-    parser.add_argument("--output", type=pathlib.Path, help="page; --quick does not write it")
+    parser.add_argument("--output", type=pathlib.Path, help="page, if every part is measured")
     parser.add_argument("--peers_python", default=FOLDER.parent / ".venv-bench/bin/python")
     options = parser.parse_args(arguments)
     options.out = options.out or pathlib.Path("runs/bench-quick" if options.quick else "runs/bench")
@@ -199,10 +178,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             sys.exit(f"error: {name} limits some programs only; unset it, or use --isa")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        if options.output and options.output.exists():
-            options.output.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {reason_of(error)}; choose other places with --out and --output")
+    except OSError as error:
+        sys.exit(f"error: {reason_of(error)}; choose another place with --out")
     return options
 
 
@@ -211,33 +188,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     for name, value in ISA.get(options.isa, {}).items():
         os.environ[name] = f"{os.environ.get(name, '')} {value}".strip()
-    machine, flags = page.name_of_machine(options.isa), kernels.usable_flags()
-    print(machine)
-    paths = [options.out / "bench.md"]
-    paths += [options.output] if options.output and not options.quick else []
-    results: dict[str, Any] = {"parts": {}, "rounds": {}, "dates": {}, "versions": {}}
-    results |= load(options.out / "bench.json").get(machine, {})
-    results["versions"] |= {"python": platform.python_version()}
+    flags = machine.usable_flags()
+    results: dict[str, Any] = {
+        "machine": machine.name_of_machine(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {"python": platform.python_version()},
+        "parts": {},
+    }
+    print(results["machine"])
     reasons = dict.fromkeys(parts.why_left_out(name, flags) for name in PROGRAMS)
     results["left_out"] = [reason for reason in reasons if reason]
     for name in [options.only] if options.only else QUICK if options.quick else PARTS:
         part = PARTS[name]
         chosen = [p for p in part.programs if not options.quick or p in parts.QUICK_PROGRAMS]
-        for reason in dict.fromkeys(filter(None, (parts.why_left_out(p, flags) for p in chosen))):
-            print(f"not measured: {reason}")
         part = dataclasses.replace(
             part, programs=tuple(p for p in chosen if not parts.why_left_out(p, flags))
         )
-        for number, measured in enumerate(measure(part, options), start=1):
+        for measured in measure(part, options):
             results["parts"][name] = measured
-            results["rounds"][name] = number, options.rounds
-            results["dates"][name] = datetime.datetime.now(datetime.UTC).date().isoformat()
             for result in measured.values():
                 results["versions"] |= result["versions"]
-            save(machine, results, options.out)
-        print("\n".join(page.summary({"parts": {name: results["parts"][name]}})))
-        for path in paths:
-            write_page(machine, results, path)
+            write_file(options.out / "bench.json", json.dumps(results, indent=1))
+        print("\n".join(page.summary({name: results["parts"][name]})))
+    if options.output and results["parts"].keys() == PARTS.keys():
+        write_file(options.output, page.render(results))
+        print(f"saved {options.output}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from app.devices import device_setup
+from app.devices.setup import set_up
 from app.options import Config
 from program import NUM_WARMUP_STEPS, Job
 
@@ -12,9 +12,7 @@ def config_of(job: Job) -> Config:
     """Returns the options of the training."""
     options: dict[str, Any] = {"strategy": job.strategy, "recipe": job.recipe, "model": job.model}
     if job.strategy != "single":
-        options["num_devices"] = job.num_devices
-    if job.strategy == "pipeline":
-        options["schedule"] = job.schedule
+        options["num_gpus"] = job.num_devices
     if job.precision == "bfloat16":
         options["precision"] = "mixed_bfloat16"
     epochs = 1 if job.recipe == "fast" else 10
@@ -29,23 +27,25 @@ class Training:
 
     def __init__(self, job: Job) -> None:
         config = config_of(job)
-        prepared = device_setup.set_up(config)
+        devices = set_up(config)
 
-        from app.data.dataset_loader import load_data
-        from app.runtime.versions import versions
-        from app.training.evaluation import batches_to_evaluate
-        from app.training.training_spec import TrainingSpec
+        from app.data.batches import eval_dataset
+        from app.data.fashion_mnist import load_data
+        from app.records.history import versions
+        from app.training.build import TrainingRun
 
         self.versions, self._dataset = versions(), load_data(config)
-        spec = TrainingSpec(config, self._dataset)
-        self._strategy = spec.build_strategy(prepared)
+        training = TrainingRun(config, devices, self._dataset)
+        self._strategy = training.strategy
         weights = self._strategy.model.trainable_variables
         job.check_parameters(sum(math.prod(weight.shape) for weight in weights))
         state = self._strategy.state()
-        self._strategy.train_steps(self._strategy.distribute(spec.batches()), NUM_WARMUP_STEPS)
-        self._strategy.evaluate(batches_to_evaluate(self._dataset).take(1))  # Compiles it.
+        batches = self._strategy.distribute(training.batches())
+        self._strategy.train_steps(batches, NUM_WARMUP_STEPS)
+        tested = self._dataset.test_images, self._dataset.test_labels
+        self._strategy.evaluate(eval_dataset(*tested, global_batch_size=1000).take(1))  # Compiles.
         self._strategy.load_state(state)
-        self._batches = self._strategy.distribute(spec.batches())
+        self._batches = self._strategy.distribute(training.batches())
 
     def train_steps(self, num_steps: int) -> int:
         """Trains; returns the number of images."""
@@ -53,6 +53,6 @@ class Training:
 
     def evaluate(self) -> float:
         """Returns the test accuracy."""
-        from app.training.evaluation import evaluate
+        from app.training.loop import evaluate
 
         return evaluate(self._strategy, self._dataset).accuracy

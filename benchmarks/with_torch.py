@@ -1,4 +1,4 @@
-"""Trains with PyTorch over gloo, one process for each device: DDP, FSDP2 or a pipeline.
+"""Trains with PyTorch over gloo, one process for each device: DDP or FSDP2.
 
 Choices and reasons:
 
@@ -12,17 +12,12 @@ Choices and reasons:
 - DDP: gradients are views of the communication buckets, which saves a copy.
 - FSDP2 (`fully_shard`, ZeRO-3): each layer is a unit, whose weights are gathered before its forward
   pass, released after it, and gathered again before its backward pass.
-- Pipeline: LeNet has no balanced cut. It is cut after the last pooling layer, where 3,200 bytes per
-  image are sent in each direction and the first stage has 95 % of the arithmetic. A schedule has
-  one micro-batch size, so that the short last batch and the test have schedules of their own. A
-  last batch that is not a multiple of the micro-batches is dropped.
 - `--recipe=fast` shifts half of the images by a pixel: nine versions of a batch are stacked, and
   one is gathered for each image, as in this project.
 - PyTorch multiplies the momentum by the current learning rate, Keras each gradient in it by the
   learning rate of its step: otherwise `--recipe=fast` is the project's recipe.
 """
 
-import functools
 import os
 import sys
 import tempfile
@@ -36,7 +31,6 @@ import torch_models
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 from program import NUM_WARMUP_STEPS, RECIPES, Job, num_threads
@@ -91,8 +85,7 @@ def build(job: Job, rank: int, store: str) -> "Trainer":
     job.check_parameters(sum(p.numel() for p in model.parameters()))
     if job.recipe == "fast":
         initialize_he_normal(model)
-    kind = PipelineTrainer if job.framework == "torch_pipeline" else Trainer
-    return kind(job, rank, model)
+    return Trainer(job, rank, model)
 
 
 def initialize_he_normal(model: nn.Module) -> None:
@@ -215,53 +208,3 @@ class Trainer:
     def scaled(self, images: Tensor) -> Tensor:
         """Returns the pixels as the recipe scales them."""
         return images.float().sub_(self.recipe.pixel_mean).div_(self.recipe.pixel_std)
-
-
-class Stage(nn.Module):
-    """One of two stages of LeNet."""
-
-    def __init__(self, lenet: torch_models.LeNet, rank: int) -> None:
-        super().__init__()
-        names = ("hidden", "logits") if rank == 0 else ("conv1", "conv2")
-        for name in names:  # The layers of the other stage.
-            delattr(lenet, name)
-        self.lenet, self.call = lenet, "head" if rank else "features"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns features, or logits."""
-        return getattr(self.lenet, self.call)(x)
-
-
-class PipelineTrainer(Trainer):
-    """Trains one stage in each of two processes; sends activations and their gradients."""
-
-    def distribute(self, model: nn.Module) -> nn.Module:
-        """Returns the stage of this process."""
-        return Stage(model.to(memory_format=torch.channels_last), self.rank)
-
-    def backward(self, rows: Tensor) -> None:
-        """Runs the schedule; PyTorch divides the gradients by the number of micro-batches."""
-        images, labels = self.train_data
-        schedule = self.schedule(len(rows), True)
-        if self.rank == 0:
-            schedule.step(self.scaled(self.augmented(images[rows])), return_outputs=False)
-        else:
-            schedule.step(target=labels[rows], return_outputs=False)
-
-    def num_correct(self, rows: Tensor) -> int:
-        """Returns how many images the last stage classifies correctly."""
-        schedule = self.schedule(len(rows), False)
-        if self.rank == 0:
-            schedule.step(self.scaled(self.test_data[0][rows]), return_outputs=False)
-            return 0
-        return int((schedule.step().argmax(1) == self.test_data[1][rows]).sum())
-
-    @functools.cache  # noqa: B019
-    def schedule(self, num_examples: int, training: bool) -> Any:
-        """Returns the schedule for so many examples, which have micro-batches of equal sizes."""
-        stage = PipelineStage(self.model, self.rank, 2, torch.device("cpu"))
-        number = self.job.num_parts
-        if training:
-            kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[self.job.schedule]
-            return kind(stage, number, loss_fn=F.cross_entropy)
-        return ScheduleGPipe(stage, 1 if num_examples % number else number, scale_grads=False)

@@ -2,23 +2,10 @@
 
     python examples/data_parallel.py --num_gpus=2
 
-Every device holds a copy of the parameters; all copies start equal. One training step
-
-1. splits the batch into one shard per device,
-2. computes on each device the gradients of its shard,
-3. sums the gradients over the devices and copies the sums to each of them (an all-reduce), and
-4. applies the same update on each device.
-
-Therefore all copies stay equal, and both ways end with the same parameters (on three devices within
-rounding, since TensorFlow cuts other shards):
-
-    by_hand: test acc: 0.83, 4.9 sec/epoch on ['/device:CPU:0', '/device:CPU:1']
-    mirrored: test acc: 0.83, 9.6 sec/epoch on ['/device:CPU:0', '/device:CPU:1']
-    4 of 4 copies are bitwise identical.
-
-(Two cores without a GPU; `mirrored` is slower because of its distributed dataset.) "d2l" marks
-names of "Dive into Deep Learning", "Training on Multiple GPUs". Ignore what TensorFlow logs when it
-starts. Without a network, set FASHION_MNIST_DIR to the folder with the four .gz files.
+Every device holds a copy of the parameters; all copies start equal. A training step has the parts 1
+to 4 below. All devices make the same update, so that all copies stay equal, and both ways end with
+the same parameters (within rounding where the batch does not divide evenly: MirroredStrategy has
+other shards). "d2l" marks names of "Dive into Deep Learning", "Training on Multiple GPUs".
 """
 
 import argparse
@@ -26,7 +13,6 @@ import gzip
 import os
 import time
 
-import matplotlib.pyplot as plt
 import numpy as np
 import tensorflow as tf
 
@@ -37,8 +23,7 @@ SHAPES = [(3, 3, 1, 20), (20,), (5, 5, 20, 50), (50,), (800, 128), (128,), (128,
 def initial_values():
     """Returns the parameters before training: kernels from N(0, 0.01²), biases 0."""
     random = np.random.default_rng(SEED)
-    values = [random.normal(0, 0.01, s) if len(s) > 1 else np.zeros(s) for s in SHAPES]
-    return [np.float32(value) for value in values]
+    return [np.float32(random.normal(0, 0.01, s) if len(s) > 1 else np.zeros(s)) for s in SHAPES]
 
 
 def lenet(params, images):  # d2l: lenet; bias_add rounds as the layers of Keras do.
@@ -54,11 +39,7 @@ def lenet(params, images):  # d2l: lenet; bias_add rounds as the layers of Keras
 
 
 def local_gradients(params, images, labels, num_examples):
-    """Returns the gradients of (sum of a shard's losses) / (examples of the whole batch).
-
-    Their sum over the shards is the gradient of the batch's mean loss, whatever their sizes. (d2l
-    divides in `sgd`.)
-    """
+    """Returns the gradients of (sum of a shard's losses) / (examples of the whole batch)."""
     with tf.GradientTape() as tape:
         logits = lenet(params, images)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)  # d2l: loss
@@ -66,7 +47,7 @@ def local_gradients(params, images, labels, num_examples):
     return tape.gradient(loss, params)
 
 
-def sgd(params, gradients):  # d2l: sgd
+def sgd(params, gradients):  # d2l: sgd, which also divides by the batch size.
     """Updates the parameters."""
     for param, gradient in zip(params, gradients):
         param.assign_sub(LEARNING_RATE * gradient)
@@ -84,8 +65,8 @@ def split_batch(tensor, devices):  # d2l: split_batch
     return [copy_to(*each) for each in zip(devices, tf.split(tensor, sizes))]
 
 
-def all_reduce(tensors, devices):  # d2l: allreduce
-    """Returns a copy of the sum on each device. (d2l changes the list in place.)"""
+def all_reduce(tensors, devices):  # d2l: allreduce, which changes the list in place.
+    """Returns a copy of the sum on each device."""
     with tf.device(devices[0]):
         total = tf.add_n(tensors)
     return [copy_to(device, total) for device in devices]
@@ -116,46 +97,39 @@ def by_hand(dataset, values, devices):
 def mirrored(dataset, values, devices):
     """Returns the same with MirroredStrategy, whose default all-reduce may add in another order."""
     strategy = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
-    # 1. Shards, rounded up: of 256 rows on 3 devices 86, 86 and 84, so that the last bits differ.
-    batches = strategy.experimental_distribute_dataset(dataset)
+    batches = strategy.experimental_distribute_dataset(dataset)  # 1. Of 256 on 3: 86, 86 and 84.
     with strategy.scope():  # Creates each parameter on every device.
         params = [tf.Variable(value) for value in values]
 
     def replica_step(images, labels):  # Runs on each device, with its shard and its parameters.
         context = tf.distribute.get_replica_context()
-        # A replica sees its shard alone: the size of the batch is a sum over the devices, too.
         num_examples = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.size(labels))
         gradients = local_gradients(params, images, labels, num_examples)  # 2. Gradients.
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)  # 3. All-reduce.
         sgd(params, sums)  # 4. The same update everywhere.
 
-    @tf.function
-    def train_batch(images, labels):
-        strategy.run(replica_step, args=(images, labels))
-
-    copies = [strategy.experimental_local_results(param) for param in params]
-    return list(zip(*copies)), batches, train_batch
+    train_batch = tf.function(lambda *batch: strategy.run(replica_step, args=batch))
+    return list(zip(*map(strategy.experimental_local_results, params))), batches, train_batch
 
 
 def train(method, data, devices, num_epochs):  # d2l: train
-    """Trains with `by_hand` or `mirrored`; returns the copies and each epoch's test accuracy."""
+    """Trains with `by_hand` or `mirrored`; returns the parameters of each device."""
     train_set, (test_images, test_labels) = data
-    dataset = tf.data.Dataset.from_tensor_slices(train_set)
-    dataset = dataset.shuffle(len(dataset), seed=SEED).batch(BATCH_SIZE)
+    dataset = tf.data.Dataset.from_tensor_slices(train_set).shuffle(60_000, SEED).batch(BATCH_SIZE)
     device_params, batches, train_batch = method(dataset, initial_values(), devices)
-    accuracies, start_time = [], time.perf_counter()
+    start_time = time.perf_counter()
     for _ in range(num_epochs):
         for batch in batches:
             train_batch(*batch)
-        logits = [lenet(device_params[0], part) for part in np.split(test_images, 10)]
-        accuracies.append(np.mean(np.argmax(np.concatenate(logits), axis=1) == test_labels))
     sec = (time.perf_counter() - start_time) / num_epochs
-    print(f"{method.__name__}: test acc: {accuracies[-1]:.2f}, {sec:.1f} sec/epoch on {devices}")
-    return device_params, accuracies
+    logits = np.concatenate([lenet(device_params[0], part) for part in np.split(test_images, 10)])
+    accuracy = np.mean(np.argmax(logits, axis=1) == test_labels)
+    print(f"{method.__name__}: test acc: {accuracy:.2f}, {sec:.1f} sec/epoch on {devices}")
+    return device_params
 
 
 def load_data():
-    """Returns images `(n, 28, 28, 1)` and labels of the training set, and of the test set."""
+    """Returns images `(n, 28, 28, 1)` and labels of the training and the test set."""
     folder, sets = os.environ.get("FASHION_MNIST_DIR"), []
     for name in ["train", "t10k"] if folder else []:
         files = [f"{folder}/{name}-{kind}-ubyte.gz" for kind in ["images-idx3", "labels-idx1"]]
@@ -169,30 +143,20 @@ def choose_devices(num_gpus):  # d2l: try_gpu
     """Sets up and returns the names of GPUs, or of logical CPU devices, which share the cores."""
     # With this optimization, TensorFlow may add three or more gradients in another order.
     tf.config.optimizer.set_experimental_options({"arithmetic_optimization": False})
-    if tf.config.list_physical_devices("GPU"):
-        return [f"/device:GPU:{index}" for index in range(num_gpus)]
-    cpu, part = tf.config.list_physical_devices("CPU")[0], tf.config.LogicalDeviceConfiguration()
-    tf.config.set_logical_device_configuration(cpu, [part] * num_gpus)
-    return [f"/device:CPU:{index}" for index in range(num_gpus)]
-
-
-def main():
-    """Trains in both ways, plots the accuracies and compares the parameters."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--num_gpus", type=int, default=2)
-    parser.add_argument("--num_epochs", type=int, default=10)
-    flags = parser.parse_args()
-    devices = choose_devices(flags.num_gpus)
-    data, copies = load_data(), []
-    for method, style in [(by_hand, "-"), (mirrored, "o")]:
-        device_params, accuracies = train(method, data, devices, flags.num_epochs)
-        copies += [b"".join(p.numpy().tobytes() for p in params) for params in device_params]
-        plt.plot(range(1, flags.num_epochs + 1), accuracies, style, label=method.__name__)
-    plt.gca().set(xlabel="epoch", ylabel="test accuracy")
-    plt.legend()
-    plt.savefig("data_parallel.png")
-    print(f"{copies.count(copies[0])} of {len(copies)} copies are bitwise identical.")
+    kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+    if kind == "CPU":
+        (cpu,), one = tf.config.list_physical_devices("CPU"), tf.config.LogicalDeviceConfiguration()
+        tf.config.set_logical_device_configuration(cpu, [one] * num_gpus)
+    return [f"/device:{kind}:{index}" for index in range(num_gpus)]
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("--num_gpus", 2), ("--num_epochs", 10)):
+        parser.add_argument(name, type=int, default=default)
+    flags = parser.parse_args()
+    devices, data, copies = choose_devices(flags.num_gpus), load_data(), []
+    for method in (by_hand, mirrored):
+        trained = train(method, data, devices, flags.num_epochs)
+        copies += [b"".join(param.numpy().tobytes() for param in params) for params in trained]
+    print(f"{copies.count(copies[0])} of {len(copies)} copies are bitwise identical.")

@@ -1,14 +1,13 @@
-"""Remedies for faults of Keras under `tf.distribute`; `docs/keras_findings.md` lists the causes.
+"""Remedies for faults of Keras under `tf.distribute`; `docs/keras_findings.md` explains them.
 
 Copy what you need. Each, and each pair, makes the same training on several replicas as on one
 device. The global batch has 12 examples. Remedies without code:
 
 - *mean of means*: `drop_remainder=True`, with a batch size that the number of replicas divides.
-- *mean of means (weighted)*: the default reduction; with masks, equally many unmasked steps on each
-  replica.
-- *other clipping (before the sum)*: see `docs/verify_your_own.md`.
+- *mean of means*, with weights: the default reduction; with masks, equally many unmasked steps on
+  each replica.
 - *overflow not skipped*: `keras.config.set_dtype_policy("mixed_bfloat16")`.
-- *frozen*: `layer.trainable = False`, before `compile`.
+- *weights trained in one training only*: `layer.trainable = False`, before `compile`.
 """
 
 from typing import Any
@@ -20,10 +19,10 @@ GLOBAL_BATCH_SIZE = 12
 
 
 class ReplicaDropout(keras.layers.Layer):
-    """For *same random numbers*: `Dropout` with the number of the replica in its seed.
+    """For *same random numbers on ranks*: `Dropout` with the number of the replica in its seed.
 
-    Draw random numbers in layers, not in `train_step` or a model's own `call`: with synchronised
-    BatchNorm only those of layers can be computed again.
+    The state of the generator stays equal on all replicas, and a comparison of recordings still
+    says "same random numbers": set the rate to 0 to compare gradients.
     """
 
     def __init__(self, rate: float, seed: int = 0) -> None:
@@ -41,7 +40,7 @@ class ReplicaDropout(keras.layers.Layer):
 
 
 def synchronised_norm() -> keras.layers.Layer:
-    """For *local statistics*: BatchNorm over the whole batch.
+    """For *layers that normalise each rank's examples*: BatchNorm over the whole batch.
 
     Not for inputs with a mask: normalise before the layer that makes the mask, or drop it.
     """
@@ -49,7 +48,7 @@ def synchronised_norm() -> keras.layers.Layer:
 
 
 def loss_of_each_example(y: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-    """For *sum instead of mean (scalar loss)*: a loss with one number for each example.
+    """For *wrong factor*: a loss with one number for each example.
 
     The mean over `axis=-1` leaves the axis of the examples.
     """
@@ -81,5 +80,24 @@ class RegularisedOnce(keras.Sequential):
             loss = tf.reduce_sum(losses) / GLOBAL_BATCH_SIZE
             if self.losses:
                 loss += tf.nn.scale_regularization_loss(tf.add_n(self.losses))
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class ClipsTheSum(keras.Sequential):
+    """For *clipped too early*: clips after its all-reduce."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Makes one update with gradients that are clipped to a norm of 0.1 each."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        replica = tf.distribute.get_replica_context()
+        dense = [tf.convert_to_tensor(g) for g in gradients]  # Those of an Embedding are sparse.
+        sums = replica.all_reduce("SUM", dense)
+        clipped = [tf.clip_by_norm(g, 0.1) / replica.num_replicas_in_sync for g in sums]
+        self.optimizer.apply(clipped, self.trainable_variables)  # Sums over the replicas again.
         return {"loss": loss}

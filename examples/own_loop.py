@@ -6,27 +6,28 @@ Run it in the directory of main.py.
 """
 
 from app import Config
-from app.data.dataset_loader import load_data
-from app.devices.device_setup import set_up
-from app.training.evaluation import evaluate
-from app.training.training_spec import TrainingSpec
+from app.data.fashion_mnist import load_data
+from app.devices.setup import set_up
 
 config = Config.of(
     "train",
     strategy="manual",
     device="cpu",
-    num_devices=2,
+    num_gpus=2,
     recipe="fast",
     num_train_examples=6000,
     epochs=1,
 )
-devices = set_up(config)  # Call it first: it configures TensorFlow's devices.
-spec = TrainingSpec(config, load_data(config))
-strategy = spec.build_strategy(devices)
+devices = set_up(config)  # Call it before TensorFlow is imported: it configures the devices.
 
-iterator = strategy.distribute(spec.batches())
+from app.training.build import TrainingRun  # noqa: E402
+from app.training.loop import evaluate  # noqa: E402
+
+training = TrainingRun(config, devices, load_data(config))
+strategy = training.strategy
+
+iterator = strategy.distribute(training.batches())
 for _ in range(3):
-    totals = strategy.train_steps(iterator, num_steps=spec.steps_per_epoch // 3)
+    totals = strategy.train_steps(iterator, num_steps=training.steps_per_epoch // 3)
     print(f"loss {totals.loss:.4f}, accuracy {totals.accuracy:.4f}")
-print(f"test accuracy {evaluate(strategy, spec.dataset).accuracy:.4f}")
-logits = strategy.predict(spec.dataset.test_images[:5])
+print(f"test accuracy {evaluate(strategy, training.dataset).accuracy:.4f}")

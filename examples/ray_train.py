@@ -10,7 +10,6 @@ same command `train`. After a failure Ray starts all of them again, which resume
 import argparse
 import os
 import pathlib
-import secrets
 import subprocess
 import sys
 
@@ -26,8 +25,7 @@ def train_worker(config: dict) -> None:
     cores, step = sorted(os.sched_getaffinity(0)), context.get_local_world_size()
     os.sched_setaffinity(0, cores[context.get_local_rank() :: step] or cores)
     command = [sys.executable, str(ROOT / "main.py"), "train", "--strategy=multi_worker"]
-    environment = {**os.environ, "LOCKSTEP_SECRET": config["secret"]}
-    subprocess.run([*command, *config["flags"]], env=environment, check=True)
+    subprocess.run([*command, *config["flags"]], check=True)
     ray.train.report({})
 
 
@@ -41,7 +39,7 @@ def main() -> None:
     out = options.out.resolve()  # Worker 0 reads and writes it, wherever Ray starts it.
     TensorflowTrainer(
         train_worker,
-        train_loop_config={"flags": [*flags, f"--out={out}"], "secret": secrets.token_hex()},
+        train_loop_config={"flags": [*flags, f"--out={out}"]},
         scaling_config=ray.train.ScalingConfig(
             num_workers=options.num_workers, use_gpu=options.use_gpu
         ),

@@ -11,6 +11,6 @@ LAYOUTS = ("ddp", "fsdp", "tp", "cp", "pp")
 
 
 def test_two_processes_train_like_one() -> None:
-    """Fails with the first mismatch, its cause and its remedy."""
+    """Fails with the place where a layout first parts from one process."""
     variants = {layout: f"{TWO} {SCRIPT} {layout}" for layout in LAYOUTS}
     lockstep.assert_same_training(f"python {SCRIPT} one", variants)

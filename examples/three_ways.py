@@ -74,7 +74,7 @@ def by_layers(params, batch, devices):
     """Gives the hidden layer to the first device, the output layer and the loss to the last.
 
     The batch is split into micro-batches, whose gradients are summed. Here the devices take turns;
-    `strategies/pipeline.py` lets them work at the same time.
+    a pipeline lets the first device compute the next micro-batch meanwhile.
     """
     gradients = [tf.zeros_like(param) for param in params]
     micro_batches = [tf.split(tensor, NUM_MICRO_BATCHES) for tensor in batch]
@@ -112,7 +112,7 @@ def by_channels(params, batch, devices):
                 logit_parts.append(output_layer(own[2:], hidden))
         with tf.device(devices[0]):
             loss = loss_of(tf.concat(logit_parts, axis=-1), labels, BATCH_SIZE)
-    # The tape runs the whole backward pass here; `strategies/tensor.py` runs it on each device.
+    # One tape runs the backward pass of all devices, each operation on the device of its input.
     per_device_gradients = tape.gradient(loss, per_device_params)
     return [tf.concat(parts, axis=-1) for parts in zip(*per_device_gradients, strict=True)]
 

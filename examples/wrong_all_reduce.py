@@ -14,7 +14,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import tensorflow as tf
 
-from data_parallel import choose_devices, lenet, load_data, local_gradients, sgd, split_batch, train
+import data_parallel
+from data_parallel import lenet, local_gradients, sgd, split_batch
 
 
 def wrong(data):
@@ -34,36 +35,37 @@ def right(data):
         data[i].assign(data[0])
 
 
-def by_hand_with(all_reduce):
-    """Returns `by_hand` of `data_parallel.py` with this all-reduce and variables for gradients."""
+def create(all_reduce, devices):
+    """Returns the parameters on each device, and a step with variables for the gradients."""
+    device_params, device_gradients = [], []
+    for device in devices:
+        with tf.device(device):
+            params = [tf.Variable(v, dtype="float32") for v in data_parallel.initial_values()]
+            device_params.append(params)
+            device_gradients.append([tf.Variable(tf.zeros_like(param)) for param in params])
 
-    def create(dataset, values, devices):
-        device_params, device_gradients = [], []
-        for device in devices:
+    @tf.function
+    def train_batch(images, labels):
+        shards = zip(split_batch(images, devices), split_batch(labels, devices))
+        copies = list(zip(devices, device_params, device_gradients))
+        for (device, params, gradients), shard in zip(copies, shards):
             with tf.device(device):
-                params = [tf.Variable(value, dtype="float32") for value in values]
-                device_params.append(params)
-                device_gradients.append([tf.Variable(tf.zeros_like(param)) for param in params])
+                local = local_gradients(params, *shard, len(labels))
+                for gradient, value in zip(gradients, local):
+                    gradient.assign(value)
+        for per_device in zip(*device_gradients):
+            all_reduce(list(per_device))  # The list is gone after this line.
+        for device, params, gradients in copies:
+            with tf.device(device):
+                sgd(params, gradients)
 
-        @tf.function
-        def train_batch(images, labels):
-            shards = zip(split_batch(images, devices), split_batch(labels, devices))
-            copies = list(zip(devices, device_params, device_gradients))
-            for (device, params, gradients), shard in zip(copies, shards):
-                with tf.device(device):
-                    local = local_gradients(params, *shard, len(labels))
-                    for gradient, value in zip(gradients, local):
-                        gradient.assign(value)
-            for per_device in zip(*device_gradients):
-                all_reduce(list(per_device))  # The list is gone after this line.
-            for device, params, gradients in copies:
-                with tf.device(device):
-                    sgd(params, gradients)
+    return device_params, train_batch
 
-        return device_params, dataset, train_batch
 
-    create.__name__ = all_reduce.__name__
-    return create
+def accuracy(params, images, labels):
+    """Returns the test accuracy with the parameters of a device."""
+    logits = np.concatenate([lenet(params, part) for part in np.split(images, 10)])
+    return np.mean(np.argmax(logits, axis=1) == labels)
 
 
 def main():
@@ -72,16 +74,19 @@ def main():
     parser.add_argument("--num_gpus", type=int, default=4)
     parser.add_argument("--num_epochs", type=int, default=10)
     flags = parser.parse_args()
-    devices, data = choose_devices(flags.num_gpus), load_data()
-    images, labels = data[1]
+    devices = data_parallel.choose_devices(flags.num_gpus)
+    train_set, test_set = data_parallel.load_data()
     for all_reduce, style in [(right, "-o"), (wrong, "--s")]:
-        copies, accuracies = train(by_hand_with(all_reduce), data, devices, flags.num_epochs)
+        dataset = tf.data.Dataset.from_tensor_slices(train_set)
+        dataset = dataset.shuffle(len(dataset), seed=data_parallel.SEED)
+        (device_params, train_batch), accuracies = create(all_reduce, devices), []
+        for _ in range(flags.num_epochs):
+            for images, labels in dataset.batch(data_parallel.BATCH_SIZE):
+                train_batch(images, labels)
+            accuracies.append(accuracy(device_params[0], *test_set))
         plt.plot(range(1, flags.num_epochs + 1), accuracies, style, label=all_reduce.__name__)
-        of_each = []
-        for params in copies:
-            logits = np.concatenate([lenet(params, part) for part in np.split(images, 10)])
-            of_each.append(f"{np.mean(np.argmax(logits, axis=1) == labels):.4f}")
-        print(f"  test accuracy with the weights of each device: {', '.join(of_each)}")
+        of_each = [f"{accuracy(params, *test_set):.4f}" for params in device_params]
+        print(f"{all_reduce.__name__}: test accuracy, weights of each device: {', '.join(of_each)}")
     plt.gca().set(xlabel="epoch", ylabel="test accuracy, weights of the first device", ylim=(0, 1))
     plt.legend(title=f"all-reduce, {flags.num_gpus} devices")
     plt.savefig("wrong_all_reduce.png")

@@ -1,18 +1,15 @@
 """Trains LeNet or ResNet-18 on Fashion-MNIST with JAX on several CPU devices.
 
-    python frameworks/jax_lenet.py --mode=pmap --epochs=1
+    python frameworks/jax_lenet.py --mode=pmap --num_devices=2 --epochs=1
 
 This is the training of "Dive into Deep Learning", section "Training on Multiple GPUs": weights
 N(0, 0.01²), plain SGD. With `jit`, arrays are split over a mesh and XLA adds the all-reduce; with
 `pmap`, each device runs the step and calls `pmean` explicitly. It needs JAX and NumPy, and the four
-files of Fashion-MNIST in `$FASHION_MNIST_DIR`.
-
-With `--start` and `--batches` it repeats the training of another framework, with the same initial
-weights and the same examples. `--trace` records the first steps for `python -m lockstep`.
+files of Fashion-MNIST in `$FASHION_MNIST_DIR`. `docs/frameworks.md` has the command that compares
+it with the same training in other frameworks.
 """
 
 import argparse
-import contextlib
 import pathlib
 import sys
 from collections.abc import Callable
@@ -26,10 +23,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import common
 import jax_models
-import training_files
-from training_files import Data, Step
 
+import lockstep
 from lockstep import record_jax
 
 Tree = Any  # Dictionaries of arrays.
@@ -52,7 +49,7 @@ def training_step(
     """
 
     def loss_fn(params: Tree) -> tuple[jax.Array, tuple[jax.Array, Tree]]:
-        logits, new_state = network(params, state, scaled(images), training=True)
+        logits, new_state = network(params, state, images, training=True)
         return mean_loss(logits, labels), (logits, new_state)
 
     (loss, (logits, state)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
@@ -62,11 +59,6 @@ def training_step(
     grads = record_jax.keep("sums", grads)
     params = jax.tree.map(lambda p, g: p - learning_rate * g, params, grads)
     return params, state, loss, (logits.argmax(1) == labels).mean()
-
-
-def scaled(images: jax.Array) -> jax.Array:
-    """Returns pixels in [0, 1]; XLA would multiply by 1 / 255, which rounds differently."""
-    return jnp.asarray(np.arange(256, dtype=np.float32) / 255)[images]
 
 
 def mean_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -80,29 +72,30 @@ class Trainer:
     Args:
         options: model, number of devices, and the mode: one program of all devices ("jit"), or one
             that each device runs ("pmap").
-        params, state: initial weights and statistics.
 
     Attributes:
         step: the compiled step.
     """
 
-    def __init__(self, options: argparse.Namespace, params: Tree, state: Tree) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self.network, self.number = jax_models.NETWORKS[options.model], options.num_devices
-        step = partial(training_step, network=self.network, learning_rate=options.learning_rate)
-        self.mesh: Any = None
+        learning_rate = common.LEARNING_RATES[options.model]
+        step = partial(training_step, network=self.network, learning_rate=learning_rate)
+        variables, self.mesh = jax_models.create_variables(options.model), None
         if options.mode == "jit":
             self.mesh = Mesh(np.array(jax.devices()), ("devices",))
             everywhere = NamedSharding(self.mesh, P())
             self.step = jax.jit(step, donate_argnums=(0, 1), out_shardings=everywhere)
-            self.variables = jax.device_put((params, state), everywhere)
+            self.variables = jax.device_put(variables, everywhere)
         else:
             step = partial(step, axis="devices")
             self.step = jax.pmap(step, axis_name="devices", donate_argnums=(0, 1))
-            self.variables = jax.tree.map(lambda a: np.stack([a] * self.number), (params, state))
+            self.variables = jax.tree.map(lambda a: np.stack([a] * self.number), variables)
+        self.predict = jax.jit(self.network, static_argnames="training")
 
     def split(self, images: np.ndarray, labels: np.ndarray) -> tuple[Any, Any]:
-        """Returns images and labels, with an equal part on each device."""
-        batch = images, labels.astype(np.int32)
+        """Returns images in [0, 1] and labels, with an equal part on each device."""
+        batch = images / np.float32(255), labels.astype(np.int32)
         if self.mesh:
             return jax.device_put(batch, NamedSharding(self.mesh, P("devices")))
         return jax.tree.map(lambda a: a.reshape(self.number, -1, *a.shape[1:]), batch)
@@ -115,66 +108,36 @@ class Trainer:
         self.variables = jax.block_until_ready(tuple(variables))
         return len(labels) * float(np.mean(loss)), len(labels) * float(np.mean(accuracy))
 
-    def create_test(self) -> Step:
-        """Returns a function that computes a batch on one device, with the current weights."""
-        predict, variables = jax.jit(self.network, static_argnames="training"), self.to_host()
-
-        def test(images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-            logits, _ = predict(*variables, scaled(images), training=False)
-            loss = float(mean_loss(logits, labels))
-            return len(labels) * loss, float((logits.argmax(1) == labels).sum())
-
-        return test
-
-    def to_host(self) -> tuple[Tree, Tree]:
-        """Returns the weights, and the mean of the devices' statistics, as NumPy arrays."""
+    def test(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+        """Computes a batch on one device, with the mean of the devices' statistics."""
         params, state = jax.device_get(self.variables)
-        if self.mesh:
-            return params, state  # Copies are equal.
-        params = {name: copies[0] for name, copies in params.items()}
-        return params, {name: copies.mean(axis=0) for name, copies in state.items()}
-
-
-def train(options: argparse.Namespace, params: Tree, state: Tree, data: Data) -> None:
-    """Trains from these weights and statistics, and writes the requested files."""
-    trainer = Trainer(options, params, state)
-    recording: Any = contextlib.nullcontext(trainer.step)
-    if options.trace:
-        recording = record_jax.record(
-            options.trace,
-            trainer.step,
-            arguments={"params": 0, "state": 1, "batch": (2, 3)},
-            outputs={"params": 0, "state": 1, "loss": 2},
-            optimizer={"class": "SGD", "learning_rate": options.learning_rate},
-            steps=options.recorded_steps,
-            pmap=options.mode == "pmap",
+        if not self.mesh:
+            params = {name: copies[0] for name, copies in params.items()}
+            state = {name: copies.mean(axis=0) for name, copies in state.items()}
+        logits = self.predict(params, state, images / np.float32(255), training=False)[0]
+        return len(labels) * float(mean_loss(logits, labels)), float(
+            (logits.argmax(1) == labels).sum()
         )
-    with recording as trainer.step:
-        epochs = training_files.train(options, data, trainer.train_step, trainer.create_test)
-    params, state = trainer.to_host()
-    training_files.write_files(options, params | state, {"jax": jax.__version__}, epochs)
 
 
 def main() -> None:
-    """Reads the options and files, and trains."""
-    parser = training_files.Parser(__doc__.splitlines()[0])
+    """Reads the options, and trains."""
+    parser = common.create_parser(__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=["jit", "pmap"], default="jit")
-    parser.add_argument("--num_devices", type=training_files.at_least_1, default=2)
-    options = parser.parse()
-    data = training_files.load_data(options)
-    for size in training_files.batch_sizes(options, data):
-        if size % options.num_devices:
-            training_files.fail(
-                f"--num_devices={options.num_devices}: a batch of {size} examples cannot be split"
-                " evenly; change --global_batch_size, or pass --last_batch=drop"
-            )
-    params, state = jax_models.create_variables(options.model)
-    if options.start:
-        start = training_files.load_start(options.start, params | state)
-        params, state = ({name: start[name] for name in part} for part in (params, state))
+    parser.add_argument("--num_devices", type=int, default=1)
+    options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.num_devices)
-    train(options, params, state, data)
+    trainer = Trainer(options)
+    optimizer = {"class": "SGD", "learning_rate": common.LEARNING_RATES[options.model]}
+    with lockstep.record(
+        trainer.step,
+        optimizer,
+        arguments={"params": 0, "state": 1, "batch": (2, 3)},
+        outputs={"params": 0, "state": 1, "loss": 2},
+        pmap=options.mode == "pmap",
+    ) as trainer.step:
+        common.train(options, options.num_devices, trainer.train_step, trainer.test)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ convolutions with stride 2 pad like TensorFlow, the moving variance of batch nor
 biased, and LeNet is flattened with channels last.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -116,17 +114,3 @@ def create_model(name: str) -> nn.Module:
             nn.init.normal_(layer.weight, std=0.01)
             nn.init.zeros_(layer.bias)
     return model
-
-
-def keras_variables(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields each weight and statistic with Keras' name and a view in Keras' layout."""
-    for name, layer in model.named_children():
-        if isinstance(layer, nn.BatchNorm2d):
-            yield f"{name}/gamma", layer.weight.detach()
-            yield f"{name}/beta", layer.bias.detach()
-            yield f"{name}/moving_mean", layer.running_mean
-            yield f"{name}/moving_variance", layer.running_var
-        else:
-            axes = (2, 3, 1, 0) if isinstance(layer, nn.Conv2d) else (1, 0)  # Outputs are last.
-            yield f"{name}/kernel", layer.weight.detach().permute(axes)
-            yield f"{name}/bias", layer.bias.detach()

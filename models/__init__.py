@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 # Name of a model → "module:builder".
 MODELS: dict[str, str] = {
     "lenet": "models.lenet:build_lenet",
-    "resnet9": "models.resnet9:build_resnet9",
     "resnet18": "models.resnet:build_resnet18",
 }
 

@@ -1,6 +1,6 @@
 """Defines two layers of Keras a second time, with the same results in less time on CPUs.
 
-ResNet-18 and ResNet-9 are built of Keras' own layers, but for these two: `Conv2D` and
+ResNet-18 is built of Keras' own layers, but for these two: `Conv2D` and
 `BatchNormalization`. Each is a subclass that replaces one method; weights, names, arguments and
 results (but for rounding) are those of Keras, and `keras.layers.Conv2D` in its place is the same
 model. Read them as a lesson in what a framework costs, or not at all: no strategy and no check

@@ -1,149 +1,170 @@
-"""Implements sharded data parallelism (ZeRO, "fully sharded"). Read this file from top to bottom.
+"""Sharded data parallelism (ZeRO-3, "fully sharded"). Read this file from top to bottom.
 
-As in `manual.py`, each device trains on its own part of the global batch. `manual` stores R equal
-copies of weights, gradients and optimizer state; here device r stores only part r of each variable,
-a range of its elements. One training step
+As in `manual.py`, each device trains on its own shard of the global batch. `manual` stores R equal
+copies of weights, gradients and optimizer state; here device r stores only part r of the rows of
+each weight, and the optimizer state of these rows. One training step
 
 1. splits the global batch,
-2. copies the parts of all weights to every device (all-gather),
+2. copies the rows of all weights to every device (all-gather),
 3. computes the gradients of each shard on its device,
-4. sums part r of all gradients on device r (reduce-scatter), and
-5. updates part r of the weights on device r. The gathered weights are freed.
+4. sums part r of the rows of all gradients on device r (reduce-scatter), and
+5. updates the rows of device r there. The gathered weights are freed.
 
-A reduce-scatter followed by an all-gather is an all-reduce: the bytes sent are the same as in
-`manual`, and the weights are bitwise identical. `--shard` selects what is split:
+A reduce-scatter followed by an all-gather is an all-reduce: the weights are those of `manual`.
 
-    optimizer   ZeRO-1: the optimizer state
-    gradients   ZeRO-2: the optimizer state and the summed gradients
-    weights     ZeRO-3: the optimizer state, the summed gradients and the weights
-
-With ZeRO-1 and ZeRO-2 every device stores all weights, which are gathered after the update.
-`parts.py` has the part that a device stores, `collectives.py` the collectives.
-
-Reference: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", 2020.
+Reference: S. Rajbhandari et al., "ZeRO", 2020, https://arxiv.org/abs/1910.02054.
 """
 
-import functools
+from collections.abc import Sequence
+from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
-from strategies.base import BatchIterator, ModelFn, OptimizerFn
-from strategies.collectives import PerReplicaTensors, all_gather, part_of, reduce_scatter, scatter
-from strategies.copies import Variables, optimizer_shapes
-from strategies.parts import DevicePart, update_parts, whole_variables
-from strategies.replica import Replica, copies_of
-from strategies.replica_list import ReplicaList
-from strategies.step_totals import StepTotals
-from strategies.sync_batch_norm import check_synchronizable
-from strategies.tf_private import free_values
+from strategies.base import (
+    BatchIterator,
+    ModelFn,
+    OptimizerFn,
+    Replica,
+    Statistics,
+    StepTotals,
+    Strategy,
+    classify,
+    sum_of_losses,
+)
+from strategies.collectives import PerReplicaTensors, all_gather, reduce_scatter, split_rows
+from strategies.manual import split_batch
+from strategies.state import Variables, named_variables, optimizer_names
 
-SHARD_CHOICES = "optimizer", "gradients", "weights"
 
+class ShardedStrategy(Strategy):
+    """Trains data-parallel replicas whose weights and optimizer state are split over the devices.
 
-class ShardedStrategy(ReplicaList):
-    """Trains data-parallel replicas whose state is split over the devices."""
+    Attributes:
+        rows: for each device, its rows of each weight.
+        optimizers: for each device, the optimizer of its rows.
+        moving: for each device, the moving statistics of its shards, which are not split.
+    """
 
     name = "sharded"
 
     def prepare(self) -> None:
-        shard = self.options.shard
-        if shard not in SHARD_CHOICES:
-            raise ValueError(f"--shard must be one of {', '.join(SHARD_CHOICES)}, got {shard}")
-        self.splits_gradients, self.splits_weights = shard != "optimizer", shard == "weights"
+        """Sets the number of copies: the devices hold one together."""
+        self.num_copies = 1
 
     def default_all_reduce(self) -> str:
-        return "direct" if self.num_replicas > 1 else "none"
+        """Returns its name in records."""
+        return "reduce_scatter"
+
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer:
+        """The optimizer of the first device."""
+        return self.optimizers[0]
 
     def build(self, model_fn: ModelFn, optimizer_fn: OptimizerFn) -> None:
-        # With ZeRO-3 the model may not fit on one device; it is built in main memory.
-        with tf.device("CPU:0" if self.splits_weights else self.devices[0]):
-            self.model = model_fn()
-        if self.syncs_batch_norm:
-            check_synchronizable(self.model)
-        weights = self.model.trainable_variables
-        self._weight_shapes = {weight.path: tuple(weight.shape) for weight in weights}
-        self._shapes = {f"model/{v.path}": tuple(v.shape) for v in self.model.variables}
-        self._shapes |= optimizer_shapes(weights, optimizer_fn)
-        self.replicas, self.parts = [], []
-        for r, device in enumerate(self.devices):
-            take = functools.partial(part_of, part_id=r, num_parts=self.num_devices)
-            part = DevicePart.create(device, optimizer_fn, weights, take=take)
+        """Builds the model in main memory, and copies to each device its rows of the weights."""
+        with tf.device("CPU:0"):  # The whole weights there are not used again.
+            self.replicas = [Replica.build(model_fn, optimizer_fn)]
+        weights, others = self.model.trainable_variables, self.model.non_trainable_variables
+        parts = [split_rows(tf.convert_to_tensor(weight), len(self.devices)) for weight in weights]
+        self.rows, self.optimizers, self.moving = [], [], []
+        for device, own in zip(self.devices, zip(*parts, strict=True), strict=True):
             with tf.device(device):
-                self.replicas.append(self._new_replica(r, part, model_fn))
-            self.parts.append(part)
-        self.optimizer = self.parts[0].optimizer
-        if self.splits_weights:
-            free_values(self.model.variables)  # The parts have their own variables.
-
-    def _new_replica(self, r: int, part: DevicePart, model_fn: ModelFn) -> Replica:
-        """Creates a device's replica: a whole model, or with ZeRO-3 only its statistics."""
-        if self.splits_weights:
-            own = self.model.non_trainable_variables
-            statistics = [copies_of(own) for _ in range(self.shards_per_replica)]
-            return Replica(r, self.devices[r], self.model, part.optimizer, statistics)
-        model = model_fn() if r > 0 else self.model
-        for variable, first in zip(model.variables, self.model.variables, strict=True):
-            variable.assign(first)
-        return Replica(r, self.devices[r], model, part.optimizer, self.new_statistics(model))
+                self.rows.append([
+                    keras.Variable(rows, dtype=weight.dtype, name=weight.path.replace("/", "_"))
+                    for rows, weight in zip(own, weights, strict=True)
+                ])  # fmt: skip
+                self.moving.append([tf.Variable(variable.value) for variable in others])
+                self.optimizers.append(optimizer_fn())
+                self.optimizers[-1].build(self.rows[-1])
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
-        images, labels = next(iterator)
-        shards = scatter((images, labels), self.devices, self.bounds(tf.size(labels)))  # 1. Split.
-        replicas = self.callable_replicas()  # 2. All-gather.
-        per_replica_gradients, per_replica_totals = self.gradients(  # 3. Gradients.
-            replicas, shards, tf.size(labels)
-        )
-        per_device_sums = self._sum_in_parts(per_replica_gradients)  # 4. Reduce-scatter.
-        self._update_parts(per_device_sums)  # 5. The update of its own part.
-        # The observer gets whole sums. TensorFlow prunes this gather if the observer ignores them.
-        whole_sums = all_gather(per_device_sums, self._weight_shapes.values(), self.devices)
-        for copy_id in range(self.num_copies):
-            with tf.device(self.devices[copy_id]):
-                self.observer.on_update(copy_id, whole_sums[copy_id])
-        return StepTotals.sum(per_replica_totals)
-
-    def callable_replicas(self) -> list[Replica]:
-        """Returns the replicas; with ZeRO-3, with gathered weights."""
-        if not self.splits_weights:
-            return self.replicas
-        pairs = zip(self.replicas, self.gather_weights(), strict=True)
-        return [replica._replace(gathered_weights=weights) for replica, weights in pairs]
+        """Trains on one global batch."""
+        shards = split_batch(next(iterator), self.devices)  # 1. Split.
+        per_replica_weights = self.gather_weights()  # 2. All-gather.
+        gradients, totals = [], []
+        for r, (weights, shard) in enumerate(zip(per_replica_weights, shards, strict=True)):
+            with tf.device(self.devices[r]):  # 3. Gradients.
+                with tf.GradientTape() as tape:
+                    tape.watch(weights)
+                    logits, moved = self.model.stateless_call(
+                        weights, self.moving[r], shard.images, training=True
+                    )
+                    loss_sum = sum_of_losses(logits, shard.labels, self.label_smoothing)
+                    loss = loss_sum / tf.cast(shard.num_global_examples, tf.float32)
+                own = tape.gradient(loss, weights)
+                for variable, value in zip(self.moving[r], moved, strict=True):
+                    variable.assign(value)
+                gradients.append(self.observer.on_shard(r, shard, logits, loss, own))
+                totals.append(StepTotals.of(logits, shard.labels))
+        per_device_sums = reduce_scatter(gradients, self.devices)  # 4. Reduce-scatter.
+        updates = zip(self.devices, self.optimizers, self.rows, per_device_sums, strict=True)
+        for device, optimizer, rows, sums in updates:
+            with tf.device(device):  # 5. The update of its own rows.
+                optimizer.apply(sums, rows)
+        # The observer gets whole sums; TensorFlow prunes this gather if it ignores them.
+        whole_sums = all_gather(per_device_sums, self.devices)
+        with tf.device(self.devices[0]):
+            self.observer.on_update(0, whole_sums[0])
+        return StepTotals.sum(totals)
 
     def gather_weights(self) -> PerReplicaTensors:
         """Returns the whole weights on every device."""
-        parts = [list(part.read_weights().values()) for part in self.parts]
-        return all_gather(parts, self._weight_shapes.values(), self.devices)
+        parts = []
+        for device, rows in zip(self.devices, self.rows, strict=True):
+            with tf.device(device):  # Read once, so that the whole step uses the same values.
+                parts.append([tf.identity(variable.value) for variable in rows])
+        return all_gather(parts, self.devices)
 
-    def _sum_in_parts(self, per_replica_gradients: PerReplicaTensors) -> PerReplicaTensors:
-        """Sums gradients over the replicas; item [r][v] of the result is part r of sum v."""
-        if self.splits_gradients:
-            return reduce_scatter(per_replica_gradients, self.devices)
-        whole_sums = self.all_reduce(per_replica_gradients)  # ZeRO-1.
-        return [part.take_all(sums) for part, sums in zip(self.parts, whole_sums, strict=True)]
+    def all_reduce(self, per_replica_tensors: PerReplicaTensors) -> PerReplicaTensors:
+        """Sums tensors as a step does: reduce-scatter, then the all-gather of the next step."""
+        return all_gather(reduce_scatter(per_replica_tensors, self.devices), self.devices)
 
-    def _update_parts(self, per_device_sums: PerReplicaTensors) -> None:
-        """Updates part r of the weights on device r."""
-        if not self.splits_weights:  # Each device takes its part of the weights that it stores.
-            for part, replica in zip(self.parts, self.replicas, strict=True):
-                part.assign_weights(replica.weights)
-        update_parts(self.parts, per_device_sums)
-        if not self.splits_weights:
-            for replica, weights in zip(self.replicas, self.gather_weights(), strict=True):
-                replica.assign(weights)
-
-    @property
-    def part_shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        return [self._weight_shapes] * self.num_devices
+    def evaluate_step(self, iterator: BatchIterator, statistics: Statistics) -> StepTotals:
+        """Evaluates the shards of one global batch, each on its device."""
+        shards, totals = split_batch(next(iterator), self.devices), []
+        for device, weights, shard in zip(self.devices, self.gather_weights(), shards, strict=True):
+            with tf.device(device):
+                totals.append(classify(self.model, shard, statistics, weights))
+        return StepTotals.sum(totals)
 
     def copies(self) -> list[Variables]:
-        per_device = [part.variables() for part in self.parts]
-        in_parts = whole_variables(per_device[0], per_device, 0, self._shapes)
-        copies: list[Variables] = []
-        for replica in self.replicas[: self.num_copies]:
-            whole = replica.shard_variables()[0]
-            if not self.splits_weights:
-                whole = {f"model/{v.path}": v.value for v in replica.model.variables}
-            variables = in_parts | whole
-            copies.append({name: variables[name] for name in self._shapes})
-        return copies
+        """Returns name → variable of the only copy; each is one variable over all devices."""
+        whole = self.replicas[0].optimizer
+        wholes: dict[str, Any] = dict(named_variables(self.model, whole))
+        weights = [f"model/{v.path}" for v in self.model.trainable_variables]
+        per_device = [
+            dict(zip(weights, rows, strict=True))
+            | dict(zip(optimizer_names(whole), optimizer.variables, strict=True))
+            for rows, optimizer in zip(self.rows, self.optimizers, strict=True)
+        ]
+        for name in per_device[0]:
+            parts = [variables[name].value for variables in per_device]
+            wholes[name] = SplitVariable(parts, wholes[name].shape)
+        return [{**wholes, **self.shard_variables()[0]}]
+
+    def shard_variables(self) -> list[Variables]:
+        """Returns name → moving statistic for each device."""
+        names = [f"model/{variable.path}" for variable in self.model.non_trainable_variables]
+        return [dict(zip(names, own, strict=True)) for own in self.moving]
+
+
+class SplitVariable:
+    """A variable whose rows are split over devices; a scalar has a copy on each device."""
+
+    def __init__(self, parts: Sequence[tf.Variable], shape: tf.TensorShape):
+        self.parts, self.shape, self.dtype = parts, shape, tf.as_dtype(parts[0].dtype)
+
+    def numpy(self) -> np.ndarray:
+        """Returns the whole array."""
+        arrays = [part.numpy() for part in self.parts]
+        return np.concatenate(arrays) if self.shape.rank else arrays[0]
+
+    def assign(self, value: np.ndarray) -> None:
+        """Assigns to each device its rows of a whole array, or the scalar."""
+        pieces = [value] * len(self.parts)
+        if self.shape.rank:
+            pieces = np.split(value, np.cumsum([part.shape[0] for part in self.parts])[:-1])
+        for part, piece in zip(self.parts, pieces, strict=True):
+            part.assign(piece)

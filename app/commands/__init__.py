@@ -3,8 +3,8 @@
 import importlib
 from typing import Any
 
+from app import signals
 from app.options import Config
-from app.runtime import signals
 
 
 def run_command(config: Config) -> Any:

@@ -1,47 +1,38 @@
-"""`evaluate`: computes the test accuracy of a run, or classifies images, on any strategy."""
+"""`evaluate`: computes the test accuracy of a run, on any strategy."""
 
-from typing import TYPE_CHECKING
+import pathlib
 
-import numpy as np
-
-from app.data.dataset import CLASS_NAMES, ImageDataset
-from app.data.dataset_loader import load_dataset
-from app.data.image_files import load_image_files
-from app.devices import device_setup
+from app import console
+from app.data.fashion_mnist import ImageDataset, load_dataset
+from app.devices.setup import set_up
+from app.errors import CheckpointError, ConfigError, DataError, OutputError
 from app.options import Config
-from app.records.caveats import DATASET_CAVEATS, injected_fault_caveat
 from app.records.checkpoint import Checkpoint, find_newest_checkpoint
+from app.records.history import DATASET_CAVEATS, injected_fault_caveat
 from app.records.run_directory import load_run_config, named_path
-from app.runtime import console
-from app.runtime.errors import CheckpointError, ConfigError, DataError, OutputError
-
-if TYPE_CHECKING:  # Not imported before its devices are set up.
-    from strategies.base import Strategy
 
 # Options that define the saved state; all others, such as strategy and devices, may differ.
 _KEPT = ("model", "recipe", "seed", "precision")
 
 
-def run(config: Config) -> float | np.ndarray:
-    """Evaluates a run.
+def run(config: Config) -> float:
+    """Evaluates a run; returns its accuracy over the whole test set, a fraction."""
+    run_dir = named_path(config.arguments.run or "")
+    checkpoint = _open_run(run_dir)
+    kept = {name: checkpoint.metadata.config[name] for name in _KEPT}
+    training = config.for_training(config.distribution.strategy, **kept)
+    devices = set_up(training)
+    dataset = _load_dataset(config, run_dir, checkpoint)
+    from app.training.build import build_strategy, restore
+    from app.training.loop import evaluate
 
-    Returns:
-        The accuracy over the whole test set, a fraction; with `--images`, the probabilities
-        `(N, num_classes)` of the images.
-    """
-    training, checkpoint = _open_run(config)
-    if config.evaluation.images:
-        return _classify(config, training, checkpoint)
-    devices = device_setup.set_up(training)
-    dataset = _load_dataset(config, checkpoint)
-    strategy = _rebuild(training, devices, checkpoint)
-    from app.training.evaluation import evaluate
-
+    strategy = build_strategy(training, devices)
+    restore(strategy, checkpoint)
     totals = evaluate(strategy, dataset)
-    step = checkpoint.progress.step
     console.say(
-        f"{training.training.model} of {config.evaluation.run}, step {step}, on {dataset.name}:"
-        f" {totals.correct:,} of {totals.examples:,} right, test loss {totals.loss:.4f}"
+        f"{training.training.model} of {run_dir}, step {checkpoint.step}, on"
+        f" {dataset.name}: {totals.correct:,} of {totals.examples:,} right, test loss"
+        f" {totals.loss:.4f}"
     )
     if dataset.name in DATASET_CAVEATS:
         console.warn(DATASET_CAVEATS[dataset.name])
@@ -49,91 +40,36 @@ def run(config: Config) -> float | np.ndarray:
     return totals.accuracy
 
 
-def _open_run(config: Config) -> tuple[Config, Checkpoint]:
-    """Opens the run that `config.evaluation.run` names.
-
-    Returns:
-        A training with the devices and strategy of the command, and the run's model; the newest
-        valid checkpoint.
-
-    Raises:
-        OutputError: the run does not exist.
-        CheckpointError: it has no usable checkpoint.
-    """
-    run_dir = named_path(config.evaluation.run)
-    run_config = load_run_config(run_dir)
-    if run_config.get("command") == "verify":
-        raise OutputError(
-            f"--run={run_dir} is a verification, which has no weights; give the directory of a"
-            " training"
-        )
-    if "," in str(run_config.get("strategy")):
-        first = str(run_config["strategy"]).split(",")[0]
-        raise OutputError(
-            f"--run={run_dir} is a comparison; give one of its runs, for example"
-            f" --run={run_dir / first}"
-        )
+def _open_run(run_dir: pathlib.Path) -> Checkpoint:
+    """Returns the newest valid checkpoint of the run that `--run` names."""
+    command = load_run_config(run_dir).get("command", "train")
+    if command != "train":
+        advice = "one of its runs, a directory in it" if command == "compare" else "a training"
+        raise OutputError(f"--run={run_dir} is of {command}, and has no weights; give {advice}")
     found = find_newest_checkpoint(run_dir)
     if found is None:
         raise CheckpointError(
             f"{run_dir} has no checkpoint; finish the run with the command that started it"
         )
-    if warning := found.warning():
-        console.warn(warning)
-    trained = found.metadata.config
-    if trained.get("inject"):
-        console.warn(injected_fault_caveat(str(trained["inject"])))
-    try:
-        kept = {name: trained[name] for name in _KEPT}
-        return config.for_training(config.distribution.strategy, **kept), found
-    except (ConfigError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{found.path}: not a training of this program ({error}); choose another run"
-        ) from error
+    if found.warning():
+        console.warn(found.warning())
+    if fault := found.metadata.config.get("inject"):
+        console.warn(injected_fault_caveat(fault))
+    return found
 
 
-def _load_dataset(config: Config, checkpoint: Checkpoint) -> ImageDataset:
-    """Loads the test images of the run.
-
-    Raises:
-        ConfigError: the run has generated images, but real ones were requested.
-        DataError: the data is missing, damaged, or not the run's.
-    """
+def _load_dataset(config: Config, run_dir: pathlib.Path, checkpoint: Checkpoint) -> ImageDataset:
+    """Loads the test images of the run; raises DataError if they cannot be found."""
     name = checkpoint.metadata.dataset
     if name == "synthetic" and config.data.data_dir:
         raise ConfigError(
             f"--data_dir={config.data.data_dir} has no effect on a run with generated images;"
             " leave the flag out"
         )
-    dataset = load_dataset(config, name)
+    dataset = load_dataset(name, config.data.data_dir)
     if dataset.sha256_of_test_part() != checkpoint.metadata.test_part_sha256:
         raise DataError(
-            f"the test images found are not those of {named_path(config.evaluation.run)} (its data"
-            f" set: {name}); give their folder with --data_dir"
+            f"the test images found are not those of {run_dir} (its data set: {name}); give their"
+            " folder with --data_dir"
         )
     return dataset
-
-
-def _rebuild(training: Config, devices: device_setup.Devices, checkpoint: Checkpoint) -> "Strategy":
-    """Builds the strategy on `devices` and loads the saved state."""
-    from app.training.strategy_builder import build_strategy, restore
-
-    strategy = build_strategy(training, devices)
-    restore(strategy, checkpoint)
-    return strategy
-
-
-def _classify(config: Config, training: Config, checkpoint: Checkpoint) -> np.ndarray:
-    """Prints the class and its probability of each image, in the given order."""
-    names, images = load_image_files(config.evaluation.images)
-    strategy = _rebuild(training, device_setup.set_up(training), checkpoint)
-    logits = strategy.predict(images)
-    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    probabilities = exponentials / exponentials.sum(axis=-1, keepdims=True)
-    rows = [
-        [name, CLASS_NAMES[np.argmax(p)], f"{np.max(p):.4f}"]
-        for name, p in zip(names, probabilities, strict=True)
-    ]
-    title = f"{training.training.model} of {config.evaluation.run}, {strategy.name} on"
-    console.print_table(f"{title} {strategy.devices}", ["image", "class", "probability"], rows)
-    return probabilities

@@ -1,1 +1,1 @@
-"""Datasets and the input pipeline; independent of devices and strategies."""
+"""The images of a training and its batches; independent of devices and strategies."""

@@ -1,1 +1,1 @@
-"""Chooses, limits and sets up devices."""
+"""Sets up devices, and starts the workers of a training on this machine."""

@@ -1,5 +1,5 @@
-"""The options: one table, the flags and the config of a command, and the rules between options."""
+"""The options: one table; flags, help and config of each command come from it."""
 
-from app.options.config import Config
+from app.options.config import Config, parse_command_line
 
-__all__ = ["Config"]
+__all__ = ["Config", "parse_command_line"]

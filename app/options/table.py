@@ -1,38 +1,149 @@
 """The table of options: one row for each, a field of the group that it belongs to.
 
 The flags, `--help`, `docs/options.md`, the checks of values and the config of a command come from
-the rows. The groups are in the order of `--helpfull`.
+the rows. Does not import TensorFlow.
 """
 
 import dataclasses
-import pathlib
-from typing import NamedTuple
+import difflib
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from app.options import names
-from app.options.fault import FAULTS, Fault
-from app.options.option import Option, option, rows_of
-from strategies import ALL_REDUCE_ALGORITHMS
+from absl import flags
+
+from app.errors import ConfigError
+from app.faults import FAULTS
+from models import MODELS
+from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES
+
+NUM_TRAIN_EXAMPLES = 60_000  # Of Fashion-MNIST.
+_MAX_DEVICES = 64  # Logical devices, or workers on one machine.
+# Options and strategies of earlier versions → what to use instead.
+_LOCKSTEP = "see `python -m lockstep --help`"
+_SCRIPT = "set it in a script of your own, and record the script: " + _LOCKSTEP
+_THREE_WAYS = "examples/three_ways.py splits layers and tensors over devices"
+REMOVED = {
+    **dict.fromkeys(("traces", "name_map", "tolerance", "keep_traces"), _LOCKSTEP),
+    **dict.fromkeys(("case", "thorough"), "record the script of the training: " + _LOCKSTEP),
+    **dict.fromkeys(("communication_dtype", "jit_compile", "recompute"), _SCRIPT),
+    **dict.fromkeys(("model_parallel", "micro_batches", "schedule", "pipeline_cuts"), _THREE_WAYS),
+    "accumulate_steps": "use a smaller --global_batch_size or more devices",
+    "allow_unverified_data": "for other data, record a script: " + _LOCKSTEP,
+    "breakdown": "use TensorFlow's profiler: see docs/speed.md",
+    "images": "classify images in a script of your own",
+    "last_batch": "the smaller batch at the end of an epoch is always kept",
+    "max_restarts": "the program restarts local workers up to three times",
+    "on_mismatch": "a mismatch always stops the training, with exit code 9",
+    "repeats": "the program chooses the number of rounds",
+    "shard": "--strategy=sharded always divides weights, gradients and optimizer state",
+    "shard_weights": "see examples/unequal_devices.py",
+    "start_timeout_sec": "the program waits five minutes for workers",
+    "verbosity": "set the variable TF_CPP_MIN_LOG_LEVEL=0 for all messages of TensorFlow",
+    "wrong": "run examples/wrong_all_reduce.py",
+}
+_FRAMEWORKS = "`python -m lockstep run` verifies frameworks/*.py"
+_REMOVED_STRATEGIES = {
+    **dict.fromkeys(("pipeline", "tensor"), _THREE_WAYS),
+    **dict.fromkeys(("torch_ddp", "jax_jit", "jax_pmap"), _FRAMEWORKS),
+    "keras_fit": REMOVED["case"],
+}
+_DEFINE: dict[type, Callable[..., Any]] = {
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    bool: flags.DEFINE_bool,
+    str: flags.DEFINE_string,
+    tuple: flags.DEFINE_list,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """A row of the table: one option of one or several commands."""
+
+    name: str  # Of the flag, and of the field of its group.
+    group: str
+    kind: type  # A key of `_DEFINE`; tuple for words separated by commas.
+    default: Any
+    help: str
+    commands: tuple[str, ...]  # That have the option.
+    choices: tuple[str, ...] = ()  # Empty for any value.
+    bounds: tuple[float, float] = (0, 0)  # Of a number; a float has to exceed the first.
+    metavar: str = ""  # Stands for a value in `--help`, for example "DIR".
+    alias: str = ""  # Another name of the flag.
+    is_word: bool = False  # Written without a flag, after the command.
+    affects_result: bool = True  # Whether a training with another value is another run.
+
+    def define(self, values: flags.FlagValues) -> None:
+        """Defines the flag and its alias."""
+        rest: dict[str, Any] = {"help": self.help, "flag_values": values}
+        if self.kind in (int, float):
+            rest |= {"lower_bound": self.bounds[0], "upper_bound": self.bounds[1]}
+        default = list(self.default) if self.kind is tuple else self.default
+        _DEFINE[self.kind](self.name, default, **rest)
+        if self.alias:
+            flags.DEFINE_alias(self.alias, self.name, values)
+
+    def checked(self, value: Any) -> Any:
+        """Returns a value that absl has parsed, after further checks."""
+        if value == "" or (value == [] and self.default):
+            raise self.refusal("")
+        if self.kind is float and value is not None and not self.bounds[0] < value < float("inf"):
+            raise self.refusal(f"{value:g}")
+        words = value if self.kind is tuple else [value]
+        for word in words:
+            if self.choices and word not in (*self.choices, self.default):
+                raise self.refusal(word)
+        if self.choices and len(set(words)) != len(words):
+            raise ConfigError(f"--{self.name} must name each value once, got {','.join(words)}")
+        return tuple(value) if self.kind is tuple else value
+
+    def refusal(self, text: str) -> ConfigError:
+        """Returns the error for an invalid value."""
+        if not text:
+            shown = self.placeholder or "true"
+            return ConfigError(f"--{self.name} has no value; write --{self.name}={shown}")
+        low, high = self.bounds
+        expected = {
+            int: f"a whole number between {low} and {high}",
+            float: f"a number above {low}, at most {high:g}",
+            bool: "true or false",
+        }.get(self.kind, f"one of {', '.join(self.choices)}" if self.choices else "text")
+        shown = repr(text).strip("'") if self.kind in (int, float) else repr(text)
+        advice = did_you_mean(text, self.choices)
+        if self.choices == tuple(STRATEGIES) and text in _REMOVED_STRATEGIES:
+            advice = f"; {_REMOVED_STRATEGIES[text]}"
+        name = self.name if self.is_word else f"--{self.name}"
+        return ConfigError(f"{name} must be {expected}, got {shown}{advice}")
+
+    @property
+    def placeholder(self) -> str:
+        """What stands for the value in `--help`; "" for a switch."""
+        of_kind = {int: "N", float: "X", str: "|".join(self.choices), tuple: "A,B,…"}
+        return self.metavar or of_kind.get(self.kind, "")
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """Returns "; did you mean …?" with the nearest known word, or ""."""
+    nearest = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
+
+
+def option(default: Any, help: str, commands: tuple[str, ...], **attributes: Any) -> Any:
+    """Returns the field of a group for an option; see `Option` for the attributes."""
+    row = {"help": help, "commands": commands, **attributes}
+    return dataclasses.field(default=default, metadata=row)
+
 
 # Groups of commands.
 _RUNS = ("train", "compare")
 _TRAIN = (*_RUNS, "verify")
 _STEPS = (*_TRAIN, "benchmark")
 _DATA = (*_STEPS, "doctor", "demo")
-_DEVICES = (*_TRAIN, "evaluate", "doctor", "demo")
-_ALL = (*_DATA, "evaluate")
+_ALL = (*_TRAIN, "evaluate", "benchmark", "doctor", "demo")
 
 _ALGORITHMS = "; ".join(f"{name}: {', '.join(a)}" for name, a in ALL_REDUCE_ALGORITHMS.items())
-# Options of earlier versions → what to do instead.
-REMOVED = dict.fromkeys(
-    ("traces", "name_map", "tolerance"), "use `python -m lockstep one.npz two.npz --html FILE`"
-)
-
-
-def split_case(case: str) -> tuple[str, str]:
-    """Splits `FILE:NAME` into the file and the function; other colons belong to the file."""
-    path, _, name = case.rpartition(":")
-    return (path, name) if path and name.isidentifier() else (case, "model")
-
+_ALL_REDUCE_NAMES = dict.fromkeys(a for names in ALL_REDUCE_ALGORITHMS.values() for a in names)
 
 # fmt: off
 
@@ -41,311 +152,143 @@ def split_case(case: str) -> tuple[str, str]:
 class Training:
     """What is trained, and for how long."""
 
-    model: str = option("lenet",
-        "Network to train.", _TRAIN, choices=names.MODEL_NAMES, affects_result=True)
-    recipe: str = option("d2l",
-        'Learning rate, schedule, initial weights and augmentation: d2l as in "Dive into Deep'
-        ' Learning", fast a modern recipe.', _STEPS, choices=names.RECIPE_NAMES,
-        affects_result=True)
-    epochs: int = option(10,
-        "Number of passes over the training set.", _TRAIN, bounds=(1, 100_000), alias="num_epochs",
-        affects_result=True)
-    global_batch_size: int = option(256,
-        "Examples in a step, over all replicas.", _TRAIN, bounds=(1, names.NUM_TRAIN_EXAMPLES),
-        alias="batch_size", affects_result=True)
-    learning_rate: float | None = option(None,
-        "Peak learning rate. Default: the recipe's.", _TRAIN, bounds=(0, names.MAX_FLOAT32),
-        alias="lr", affects_result=True)
-    seed: int = option(0,
-        "Seed of the initial weights, of augmentation and of the order of examples.",
-        (*_STEPS, "demo"),
-        bounds=(0, 2**32 - 1), affects_result=True)
-    last_batch: str = option("keep",
-        "Keep or drop the smaller batch at the end of an epoch.", _TRAIN, choices=("keep", "drop"),
-        affects_result=True)
-    precision: str = option("float32",
-        "Dtype that layers compute in; weights, updates and the loss are float32.", _TRAIN,
-        choices=names.PRECISIONS, affects_result=True)
-    deterministic: bool = option(False,
-        "Use only kernels whose results are bitwise identical in every run.", _STEPS,
-        affects_result=True)
+    model: str = option("lenet", "Network to train.", _STEPS, choices=tuple(MODELS))
+    recipe: str = option("d2l", "Learning rate, schedule, initial weights and augmentation: d2l as"
+        ' in "Dive into Deep Learning", fast a modern recipe.', _STEPS, choices=("d2l", "fast"))
+    epochs: int = option(10, "Number of passes over the training set.", _TRAIN,
+        bounds=(1, 100_000), alias="num_epochs")
+    global_batch_size: int = option(256, "Examples in a step, over all replicas.", _STEPS,
+        bounds=(1, NUM_TRAIN_EXAMPLES), alias="batch_size")
+    learning_rate: float | None = option(None, "Peak learning rate. Default: the recipe's.",
+        _TRAIN, bounds=(0, 3.4e38), alias="lr")
+    seed: int = option(0, "Seed of the initial weights, of augmentation and of the order of"
+        " examples.", (*_STEPS, "demo"), bounds=(0, 2**32 - 1))
+    precision: str = option("float32", "Dtype that layers compute in; weights, updates and the"
+        " loss are float32.", _STEPS, choices=("float32", "mixed_bfloat16"))
+    deterministic: bool = option(False, "Use only kernels whose results are bitwise identical in"
+        " every run.", _STEPS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
     """The images."""
 
-    dataset: str = option("auto",
-        "auto uses Fashion-MNIST where it is available, else generated images.", _DATA,
-        choices=("auto", "fashion_mnist", "synthetic"), affects_result=True)
-    num_train_examples: int | None = option(None,
-        "Train on a class-balanced random subset of N examples, chosen by the seed.", _STEPS,
-        bounds=(1, names.NUM_TRAIN_EXAMPLES), affects_result=True)
-    data_dir: str | None = option(None,
-        "Folder with the four Fashion-MNIST files, or a TFDS data directory. Without it:"
-        " $FASHION_MNIST_DIR, then TFDS.", _ALL, metavar="DIR")
-    allow_unverified_data: bool = option(False,
-        "Accept data files whose hash is not that of Fashion-MNIST.", _ALL)
+    dataset: str = option("auto", "auto uses Fashion-MNIST where it is available, else generated"
+        " images.", _DATA, choices=("auto", "fashion_mnist", "synthetic"))
+    num_train_examples: int | None = option(None, "Train on a class-balanced random subset of N"
+        " examples, chosen by the seed.", _STEPS, bounds=(1, NUM_TRAIN_EXAMPLES))
+    data_dir: str | None = option(None, "Folder with the four Fashion-MNIST files, or a TFDS data"
+        " directory. Without it: $FASHION_MNIST_DIR, then TFDS.", _ALL, metavar="DIR",
+        affects_result=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distribution:
     """How a training is distributed over devices."""
 
-    strategy: str = option("manual",
-        "Distribution strategy. manual and mirrored split the batch, sharded the batch and the"
-        " weights, pipeline the layers, tensor each layer; multi_worker has several processes, on"
-        " one or more machines.", ("train", "evaluate"), choices=names.STRATEGY_NAMES,
-        affects_result=True)
-    strategies: tuple[str, ...] = option(names.COMPARED_BY_DEFAULT,
-        "The strategies, separated by commas. compare and verify also have torch_ddp, jax_jit and"
-        " jax_pmap, which train in PyTorch and JAX: see make frameworks. verify --case has"
-        " keras_fit, Keras' own fit under MirroredStrategy (the default), and single, its fit on"
-        " one device.", ("compare", "verify", "benchmark", "doctor"),
-        choices=(*names.STRATEGY_NAMES, names.KERAS_FIT, *names.FRAMEWORKS))
-    num_gpus: int | None = option(None,
-        "Number of GPUs. On a machine without GPUs: N logical CPU devices.", _DEVICES,
-        bounds=(1, names.MAX_DEVICES))
-    device: str = option("auto",
-        "Device type: gpu fails without a GPU, cpu uses logical CPU devices.", _ALL,
-        choices=("auto", "gpu", "cpu"))
-    num_devices: int | None = option(None,
-        "Number of devices (multi_worker: of each worker). Default: all GPUs, or 2 logical CPU"
-        " devices.", _DEVICES, bounds=(1, names.MAX_DEVICES))
-    all_reduce: str = option("auto",
-        f"All-reduce algorithm. {_ALGORITHMS}. mirrored and multi_worker have nccl on GPUs only,"
-        " mirrored has ring on CPUs only.", (*_STEPS, "doctor", "demo"),
-        choices=("auto", *names.ALL_REDUCE_NAMES), affects_result=True)
-    communication_dtype: str = option("float32",
-        "Dtype of the gradient all-reduce.", ("verify", "benchmark"),
-        choices=("float32", "bfloat16"), affects_result=True)
-    batch_norm: str = option("average",
-        "average: each shard of the batch is normalised by its own statistics; moving statistics"
-        " are averaged. sync: all use the statistics of the whole batch.", _STEPS,
-        choices=("average", "sync"), affects_result=True)
-    accumulate_steps: int = option(1,
-        "Gradient accumulation: each replica splits its shard into N parts and adds their gradients"
-        " before the update. Needs less memory.", _STEPS, bounds=(1, 1024), affects_result=True)
-    shard_weights: tuple[int, ...] = option((),
-        "Shares of the batch for unequal devices: with 3,1 the first replica gets three quarters.",
-        _STEPS, bounds=(1, 1000), repeats=True, affects_result=True)
-    jit_compile: bool = option(False,
-        "Compile the forward and backward pass with XLA.", _STEPS, affects_result=True)
-    shard: str = option("weights",
-        "sharded: divide the optimizer state (ZeRO-1), the gradients too (ZeRO-2), or the weights"
-        " too (ZeRO-3).", _STEPS, choices=("optimizer", "gradients", "weights"),
-        affects_result=True)
-    model_parallel: int | None = option(None,
-        "pipeline, tensor: devices that share one copy of the weights; must divide the number of"
-        " devices. Each copy trains on a part of the batch. Default: all devices.", _STEPS,
-        bounds=(1, names.MAX_DEVICES), affects_result=True)
-    micro_batches: int = option(4,
-        "pipeline: micro-batches into which each replica's batch is split.", _STEPS,
-        bounds=(1, 1024), affects_result=True)
-    schedule: str = option("1f1b",
-        "pipeline: gpipe runs all forward passes first; 1f1b starts each backward pass as early as"
-        " possible: less memory, same result.", _STEPS, choices=("gpipe", "1f1b"),
-        affects_result=True)
-    recompute: bool = option(False,
-        "pipeline: recompute a stage's activations in its backward pass: less memory, more time,"
-        " same result.", _STEPS, affects_result=True)
-    pipeline_cuts: tuple[str, ...] = option((),
-        "pipeline: layers after which the network is cut into stages. Default: cuts that balance"
-        " the operations.", _STEPS, metavar="LAYER,…", affects_result=True)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """The workers of multi_worker."""
-
-    num_workers: int | None = option(None,
-        "Worker processes of multi_worker, started on this machine without TF_CONFIG and outside of"
-        " srun. Default: those of the cluster, or 2.", _TRAIN, bounds=(1, names.MAX_DEVICES))
-    max_restarts: int = option(3,
-        "How many times all local workers are restarted after a failure.", ("train",),
-        bounds=(0, 1000))
-    start_timeout_sec: int = option(300,
-        "Seconds to wait for missing workers.", ("train",), bounds=(1, 1_000_000))
+    strategy: str = option("manual", "Distribution strategy. manual and mirrored split the batch,"
+        " sharded the batch and the weights; multi_worker has several processes, on one or more"
+        " machines.", ("train", "evaluate"), choices=tuple(STRATEGIES))
+    strategies: tuple[str, ...] = option(("single", "manual", "mirrored"),
+        f"The strategies, separated by commas: {', '.join(STRATEGIES)}.",
+        ("compare", "verify", "benchmark", "doctor"), choices=tuple(STRATEGIES))
+    num_gpus: int | None = option(None, "Number of replicas, each on a GPU (multi_worker: of each"
+        " worker). Without any GPU: N logical CPU devices. Default: all GPUs, or 2 logical CPU"
+        " devices.", _ALL, bounds=(1, _MAX_DEVICES), alias="num_devices")
+    device: str = option("auto", "Device type: gpu fails without a GPU, cpu uses logical CPU"
+        " devices.", _ALL, choices=("auto", "gpu", "cpu"))
+    all_reduce: str = option("auto", f"All-reduce algorithm. {_ALGORITHMS}. mirrored and"
+        " multi_worker have nccl on GPUs only, mirrored has ring on CPUs only.", _DATA,
+        choices=("auto", *_ALL_REDUCE_NAMES))
+    batch_norm: str = option("average", "average: each shard of the batch is normalised by its own"
+        " statistics; moving statistics are averaged. sync (mirrored, multi_worker): all use the"
+        " statistics of the whole batch.", _STEPS, choices=("average", "sync"))
+    num_workers: int | None = option(None, "Worker processes of multi_worker, started on this"
+        " machine unless TF_CONFIG or SLURM defines a cluster. Default: those of the cluster, or"
+        " 2.", _TRAIN, bounds=(1, _MAX_DEVICES))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """What is written and printed."""
+    """What is written."""
 
-    out: str | None = option(None,
-        "Output directory; default runs/<time>-<strategy>-<model>. report: the file to write;"
-        " default report.html, beside a single run. doctor: the directory to examine.",
-        (*_STEPS, "report", "doctor"), metavar="PATH")
-    overwrite: bool = option(False,
-        "Start from scratch in an output directory that holds another run.", _STEPS)
-    checkpoint_every: int | None = option(None,
-        "Save a checkpoint every N steps; default: every five minutes. One is always saved at"
-        " the end of an epoch.", _RUNS, bounds=(1, 1_000_000_000))
-    stall_timeout_sec: int = option(1800,
-        "Stop with exit code 142 after N seconds without progress; 0 waits forever.", _RUNS,
-        bounds=(0, 1_000_000))
-    verbosity: int = option(-1,
-        "0 shows TensorFlow's warnings, 1 all of its messages.", _ALL, bounds=(-1, 1))
+    out: str | None = option(None, "Output directory; default runs/<time>-<strategy>-<model>."
+        " report: the file to write; default report.html, beside a single run. doctor: the"
+        " directory to examine.", (*_STEPS, "report", "doctor"), metavar="PATH",
+        affects_result=False)
+    overwrite: bool = option(False, "Start from scratch in an output directory that holds another"
+        " run.", _STEPS, affects_result=False)
+    checkpoint_every: int | None = option(None, "Save a checkpoint every N steps; default: every"
+        " five minutes. One is always saved at the end of an epoch.", _RUNS,
+        bounds=(1, 1_000_000_000), affects_result=False)
+    stall_timeout_sec: int = option(1800, "Stop with exit code 142 after N seconds without"
+        " progress; 0 waits forever.", _RUNS, bounds=(0, 1_000_000), affects_result=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verification:
     """What is verified."""
 
-    steps: int = option(names.VERIFIED_STEPS,
-        f"Number of steps to verify. With --case: {names.CASE_STEPS}, unless --thorough.",
-        ("verify",), bounds=(1, 100_000))
-    thorough: bool = option(False,
-        f"With --case: verify {names.VERIFIED_STEPS} steps, and also the second epoch, a step after"
-        " a save and resume, and an evaluation.", ("verify",))
-    case: str | None = option(None,
-        "Your own training: a Python file with model(), which returns a compiled Keras model, and"
-        " data(global_batch_size), which returns a tf.data.Dataset. FILE:NAME takes the model of"
-        " function NAME. See docs/verify_your_own.md.", ("verify",), metavar="FILE")
-    keep_traces: bool = option(False,
-        "Keep the recorded traces in a directory for each strategy.", ("verify",))
-    inject: str | None = option(None,
-        f"Inject a fault: {' '.join(str(Fault.parse(name)) for name in FAULTS)}. verify injects it"
-        " into the first strategy that can have it, or into that of strategy=NAME.",
-        ("train", "verify"), metavar="FAULT")
-    verify_every: int | None = option(None,
-        "Compare every N-th step, the first one and the last one of the first epoch with the same"
-        " step on one device while the training runs. 0 turns it off. Default: the first step, the"
-        f" last one of each epoch and every {names.VERIFY_EVERY}th of a long epoch, where steps can"
-        " be verified.", ("train",), bounds=(0, 1_000_000_000))
-    on_mismatch: str = option("stop",
-        "When a verified step does not match: stop with exit code 9, or warn.", ("train",),
-        choices=("stop", "warn"))
-
-    @property
-    def fault(self) -> Fault | None:
-        """The fault of `--inject`."""
-        return Fault.parse(self.inject) if self.inject else None
-
-    @property
-    def case_function(self) -> str:
-        """The function of the case file that returns the model."""
-        return split_case(self.case or "")[1]
-
-    @property
-    def case_path(self) -> pathlib.Path:
-        """The path of the case file."""
-        return pathlib.Path(split_case(self.case or "")[0])
+    steps: int = option(20, "Number of steps to verify.", ("verify",), bounds=(1, 100_000))
+    inject: str | None = option(None, f"Inject a fault: {', '.join(FAULTS)};"
+        " NAME:parameter=value,… sets its parameters. verify injects it into the first strategy"
+        " with replicas, or into that of strategy=NAME.", ("train", "verify"), metavar="FAULT")
+    verify_every: int = option(0, "Compare every N-th step with the same step on one device while"
+        " the training runs; a mismatch stops it with exit code 9. 0: none.", ("train",),
+        bounds=(0, 1_000_000_000), affects_result=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Benchmark:
-    """What is measured: every combination of the lists."""
+class Arguments:
+    """What a command works on."""
 
-    repeats: int = option(10,
-        f"Number of rounds, at least {names.MIN_ROUNDS}; each round times every case once.",
-        ("benchmark",), bounds=(1, 10_000), affects_result=True)
-    breakdown: bool = option(False,
-        "Show where the time of a step goes, and count the bytes between devices.",
-        ("benchmark",), affects_result=True)
-    model: tuple[str, ...] = option(("lenet",),
-        "Networks.", ("benchmark",), choices=names.MODEL_NAMES, affects_result=True)
-    num_devices: tuple[int, ...] = option((1, 2),
-        "Numbers of devices; multi_worker has one worker for each device.", ("benchmark",),
-        bounds=(1, names.MAX_DEVICES), affects_result=True)
-    global_batch_size: tuple[int, ...] = option((256,),
-        "Examples in a step, over all replicas.", ("benchmark",),
-        bounds=(1, names.NUM_TRAIN_EXAMPLES), alias="batch_size", affects_result=True)
-    precision: tuple[str, ...] = option(("float32",),
-        "Precisions.", ("benchmark",), choices=names.PRECISIONS, affects_result=True)
+    run: str | None = option(None, "Directory of the run.", ("evaluate",), metavar="DIR")
+    experiment: str | None = option(None, "The experiment.", ("demo",), metavar="EXPERIMENT",
+        choices=("allreduce", "split_batch", "replicate"), is_word=True)
+    directories: tuple[str, ...] = option((), "Directories of runs.", ("report",),
+        metavar="DIR …", is_word=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """A finished run."""
-
-    run: str = option("",
-        "Directory of the run.", ("evaluate",), metavar="DIR", required=True)
-    images: tuple[str, ...] = option((),
-        "Images to classify instead of the test set.", ("evaluate",), metavar="A.png,B.npy")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Demo:
-    """What an experiment shows."""
-
-    wrong: bool = option(False,
-        "allreduce: show a wrong all-reduce, which passes this demonstration.",
-        ("demo",))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Words:
-    """The words after the command."""
-
-    experiment: str | None = option(None,
-        "The experiment.", ("demo",), metavar="EXPERIMENT", choices=names.EXPERIMENTS, is_word=True)
-    directories: tuple[str, ...] = option((),
-        "Directories of runs.", ("report",), metavar="DIR …", is_word=True)
-
-
-GROUPS: dict[str, type] = {
-    group.__name__.lower(): group
-    for group in (Training, Data, Distribution, Cluster, Output, Verification, Benchmark,
-                  Evaluation, Demo, Words)
-}
-TABLE: tuple[Option, ...] = tuple(
-    row for name, group_class in GROUPS.items() for row in rows_of(name, group_class)
-)
-
-
-class Command(NamedTuple):
-    """A command: its line in `--help`, the options that its own `--help` shows, and examples.
-
-    The first example is also the program's.
-    """
-
-    summary: str
-    usual: tuple[str, ...]
-    examples: tuple[str, ...]
-
-
-_ON = ("device", "num_devices", "num_gpus")
-_TRAINED = ("model", "recipe", "epochs", "global_batch_size", "learning_rate")
-
-COMMANDS = {
-    "train": Command("trains a model; writes history, plots and checkpoints",
-        ("strategy", *_ON, *_TRAINED, "out"), (
+# Command → its line in `--help`, and examples; the first is also the program's.
+COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "train": ("trains a model; writes history, plots and checkpoints", (
         "--strategy=manual --device=cpu --num_devices=2 --epochs=3",
         "--recipe=fast --epochs=1 --out=runs/first",
         "--strategy=mirrored --num_gpus=2 --model=resnet18",
-        "--strategy=multi_worker --num_workers=2 --device=cpu --epochs=1",
-        "--strategy=pipeline --num_devices=2 --micro_batches=8",
-        "--strategy=sharded --num_devices=2 --shard=gradients")),
-    "compare": Command("trains several strategies from the same weights and data",
-        ("strategies", *_ON, *_TRAINED, "out"), (
-        "--recipe=fast --epochs=1",
-        "--strategies=single,manual --num_gpus=2",
-        "--strategies=single,torch_ddp,jax_pmap --epochs=1")),
-    "verify": Command("compares trainings step by step and names the first mismatch",
-        ("strategies", "case", "steps", "inject", *_ON, "model", "global_batch_size", "out"), (
+        "--strategy=multi_worker --num_workers=2 --device=cpu --epochs=1")),
+    "compare": ("trains several strategies from the same weights and data", (
+        "--recipe=fast --epochs=1", "--strategies=single,manual --num_gpus=2")),
+    "verify": ("compares strategies step by step and names the first mismatch", (
         "--strategies=manual,mirrored --steps=20",
-        "--strategies=manual --inject=drop_gradient:replica=1",
-        "--case=examples/case_fit.py --num_devices=2",
-        "--strategies=single,manual,mirrored,torch_ddp,jax_pmap")),
-    "evaluate": Command("computes the test accuracy of a run, or classifies images",
-        ("run", "images", "strategy", *_ON), (
-        "--run=runs/NAME --strategy=mirrored --num_devices=4",
-        "--run=runs/NAME --images=shoe.png,bags.npy")),
-    "benchmark": Command("measures throughput over strategies, devices and batch sizes",
-        ("strategies", "device", "num_devices", "model", "global_batch_size", "precision",
-         "recipe", "repeats", "breakdown", "out"), (
-        "--num_devices=1,2,4 --repeats=20",
-        "--breakdown --strategies=manual --num_devices=2")),
-    "report": Command("writes a page about runs", ("out",), (
-        "runs/first runs/second --out=report.html",)),
-    "doctor": Command("checks this machine: what it has, what is missing, what to run",
-        ("strategies", *_ON, "data_dir", "out"), (
+        "--strategies=manual --inject=drop_gradient:replica=1")),
+    "evaluate": ("computes the test accuracy of a run", (
+        "--run=runs/NAME --strategy=mirrored --num_devices=4",)),
+    "benchmark": ("measures the throughput of strategies", (
+        "--strategies=single,manual,mirrored --num_devices=2",)),
+    "report": ("writes a page about runs", ("runs/first runs/second --out=report.html",)),
+    "doctor": ("checks this machine: what it has, what is missing, what to run", (
         "", "--data_dir=DIR --num_gpus=2")),
-    "demo": Command("the experiments of d2l; without a name, lists them", (*_ON, "wrong"), (
-        "allreduce --num_devices=3", "allreduce --wrong", "")),
+    "demo": ("the experiments of d2l; without a name, lists them", (
+        "allreduce --num_devices=3", "")),
 }
 # fmt: on
+
+GROUPS: dict[str, type] = {
+    group.__name__.lower(): group
+    for group in (Training, Data, Distribution, Output, Verification, Arguments)
+}
+
+
+def _row(group: str, field: Any) -> Option:
+    """Returns the option of a field; its kind is the first type of the annotation."""
+    origin = typing.get_origin(field.type)
+    kind = origin if origin is tuple else (*typing.get_args(field.type), field.type)[0]
+    return Option(name=field.name, group=group, kind=kind, default=field.default, **field.metadata)
+
+
+TABLE: tuple[Option, ...] = tuple(
+    _row(name, field) for name, group in GROUPS.items() for field in dataclasses.fields(group)
+)
 
 
 def options_of(command: str) -> dict[str, Option]:

@@ -1,8 +1,7 @@
-"""Writes files atomically, and reads files without trusting their content."""
+"""Writes files so that a crash at any point leaves the old content or the new one, never a part."""
 
 import contextlib
 import errno
-import io
 import json
 import os
 import pathlib
@@ -11,25 +10,19 @@ import stat
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from app.runtime.errors import DiskFullError, LockstepError, OutputError
+from app.errors import DiskFullError, LockstepError, OutputError, reason_of
 
-_MAX_JSON_BYTES = 64 << 20
 TEMPORARY = ".lockstep-"  # The names of all temporary files and folders begin like this.
 
 
 def write_file(path: pathlib.Path, content: str | bytes) -> None:
-    """Writes a file; after a crash at any point it is what it was before, or complete.
-
-    Raises:
-        DiskFullError: no space; the temporary file is removed.
-        OutputError: it cannot be written for another reason.
-    """
+    """Writes a file; raises DiskFullError without space, OutputError for another reason."""
     data = content.encode() if isinstance(content, str) else content
     temporary = temporary_path(path)
     try:
         with io_errors_as(path, len(data)):
             temporary.write_bytes(data)
-        publish(temporary, path, len(data))
+            publish(temporary, path)
     except BaseException:
         with contextlib.suppress(LockstepError):
             remove(temporary)
@@ -41,17 +34,12 @@ def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
     write_file(path, json.dumps(value, indent=2) + "\n")
 
 
-def publish(temporary: pathlib.Path, path: pathlib.Path, size_bytes: int | None = None) -> None:
-    """Renames a complete file, or a directory, to `path`; content and name are on disk then.
-
-    Raises:
-        DiskFullError, OutputError: it cannot be written.
-    """
-    with io_errors_as(path, size_bytes):
-        for written in [temporary, *sorted(temporary.rglob("*"))]:
-            fsync(written)
-        os.replace(temporary, path)
-        fsync(path.parent)
+def publish(temporary: pathlib.Path, path: pathlib.Path) -> None:
+    """Renames a complete file, or a directory, to `path`; content and name are on disk then."""
+    for written in [temporary, *temporary.rglob("*")]:
+        fsync(written)
+    os.replace(temporary, path)
+    fsync(path.parent)
 
 
 def temporary_path(path: pathlib.Path) -> pathlib.Path:
@@ -59,84 +47,50 @@ def temporary_path(path: pathlib.Path) -> pathlib.Path:
     return path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
 
 
-def write_error(path: pathlib.Path, error: OSError, size_bytes: int | None = None) -> LockstepError:
-    """Returns the error for a failed write of `path`: `DiskFullError` or `OutputError`."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        existing = next(parent for parent in path.absolute().parents if parent.exists())
-        file_system = os.statvfs(existing)
-        needed = f"{size_bytes:,} bytes needed, " if size_bytes else ""
-        free = f"{file_system.f_bavail * file_system.f_frsize:,} free"
-        if file_system.f_files and not file_system.f_favail:
-            free += ", but no file more can be made there"
-        return DiskFullError(
-            f"{path}: {error.strerror}, {needed}{free}; make room, then run the same command again"
-        )
-    return OutputError(f"{path}: {error.strerror}; choose another directory with --out")
-
-
 @contextlib.contextmanager
-def io_errors_as(path: pathlib.Path, size_bytes: int | None = None) -> Iterator[None]:
-    """Converts errors of changing `path` to the program's exceptions.
-
-    Args:
-        path: the file or directory.
-        size_bytes: size of what is written, for the message if the disk is full.
-
-    Raises:
-        DiskFullError, OutputError: see `write_error`.
-    """
+def io_errors_as(path: pathlib.Path, size_bytes: int = 0) -> Iterator[None]:
+    """Converts errors of writing `size_bytes` to `path` to DiskFullError or OutputError."""
     try:
         yield
     except OSError as error:
-        raise write_error(path, error, size_bytes) from error
+        problem = f"{path}: {error.strerror}"
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(f"{problem}; choose another directory with --out") from error
+        free = shutil.disk_usage(next(p for p in path.absolute().parents if p.exists())).free
+        needed = f"{size_bytes:,} bytes needed, " if size_bytes else ""
+        advice = "make room, then run the same command again"
+        raise DiskFullError(f"{problem}, {needed}{free:,} free; {advice}") from error
 
 
-def open_regular(path: pathlib.Path) -> io.BufferedReader:
-    """Opens a file for reading bytes, if it is a regular file: no link, no pipe.
-
-    Raises:
-        OSError: the file does not exist, is a link, or cannot be read.
-        ValueError: it is not a regular file.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError(f"{path.name} is not a regular file")
-    return open(descriptor, "rb")
-
-
-def read_text(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> str:
-    """Reads a record of at most `max_bytes` as text.
-
-    Raises:
-        OSError: see `open_regular`.
-        ValueError: the file is not regular, not UTF-8, or larger than `max_bytes`.
-    """
-    with open_regular(path) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes > max_bytes:
-            raise ValueError(f"{path.name} is larger than {max_bytes:,} bytes")
-        return file.read(size_bytes).decode()
-
-
-def read_json(path: pathlib.Path, max_bytes: int = _MAX_JSON_BYTES) -> Any:
-    """Reads a JSON file of at most `max_bytes`.
-
-    Raises:
-        OSError, ValueError: see `read_text`; or the file is not JSON.
-    """
+@contextlib.contextmanager
+def damage_as_error(path: pathlib.Path) -> Iterator[None]:
+    """Converts errors of reading a damaged record, whose values have any type, to OutputError."""
     try:
-        return json.loads(read_text(path, max_bytes))
-    except RecursionError as error:
-        raise ValueError(f"{path.name} is nested too deeply") from error
+        yield
+    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
+            RecursionError) as error:  # fmt: skip
+        raise OutputError(
+            f"{path}: not readable as {path.name} ({reason_of(error)}); run its command again,"
+            " which writes it again, or leave this directory out"
+        ) from error
+
+
+def read_bytes(path: pathlib.Path) -> bytes:
+    """Reads a regular file; raises OSError for a link, ValueError for a pipe."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path.name} is not a regular file")
+        return file.read()
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """Reads a JSON file; raises as `read_bytes`, ValueError or RecursionError if it is none."""
+    return json.loads(read_bytes(path))
 
 
 def remove(path: pathlib.Path) -> None:
-    """Removes a file, a link or a directory tree, if it exists.
-
-    Raises:
-        OutputError: it cannot be removed.
-    """
+    """Removes a file, a link or a directory tree, if it exists; raises OutputError otherwise."""
     with io_errors_as(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -146,11 +100,7 @@ def remove(path: pathlib.Path) -> None:
 
 
 def make_directory(path: pathlib.Path) -> None:
-    """Creates a directory and its parents, if they do not exist, durably.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Creates a directory and its parents, if they do not exist, durably."""
     missing = [p for p in (path, *path.parents) if not p.is_dir()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:

@@ -1,4 +1,4 @@
-"""Plots and `report.html`, from records on disk alone."""
+"""The accuracy plot and `report.html`, from records on disk alone."""
 
 import os
 

@@ -1,287 +1,261 @@
-"""Writes `report.html`: a standalone page with the results of runs on disk."""
+"""Writes `report.html`: a standalone page with the results of runs, from their records on disk."""
 
 import base64
-import contextlib
-import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from app.records.files import io_errors_as, make_directory, read_json, write_file
-from app.records.history import load_history, load_summary
-from app.records.run_directory import CONFIG_FILE, load_run_config
-from app.report.result import Facts, Result, Table
-from app.report.training_result import caveats_of, describe_trainings, settings_table
-from app.runtime import console
-from app.runtime.errors import OutputError, reason_of
+from app import console
+from app.errors import OutputError
+from app.records import files
+from app.records.history import TIMING_CAVEAT, Run, caveats, load_history, load_summary
+from app.records.run_directory import CONFIG_FILE, is_run, load_run_config
 from lockstep.answer import html
-from lockstep.answer.html import is_page
+from lockstep.answer.text import named_steps
 
 REPORT_FILE = "report.html"
-_MEASURED = ("verify", "benchmark")
-_MAX_BYTES = 1 << 30  # The measurements of a long verification are larger than any other record.
+IDENTICAL, DIFFERENT = "bit-identical", "different"  # Outcomes of a pair of trainings.
+Rows = list[list[str]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """The directory of one run: its path, unique name, command and `config.json`."""
+class _Record(NamedTuple):
+    """The directory of one run."""
 
     path: pathlib.Path
-    label: str
+    label: str  # Its name on the page.
     command: str
     config: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """The part of the page about one or several records; `caveats` has their names."""
-
-    title: str
-    result: Result
-    settings: Table
-    caveats: Mapping[str, Sequence[str]]
-    figure: bytes | None = None
-
-
 def write_report(directories: Sequence[pathlib.Path], path: pathlib.Path) -> None:
-    """Writes one page about all runs in `directories`, atomically.
+    """Writes one page about the runs, comparisons and parents of them in `directories`, atomically.
 
-    Args:
-        directories: run directories, comparisons, or parents of them.
-        path: the file; an earlier report is replaced.
-
-    Raises:
-        OutputError: a directory holds no run, a record is damaged, or `path` is another file.
-        DiskFullError: no space.
+    Raises OutputError for a directory without a run, a damaged record, or another file at `path`.
     """
-    with io_errors_as(path):
-        _check_replaceable(path)
+    with files.io_errors_as(path):
+        if os.path.lexists(path) and not html.is_page(path):
+            raise OutputError(
+                f"{path} exists and is no report of this program; give the name of another file"
+                " with --out"
+            )
     # `runs/*` may include an earlier report.
-    named = [directory for directory in directories if not is_page(directory)]
-    content = _render(find_records(named or directories)).encode("utf-8", "replace")
-    with io_errors_as(path):
-        make_directory(path.parent)
-    write_file(path, content)
+    named = [directory for directory in directories if not html.is_page(directory)]
+    content = _page(_find_records(named or directories)).encode("utf-8", "replace")
+    with files.io_errors_as(path):
+        files.make_directory(path.parent)
+    files.write_file(path, content)
 
 
-def _check_replaceable(path: pathlib.Path) -> None:
-    """Checks that an existing file is a report, before it is replaced."""
-    if not (path.exists() or path.is_symlink()) or is_page(path):
-        return
-    if path.is_dir():
-        raise OutputError(
-            f"{path} is a directory; give the name of a file, for example {path / REPORT_FILE}"
-        )
-    raise OutputError(
-        f"{path} exists and is no report of this program; move it away, or give another"
-        " name with --out"
-    )
-
-
-def find_records(directories: Sequence[pathlib.Path]) -> list[Record]:
-    """Returns the runs in directories, each once, in order.
-
-    A comparison includes its own runs. A folder that is not a run includes the runs directly in it,
-    by name; other contents are ignored, with a warning for a `config.json` of another program.
-
-    Raises:
-        OutputError: a directory does not exist, or is not a run and holds none.
-    """
-    found: dict[pathlib.Path, tuple[str, dict]] = {}
+def _find_records(directories: Sequence[pathlib.Path]) -> list[_Record]:
+    """Returns the runs in directories, each once: a comparison with its own, a folder's by name."""
+    found: dict[pathlib.Path, dict[str, Any]] = {}
     for directory in directories:
         if not directory.is_dir():
             what = "is not a directory" if directory.exists() else "does not exist"
             raise OutputError(f"{directory} {what}; give the directory of a run, see runs/")
-        children = [] if _is_run(directory) else _runs_in(directory)
-        for run in children or [directory]:
-            for path, command, config in _run_and_its_own(run):
-                found.setdefault(path.resolve(), (command, config))
-    top = os.path.commonpath([path.parent for path in found])
-    return [
-        Record(path, _shown(os.path.relpath(path, top)), command, config)
-        for path, (command, config) in found.items()
-    ]
+        inner = []
+        if not is_run(directory):
+            with files.io_errors_as(directory):
+                inner = [child for child in sorted(directory.iterdir()) if is_run(child)]
+        for run in inner or [directory]:
+            config = load_run_config(run)  # Raises if there is none.
+            found.setdefault(run.resolve(), config)
+            # Other folders are from an earlier comparison of other strategies.
+            names = config.get("strategies", []) if config.get("command") == "compare" else []
+            for child in (run / str(name) for name in names):
+                if os.path.lexists(child / CONFIG_FILE):
+                    found.setdefault(child.resolve(), load_run_config(child))
+    top, records = os.path.commonpath([path.parent for path in found]), []
+    for path, config in found.items():
+        label = os.path.relpath(path, top).encode("utf-8", "replace").decode()
+        records.append(_Record(path, label, str(config.get("command", "train")), config))
+    return records
 
 
-def _run_and_its_own(path: pathlib.Path) -> Iterator[tuple[pathlib.Path, str, dict]]:
-    """Yields path, command and configuration of a run; for a comparison, also of its trainings."""
-    config = load_run_config(path)  # Raises the missing file.
-    strategies = _strategies_of(config)
-    if config.get("command") in _MEASURED:
-        yield path, config["command"], config
-    elif len(strategies) > 1 or (path / "compare.json").exists():
-        yield path, "compare", config
-        # Other folders are from an earlier comparison of other strategies.
-        for child in (path / strategy for strategy in strategies):
-            if os.path.lexists(child / CONFIG_FILE):
-                yield child, "train", load_run_config(child)
-    else:
-        yield path, "train", config
-
-
-def _strategies_of(config: Mapping[str, Any]) -> list[str]:
-    """Returns the strategy of a training, or those of a comparison."""
-    return str(config.get("strategy")).split(",")
-
-
-def _runs_in(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the runs directly in a directory, by name; warns of folders that look like runs."""
-    try:
-        children = [c for c in sorted(path.iterdir()) if os.path.lexists(c / CONFIG_FILE)]
-    except OSError as error:
-        raise OutputError(
-            f"{path}: {reason_of(error)}; choose a directory that can be read"
-        ) from error
-    runs = [child for child in children if _is_run(child)]
-    others = [_shown(child.name) for child in children if child not in runs]
-    if runs and others:
-        console.warn(f"{path}: ignored {', '.join(others)}: {CONFIG_FILE} there is not of a run")
-    return runs
-
-
-def _is_run(path: pathlib.Path) -> bool:
-    """Returns whether a directory is a run; other programs have a `config.json`, too."""
-    with contextlib.suppress(OutputError):
-        load_run_config(path)
-        return True
-    return False
-
-
-def _shown(name: str) -> str:
-    """Returns a file name as text, for any bytes."""
-    return name.encode("utf-8", "replace").decode()
-
-
-def _render(records: Sequence[Record]) -> str:
-    sections, caveats = _sections(records), dict[str, list[str]]()
-    for section in sections:
-        for text, labels in section.caveats.items():
-            caveats.setdefault(text, []).extend(labels)
+def _page(records: Sequence[_Record]) -> str:
     names = ", ".join(record.label for record in records)
     made = time.strftime("%Y-%m-%d %H:%M:%S %z")
     body = [html.paragraph(f"Made {made} from {names}.", "quiet")]
-    for section in sections:
-        title = f"{section.title}: " if len(sections) > 1 else ""
-        body += [html.verdict_line(s, title + text) for s, text in section.result.verdicts]
-    for text, whose in caveats.items():
-        title = f" ({', '.join(whose)})" if len(records) > 1 else ""
-        body.append(html.paragraph(text + title, "caveat"))
-    body += map(_html_of, sections)
+    trainings = [record for record in records if record.command == "train"]
+    describe = {"compare": _comparison, "verify": _verification, "benchmark": _benchmark}
+    for record in records:
+        if record.command not in describe:
+            continue
+        body.append(f"<section><h2>{html.text_of(record.label)}</h2>")
+        path = record.path / f"{record.command}.json"
+        with files.damage_as_error(path):
+            if path.exists():
+                body += describe[record.command](files.read_json(path))
+            else:
+                body.append(html.paragraph("Not finished: there is no result yet."))
+        own = [each for each in trainings if each.path.parent == record.path]
+        trainings = [each for each in trainings if each not in own]
+        short = [each._replace(label=each.path.name) for each in own]
+        body += [*(_trainings(short) if short else [_settings([record])]), "</section>"]
+    if trainings:
+        title = trainings[0].label if len(trainings) == 1 else "Trainings"
+        body += [f"<section><h2>{html.text_of(title)}</h2>", *_trainings(trainings), "</section>"]
     return html.document(f"Lockstep report: {names}", "Lockstep report", body)
 
 
-def _sections(records: Sequence[Record]) -> list[Section]:
-    """Returns a section for each command, and one for all other trainings."""
-    sections = list[Section]()
-    trainings = [record for record in records if record.command == "train"]
+def _table(header: Sequence[str], rows: Rows) -> str:
+    columns = zip(header, *rows, strict=True)
+    return html.table("", header, rows, [console.is_numeric(cells) for _, *cells in columns])
+
+
+def _trainings(records: Sequence[_Record]) -> list[str]:
+    runs: dict[str, Run] = {}
+    lines, named = list[str](), dict[str, list[str]]()  # A sentence → the trainings that it is of.
     for record in records:
-        if record.command == "train":
-            continue
-        section, own = _section(record), list[Record]()
-        if record.command == "compare":
-            paths = [record.path / name for name in _strategies_of(record.config)]
-            own = [each for each in trainings if each.path in paths]
-            trainings = [each for each in trainings if each not in own]
-        sections.append(_with_trainings(section, own) if own else section)
-    return [*sections, _trainings(trainings)] if trainings else sections
-
-
-def _with_trainings(comparison: Section, records: Sequence[Record]) -> Section:
-    """Adds lines, curves and settings of its trainings to the section of a comparison."""
-    own, result = _trainings(records), comparison.result
-    has_table = any(isinstance(block, Table) for block in result.blocks)
-    blocks = [each for each in own.result.blocks if not (has_table and isinstance(each, Table))]
-    return dataclasses.replace(
-        own,
-        title=comparison.title,
-        result=Result([*result.verdicts, *own.result.verdicts], [*result.blocks, *blocks]),
-        caveats={**comparison.caveats, **own.caveats},
-    )
-
-
-def _html_of(section: Section) -> str:
-    """Returns a section as HTML: results, figure and settings."""
-    lines = ["<section>", f"<h2>{html.text_of(section.title)}</h2>"]
-    for block in section.result.blocks:
-        if isinstance(block, Table):
-            lines.append(_table(block))
-        elif isinstance(block, Facts):
-            lines.append(html.facts_list(block.title or "Set-up", block.facts))
-        elif block:
-            lines.append(html.paragraph(block))
-    if section.figure:
-        # In an image, an SVG file can neither run code nor load files.
-        source = f"data:image/svg+xml;base64,{base64.b64encode(section.figure).decode()}"
-        alt = html.text_of(f"The figure of {section.title}; its numbers are in the tables.")
-        lines.append(f'<div class="scroll" tabindex="0"><img src="{source}" alt="{alt}"></div>')
-    lines.append(f"<details><summary>Settings</summary>{_table(section.settings)}</details>")
-    return "\n".join([*lines, "</section>"])
-
-
-def _table(table: Table) -> str:
-    return html.table(table.title, table.header, table.rows, table.numeric)
-
-
-def _section(record: Record) -> Section:
-    """Returns the section of a comparison, a verification or a benchmark."""
-    path = record.path / f"{record.command}.json"
-    settings, figure = dict(record.config), record.path / f"{record.command}.svg"
-    with _reading(path):
-        if path.exists():
-            content = read_json(path, max_bytes=_MAX_BYTES)
-            result = Result.from_record(content["shown"])
-            settings |= content.get("versions", {})
-        else:
-            result = Result(blocks=["Not finished: there is no result yet."])
-        drawn = figure.read_bytes() if figure.is_file() and not figure.is_symlink() else None
-    caveats = {caveat: [record.label] for caveat in result.caveats}
-    return Section(record.label, result, settings_table({record.label: settings}), caveats, drawn)
-
-
-def _trainings(records: Sequence[Record]) -> Section:
-    """Returns the section of some trainings."""
-    summaries, drawn, settings, caveats = {}, {}, {}, dict[str, list[str]]()
-    for record in records:
-        name = record.label
-        summary, history = load_summary(record.path), load_history(record.path)
-        summaries[name], settings[name] = summary, record.config
+        summary, name = load_summary(record.path), record.label
         if summary is None:
+            lines.append(html.paragraph(f"{name}: no epoch is finished yet"))
             continue
-        with _reading(record.path / "history.jsonl"):
-            if [each.epoch for each in history] != list(range(1, len(history) + 1)):
-                raise ValueError("epochs that do not follow one another")
-        with _reading(record.path / "summary.json"):
-            settings[name] = {**record.config, "devices": summary.devices, **summary.versions}
-            for caveat in caveats_of(summary):
-                caveats.setdefault(caveat, []).append(name)
-        if history:
-            drawn[name] = summary, history
-    figure = None
-    with _reading(records[0].path / "summary.json"):
-        result, table = describe_trainings(summaries), settings_table(settings)
-        if drawn:
-            from app.report.accuracy_plot import draw_accuracy
-            from app.report.plot_style import render
+        history = load_history(record.path)
+        with files.damage_as_error(record.path / "summary.json"):
+            if not history:
+                raise ValueError("a summary without a history")
+            runs[name] = summary, history
+            if summary["status"] != "finished":
+                done = f"{len(history)} of {summary['epochs']} epochs"
+                lines.append(html.paragraph(f"{name}: not finished, {done}"))
+            timing = [TIMING_CAVEAT] if summary["simulated_devices"] else []
+            for caveat in (*caveats(summary), *timing):
+                named.setdefault(caveat, []).append(name)
+    above = []
+    for caveat, names in named.items():
+        of = f" ({', '.join(names)})" if len(records) > 1 else ""
+        above.append(html.paragraph(caveat + of, "caveat"))
+    with files.damage_as_error(records[0].path / "summary.json"):
+        if runs:
+            summaries = {name: summary for name, (summary, _) in runs.items()}
+            table = _table(*results_table(summaries))
+            lines = [table, *lines, *_equal_weights(summaries), _figure(runs)]
+    return [*above, *lines, _settings(records)]
 
-            figure = render(draw_accuracy(drawn), "svg")
-    title = records[0].label if len(records) == 1 else "Trainings"
-    return Section(title, result, table, caveats, figure)
+
+def _equal_weights(summaries: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for name, summary in summaries.items():
+        groups.setdefault(summary["weights_sha256"], []).append(name)
+    same = [", ".join(names) for names in groups.values() if len(names) > 1]
+    return [html.paragraph(f"bitwise identical weights: {names}") for names in same]
 
 
-@contextlib.contextmanager
-def _reading(path: pathlib.Path) -> Iterator[None]:
-    """Converts errors of damaged records to `OutputError`.
+def results_table(summaries: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], Rows]:
+    """Returns header and rows of trainings, by name; the speed-up over `single` on real devices."""
+    single = next((s for s in summaries.values() if s["strategy"] == "single"), None)
+    if any(s["simulated_devices"] for s in summaries.values()):
+        single = None
+    rows = []
+    for name, s in summaries.items():
+        simulated = " simulated" if s["simulated_devices"] else ""
+        row = [name, f"{len(s['devices'])}{simulated}", f"{s['test_accuracy']:.4f}"]
+        row += [f"{s['epoch_sec']:.2f}", f"{s['images_per_sec']:,.0f}"]
+        if single:  # An epoch takes no time if all its steps are verified.
+            row.append(f"{single['epoch_sec'] / s['epoch_sec']:.2f}x" if s["epoch_sec"] else "–")
+        rows.append(row)
+    header = ["run", "devices", "test acc", "sec/epoch", "images/s"]
+    return [*header, "speed-up"] if single else header, rows
 
-    Raises:
-        OutputError: the record is not in the format that a run writes.
-    """
-    try:
-        yield
-    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
-            RecursionError) as error:  # fmt: skip
-        raise OutputError(
-            f"{path}: not readable as {path.name} ({reason_of(error)}); write it again with"
-            " --overwrite, or leave this directory out"
-        ) from error
+
+def _figure(runs: Mapping[str, Run]) -> str:
+    from app.report.plots import draw_accuracy, render
+
+    # In an image, an SVG file can neither run code nor load files.
+    source = base64.b64encode(render(draw_accuracy(runs), "svg")).decode()
+    image = f'<img src="data:image/svg+xml;base64,{source}" alt="Accuracy over the epochs">'
+    return f'<div class="scroll" tabindex="0">{image}</div>'
+
+
+def _settings(records: Sequence[_Record]) -> str:
+    """Returns a table with the settings of several records; those that differ first, marked."""
+    rows = []
+    for name in dict.fromkeys(name for record in records for name in record.config):
+        cells = [_cell(record.config.get(name)) for record in records]
+        rows.append([f"≠ {name}" if len(set(cells)) > 1 else name, *cells])
+    rows.sort(key=lambda row: not row[0].startswith("≠"))
+    table = _table(["setting", *(record.label for record in records)], rows)
+    return f"<details><summary>Settings</summary>{table}</details>"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_cell(each)}" for name, each in value.items())
+    return ", ".join(map(_cell, value)) if isinstance(value, list) else str(value)
+
+
+def _facts(title: str, facts: Mapping[str, Any]) -> str:
+    return html.facts_list(title, {str(name): _cell(value) for name, value in facts.items()})
+
+
+def _comparison(content: Mapping[str, Any]) -> list[str]:
+    return [html.verdict_line(*pairs_verdict(content["pairs"])), *_pairs(content["pairs"])]
+
+
+def pairs_verdict(pairs: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Returns the kind of the comparison of final weights, and one sentence."""
+    outcomes = {pair["outcome"] for pair in pairs}
+    if DIFFERENT in outcomes:
+        return html.BAD, "Weights differ that should be bitwise identical."
+    if outcomes <= {IDENTICAL}:
+        return html.GOOD, "All trainings end with bitwise identical weights."
+    same = [" and ".join(pair["trainings"]) for pair in pairs if pair["outcome"] == IDENTICAL]
+    text = "The trainings end with different weights"
+    if same:
+        text = f"{'; '.join(same)} end with bitwise identical weights; the others differ"
+    return html.GOOD, f"{text}, as expected."
+
+
+def _pairs(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = []
+    for pair in pairs:
+        sizes = [_cell(pair["absolute"]), _cell(pair["relative"]), pair["where"] or "–"]
+        if pair["outcome"] == IDENTICAL:
+            sizes = ["–", "–", "–"]
+        rows.append([" – ".join(pair["trainings"]), pair["outcome"], *sizes])
+    header = ["pair", "outcome", "difference", "relative", "in"]
+    reasons = dict.fromkeys(pair["why"] for pair in pairs if pair["why"])
+    return [_table(header, rows), *map(html.paragraph, reasons)] if rows else []
+
+
+def _verification(content: Mapping[str, Any]) -> list[str]:
+    trainings, lines = content["trainings"], list[str]()
+    for verdict in trainings.values():
+        lines.append(html.verdict_line(html.kind_of(verdict["status"]), verdict["sentence"]))
+    for name, verdict in trainings.items():
+        lines += [html.paragraph(f"{name}: {note}") for note in verdict["notes"]]
+        if verdict["facts"]:
+            lines.append(_facts(name, verdict["facts"]))
+    lines.append(html.nodes_table({name: each["nodes"] for name, each in trainings.items()}))
+    steps = {f"{name}, verified": named_steps(each["steps"]) for name, each in trainings.items()}
+    facts = {name: fact for name, fact in content["facts"].items() if fact != ""}
+    return [*lines, *_pairs(content["pairs"]), _facts("Set-up", {**facts, **steps})]
+
+
+def _benchmark(content: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [
+            f"{case['strategy']} on {console.count(case['num_devices'], 'device')}",
+            *interval_cells(case["images_per_sec"], ",.0f"),
+            *interval_cells(case["speedup"], ".3f"),
+        ]
+        for case in content["cases"]
+    ]
+    header = ["", "images/s", "95 % interval", "speed-up", "95 % interval"]
+    simulated = content["facts"]["simulated_devices"]
+    caveat = [html.paragraph(TIMING_CAVEAT, "caveat")] if simulated else []
+    return [*caveat, _table(header, rows), _facts("Set-up", content["facts"])]
+
+
+def interval_cells(found: Mapping[str, float] | None, form: str) -> list[str]:
+    """Returns the median and the interval of a ratio as cells of a table."""
+    if found is None:
+        return ["–", "–"]
+    return [f"{found['median']:{form}}", f"{found['low']:{form}}–{found['high']:{form}}"]

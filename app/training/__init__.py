@@ -1,1 +1,1 @@
-"""Runs a training, from its specification to its last checkpoint."""
+"""Builds and runs a training."""

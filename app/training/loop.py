@@ -1,338 +1,260 @@
 """Runs a training: steps, verification, checkpoints, evaluation."""
 
-import contextlib
+import dataclasses
+import json
 import math
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
-import tensorflow as tf
+import numpy as np
 
-from app.data.dataset import ImageDataset
-from app.devices.device_setup import Devices
-from app.options import Config
-from app.records.checkpoint import Checkpoint
-from app.records.history import Summary
-from app.records.run_metadata import Progress, is_finished, summarize
-from app.runtime import console, signals
-from app.runtime.errors import DeviceError, MismatchError, Terminated, memory_error
-from app.runtime.progress_bar import TrainingProgress
-from app.runtime.versions import CPU_KERNELS
-from app.training.all_reduce_self_test import run_all_reduce_self_test
-from app.training.evaluation import evaluate
-from app.training.fault_injection import FaultyObserver, inject_fault
-from app.training.optimizers import last_learning_rate
-from app.training.run_writer import RunWriter
-from app.training.step_check import CreateStepCheck
-from app.training.training_spec import TrainingSpec
-from app.training.training_state import TrainingState
-from strategies.step_totals import StepTotals
-from strategies.workers import Workers
+from app import console, signals
+from app.data.batches import eval_dataset
+from app.data.fashion_mnist import ImageDataset
+from app.errors import DivergedError, Terminated
+from app.progress import TrainingProgress
+from app.records import files
+from app.records.checkpoint import Checkpoint, check_resumable, save_checkpoint, weights_sha256
+from app.records.history import EpochRecord, EventWriter, finished, is_complete, write_history
+from app.report.plots import plot_accuracy
+from app.training.build import TrainingRun, restore
+from app.training.checks import check_all_reduce, check_copies
+from app.training.recipes import last_learning_rate
+from strategies.base import BatchIterator, StepTotals, Strategy
+from strategies.state import State
 
-# The number of steps of a compiled call grows until it takes this long, so that the bar is updated
-# and the host is mostly idle.
-_CALL_SEC = 0.5
-# After each call the workers synchronise, which takes several round trips through the network.
-_CALL_SEC_OF_WORKERS = 2.0
+# The number of steps of a compiled call grows until it takes this long. Workers synchronise after
+# each call, which takes several round trips through the network.
+_CALL_SEC, _CALL_SEC_OF_WORKERS = 0.5, 2.0
+_CHECKPOINT_SEC = 300.0  # Between checkpoints within an epoch, without --checkpoint_every.
 
 
-class Training:
-    """Runs one training. The constructor builds and tests it, and writes nothing to `run_dir`.
+class TrainingLoop:
+    """Runs one training. The constructor tests the all-reduce, and writes nothing to `run_dir`.
 
-    With several workers, each of them creates and runs a `Training` at the same time. Only the
-    chief reads and writes the run directory.
+    With several workers, each of them creates and runs a loop at the same time.
 
     Args:
-        config: options of the training.
-        devices: the devices.
-        dataset: the data.
+        run: the training.
         run_dir: the run directory, locked; None for a worker other than the chief.
+        resumed: the checkpoint from which the run resumes; None to start from scratch.
         on_progress: called whenever there is progress.
-        create_step_check: creates what verifies steps while they are trained; None for none.
-
-    Attributes:
-        spec: the data, batches, steps and learning rate.
-        strategy: the strategy, with the model and the optimizer.
-
-    Raises:
-        ConfigError: the strategy cannot run like this, or the fault has no effect.
-        DataError: another worker has other data.
-        AllReduceError: the all-reduce loses or repeats values of replicas.
+        check_step: trains a step, given its number from 1, and compares it with one device;
+            returns its totals, and whether it was verified.
     """
 
     def __init__(
         self,
-        config: Config,
-        devices: Devices,
-        dataset: ImageDataset,
+        run: TrainingRun,
         run_dir: pathlib.Path | None,
+        resumed: Checkpoint | None = None,
         on_progress: Callable[[], None] = lambda: None,
-        create_step_check: CreateStepCheck = lambda spec, strategy: None,
+        check_step: Callable[[BatchIterator, int], tuple[StepTotals, bool]] | None = None,
     ) -> None:
-        self._config, self._run_dir, self._on_progress = config, run_dir, on_progress
-        self._workers = devices.workers or Workers()
-        self.spec = TrainingSpec(config, dataset)
-        self.spec.check_same_data(self._workers)
-        self.strategy = self.spec.build_strategy(devices)
-        run_all_reduce_self_test(self.strategy)
-        self._faulty: FaultyObserver | None = None
-        if config.verification.fault:
-            self._faulty = inject_fault(
-                config.verification.fault,
-                self.strategy,
-                batch_sizes=self.spec.batch_sizes(),
-                num_steps=self.spec.num_steps,
-            )
-        self._step_check = create_step_check(self.spec, self.strategy)
-        self._metadata = self.spec.metadata(self.strategy, devices)
-        self._state = TrainingState(config, self.strategy, self._metadata)
-        self._resumed: Checkpoint | None = None
-        self._writer: RunWriter | None = None  # `_begin` creates it, on the chief alone.
-        self._step_sec = math.inf
+        self.training, self._strategy, self._workers = run, run.strategy, run.strategy.workers
+        self._run_dir, self._on_progress, self._check_step = run_dir, on_progress, check_step
+        self._step_sec, self._last_save = math.inf, time.monotonic()
+        self.metadata, self.epochs = run.metadata(), list[EpochRecord]()
+        self._damaged = [path for path, _ in resumed.damaged] if resumed else []
+        check_all_reduce(self._strategy)
+        if run_dir and resumed:
+            scheduled = run.recipe.warmup is not None
+            check_resumable(resumed, run_dir, self.metadata, has_schedule=scheduled)
+            restore(self._strategy, resumed)
+            self.epochs = list(resumed.epochs)
+        if self._workers.count > 1:
+            text = json.dumps([dataclasses.asdict(record) for record in self.epochs])
+            per_epoch = json.loads(self._workers.broadcast(text.encode()))
+            self.epochs = [EpochRecord(**values) for values in per_epoch]
+            own = resumed.per_shard_statistics if resumed else ()
+            self._strategy.states.broadcast(own if len(own) == self._strategy.num_shards else ())
+        self._saved = self._position()
         self._on_progress()
 
-    def start(self, resumed: Checkpoint | None) -> None:
-        """Restores the checkpoint from which the run resumes; None to start from scratch.
+    def run(self) -> list[EpochRecord]:
+        """Trains the remaining steps; returns the epochs, which have been saved.
 
-        Raises:
-            CheckpointError: it is of another training.
+        Saves before it raises KeyboardInterrupt or Terminated for a signal; raises DivergedError,
+        MismatchError for a verified step, and ReplicaDivergenceError without saving.
         """
-        self._resumed = resumed
-        if self._run_dir and resumed:
-            self._state.restore(resumed, self._run_dir, has_schedule=self.spec.has_schedule)
-        if self._workers.count > 1:
-            self._state.broadcast(self._workers, resumed)
-
-    @property
-    def cpu_kernels(self) -> str:
-        """Which kernels compute on the CPU, for example "oneDNN on AVX2"."""
-        return self._metadata.versions[CPU_KERNELS]
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all epochs are trained, evaluated and saved."""
-        return is_finished(self._metadata, self._state.progress)
-
-    def run(self) -> Summary | None:
-        """Trains the remaining steps; returns the summary, which has been written.
-
-        Returns None without a run directory.
-
-        Raises:
-            DeviceError: memory ran out.
-            DivergedError: a loss or a weight is not finite.
-            DiskFullError, OutputError: a file cannot be saved.
-            MismatchError: a verified step differs from the reference.
-            ReplicaDivergenceError: replicas hold different weights.
-            KeyboardInterrupt, Terminated: a signal was received; the state has been saved.
-        """
-        self._begin()
-        self._train()
-        self._wait_for_all()
-        return summarize(self._metadata, self._state.progress) if self._writer else None
-
-    def _train(self) -> None:
-        """Trains the remaining epochs; after a signal, saves the state and ends."""
-        with self._bar, self._naming_out_of_memory(), signals.deferred():
+        run, step = self.training, self._current().step
+        if self._run_dir:
+            for path in self._damaged:
+                files.remove(path)
+            write_history(self._run_dir, self.metadata, self.epochs, plot_accuracy)
+            self._events = EventWriter(self._run_dir, step)
+        self._bar = TrainingProgress(
+            run.config.training.epochs, run.steps_per_epoch, step, shown=self._workers.is_chief
+        )
+        with self._bar, signals.deferred():
             try:
-                while not self.is_finished:
-                    while self._is_within_epoch():
-                        self.step(self._num_steps_of_next_call())
-                        if self._is_save_due():
-                            self.save()
+                if not is_complete(self.metadata, self.epochs):
+                    # An attribute, because deleting an iterator of `tf.distribute` can take 30 s.
+                    self._iterator = self._strategy.distribute(run.batches(step))
+                    self._strategy.train_steps(self._iterator, 0)  # Compiles.
+                while not is_complete(self.metadata, self.epochs):
+                    while self._current().epoch_step < run.steps_per_epoch:
+                        self._train_call()
+                        self._save_if_due()
                     self._end_epoch()
                     self._synchronize()
             except (KeyboardInterrupt, Terminated):
-                self.save()
-                self._wait_for_all()
+                self._save()
+                self._leave()
                 raise
-            except MismatchError:
-                if self._writer:
-                    self._writer.mismatch(self._state.progress)
-                raise
+        self._leave()
+        return self.epochs
 
-    def _begin(self) -> None:
-        """Starts the records in the run directory, if there is one; compiles the step."""
-        if self._run_dir:
-            progress = self._state.progress
-            self._writer = RunWriter(self._run_dir, self._metadata, progress, self._resumed)
-        self._resumed = None  # The arrays of the checkpoint are not needed any more.
-        if self._faulty:
-            self._faulty.begin()
-        self._bar = TrainingProgress(
-            self._config.training.epochs,
-            self.spec.steps_per_epoch,
-            self._state.progress.step,
-            shown=self._workers.is_chief,
-        )
-        if self.is_finished:
-            return  # The previous attempt was interrupted after its last checkpoint.
-        with self._naming_out_of_memory():
-            # An attribute, because deleting an iterator of `tf.distribute` can take 30 s.
-            self._iterator = self.strategy.distribute(self._batches())
-            start = time.monotonic()
-            self.strategy.train_steps(self._iterator, 0)
-            if self._step_check:
-                self._step_check.compile(self._iterator)
-            self._state.add_compilation(time.monotonic() - start)
+    def _current(self) -> EpochRecord:
+        """Returns the record of the running epoch."""
+        if self.epochs and not self.epochs[-1].is_finished:
+            return self.epochs[-1]
+        step = self.epochs[-1].step if self.epochs else 0
+        return EpochRecord(len(self.epochs) + 1, step, 0, 0.0, 0, 0, 0.0)
 
-    def step(self, num_steps: int) -> StepTotals:
-        """Trains some steps in one compiled call, and adds them to the progress of the epoch.
+    def _position(self) -> tuple[int, int]:
+        """Returns the number of steps and of finished epochs."""
+        return self._current().step, len(finished(self.epochs))
 
-        Args:
-            num_steps: at most the remaining steps of the epoch.
-
-        Raises:
-            DivergedError: the loss is not finite.
-            MismatchError: the step was verified and differs from the reference.
-        """
-        before, start = self._state.progress, time.monotonic()
-        if self._step_check:
-            totals, call_sec = self._step_check.train_steps(self._iterator, num_steps, before)
-            self._state.add_verification(time.monotonic() - start - call_sec)
+    def _train_call(self) -> None:
+        """Trains some steps in one compiled call, and adds them to the record of the epoch."""
+        record, start = self._current(), time.monotonic()
+        num_steps, is_verified = self._num_steps_of_next_call(record)
+        if is_verified and self._check_step:
+            totals, is_verified = self._check_step(self._iterator, record.step + 1)
+            call_sec = 0.0  # Verification is not training time.
         else:
-            totals = self.strategy.train_steps(self._iterator, num_steps)
+            totals = self._strategy.train_steps(self._iterator, num_steps)
             call_sec = time.monotonic() - start
-        self._step_sec = call_sec / num_steps
-        self._state.add_steps(num_steps, totals, call_sec=call_sec)
-        self._verify_if_due(before)  # A wrong step may be why a loss is not finite.
-        self._state.check_finite(totals, "training loss")
-        progress, images_per_sec = self._state.progress, totals.examples / call_sec
-        self._bar.step(progress.step, progress.totals, images_per_sec)
-        if self._writer:
-            self._writer.steps(
-                progress,
-                totals,
-                images_per_sec=images_per_sec,
-                learning_rate=last_learning_rate(self.strategy.optimizer),
-            )
-        return totals
-
-    def _verify_if_due(self, before: Progress) -> None:
-        """Checks the last step, if it was recorded; at a mismatch warns, or rolls back and ends.
-
-        Args:
-            before: progress before the step.
-
-        Raises:
-            MismatchError: the step is wrong, and the training is configured to stop.
-        """
-        if self._step_check is None or not self._step_check.is_due(before):
-            return
-        start = time.monotonic()
-        finding = self._step_check.check(before)
-        is_wrong = finding is not None
-        self._state.add_verification(time.monotonic() - start, verified=1, wrong=int(is_wrong))
-        if finding is None:
-            return
-        if self._config.verification.on_mismatch == "warn":
-            console.warn(finding.text)
-            return
-        if self._state.roll_back(before, finding.before, finding.per_shard_statistics):
-            self.save()
-        saved_step = self._state.checkpoints.saved_step
-        kept = f"the state after step {saved_step} is saved" if saved_step else "no state is saved"
-        again = "resume" if saved_step else "start again"
-        raise MismatchError(
-            f"{finding.text}; {kept}; find the cause, or {again} with --on_mismatch=warn"
+            self._step_sec = call_sec / num_steps
+        self._check_finite(totals, "training loss", record.step + num_steps)
+        record = dataclasses.replace(
+            record,
+            step=record.step + num_steps,
+            epoch_step=record.epoch_step + num_steps,
+            loss_sum=record.loss_sum + totals.loss_sum,
+            correct=record.correct + totals.correct,
+            examples=record.examples + totals.examples,
+            epoch_sec=record.epoch_sec + call_sec,
+            learning_rate=last_learning_rate(self._strategy.optimizer),
+            verified_steps=record.verified_steps + is_verified,
         )
+        self.epochs = [*finished(self.epochs), record]
+        scalars = {"loss": totals.loss, "accuracy": totals.accuracy}
+        scalars["learning_rate"] = record.learning_rate
+        if call_sec:
+            scalars["images_per_sec"] = totals.examples / call_sec
+        speed = scalars.get("images_per_sec", 0.0)
+        self._bar.step(record.step, record.train_loss, record.train_accuracy, speed)
+        if self._run_dir:
+            self._events.add(record.step, "steps", scalars)
+
+    def _num_steps_of_next_call(self, record: EpochRecord) -> tuple[int, bool]:
+        """Returns the number of steps of the next compiled call, and whether it is verified."""
+        call_sec = _CALL_SEC_OF_WORKERS if self._workers.count > 1 else _CALL_SEC
+        num_steps = self.training.steps_per_epoch - record.epoch_step
+        num_steps = min(num_steps, max(1, int(call_sec / self._step_sec)))
+        if every := self.training.config.output.checkpoint_every:
+            num_steps = min(num_steps, every - record.step % every)
+        if every := self.training.config.verification.verify_every:
+            if record.step == 0 or (record.step + 1) % every == 0:
+                return 1, True
+            num_steps = min(num_steps, every - 1 - record.step % every)
+        return num_steps, False
 
     def _end_epoch(self) -> None:
-        """Evaluates and saves the epoch whose steps have been trained.
-
-        Raises:
-            DivergedError: the loss or a weight is not finite.
-            ReplicaDivergenceError: replicas hold different weights.
-        """
+        """Evaluates and saves the epoch whose steps have been trained."""
         self._bar.evaluating()
-        self._state.check_replica_divergence(shown=self._workers.is_chief)
-        start = time.monotonic()
-        test = evaluate(self.strategy, self.spec.dataset, self._after_test_batch)
-        evaluation_sec = time.monotonic() - start
-        self._state.check_finite(test, "test loss")
-        self._state.finish_epoch(test, evaluation_sec=evaluation_sec)
-        self.save()
-        self._bar.epoch(self._state.progress.history[-1])
-
-    def save(self) -> None:
-        """Saves the state of the training, unless the last checkpoint has it."""
-        if self._state.save(self._writer):
-            self._on_progress()
-
-    def _batches(self) -> tf.data.Dataset:
-        """Returns the training dataset from the next step on, with any injected data fault."""
-
-        def batches(seed: int) -> tf.data.Dataset:
-            return self.spec.batches(seed=seed, start_step=self._state.progress.step)
-
-        seed = self._config.training.seed
-        return self._faulty.batches(batches, seed) if self._faulty else batches(seed)
-
-    @contextlib.contextmanager
-    def _naming_out_of_memory(self) -> Iterator[None]:
-        """Converts out-of-memory errors of training steps to an error that names the batch.
-
-        Raises:
-            DeviceError: a step ran out of memory.
-        """
-        try:
-            yield
-        except Exception as error:
-            if not memory_error(error) or not self._is_within_epoch():
-                raise
-            size, num_replicas = max(self.spec.batch_sizes()), self.strategy.num_replicas
-            half = size // 2 // num_replicas * num_replicas
-            smaller = f"use --global_batch_size={half} or less"
-            raise DeviceError(
-                f"out of memory: --global_batch_size={size}, which is"
-                f" {-(-size // num_replicas):,} images on each of"
-                f" {console.count(num_replicas, 'replica')}, does not fit;"
-                f" {smaller if half else 'use fewer devices or a machine with more memory'}"
-            ) from error
-
-    def _is_within_epoch(self) -> bool:
-        return self._state.progress.epoch_step < self.spec.steps_per_epoch
-
-    def _num_steps_of_next_call(self) -> int:
-        """Returns the number of steps of the next compiled call."""
-        progress = self._state.progress
-        num_steps = self._state.checkpoints.num_steps_before_next(progress)
-        if self._step_check:
-            num_steps = min(num_steps, self._step_check.num_steps_before_next(progress))
-        return min(num_steps, self._num_steps_in_time())
-
-    def _num_steps_in_time(self) -> int:
-        """Returns the number of steps that take as long as a call should."""
-        call_sec = _CALL_SEC_OF_WORKERS if self._workers.count > 1 else _CALL_SEC
-        return max(1, int(call_sec / self._step_sec))
-
-    def _is_save_due(self) -> bool:
-        """Returns whether to save within the epoch, after every worker has trained its steps.
-
-        The workers' clocks differ; they also take the time of a step from the slowest worker.
-        """
-        is_due = self._state.checkpoints.is_due(self._state.progress)
-        self._step_sec, is_due_anywhere = self._synchronize(self._step_sec, is_due)
-        return bool(is_due_anywhere)
+        record, start = self._current(), time.monotonic()
+        test = evaluate(self._strategy, self.training.dataset, self._synchronize)
+        self._check_finite(test, "test loss", record.step)
+        record = dataclasses.replace(
+            record,
+            test_loss=test.loss,
+            test_accuracy=test.accuracy,
+            evaluation_sec=time.monotonic() - start,
+        )
+        self.epochs = [*finished(self.epochs), record]
+        self._save()
+        self._bar.epoch(record)
 
     def _synchronize(self, *numbers: float) -> list[float]:
-        """Synchronises values that depend on clocks and signals, between two calls.
-
-        Returns:
-            The maximum of each number over the workers.
-
-        Raises:
-            KeyboardInterrupt, Terminated: any worker has received a signal.
-        """
+        """Returns the maximum of each number over the workers; raises if any received a signal."""
         self._on_progress()
         signal_number, *largest = self._workers.all_reduce_max(signals.requested(), *numbers)
         signals.check(int(signal_number))
         return largest
 
-    def _after_test_batch(self) -> None:
-        self._synchronize()
+    def _save_if_due(self) -> None:
+        """Saves within the epoch; takes the time of a step from the slowest worker."""
+        every, record = self.training.config.output.checkpoint_every, self._current()
+        is_late = time.monotonic() - self._last_save >= _CHECKPOINT_SEC
+        is_due = record.step % every == 0 if every else is_late
+        is_due = is_due and record.epoch_step < self.training.steps_per_epoch
+        self._step_sec, is_due_anywhere = self._synchronize(self._step_sec, is_due)
+        if is_due_anywhere:
+            self._save()
 
-    def _wait_for_all(self) -> None:
+    def _save(self) -> None:
+        """Saves the state of the training, unless the last checkpoint has it."""
+        if self._position() == self._saved:
+            return
+        check_copies(self._strategy)  # The state of the first copy is saved for all copies.
+        state, last = self._strategy.state(), self.epochs[-1]
+        statistics = self._strategy.states.per_shard_statistics()
+        if name := _first_not_finite(state):
+            raise self._diverged(f"{name} is not finite", last.step)
+        if self._run_dir:
+            if last.is_finished:
+                last = dataclasses.replace(last, weights_sha256=weights_sha256(state))
+                self.epochs = [*self.epochs[:-1], last]
+                self._events.add_epoch(last)
+            checkpoint = Checkpoint(self.metadata, self.epochs, state, statistics)
+            console.log(f"Saved checkpoint {save_checkpoint(self._run_dir, checkpoint).stem}")
+            if last.is_finished:
+                write_history(self._run_dir, self.metadata, self.epochs, plot_accuracy)
+        self._saved, self._last_save = self._position(), time.monotonic()
+        self._on_progress()
+
+    def _check_finite(self, totals: StepTotals, description: str, step: int) -> None:
+        if not math.isfinite(totals.loss_sum):
+            name = _first_not_finite(self._strategy.state())
+            cause = f"{name} is not finite" if name else "all weights are finite"
+            raise self._diverged(f"{description} {totals.loss}, {cause}", step)
+
+    def _diverged(self, problem: str, step: int) -> DivergedError:
+        saved, rate = self._saved[0], self.metadata.learning_rate
+        kept = f"; the checkpoint of step {saved} is kept" if saved else ""
+        return DivergedError(
+            f"{problem} at step {step} with learning rate {rate:g}; use a smaller"
+            f" --learning_rate{kept}"
+        )
+
+    def _leave(self) -> None:
         """Waits for every worker: none exits before the chief has saved, or needs another."""
         self._workers.all_reduce_max(0)
         self._workers.leave()
+
+
+def evaluate(
+    strategy: Strategy, dataset: ImageDataset, on_batch: Callable[[], Any] = lambda: None
+) -> StepTotals:
+    """Returns the totals over the whole test set, each example counted once.
+
+    Calls `on_batch` after each batch; an exception that it raises ends the evaluation.
+    """
+    batches = eval_dataset(dataset.test_images, dataset.test_labels, global_batch_size=1000)
+    totals = strategy.evaluate(batches, on_batch)
+    if totals.examples != dataset.num_test_examples:
+        raise RuntimeError(
+            f"evaluated {totals.examples} examples instead of {dataset.num_test_examples}"
+        )
+    return totals
+
+
+def _first_not_finite(state: State) -> str | None:
+    """Returns the name of the first array that holds a number that is not finite."""
+    names = (name for name, array in state.items() if not np.all(np.isfinite(array)))
+    return next(names, None)

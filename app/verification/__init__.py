@@ -1,1 +1,1 @@
-"""Verifies that two trainings are the same."""
+"""Verifies strategies: each step is recorded, and compared with the same step on one device."""

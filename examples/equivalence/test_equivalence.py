@@ -24,6 +24,6 @@ WAYS = {  # Name → how it is started, and what differs from the reference.
 
 
 def test_all_ways_are_one_training() -> None:
-    """Fails with the first mismatch of each way, its cause and its remedy."""
+    """Fails with the place where each way first parts from the reference."""
     variants = {name: f"{start} {SCRIPT} {words}" for name, (start, words) in WAYS.items()}
     lockstep.assert_same_training(f"python {SCRIPT}", variants)

@@ -7,9 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from strategies.base import BatchIterator, ModelFn, OptimizerFn
+from strategies.base import BatchIterator, ModelFn, OptimizerFn, StepTotals, sum_of_losses
 from strategies.manual import ManualStrategy, split_batch
-from strategies.step_totals import StepTotals
 
 
 def wrong_all_reduce(data: list[Any]) -> None:
@@ -30,22 +29,32 @@ class ReboundStrategy(ManualStrategy):
         """Builds the replicas, and a variable for each gradient of each replica."""
         super().build(model_fn, optimizer_fn)
         self.per_replica_gradients = []
-        for replica in self.replicas:
-            with tf.device(replica.device):
-                zeros = [tf.zeros_like(weight) for weight in replica.model.trainable_variables]
+        for device, replica in zip(self.devices, self.replicas, strict=True):
+            with tf.device(device):
+                zeros = [tf.zeros_like(weight) for weight in replica.weights]
                 self.per_replica_gradients.append([tf.Variable(zero) for zero in zeros])
 
     def train_step(self, iterator: BatchIterator) -> StepTotals:
         """Makes one update on each replica, with the gradients that its variables hold."""
-        images, labels = next(iterator)
-        shards = split_batch((images, labels), self.devices, self.bounds(tf.size(labels)))
-        computed, per_replica_totals = self.gradients(self.replicas, shards, tf.size(labels))
-        for variables, gradients in zip(self.per_replica_gradients, computed, strict=True):
-            for variable, gradient in zip(variables, gradients, strict=True):
-                variable.assign(gradient)
+        shards, totals = split_batch(next(iterator), self.devices), []
+        for replica_id, (replica, shard) in enumerate(zip(self.replicas, shards, strict=True)):
+            with tf.device(self.devices[replica_id]):
+                with tf.GradientTape() as tape:
+                    logits = replica.model(shard.images, training=True)
+                    loss_sum = sum_of_losses(logits, shard.labels, self.label_smoothing)
+                    loss = loss_sum / tf.cast(shard.num_global_examples, tf.float32)
+                own = tape.gradient(loss, replica.weights)
+                own = self.observer.on_shard(replica_id, shard, logits, loss, own)
+                for variable, gradient in zip(
+                    self.per_replica_gradients[replica_id], own, strict=True
+                ):
+                    variable.assign(gradient)
+                totals.append(StepTotals.of(logits, shard.labels))
         for copies in zip(*self.per_replica_gradients, strict=True):
             wrong_all_reduce(list(copies))
-        for replica, variables in zip(self.replicas, self.per_replica_gradients, strict=True):
-            with tf.device(replica.device):
-                self.apply_gradients(replica, [variable.read_value() for variable in variables])
-        return StepTotals.sum(per_replica_totals)
+        for replica_id, replica in enumerate(self.replicas):
+            with tf.device(self.devices[replica_id]):
+                own = [each.read_value() for each in self.per_replica_gradients[replica_id]]
+                replica.optimizer.apply(own, replica.model.trainable_variables)
+                self.observer.on_update(replica_id, own)
+        return StepTotals.sum(totals)

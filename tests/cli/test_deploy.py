@@ -9,10 +9,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from app import errors
 from app.devices.cluster import find_cluster
-from app.runtime import errors
+from app.options import parse_command_line
 from tests.conftest import ROOT
-from tests.in_process import parse_here
 
 DEPLOY = ROOT / "deploy"
 MANIFEST = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
@@ -103,9 +103,6 @@ def test_parts_of_the_manifest_and_the_image_belong_together():
     claim = volumes["out"]["persistentVolumeClaim"]["claimName"]
     assert claim == KINDS["PersistentVolumeClaim"]["metadata"]["name"]
     assert mounts[ENVIRONMENT["FASHION_MNIST_DIR"]]["readOnly"] is True
-    folder, _, key = ENVIRONMENT["LOCKSTEP_SECRET_FILE"].rpartition("/")
-    secret = volumes[mounts[folder]["name"]]["secret"]["secretName"]
-    assert f"create secret generic {secret} --from-literal={key}=" in MANIFEST
 
     copied = {line.split()[1] for line in DOCKERFILE.splitlines() if line.startswith("COPY ")}
     assert copied == {"requirements.txt", "main.py", "app", "lockstep", "models", "strategies"}
@@ -169,5 +166,5 @@ def test_worker_that_is_asked_to_stop_may_finish(run, tmp_path):
 def test_commands_have_flags_that_exist(text):
     lines = text.replace("\\\n", " ").splitlines()
     words = shlex.split(next(line for line in lines if " train --strategy" in line))
-    config = parse_here(*words[words.index("main.py") + 1 :])
+    config = parse_command_line(["main.py", *words[words.index("main.py") + 1 :]])
     assert config.distribution.strategy == "multi_worker"

@@ -3,17 +3,19 @@
 import gzip
 import importlib
 import sys
+import types
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
-from app.data.fashion_mnist import load_fashion_mnist
-from app.data.synthetic import generate_synthetic
+import lockstep
+from app.data.fashion_mnist import IMAGE_SHAPE, NUM_CLASSES
 from app.training.recipes import find_recipe
+from lockstep.data.file import save
+from lockstep.data.trace import WEIGHT, About, Trace, Variable
 from models import load_model_builder
-from tests.conftest import CPUS, ROOT
+from tests.conftest import CPUS, ROOT, generated, idx_files
 from tests.small_models import new_strategy
 
 NUM_STEPS = 12
@@ -30,9 +32,9 @@ def load():
 
 @pytest.fixture(scope="module")
 def data():
-    images = generate_synthetic()
-    train = images.train_images[:NUM_EXAMPLES], images.train_labels[:NUM_EXAMPLES]
-    return train, (images.test_images[:100], images.test_labels[:100])
+    images = generated(NUM_EXAMPLES, 100)
+    train = images.train_images, images.train_labels
+    return train, (images.test_images, images.test_labels)
 
 
 def train_in_the_program(dataset, values, num_replicas):
@@ -82,40 +84,37 @@ def test_the_lesson_has_the_bits_of_the_program_and_of_its_mirrored_half(
         assert_equal(device_params, expected, devices)
 
 
-def test_the_lesson_compares_both_ways_and_plots_them(load, monkeypatch, tmp_path, data, capsys):
+def test_the_lesson_trains_and_tests(load, data, capsys):
     lesson = load("data_parallel")
-    monkeypatch.chdir(tmp_path)
-    data = [(images, labels.astype(np.int32)) for images, labels in data]
-    monkeypatch.setattr(lesson, "load_data", lambda: data)
-    monkeypatch.setattr(lesson, "choose_devices", lambda number: CPUS[:number])
-    monkeypatch.setattr(sys, "argv", ["data_parallel.py", "--num_gpus=2", "--num_epochs=1"])
-    lesson.main()
-    *_, by_hand, mirrored, last = capsys.readouterr().out.splitlines()
+    sets = [(images, labels.astype(np.int32)) for images, labels in data]
+    copies = [
+        params
+        for method in (lesson.by_hand, lesson.mirrored)
+        for params in lesson.train(method, sets, CPUS[:2], num_epochs=1)
+    ]
+    by_hand, mirrored = capsys.readouterr().out.splitlines()
     assert by_hand.startswith("by_hand: test acc: 0.") and mirrored.startswith("mirrored: test acc")
-    assert last == "4 of 4 copies are bitwise identical."
-    assert (tmp_path / "data_parallel.png").stat().st_size > 10_000
+    assert len({b"".join(param.numpy().tobytes() for param in params) for params in copies}) == 1
 
 
 def test_the_wrong_all_reduce_leaves_each_device_but_the_first_its_own_gradient(load, data):
     lesson, other = load("data_parallel"), load("wrong_all_reduce")
     (images, labels), _ = data
     batch, devices = (tf.constant(images[:10]), tf.constant(labels[:10], tf.int32)), CPUS[:3]
-    random = np.random.default_rng(1)
-    values = [random.normal(0, 0.1, shape).astype(np.float32) for shape in lesson.SHAPES]
-    by_hand, right, wrong = [], [], []
-    for copies, create in (
-        (by_hand, lesson.by_hand),
-        (right, other.by_hand_with(other.right)),
-        (wrong, other.by_hand_with(other.wrong)),
-    ):
-        device_params, _, train_batch = create(None, values, devices)
+    steps = []
+    for all_reduce in (other.right, other.wrong):
+        device_params, train_batch = other.create(all_reduce, devices)
         train_batch(*batch)
-        copies += [[param.numpy() for param in params] for params in device_params]
+        steps.append([[param.numpy() for param in params] for params in device_params])
+    device_params, _, train_batch = lesson.by_hand(None, lesson.initial_values(), devices)
+    train_batch(*batch)
+    by_hand = [[param.numpy() for param in params] for params in device_params]
     local = []
     for shard in zip(*(lesson.split_batch(each, devices) for each in batch), strict=True):
-        weights = [tf.Variable(value) for value in values]
+        weights = [tf.Variable(value, dtype="float32") for value in lesson.initial_values()]
         lesson.sgd(weights, lesson.local_gradients(weights, *shard, 10))
         local.append([weight.numpy() for weight in weights])
+    right, wrong = steps
     for got, expected in ((right, by_hand), (wrong, [by_hand[0], *local[1:]])):
         for params, others in zip(got, expected, strict=True):
             for param, value in zip(params, others, strict=True):
@@ -124,32 +123,15 @@ def test_the_wrong_all_reduce_leaves_each_device_but_the_first_its_own_gradient(
     assert max(np.abs(a - b).max() for a, b in zip(wrong[1], right[1], strict=True)) > 1e-3
 
 
-def test_the_wrong_all_reduce_is_trained_and_plotted(load, monkeypatch, tmp_path, data, capsys):
-    lesson = load("wrong_all_reduce")
-    monkeypatch.chdir(tmp_path)
-    data = [(images, labels.astype(np.int32)) for images, labels in data]
-    monkeypatch.setattr(lesson, "load_data", lambda: data)
-    monkeypatch.setattr(lesson, "choose_devices", lambda number: CPUS[:number])
-    monkeypatch.setattr(sys, "argv", ["wrong_all_reduce.py", "--num_gpus=2", "--num_epochs=1"])
-    lesson.main()
-    printed = [line for line in capsys.readouterr().out.splitlines() if "weights of each" in line]
-    for line in printed:
-        assert line.startswith("  test accuracy with the weights of each device: 0.")
-        assert line.count(", ") == 1
-    assert len(printed) == 2
-    assert (tmp_path / "wrong_all_reduce.png").stat().st_size > 10_000
-
-
-def test_the_lessons_read_the_folder_of_the_program(load, monkeypatch, tmp_path, small_data):
-    for path in small_data.iterdir():
-        (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+def test_the_lessons_read_the_folder_of_the_program(load, monkeypatch, tmp_path):
+    files = idx_files(30, 10)
+    for name, content in files.items():
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
     monkeypatch.setenv("FASHION_MNIST_DIR", str(tmp_path))
-    (images, labels), (test_images, test_labels) = load("data_parallel").load_data()
-    right = load_fashion_mnist(None, allow_unverified=True)
-    np.testing.assert_array_equal(images, right.train_images)
-    np.testing.assert_array_equal(labels, right.train_labels)
-    np.testing.assert_array_equal(test_images, right.test_images)
-    np.testing.assert_array_equal(test_labels, right.test_labels)
+    arrays = [array for pair in load("data_parallel").load_data() for array in pair]
+    for array, content in zip(arrays, files.values(), strict=True):
+        header = 16 if array.ndim == 4 else 8
+        np.testing.assert_array_equal(array.ravel(), np.frombuffer(content, np.uint8)[header:])
 
 
 @pytest.mark.parametrize("way", ["by_examples", "by_layers", "by_channels"])
@@ -165,3 +147,50 @@ def test_each_way_computes_the_gradients_of_one_device(load, data, way, num_devi
         assert np.linalg.norm(right) > 0.01
         # Sums of some hundred float32 terms, in another order.
         assert np.linalg.norm(gradient - right) < 1e-5 * np.linalg.norm(right)
+
+
+def record(lesson, way, path, num_devices):
+    """Trains three steps in one of the three ways, and writes a recording of its arrays."""
+    names, steps = ("hidden/kernel", "hidden/bias", "logits/kernel", "logits/bias"), []
+
+    def compute(params, batch, devices):
+        gradients = way(params, batch, devices)
+        steps.append([[tensor.numpy() for tensor in each] for each in (params, batch, gradients)])
+        return gradients
+
+    images = generated(3 * lesson.BATCH_SIZE, 10)
+    pixels = (images.train_images.reshape(-1, 784) / 255).astype(np.float32)
+    labels = images.train_labels.astype(np.int32)
+    last = lesson.train(compute, CPUS[:num_devices], pixels, labels)
+    settings = {"weights": list(names), "learning_rate": lesson.LEARNING_RATE}
+    trace = Trace(About(
+        "tensorflow", 1, steps=(0, 1, 2), variables=tuple(Variable(n, WEIGHT) for n in names),
+        gradients=names, reduction="sum", optimizer={"class": "SGD"}, settings=([settings],) * 3,
+        structure={"tuple": [0, 1]},
+    ))  # fmt: skip
+    after = [*(params for params, _, _ in steps[1:]), [param.numpy() for param in last]]
+    for step, (params, batch, gradients) in enumerate(steps):
+        for kind, arrays in (
+            *(("data", batch), ("raw", gradients), ("sums", gradients)),
+            *(("before", params), ("after", after[step])),
+        ):
+            trace.put(step, kind, 0, arrays)
+    save(trace, path)
+    return path
+
+
+def test_each_way_is_the_training_on_one_device_and_a_forgotten_sum_is_found(
+    load, monkeypatch, tmp_path
+):
+    lesson = load("three_ways")
+    monkeypatch.setattr(lesson, "NUM_STEPS", 3)
+    one = record(lesson, lesson.one_device, tmp_path / "one.npz", 1)
+    for way in (lesson.by_examples, lesson.by_layers, lesson.by_channels):
+        verdict = lockstep.compare(one, record(lesson, way, tmp_path / f"{way.__name__}.npz", 3))
+        assert verdict.status == "clean", str(verdict)
+    # Each device keeps the gradient that comes through its own outputs.
+    without_sum = types.SimpleNamespace(reduce=lambda add, per_device: next(iter(per_device)))
+    monkeypatch.setattr(lesson, "functools", without_sum)
+    verdict = lockstep.compare(one, record(lesson, lesson.by_channels, tmp_path / "wrong.npz", 3))
+    assert (verdict.status, verdict.place.step) == ("fault", 0), str(verdict)
+    assert {*verdict.place.tensors} == {"hidden/kernel", "hidden/bias"}

@@ -1,237 +1,225 @@
-"""Tests the options: the table, the rules between options, and the config of a command.
+"""Tests options as a user sees them: flags, help, and the config of a command.
 
 `messages.txt` has what is refused, with its message.
 """
 
-import itertools
-import json
+import platform
+import sys
 
+import keras
 import pytest
+import tensorflow as tf
 
-from app.options import Config, names
-from app.options.help_text import PAGE, option_page
-from app.options.rules import check_shards
-from app.options.table import COMMANDS, TABLE, Distribution, options_of
-from app.runtime.errors import ConfigError
-from app.training.recipes import RECIPES
-from models import MODELS, load_model_builder
-from strategies import ALL_REDUCE_ALGORITHMS, STRATEGIES, STRATEGY_OPTIONS, load_strategy_class
-from strategies.collective_cluster import IMPLEMENTATIONS
-from strategies.collectives import ALL_REDUCE_FUNCTIONS, shard_sizes
-from strategies.layout import layout_of
-from strategies.mirrored import CROSS_DEVICE_OPS
-from tests.conftest import CPUS
-from tests.in_process import parse_here
-
-
-def test_every_option_has_a_help_text_and_a_default_that_is_allowed():
-    for command in COMMANDS:
-        assert len(options_of(command)) == sum(command in row.commands for row in TABLE)
-    for each in TABLE:
-        assert each.help.endswith(".")
-        assert each.required or each.default == () or each.parse(each.default) == each.default
-        assert each.placeholder or each.kind is bool
-        assert each.bounds or each.kind not in (int, float)
-
-
-def test_the_table_of_options_in_the_docs_is_that_of_the_program():
-    """`make docs` writes it."""
-    assert PAGE.read_text(encoding="utf-8") == option_page()
-
-
-def test_values_of_programs_are_checked_like_those_of_the_command_line():
-    config = Config.of(epochs=9, learning_rate=5, shard_weights=[3, 1], deterministic="f")
-    assert (config.training.epochs, config.training.learning_rate) == (9, 5.0)
-    assert config.distribution.shard_weights == (3, 1) and not config.training.deterministic
-    assert Config.of(learning_rate=None) == Config.of()
-    for name, values in {
-        "epochs": (2.5, True, None, [1]), "learning_rate": (float("nan"), float("-inf")),
-        "model": (None, ["lenet"]), "shard_weights": (3, (1, 0), ["x"]),
-        "deterministic": (2, None),
-    }.items():  # fmt: skip
-        for value in values:
-            with pytest.raises(ConfigError, match=f"^--{name} must be "):
-                Config.of(**{name: value})
-
+from app.errors import ConfigError
+from app.options import Config, parse_command_line
+from app.options.help import PAGE, help_text, option_page
+from app.options.rules import check_shards, faulty_strategy
+from app.options.table import COMMANDS, TABLE, options_of
+from lockstep import __version__
+from tests.conftest import assert_ok, run_main, run_python
 
 # Each option of each command at another value than its default.
 ACCEPTED = """
-train --model=resnet9 --recipe=fast --epochs=2 --global_batch_size=64 --learning_rate=0.5 --seed=7
-  --last_batch=drop --precision=mixed_bfloat16 --jit_compile --deterministic
-  --dataset=fashion_mnist --num_train_examples=640 --data_dir=d --allow_unverified_data
-  --strategy=sharded --device=cpu --num_devices=2 --accumulate_steps=2 --shard_weights=3,1
-  --shard=optimizer --out=o --overwrite --checkpoint_every=9 --stall_timeout_sec=0 --verbosity=0
-  --inject=wrong_shard --verify_every=3 --on_mismatch=warn
-train --strategy=pipeline --num_gpus=4 --model_parallel=2 --micro_batches=8 --schedule=gpipe
-  --recompute --pipeline_cuts=a,b
-train --strategy=multi_worker --num_workers=3 --max_restarts=0 --start_timeout_sec=9
-  --all_reduce=ring --batch_norm=sync --model=resnet18
+train --model=resnet18 --recipe=fast --epochs=2 --global_batch_size=64 --learning_rate=0.5 --seed=7
+  --precision=mixed_bfloat16 --deterministic --dataset=fashion_mnist --num_train_examples=640
+  --data_dir=d --strategy=mirrored --device=cpu --num_gpus=2 --all_reduce=ring --batch_norm=sync
+  --out=o --overwrite --checkpoint_every=9 --stall_timeout_sec=0 --inject=drop_gradient
+  --verify_every=3
+train --strategy=multi_worker --num_workers=3 --all_reduce=ring
 compare --strategies=manual,multi_worker --num_workers=3 --checkpoint_every=9 --epochs=1
-  --stall_timeout_sec=9
-verify --strategies=manual,mirrored --communication_dtype=bfloat16 --steps=9 --keep_traces
-  --inject=slow_replica:replica=1,ms=9
-verify --case=examples/case_fit.py --strategies=single --steps=2 --thorough
-evaluate --run=r --strategy=tensor --num_devices=3 --images=a.png,b.npy
-benchmark --repeats=5 --model=lenet,resnet9 --num_devices=1,4 --global_batch_size=64,128
-  --precision=mixed_float16
-benchmark --breakdown --strategies=manual --num_devices=4
+verify --strategies=manual,mirrored --steps=9 --inject=perturb_weight:step=9 --num_gpus=2
+evaluate --run=r --strategy=sharded --num_gpus=3
+benchmark --strategies=single,sharded --model=resnet18 --num_gpus=4 --precision=mixed_bfloat16
 report a b --out=x.html
-doctor --strategies=manual --all_reduce=tree --out=o
-demo allreduce --all_reduce=direct --num_devices=3
-demo allreduce --wrong
+doctor --strategies=manual --all_reduce=ring --out=o
+demo allreduce --all_reduce=ring --num_gpus=3
 """
+
+
+def parse(*words: str) -> Config:
+    return parse_command_line(["main.py", *words])
+
+
+def shown(capsys, *words: str) -> str:
+    """Returns what a command line prints that runs no command."""
+    with pytest.raises(SystemExit, match=r"^0$"):
+        parse(*words)
+    return capsys.readouterr().out
 
 
 def test_each_option_is_accepted_and_can_be_written_again():
     used = set()
     for line in ACCEPTED.replace("\n  ", " ").split("\n")[1:-1]:
         command, *words = line.split()
-        config = parse_here(command, *words)
+        config = parse(command, *words)
         given = {word.partition("=")[0].removeprefix("--") for word in words if word[:2] == "--"}
-        is_word = {name for name, row in options_of(command).items() if row.is_word}
-        assert config.changed().keys() - is_word == given, line
+        arguments = {name for name, row in options_of(command).items() if row.is_word}
+        assert config.changed().keys() - arguments == given, line
         kept = [word for word in words if word[:2] != "--" or word.startswith("--out=")]
-        flags = [each for each in config.flags() if each[2:].partition("=")[0] not in is_word]
-        assert parse_here(command, *kept, *flags) == config, line
+        flags = [flag for flag in config.flags() if flag[2:].partition("=")[0] not in arguments]
+        assert parse(command, *kept, *flags) == config, line
         used |= config.changed().keys()
     assert used == {row.name for row in TABLE}
 
 
-def test_a_last_batch_that_leaves_a_replica_without_examples_is_refused():
-    """The data set's size and the number of devices are known once the devices are set up."""
-    check_shards(Config.of(global_batch_size=7, last_batch="drop"), 4, 16)
-    check_shards(Config.of(global_batch_size=6), 4, 16)
-    with pytest.raises(ConfigError):
-        check_shards(Config.of(global_batch_size=7), 4, 16)
+def test_flags_are_those_of_absl(tmp_path):
+    """Its forms of a value, of a switch and of files."""
+    file = tmp_path / "flags"
+    file.write_text("# A comment.\n--epochs=3\n\n--nooverwrite\n-seed=4\n//--seed=9\n")
+    for words, expected in {
+        "--epochs 2": {"epochs": 2}, "-epochs=2": {"epochs": 2}, "--epochs=0x10": {"epochs": 16},
+        "--lr=1e-1": {"learning_rate": 0.1}, "--epochs=2 --epochs=5": {"epochs": 5},
+        "--overwrite": {"overwrite": True}, "--overwrite --nooverwrite": {"overwrite": False},
+        "--out=--epochs=2": {"out": "--epochs=2"}, "--undefok=xyz --noxyz --seed=2": {"seed": 2},
+        f"--flagfile={file} --seed=5": {"epochs": 3, "seed": 5},
+        "--num_devices=3 --device=cpu": {"num_gpus": 3, "device": "cpu"},
+    }.items():  # fmt: skip
+        assert parse(*words.split()) == Config.of(**expected), words
 
 
-def test_the_options_offer_what_the_tables_hold():
-    assert set(names.RECIPE_NAMES) == set(RECIPES)
-    assert tuple(MODELS) == names.MODEL_NAMES
-    assert tuple(STRATEGIES) == names.STRATEGY_NAMES
-    assert set(STRATEGY_OPTIONS) == set(STRATEGIES)
-    assert set().union(*STRATEGY_OPTIONS.values()) <= options_of("verify").keys()
-    assert set(names.ALL_REDUCE_NAMES) == set().union(*ALL_REDUCE_ALGORITHMS.values())
-    assert set(ALL_REDUCE_ALGORITHMS) <= set(STRATEGIES)
-    assert ALL_REDUCE_ALGORITHMS["manual"] == ("reduce_to_one", *ALL_REDUCE_FUNCTIONS)
-    assert ALL_REDUCE_ALGORITHMS["mirrored"] == tuple(CROSS_DEVICE_OPS)
-    assert ALL_REDUCE_ALGORITHMS["multi_worker"] == tuple(IMPLEMENTATIONS)
-
-
-def test_a_strategy_has_the_name_and_the_algorithms_of_the_tables():
-    for name in STRATEGIES:
-        strategy = load_strategy_class(name)(CPUS[:1], Distribution())
-        assert strategy.name == name
-        assert strategy.algorithm in ALL_REDUCE_ALGORITHMS.get(name, ("none",))
-
-
-@pytest.mark.parametrize("target", ["nowhere:build", "__init__:nothing", " lenet"])
-def test_a_wrong_entry_of_a_table_is_named(monkeypatch, target):
-    for package, table, name, load in (
-        ("models", MODELS, "lenet", load_model_builder),
-        ("strategies", STRATEGIES, "manual", load_strategy_class),
-    ):
-        monkeypatch.setitem(table, name, f"{package}.{target}")
-        shown = rf'^{package.upper()}\["{name}"\] = "{package}.{target}": '
-        with pytest.raises(ImportError, match=shown):
-            load(name)
+def test_values_of_programs_are_checked_like_those_of_the_command_line():
+    config = Config.of("compare", epochs=9, lr=5, strategies=["manual", "sharded"])
+    assert (config.training.epochs, config.training.learning_rate) == (9, 5.0)
+    assert config.strategies == ("manual", "sharded")
+    assert Config.of(learning_rate=None) == Config.of()
+    for name, values in {
+        "epochs": (2.5, True, None, [1]), "learning_rate": (float("nan"), float("-inf")),
+        "model": (None, ["lenet"]), "deterministic": (2, None), "out": (3,),
+    }.items():  # fmt: skip
+        for value in values:
+            with pytest.raises(ConfigError, match=f"^--{name} must be "):
+                Config.of(**{name: value})
 
 
 def test_numbers_of_devices_of_a_command_and_of_its_trainings():
-    assert Config.of(strategy="single").num_devices_of_all_workers == 1
-    assert Config.of("compare", num_devices=3).num_devices_of_all_workers == 3
-    assert Config.of().num_devices_of_all_workers is None
-    assert Config.of(device="cpu").num_devices_of_all_workers == 2
-    training = Config.of("benchmark", model=("resnet18",)).for_training("manual")
-    assert (training.training.model, training.distribution.num_devices) == ("lenet", None)
+    assert Config.of(strategy="single").num_devices == 1
+    assert Config.of("compare", num_gpus=3).num_devices == 3
+    assert Config.of().num_devices is None and Config.of(device="cpu").num_devices == 2
+    assert Config.of(strategy="multi_worker", num_workers=3).num_devices is None
+    assert Config.of(strategy="multi_worker", num_workers=3, device="cpu").num_devices == 3
     # Beside workers, others have as many replicas on one machine.
     config = Config.of("verify", strategies=("single", "manual", "multi_worker"), num_workers=3)
-    assert config.num_devices_of_all_workers == 3
-    of_workers = config.for_training("multi_worker")
-    assert (of_workers.distribution.num_devices, of_workers.cluster.num_workers) == (1, 3)
-    for training, number in {"manual": 3, "single": None}.items():
-        assert config.for_training(training).distribution.num_devices == number
-    assert config.on_one_machine().distribution.num_devices == 3
-    # A framework has as many replicas as the strategies.
-    strategies = ("single", "manual", "torch_ddp")
-    config = Config.of("verify", strategies=strategies, num_devices=3, accumulate_steps=2)
-    assert config.num_framework_replicas == 3
-    assert Config.of("verify", strategies=strategies).num_framework_replicas == 2
-    assert config.own_strategies == ("single", "manual")
-    assert config.for_training("torch_ddp").distribution.strategy == "single"
-
-
-def test_results_depend_on_what_is_marked_so():
-    fields = Config.of(seed=3, inject="drop_gradient").result_fields()
-    assert fields["seed"] == 3 and fields["inject"] == "drop_gradient:replica=1"
-    assert {"out", "overwrite", "verbosity", "data_dir", "num_devices"}.isdisjoint(fields)
-    assert len(fields) == 24
-    fields = Config.of(num_devices=2, shard_weights=(3, 3)).result_fields()
-    assert json.loads(json.dumps(fields)) == fields and fields["shard_weights"] == [3, 3]
+    assert config.num_devices == 3
+    of_workers = config.for_training("multi_worker").distribution
+    assert (of_workers.num_gpus, of_workers.num_workers) == (1, 3)
+    assert config.for_training("manual").distribution.num_gpus == 3
+    assert config.for_training("single").distribution.num_gpus is None
+    assert config.for_training("manual", num_gpus=5).num_devices == 5
 
 
 def test_an_option_goes_to_the_strategies_that_have_it_and_to_no_other():
-    config = Config.of(
-        "verify",
-        strategies=("single", "manual", "sharded", "pipeline", "tensor"),
-        num_devices=4,
-        all_reduce="ring",
-        jit_compile=True,
-        accumulate_steps=2,
-        shard_weights=(3, 1, 1, 1),
-        shard="gradients",
-        micro_batches=8,
-        pipeline_cuts=("pool1",),
-        schedule="gpipe",
-        recompute=True,
-        model_parallel=2,
+    names = ("single", "mirrored", "multi_worker")
+    options = {"all_reduce": "ring", "batch_norm": "sync", "seed": 3, "inject": "drop_gradient"}
+    config = Config.of("verify", strategies=names, **options)
+    changed = {name: config.for_training(name).changed().keys() for name in names}
+    assert changed["single"] == {"seed", "strategy"}
+    of_mirrored = {*options, "strategy", "num_gpus"}
+    assert changed["mirrored"] == of_mirrored
+    assert changed["multi_worker"] == {*of_mirrored, "num_workers"} - {"inject"}
+
+
+def test_a_fault_goes_to_the_named_strategy_or_the_first_with_replicas():
+    strategies = ("single", "manual", "sharded")
+    for fault, faulty in {
+        "mean_of_means": "manual",
+        "mean_of_means:strategy=sharded": "sharded",
+    }.items():
+        config = Config.of("verify", strategies=strategies, inject=fault)
+        assert faulty_strategy(config) == faulty
+        of_training = {name: config.for_training(name).fault is not None for name in strategies}
+        assert of_training == {name: name == faulty for name in strategies}
+
+
+def test_a_run_is_another_run_if_an_option_that_affects_its_result_is():
+    fields = Config.of(seed=3, inject="drop_gradient", num_gpus=2).result_fields()
+    assert (fields["command"], fields["seed"], fields["num_gpus"]) == ("train", 3, 2)
+    assert fields["inject"] == "drop_gradient:replica=1"
+    assert Config.of(out="o", overwrite=True, checkpoint_every=3, verify_every=1, data_dir="d"
+                     ).result_fields() == Config.of().result_fields()  # fmt: skip
+
+
+def test_no_shard_of_any_batch_is_empty():
+    """The data set's size and the number of devices are known once the devices are set up."""
+    check_shards(Config.of(global_batch_size=6), 4, 16)
+    for size, advice in ((7, 6), (15, 16)):
+        with pytest.raises(ConfigError, match=f"use --global_batch_size={advice}$"):
+            check_shards(Config.of(global_batch_size=size), 4, 16)
+    with pytest.raises(ConfigError):
+        check_shards(Config.of(), 4, 3)
+
+
+def test_the_help_of_the_program_fits_a_screen_and_has_an_example_of_each_command(capsys):
+    text = shown(capsys, "--help")
+    assert {shown(capsys, word) for word in ("-h", "help", "--helpfull")} == {text}
+    lines = text.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    for name, (summary, examples) in COMMANDS.items():
+        assert f"  {name:<11}{summary}" in lines and examples[0] in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_has_its_options_and_examples_that_are_accepted(command, capsys):
+    text = shown(capsys, command, "--help")
+    assert text == shown(capsys, "help", command) == shown(capsys, command, "--helpfull")
+    assert max(map(len, text.splitlines())) <= 80
+    for name, row in options_of(command).items():
+        assert row.is_word or f"\n  --{name}" in text
+    for example in COMMANDS[command][1]:
+        assert example in text and parse(command, *example.split()).command == command
+
+
+def test_the_help_of_verify_ends_with_the_command_for_recordings():
+    assert help_text("verify").endswith(
+        "\nRecordings of your own scripts: python -m lockstep --help"
     )
-    changed = {
-        name: {flag.partition("=")[0].removeprefix("--") for flag in flags} - {"strategy"}
-        for name in config.strategies
-        if (flags := config.for_training(name).flags())
-    }
-    data = {"num_devices", "jit_compile", "accumulate_steps", "shard_weights"}
-    model = {"num_devices", "model_parallel"}
-    assert changed == {
-        "single": {"jit_compile", "accumulate_steps"},
-        "manual": {*data, "all_reduce"},
-        "sharded": {*data, "shard"},
-        "pipeline": {*model, "micro_batches", "pipeline_cuts", "schedule", "recompute"},
-        "tensor": model,
-    }
 
 
-def test_numbers_of_a_strategy_follow_from_its_options():
-    for strategy, options, num_devices, numbers in (
-        ("single", {"accumulate_steps": 4}, 1, (1, 4, 1)),
-        ("mirrored", {"accumulate_steps": 2}, 3, (3, 6, 3)),
-        ("sharded", {}, 4, (4, 4, 1)),
-        ("sharded", {"shard": "gradients", "accumulate_steps": 2}, 4, (4, 8, 4)),
-        ("pipeline", {}, 3, (1, 4, 1)),
-        ("pipeline", {"model_parallel": 2, "micro_batches": 8}, 4, (2, 16, 2)),
-        ("pipeline", {"model_parallel": 1}, 2, (2, 8, 2)),
-        ("tensor", {"micro_batches": 8}, 4, (1, 1, 1)),
-        ("tensor", {"model_parallel": 2}, 4, (2, 2, 2)),
-        ("my_own", {}, 3, (3, 3, 3)),
-    ):
-        layout = layout_of(strategy, Distribution(**options), num_devices)
-        assert (layout.num_replicas, layout.num_shards, layout.num_copies) == numbers, strategy
+def test_the_page_of_options_is_that_of_the_program():
+    """`make docs` writes it."""
+    assert PAGE.read_text(encoding="utf-8") == option_page()
 
 
-@pytest.mark.parametrize("weights", [(3, 1), (1, 3), (2, 2, 5), (1, 1, 1)])
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-def test_no_shard_is_empty_from_the_fewest_examples_on_and_one_is_below(weights, accumulate_steps):
-    """Shards are runs of equal units, as many as their weight, each a shard of `shard_bounds`."""
-    split = Distribution(shard_weights=weights, accumulate_steps=accumulate_steps)
-    per_shard = [weight for weight in weights for _ in range(accumulate_steps)]
-    ends = list(itertools.accumulate(per_shard))
+def test_version_names_what_results_depend_on(capsys):
+    versions = f"Python {platform.python_version()}, TensorFlow {tf.__version__}"
+    expected = f"Lockstep {__version__}, {versions}, Keras {keras.__version__}\n"
+    assert shown(capsys, "--version") == expected
 
-    def smallest_shard(num_examples):
-        sizes = shard_sizes(num_examples, sum(per_shard))
-        shards = zip(ends, per_shard, strict=True)
-        return min(sum(sizes[end - weight : end]) for end, weight in shards)
 
-    fewest = layout_of("manual", split, len(weights)).fewest_examples
-    assert smallest_shard(fewest - 1) == 0
-    assert all(smallest_shard(number) > 0 for number in range(fewest, fewest + 20))
+def test_a_terminal_without_unicode_gets_help_all_the_same():
+    assert_ok(run_main("--help", env={"PYTHONIOENCODING": "ascii"}))
+    refused = run_main("--epochs=ö\n", env={"PYTHONIOENCODING": "ascii"})
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+
+
+def test_a_python_without_tensorflow_gets_one_line():
+    """Isolated and without site-packages, the interpreter finds no installed package."""
+    result = run_python("-I", "-S", "main.py", "--help")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"error: TensorFlow and absl are not installed for this Python ({sys.executable}); run"
+        " `make setup`, then `.venv/bin/python main.py`\n"
+    )
+
+
+def test_an_old_python_is_refused_in_one_line():
+    """Pretended: the version is lowered before the program is read."""
+    script = (
+        "import runpy, sys\n"
+        "sys.version_info = (3, 10, 13, 'final', 0)\n"
+        "runpy.run_path('main.py', run_name='__main__')\n"
+    )
+    result = run_python("-c", script)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: Python ") and result.stderr.count("\n") == 1
+
+
+def test_refusals_and_the_version_do_not_wait_for_tensorflow():
+    script = (
+        "import sys, main\n"
+        "for argument, code in (('--num_devices=0', 2), ('--version', 0)):\n"
+        "    try:\n        main.parse(['main.py', argument])\n"
+        "    except SystemExit as end:\n        assert end.code == code\n"
+        "    else:\n        sys.exit('it was not refused')\n"
+        "    assert {'tensorflow', 'numpy'}.isdisjoint(sys.modules)\n"
+    )
+    assert_ok(run_python("-c", script))

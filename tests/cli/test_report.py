@@ -1,6 +1,5 @@
-"""Tests `report.html`: the rows of the console, verdicts, caveats, hostile names, and refusals."""
+"""Tests `report.html` and the page of verdicts: verdicts, caveats, hostile names, and refusals."""
 
-import dataclasses
 import html.parser
 import itertools
 import json
@@ -11,24 +10,20 @@ import shutil
 
 import pytest
 
+from app.errors import OutputError
 from app.options import Config
-from app.records.caveats import DATASET_CAVEATS, TIMING_CAVEAT
 from app.records.files import read_json
-from app.records.history import load_summary
-from app.report import plot_style
-from app.report.page import REPORT_FILE, find_records, write_report
-from app.report.result import Result, Table
-from app.report.training_result import settings_table
-from app.runtime.errors import OutputError
-from lockstep.answer.verdict import Measurement
+from app.records.history import DATASET_CAVEATS, TIMING_CAVEAT
+from app.report import plots
+from app.report.page import REPORT_FILE, write_report
+from lockstep.__main__ import main
 from tests.cli import report_samples
-from tests.cli.report_samples import CLIPPED, make_run, write_case, write_config
+from tests.cli.report_samples import write_config, write_verification
 from tests.conftest import ROOT, assert_ok, run_python
+from tests.verifier.script_samples import Script
 
 VOID = {"meta", "link", "br", "img"}
 HOSTILE = "<script>alert(1)<b>\"&'{{ 7 * 7 }} $\\frac$"
-MEASURED = [("compared", "compare"), ("refuted", "verify"), ("case", "verify"),
-            ("measured", "benchmark")]  # fmt: skip
 
 
 class Page(html.parser.HTMLParser):
@@ -93,63 +88,42 @@ def page(everything):
 @pytest.fixture
 def no_figures(monkeypatch):
     """Leaves the drawing out, a quarter of the time."""
-    monkeypatch.setattr(plot_style, "render", lambda figure, suffix: b"<svg/>")
+    monkeypatch.setattr(plots, "render", lambda figure, suffix: b"<svg/>")
 
 
-@pytest.mark.parametrize("name, command", MEASURED)
-def test_the_page_has_the_rows_and_sentences_that_the_console_prints(
-    everything, page, capsys, name, command
-):
-    result = Result.from_record(read_json(everything / name / f"{command}.json")["shown"])
-    result.print()
-    printed = capsys.readouterr().out
-    tables = [block for block in result.blocks if isinstance(block, Table)]
-    assert tables and all(table.rows for table in tables)
-    for row in (row for table in tables for row in [table.header, *table.rows]):
-        assert list(row) in page.rows
-        assert re.search(" +".join(map(re.escape, filter(None, row))), printed)
-    for _, sentence in result.verdicts:
-        assert sentence in printed and f"{name}: {sentence}" in map(str, page.text)
-
-
-def test_verdicts_are_green_and_red_and_come_first(page):
-    good, bad, by_design = map(page.paragraphs, ("good", "bad", "design"))
-    assert any(text.startswith("proved: manual is the training on one device") for text in good)
-    assert any(text.startswith("compared: manual and mirrored end with") for text in good)
-    assert "refuted: manual is not the training on one device: lost part (replica)" in bad
-    assert any(text.startswith("case: keras_fit is not the training") for text in bad)
-    assert any(text.startswith("case: mirrored differs by design") for text in by_design)
-    assert page.marked[1][0].startswith("verdict")  # After the line with the names.
-    assert ["clipping", "clean", "clean", "✗ fault", "the clipped sum"] in page.rows
-    at = page.text.index("keras_fit, fault: other clipping (before the sum)")
-    assert page.text[at + 1 : at + 5] == [
-        "where", "clipping, every step; dense/kernel, dense/bias", "why", CLIPPED.text
-    ]  # fmt: skip
+def test_verdicts_are_green_and_red_and_come_with_their_numbers(page):
+    good, bad = map(page.paragraphs, ("good", "bad"))
+    assert "mirrored is the training on one device: no difference beyond rounding" in good
+    assert any(text.startswith("manual and mirrored end with bitwise") for text in good)
+    (wrong,) = [text for text in bad if text.startswith("manual is not the training on one")]
+    assert wrong.endswith("part of the batch lost in step 1 (sum)")
+    assert ["sum", "0.05", "0.05"] in page.rows
+    at = page.text.index("why")
+    assert page.text[at + 1] == "the gradient of rank 1 does not count"
+    same_seed = ["single – manual", "different, as expected", "0.25", "0.5", "logits/kernel"]
+    assert same_seed in page.rows
+    (manual,) = [row for row in page.rows if row[0] == "manual on 2 devices"]
+    assert manual[1:4] == ["1,500", "1,500–1,500", "1.500"]
 
 
 @pytest.mark.usefixtures("no_figures")
 def test_caveats_come_with_the_names_of_their_runs(page, tmp_path):
     caveats = page.paragraphs("caveat")
     fault = "injected fault: drop_gradient:replica=1; the result is wrong on purpose"
-    assert f"{fault} (refuted, faulty)" in caveats
+    assert f"{fault} (faulty)" in caveats
     assert any(text.startswith(DATASET_CAVEATS["synthetic"]) for text in caveats)
     assert f"{TIMING_CAVEAT} (generated)" in caveats
     report_samples.write_training(tmp_path / "run")
     assert report(tmp_path / "run").paragraphs("caveat") == []
 
 
-def test_trainings_have_their_results_settings_and_curves(everything, page):
-    summary = load_summary(everything / "generated")
+def test_trainings_have_their_results_settings_and_curves(page):
     (row,) = [row for row in page.rows if row[0] == "generated"]
-    assert row[1:4] == ["2 simulated", f"{summary.test_accuracy:.4f}", f"{summary.epoch_sec:.2f}"]
+    assert row[1:4] == ["2 simulated", "0.7500", "2.50"]
     assert "begun: no epoch is finished yet" in page.text
-    assert "generated: changed on the way: recipe d2l → fast" in page.text
-    assert "bitwise identical weights: compared/manual, compared/mirrored" in page.text
+    assert any(text.startswith("faulty: not finished, 1 of 4") for text in page.text)
+    assert "bitwise identical weights: manual, mirrored" in page.text
     assert any(row[0] == "≠ strategy" for row in page.rows)
-    settings = {"seed": 0, "lr": 0.1, "cases": ["a", "b"]}
-    table = settings_table({"a": settings, "b": settings | {"lr": 0.2, "seed": None}})
-    rows = [["≠ seed", "0", "–"], ["≠ lr", "0.1", "0.2"], ["cases", "a, b", "a, b"]]
-    assert table.rows == rows
     sources = [attrs["src"] for tag, attrs in page.elements if tag == "img"]
     assert sources and all(each.startswith("data:image/svg+xml;base64,") for each in sources)
 
@@ -169,18 +143,18 @@ def test_the_page_is_whole_and_asks_for_nothing(everything, page):
 
 
 def test_hostile_names_are_text(tmp_path):
-    folder = tmp_path / HOSTILE
-    report_samples.write_training(folder, model=HOSTILE, versions={HOSTILE: HOSTILE})
-    report_samples.write_training(tmp_path / "other", changes=[HOSTILE], strategy=HOSTILE)
+    folder, config = tmp_path / HOSTILE, {"model": HOSTILE, "strategy": HOSTILE}
+    report_samples.write_training(folder, config=config, versions={HOSTILE: HOSTILE})
     report_samples.write_training(tmp_path / os.fsdecode(b"run \xff"))
-    found = dataclasses.replace(CLIPPED, tensors=(HOSTILE,), text=HOSTILE)
-    one = Measurement(0, "clipping", HOSTILE, HOSTILE, 1.0, 0.5)
-    run = make_run(found, name=HOSTILE, tolerance=HOSTILE, measurements=(one,))
-    write_case(tmp_path / "case", {HOSTILE: run}, model=HOSTILE)
+    write_verification(tmp_path / "v", fault=HOSTILE, facts={HOSTILE: [HOSTILE]})
+    path = tmp_path / "v" / "verify.json"
+    record = read_json(path)
+    record["trainings"] = {HOSTILE: record["trainings"]["manual"]}
+    record["trainings"][HOSTILE]["facts"]["why"] = HOSTILE
+    path.write_text(json.dumps(record))
     page = report(tmp_path)
     assert not {"script", "b"} & {tag for tag, _ in page.elements}
-    assert {HOSTILE, "run ?"} <= {row[0] for row in page.rows}
-    assert any(row[1:2] == [HOSTILE] for row in page.rows)  # The strategy of the case.
+    assert {HOSTILE, "run ?"} <= {row[0] for row in page.rows} and HOSTILE in page.text
 
 
 def test_several_directories_from_elsewhere_without_tensorflow(tmp_path):
@@ -199,7 +173,7 @@ def test_several_directories_from_elsewhere_without_tensorflow(tmp_path):
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_which_records_a_page_is_made_of(tmp_path, capsys):
+def test_which_records_a_page_is_made_of(tmp_path):
     report_samples.write_comparison(tmp_path / "c")
     report_samples.write_training(tmp_path / "c" / "multi_worker")  # Of an older comparison.
     (tmp_path / "bert").mkdir()
@@ -209,16 +183,10 @@ def test_which_records_a_page_is_made_of(tmp_path, capsys):
     assert [tag for tag, _ in page.elements].count("section") == 1
     assert [tag for tag, _ in page.elements].count("img") == 1
     assert [row[0] for row in page.rows].count("manual") == 1
-    assert "bitwise identical weights: c/manual, c/mirrored" in page.text
-    capsys.readouterr()
-    found = find_records([tmp_path, tmp_path / "c" / "manual"])
-    assert [record.label for record in found] == ["c", "c/single", "c/manual", "c/mirrored"]
-    assert [record.command for record in found] == ["compare", "train", "train", "train"]
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "ignored bert" in told
+    page = report(tmp_path, tmp_path / "c" / "manual", out=tmp_path / "all.html")
+    assert page.marked[0][1].endswith(" from c, c/single, c/manual, c/mirrored.")
     (tmp_path / "c" / "compare.json").unlink()
-    two = {"strategies": ("single", "manual")}
-    write_config(tmp_path / "c", Config.of("compare", **two), strategy="single,manual")
+    write_config(tmp_path / "c", Config.of("compare"), command="compare", strategies=["single"])
     assert "Not finished: there is no result yet." in report(tmp_path / "c").text
     names = ("manual", REPORT_FILE, "single")  # `runs/*` may hold an earlier report.
     page = report(*(tmp_path / "c" / name for name in names), out=tmp_path / "new" / "r.html")
@@ -256,9 +224,8 @@ def test_whatever_a_record_holds_it_is_shown_or_refused(everything, tmp_path, na
     shutil.copytree(everything / name, run)
     path = run / f"{command}.json"
     record, outcomes = read_json(path), set()
-    places = [each for each in leaves(record) if command == "summary" or each[0] == "shown"]
-    tried = itertools.product(places, (None, "x", -1.5, [], {"a": 1}))
-    for where, other in random.Random(0).sample([*tried], 12):
+    tried = itertools.product(leaves(record), (None, "x", -1.5, [], {"a": 1}))
+    for where, other in random.Random(0).sample([*tried], 20):
         damaged = at = json.loads(json.dumps(record))
         for key in where[:-1]:
             at = at[key]
@@ -273,3 +240,46 @@ def test_whatever_a_record_holds_it_is_shown_or_refused(everything, tmp_path, na
     path.write_text(json.dumps(record)[:-10])
     with pytest.raises(OutputError, match=re.escape(path.name)):
         write_report([run], tmp_path / REPORT_FILE)
+
+
+# The page of verdicts: `python -m lockstep … --html FILE`.
+
+
+@pytest.fixture
+def recordings(tmp_path):
+    """On one device, on two, without an all-reduce."""
+    one = Script()
+    one.write(tmp_path / "one.npz")
+    Script(replicas=2, replay=one).write(tmp_path / "two.npz")
+    Script(replicas=2, replay=one, reduce=None).write(tmp_path / "wrong.npz")
+    return tmp_path
+
+
+def test_the_page_of_verdicts_has_the_sentences_and_the_places(recordings, capsys):
+    names = [str(recordings / f"{name}.npz") for name in ("one", "two", "wrong")]
+    assert main([*names, f"--html={recordings / 'page.html'}"]) == 9
+    text = (recordings / "page.html").read_text("utf-8")
+    page, (right, wrong) = Page(text), capsys.readouterr().out.split("\n\n")
+    assert page.paragraphs("good") == [right]
+    assert page.paragraphs("bad") == wrong.splitlines()[:1] and "in step 0 (sum)" in wrong
+    assert (
+        "each rank has its own gradient" in wrong and "each rank has its own gradient" in page.text
+    )
+    assert any(row[0] == "sum" and row[2].startswith("✗ ") for row in page.rows)
+    tags = {tag for tag, _ in page.elements}
+    assert not {"script", "img", "iframe"} & tags and "http" not in text.replace("http-equiv", "")
+
+
+def test_the_page_of_verdicts_is_replaced_and_no_other_file(recordings, capsys):
+    names = [str(recordings / f"{name}.npz") for name in ("one", "two")]
+    page = recordings / "page.html"
+    for _ in range(2):
+        assert main([*names, "--html", str(page)]) == 0
+    (recordings / "link.html").symlink_to("page.html")
+    before = {path: path.read_bytes() for path in recordings.iterdir()}
+    for name in ("one.npz", "link.html", "", "none/page.html"):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as refused:
+            main([*names, f"--html={recordings / name}"])
+        assert refused.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert {path: path.read_bytes() for path in recordings.iterdir()} == before

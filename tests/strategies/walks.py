@@ -9,7 +9,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from app.data.input_pipeline import train_dataset
+from app.data.batches import train_dataset
 from tests.small_models import create, deep_network
 
 NUM_STEPS = 4

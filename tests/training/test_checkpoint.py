@@ -2,26 +2,27 @@
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import resource
+import struct
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from app.errors import CheckpointError, OutputError
 from app.options import Config
 from app.records import checkpoint as checkpoints
+from app.records import files
 from app.records.checkpoint import (
     Checkpoint,
     find_newest_checkpoint,
     load_finished,
     save_checkpoint,
 )
-from app.records.history import EpochRecord
-from app.records.run_metadata import Progress, RunMetadata
-from app.runtime.errors import CheckpointError, OutputError
-from strategies.step_totals import StepTotals
+from app.records.history import EpochRecord, RunMetadata
 
 STATE = {
     "model/conv/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -37,26 +38,35 @@ ARRAYS = {
 }  # fmt: skip
 STATISTICS = [[np.float32([1, 2])], [np.float32([3, 4])]]
 RUN_METADATA = RunMetadata(
-    Config.of(epochs=4).result_fields(), 0.1, 10, "synthetic", "ab", "cd", 1000, 70,
-    ["/device:CPU:0", "/device:CPU:1"], True, 0, 2, 2, 2, "reduce_to_one", 9, {"python": "3"},
+    config=Config.of(epochs=4).result_fields(), learning_rate=0.1, steps_per_epoch=10,
+    dataset="synthetic", dataset_sha256="ab", test_part_sha256="cd", num_train_examples=1000,
+    num_test_examples=70, devices=["/device:CPU:0", "/device:CPU:1"], simulated_devices=True,
+    num_replicas=2, num_shards=2, all_reduce="reduce_to_one", num_parameters=9,
+    versions={"python": "3"},
 )  # fmt: skip
 
 
-def record(epoch, *, accuracy=0.5, step=None):
-    step = 10 * epoch if step is None else step
-    return EpochRecord(epoch, step, 1.0, 0.5, 1.0, accuracy, 2.5, 400.0)
+def make_history(num_epochs, **changes):
+    """Returns finished epochs of 10 steps, whose test accuracy is 0 at first."""
+    return [
+        EpochRecord(i, 10 * i, 10, 1000 / i, 1000 - 900 // i, 1000, 2.5, 1.1 / i, 1 - 1 / i,
+                    weights_sha256=f"{i}" * 64, **changes)
+        for i in range(1, num_epochs + 1)
+    ]  # fmt: skip
 
 
-def make(step=7, **progress):
-    epoch_step = step % 10
-    totals = StepTotals(0.0, 0, epoch_step)
-    defaults = {"epoch_step": epoch_step, "totals": totals, "epoch_sec": 0.1 * epoch_step}
-    progress = Progress(step, **{**defaults, **progress})
-    return Checkpoint(RUN_METADATA, progress, STATE, STATISTICS)
+def make(step=7, num_finished=0):
+    """Returns the checkpoint of a training after so many steps, and finished epochs."""
+    epochs = make_history(num_finished)
+    if epochs:
+        epochs[-1] = dataclasses.replace(epochs[-1], step=step)
+    else:
+        epochs = [EpochRecord(1, step, step, 0.1, 2, 7, 0.7)]
+    return Checkpoint(RUN_METADATA, epochs, STATE, STATISTICS)
 
 
-def save(run_dir, step=7, **progress):
-    return save_checkpoint(run_dir, make(step, **progress))
+def save(run_dir, step=7, num_finished=0):
+    return save_checkpoint(run_dir, make(step, num_finished))
 
 
 def names(run_dir):
@@ -65,13 +75,12 @@ def names(run_dir):
 
 def test_round_trip(tmp_path):
     assert find_newest_checkpoint(tmp_path) is None
-    saved = make(totals=StepTotals(0.1, 2, 7), history=[record(1, step=5)], changes=["seed 0 → 1"])
-    saved = dataclasses.replace(saved, state=STATE | ARRAYS)
+    saved = dataclasses.replace(make(7, 1), state=STATE | ARRAYS)
     save_checkpoint(tmp_path, saved)
     path = tmp_path / "checkpoints" / "step-00000007-epoch-0001.safetensors"
     loaded = find_newest_checkpoint(tmp_path)
-    assert loaded.path == path and loaded.damaged == [] and loaded.warning() is None
-    assert loaded.metadata == RUN_METADATA and loaded.progress == saved.progress
+    assert loaded.path == path and not loaded.damaged and loaded.warning() == ""
+    assert loaded.metadata == RUN_METADATA and loaded.epochs == saved.epochs
     assert list(loaded.state) == list(saved.state)
     for name, array in saved.state.items():
         expected = array.astype(array.dtype.newbyteorder("="))
@@ -85,17 +94,23 @@ def test_round_trip(tmp_path):
 def test_the_newest_three_by_step_and_epoch_are_kept(tmp_path):
     for step in (5, 70, 700):
         os.utime(save(tmp_path, step), (2e9 - 1e6 * step, 2e9 - 1e6 * step))  # Times do not count.
-    save(tmp_path, 700, history=[record(1)])  # After the evaluation of the same step.
-    assert find_newest_checkpoint(tmp_path).progress.epoch == 1
+    save(tmp_path, 700, num_finished=1)  # After the evaluation of the same step.
+    assert find_newest_checkpoint(tmp_path).epochs[-1].is_finished
     assert names(tmp_path) == [
         "step-00000070-epoch-0000", "step-00000700-epoch-0000", "step-00000700-epoch-0001",
     ]  # fmt: skip
 
 
+def test_checkpoints_of_one_step_are_in_the_order_of_their_epochs(tmp_path, monkeypatch):
+    listed = [f"step-00000005-epoch-000{epoch}.safetensors" for epoch in (1, 0)]
+    monkeypatch.setattr(checkpoints.os, "listdir", lambda path: listed)
+    assert [path.name for path in checkpoints.checkpoint_paths(tmp_path)] == listed[::-1]
+
+
 def test_weights_of_a_training_that_is_not_finished_are_no_result(tmp_path):
-    save(tmp_path, 30, history=[record(epoch) for epoch in (1, 2, 3)])
-    last = save(tmp_path, 40, history=[record(epoch) for epoch in (1, 2, 3, 4)])
-    assert load_finished(tmp_path).progress.step == 40
+    save(tmp_path, 30, num_finished=3)
+    last = save(tmp_path, 40, num_finished=4)
+    assert load_finished(tmp_path).step == 40
     last.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"damaged .* the training is not finished"):
         load_finished(tmp_path)
@@ -138,7 +153,7 @@ def craft(**values):
     """Returns a damage: the header says something else, and the hash is right again."""
 
     def damage(path):
-        about = json.loads(checkpoints._header(path.read_bytes())["checkpoint"]) | values
+        about = json.loads(header_of(path.read_bytes())["checkpoint"]) | values
         texts = {"checkpoint": json.dumps(about), "sha256": NO_HASH.decode()}
         sign(path, safetensors.numpy.save(safetensors.numpy.load_file(path), metadata=texts))
 
@@ -148,17 +163,22 @@ def craft(**values):
 def reshape(path):
     """Gives an array another shape than the file has room for; the hash is right again."""
     content = path.read_bytes()
-    sha256 = checkpoints._header(content)["sha256"].encode()
+    sha256 = header_of(content)["sha256"].encode()
     sign(path, content.replace(sha256, NO_HASH).replace(b'"shape":[2,3]', b'"shape":[9,9]'))
 
 
+def header_of(content):
+    (size_bytes,) = struct.unpack_from("<Q", content)
+    return json.loads(content[8 : 8 + size_bytes])["__metadata__"]
+
+
 def sign(path, content):
-    sha256 = checkpoints._sha256(content, NO_HASH.decode())
+    sha256 = hashlib.sha256(content).hexdigest()
     path.write_bytes(content.replace(NO_HASH, sha256.encode(), 1))
 
 
 NO_HASH = b"0" * 64
-OTHER = dataclasses.asdict(make(7).progress)
+OTHER = dataclasses.asdict(make(7).epochs[0])
 DAMAGES = [
     (lambda path: os.truncate(path, path.stat().st_size // 2), ""),
     (lambda path: path.write_bytes((2**62).to_bytes(8, "little") + b"{}"), "fewer than its header"),
@@ -166,11 +186,11 @@ DAMAGES = [
     (flip(lambda content: len(content) - 1), "SHA-256"),
     (replace_by(os.mkfifo), "not a regular file"),
     (replace_by(lambda path: path.symlink_to("elsewhere")), "symbolic links"),
-    (replace_by(os.mkdir), "not a regular file"),
-    (craft(format_version=6), "format version 6"),
-    (craft(progress=OTHER), "says step 7"),
-    (craft(progress={**OTHER, "step": "8"}), "step is '8'"),
-    (craft(progress={**OTHER, "totals": [1, "2", 3]}), "totals is"),
+    (replace_by(os.mkdir), "Is a directory"),
+    (craft(epochs=[OTHER]), "by its header it is step-00000007"),
+    (craft(epochs=[]), "by its header"),
+    (craft(epochs=[{**OTHER, "step": "8"}]), "step is '8'"),
+    (craft(epochs=[{**OTHER, "correct": 0.5}]), "correct is"),
     (craft(per_shard_statistics=[1, 1, 1]), "statistics/2/0"),
     (reshape, ""),
 ]
@@ -185,14 +205,19 @@ def test_the_one_before_a_damaged_one_is_used_and_both_are_named(tmp_path, damag
     assert reason in found.damaged[0][1]
     assert str(good) in found.warning() and str(bad) in found.warning()
     good.write_bytes(b"")
-    told = r"step-00000008\S+: does not verify .*, as all 2 here do"
+    told = r"step-00000008\S+: does not verify .*, as all 2 here do not"
     with pytest.raises(CheckpointError, match=told):
         find_newest_checkpoint(tmp_path)
 
 
-def test_a_checkpoint_of_version_1_is_refused_not_overlooked(tmp_path):
-    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"version 1 of this program.*; train in another"):
+@pytest.mark.parametrize("name", ["step-00000007", "step-00000007-epoch-0001"])
+def test_a_checkpoint_of_an_earlier_version_is_refused_not_overlooked(tmp_path, name):
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="written by version 2 of this program"):
+        find_newest_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / name).rmdir()
+    craft(format_version=5)(save(tmp_path))
+    with pytest.raises(CheckpointError, match="written by version 2 of this program"):
         find_newest_checkpoint(tmp_path)
 
 
@@ -203,7 +228,7 @@ def test_an_error_that_may_pass_is_no_damage(tmp_path, monkeypatch):
     def fail(path):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(checkpoints, "open_regular", fail)
+    monkeypatch.setattr(files, "read_bytes", fail)
     with pytest.raises(OutputError, match=r"cannot be read \(Too many open files"):
         find_newest_checkpoint(tmp_path)
 

@@ -7,18 +7,19 @@ import itertools
 import numpy as np
 import pytest
 
-from app.data import dataset_loader
-from app.data.dataset_loader import load_data
-from app.data.input_pipeline import (
+from app.data import fashion_mnist
+from app.data.batches import (
     augmented_versions,
+    batch_of_step,
     epoch_versions,
     eval_dataset,
     num_steps_per_epoch,
     train_dataset,
 )
-from app.data.synthetic import generate_synthetic
+from app.data.fashion_mnist import DataMissingError, load_data
+from app.errors import DataError
 from app.options import Config
-from app.runtime.errors import DataError
+from tests.conftest import generated
 
 # The order of examples: complete, seeded, resumable, equal for every strategy.
 
@@ -42,22 +43,15 @@ def index_batches(dataset, num_batches):
 
 
 @pytest.mark.parametrize(
-    ("num_examples", "size", "last_batch", "sizes"),
-    [(10, 4, "keep", [4, 4, 2]), (10, 4, "drop", [4, 4]), (8, 4, "keep", [4, 4]),
-     (3, 5, "keep", [3])],
-)  # fmt: skip
-def test_epochs_are_complete(num_examples, size, last_batch, sizes):
-    assert num_steps_per_epoch(num_examples, size, last_batch) == len(sizes)
-    dataset = train_dataset(
-        *numbered(num_examples), seed=1, global_batch_size=size, last_batch=last_batch
-    )
+    ("num_examples", "size", "sizes"), [(10, 4, [4, 4, 2]), (8, 4, [4, 4]), (3, 5, [3])]
+)
+def test_epochs_are_complete(num_examples, size, sizes):
+    assert num_steps_per_epoch(num_examples, size) == len(sizes)
+    dataset = train_dataset(*numbered(num_examples), seed=1, global_batch_size=size)
     for _ in range(2):
         epoch = index_batches(dataset, len(sizes))
         assert [len(batch) for batch in epoch] == sizes
-        seen = sorted(itertools.chain(*epoch))
-        assert len(set(seen)) == sum(sizes)
-        if last_batch == "keep":
-            assert seen == list(range(num_examples))
+        assert sorted(itertools.chain(*epoch)) == list(range(num_examples))
 
 
 def test_epochs_differ_and_follow_from_the_seed_from_any_step_on():
@@ -98,6 +92,16 @@ def test_images_are_changed_in_half_of_the_epochs_by_seed_and_epoch_alone(augmen
     assert not np.array_equal(*of_seed)
 
 
+@pytest.mark.parametrize("augmentation", ["none", "flip", "shift"])
+def test_a_batch_computed_from_the_arrays_is_that_of_the_pipeline(augmentation):
+    arrays, options = small(25), {"seed": 3, "global_batch_size": 8, "augmentation": augmentation}
+    arrays = arrays.train_images, arrays.train_labels
+    for step, batch in enumerate(itertools.islice(train_dataset(*arrays, **options), 6)):
+        own = batch_of_step(*arrays, step=step, **options)
+        for found, expected in zip(batch, own, strict=True):
+            np.testing.assert_array_equal(found.numpy(), expected, strict=True)
+
+
 def test_a_shifted_image_has_zeros_where_nothing_remains():
     image = np.arange(1, 7, dtype=np.uint8).reshape(1, 2, 3, 1)
     unchanged, *shifted = [x[0, :, :, 0] for x in augmented_versions(image, "shift")]
@@ -116,7 +120,7 @@ def test_evaluation_is_in_order_and_ends():
 
 
 def small(num_train=200, seed=0):
-    return generate_synthetic(seed=seed, num_train=num_train, num_test=50)
+    return generated(num_train, 50, seed)
 
 
 def test_generated_set_has_the_form_of_the_real_one_and_follows_from_the_seed():
@@ -165,16 +169,17 @@ def test_hash_sees_images_labels_and_order():
     assert len({dataset.sha256(), *(variant.sha256() for variant in variants)}) == 3
 
 
-def test_auto_falls_back_with_a_warning_but_not_from_a_named_folder(monkeypatch, tmp_path, capsys):
+def test_auto_falls_back_with_a_warning_but_not_from_a_named_folder(
+    monkeypatch, tmp_path, small_data, capsys
+):
     def load(name, data_dir, error):
-        def load_fashion_mnist(data_dir, *, allow_unverified):
+        def load_fashion_mnist(data_dir):
             raise error
 
-        monkeypatch.setattr(dataset_loader, "load_fashion_mnist", load_fashion_mnist)
-        monkeypatch.setattr(dataset_loader, "generate_synthetic", small)
+        monkeypatch.setattr(fashion_mnist, "load_fashion_mnist", load_fashion_mnist)
         return load_data(Config.of(dataset=name, data_dir=data_dir))
 
-    missing, damaged = dataset_loader.DataMissingError("nowhere; get it"), DataError("damaged; g")
+    missing, damaged = DataMissingError("nowhere; get it"), DataError("damaged; g")
     assert load("auto", None, missing).name == "synthetic"
     (told,) = capsys.readouterr().err.splitlines()
     assert "GENERATED" in told and "nowhere" in told

@@ -4,13 +4,15 @@ import dataclasses
 import errno
 import os
 
+import matplotlib
 import matplotlib.image
 import pytest
 
-from app.records import files
+from app.errors import CheckpointError, DiskFullError, OutputError
+from app.records import files, run_directory
 from app.records import history as histories
 from app.records.files import publish, read_json, write_json
-from app.records.history import EpochRecord, Summary
+from app.records.history import last_lines, summarize
 from app.records.run_directory import (
     check_same_run,
     load_run_config,
@@ -18,31 +20,17 @@ from app.records.run_directory import (
     open_log,
     open_run_directory,
 )
-from app.report.accuracy_plot import draw_accuracy, plot_accuracy
-from app.runtime.errors import CheckpointError, DiskFullError, OutputError
+from app.report.plots import draw_accuracy, plot_accuracy
+from tests.training.test_checkpoint import RUN_METADATA, make_history
 
 
-def make_summary(**changes):
-    examples = {"str": "x", "int": 1, "float": 0.5, "bool": False, "list": []}
-    values = {
-        field.name: examples.get(getattr(field.type, "__name__", ""), {})
-        for field in dataclasses.fields(Summary)
-    }
-    values |= {
-        "status": "running", "strategy": "manual", "num_replicas": 2, "num_shards": 2,
-        "num_copies": 2, "simulated_devices": True,
-        "devices": ["/device:CPU:0", "/device:CPU:1"], "model": "lenet", "dataset": "synthetic",
-        "num_train_examples": 1000, "global_batch_size": 256, "learning_rate": 0.2, "epochs": 4,
-        "test_accuracy": 0.8449, "best_test_accuracy": 0.5, "epoch_sec": 2.54, "recipe": "d2l",
-    }  # fmt: skip
-    return Summary(**{**values, **changes})
+def make_metadata(config=None, **changes):
+    config = {**RUN_METADATA.config, "strategy": "manual", **(config or {})}
+    return dataclasses.replace(RUN_METADATA, config=config, **changes)
 
 
-def make_history(num_epochs):
-    return [
-        EpochRecord(i, 10 * i, 1 / i, 1 - 0.9 / i, 1.1 / i, 1 - 1 / i, 2.5, 400.0)
-        for i in range(1, num_epochs + 1)
-    ]
+def make_summary(history, config=None, **changes):
+    return summarize(make_metadata(config, **changes), history)
 
 
 def test_a_published_directory_is_on_the_disk_before_its_name(tmp_path, monkeypatch):
@@ -79,15 +67,44 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 
 
 def test_records_are_read_as_they_were_written(tmp_path):
+    drawn = []
+
+    def draw(runs, out_dir):
+        drawn.append(runs)
+        for name in histories.FIGURE_FILES:
+            (out_dir / name).touch()
+
     assert histories.load_history(tmp_path) == []
     assert histories.load_summary(tmp_path) is None
-    histories.write_history(tmp_path, make_history(3), make_summary())
-    assert histories.is_written(tmp_path, make_history(3), make_summary())
-    assert not histories.is_written(tmp_path, make_history(2), make_summary())
-    assert histories.load_history(tmp_path) == make_history(3)
-    assert histories.load_summary(tmp_path) == make_summary()
-    told = "test acc: 0.84, 2.5 sec/epoch on ['/device:CPU:0', '/device:CPU:1']"
-    assert make_summary().last_line() == told
+    history, summary = make_history(3), make_summary(make_history(3))
+    for _ in range(2):  # The second time, all of them are there.
+        histories.write_history(tmp_path, make_metadata(), history, draw)
+        assert histories.load_history(tmp_path) == history
+        assert histories.load_summary(tmp_path) == summary
+    assert drawn == [{"manual": (summary, history)}]
+    assert (summary["status"], summary["steps"], summary["weights_sha256"]) == (
+        "running", 30, "3" * 64,
+    )  # fmt: skip
+    assert make_summary(make_history(4))["status"] == "finished"
+    histories.write_history(tmp_path, make_metadata(), [], draw)  # An attempt from scratch.
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_lines_are_that_of_d2l_and_what_was_verified():
+    history = make_history(2)
+    history[0] = dataclasses.replace(history[0], test_accuracy=0.8449)
+    lines = last_lines(make_summary(history))
+    told = "test acc: 0.50, 2.5 sec/epoch on ['/device:CPU:0', '/device:CPU:1']"
+    assert lines == [told] and make_summary(history)["best_test_accuracy"] == 0.8449
+    verified = [dataclasses.replace(record, verified_steps=4) for record in history]
+    assert last_lines(make_summary(verified)) == [
+        "8 of 20 steps verified against one device", told,
+    ]  # fmt: skip
+
+
+def test_images_per_second_are_of_the_steps_that_are_not_verified():
+    (record,) = make_history(1, verified_steps=5)
+    assert record.images_per_sec == pytest.approx(0.5 * 1000 / 2.5)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"epoch": 1}\n'])
@@ -119,6 +136,9 @@ def test_a_run_directory_is_made_and_found_again(tmp_path):
     with pytest.raises(CheckpointError, match="model lenet → vgg") as refusal:
         start(path, {**config, "model": "vgg"})
     assert "names" not in str(refusal.value)
+    write_json(path / "config.json", {**load_run_config(path), "format": None})
+    with pytest.raises(CheckpointError, match="written by version 2"):
+        start(path, config)
 
 
 def test_a_verification_replaces_another_one_and_no_training(tmp_path):
@@ -148,7 +168,7 @@ def test_overwrite_removes_the_records_and_nothing_else_even_if_it_is_cut_off(
         path.unlink()
 
     with monkeypatch.context() as patch:
-        patch.setattr("app.records.run_directory.remove", cut_off)
+        patch.setattr(run_directory.files, "remove", cut_off)
         with pytest.raises(KeyboardInterrupt):
             start(tmp_path, {"seed": 1}, overwrite=True)
     assert not (tmp_path / "summary.json").exists() and load_run_config(tmp_path)["seed"] == 0
@@ -214,21 +234,26 @@ def test_a_directory_in_use_names_the_process_and_its_end_releases_it(tmp_path):
 
 
 def test_the_plot_has_the_accuracies_and_says_what_and_where(tmp_path, monkeypatch):
-    (record,) = make_history(1)
-    (axes,) = draw_accuracy({"manual": (make_summary(epochs=1), [record])}).axes
-    bars = [bar.get_width() for bar in axes.patches]
-    assert bars == [record.test_accuracy, record.train_accuracy]
-    assert [text.get_text() for text in axes.texts] == [f"{each:.1%}" for each in bars]
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     history = make_history(3)
-    plot_accuracy({"manual": (make_summary(), history)}, tmp_path)
+    plot_accuracy({"manual": (make_summary(history), history)}, tmp_path)
     svg = (tmp_path / "accuracy.svg").read_text()
     for part in ("GENERATED", "manual on 2 simulated devices: timing is not scaling", "lenet"):
         assert part in svg
     assert "test: 66.7%" in svg and "train, mean of an epoch: 70.0%" in svg
     assert matplotlib.image.imread(tmp_path / "accuracy.png").std() > 0.05  # No empty sheet.
-    runs = [make_summary(strategy=name, dataset="fashion_mnist") for name in ("manual", "jax")]
-    plot_accuracy({summary.strategy: (summary, history) for summary in runs}, tmp_path)
+    runs = {
+        name: (make_summary(history, {"strategy": name}, dataset="fashion_mnist"), history)
+        for name in ("manual", "mirrored")
+    }
+    plot_accuracy(runs, tmp_path)
     svg = (tmp_path / "accuracy.svg").read_text()
-    assert "manual: 66.7%" in svg and "jax: 66.7%" in svg
+    assert "manual: 66.7%" in svg and "mirrored: 66.7%" in svg
     assert "Fashion-MNIST" in svg and "GENERATED" not in svg
+
+
+def test_each_panel_has_the_accuracies_that_its_label_says():
+    history = [dataclasses.replace(record, test_accuracy=0.25) for record in make_history(2)]
+    figure = draw_accuracy({name: (make_summary(history), history) for name in "ab"})
+    drawn = {axes.get_ylabel(): [*axes.lines[0].get_ydata()] for axes in figure.axes}
+    assert drawn == {"test accuracy": [0.25, 0.25], "train accuracy": [0.1, 0.55]}

@@ -1,1 +1,0 @@
-"""Checks a machine before training."""

@@ -1,1 +1,0 @@
-"""Measures the cost of a step, with intervals, and breaks it down."""

@@ -1,0 +1,291 @@
+"""Records strategies, each in a process of its own, and compares each with one device.
+
+The processes send `("step", n)` for each recorded, then for each repeated step, `("warning", text)`
+and `RECORDED`.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import lockstep
+from app import console
+from app.children import Channel, Child
+from app.devices import setup
+from app.devices.local_workers import call_on_workers
+from app.options import Config
+from app.options.rules import MULTI_WORKER, SINGLE
+from app.progress import Progress
+from app.records.files import io_errors_as
+from app.report.page import DIFFERENT, IDENTICAL
+from lockstep.data import file as trace_file
+from lockstep.data.trace import OF_COPIES, STATE, STATISTIC, WEIGHT, Trace
+from lockstep.engine.verdict import FAULT, Verdict
+from lockstep.numeric.arrays import same_bits
+
+if TYPE_CHECKING:  # They import TensorFlow, which `set_up` configures first.
+    from app.training.build import TrainingRun
+
+EQUAL, OTHER_TRAINING = "equal within rounding", "two trainings by design"
+REFERENCE = "training on one device"
+RECORD, RECORDED = "record", "recorded"  # Messages to a process, and from it.
+_OF_SHARDS = ("data", "y_pred", "loss", "raw", "own_before", "own_after")
+
+
+class Training(NamedTuple):
+    """A strategy that was recorded and compared.
+
+    Attributes:
+        verdict: the result of the comparison.
+        diverged_step: the first step, from 1, after which a loss or a weight is not finite on one
+            device, either; 0 for none.
+        devices: names of the devices of all workers.
+        facts: how it was trained: simulated_devices, learning_rate, dataset and versions.
+    """
+
+    verdict: Verdict
+    diverged_step: int
+    devices: Sequence[str]
+    facts: Mapping[str, Any]
+
+
+def verify_strategies(
+    config: Config, folder: pathlib.Path
+) -> tuple[dict[str, Training], list[dict[str, Any]]]:
+    """Records and compares each strategy; one is compared while the next is recorded.
+
+    Args:
+        config: options of the command.
+        folder: gets the recordings.
+
+    Returns:
+        Strategy → result, and the pairs of strategies.
+    """
+    num_steps, trainings = config.verification.steps, dict[str, Training]()
+    of_workers: list[Mapping[str, Any]] = []  # Facts of each.
+    paths = {name: folder / f"{name}.npz" for name in config.strategies}
+    with contextlib.ExitStack() as stack:
+        children = {
+            name: stack.enter_context(
+                Child(_verify, config.for_training(name), path, name, num_steps)
+            )
+            for name, path in paths.items()
+        }
+        progress = stack.enter_context(Progress(num_steps))
+        for name, child in children.items():
+            progress.start(f"recording {name}")
+            if name == MULTI_WORKER:
+                own, notify = config.for_training(name), progress.message
+                # Each writes a file of its replicas; the all-reduce is not used to gather them.
+                of_workers = call_on_workers(
+                    own, _record_as_worker, own, paths[name], num_steps, on_message=notify
+                )
+            child.send(RECORD)
+            while (message := child.receive()[1]) != RECORDED:
+                progress.message(message)
+        for name, child in children.items():
+            progress.start(f"comparing {name} with one device")
+            while (received := child.receive())[0] == "message":
+                progress.message(received[1])
+            trainings[name] = received[1]
+            if name == MULTI_WORKER:
+                trainings[name] = trainings[name]._replace(facts=of_workers[0])
+    pairs = itertools.combinations(paths, 2)
+    return trainings, [_compare_pair(names, paths, trainings) for names in pairs]
+
+
+# --- Processes -----------------------------------------------------------------------------------
+
+
+def _verify(
+    channel: Channel, config: Config, path: pathlib.Path, name: str, num_steps: int
+) -> Training:
+    """Records a strategy, unless workers do, and compares it with one device.
+
+    Args:
+        channel: its first message says that it is the turn of this strategy.
+        config: options of the training.
+        path: file of the recording.
+        name: name of the training.
+        num_steps: number of steps.
+    """
+    is_recorded = name == MULTI_WORKER
+    run = _set_up(channel, config.for_training(SINGLE, inject=None) if is_recorded else config)
+    channel.receive()
+    if not is_recorded:
+        _record(channel, run, path, num_steps)
+    channel.send(RECORDED)
+    return _compare(channel, run, path, name)
+
+
+def _record_as_worker(
+    channel: Channel, config: Config, path: pathlib.Path, num_steps: int
+) -> dict[str, Any]:
+    run = _set_up(channel, config)
+    index = run.strategy.workers.index
+    _record(channel, run, path.with_name(f"{path.stem}.rank{index}.npz"), num_steps)
+    return _facts(run)
+
+
+def _facts(run: "TrainingRun") -> dict[str, Any]:
+    """Returns how a run trains."""
+    metadata = run.metadata()
+    names = ("simulated_devices", "learning_rate", "dataset", "dataset_sha256", "versions")
+    return {name: getattr(metadata, name) for name in (*names, "num_train_examples")}
+
+
+def _set_up(channel: Channel, config: Config) -> "TrainingRun":
+    """Sets up TensorFlow, loads the data and builds the training."""
+    console.forward_warnings(lambda text: channel.send(("warning", text)))
+    devices = setup.set_up(config)
+    import tensorflow as tf
+
+    from app.data.fashion_mnist import load_data
+    from app.training.build import TrainingRun
+    from app.verification.recorder import check_repeatable
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    run = TrainingRun(config, devices, load_data(config))
+    check_repeatable(run.strategy.model)
+    return run
+
+
+def _record(channel: Channel, run: "TrainingRun", path: pathlib.Path, num_steps: int) -> None:
+    """Trains and writes the recording of each step, with memory for one step."""
+    from app.training.checks import check_all_reduce
+    from app.verification.recorder import StepRecorder
+
+    strategy = run.strategy
+    check_all_reduce(strategy)
+    strategy.observer = recorder = StepRecorder(strategy, run.fault)
+    about, iterator = recorder.about(range(num_steps)), strategy.distribute(run.batches())
+    with io_errors_as(path), trace_file.Writer(path) as writer:
+        trace = Trace(about, writer)
+        for step in range(num_steps):
+            recorder.record_step(trace, step, lambda: strategy.train_steps(iterator, 1))
+            channel.send(("step", step + 1))
+        writer.close(about)
+
+
+def _compare(channel: Channel, run: "TrainingRun", path: pathlib.Path, name: str) -> Training:
+    """Records the steps again on one device, and compares both recordings."""
+    from app.verification.recorder import Reference, single_of
+
+    recorded, reference = trace_file.load(path), path.with_name(f"{path.stem}.reference.npz")
+    one = Reference(single_of(run), recorded.about)
+    about = one.about(recorded.about)
+    with io_errors_as(reference), trace_file.Writer(reference) as writer:
+        trace = Trace(about, writer)
+        for position in range(len(recorded.steps)):
+            one.record_step(trace, recorded, position)
+            channel.send(("step", position + 1))
+        writer.close(about)
+    verdict, diverged_step = judge(trace_file.load(reference), recorded, name)
+    devices = run.metadata().devices
+    if name == MULTI_WORKER:
+        devices = [f"worker {replica}" for replica in range(recorded.about.num_replicas)]
+    return Training(verdict, diverged_step, devices, _facts(run))
+
+
+def judge(reference: Trace, recorded: Trace, name: str) -> tuple[Verdict, int]:
+    """Compares a recording with that of one device.
+
+    Returns:
+        The verdict, with the names that the program uses: its steps start from 1. And the first
+        step with a value that is not finite on one device, either, or 0.
+    """
+    verdict = lockstep.compare(reference, recorded)
+    names = {step: f"step {step + 1}" for step in verdict.steps}
+    verdict = dataclasses.replace(verdict, training=name, reference=REFERENCE, step_names=names)
+    return verdict, _diverged_step(reference)
+
+
+def unlike_copies(trace: Trace) -> str:
+    """Says which weight or optimizer state is not bitwise equal on all replicas; "" if all are."""
+    for position, kind in itertools.product(range(len(trace.steps)), ("before", "after")):
+        first, *others = [trace.named(position, kind, copy) or {} for copy in trace.copies]
+        for replica, own in enumerate(others, 1):
+            for name in own.keys() & first.keys():
+                if trace.kinds[name] in (WEIGHT, STATE) and not same_bits(own[name], first[name]):
+                    where = f"{name} on replica {replica} differs from replica 0"
+                    return f"{where} {kind} the step, but must be bitwise identical"
+    return ""
+
+
+def _diverged_step(trace: Trace) -> int:
+    """Returns the first step, from 1, with a loss or a variable that is not finite; 0 for none."""
+    for position, step in enumerate(trace.steps):
+        losses = [trace.arrays(position, "loss", shard) or [] for shard in trace.shards]
+        arrays = [*itertools.chain(*losses), *(trace.arrays(position, "after", 0) or [])]
+        if not all(np.all(np.isfinite(array)) for array in arrays):
+            return step + 1
+    return 0
+
+
+# --- Pairs ---------------------------------------------------------------------------------------
+
+
+def _compare_pair(
+    names: tuple[str, str], paths: Mapping[str, pathlib.Path], trainings: Mapping[str, Training]
+) -> dict[str, Any]:
+    """Compares all arrays that two recordings have in common, bit for bit.
+
+    With other numbers of shards, these are the arrays of the copies.
+
+    Returns:
+        The pair as `verify.json` has it: `trainings`, `outcome`, the largest `absolute` difference
+        of an element of the weights after the last step, that `relative` to the largest element of
+        its array, `where` it is, and `why` they are two trainings by design.
+    """
+    first, second = (trace_file.load(paths[name]) for name in names)
+    pair: dict[str, Any] = {"trainings": list(names), "outcome": IDENTICAL}
+    pair |= {"absolute": 0.0, "relative": 0.0, "where": "", "why": ""}
+    kinds = (*_OF_SHARDS, *OF_COPIES) if len(first.shards) == len(second.shards) else OF_COPIES
+    positions = range(len(first.steps))
+    if all(_have_same_bits(first, second, p, kind) for p in positions for kind in kinds):
+        return pair
+    weights = [trace.named(positions[-1], "after", 0) or {} for trace in (first, second)]
+    for name in (name for name in weights[0] if first.kinds[name] == WEIGHT):
+        a, b = (np.asarray(named[name], np.float64) for named in weights)
+        absolute = float(np.max(np.abs(a - b)))
+        if not absolute <= pair["absolute"] and np.isfinite(absolute):
+            largest = max(np.max(np.abs(a)), np.max(np.abs(b)))
+            pair |= {"absolute": absolute, "relative": absolute / float(largest), "where": name}
+    parts = [_num_normalised_parts(trace) for trace in (first, second)]
+    if any(trainings[name].verdict.status == FAULT for name in names):
+        pair["outcome"] = DIFFERENT
+    elif parts[0] == parts[1]:
+        pair["outcome"] = EQUAL
+    else:
+        how = ["the whole batch" if num == 1 else f"each of {num} shards" for num in parts]
+        pair["outcome"] = OTHER_TRAINING
+        pair["why"] = (
+            f"{' and '.join(names)} are two trainings by design, not by a fault: BatchNorm"
+            f" normalises {how[0]} in {names[0]} and {how[1]} in {names[1]}"
+        )
+    return pair
+
+
+def _have_same_bits(first: Trace, second: Trace, position: int, kind: str) -> bool:
+    """Returns whether both have the same arrays of a kind; copies are also those of the first."""
+    items = itertools.zip_longest(first.items(kind), second.items(kind), fillvalue=0)
+    for pair in items:
+        arrays = (
+            trace.arrays(position, kind, item) or []
+            for trace, item in zip((first, second), pair, strict=True)
+        )
+        for a, b in itertools.zip_longest(*arrays):
+            if (a is None) != (b is None) or (a is not None and a.tobytes() != b.tobytes()):
+                return False
+    return True
+
+
+def _num_normalised_parts(trace: Trace) -> int:
+    """Returns into how many parts of a batch, each with its own BatchNorm; 1 without BatchNorm."""
+    has_statistics = any(variable.kind == STATISTIC for variable in trace.about.variables)
+    return len(trace.shards) if has_statistics and not trace.about.syncs_batch_norm else 1
