@@ -28,17 +28,9 @@ CAMPAIGNS = {
     "network": (0, "a training with one network fault; needs root"),
     "fuzz": (20, "500 damaged inputs of each kind"),
     "mutations": (0, "a bug of mutations.toml; or so many drawn at random"),
-    "copies": (0, "a bug of strategy_bugs.toml in a copy of the program, and verify there"),
-    "zoo": (0, "a reported bug of Keras programs, and its correction"),
-    "scripts": (0, "a bug of a training script, or a right form of it; or so many drawn at random"),
     "layouts": (8, "a seed of small right trainings in 13 parallel layouts and two dtypes"),
     "bounds": (2, "a seed of right trainings of five networks, with batches of 16 to 2,048"),
     "sensitivity": (0, "a fault in six sizes, in float32 and bfloat16"),
-    "public": (
-        0,
-        "a program after a public report, right and wrong; --all: sealed ones, too",
-    ),
-    "trainers": (0, "a trainer of a library, right and with its mistakes"),
     "optimizers": (0, "a right program with one of Keras' optimizers"),
 }
 

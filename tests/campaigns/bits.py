@@ -5,6 +5,7 @@ are flipped in `test_checkpoint.py`.
 """
 
 import collections
+import math
 import pathlib
 import random
 from collections.abc import Iterator
@@ -12,16 +13,14 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from app.data.synthetic import generate_synthetic
-from app.devices.device_setup import Devices
+from app.devices.setup import Devices
+from app.errors import LockstepError
 from app.options import Config
-from app.records.run_metadata import Progress
-from app.runtime.errors import LockstepError
-from app.training.replica_divergence import check_replica_divergence
-from app.training.training_spec import TrainingSpec
-from app.verification.step_verifier import StepVerifier
+from app.training.build import TrainingRun
+from app.training.checks import check_copies
+from app.verification.step_check import StepCheck
 from models import MODELS
-from tests.conftest import CPUS
+from tests.conftest import CPUS, generated
 
 from . import Options, check
 
@@ -39,43 +38,41 @@ class Memory:
     def __init__(self, choose: random.Random):
         self._random = choose
         config = Config.of(global_batch_size=64, recipe="fast", epochs=1000, verify_every=1)
-        data = generate_synthetic(num_train=128, num_test=70)
-        self._spec = TrainingSpec(config, data)
-        self._strategy = self._spec.build_strategy(Devices(CPUS[:REPLICAS], simulated=True))
+        devices = Devices(CPUS[:REPLICAS], simulated=True)
+        run = TrainingRun(config, devices, generated(128, 70))
+        self._strategy, self._check = run.strategy, StepCheck(run)
         self._weights = [v.path for v in self._strategy.model.trainable_variables]
-        self._verifier = StepVerifier(self._spec, self._strategy)
-        self._iterator = iter(self._strategy.distribute(self._spec.batches()))
-        self._strategy.train_steps(self._iterator, 0)
-        self._verifier.compile(self._iterator)
+        self._iterator = self._strategy.distribute(run.batches())
         self._step = 0
-        for _ in range(8):  # The tolerances are learned from the first steps.
+        for _ in range(3):  # The learning rate begins at 0.
             assert self._train_step() == "", "a correct step has a mismatch"
 
     def flip(self, kind: str) -> tuple[str, str]:
         """Flips a bit, trains and checks a step; returns what is to be named, and what was said."""
         before = self._strategy.states.per_copy()
         expected = self._flip_variable(kind)
-        found = self._train_step() or self._compare_replicas()
+        found = self._train_step() or self._compare_copies()
         for copy, values in zip(self._strategy.copies(), before, strict=True):
             for name, variable in copy.items():
                 variable.assign(values[name])
-        left = self._compare_replicas()
+        left = self._compare_copies()
         assert left == "", f"the flip was not undone: {left}"
-        self._train_step()  # It reports that the state has changed on its own, as it was undone.
         return expected, found
 
     def _train_step(self) -> str:
+        """Trains a verified step; returns what is wrong with it, "" if nothing is."""
         self._step += 1
-        totals, _ = self._verifier.record_step(self._iterator, self._step)
-        if not np.isfinite(totals.loss_sum):
-            return f"the loss is {totals.loss_sum}"  # A training ends with code 7.
-        finding = self._verifier.check(Progress(self._step - 1, epoch_step=self._step - 1))
-        return finding.text if finding else ""
+        try:
+            totals, _ = self._check.train_step(self._iterator, self._step)
+        except LockstepError as error:
+            return str(error)
+        # A training ends with code 7.
+        return "" if math.isfinite(totals.loss_sum) else f"the loss is {totals.loss_sum}"
 
-    def _compare_replicas(self) -> str:
+    def _compare_copies(self) -> str:
         """Returns what a comparison says, as at the end of an epoch; "" if replicas are equal."""
         try:
-            check_replica_divergence(self._strategy)
+            check_copies(self._strategy)
         except LockstepError as error:
             return str(error)
         return ""

@@ -11,25 +11,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from tests.conftest import idx_files
-
 from . import CampaignError, check
 
 MAIN = (sys.executable, str(pathlib.Path(__file__).parents[2] / "main.py"))
 TRAIN = (
-    *("--device=cpu", "--recipe=d2l", "--deterministic", "--allow_unverified_data", "--epochs=3"),
-    *("--global_batch_size=50", "--checkpoint_every=3"),
+    *("--device=cpu", "--recipe=d2l", "--deterministic", "--dataset=synthetic", "--epochs=3"),
+    *("--num_train_examples=500", "--global_batch_size=50", "--checkpoint_every=3"),
 )
 TIMEOUT_SEC = 300
 MARK = "LOCKSTEP_CAMPAIGN"  # Variable of all processes of a training.
-
-
-def write_data(folder: pathlib.Path) -> pathlib.Path:
-    """Writes files in the format of Fashion-MNIST, with 500 and 200 images."""
-    folder.mkdir()
-    for name, content in idx_files(500, 200).items():
-        (folder / name).write_bytes(content)
-    return folder
 
 
 class Program:

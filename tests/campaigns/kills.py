@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from . import CampaignError, Options, check, harness
 from .harness import MAIN, Program, checkpoints
 
-STRATEGIES = ("single", "manual", "mirrored", "sharded", "pipeline", "tensor", "multi_worker")
+STRATEGIES = ("single", "manual", "mirrored", "sharded", "multi_worker")
 SIGNALS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 STALL_SEC = 20
 WATCHED = f"--stall_timeout_sec={STALL_SEC}"
@@ -30,20 +30,17 @@ class Site:
     Args:
         folder: folder for all its files.
         strategy: name of the strategy.
-        data_dir: folder of the images.
         choices: source of all random choices.
     """
 
-    def __init__(
-        self, folder: pathlib.Path, strategy: str, data_dir: pathlib.Path, choices: random.Random
-    ):
+    def __init__(self, folder: pathlib.Path, strategy: str, choices: random.Random):
         count = {"single": [], "multi_worker": ["--num_workers=2"]}
         devices = count.get(strategy, ["--num_devices=2"])
         self.words = [f"--strategy={strategy}", *devices, *harness.TRAIN]
         self.random, self.strategy, self._folder, self.laps = choices, strategy, folder, 0
         self.temporary = folder / "temporary"
         self.temporary.mkdir(parents=True)
-        self._environment = {"FASHION_MNIST_DIR": str(data_dir), "TMPDIR": str(self.temporary)}
+        self._environment = {"TMPDIR": str(self.temporary)}
         start = time.monotonic()
         self.weights = self.finish()
         self.duration_sec, self.laps = time.monotonic() - start, 1
@@ -191,14 +188,13 @@ def cycle(site: Site, kind: str) -> str:
 def run(folder: pathlib.Path, options: Options, counts: collections.Counter) -> Iterator[str]:
     """Runs cycles; yields what each one did. `only` names strategies or kinds of faults."""
     choices, sites = random.Random(options.seed), {}
-    data_dir = harness.write_data(folder / "data")
     strategies = [s for s in STRATEGIES if s.replace("_", " ") in options.only] or STRATEGIES
     kinds = [kind for kind in KINDS if kind in options.only] or list(KINDS)
     for number in range(1, options.cycles + 1):
         name = choices.choice(strategies)
         if name not in sites:
             of_site = random.Random(f"{options.seed} {name}")
-            sites[name] = Site(folder / name, name, data_dir, of_site)
+            sites[name] = Site(folder / name, name, of_site)
         allowed = [kind for kind in kinds if kind in OF_WORKERS or name != "multi_worker"]
         told = cycle(sites[name], choices.choice(allowed or ["SIGKILL"]))
         counts["cycles"] += 1

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import pathlib
-import secrets
 import signal
 import subprocess
 import time
@@ -91,7 +90,6 @@ class Cluster:
 
     def __init__(self, folder: pathlib.Path):
         self._folder, self.number, self._weights = folder, 0, ""
-        self._data_dir = harness.write_data(folder / "data")
         with Network() as network:
             self.finish(network)
         self._weights = harness.finished_weights(self.run_dir)
@@ -103,13 +101,13 @@ class Cluster:
 
     def start(self, network: Network) -> list[Program]:
         """Starts both workers, each on its host."""
-        words = [*harness.MAIN, "--strategy=multi_worker", *harness.TRAIN, "--num_devices=1"]
-        words += [f"--data_dir={self._data_dir}", f"--out={self.run_dir}"]
-        secret, programs = secrets.token_hex(), []
+        words = [*harness.MAIN, "--strategy=multi_worker", *harness.TRAIN]
+        words.append(f"--out={self.run_dir}")
+        programs = []
         for index in (0, 1):
             task = {"type": "worker", "index": index}
             config = {"cluster": {"worker": [f"{a}:2222" for a in ADDRESSES]}, "task": task}
-            environment = {"TF_CONFIG": json.dumps(config), "LOCKSTEP_SECRET": secret}
+            environment = {"TF_CONFIG": json.dumps(config)}
             output = self._folder / f"worker {index}.txt"
             programs.append(Program(network.command(index, *words), output, environment))
         return programs

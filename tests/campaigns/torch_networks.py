@@ -1,18 +1,18 @@
-"""Right trainings of several networks with DDP, in one process or more, one seed after another.
+"""Right trainings of several networks with DDP, in one process or more.
 
-The campaign `bounds` runs this program after it has replaced the constants.
+The campaign `bounds` runs this program after it has set the constants.
 """
 
 import torch
 import torch.distributed as dist
-from launch import start
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep import record_torch
+from cases import harness
+from cases.programs.launch import DEVICE, start
 
-NETWORK, GLOBAL_BATCH_SIZE, BFLOAT16, SEEDS = "MLP", 16, False, (0,)
+NETWORK, GLOBAL_BATCH_SIZE, BFLOAT16, SEED = "MLP", 16, False, 0
 CHANNELS, NUM_CLASSES, STEPS = 16, 10, 2
 
 
@@ -43,7 +43,7 @@ class LayerNorm(nn.LayerNorm):
     """
 
     def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             return super().forward(x.float())
 
 
@@ -100,36 +100,26 @@ NETWORKS = {
 }
 
 
-def train(rank, world_size, seed, recording):
+def main(rank, world_size):
     build, shape = NETWORKS[NETWORK]
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     model = build()
     x = torch.randn(STEPS, GLOBAL_BATCH_SIZE, *shape)
     y = torch.randint(NUM_CLASSES, (STEPS, GLOBAL_BATCH_SIZE))
     if world_size > 1:
         model = DistributedDataParallel(model)
-    if seed % 2:
+    if SEED % 2:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with record_torch.record(model=model, optimizer=optimizer, steps=STEPS, **recording):
+    with harness.training(model, optimizer):
         for inputs, targets in zip(x, y, strict=True):
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=BFLOAT16):
                 outputs = model(inputs[rank::world_size])
                 loss = nn.functional.cross_entropy(outputs, targets[rank::world_size])
             loss.backward()
             optimizer.step()
-
-
-def main(rank, world_size, recording):
-    for seed in SEEDS:
-        files = {
-            key: recording[key].replace(".npz", f"{seed}.npz")
-            for key in ("path", "replay")
-            if recording.get(key)
-        }
-        train(rank, world_size, seed, {**recording, **files})
 
 
 if __name__ == "__main__":
