@@ -1,24 +1,23 @@
 """Verifies that a distributed training is the same training as on one device."""
 
-import dataclasses
 import importlib
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.answer.verdict import Finding, Measurement, Verdict
     from lockstep.data.file import TraceError
     from lockstep.data.trace import Trace
+    from lockstep.engine.verdict import Measured, Place, Verdict
     from lockstep.recorders.notes import note
     from lockstep.recording import record
     from lockstep.testing import assert_same_training
 
 __all__ = [
-    "Finding",
-    "Measurement",
+    "Measured",
+    "Place",
     "Trace",
     "TraceError",
     "Verdict",
@@ -39,81 +38,44 @@ for _found in pathlib.Path(__file__).parents[1].glob("lockstep-*.dist-info"):
 
 
 def compare(
-    one: Any,
-    two: Any = None,
+    reference: Any,
+    training: Any,
     *,
     permuted: Any = None,
-    model: Any = None,
-    batches: Sequence[Any] = (),
+    by_parts: Any = None,
     names: Mapping[str, str] | None = None,
     tolerance: float | None = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> "Verdict":
-    """Checks a recorded training: on its own, against another recording, or against one device.
+    """Verifies a recorded training against a recording of the reference.
 
-    A training is the path of its recording, a `Trace`, or a recorder after its `with` block.
+    A recording is its path, a `Trace`, or a recorder after its `with` block.
 
     Args:
-        one: the training; with `two`, the reference.
-        two: the training to check against `one`; None to check `one`.
-        permuted: a recording of `one` with permuted examples, which gives the tolerance.
-        model: for a Keras training, the model compiled by the same code outside of the strategy's
-            scope; or a function that builds it, with which the expected values are computed in
-            float64, if the model supports it. The training is then checked against one device.
-        batches: with `model`, the global batch of each step as the data set defines it.
-        names: name of a weight in `two` → its name in `one`, where they cannot be matched.
-        tolerance: relative difference of gradients to allow between `one` and `two`.
-        on_step: called with the number of checked steps after each step.
+        reference: the training on one device.
+        training: the training to verify.
+        permuted: a recording of the reference with permuted examples, which gives the bounds.
+        by_parts: the reference, recorded with shards= and replay= of `training`: it computes layers
+            that mix examples or draw for each rank as the ranks do.
+        names: name of a weight in `training` → its name in `reference`, where they cannot be
+            matched.
+        tolerance: relative difference of gradients to allow; None to compute it.
+        on_step: called with the number of compared steps after each step.
 
     Returns:
-        The verdict: `ok`, `findings`, `str(verdict)` and `to_json()`.
+        The verdict: `ok`, `status`, `place`, `formula`, `name`, `str(verdict)` and `to_json()`.
 
     Raises:
         TraceError: a file is damaged, or not a recording.
-        ValueError: nothing was recorded, the recordings have nothing in common, or the model is
-            another one.
+        ValueError: nothing was recorded, or the recordings have nothing in common.
     """
-    if model is None:
-        from lockstep.comparison import compare_traces
+    from lockstep.comparison import compare_recordings
 
-        traces = [_trace_of(each) for each in (one, two, permuted) if each is not None]
-        verdicts = compare_traces(traces, names or {}, tolerance, on_step)
-        return list(verdicts.values())[-1]
-    if two is not None:
-        raise ValueError("compare takes either a second training or model=, not both")
-    return _compared_with_model(one, model, batches, on_step)
-
-
-def _compared_with_model(
-    one: Any, model: Any, batches: Sequence[Any], on_step: Callable[[int], None]
-) -> "Verdict":
-    """Checks a recorded training of Keras against one device; see `compare`."""
-    from lockstep.oracles.keras import KerasOracle
-    from lockstep.recorders.keras.values import leaves
-    from lockstep.run import check, require_steps
-
-    trace = _trace_of(one)
-    require_steps(trace)
-    if any(variable.shape for variable in trace.about.variables):
-        raise ValueError(
-            f"{trace.name or 'the recording'}: is recorded with sample=, and a model computes whole"
-            " arrays; record it with sample=0"
-        )
-    verdict = check(
-        trace,
-        KerasOracle(model, trace),
-        batches=[leaves(batch) for batch in batches],
-        name=trace.name or "the recorded training",
-        reference="training that the model defines on one device",
-        on_step=on_step,
-    )
-    if trace.about.num_replicas > 1:
-        return verdict
-    note = (
-        "only one replica: faults between replicas cannot appear; create two devices first, with"
-        " tf.config.set_logical_device_configuration"
-    )
-    return dataclasses.replace(verdict, notes=(*verdict.notes, note))
+    others = [each if each is None else _trace_of(each) for each in (permuted, by_parts)]
+    return compare_recordings(
+        _trace_of(reference), _trace_of(training), others[0], others[1], names or {}, tolerance,
+        on_step,
+    )  # fmt: skip
 
 
 def _trace_of(training: Any) -> "Trace":
@@ -131,7 +93,7 @@ def _trace_of(training: Any) -> "Trace":
 
 
 _MODULES = {  # Name → its module, which imports NumPy and is imported when it is needed.
-    **dict.fromkeys(("Finding", "Measurement", "Verdict"), "lockstep.answer.verdict"),
+    **dict.fromkeys(("Measured", "Place", "Verdict"), "lockstep.engine.verdict"),
     "Trace": "lockstep.data.trace",
     "TraceError": "lockstep.data.file",
     "assert_same_training": "lockstep.testing",

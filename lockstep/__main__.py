@@ -1,6 +1,6 @@
 """`python -m lockstep`: verifies recordings of training scripts, shows them, and makes them.
 
-python -m lockstep one.npz [two.npz …] [--html page.html]
+python -m lockstep one.npz two.npz [permuted.npz …] [--html page.html]
 python -m lockstep show one.npz [two.npz …]
 python -m lockstep run --reference "python train.py" --variant "torchrun … train.py"
 """
@@ -20,14 +20,14 @@ import lockstep
 from lockstep.answer.json import EXIT_CODES, record_of_all
 from lockstep.answer.text import describe, one_line
 
-_USAGE = """lockstep FILE [FILE …] [options]
+_USAGE = """lockstep FILE FILE [FILE …] [options]
        lockstep show FILE [FILE …] [--details]
        lockstep run --reference COMMAND --variant [NAME=]COMMAND [options]
        lockstep run --reference COMMAND --resume [NAME=]COMMAND COMMAND [options]"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Verifies each recording on its own, and all further ones against the first.
+    """Verifies all further recordings against the first.
 
     `show` lists what recordings hold, and `run` records trainings and verifies them.
 
@@ -90,8 +90,8 @@ def _remove_page(options: argparse.Namespace) -> None:
 def _run(options: argparse.Namespace) -> int:
     """Records a reference and its variants, verifies them, and returns the exit code."""
     from lockstep.data.match import NamesError
-    from lockstep.launch import TrainingError
-    from lockstep.trainings import Settings, verify_trainings
+    from lockstep.running.launch import TrainingError
+    from lockstep.running.run import Settings, verify_trainings
 
     settings = Settings(
         options.steps, dict(options.name_map), options.tolerance, options.modules,
@@ -188,10 +188,9 @@ def _parser(is_show: bool) -> _Parser:
     else:
         parser = _new_parser(
             "lockstep",
-            "Verifies recordings of training scripts: each on its own, and all further ones against"
-            " the first. A recording with permute= gives the tolerance. `lockstep show` lists what"
-            " a recording holds. `lockstep run` records trainings and verifies them; see `lockstep"
-            " run --help`.",
+            "Verifies recordings of training scripts: all further ones against the first. One with"
+            " permute= gives the tolerance. `lockstep show` lists what a recording holds. `lockstep"
+            " run` records trainings and verifies them; see `lockstep run --help`.",
             _USAGE,
         )
     parser.add_argument("files", nargs="+", metavar="FILE", help="a recording, a .npz file")
@@ -244,7 +243,11 @@ def _run_parser() -> _Parser:
 def _add_options(parser: _Parser, of_names: str) -> None:
     """Adds the options that `lockstep` and `lockstep run` have in common."""
     add = parser.add_argument
-    add("--details", action="store_true", help="show stages, sizes and tolerances, too")
+    add(
+        "--details",
+        action="store_true",
+        help="show the compared nodes, all tensors and the tolerance, too",
+    )
     add("--json", action="store_true", help="print the verdicts as JSON; see docs/for_agents.md")
     add("--html", type=_new_page, metavar="FILE",
         help="write the verdicts as a page, one HTML file")  # fmt: skip

@@ -16,12 +16,7 @@ A custom loop passes its optimizer, or a list of all, and wraps the function of 
         def train_step(batch):
             strategy.run(recorded_step, args=(batch,))
 
-`python -m lockstep one.npz two.npz` compares such files. A script can compare its own steps with
-one device:
-
-    with record_keras.Recorder(model, steps=3) as recorder:
-        model.fit(dataset)
-    print(lockstep.compare(recorder, model=build_model))  # Called outside of the scope.
+`python -m lockstep one.npz two.npz` compares such files: of the script on one device, and on two.
 
 The hooks replace methods of the model and of the classes of optimizers, and
 `GradientTape.gradient`, until the end of the block. Each optimizer that a step applies is recorded.

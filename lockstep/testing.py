@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.answer.json import record_of_all
 from lockstep.answer.text import describe
-from lockstep.answer.verdict import Verdict
 from lockstep.data.file import Path
-from lockstep.launch import Training, TrainingError
-from lockstep.trainings import Settings, verify_trainings
+from lockstep.engine.verdict import Verdict
+from lockstep.running.launch import Training, TrainingError
+from lockstep.running.run import Settings, verify_trainings
 
 
 def assert_same_training(
@@ -60,8 +60,8 @@ def assert_same_training(
         Name of the variant → its verdict.
 
     Raises:
-        AssertionError: a variant is not the same training; the text is its verdict with the first
-            finding. Or a training failed, reached its time limit or recorded nothing.
+        AssertionError: a variant is not the same training; the text is its verdict. Or a training
+            failed, reached its time limit or recorded nothing.
         ValueError: an argument is wrong, or the recordings have nothing in common.
     """
     __tracebackhide__ = True  # pytest shows the line of the test, and the verdict.
@@ -91,6 +91,7 @@ def _require_same(verdicts: dict[str, Verdict], json_path: Path | None) -> None:
     if json_path is not None:
         pathlib.Path(json_path).write_text(json.dumps(record_of_all(verdicts), indent=1) + "\n")
         where += f" and in {json_path}"
-    texts = [describe([verdict], most=1) for verdict in verdicts.values() if not verdict.ok]
+    texts = [describe([verdict]) for verdict in verdicts.values() if not verdict.ok]
     if texts:
-        raise AssertionError("\n\n".join([*texts, f"all findings, stages and sizes: {where}"]))
+        texts.append(f"all verdicts, with the nodes that were compared: {where}")
+        raise AssertionError("\n\n".join(texts))

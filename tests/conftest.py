@@ -27,8 +27,7 @@ NUM_LOGICAL_CPUS = 4
 MAX_GRAPHS_OF_A_TEST = 250
 # A worker gets whole files, these first, so that no long one is left for the end.
 LONGEST = [
-    "test_docs", "test_case", "test_strategies", "test_keras_steps", "test_zoo",
-    "test_trace_checker", "test_campaigns", "test_local_workers", "test_verified_steps",
+    "test_docs", "test_strategies", "test_verify", "test_campaigns", "test_local_workers",
     "test_survival", "test_training",
 ]  # fmt: skip
 CPUS = [f"/device:CPU:{i}" for i in range(NUM_LOGICAL_CPUS)]
@@ -40,18 +39,18 @@ def runs_tests(config) -> bool:
 
 
 def pytest_configure(config):
+    # Warnings are printed unless something else handles them, which pytest's plugin would.
+    config.pluginmanager.set_blocked("logging-plugin")
     if not runs_tests(config):
         return
-    from app.devices.device_setup import keep_order_of_summation  # Chooses TensorFlow's kernels.
+    from app.devices.import_tf import import_tensorflow
 
-    import tensorflow as tf  # isort: skip
-
+    tf = import_tensorflow()  # With the program's kernels and order of summation.
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * NUM_LOGICAL_CPUS,
     )
     number_device_groups()
-    keep_order_of_summation()
     tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
@@ -126,8 +125,7 @@ def images():
 
 def idx_files(num_train: int, num_test: int) -> dict[str, bytes]:
     """Returns four files in the right format, with other content than Fashion-MNIST."""
-    from app.data.data_sources import SHA256
-    from app.data.fashion_mnist import idx_bytes
+    from app.data.fashion_mnist import SHA256, idx_bytes
 
     def content(name):
         num = num_train if name.startswith("train") else num_test
@@ -137,19 +135,30 @@ def idx_files(num_train: int, num_test: int) -> dict[str, bytes]:
     return {name: idx_bytes(content(name)) for name in SHA256}
 
 
-@pytest.fixture(scope="session")
-def small_data(tmp_path_factory):
-    """A folder with generated images in the four files of Fashion-MNIST: 1,000 and 200."""
-    from app.data.data_sources import SHA256
-    from app.data.fashion_mnist import idx_bytes
+def generated(num_train: int, num_test: int, seed: int = 0):
+    """Returns a data set of generated images."""
+    from app.data.fashion_mnist import ImageDataset
     from app.data.synthetic import generate_synthetic
 
-    folder = tmp_path_factory.mktemp("small data")
-    dataset = generate_synthetic(num_train=1000, num_test=200)
-    arrays = dataset.train_images, dataset.train_labels, dataset.test_images, dataset.test_labels
-    for name, array in zip(SHA256, arrays, strict=True):
-        (folder / name).write_bytes(idx_bytes(array[..., 0] if array.ndim == 4 else array))
-    return folder
+    arrays = generate_synthetic(seed=seed, num_train=num_train, num_test=num_test)
+    return ImageDataset("synthetic", *arrays)
+
+
+NUM_SMALL = {"num_train": 1000, "num_test": 200}
+
+
+@pytest.fixture
+def small_data(monkeypatch):
+    """Lets `--dataset=synthetic` generate 1,000 and 200 images."""
+    make_data_small(monkeypatch)
+
+
+def make_data_small(patch: pytest.MonkeyPatch) -> None:
+    """Does what `small_data` does, for a fixture of a whole module."""
+    from app.data.synthetic import generate_synthetic
+
+    for name, number in NUM_SMALL.items():
+        patch.setitem(generate_synthetic.__kwdefaults__, name, number)
 
 
 def copy_program(folder: pathlib.Path) -> None:
@@ -181,10 +190,16 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture(scope="session")
 def small_program(tmp_path_factory):
-    """The folder of a copy of the program that trains a dense layer instead of LeNet."""
+    """A copy of the program that trains a dense layer instead of LeNet, on `small_data`."""
     folder = tmp_path_factory.mktemp("small program")
     copy_program(folder)
     shutil.copy(ROOT / "tests" / "dense_network.py", folder / "models" / "lenet.py")
+    synthetic = folder / "app" / "data" / "synthetic.py"
+    text = synthetic.read_text()
+    for name, large in (("num_train", "60_000"), ("num_test", "10_000")):
+        assert f"{name}: int = {large}" in text
+        text = text.replace(f"{name}: int = {large}", f"{name}: int = {NUM_SMALL[name]}")
+    synthetic.write_text(text)
     return folder
 
 

@@ -20,17 +20,10 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import config as framework_config  # To undo op determinism.
 
+from app import children, console
+from app.children import Channel
 from app.commands import compare
-from app.options import Config, flags
-from app.performance import case_process, rounds
-from app.runtime import console, processes
-from app.runtime.processes import Channel, ChildProcess
-from app.verification import strategies
-
-
-def parse_here(*arguments) -> Config:
-    """Returns the config of a command line; raises its errors."""
-    return flags.parse_config(["main.py", *arguments])
+from app.options.table import COMMANDS
 
 
 def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
@@ -52,25 +45,20 @@ def run_here(*arguments, env=None) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(argv, code, stdout.text(), stderr.text())
 
 
+def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:
+    """Runs the program as `run_here` does and asserts that it exits with 0."""
+    result = run_here(*arguments, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result
+
+
 @contextlib.contextmanager
 def restored_process():
     """Restores what a command changes in its process, which ends with it otherwise."""
     environment, log = dict(os.environ), logging.getLogger("tensorflow")
     level, is_deterministic = log.level, framework_config.is_op_determinism_enabled()
-    keras_config, experimental = keras.config, tf.config.experimental
-    settings = [
-        (keras_config.set_image_data_format, keras_config.image_data_format()),
-        (keras_config.set_floatx, keras_config.floatx()),
-        (keras_config.set_dtype_policy, keras_config.dtype_policy()),
-        (
-            experimental.enable_tensor_float_32_execution,
-            experimental.tensor_float_32_execution_enabled(),
-        ),
-        (
-            tf.config.optimizer.set_experimental_options,
-            tf.config.optimizer.get_experimental_options(),
-        ),
-    ]
+    policy, optimizer = keras.config.dtype_policy(), tf.config.optimizer
+    experimental = optimizer.get_experimental_options()
     try:
         yield
     finally:
@@ -78,8 +66,8 @@ def restored_process():
         os.environ.clear()
         os.environ.update(environment)
         log.setLevel(level)
-        for restore, value in settings:
-            restore(value)
+        keras.config.set_dtype_policy(policy)
+        optimizer.set_experimental_options(experimental)
         if not is_deterministic:
             framework_config.disable_op_determinism()
 
@@ -90,13 +78,6 @@ def close_log():
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-
-
-def run_here_ok(*arguments, **options) -> subprocess.CompletedProcess:
-    """Runs the program as `run_here` does and asserts that it exits with 0."""
-    result = run_here(*arguments, **options)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result
 
 
 class _Captured(io.TextIOWrapper):
@@ -111,59 +92,57 @@ class _Captured(io.TextIOWrapper):
 
 
 class ThreadAsProcess:
-    """A `processes.ChildProcess` implemented by a thread."""
+    """A `children.Child` implemented by a thread.
+
+    Threads share Keras' seed: each runs alone, until it waits for a message.
+    """
+
+    turn = threading.Lock()
 
     def __init__(self, function, *arguments, **options):
-        self._call = function, arguments
         self._to_caller, self._to_function = queue.Queue(), queue.Queue()
+        self.connection = types.SimpleNamespace(poll=self._poll)
+        self._thread = threading.Thread(target=self._run, args=(function, arguments), daemon=True)
+        self._thread.start()
 
     def __enter__(self):
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
         return self
 
     def __exit__(self, *exception):
         self._to_function.put(None)  # Tells it to end.
         self._thread.join(60)
 
-    def _run(self):
-        function, arguments = self._call
-        connection = types.SimpleNamespace(send=self._to_caller.put, recv=self._to_function.get)
-        channel = Channel(connection)
-        try:
-            self._to_caller.put(("result", function(channel, *arguments)))
-        except Exception as error:
-            self._to_caller.put(("error", error))
+    def _run(self, function, arguments):
+        def wait_for_message():
+            self.turn.release()
+            try:
+                return self._to_function.get()
+            finally:
+                self.turn.acquire()
 
-    def send_signal(self, number):
-        """Threads end on their own."""
+        connection = types.SimpleNamespace(send=self._to_caller.put, recv=wait_for_message)
+        with self.turn:
+            try:
+                self._to_caller.put(("result", function(Channel(connection), *arguments)))
+            except Exception as error:
+                self._to_caller.put(("error", error))
+
+    def _poll(self, timeout_sec):
+        try:
+            kind, value = self._to_caller.get(timeout=timeout_sec)
+        except queue.Empty:
+            return False
+        self._to_caller.queue.appendleft((kind, value))
+        return True
 
     def send(self, message):
         self._to_function.put(message)
 
-    def receive(self, timeout_sec=None):
-        kind, value = self._to_caller.get(timeout=timeout_sec or 120)
+    def receive(self):
+        kind, value = self._to_caller.get(timeout=120)
         if kind == "error":
             raise value
         return kind, value
-
-    result = ChildProcess.result
-
-
-@contextlib.contextmanager
-def calls_here(prepare):
-    """Replaces `prepared_calls`; one call runs after another, as threads share Keras' seed."""
-    turn = threading.Lock()
-    with contextlib.ExitStack() as stack:
-
-        def start(function, *arguments):
-            def run_alone(channel, *arguments):
-                with turn:
-                    return function(channel, *arguments)
-
-            return stack.enter_context(ThreadAsProcess(run_alone, *arguments))
-
-        yield start
 
 
 def train_here(words) -> int:
@@ -178,12 +157,14 @@ def train_here(words) -> int:
 def threads_as_processes():
     """Replaces the child processes of a command with threads of this process."""
     tf.config.list_logical_devices()  # Fixes the number of devices before a command does.
-    of_thread, warn = threading.local(), console.warn
+    for command in COMMANDS:
+        importlib.import_module(f"app.commands.{command}")
+    modules = [m for n, m in sys.modules.items() if n.split(".")[0] == "app"]
+    of_thread, warn, child = threading.local(), console.warn, children.Child
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "ChildProcess", ThreadAsProcess)
-        patch.setattr(rounds, "ChildProcess", ThreadAsProcess)
-        patch.setattr(case_process, "BLOCK_SEC", 0.1)
-        patch.setattr(strategies, "prepared_calls", calls_here)
+        for module in modules:
+            if getattr(module, "Child", None) is child:
+                patch.setattr(module, "Child", ThreadAsProcess)
         patch.setattr(compare, "train_in_child_process", train_here)
         # Each process would forward its own warnings.
         patch.setattr(console, "forward_warnings", lambda to: setattr(of_thread, "warn", to))

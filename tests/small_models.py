@@ -5,8 +5,7 @@ import functools
 import keras
 import tensorflow as tf
 
-from app.data.dataset import IMAGE_SHAPE, NUM_CLASSES
-from app.options.table import Distribution
+from app.data.fashion_mnist import IMAGE_SHAPE, NUM_CLASSES
 from models import load_model_builder
 from models.resnet import build_resnet
 from strategies import load_strategy_class
@@ -46,14 +45,6 @@ def deep_network():
     return keras.Model(images, keras.layers.Dense(NUM_CLASSES, name="logits")(x), name="deep")
 
 
-def network_with_dropout():
-    """Builds `deep_network` with random numbers, of which each shard draws its own."""
-    layers = deep_network().layers[1:]
-    dropout = keras.layers.Dropout(0.5, seed=3, name="drop")
-    images = keras.Input(IMAGE_SHAPE, dtype="uint8")
-    return keras.Sequential([images, *layers[:-1], dropout, layers[-1]])
-
-
 def deep_norm_network():
     """Builds the same depth with BatchNorm, for tests of the split into shards."""
     return keras.Sequential(
@@ -83,14 +74,6 @@ def small_resnet():
     return keras.Model(images, network(keras.layers.Rescaling(1 / 255)(images)))
 
 
-def build_normalised_network(*, image_shape, num_classes, kernel_initializer="glorot_uniform"):
-    """Builds the smallest model with per-replica statistics."""
-    images = keras.Input(image_shape)
-    normalised = keras.layers.BatchNormalization(name="norm")(keras.layers.Flatten()(images))
-    logits = keras.layers.Dense(num_classes, kernel_initializer=kernel_initializer, name="logits")
-    return keras.Model(images, logits(normalised), name="normalised")
-
-
 def seeded(build):
     def model_fn():
         keras.utils.set_random_seed(7)
@@ -103,19 +86,14 @@ def momentum_sgd():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
-def new_strategy(name, num_devices, *, bucket_mib=None, label_smoothing=0.0, **options):
+def new_strategy(name, num_replicas, **options):
     """Creates a strategy, without building a model."""
-    strategy = load_strategy_class(name)(
-        CPUS[:num_devices], Distribution(**options), label_smoothing=label_smoothing
-    )
-    if bucket_mib is not None:
-        strategy.bucket_mib = bucket_mib
-    return strategy
+    return load_strategy_class(name)(CPUS[:num_replicas], **options)
 
 
 def create(name, num_replicas, build=small_network, optimizer_fn=None, **options):
     strategy = new_strategy(name, num_replicas, **options)
-    assert strategy.num_devices == num_replicas
+    assert strategy.num_replicas == num_replicas
     strategy.build(seeded(build), optimizer_fn or (lambda: keras.optimizers.SGD(0.1)))
     return strategy
 

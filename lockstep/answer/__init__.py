@@ -1,1 +1,1 @@
-"""What a verification answers: causes of differences, and what to do about them."""
+"""What a verification answers: names of mistakes, and a verdict as text, JSON and page."""

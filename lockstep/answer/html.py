@@ -8,18 +8,12 @@ import html
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import lockstep
-from lockstep.answer.text import (
-    count,
-    explanations,
-    largest_of,
-    named_steps,
-    notes_of,
-    one_line,
-    sentence_of,
-)
-from lockstep.answer.verdict import BY_DESIGN, CLEAN, FAULT, NOT_COMPARED, STAGES, Verdict
+from lockstep.answer.json import record_of_node
+from lockstep.answer.text import facts_of, nodes_of, notes_of, one_line, sentence_of
+from lockstep.engine.verdict import BY_DESIGN, CLEAN, NODES, NOT_COMPARED, Verdict
 
 _HEAD_BYTES = 4096  # `_GENERATOR` is within them.
 _LONGEST, _LONGEST_SUMMARY = 500, 60  # Letters of a fact, and of what is shown of a longer one.
@@ -27,6 +21,11 @@ _GENERATOR = '<meta name="generator" content="Lockstep">'
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
     " form-action 'none'"
+)
+_ABOUT_NODES = (
+    "For each node, in the order of the data, the largest difference from the reference over what"
+    " rounding allows: at most 1 is right. “–” was not measured apart: the state"
+    " after each step covers it, or it was not recorded."
 )
 GOOD, BAD = "good", "bad"  # Kinds of verdicts; `BY_DESIGN` is the third.
 _STYLE = """
@@ -55,7 +54,7 @@ th:first-child { text-align: left; padding-left: 0; white-space: normal; overflo
 details td { text-align: left; white-space: normal; vertical-align: top; min-width: 8rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.2rem 1rem; margin: 0.5rem 0 1rem; }
 dt { max-width: 14rem; }
-dd { margin: 0; }
+dd { margin: 0; white-space: pre-line; }
 .line { display: block; padding-left: 0.5rem; white-space: pre-wrap; border-left: 0.2rem solid var(--rule); }
 dt:empty { margin: 0; }
 img { display: block; max-width: 100%; background: #fff; border-radius: 0.4rem; }
@@ -117,20 +116,27 @@ def is_page(path: pathlib.Path) -> bool:
 
 
 def page_of(verdicts: Sequence[Verdict]) -> str:
-    """Returns the page of some verdicts: sentences, what was not compared, findings, stages."""
-    names = ", ".join(one_line(verdict.name) for verdict in verdicts)
+    """Returns the page of some verdicts: sentences, then each place with its facts, then nodes."""
+    names = ", ".join(one_line(verdict.training) for verdict in verdicts)
     body = [f'<p class="quiet">{text_of(names)}; lockstep {lockstep.__version__}</p>']
-    body += [verdict_line(kind_of(each.status), one_line(sentence_of(each))) for each in verdicts]
-    body += [paragraph(one_line(f"{each.name}: {n}")) for each in verdicts for n in notes_of(each)]
-    if explained := explanations(verdicts, all_names=True):
-        body.append("<h2>Findings</h2>")
-        body += [facts_list(title, facts) for title, facts in explained]
-    body.append("<h2>Stages</h2>")
+    body += [verdict_line(kind_of(each.status), sentence_of(each)) for each in verdicts]
     for verdict in verdicts:
-        body += [_stages_of(verdict), _below_stages(verdict)]
-    of_stages = facts_list("", STAGES)
-    body.append(f"<details><summary>What each stage compares</summary>{of_stages}</details>")
+        facts = facts_of(verdict, details=True)
+        facts |= {NOT_COMPARED: "\n".join(notes_of(verdict))}
+        facts |= {"note": "\n".join(map(one_line, verdict.remarks))}
+        if shown := {name: text for name, text in facts.items() if text}:
+            body.append(facts_list(one_line(verdict.training), shown))
+    body.append("<h2>Largest differences</h2>")
+    body.append(nodes_table({v.training: _nodes_of(v) for v in verdicts}))
+    body.append(f"<details><summary>What each node is</summary>{facts_list('', NODES)}</details>")
+    bounds = {one_line(v.training): one_line(v.tolerance) for v in verdicts if v.tolerance}
+    if bounds:
+        body.append(facts_list("What rounding allows", bounds))
     return document(f"Lockstep: {names}", "Lockstep", body)
+
+
+def _nodes_of(verdict: Verdict) -> dict[str, Any]:
+    return {node: record_of_node(each) for node, each in nodes_of(verdict).items()}
 
 
 def frame_of(verdicts: Sequence[Verdict], height: int = 480) -> str:
@@ -145,39 +151,29 @@ def frame_of(verdicts: Sequence[Verdict], height: int = 480) -> str:
     return f'<iframe srcdoc="{page}" title="Lockstep" style="{style}"></iframe>'
 
 
-def _stages_of(verdict: Verdict) -> str:
-    """Returns a table: the status of each stage in each step, and its largest difference."""
-    steps, replicas = count("step", len(verdict.steps)), count("replica", verdict.num_replicas)
-    stages = [stage for stage in STAGES if verdict.status_of(stage) != "not checked"]
-    columns: dict[tuple[str, ...], list[str]] = {}  # Equal columns → names of their steps.
-    for step in verdict.steps:
-        statuses = tuple(cell_of(verdict.status_of(stage, step)) for stage in stages)
-        columns.setdefault(statuses, []).append(verdict.name_of(step))
-    of_steps = (", ".join(named_steps(names)) for names in columns.values())
-    header = ["stage", *(name.replace(", step ", ", ") for name in of_steps)]
-    largest = largest_of(verdict.measurements)
-    rows = []
-    for row, stage in enumerate(stages):
-        sizes = ["–", "–"]
-        if stage in largest:
-            worst, _, _ = largest[stage]
-            sizes = [f"{worst.distance:.2g}", f"{worst.allowed:.2g}" if worst.allowed else "–"]
-        rows.append([stage, *(statuses[row] for statuses in columns), *sizes])
-    title = one_line(f"{verdict.name}: {steps} on {replicas}")
-    return table(
-        title, [*header, "difference", "allowed"], rows, [False] * len(header) + [True] * 2
-    )
+def nodes_table(trainings: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns a table: how far each node of some trainings is from the reference's.
+
+    Args:
+        trainings: name of a training → node → its record, as in the JSON.
+    """
+    rows = [[node, *(cell_of(each[node]) for each in trainings.values())] for node in NODES]
+    if all(cell == "–" for _, *cells in rows for cell in cells):
+        return paragraph("No step without a fault was measured.", "quiet")
+    of_nodes = table("", ["node", *map(one_line, trainings)], rows, [False] * (len(trainings) + 1))
+    return f"{paragraph(_ABOUT_NODES, 'quiet')}\n{of_nodes}"
 
 
-def _below_stages(verdict: Verdict) -> str:
-    """Returns how to read the table of a verdict."""
-    missing = [stage for stage in STAGES if verdict.status_of(stage) == "not checked"]
-    facts = {
-        "reference": verdict.reference,
-        "not checked": ", ".join(missing),
-        "allowed": verdict.tolerance,
-    }
-    return facts_list("", {name: one_line(text) for name, text in facts.items() if text})
+def cell_of(node: Mapping[str, Any] | str) -> str:
+    """Returns the record of a node as a cell of a table."""
+    if isinstance(node, str):
+        return "–"
+    share = node["share"]
+    if share == 0 and node["equal"] == node["arrays"]:
+        return "bitwise equal"
+    if share is None:
+        return "✗ differs"
+    return f"{share:.2g}" if share <= 1 else f"✗ {share:.3g}"
 
 
 def document(title: str, heading: str, body: Iterable[str]) -> str:
@@ -272,17 +268,10 @@ def table(
     return "\n".join([*lines, "</tbody></table>", "</div>"])
 
 
-def cell_of(status: str) -> str:
-    """Returns a status as a cell of a table of stages."""
-    return {"not checked": "–", FAULT: f"✗ {FAULT}"}.get(status, status)
-
-
 def _class_of_cell(cell: str) -> str:
     if cell.startswith("✗"):
         return "bad"
-    if cell in (BY_DESIGN, NOT_COMPARED):
-        return "design"
-    return "good" if cell in (CLEAN, "bit-identical") else ""
+    return "good" if cell in ("bitwise equal", "bit-identical") else ""
 
 
 def text_of(text: str) -> str:

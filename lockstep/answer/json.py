@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import lockstep
-from lockstep.answer.causes import code_of, words_of
-from lockstep.answer.text import advice_of, notes_of, sentence_of
-from lockstep.answer.verdict import EXIT_CODE_OF, STAGES, Finding, Verdict, worst
+from lockstep.answer.names import advice_of, code_of, title_of
+from lockstep.answer.text import NOT_MEASURED, facts_of, nodes_of, notes_of, sentence_of
+from lockstep.engine.verdict import EXIT_CODE_OF, Measured, Place, Verdict, worst
 
 EXIT_CODES = {  # The same as of `verify`.
     0: "no fault",
@@ -26,7 +26,7 @@ def record_of_all(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
     code = EXIT_CODE_OF[status]
     return {
         "format": "lockstep verify",
-        "version": 3,
+        "version": 4,
         "lockstep": lockstep.__version__,
         "status": status,
         "exit_code": code,
@@ -36,8 +36,8 @@ def record_of_all(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
 
 
 def record_of(verdict: Verdict) -> dict[str, Any]:
-    """Returns a verdict as plain data, without its measurements."""
-    stages = {stage: verdict.status_of(stage) for stage in STAGES}
+    """Returns a verdict as plain data."""
+    code = code_of(verdict)
     return {
         "reference": verdict.reference,
         "framework": verdict.framework,
@@ -45,47 +45,40 @@ def record_of(verdict: Verdict) -> dict[str, Any]:
         "sentence": sentence_of(verdict),
         "num_replicas": verdict.num_replicas,
         "steps": [verdict.name_of(step) for step in verdict.steps],
-        "stages": {stage: s for stage, s in stages.items() if s != "not checked"},
-        "findings": [_record_of_finding(finding, verdict) for finding in verdict.findings],
-        "tolerance": verdict.tolerance,
-        "notes": notes_of(verdict),
-        "not_checked": {
-            "stages": [stage for stage, status in stages.items() if status == "not checked"],
-            "steps": {verdict.name_of(step): why for step, why in verdict.idle.items()},
-            "training": list(verdict.unverified),
-            "elements": verdict.unknown_elements,
-            "weights": list(verdict.unknown_weights),
-        },
-    }
-
-
-def _record_of_finding(finding: Finding, verdict: Verdict) -> dict[str, Any]:
-    code = code_of(finding.detail, verdict.framework, finding.seen)
-    shown = ("stage", "status", "cause", "detail", "text", "module", "items", "tensors")
-    return {name: getattr(finding, name) for name in shown} | {
-        "title": words_of(finding.detail),
-        "steps": [verdict.name_of(step) for step in finding.steps],
-        "remedy": advice_of(finding, verdict),
+        "place": _record_of_place(verdict.place, verdict) if verdict.place else None,
+        "formula": list(verdict.formula),
+        "facts": facts_of(verdict),
+        "name": verdict.name,
+        "was": verdict.was,
+        "title": title_of(verdict) if verdict.place else "",
+        "reason": verdict.reason,
+        "remedy": advice_of(verdict),
         "code": "\n".join(f"{sign} {line}" for sign, line in code.items()),
-        "distance": finite(finding.distance),
-        "allowed": finite(finding.allowed),
+        "nodes": {node: record_of_node(each) for node, each in nodes_of(verdict).items()},
+        "missing": list(verdict.missing),
+        "notes": notes_of(verdict),
+        "remarks": list(verdict.remarks),
+        "num_unknown": verdict.num_unknown,
+        "tolerance": verdict.tolerance,
+        "error": verdict.error,
     }
 
 
-def columns_of(verdict: Verdict) -> dict[str, list]:
-    """Returns the measurements of a verdict as columns, so that each name is written once.
-
-    Steps are positions in the list of the checked steps.
-    """
-    position = {step: index for index, step in enumerate(verdict.steps)}
-    names = ("stage", "tensor", "item", "distance", "allowed", "same_bits")
-    columns: dict[str, list] = {"step": [position[m.step] for m in verdict.measurements]}
-    columns |= {name: [getattr(m, name) for m in verdict.measurements] for name in names}
-    for name in ("distance", "allowed"):
-        columns[name] = [finite(value) for value in columns[name]]
-    return columns
+def _record_of_place(place: Place, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "node": place.node,
+        "step": verdict.name_of(place.step),
+        "tensors": list(place.tensors),
+        "num_tensors": place.num_tensors,
+        "ranks": list(place.ranks),
+        "where": place.where,
+        "module": place.module,
+    }
 
 
-def finite(value: float) -> float | None:
-    """Returns a number that JSON has; None for NaN and infinity."""
-    return value if math.isfinite(value) else None
+def record_of_node(measured: Measured | None) -> dict[str, Any] | str:
+    """Returns how far a node is from the reference's, or that it was not measured."""
+    if measured is None:
+        return NOT_MEASURED
+    share = measured.share if math.isfinite(measured.share) else None
+    return {"share": share, "equal": measured.num_equal, "arrays": measured.num_arrays}

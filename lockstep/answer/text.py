@@ -1,126 +1,217 @@
 """Describes verdicts in sentences for people; `json.py` has them as plain data."""
 
-import dataclasses
-import math
+import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from lockstep.answer.causes import code_of, comparison_of, remedy_of, words_of
-from lockstep.answer.verdict import (
+from lockstep.answer.names import NAMES, advice_of, code_of, title_of
+from lockstep.engine.verdict import (
     BY_DESIGN,
     FAULT,
+    NODES,
     NOT_COMPARED,
     NOT_VERIFIED,
     NOTHING,
-    STAGES,
-    Finding,
-    Measurement,
+    Measured,
+    Place,
     Verdict,
 )
 
-# Stage → what is compared, in a few words; `STAGES` has a sentence.
-CLAUSES = {
-    "start": "replicas begin with equal weights",
-    "random numbers": "none is drawn twice",
-    "examples": "each is on one replica",
-    "forward": "predictions",
-    "loss": "that of each shard",
-    "regularisation": "losses of the weights",
-    "gradients": "those of each replica",
-    "clipping": "the clipped sum",
-    "all-reduce": "sum of the gradients",
-    "update": "new weights",
-    "statistics": "BatchNorm averages, seeds",
-    "agreement": "replicas end with equal weights",
-    "evaluation": "each test example counts once",
-    "time": "no replica is late",
-}
 _WIDTH, _LONGEST = 100, 15  # Columns of a text, and of a name of a fact beside it.
-_MOST_NAMES = 3  # Names of variables or layers that a text shows.
-_OF_ZERO = 1e6  # A larger relative difference is one from 0.
+_MOST_NAMES, _MOST_LINES = 3, 12  # Names that a text shows; lines of a verdict without details.
+_MOST_FORMULAS = 2
+NOT_MEASURED = "not measured"  # A node that the claim on the state covers, or that is not recorded.
+_OF_ZERO = 1e6  # A larger part of what rounding allows is a difference from 0.
+_LEAST_NEEDED = "note", NOT_COMPARED, "meaning"  # Facts that are shortened first.
+_TERMS = {  # Pattern of a term of a formula → what it is.
+    r"g\d+(?![\d.])": "gN is the gradient that rank N computed",
+    r"g\d+\.\d": "gN.M is the gradient that rank N computed of its micro-batch M",
+    r"G\b": "G is the reference's gradient",
+    r"s\d*\b": "s is the sum of gradients that a rank got",
+    r"W\b": "W is the weight",
+    r"D\d*\b": "D is the change in this step",
+    r"X\b": "X is the value before the step",
+    r"loss\d": "lossN is the loss of rank N",
+    r"\w+\[t−1\]": "[t−1] is of the step before",
+}
 
 
 def sentence_of(verdict: Verdict) -> str:
-    """Returns the verdict in one sentence."""
-    faults = _causes(verdict, FAULT)
-    by_design = ", ".join(c for c in _causes(verdict, BY_DESIGN) if c not in faults)
-    name, training = one_line(verdict.name), one_line(verdict.reference)
-    if faults:
-        what = f"is not the {training}" if training else "has faults"
-        more = f"; also different by design: {by_design}" if by_design else ""
-        return f"{name} {what}: {', '.join(faults)}{more}"
-    if verdict.status == NOT_VERIFIED:
-        return f"{name}: {NOT_VERIFIED}: {'; '.join(verdict.unverified)}"
-    if missing := _causes(verdict, NOT_COMPARED):
-        what = f" with the {training}" if training else ""
-        return f"{name}: {NOT_COMPARED}{what}: {', '.join(missing)}; no fault in what was compared"
-    if verdict.status == NOTHING:
-        return f"{name}: {NOTHING}: {'; '.join(dict.fromkeys(verdict.idle.values()))}"
-    if not training:
-        more = f"; by design: {by_design}" if by_design else ""
-        return f"{name} has no fault in itself: every check is clean{more}"
-    rest = [verdict.name_of(step) for step in verdict.steps if step not in verdict.idle]
-    some = f" in {', '.join(named_steps(rest))}" if verdict.idle else ""
-    if by_design:
-        return f"{name} differs by design from the {training}{some}: {by_design}; no fault found"
-    bits = ", bit for bit" if verdict.is_bitwise else ""
-    return f"{name} is the {training}{some}: every checked stage is clean{bits}"
+    """Returns the verdict in one sentence; of a right training, whether all was compared."""
+    name, reference = verdict.training or "the training", verdict.reference or "reference"
+    why, seen = "; ".join(verdict.missing), f"{_title(verdict)}{_at(verdict)}"
+    if verdict.status == FAULT:
+        text = f"{name} is not the {reference}: {seen}"
+    elif verdict.status == NOT_VERIFIED:
+        text = f"{name} is {NOT_VERIFIED}: {why}"
+    elif verdict.status == NOTHING:
+        text = f"{name} has {NOTHING}: {why}"
+    elif verdict.status == NOT_COMPARED:
+        text = f"{name} was {NOT_COMPARED} with the {reference}: {why or seen}, which may be right"
+    elif verdict.status == BY_DESIGN:
+        text = f"{name} differs from the {reference} by design: {_title(verdict)}; no fault found"
+    else:
+        part = " where it was compared" if _left_out(verdict) else ""
+        size = "bitwise equal" if verdict.is_bitwise else "no difference beyond rounding"
+        text = f"{name} is the {reference}{part}: {size}"
+    if verdict.ok and (left := _left_out(verdict)):
+        text += f"; not compared: {left}"
+    return one_line(text)
 
 
-def describe(verdicts: Sequence[Verdict], *, details: bool = False, most: int | None = None) -> str:
-    """Returns the verdicts in a sentence each, then what was not verified, then the findings.
-
-    Args:
-        verdicts: the verdicts, of different names.
-        details: whether to add the stages, with the largest differences, and the tolerances.
-        most: number of findings to explain; None for all.
-    """
-    lines = [one_line(sentence_of(verdict)) for verdict in verdicts]
-    lines += [one_line(f"{each.name}: {note}") for each in verdicts for note in notes_of(each)]
-    explained = explanations(verdicts, all_names=details)
-    for title, facts in explained[:most]:
-        if not details:
-            facts.pop("difference", "")
-        lines += ["", *facts_lines(title, facts)]
-    if most is not None and len(explained) > most:
-        lines += ["", f"{count('finding', len(explained) - most)} more"]
-    for verdict in verdicts if details else ():
-        steps, replicas = count("step", len(verdict.steps)), count("replica", verdict.num_replicas)
-        title = one_line(f"{verdict.name}: {steps} on {replicas}")
-        lines += ["", *facts_lines(title, _stages(verdict))]
-    return "\n".join(lines)
+def _title(verdict: Verdict) -> str:
+    return title_of(verdict) + ("" if verdict.name else " difference")
 
 
-def explanations(
-    verdicts: Iterable[Verdict], *, all_names: bool = False
-) -> list[tuple[str, dict[str, str]]]:
-    """Returns a title and facts for each detail, faults first; for equal ones of trainings once.
+def _at(verdict: Verdict) -> str:
+    place = verdict.place
+    return f" in {verdict.name_of(place.step)} ({place.node})" if place else ""
+
+
+def _left_out(verdict: Verdict) -> str:
+    """Returns how much was not compared, in a few words."""
+    number = verdict.num_unknown
+    elements = f"{count('element', number)} of the state, whose gradients are rounding alone"
+    parts = [elements] if number else []
+    if verdict.notes:
+        number = len(verdict.notes)
+        parts.append(f"see the {f'{number} notes' if number > 1 else 'note'} below")
+    return "; ".join(parts)
+
+
+def describe(verdicts: Sequence[Verdict], *, details: bool = False) -> str:
+    """Returns each verdict: a sentence, where, with which formula, why, what to do, what is left.
 
     Args:
         verdicts: the verdicts.
-        all_names: whether to name all variables, not only the first ones.
+        details: whether to add the nodes with the largest differences, all names and the tolerance.
     """
-    names: dict[tuple, list[str]] = {}
+    blocks = list[list[str]]()
     for verdict in verdicts:
-        of_details: dict[tuple[str, str], list[Finding]] = {}
-        for finding in verdict.findings:
-            of_details.setdefault((finding.status, finding.detail), []).append(finding)
-        for (status, detail), (first, *others) in of_details.items():
-            facts = facts_of(first, verdict)
-            if all_names and len(first.tensors) > _MOST_NAMES:
-                facts["variables"] = one_line(", ".join(first.tensors))
-            for other in others:
-                if other.module == first.module:
-                    other = dataclasses.replace(other, module="")
-                where = _where(other, verdict).removeprefix(f"{other.stage}, ")
-                why = f": {other.text}" if other.text != first.text else ""
-                facts[f"also {other.stage}"] = one_line(where + why)
-            names.setdefault((status, detail, tuple(facts.items())), []).append(verdict.name)
-    return [
-        (one_line(f"{', '.join(same)}, {status}: {words_of(detail)}"), dict(facts))
-        for (status, detail, facts), same in sorted(names.items(), key=lambda n: n[0][0] != FAULT)
-    ]
+        facts = facts_of(verdict, details=details) | _remarks(verdict)
+        lines = [sentence_of(verdict), *_shortened(facts, None if details else _MOST_LINES - 1)]
+        if details:
+            lines += ["", *facts_lines("", _measured(verdict))]
+        blocks.append(lines)
+    text = ""
+    for block, following in zip(blocks, [*blocks[1:], []], strict=True):
+        is_long = len(block) > 1 or len(following) > 1
+        text += "\n".join(block) + ("\n\n" if is_long and following else "\n")
+    return text.rstrip("\n")
+
+
+def facts_of(verdict: Verdict, *, details: bool = False) -> dict[str, str]:
+    """Returns where a training parts from the reference, its formula, why, and what to do.
+
+    The formulas are a line each. There are no facts if it does not part.
+
+    Args:
+        verdict: the verdict.
+        details: whether to name all tensors and show all formulas.
+    """
+    if verdict.place is None:
+        return {"error": one_line(verdict.error)} if verdict.error else {}
+    facts = {"where": _where(verdict.place, verdict, details)}
+    facts |= {"formula": _formula(verdict, details), "why": verdict.reason}
+    if verdict.name:
+        row = NAMES[verdict.name]
+        also = f" The fault may also come from {row.also}." if row.also else ""
+        facts["meaning"] = row.sentence + also
+    label = "to do" if verdict.name else "next"
+    facts["to compare" if verdict.status == NOT_COMPARED else label] = advice_of(verdict)
+    facts |= code_of(verdict)
+    facts["error"] = verdict.error and f"the name was not found out: {verdict.error}"
+    return {name: "\n".join(map(one_line, t.split("\n"))) for name, t in facts.items() if t}
+
+
+def _where(place: Place, verdict: Verdict, details: bool = False) -> str:
+    """Returns the step, the node, the tensors, where in them, the ranks and the module."""
+    parts = [f"{verdict.name_of(place.step)}, {place.node}: {NODES[place.node]}"]
+    return "; ".join([*parts, *_parts_of(place, details)])
+
+
+def _parts_of(place: Place, details: bool = False) -> list[str]:
+    parts = []
+    if place.tensors:
+        number, total = len(place.tensors), place.num_tensors
+        shown = f"{number} of {count('tensor', total)}" if total else count("tensor", number)
+        names = ", ".join(place.tensors) if details else first_names(place.tensors)
+        parts.append(f"{shown}: {names}")
+    if place.where:
+        parts.append(place.where if len(place.tensors) < 2 else f"of the first, {place.where}")
+    if place.ranks:
+        parts.append(first_names(place.ranks))
+    return [*parts, *([place.module] if place.module else [])]
+
+
+def _formula(verdict: Verdict, details: bool) -> str:
+    """Returns a line for each formula, and what its terms are; one that is right is left out."""
+    is_right = re.compile(r"= (.+); in the reference \1$").search
+    lines = [line for line in verdict.formula if not is_right(line)]
+    shown = lines if details else lines[:_MOST_FORMULAS]
+    more = [f"{len(lines) - len(shown)} more: --details"] if len(lines) > len(shown) else []
+    text = "\n".join(shown)
+    terms = [what for term, what in _TERMS.items() if re.search(rf"·(\w+\()?{term}", text)]
+    return "\n".join([*shown, *more, *([f"({'; '.join(terms)})"] if terms else [])])
+
+
+def notes_of(verdict: Verdict) -> list[str]:
+    """Returns what was not compared, and why; elements of the state are in the sentence."""
+    return [one_line(note.removeprefix(f"{NOT_COMPARED}: ")) for note in verdict.notes]
+
+
+def _remarks(verdict: Verdict) -> dict[str, str]:
+    facts = {NOT_COMPARED: "\n".join(notes_of(verdict))}
+    facts["note"] = "\n".join(map(one_line, verdict.remarks))
+    return {name: text for name, text in facts.items() if text}
+
+
+def _measured(verdict: Verdict) -> dict[str, str]:
+    """Returns node → how far it is from the reference's, and the tolerance."""
+    facts = {
+        "compared": f"{count('step', len(verdict.steps))} on {count('rank', verdict.num_replicas)}"
+    }
+    if verdict.measured:  # It is not, if the first step is wrong.
+        facts |= {node: measured_text(each) for node, each in nodes_of(verdict).items()}
+    return facts | ({"tolerance": one_line(verdict.tolerance)} if verdict.tolerance else {})
+
+
+def nodes_of(verdict: Verdict) -> dict[str, Measured | None]:
+    """Returns node → how far it is from the reference's; None if it was not measured."""
+    return dict.fromkeys(NODES) | {each.node: each for each in verdict.measured}
+
+
+def measured_text(measured: Measured | None) -> str:
+    """Returns how far a node is from the reference's."""
+    if measured is None:
+        return NOT_MEASURED
+    share, equal, total = measured.share, measured.num_equal, measured.num_arrays
+    if share == 0 and equal == total:
+        return "bitwise equal"
+    text = f"{share:.2g} of what rounding allows"
+    if not share <= 1:
+        text = f"{share:.3g} times what rounding allows" if share < _OF_ZERO else "differs"
+    return f"{text}; {equal} of {count('array', total)} bitwise equal"
+
+
+def line_of(verdict: Verdict) -> str:
+    """Returns where and how a training parts from the reference, in one line."""
+    place = verdict.place
+    parts = "".join(f", {part}" for part in _parts_of(place)) if place else ""
+    reason = verdict.reason or "; ".join(verdict.missing)
+    return one_line(f"{_title(verdict)}{_at(verdict)}{parts}" + (f": {reason}" if reason else ""))
+
+
+def _shortened(facts: Mapping[str, str], most: int | None) -> list[str]:
+    """Returns lines of facts; if there are more than `most`, the least needed end with "…"."""
+    blocks = dict(zip(facts, _blocks(facts, _LONGEST), strict=True))
+    while most is not None and sum(map(len, blocks.values())) > most:
+        long = [name for name in _LEAST_NEEDED if len(blocks.get(name, [])) > 1]
+        lines = blocks[long[0]] if long else max(blocks.values(), key=len)
+        lines.pop()
+        lines[-1] = lines[-1].removesuffix(" …") + " …"
+    return [line for block in blocks.values() for line in block]
 
 
 def facts_lines(title: str, facts: Mapping[str, str], longest: int = _LONGEST) -> list[str]:
@@ -128,93 +219,25 @@ def facts_lines(title: str, facts: Mapping[str, str], longest: int = _LONGEST) -
 
     Longer names than `longest` have a line of their own.
     """
-    width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH)
     lines = [title] if title else []
+    return lines + [line for block in _blocks(facts, longest) for line in block]
+
+
+def _blocks(facts: Mapping[str, str], longest: int) -> list[list[str]]:
+    """Returns the lines of each fact."""
+    width = min(shutil.get_terminal_size((_WIDTH, 24)).columns, _WIDTH)
     indent = 4 + max((len(name) for name in facts if len(name) <= longest), default=0)
     wrap = textwrap.TextWrapper(
         max(width - indent, 20), break_long_words=False, break_on_hyphens=False
     ).wrap
+    blocks = []
     for name, text in facts.items():
-        label, parts = f"  {name}", wrap(text)
+        parts = [part for line in text.split("\n") for part in wrap(line)]
         if len(name) > longest:
             parts.insert(0, "")
-        lines += [f"{label:<{indent}}{part}".rstrip() for part in parts[:1]]
-        lines += [" " * indent + part for part in parts[1:]]
-    return lines
-
-
-def _stages(verdict: Verdict) -> dict[str, str]:
-    """Returns the status of each stage with its largest difference, and the tolerances."""
-    largest, facts = largest_of(verdict.measurements), dict[str, str]()
-    for stage, what in STAGES.items():
-        facts[stage] = f"{verdict.status_of(stage)}: {what}"
-        if stage in largest:
-            worst, num_equal, number = largest[stage]
-            allowed = f", rounding allows {worst.allowed:.2g}" if worst.allowed else ""
-            facts[stage] += f"; differs by {worst.distance:.2g}{allowed}"
-            facts[stage] += f"; {num_equal} of {number} bitwise equal" if num_equal else ""
-    return facts | ({"tolerances": one_line(verdict.tolerance)} if verdict.tolerance else {})
-
-
-def largest_of(measured: Sequence[Measurement]) -> dict[str, tuple[Measurement, int, int]]:
-    """Returns stage → the array closest to its tolerance, numbers of bitwise equal and all ones."""
-    found = {}
-    for stage in STAGES:
-        if arrays := [each for each in measured if each.stage == stage]:
-            wrong = [each for each in arrays if not each.is_within]
-            worst = max(wrong or arrays, key=lambda m: (0.0 if wrong else share_of(m), m.distance))
-            found[stage] = worst, sum(each.same_bits for each in arrays), len(arrays)
-    return found
-
-
-def share_of(measured: Measurement) -> float:
-    """Returns a difference over what is allowed; infinite if none is allowed."""
-    if measured.same_bits or measured.distance == 0:
-        return 0.0
-    share = measured.distance / measured.allowed if measured.allowed else math.inf
-    return math.inf if math.isnan(share) else share
-
-
-def notes_of(verdict: Verdict) -> list[str]:
-    """Returns what could not be compared or verified, and why."""
-    notes, reasons = list(verdict.notes), dict.fromkeys(verdict.idle.values())
-    for reason in reasons if verdict.status != NOTHING else ():
-        steps = [verdict.name_of(step) for step, why in verdict.idle.items() if why == reason]
-        notes.append(f"{NOTHING} in {', '.join(named_steps(steps))}: {reason}")
-    if verdict.status != NOT_VERIFIED:
-        notes += [f"{NOT_VERIFIED}: {reason}" for reason in verdict.unverified]
-    if verdict.unknown_elements:
-        number = count("element", verdict.unknown_elements)
-        notes.append(f"{NOT_COMPARED}: {number} of the state, whose gradients are rounding alone")
-    return notes
-
-
-def facts_of(finding: Finding, verdict: Verdict) -> dict[str, str]:
-    """Returns where a finding is, why, what to do and, if it has a size, the difference."""
-    facts = {"where": _where(finding, verdict), "why": finding.text}
-    if finding.status == NOT_COMPARED:
-        facts["to compare"] = advice_of(finding, verdict)
-    else:
-        facts["remedy"] = advice_of(finding, verdict)
-        facts |= code_of(finding.detail, verdict.framework, finding.seen)
-    if difference := _difference(finding):
-        facts["difference"] = difference
-    return {name: one_line(text) for name, text in facts.items()}
-
-
-def advice_of(finding: Finding, verdict: Verdict) -> str:
-    """Returns what to do about a difference, or how to compare what was not."""
-    if finding.status == NOT_COMPARED:
-        return comparison_of(finding.detail, verdict.framework, verdict.name)
-    where = finding.seen, finding.stage, finding.module
-    return remedy_of(finding.detail, verdict.framework, *where)
-
-
-def line_of(finding: Finding, verdict: Verdict) -> str:
-    """Returns a finding in one line: cause, place, reason and size."""
-    size = f" ({difference})" if (difference := _difference(finding)) else ""
-    where = _where(finding, verdict)
-    return one_line(f"{words_of(finding.detail)} in {where}: {finding.text}{size}")
+        lines = [f"{'  ' + name:<{indent}}{part}".rstrip() for part in parts[:1]]
+        blocks.append(lines + [" " * indent + part for part in parts[1:]])
+    return blocks
 
 
 def named_steps(names: Sequence[str]) -> list[str]:
@@ -240,44 +263,3 @@ def first_names(names: Sequence[str]) -> str:
 def count(noun: str, number: int) -> str:
     """Returns a number with its noun."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _causes(verdict: Verdict, status: str) -> list[str]:
-    """Returns the causes of a status in words; a module is named once."""
-    found, modules = dict[str, str](), set[str]()
-    for each in verdict.findings:
-        if each.status == status and each.detail not in found:
-            is_new = each.module and each.module not in modules
-            found[each.detail] = words_of(each.detail) + (f" ({each.module})" if is_new else "")
-            modules.add(each.module)
-    return list(found.values())
-
-
-def _where(finding: Finding, verdict: Verdict) -> str:
-    """Returns the stage, the steps, the module, the items and the variables of a finding."""
-    names = [verdict.name_of(step) for step in finding.steps]
-    trained = [step for step in verdict.steps if verdict.name_of(step) != "an evaluation"]
-    parts = [finding.stage]
-    if len(trained) > 1 and set(finding.steps) >= set(trained):
-        parts[0] += ", every step"
-    elif finding.stage != "evaluation" and names:
-        parts[0] += f", {', '.join(named_steps(names))}"
-    if finding.module:
-        parts.append(finding.module)
-    numbers = [item.rpartition(" ")[2] for item in finding.items]
-    if len(numbers) > 1 and all(item.startswith("replica ") for item in finding.items):
-        parts.append(f"replicas {', '.join(numbers)}")
-    elif finding.items:
-        parts.append(first_names(finding.items))
-    if finding.tensors:
-        parts.append(first_names(finding.tensors))
-    return "; ".join(parts)
-
-
-def _difference(finding: Finding) -> str:
-    if not finding.distance or not math.isfinite(finding.distance):
-        return ""
-    if finding.distance > _OF_ZERO:
-        return "not 0, as it should be"
-    allowed = f"; rounding allows {finding.allowed:.2g}" if finding.allowed else ""
-    return f"up to {finding.distance:.2g}, relative{allowed}"

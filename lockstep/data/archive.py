@@ -6,6 +6,7 @@ import errno
 import functools
 import io
 import os
+import struct
 import weakref
 import zipfile
 import zlib
@@ -17,6 +18,7 @@ import numpy as np
 from lockstep.data.about import Fault, json_of
 from lockstep.data.layout import Whole
 from lockstep.data.trace import About
+from lockstep.numeric.memory import RECENT
 
 try:
     import fcntl
@@ -25,6 +27,7 @@ except ImportError:  # Windows has no locks of this kind.
 
 Path = str | os.PathLike[str]
 ADVICE = "pass a file that a recorder of Lockstep wrote"
+_READ_BYTES = 1 << 20  # At a time: they stay in a cache.
 _CHUNK_BYTES = 1 << 16  # Compared or written at a time: little memory beside a step.
 _SUMMED_BYTES = 1 << 12  # Of a larger array, as many spread over it.
 _MOST_ALIKE = 8  # Arrays of one checksum that another is compared with.
@@ -85,17 +88,48 @@ class Member(NamedTuple):
 
         While the array is in use, it is not read again: nothing may write to it.
         """
-        if (known := _IN_USE.get((self.archive, self.name))) is not None:
-            return known
+        place = self.archive, self.name
+        if (known := _IN_USE.get(place)) is None:
+            known = _IN_USE[place] = self._read()
+        return RECENT.get(place, lambda: known)
+
+    def _read(self) -> np.ndarray:
         array = np.empty(self.shape, self.dtype, order="F" if self.is_transposed else "C")
-        with errors_of(self.file), self.archive.open(self.name) as member:
-            elements = memoryview(member.read())[self.start :]  # Compares the checksum.
-            if len(elements) != array.nbytes:
-                raise Fault(f"has {len(elements):,} of {array.nbytes:,} bytes in {self.name}")
-            if elements:
-                _bytes_of(array.T if self.is_transposed else array)[:] = elements
-        _IN_USE[self.archive, self.name] = array
+        if not array.nbytes:
+            return array
+        elements = _bytes_of(array.T if self.is_transposed else array)
+        with errors_of(self.file):
+            if not self._read_stored(elements):
+                with self.archive.open(self.name) as member:
+                    found = member.read()[self.start :]  # Compares the checksum.
+                if len(found) != array.nbytes:
+                    raise Fault(f"has {len(found):,} of {array.nbytes:,} bytes in {self.name}")
+                elements[:] = found
+        _CHECKED.setdefault(self.archive, set()).add(self.name)
         return array
+
+    def _read_stored(self, elements: memoryview) -> bool:
+        """Reads elements that are not compressed to where they belong; returns whether it could.
+
+        Their checksum is compared once: a wrong one is left to the module for these files.
+        """
+        info, file = self.archive.getinfo(self.name), self.archive.fp
+        if info.compress_type != zipfile.ZIP_STORED or not isinstance(file, io.BufferedReader):
+            return False
+        number, start = file.fileno(), info.header_offset
+        if not hasattr(os, "preadv"):  # Windows.
+            return False
+        # A local header has 30 bytes, then a name and more of the lengths that its end tells.
+        start += 30 + sum(struct.unpack("<HH", os.pread(number, 4, start + 26)))
+        is_checked = self.name in _CHECKED.get(self.archive, ())
+        checksum, num = zlib.crc32(os.pread(number, self.start, start)), 0
+        while num < len(elements):
+            part = elements[num : num + _READ_BYTES]
+            if not (more := os.preadv(number, [part], start + self.start + num)):
+                return False
+            checksum = checksum if is_checked else zlib.crc32(part[:more], checksum)
+            num += more
+        return is_checked or checksum == info.CRC
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
@@ -117,6 +151,7 @@ def _checksum(array: np.ndarray) -> int:
     return zlib.crc32(elements[:: 1 + array.nbytes // _SUMMED_BYTES].tobytes())
 
 
+_CHECKED = weakref.WeakKeyDictionary[zipfile.ZipFile, set[str]]()  # Members that were read.
 _IN_USE = weakref.WeakValueDictionary[tuple[zipfile.ZipFile, str], np.ndarray]()
 
 

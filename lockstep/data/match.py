@@ -3,7 +3,7 @@
 Variables are paired by a map of names, else by equal layers and roles, else by their order among
 variables of the same kind, role and shape, and then with the other variables of the same layer. JAX
 sorts the keys of dicts, so that its order has no meaning; there, equal values must confirm a pair.
-Ambiguous variables are not paired, because a wrong pair would lead to a wrong finding.
+Ambiguous variables are not paired, because a wrong pair would lead to a wrong verdict.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.data.trace import OF_GRADIENTS, STATISTIC, WEIGHT, Trace
-from lockstep.numeric.arrays import Array, Named, plain
+from lockstep.numeric.arrays import Array, Named, computed, plain, stored
 from lockstep.numeric.sampling import Sampled
 
 Shape = tuple[int, ...]
@@ -141,11 +141,8 @@ class Matching:
 
     def to_first(self, named: Named) -> Named:
         """Returns arrays of the second trace with the names and layouts of the first."""
-        return {
-            pair.first: pair.as_first(named[pair.second])
-            for pair in self.pairs
-            if pair.second in named
-        }
+        own = {pair.first: pair for pair in self.pairs if pair.second in named}
+        return computed(own, lambda name: own[name].as_first(stored(named, own[name].second)))
 
     def _add(self, a: _Item, b: _Item) -> None:
         axes = _axes_between(a, b)
@@ -224,7 +221,10 @@ class Matching:
 
 def _in_order(array: Array, axes: Shape) -> Array:
     """Returns an array with its axes in another order; that of a sample is always the same."""
-    return array if isinstance(array, Sampled) else np.transpose(plain(array), axes)
+    if isinstance(array, Sampled):
+        return array
+    whole = plain(array)
+    return np.transpose(whole, axes) if whole.ndim == len(axes) else whole
 
 
 def _items_of(trace: Trace) -> list[_Item]:

@@ -16,7 +16,7 @@ Kinds of arrays of a shard:
   that the model drew in its forward passes, as far as the recorder sees them (PyTorch).
 - `shards`: for each forward pass, the number of the part with which each example was computed, if
   the model ran part by part.
-- `y_pred`, `mask`: outputs and masks (shape `()`: none). `y_grad`: gradients of the loss with
+- `y_pred`: outputs. `y_grad`: gradients of the loss with
   respect to `y_pred`, where that has a row for each example. `y_other`: whole numbers and booleans
   that the model returns beside them, in the same form (PyTorch).
 - `module_in`, `module_out`, `module_out_grad`, `module_in_grad`: first floating-point tensor of a
@@ -50,13 +50,14 @@ import collections
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.numeric.arrays import Array, Named, Rows
+from lockstep.numeric.arrays import Array, Lazy, Named, Rows, same_bits
 from lockstep.numeric.sampling import Sampled
 
 WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed"
@@ -576,11 +577,34 @@ class Trace:
 
     def named(self, position: int, kind: str, item: int) -> Named | None:
         """Returns name → array for a kind of variables or gradients; None if not recorded."""
-        arrays = self.arrays(position, kind, item)
-        if arrays is None:
+        found = self._index.get((position, kind, item))
+        if found is None:
             return None
-        names = self.names_of(kind) or ()
-        return {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
+        names, prefix = self.names_of(kind) or (), f"{position + 1}/{kind}/{item}"
+        places = ((name, f"{prefix}/{index}") for index, name in enumerate(names))
+        return Lazy({name: self._source(place) for name, place in places if self._has(place)})
+
+    @functools.cached_property
+    def changes(self) -> dict[int, set[str]]:
+        """Number of a step → the weights that change in it, on some copy."""
+        found = {number: set[str]() for number in self.steps}
+        weights = [key for key, kind in self.kinds.items() if kind == WEIGHT]
+        for (position, number), copy_ in itertools.product(enumerate(self.steps), self.copies):
+            old, new = (self.named(position, kind, copy_) or {} for kind in ("before", "after"))
+            both = [n for n in weights if n in old and n in new and n not in found[number]]
+            found[number] |= {name for name in both if not same_bits(old[name], new[name])}
+        return found
+
+    @functools.cached_property
+    def changed_weights(self) -> set[str]:
+        """The weights that change in some step, or of which a step has no update."""
+        found = set[str]().union(*self.changes.values())
+        weights = {key for key, kind in self.kinds.items() if kind == WEIGHT}
+        for position in range(len(self.steps)):
+            if self.has(position, "after"):
+                ends = [self.named(position, "after", copy_) or {} for copy_ in self.copies]
+                found |= weights.difference(*ends)
+        return found
 
     def backward_passes(self, position: int, shard: int) -> list[Named]:
         """Returns what each backward pass of a shard adds to gradients; empty of a single pass."""
@@ -588,10 +612,15 @@ class Trace:
         own = [int(n.split("/")[3]) for n in self._index.get((position, "added", shard), ())]
         found = [Named() for _ in range(max(own, default=-1) // max(len(names), 1) + 1)]
         for index in sorted({*own}):
-            array = _read(self._stored, f"{prefix}/{index}")
-            if array is not None:
-                found[index // len(names)][names[index % len(names)]] = array
-        return found
+            name = names[index % len(names)]
+            found[index // len(names)][name] = self._source(f"{prefix}/{index}")
+        return [Lazy(sources) for sources in found]
+
+    def _source(self, place: str) -> Callable[[], Array | None]:
+        return functools.partial(_read, self._stored, place)
+
+    def _has(self, place: str) -> bool:
+        return any(f"{place}{part}" in self._stored for part in ("", "/sums", "/rows"))
 
     def put(self, position: int, kind: str, item: int, arrays: Sequence[Array]) -> None:
         """Adds the arrays of a kind, or replaces them; None for one that does not exist."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lockstep.numeric.memory import RECENT
 from lockstep.numeric.sampling import Sampled
 
 
@@ -34,14 +35,83 @@ Array = Any  # np.ndarray | Rows | Sampled
 Named = dict[str, Array]  # Name of a variable → its array.
 
 
+class Lazy(dict[str, Any]):
+    """Arrays by name that are read, or computed, each time they are asked for.
+
+    Args:
+        sources: name → what returns its array, or an array that is in memory.
+        is_wide: whether the arrays that are asked for are dense, in float64.
+    """
+
+    def __init__(self, sources: Mapping[str, Any], *, is_wide: bool = False) -> None:
+        own = sources.sources() if isinstance(sources, Lazy) else sources.items()
+        super().__init__(own)
+        self._is_wide, self._key, self._norms = is_wide, object(), dict[str, float]()
+
+    def sources(self) -> Iterable[tuple[str, Any]]:
+        """Returns names with what returns their arrays."""
+        return super().items()
+
+    def stored(self, name: str) -> Array:
+        """Returns an array in its dtype; of a wide mapping, rows and samples as one array."""
+        source = super().__getitem__(name)
+        array = source() if callable(source) else source
+        return wide(array) if self._is_wide else array
+
+    def norm(self, name: str) -> float:
+        """Returns the norm of an array, of a sample that of its vector; it is computed once."""
+        if name not in self._norms:
+            self._norms[name] = norm(wide(self.stored(name)))
+        return self._norms[name]
+
+    def __getitem__(self, name: str) -> Array:
+        if not self._is_wide:
+            return self.stored(name)
+        return RECENT.get((self._key, name), lambda: dense(self.stored(name)))
+
+    def __iter__(self) -> Iterator[str]:  # As `dict` calls it, copies get arrays from here.
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns an array, or another value without it."""
+        return self[name] if super().__contains__(name) else default
+
+    def values(self) -> Any:
+        """Returns the arrays, one after the other."""
+        return collections.abc.ValuesView(self)
+
+    def items(self) -> Any:
+        """Returns names and arrays, one after the other."""
+        return collections.abc.ItemsView(self)
+
+    def __or__(self, other: Any) -> Any:
+        return Lazy(dict(self.sources()) | dict(Lazy(other).sources()), is_wide=self._is_wide)
+
+    def __ror__(self, other: Any) -> Any:
+        return Lazy(other) | self
+
+
+def computed(
+    names: Iterable[str], function: Callable[[str], Array], *, is_wide: bool = False
+) -> Lazy:
+    """Returns arrays by name that a function computes when they are asked for."""
+    return Lazy({n: functools.partial(function, n) for n in names}, is_wide=is_wide)
+
+
+def stored(named: Named, name: str) -> Array:
+    """Returns an array in the dtype in which it is stored, if it was not computed."""
+    return named.stored(name) if isinstance(named, Lazy) else named[name]
+
+
+def norm_in(named: Named, name: str) -> float:
+    """Returns the norm of an array of a mapping, which may know it; of a sample of its vector."""
+    return named.norm(name) if isinstance(named, Lazy) else norm(wide(named[name]))
+
+
 EPS = float(np.finfo(np.float32).eps)
 TINY = float(np.finfo(np.float32).tiny)  # Smaller numbers may be flushed to 0.
 MARGIN = 8  # A few repetitions underestimate the largest effect of rounding.
 _BLOCK = 1 << 16  # Elements.
-NOTHING_BUT_ROUNDING = 0.1  # An array with a larger relative spread is rounding error only.
-# The gradient of a bias before BatchNorm is rounding error only: gradients smaller than this part
-# of the largest are measured relative to the largest.
-SMALL_PART = 1e-2
 UNITS = {  # Largest step between numbers near 1.
     "bfloat16": 2.0**-7,
     "float16": 2.0**-10,
@@ -81,7 +151,8 @@ def elements_of(value: Array) -> np.ndarray:
 
 def add_named(parts: Sequence[Named]) -> Named:
     """Adds gradients by name, for the names that all parts have."""
-    return {n: add([p[n] for p in parts]) for n in parts[0] if all(n in p for p in parts)}
+    names = [n for n in parts[0] if all(n in p for p in parts)]
+    return computed(names, lambda n: add([p[n] for p in parts]))
 
 
 def wide(value: Array) -> np.ndarray:
@@ -99,6 +170,21 @@ def blocks(*arrays: Array) -> Iterator[list[np.ndarray]]:
         yield [array[start : start + _BLOCK].astype(np.float64, copy=False) for array in flat]
 
 
+def parts_of(*arrays: Array) -> Iterator[list[np.ndarray]]:
+    """Yields corresponding parts of arrays of one shape, as `blocks` does, beside numbers as such.
+
+    Arrays of several shapes are one part each, to be broadcast.
+    """
+    given = [wide(array) for array in arrays]
+    if len({array.shape for array in given if array.ndim}) != 1:
+        yield [*map(dense, given)]
+        return
+    flat = [array.reshape(-1) if array.ndim else array.astype(np.float64) for array in given]
+    for start in range(0, max(array.size for array in flat), _BLOCK):
+        part = slice(start, start + _BLOCK)
+        yield [a[part].astype(np.float64, copy=False) if a.ndim else a for a in flat]
+
+
 def by_blocks(function: Callable[..., np.ndarray], *arrays: Array) -> np.ndarray:
     """Returns what a function computes of each element, in float64, from one block to the next.
 
@@ -106,17 +192,14 @@ def by_blocks(function: Callable[..., np.ndarray], *arrays: Array) -> np.ndarray
         function: takes as many arrays, flat, or numbers, and returns one of their shape.
         *arrays: arrays of one shape, or numbers.
     """
-    given = [wide(array) for array in arrays]
-    shapes = {array.shape for array in given if array.ndim}
+    shapes = {np.shape(array) for array in map(wide, arrays) if array.ndim}
     if len(shapes) != 1:
-        return function(*map(dense, given))
-    whole = np.empty(shapes.pop())
-    found = whole.reshape(-1)
-    flat = [array.reshape(-1) if array.ndim else array.astype(np.float64) for array in given]
-    for start in range(0, found.size, _BLOCK):
-        part = slice(start, start + _BLOCK)
-        parts = (a[part].astype(np.float64, copy=False) if a.ndim else a for a in flat)
-        found[part] = function(*parts)
+        return function(*map(dense, arrays))
+    whole, start = np.empty(shapes.pop()), 0
+    for parts in parts_of(*arrays):
+        found = np.asarray(function(*parts))
+        whole.reshape(-1)[start : start + _BLOCK] = found
+        start += _BLOCK
     return whole
 
 
@@ -130,6 +213,8 @@ def distance(actual: Array, expected: Array) -> float:
     a, b = wide(actual), wide(expected)
     if a.shape != b.shape:
         return np.inf
+    if same_bits(a, b):
+        return 0.0
     squares = 0.0
     for first, second in blocks(a, b):
         gap = first - second
@@ -147,40 +232,21 @@ def norm(value: Array) -> float:
     """Returns the Euclidean norm of all finite elements; of a sample that of the whole array."""
     if isinstance(value, Sampled):
         return value.norm
+    return norm_of(part for (part,) in blocks(value))
+
+
+def norm_of(parts: Iterable[np.ndarray]) -> float:
+    """Returns the Euclidean norm of all finite elements of the parts of an array."""
     squares = 0.0
-    for (part,) in blocks(value):
+    for part in parts:
         own = float(np.sum(np.square(part)))
         squares += own if own < np.inf else float(np.sum(np.square(part[np.isfinite(part)])))
     return squares**0.5
 
 
-def total_norm(values: Mapping[str, Array]) -> float:
-    """Returns the norm of all arrays together."""
-    return float(np.sqrt(sum(norm(value) ** 2 for value in values.values())))
-
-
 def ratio(apart: float, size: float) -> float:
     """Returns a relative distance."""
     return 0.0 if apart == 0 else float(apart / max(size, TINY))
-
-
-def relative_distance(actual: Sequence[Array], expected: Sequence[Array]) -> float:
-    """Returns the largest relative distance of two arrays."""
-    pairs = zip(actual, expected, strict=True)
-    return max((ratio(distance(a, e), norm(e)) for a, e in pairs), default=0.0)
-
-
-def farthest(actual: Named, expected: Named, names: Iterable[str]) -> float:
-    """Returns the largest relative distance of two arrays of a name."""
-    return max(ratio(distance(actual[n], expected[n]), norm(expected[n])) for n in names)
-
-
-def relative_norm(actual: Named, expected: Named) -> float:
-    """Returns the relative distance of all arrays together; infinite for other names."""
-    if actual.keys() != expected.keys():
-        return np.inf
-    apart = sum(distance(actual[n], expected[n]) ** 2 for n in expected)
-    return ratio(apart**0.5, total_norm(expected))
 
 
 def are_finite(values: Sequence[Array] | Mapping[str, Array]) -> bool:
@@ -201,7 +267,7 @@ def scaled(value: Array, factor: float) -> Array:
 
 def scaled_all(values: Named, factor: float) -> Named:
     """Returns all gradients times a factor."""
-    return {name: scaled(value, factor) for name, value in values.items()}
+    return computed(values, lambda name: scaled(values[name], factor))
 
 
 def factor_of(actual: Sequence[Array], expected: Sequence[Array]) -> float:
@@ -214,29 +280,9 @@ def factor_of(actual: Sequence[Array], expected: Sequence[Array]) -> float:
     return float(product / squares) if squares else np.nan
 
 
-def fitted(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Returns the factors with which columns come nearest to a target; NaN if one is not finite."""
-    if not (np.isfinite(columns).all() and np.isfinite(target).all()):
-        return np.full(columns.shape[1], np.nan)
-    return np.linalg.lstsq(columns, target, rcond=None)[0]
-
-
 def is_far(actual: Array, expected: Array, allowed: float = 1e-5) -> bool:
     """Returns whether the relative distance is larger than allowed."""
     return not distance(actual, expected) <= allowed * norm(expected) + TINY
-
-
-def is_within(actual: Array, expected: Array, bounds: Any) -> bool:
-    """Returns whether each element is within its bound, or not finite in both."""
-    whole = wide(actual), wide(expected)
-    if whole[0].shape != whole[1].shape:
-        return False
-    for a, e, bound in blocks(*whole, np.broadcast_to(bounds, whole[0].shape)):
-        with np.errstate(invalid="ignore"):
-            near = np.abs(a - e) <= bound
-        if not near.all() and not np.all(near | (~np.isfinite(a) & ~np.isfinite(e))):
-            return False
-    return True
 
 
 def bits(value: Array) -> bytes:
@@ -260,8 +306,16 @@ def same_bits(a: Array, b: Array) -> bool:
         return False
     unsigned = np.uint64 if x.nbytes % 8 == 0 else np.uint8
     # By bytes, as texts may have any size.
-    first, second = (np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (x, y))
-    return bool(np.array_equal(first.view(unsigned), second.view(unsigned)))
+    first, second = (
+        np.ascontiguousarray(a).reshape(-1).view(np.uint8).view(unsigned) for a in (x, y)
+    )
+    parts = range(0, first.size, _BLOCK)
+    return all(np.array_equal(first[i : i + _BLOCK], second[i : i + _BLOCK]) for i in parts)
+
+
+def same_values(a: np.ndarray, b: np.ndarray) -> bool:
+    """Returns whether two arrays of any dtypes have the same shape, and bits in float64."""
+    return same_bits(a, b) or (a.shape == b.shape and all(same_bits(*x) for x in blocks(a, b)))
 
 
 def same_arrays(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bool:
@@ -271,26 +325,28 @@ def same_arrays(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> bo
 
 def all_same_bits(a: Named, b: Named) -> bool:
     """Returns whether two mappings have the same names and bits."""
-    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+    return a.keys() == b.keys() and all(same_bits(stored(a, name), stored(b, name)) for name in a)
+
+
+def of_each(function: Callable[[Named], Any], copies: Sequence[Named]) -> list[Any]:
+    """Returns what a function returns of each copy, called once for those that are equal."""
+    found = list[Any]()
+    for own in copies:
+        same = (n for n in range(len(found)) if all_same_bits(own, copies[n]))
+        number = next(same, None)
+        found.append(function(own) if number is None else found[number])
+    return found
 
 
 def unit_of(value: Array) -> float:
     """Returns the relative rounding error of an array's dtype, or of bfloat16 stored as float32."""
     array = np.asarray(value.values) if isinstance(value, Rows) else elements_of(value)
     if array.dtype == np.float32 and array.size:
-        words = np.ascontiguousarray(array).view(np.uint32)
-        return UNITS["bfloat16"] if not np.any(words & 0xFFFF) and np.any(words) else EPS
+        words = np.ascontiguousarray(array).reshape(-1).view(np.uint32)
+        parts = (words[i : i + _BLOCK] for i in range(0, words.size, _BLOCK))
+        is_short = not any(np.any(part & 0xFFFF) for part in parts) and np.any(words)
+        return UNITS["bfloat16"] if is_short else EPS
     return float(np.finfo(array.dtype).eps) if array.dtype.kind == "f" else 0.0
-
-
-def sum_bound(parts: Sequence[Array], unit: float = EPS) -> np.ndarray:
-    """Returns the bound of each element's error by the order of summation.
-
-    Adding R numbers rounds R − 1 times (Higham, "Accuracy and Stability of Numerical Algorithms",
-    section 4.2); `unit` is twice the error of one rounding, and each number may be rounded first.
-    """
-    size = np.sum([np.abs(dense(part)) for part in parts], axis=0)
-    return (len(parts) + 1) * unit / 2 * size + TINY
 
 
 def hashes_of(arrays: Sequence[np.ndarray]) -> list[int]:
@@ -302,9 +358,3 @@ def hashes_of(arrays: Sequence[np.ndarray]) -> list[int]:
 def rows_of(arrays: Sequence[np.ndarray]) -> collections.Counter:
     """Counts the rows of corresponding arrays: the examples of a shard."""
     return collections.Counter(hashes_of(arrays))
-
-
-def joined(batches: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """Joins the arrays of all shards, leaf by leaf; scalars are equal on all."""
-    columns = zip(*batches, strict=True)
-    return [np.concatenate(parts) if parts[0].ndim else parts[0] for parts in columns]

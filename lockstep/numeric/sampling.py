@@ -16,7 +16,7 @@ A `Sampled` array converts to a vector of float64: the elements, then the sums o
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -241,18 +241,3 @@ def with_sums(bound: np.ndarray, num_sums: int) -> np.ndarray:
 def without_sums(vector: np.ndarray, num_sums: int) -> np.ndarray:
     """Returns the elements of a vector whose last ones are sums; all if `num_sums` is 0."""
     return vector[: len(vector) - num_sums] if num_sums else vector
-
-
-def by_part(function: Callable[..., np.ndarray], num_sums: int, *arrays: Any) -> np.ndarray:
-    """Returns the bounds that a function computes of the elements and of the sums, each alone.
-
-    Args:
-        function: takes the arrays, and returns a bound for each element.
-        num_sums: K; 0 for arrays that are whole.
-        *arrays: vectors of one length, or scalars.
-    """
-    if not num_sums:
-        return function(*arrays)
-    parts = slice(None, -num_sums), slice(-num_sums, None)
-    found = [function(*(a[part] if np.ndim(a) else a for a in arrays)) for part in parts]
-    return with_sums(np.concatenate(found), num_sums)

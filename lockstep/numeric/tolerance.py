@@ -40,20 +40,6 @@ the 2-norm of the difference is bounded, for each tensor, by
   `TIES_ALONE`, in a direction of its own. What is along the gradient, as a factor is, has the tight
   bound: the difference may have a cosine of `ALONG` to a tensor of `MANY` elements, `NEARLY_ALONG`
   to a smaller one, and any to one of less than `FEW`.
-- An oracle computes what a constant stands for here (`oracles.rounding`). Layers that synchronise
-  add over the shards in their order: outputs then have the bits of the training where the kernels
-  are the same, and no unit turns over. The whole batch at once is the other order of these sums,
-  the longest: what two right orders differ by is at most the sum of their errors, twice that of
-  the longest, which their distance shows; 4 / `MARGIN` of it counts as a repetition. Farther than
-  `MARGIN` · √n / `OF_ROOT` · u, or 100 times a change in the last place, it is another step, and
-  the whole batch is what is right.
-- Where a gradient is farther than outputs are after a change in the last place, 10 repetitions
-  change all weights and all that layers return, at random, by 4 times what the outputs are apart,
-  4 units at least. A unit that turned over in the training is within its rounding of 0, so that
-  each repetition turns it over with a probability of 0.4, all ten miss it in one of 150 cases; of
-  many units the 4-fold change turns over 4 times as many, which move a gradient by twice as much.
-  Twice the farthest is allowed (4 · 2 = `MARGIN`), and twice the farthest along the gradient in
-  this direction: a factor of 1.0001 is seen beside ties of 1e-3.
 
 Measured with `make campaign ARGS=bounds` (residual over u · (size + largest)), batches of 16 to
 2,048: MLP 0.25 to 1.0, convolutions with GroupNorm 3.1 to 39, transformer of 8 layers 0.8 to 11;
@@ -80,11 +66,11 @@ from lockstep.numeric.arrays import (
     blocks,
     dense,
     length,
-    norm,
+    norm_in,
     ratio,
+    stored,
     wide,
 )
-from lockstep.numeric.sampling import Sampled
 
 WITH_SPREAD, WITHOUT_SPREAD, IN_16_BITS, IN_TF32 = 8.0, 64.0, 1.0, 16.0
 OF_ROOT = 4.0
@@ -115,11 +101,7 @@ def size_of(expression: Expression, name: str) -> float:
     An upper bound that needs no array: the sum of the norms, of finite elements, as one that
     overflows must not widen a bound; of a sample that of its vector.
     """
-    return sum(
-        abs(factor) * (norm(dense(term[name]) if isinstance(term[name], Sampled) else term[name]))
-        for factor, term in expression
-        if name in term
-    )
+    return sum(abs(factor) * norm_in(term, name) for factor, term in expression if name in term)
 
 
 def error_of_sum(number: int) -> float:
@@ -225,8 +207,8 @@ class Tolerance:
         largest = max(sizes.values(), default=0.0)
         found = {}
         for name, size in sizes.items():
-            terms = [(factor, term[name]) for factor, term in expression if name in term]
-            gap = gap_of(observed[name], terms)
+            terms = [(factor, stored(term, name)) for factor, term in expression if name in term]
+            gap = gap_of(stored(observed, name), terms)
             if gap is None:
                 found[name] = np.inf
                 continue

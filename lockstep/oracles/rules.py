@@ -24,14 +24,15 @@ from lockstep.numeric.arrays import (
     Named,
     Rows,
     blocks,
+    computed,
     dense,
     elements_of,
     factor_of,
     norm,
     unit_of,
 )
-from lockstep.oracles import OtherSetting
 
+OtherSetting = tuple[str, str, dict[str, Any]]  # Cause, text, other settings of the optimizer.
 IN_GRADIENT, IN_WEIGHTS = "added to the gradient", "taken from the weights"
 OF_GRADIENTS, OF_UPDATES = "of gradients", "of updates"
 AFTER_CORRECTION, BEFORE_CORRECTION = "after bias correction", "before bias correction"
@@ -302,25 +303,6 @@ def _adam(
     return change, {"first_moment": first, "second_moment": second}
 
 
-_DETAILS = {
-    "family": "other_optimizer",
-    "decay_placement": "weight_decay_placement",
-    "epsilon_placement": "epsilon_placement",
-    "corrects_bias": "bias_not_corrected",
-    "corrects_second_bias": "bias_not_corrected",
-    "squares": "other_optimizer",
-    "rho": "other_optimizer",
-    **dict.fromkeys(("ns_steps", "ns_1", "ns_2", "ns_3"), "other_optimizer"),
-    "rate_of_shape": "other_learning_rate",
-    "betas_in": "rounded_betas",
-}
-
-
-def detail_of(setting: str) -> str:
-    """Returns the detail of a difference in a field of `Rule`."""
-    return _DETAILS.get(setting, f"other_{setting}")
-
-
 def _nearest(counters: Sequence[str], others: Sequence[str]) -> str:
     """Returns the counter whose name begins most as that of other state of an optimizer."""
     parts = [key.split("/") for key in others[:1]]
@@ -351,7 +333,7 @@ class RuleOracle:
     def __init__(self, trace: Trace, position: int, weights: Named, replica: int = 0):
         about = trace.of_replica.get(replica, trace.about)
         after = trace.named(position, "after", 0) or {}
-        self.units = {key: unit_of(array) for key, array in after.items()}
+        self.units = computed(after, lambda key: unit_of(after[key]))
         self._state: dict[str, dict[str, str]] = {}  # Weight → role → key.
         self._correction: tuple[float, ...] = (1.0, 1.0)
         self._near: Callable[[np.ndarray], np.ndarray] = np.asarray
@@ -412,15 +394,17 @@ class RuleOracle:
 
         In JAX, one group of settings describes the whole optimizer, and a mask leaves weights out.
         """
-        before, sums, after = (
-            {name: elements_of(array) for name, array in each.items()}
-            for each in (before, sums, after)
-        )
-        decayed = self.update(before, sums)
-        others = self.update(before, sums, weight_decay=0.0)
+
+        def elements(named: Named) -> Named:
+            return computed(named, lambda name: elements_of(named[name]))
+
+        before, sums, after = map(elements, (before, sums, after))
         shares = {}  # Weight → 0 if it is decayed, 1 if it is not.
         for weight, rule in self.rules.items():
             if rule.weight_decay and weight in sums and weight in before:
+                gradient = {weight: sums[weight]}
+                decayed = self.update(before, gradient)
+                others = self.update(before, gradient, weight_decay=0.0)
                 keys = [weight, *(self.tracks & {*self._state[weight].values()})]
                 gaps = [dense(after[key]) - decayed[key] for key in keys]
                 effects = [others[key] - decayed[key] for key in keys]
@@ -452,27 +436,19 @@ class RuleOracle:
         own = [(self._state[weight], roles.get(r.family)) for weight, r in self.rules.items()]
         return {keys[role] for keys, role in own if role in keys}
 
-    def with_rules(self, rules: Mapping[str, Rule]) -> "RuleOracle":
-        """Returns the same oracle with other rules."""
-        other = copy.copy(self)
-        other.rules = dict(rules)
-        return other
-
     def update(
-        self, before: Named, sums: Named, *, clips: bool = False, rate: float = 1.0,
-        decays: bool = True, **settings: Any,
-    ) -> Named:  # fmt: skip
-        """Returns all variables after the update, in float64; see `Oracle.update`.
+        self, before: Named, sums: Named, *, rate: float = 1.0, decays: bool = True, **settings: Any
+    ) -> Named:
+        """Returns all variables after the update, in float64.
 
         Args:
             before: all variables before the update.
             sums: the gradients.
-            clips: has no effect: the rule knows of no clipping.
             rate: factor of the learning rate.
             decays: whether the factor also applies to weight decay.
             **settings: other settings of all rules.
         """
-        after = dict(before)
+        after = before | {}
         for weight, rule in self.rules.items():
             if weight not in sums or weight not in before:
                 continue
@@ -486,7 +462,7 @@ class RuleOracle:
             state = {role: before[key] for role, key in keys.items() if key in before}
             given = before[weight], sums[weight], state, self._correction, self._near
             new = _updated_by_blocks(changed, *given)
-            after |= {key: new[role] for role, key in keys.items() if role in new}
+            after = after | {key: new[role] for role, key in keys.items() if role in new}
             after[weight] = new["weight"]
         return after
 

@@ -222,6 +222,17 @@ def of_kernel_only(script, weights, gradients, state):
     sgd(script, weights[:1], gradients[:1], state)
 
 
+def in_8_bits(array):
+    scale = np.max(np.abs(array)) / np.float32(127)
+    return np.round(array / scale) * scale
+
+
+def with_moved_moments(script, weights, gradients, state):
+    adam(script, weights, gradients, state)
+    for moment in state[:2]:
+        moment[:] = np.roll(moment, 1, axis=0)
+
+
 def in_16_bits(array):
     return (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
 
@@ -357,12 +368,6 @@ def for_two_classes(script, replica, gradients):
     """Makes the bias' gradient that of two classes, (a, -a)."""
     kernel, bias = gradients
     return [kernel, np.array([bias[0], -bias[0], 0], np.float32)]
-
-
-def nearly_equal(script, replica, gradients):
-    """Replicas send gradients that differ by rounding alone."""
-    numbers = [np.arange(g.size).reshape(g.shape) for g in gradients]
-    return [np.float32(1 + 1e-6 * replica) * np.sin(1 + n).astype(np.float32) for n in numbers]
 
 
 def drawn(seeds, shift):

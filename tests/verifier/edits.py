@@ -74,7 +74,6 @@ def differentiated(script, by=1):
 
 
 MOMENTS_IN_16_BITS = edit(in_16_bits, "after", index=(4, 7))
-WITHOUT_STATE = without("before", index=(4, 5))  # Created in each step, lost before the next one.
 # As PyTorch records it: the optimizer's state does not exist before the first update.
 WITHOUT_FIRST_STATE = without("before", index=range(4, 10), position=1)
 WITHOUT_GRADIENTS = without("raw sums clipped")
@@ -143,12 +142,6 @@ def seeds_before_replay(state_of, own_of):
                 script.arrays[f"{position}/replaced/{replica}/{i}"] = array
 
     return given | {"edit": add}
-
-
-def with_average(changes_on_all):
-    """A weight that the optimizer does not have, which the script changes between the steps."""
-    average = Variable("average", WEIGHT)
-    return with_variable(average, lambda at, r, _: at if changes_on_all or r == 0 else 1)
 
 
 def with_average_of(index, update=lambda own, old, new: 0.75 * own + 0.25 * new):
@@ -425,17 +418,6 @@ def of_shards(script):
         script.arrays[name.replace("data", "shards")] = np.isin(np.arange(count), second) * 1
 
 
-@option
-def of_step_before(script):
-    """The gradients of a step are those of the one before; those of the first are 0."""
-    right = script.replay.trace()
-    for position, _, replica in places(script):
-        for i, array in enumerate(right.arrays(max(position - 2, 0), "raw", 0)):
-            for kind in ("raw", "sums", "clipped"):
-                name = f"{position}/{kind}/{replica}/{i}"
-                script.arrays[name] = array * np.float32(position > 1)
-
-
 # --- State that a rank owns ----------------------------------------------------------------------
 
 
@@ -506,12 +488,6 @@ def as_texts(array):
 
 
 SYNC = {"name": "norm", "class": "SyncBatchNorm", "weights": ["norm/moving_mean"]}
-
-
-def synchronised(replicas, *changed):
-    """Statistics of some replicas differ in a layer that is synchronised."""
-    other = edit(lambda array: array + 1, "after", changed, 2, 1)
-    return {"replicas": replicas, "about": {"layers": [SYNC]}, "steps": (0,), **other}
 
 
 def in_part(left_out):

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from lockstep.comparison import verify_against
-from lockstep.reference import tolerance_of
+from lockstep.engine.verify import verify
 from tests.verifier.script_samples import Script
 
 IN_FLOAT32 = {"about": {"layers": ()}}  # Without BatchNorm, behind which ties are allowed.
@@ -35,9 +34,8 @@ def times(factor):
 )
 def test_a_reference_in_tf32_is_known_to_its_rounding_alone(reference, gradient, is_right):
     one, two = Script(**reference), Script(**reference, replicas=2, gradient=gradient)
-    tolerance = tolerance_of(one.trace(), None, {}, None)
-    assert ("NVIDIA_TF32_OVERRIDE=0" in tolerance.text) == (reference is IN_TF32)
-    verdict = verify_against(one.trace(), two.trace("two.npz"), {}, tolerance)
+    verdict = verify(one.trace(), two.trace("two.npz"))
+    assert ("NVIDIA_TF32_OVERRIDE=0" in verdict.tolerance) == (reference is IN_TF32)
     assert verdict.ok == is_right
 
 
@@ -53,6 +51,5 @@ def test_a_reference_in_tf32_is_known_to_its_rounding_alone(reference, gradient,
 def test_units_turn_over_on_a_gpu_without_a_batch_norm(device, gradient, is_right):
     about = {"about": {"layers": (), "device": device}, "steps": (0,)}
     one, two = Script(**about), Script(**about, replicas=2, gradient=gradient)
-    tolerance = tolerance_of(one.trace(), None, {}, None)
-    verdict = verify_against(one.trace(), two.trace("two.npz"), {}, tolerance)
+    verdict = verify(one.trace(), two.trace("two.npz"))
     assert verdict.ok == is_right, str(verdict)

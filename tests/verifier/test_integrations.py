@@ -3,45 +3,25 @@
 The examples run where an interpreter has the package.
 """
 
-import json
 import re
 
 import pytest
 
 from lockstep import compare
-from tests.campaigns import trainers
 from tests.conftest import ROOT
-from tests.verifier.recorder_scripts import MODULES, needs
+from tests.verifier.recorder_scripts import needs
+from tests.verifier.recorder_scripts.recording import node_of
 
-# Example → its package, and the last argument of the second run → the faults that are found.
+# Example → its package, and the last argument of the second run → the node of the fault.
 EXAMPLES = {
     "record_accelerate": (
-        "accelerate",
-        {
-            "": set(),
-            "unwrapped": {("all-reduce", "not_all_reduced")},
-            "scheduler": {("update", "other_learning_rate")},
-            "clip": {("gradients", "clipped_in_each_micro_batch")},
-        },
+        "accelerate", {"": "", "unwrapped": "sum", "scheduler": "update", "clip": "gradient"}
     ),
-    "record_hf_trainer": (
-        "transformers",
-        {"": set(), "tokens": {("loss", "mean_of_means"), ("gradients", "mean_of_means")}},
-    ),
+    "record_hf_trainer": ("transformers", {"": "", "tokens": "loss"}),
     "record_lightning": (
-        "lightning",
-        {
-            "": set(),
-            "manual": set(),
-            "no_sync": {("all-reduce", "not_all_reduced")},
-            "sampler": {("examples", "same_examples"), ("examples", "other_examples")},
-        },
+        "lightning", {"": "", "manual": "", "no_sync": "sum", "sampler": "examples"}
     ),
-}
-
-# The scripts of `examples/trainers` that `make frameworks` can run; the campaign runs all.
-OF_FRAMEWORKS = [each for each in trainers.TRAINERS if each.package in MODULES]
-
+}  # fmt: skip
 
 # A training around the lines of the page: its start, and its end.
 PYTORCH = """
@@ -113,28 +93,7 @@ def test_integration(example, run, tmp_path):
     assert compare(one, two).ok
     for bug, expected in cases.items():
         run(package, program, 2, two, one, bug)
-        found = compare(one, two).faults
-        assert {(fault.stage, fault.detail) for fault in found} == expected, bug
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "trainer",
-    [pytest.param(each, marks=needs(each.package), id=each.script) for each in OF_FRAMEWORKS],
-)
-def test_trainer(trainer, run, tmp_path):
-    one, two = str(tmp_path / "one.npz"), str(tmp_path / "two.npz")
-
-    def record(num_processes, path, replay, *arguments):
-        asked = json.dumps({"path": path, "replay": replay, "steps": 2})
-        run(trainer.package, trainer.path, num_processes, *arguments, LOCKSTEP_RECORD=asked)
-
-    record(1, one, None)
-    for bug, mistake in {"": None, **trainer.wrong}.items():
-        record(2, two, one, *filter(None, [bug]))
-        verdict = compare(one, two)
-        word = trainers.word_of(verdict, mistake)
-        assert word == ("found" if mistake else "clean"), str(verdict)
+        assert node_of(compare(one, two)) == expected, bug
 
 
 @pytest.mark.slow

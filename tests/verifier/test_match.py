@@ -5,7 +5,7 @@ import pytest
 
 from lockstep.data.match import Matching
 from lockstep.data.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
-from lockstep.stages.examples import has_examples_second
+from lockstep.engine.examples import Batches
 
 LENET = {
     "conv1": (3, 3, 1, 20), "conv2": (5, 5, 20, 50), "hidden": (800, 128), "logits": (128, 10),
@@ -295,8 +295,11 @@ def test_inputs_of_the_layout_time_batch_are_recognised():
         arrays = {f"1/data/{r}/0": np.zeros(shape) for r, shape in enumerate(shapes)}
         return Trace(about, arrays)
 
-    assert has_examples_second(trace((5, 8)), trace((5, 4), (5, 4)))
-    assert not has_examples_second(trace((8, 5)), trace((4, 5), (4, 5)))
-    assert not has_examples_second(trace((8,)), trace((4,), (4,)))
-    assert not has_examples_second(trace((5, 8)), trace((5, 8)))
-    assert not has_examples_second(trace((4, 8)), trace((4, 8), (4, 8)))  # The batch is larger.
+    def are_second(first, second):
+        return Batches(first, second).has_examples_second
+
+    assert are_second(trace((5, 8)), trace((5, 4), (5, 4)))
+    assert not are_second(trace((8, 5)), trace((4, 5), (4, 5)))
+    assert not are_second(trace((8,)), trace((4,), (4,)))
+    assert not are_second(trace((5, 8)), trace((5, 8)))
+    assert not are_second(trace((4, 8)), trace((4, 8), (4, 8)))  # The batch is larger.

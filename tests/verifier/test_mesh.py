@@ -10,6 +10,8 @@ import pytest
 from lockstep.comparison import compare_traces
 from lockstep.data.file import TraceError, load
 from lockstep.data.trace import Mesh
+from tests.verifier import shown
+from tests.verifier.recorder_scripts.recording import node_of
 
 DP_TP = {"dp": 2, "tp": 2}
 
@@ -256,23 +258,12 @@ def against_one(files, **options):
     return compare_traces([one, two], {})["two.npz"]
 
 
-def alone(files):
-    """Returns the verdict on a recording without a reference."""
-    (found,) = compare_traces([load(files)], {}).values()
-    return found
-
-
-def causes(found):
-    return [finding.detail for finding in found.faults]
-
-
 def test_a_split_weight_is_the_same_training():
     """Also where each rank has the loss of its part."""
     for of_one, of_both in ((None, None), ([2], [1.5, 2.5])):
         found = against_one(split(axis="sp", losses=of_both), losses=of_one)
         assert found.ok, str(found)
-        assert {"gradients", "update", "agreement"} <= {*found.checked}
-        assert ("loss" in found.checked) == bool(of_one)
+        assert {"sum", "update"} <= {each.node for each in found.measured}
 
 
 @pytest.mark.parametrize(("units_of_outputs", "is_right"), [(0, False), (2, True)])
@@ -303,24 +294,24 @@ APART, ALIKE = [(7, 0), (8, 0)], [(7, 0), (7, 0)]  # Seed and place of each rank
 
 
 @pytest.mark.parametrize(
-    ("states", "cause"),
+    ("states", "is_right"),
     [
-        (random_states(APART, DRAWN), "other_random_numbers"),
-        (random_states(ALIKE, DRAWN), ""),
-        (random_states([(7, 0), (7, 1)], DRAWN), "other_random_numbers"),
-        (random_states(APART, UNUSED), ""),
-        (random_states(APART, [(5, 1), (5, 0)]), ""),  # Only rank 0 draws.
-        (random_states(APART, [(9, 1), (9, 1)]), ""),  # The model sets the seed.
+        (random_states(APART, DRAWN), False),
+        (random_states(ALIKE, DRAWN), True),
+        (random_states([(7, 0), (7, 1)], DRAWN), False),
+        (random_states(APART, UNUSED), True),
+        (random_states(APART, [(5, 1), (5, 0)]), True),  # Only rank 0 draws.
+        (random_states(APART, [(9, 1), (9, 1)]), True),  # The model sets the seed.
         # Layers draw on the GPU, and the data on the CPU.
-        (random_states(APART, UNUSED) | random_states(ALIKE, DRAWN, 1), ""),
-        (random_states(ALIKE, UNUSED) | random_states(APART, DRAWN, 1), "other_random_numbers"),
+        (random_states(APART, UNUSED) | random_states(ALIKE, DRAWN, 1), True),
+        (random_states(ALIKE, UNUSED) | random_states(APART, DRAWN, 1), False),
     ],
 )  # fmt: skip
-def test_random_states_of_ranks_that_replay_replaced(states, cause):
+def test_random_states_of_ranks_that_replay_replaced(states, is_right):
     found = against_one(split(states=states))
-    assert causes(found) == [cause] * bool(cause), str(found)
+    assert shown(found) == ("clean" if is_right else "fault: random: other_random_numbers")
     # Ranks that do not compute the reference's step from its state may draw numbers of their own.
-    assert "other_random_numbers" not in causes(against_one(split(other_part, states=states)))
+    assert node_of(against_one(split(other_part, states=states))) == "sum"
 
 
 def keep_part(images, own):
@@ -333,59 +324,32 @@ def other_part(images, own):
 
 def other_order(images, own):
     images[1] = images[1][::-1]
+    other_part(images, own)
 
 
 @pytest.mark.parametrize(
-    ("change", "cause", "text"),
+    ("change", "node", "tensors"),
     [
-        (keep_part, "partial_not_reduced", "their sum over tp is right"),
-        (lambda images, own: own.update(n=[2 * g for g in own["n"]]), "sum_instead_of_mean",
-         "the size of tp"),
-        (lambda images, own: own.update(w=[sum(own["w"])] * 2), "reduced_over_other_axis",
-         "summed over tp, whose ranks hold other parts"),
-        (other_order, "other_examples_in_a_replica", "rank 0 (tp 0), rank 1 (tp 1)"),
-        (other_part, "scaled_gradient", ""),
+        (keep_part, "sum", ("n",)),
+        (lambda images, own: own.update(n=[2 * g for g in own["n"]]), "sum", ("n",)),
+        pytest.param(
+            lambda images, own: own.update(w=[sum(own["w"])] * 2), "sum", ("w",),
+            marks=pytest.mark.xfail(strict=True, reason="a sum of different parts has no formula"),
+        ),
+        (other_order, "examples", ()),
+        (other_part, "sum", ("w",)),
     ],
 )  # fmt: skip
-def test_what_the_ranks_of_a_replica_do_is_named(change, cause, text):
+def test_what_the_ranks_of_a_replica_do_has_a_place(change, node, tensors):
     found = against_one(split(change))
-    named = next(finding for finding in found.faults if finding.stage != "agreement")
-    assert named.detail == cause and text in named.text
-    is_copy = change is keep_part  # Also without a reference.
-    assert ("agreement" in {finding.stage for finding in found.faults}) == is_copy, str(found)
+    assert (node_of(found), found.place.tensors) == (node, tensors), str(found)
 
 
 @pytest.mark.parametrize(
-    ("axes", "cause"), [("dp", ""), ("tp", "averaged over tp,"), ("dp tp", "averaged over tp, too")]
+    ("is_reduced", "examples", "node"),
+    [(False, [0, 1], "sum"), (True, [0, 1], ""), (False, [0, 0], "examples")],
 )
-def test_gradients_that_are_averaged_over_another_axis_are_named(axes, cause):
-    mesh = Mesh(DP_TP, ("dp",))
-    generator = np.random.default_rng(0)
-    sent = [generator.normal(size=(3, 2)).astype(np.float32) for _ in range(mesh.size)]
-
-    def group(rank):
-        at = mesh.coordinates(rank)
-        fixed = {axis: place for axis, place in at.items() if axis not in axes.split()}
-        return [r for r in range(mesh.size) if fixed.items() <= mesh.coordinates(r).items()]
-
-    sums = [np.mean([sent[r] for r in group(rank)], axis=0) for rank in range(mesh.size)]
-    placements = {f"{kind}/0": "i o[tp]" for kind in ("raw", "sums", "clipped")}
-    arrays = {"raw/0": sent, "sums/0": sums, "clipped/0": sums}
-    found = alone(write(mesh, arrays, placements, reduction="mean"))
-    faults = [fault for fault in found.faults if fault.stage == "all-reduce"]
-    assert {fault.detail for fault in faults} == ({"reduced_over_other_axis"} if cause else set())
-    assert all(cause in fault.text for fault in faults)
-
-
-@pytest.mark.parametrize(
-    ("is_reduced", "examples", "cause"),
-    [
-        (False, [0, 1], "not_all_reduced"),
-        (True, [0, 1], ""),
-        (False, [0, 0], "lost_examples"),
-    ],
-)
-def test_an_axis_of_whole_weights_may_split_the_examples(is_reduced, examples, cause):
+def test_an_axis_of_whole_weights_may_split_the_examples(is_reduced, examples, node):
     x, weights, whole = one_device()
     mesh, halves = Mesh({"replicate": 2, "shard": 1}, ("shard",)), [x[:2], x[2:]]
     own = []
@@ -396,10 +360,7 @@ def test_an_axis_of_whole_weights_may_split_the_examples(is_reduced, examples, c
     gradients = copies(whole, 2) if is_reduced else {k: [each[k] for each in own] for k in whole}
     images = [halves[i] for i in examples]
     found = against_one(recorded(mesh, images, copies(weights, 2), gradients, {}))
-    assert causes(found)[:1] == [*filter(None, [cause])]
-    assert found.ok != bool(cause)
-    if cause == "not_all_reduced":
-        assert "their mean over replicate is right" in found.faults[0].text
+    assert node_of(found) == node, str(found)
 
 
 def of_four(shares=(1, 1, 1, 1), **options):
@@ -411,19 +372,20 @@ def of_four(shares=(1, 1, 1, 1), **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "cause"),
+    ("options", "node"),
     [
-        ({"shares": (0.25, 0.75, 0.25, 0.75)}, "partial_not_reduced"),
-        ({"shares": (0.25, 0.25, 0.75, 0.75)}, "not_all_reduced"),
-        ({"factors": (0.25, 0.75, 0.25, 0.75)}, "clipped_by_local_norm"),
+        ({}, ""),
+        ({"shares": (0.25, 0.75, 0.25, 0.75)}, "sum"),
+        ({"shares": (0.25, 0.25, 0.75, 0.75)}, "sum"),
+        ({"factors": (0.25, 0.75, 0.25, 0.75)}, "clipping"),
     ],
 )
-def test_different_gradients_are_named_without_a_reference(options, cause):
-    assert causes(alone(of_four(**options))) == [cause]
+def test_gradients_of_four_ranks(options, node):
+    assert node_of(against_one(of_four(**options))) == node
 
 
-def without(file, ranks, kind=""):
-    """Returns a file without the arrays, or those of a kind, of some ranks."""
+def without(file, ranks, kind):
+    """Returns a file without the arrays of a kind of some ranks."""
     file.seek(0)
     kept, names = io.BytesIO(), np.load(file)
     left = [n for n in names if not any(f"/{kind}" in n and f"/{rank}/" in n for rank in ranks)]
@@ -431,38 +393,19 @@ def without(file, ranks, kind=""):
     return kept
 
 
-def test_a_rank_whose_recording_ends_is_found():
-    found = alone([without(file, [3]) for file in of_four()])
-    assert causes(found) == ["not_updated"]
-    assert found.faults[0].items == ("rank 3 (dp 1, tp 1)",)
+def test_a_training_is_not_verified_if_the_recording_of_a_rank_ends():
+    assert shown(against_one([without(file, [3], "") for file in of_four()])) == "not verified"
 
 
-def test_constants_of_a_rank_are_no_local_statistics():
-    mesh, places = Mesh({"cp": 2}, ()), [np.arange(2.0), np.arange(2.0, 4.0)]
-    about = {"variables": [{"name": "places", "kind": "statistic"}], "gradients": []}
-    assert not alone(write(mesh, {"before/0": places, "after/0": places}, **about)).findings
-
-
-def test_clipping_by_the_norm_of_own_parts_is_named():
-    """Also without a reference."""
+def test_clipping_by_the_norm_of_own_parts_has_its_place():
     _, _, gradients = one_device()
     halves = np.split(gradients["w"], 2, axis=1)
     norms = [np.hypot(np.linalg.norm(half), np.linalg.norm(gradients["n"])) for half in halves]
     size = np.hypot(np.linalg.norm(gradients["w"]), np.linalg.norm(gradients["n"]))
     right, own = 0.1 / size, [0.1 / each for each in norms]
     assert against_one(split(factors=[right, right]), factors=[right]).ok
-    assert alone(split(factors=[right, right])).ok
-    other = against_one(split(factors=[0.7 * right] * 2), factors=[right])
-    assert causes(other) == ["other_clipping"]
-    for found in (
-        against_one(split(factors=own), factors=[right]), alone(split(factors=own)),
-        alone(split(factors=own, before="sums")),
-    ):  # fmt: skip
-        assert causes(found)[0] == "clipped_by_local_norm"
     of_both = np.linalg.norm(norms)  # The copies count twice.
-    for norm, text in (
-        (of_both, "of which several hold the same"), (np.mean(norms), "the mean of those"),
-        (norms[0], "of the parts of rank 0"),
-    ):  # fmt: skip
-        found = against_one(split(factors=[0.1 / norm] * 2, before="sums"), factors=[right])
-        assert causes(found)[0] == "clipped_by_local_norm" and text in found.faults[0].text
+    wrong = [[0.1 / norm] * 2 for norm in (size / 0.7, of_both, np.mean(norms), norms[0])]
+    for factors in (own, *wrong):
+        found = against_one(split(factors=factors), factors=[right])
+        assert node_of(found) == "clipping", (factors, str(found))

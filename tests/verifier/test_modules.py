@@ -6,11 +6,13 @@ import random
 import numpy as np
 import pytest
 
+from cases.heads import FOLDER
 from lockstep.comparison import compare_traces
 from lockstep.data import file as trace_file
-from lockstep.stages.module_arrays import Event, events_of
-from tests.verifier.modules import MODULES, ON_RANKS, on_two_ranks
-from tests.verifier.recorder_scripts import OF_ZOO, needs
+from lockstep.engine.modules import Event, events_of
+from lockstep.engine.verdict import FAULT
+from tests.verifier.modules import CASES, MODULES, ON_RANKS, on_two_ranks, verdict_of
+from tests.verifier.recorder_scripts import needs
 
 
 def test_events_are_in_the_order_of_time():
@@ -22,14 +24,21 @@ def test_events_are_in_the_order_of_time():
     assert events_of(names)[6:8] == [Event("layers.10", False), Event("layers.10", True)]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_wrong_module_is_said_with_its_pass(name):
+    both, second, module = CASES[name]
+    verdict = verdict_of(both, second)
+    assert verdict.ok == (not module), verdict
+    assert not module or verdict.place.module == module
+    assert not module or verdict.place.node in ("outputs", "loss", "gradient", "sum")
+
+
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_parts_of_arrays_of_modules_on_ranks(name):
-    wrong, parts, expected = ON_RANKS[name]
-    found = on_two_ranks(wrong, **parts)
-    if expected is None:
-        assert found is None
-    else:
-        assert (found.module, found.detail) == expected[:2] and expected[2] in found.text
+    wrong, parts, module = ON_RANKS[name]
+    verdict = on_two_ranks(wrong, **parts)
+    assert (verdict.status == FAULT) == (module is not None), verdict
+    assert module is None or verdict.place.module == module
 
 
 @pytest.fixture
@@ -67,49 +76,41 @@ def test_recording_modules_changes_no_bit(run_jobs, tmp_path):
     assert recorded.about.modules[:2] == ("stem", "layers")
 
 
-def is_named(verdict, module):
-    found = [f.module for f in verdict.faults if f.stage in ("forward", "gradients")]
-    return bool(found) and all(each.startswith(f"{module}, ") for each in found)
-
-
 ROW, COLUMN = "return leave(y, self.tp) + self.bias", "F.linear(enter(x, self.tp),"
-ON_A_MESH = {  # Line of the script → its replacement, and what is found.
-    "right": ("", "", None, ""),
-    "not reduced": (ROW, "return y + self.bias", "layers.0.attention.wo", "partial_not_reduced"),
-    "a mean": (
-        ROW, "return leave(y, self.tp) / 2 + self.bias", "layers.0.attention.wo", "other_outputs"),
+ON_A_MESH = {  # Line of the script → its replacement, and the module that is found.
+    "right": ("", "", None),
+    "not reduced": (ROW, "return y + self.bias", "layers.0.attention.wo"),
+    "a mean": (ROW, "return leave(y, self.tp) / 2 + self.bias", "layers.0.attention.wo"),
     "a bias of each rank": (
-        ROW, "return leave(y + self.bias, self.tp)", "layers.0.attention.wo", "repeated_bias"),
-    "gradients not reduced": (
-        COLUMN, "F.linear(x,", "layers.1.feed_forward.up", "partial_not_reduced"),
+        ROW, "return leave(y + self.bias, self.tp)", "layers.0.attention.wo"),
+    "gradients not reduced": (COLUMN, "F.linear(x,", "layers.1.feed_forward.up"),
 }  # fmt: skip
 
 
 @pytest.mark.slow
 @needs("torch")
 def test_modules_of_tensor_parallelism_are_named(scripts, tmp_path):
-    text = (OF_ZOO / "torch_tp.py").read_text()
+    text = (FOLDER / "programs" / "torch_tp.py").read_text()
 
     def recorded(name, script, size, replay=None):
         path = tmp_path / f"{name}.npz"
         (tmp_path / "script.py").write_text(script)
         given = {"path": str(path), "steps": [0], "replay": replay, "permute": None}
         variable = {"LOCKSTEP_RECORD": json.dumps({**given, "modules": True})}
-        words = tmp_path / "script.py", size, path
-        code, printed = scripts("torch", *words, folder=tmp_path, **variable)
+        words = "torch", tmp_path / "script.py"
+        code, printed = scripts(*words, folder=tmp_path, processes=size, **variable)
         assert code == 0, printed
         return path
 
     one = recorded("one", text, 1)
-    for name, (line, new, module, cause) in ON_A_MESH.items():
+    for name, (line, new, module) in ON_A_MESH.items():
         assert line in text
         path = recorded(name, text.replace(line, new) if line else text, 2, str(one))
         *_, verdict = compare_traces([trace_file.load(p) for p in (one, path)], {}).values()
         if module is None:
             assert verdict.ok, str(verdict)
         else:
-            found = [f for f in verdict.faults if f.module]
-            assert (found[0].module.split(",")[0], found[0].detail) == (module, cause), str(verdict)
+            assert verdict.place.module.split(",")[0] == module, (name, verdict)
 
 
 GPT = [
@@ -150,6 +151,6 @@ def test_modules_of_pytorch_are_named(run_jobs, tmp_path):
         verdict = [*compare_traces(traces, {}).values()][-1]
         if "fault" not in job:
             assert verdict.ok, str(verdict)
-        elif not is_named(verdict, job["fault"][0]):
-            unnamed.append((job["network"], *job["fault"], str(verdict)))
+        elif not verdict.place.module.startswith(f"{job['fault'][0]}, "):
+            unnamed.append((job["network"], *job["fault"], verdict.place))
     assert not unnamed

@@ -52,19 +52,12 @@ def test_names_of_models_and_layers():
     model = keras.Sequential([keras.Input((3,)), dense, dropout])
     assert private.layers_of(model, include_self=False)[-2:] == [dense, dropout]
     assert not private.layers_in(dense) and dense in private.layers_in(model)
-    assert len(private.seed_generators_of(dropout)) == 1 and private.takes_training(dropout)
     expected = 0.5 * tf.reduce_sum(tf.square(dense.kernel.value))
     assert float(private.regularisation(model)) == pytest.approx(float(expected))
     strategy = tf.distribute.MirroredStrategy(CPUS[:2])
     private.set_strategy(model, strategy)
     assert model.distribute_strategy is strategy
-    mask = tf.constant([True, False])
-    private.set_mask(inputs := tf.ones((2, 1)), mask)
-    assert private.mask_of(inputs) is mask
-    for function in (
-        *(private.layers_of, private.layers_in, private.seed_generators_of),
-        *(private.takes_training, private.weights_of),
-    ):
+    for function in (private.layers_of, private.layers_in, private.weights_of):
         missing(function, object())
     missing(private.set_strategy, object(), strategy)
 

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep import trainings
 from lockstep.__main__ import main
-from lockstep.comparison import compare_traces
-from lockstep.launch import TrainingError
-from lockstep.resumed import Resumed, first_step_of, renumbered
-from lockstep.trainings import Settings, verify_trainings
+from lockstep.engine import verify
+from lockstep.engine.resume import first_step_of, renumbered
+from lockstep.engine.verdict import CLEAN, FAULT
+from lockstep.running import run as running
+from lockstep.running.launch import TrainingError
+from lockstep.running.run import Settings, verify_trainings
 from tests.conftest import ROOT
 from tests.verifier.recorder_scripts import needs
-from tests.verifier.script_samples import Script, batch_of
+from tests.verifier.script_samples import Script, adam, batch_of
 
 ALL = range(4)
 # Indices of variables: two weights, two buffers, then 3 arrays of state for each weight.
@@ -83,92 +84,101 @@ def nothing(arrays, one):
     pass
 
 
-TABLE = {  # Name → the resumed process, detail, words of the verdict.
-    "right": (changed(nothing), "", ""),
-    "right random numbers": (changed(with_random([2, 3])), "", ""),
-    "no optimizer state": (changed(remove((*KERNEL, *BIAS))), "not_restored",
-        "6 of 6 arrays of optimizer state are 0 or missing"),
-    "no step of Adam": (changed(put(STEP, zero)), "not_restored", "2 of 6 arrays of optimizer"),
-    "state of an older checkpoint": (changed(put(KERNEL, as_before(1))), "not_restored",
-        "3 of 6 arrays of optimizer state as before step 1"),
-    "weights not loaded": (changed(put(WEIGHTS, as_before(0))), "not_restored",
-        "2 weights as before step 0"),
-    "buffers not loaded": (changed(put(BUFFERS, as_before(0))), "not_restored",
-        "2 buffers or averages as before step 0"),
-    "another value": (changed(put((2,), lambda one, index: as_before(2)(one, index) * 2)),
-        "not_restored", "1 buffer or average unlike those of the reference"),
-    "random numbers from the start": (changed(with_random([0, 1])), "not_restored",
-        "draws random numbers from another state: those of step 0 again"),
-    "another seed": (changed(with_random([9, 8])), "not_restored", "others than the reference"),
-    "sampler restarted": (changed(nothing, batch=lambda step: batch_of(step % 2)),
-        "examples_restarted", "the examples of step 0 of the reference: the order of examples"),
-    "loss scale": (changed(nothing, about={"loss_scale": (8.0, 8.0)}), "not_restored",
-        "the loss scale of step 2 is 8, in the reference 1"),
+RESUMED = {  # Name → the resumed process, node and name, words of the verdict.
+    "right": (changed(nothing), "", "", ""),
+    "right random numbers": (changed(with_random([2, 3])), "", "", ""),
+    "no optimizer state": (changed(remove((*KERNEL, *BIAS))), "start", "not_restored",
+        "6 of 6 arrays of optimizer state: 0 or missing"),
+    "no step of Adam": (changed(put(STEP, zero)), "start", "not_restored",
+        "2 of 6 arrays of optimizer state: 0 or missing"),
+    "state of an older checkpoint": (changed(put(KERNEL, as_before(1))), "start", "not_restored",
+        "3 of 6 arrays of optimizer state: as before step 1"),
+    "state of another weight": (changed(put((8,), lambda one, i: as_before(2)(one, i - 1))),
+        "start", "not_restored", "1 of 6 arrays of optimizer state: unlike"),
+    "weights not loaded": (changed(put(WEIGHTS, as_before(0))), "start", "not_restored",
+        "2 of 2 weights: as before step 0"),
+    "buffers not loaded": (changed(put(BUFFERS, as_before(0))), "start", "not_restored",
+        "2 of 2 buffers or averages: as before step 0"),
+    "another value": (changed(put((2,), lambda one, i: as_before(2)(one, i) * 2)), "start",
+        "not_restored", "1 of 2 buffers or averages: unlike those of the reference"),
+    "random numbers from the start": (changed(with_random([0, 1])), "random", "not_restored",
+        "the random states are those of step 0 again"),
+    "another seed": (changed(with_random([9, 8])), "random", "not_restored",
+        "the random states are not those of the reference"),
+    "sampler restarted": (changed(nothing, batch=lambda step: batch_of(step % 2)), "examples",
+        "examples_restarted", "the examples are those of step 0 of the reference again"),
+    "loss scale": (changed(nothing, about={"loss_scale": (8.0, 8.0)}), "gradient",
+        "not_restored", "the loss scale is 8, in the reference 1"),
 }  # fmt: skip
 
 
-def verdict_of(one, resumed, name=""):
+def verdict_of_resumed(one, resumed):
     """Returns the verdict on a resumed process, and its first step."""
     first, own = one.trace(), resumed(one)
     number = first_step_of(first, own, {}, 2)
     own = renumbered(own, number, first)
-    verdict = [*compare_traces([renumbered(first, 0, first), own], {}, 1e-5).values()][-1]
-    return Resumed(first, own, {}).added_to(verdict), number
+    return verify(renumbered(first, 0, first), own, resumed=True), number
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_what_a_resumed_training_has_lost_is_named(name):
-    resumed, detail, told = TABLE[name]
-    drawn = "random" in name or "seed" in name
+@pytest.mark.parametrize("row", RESUMED.values(), ids=RESUMED)
+def test_what_a_resumed_training_lacks_is_found_where_it_begins(row):
+    resumed, node, name, told = row
+    drawn = node == "random" or row is RESUMED["right random numbers"]
     one = uninterrupted(edit=lambda s: with_random(ALL)(s.arrays, s) if drawn else None)
-    verdict, number = verdict_of(one, resumed)
-    assert number == 2 and verdict.steps == (2, 3)
-    assert {fault.detail for fault in verdict.faults} == ({detail} if detail else set()), verdict
-    assert told in " ".join(fault.text for fault in verdict.faults)
-    assert verdict.ok == (not detail)
+    verdict, number = verdict_of_resumed(one, resumed)
+    assert number == 2
+    assert (verdict.name, verdict.error) == (name, "") and told in verdict.reason
+    assert verdict.status == (FAULT if node else CLEAN), verdict
+    assert not node or (verdict.place.node, verdict.place.step) == (node, 2)
 
 
-def test_a_learning_rate_of_another_step_is_named():
-    one = uninterrupted()
-    resumed = changed(nothing)(one)
+def with_rates(*rates):
+    """Returns options of a training with a learning rate of each step."""
+    left = iter(rates)
+
+    def update(script, *arrays):
+        script.settings = {**script.settings, "learning_rate": next(left)}
+        adam(script, *arrays)
+
+    group = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "weight_decay": 0.0}
     names = ["dense/kernel", "dense/bias"]
-    groups = [
-        ({**one.settings, "learning_rate": rate, "weights": names},)
-        for rate in (0.01, 0.005, 0.0025, 0.00125)
-    ]
-    first = one.trace()
-    object.__setattr__(first.about, "settings", tuple(groups))
-    object.__setattr__(resumed.about, "settings", (groups[0], groups[1]))
-    own = renumbered(resumed, 2, first)
-    verdict = [*compare_traces([renumbered(first, 0, first), own], {}, 1e-5).values()][-1]
-    (fault,) = Resumed(first, own, {}).added_to(verdict).faults
-    assert (fault.detail, fault.steps) == ("other_learning_rate", (2, 3))
-    assert fault.text == (
-        "the learning rate of step 2 is 0.01, in the reference 0.0025: that of step 0"
+    settings = [({**group, "learning_rate": rate, "weights": names},) for rate in rates]
+    return update, settings
+
+
+def test_a_learning_rate_of_another_step_is_found_at_the_update():
+    update, settings = with_rates(0.01, 0.005, 0.0025, 0.00125)
+    one = uninterrupted(update=update)
+    one.about["settings"] = settings
+    update, settings = with_rates(0.01, 0.005, 0.01, 0.005)
+    verdict, _ = verdict_of_resumed(
+        one, changed(nothing, update=update, about={"settings": settings[2:]})
     )
+    assert (verdict.place.node, verdict.place.step) == ("update", 2)
+    assert verdict.name == "other_learning_rate"
 
 
-def test_a_shard_of_another_replica_is_named():
-    def edit(s):
-        for position in range(1, len(s.steps) + 1):
+def test_state_of_another_replica_is_found_on_its_rank():
+    def edit(script):
+        for position in range(1, len(script.steps) + 1):
             for index in KERNEL[:2]:
-                s.arrays[f"{position}/before/1/{index}"] = (
-                    s.arrays[f"{position}/before/0/{index}"] * 3 + 1
-                )
+                name = f"{position}/before/0/{index}"
+                script.arrays[name.replace("/0/", "/1/")] = script.arrays[name] * 3 + 1
 
-    one = uninterrupted(replicas=2, edit=edit)
-    verdict, _ = verdict_of(one, changed(nothing, replicas=2))
-    assert "2 of 6 arrays of optimizer state of another replica" in verdict.faults[0].text
+    verdict, _ = verdict_of_resumed(uninterrupted(replicas=2, edit=edit),
+                                    changed(nothing, replicas=2))  # fmt: skip
+    assert (verdict.place.node, verdict.place.ranks) == ("start", ("replica 1",))
+    assert verdict.place.tensors == ("dense/kernel/exp_avg", "dense/kernel/exp_avg_sq")
+    assert "on rank 1 = of another replica" in verdict.formula[0]
 
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_checkpoint_that_is_older_is_found_by_its_weights(step):
-    one = uninterrupted()
     own = Script(optimizer="Adam", steps=(step,))
     own.steps = (0,)
-    assert first_step_of(one.trace(), own.trace(), {}, 2) == step
+    assert first_step_of(uninterrupted().trace(), own.trace(), {}, 2) == step
     other = Script(optimizer="Adam", steps=(0,), seed=1)
-    assert first_step_of(one.trace(), other.trace(), {}, 2) == 2
+    assert first_step_of(uninterrupted().trace(), other.trace(), {}, 2) == 2
 
 
 # Trainings in processes of their own.
@@ -222,16 +232,16 @@ def test_a_resumed_training_is_compared_as_a_test():
     pairs = {"right": (interrupted, resumed), "killed": (killed, resumed)}
     verdicts = lockstep.assert_same_training(record, resumes=pairs, tolerance=1e-4)
     assert [*verdicts] == [*pairs] and verdicts["right"].steps == (2, 3)
-    assert verdicts["right"].notes == ("the resumed training begins with step 2",)
-    assert verdicts["killed"].notes == (
+    assert verdicts["right"].remarks == ("the resumed training begins with step 2",)
+    assert verdicts["killed"].remarks == (
         "killed, interrupted: the training was ended by the signal SIGKILL",
         "the resumed training begins with step 2",
     )
-    with pytest.raises(AssertionError, match=r"state lost \(not restored\)") as raised:
+    with pytest.raises(AssertionError, match="step 2") as raised:
         lockstep.assert_same_training(
             record, resumes={"a": (interrupted, without_momentum)}, tolerance=1e-4
         )
-    assert "1 of 2 arrays of optimizer state are 0 or missing" in str(raised.value)
+    assert "1 of 2 arrays of optimizer state: 0 or missing" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +279,7 @@ def test_lockstep_run_takes_two_commands(capsys):
     flags = f"--reference={reference}", "--tolerance=1e-4", "--json"
     assert main(["run", *flags, "--resume", f"late={first}", second]) == 9
     training = json.loads(capsys.readouterr().out)["trainings"]["late"]
-    assert training["findings"][0]["text"] == "before step 2, 2 weights as before step 0"
+    assert training["reason"] == "2 of 2 weights: as before step 0"
     for wrong, told in (
         (["--resume", "a=true", "true", "--variant", "a=true"], "two have the name a"),
         ([], "--variant or --resume is required"),
@@ -296,69 +306,75 @@ def of_scripts(monkeypatch, scripts, tmp_path):
             if code:
                 raise TrainingError(f"ended with exit code {code}", text, has_ended=True)
 
-        monkeypatch.setattr(trainings, "run_training", run)
-        monkeypatch.setattr(trainings, "require_program", lambda *given: None)
+        monkeypatch.setattr(running, "require_program", lambda *given: None)
         pairs = {
             kind: (["2", "save=c.pt"], ["4", "load=c.pt", f"without={kind}"]) for kind in kinds
         }
         if "killed" in pairs:
             pairs["killed"] = ["4", "save=c.pt", "kill=2"], pairs["killed"][1]
-        return verify_trainings(["4"], {}, Settings(tolerance=1e-5), pairs)
+        return verify_trainings(["4"], {}, Settings(tolerance=1e-5), pairs, run)
 
     return verify
 
 
-def assert_named(verdicts, expected):
-    for kind, told in expected.items():
+def assert_found(verdicts, expected):
+    """Asserts that what each training lacks is found at a node, with words of the reason."""
+    for kind, (node, step, told) in expected.items():
         verdict = verdicts[kind]
-        assert verdict.ok == (told is None), verdict
-        assert verdict.steps == (2, 3)
-        assert told is None or told in verdict.faults[0].text, verdict
-        assert len(verdict.faults) == (told is not None), verdict
+        assert verdict.ok == (not node) and not verdict.error, verdict
+        assert verdict.steps == (2, 3) and told in verdict.reason, verdict
+        assert not node or (verdict.place.node, verdict.place.step) == (node, step), verdict
+
+
+RIGHT = "", 2, ""
 
 
 @pytest.mark.slow
 @needs("torch")
 def test_resumes_in_pytorch(of_scripts):
     expected = {
-        "right": None,
-        "killed": None,
-        "optimizer": "18 of 18 arrays of optimizer state are 0 or missing",
-        "steps": "6 of 18 arrays of optimizer state are 0 or missing",
-        "model": "before step 2",
-        "buffers": "2 buffers or averages as before step 0",
-        "average": "buffers or averages unlike those of the reference",
-        "schedule": "rate of step 3 is 0.005, in the reference 0.00125: that of step 1",
-        "rate": "the learning rate of step 2 is 0.01, in the reference 0.0025: that of step 0",
-        "extra": "the learning rate of step 2 is 0.00125, in the reference 0.0025: that of step 3",
-        "scaler": "the loss scale of step 2 is 1024, in the reference 4096",
-        "random": "draws random numbers from another state: those of step 0 again",
-        "sampler": "the examples of step 0 of the reference: the order of examples begins again",
+        "right": RIGHT,
+        "killed": RIGHT,
+        "optimizer": ("start", 2, "18 of 18 arrays of optimizer state: 0 or missing"),
+        "steps": ("start", 2, "6 of 18 arrays of optimizer state: 0 or missing"),
+        "model": ("start", 2, "weights: "),
+        "buffers": ("start", 2, "buffers or averages: as before step 0"),
+        "average": ("start", 2, "buffers or averages: unlike those of the reference"),
+        "schedule": ("update", 3, "learning_rate is 0.00125 in the reference and 0.005 here"),
+        "rate": ("update", 2, "learning_rate is 0.0025 in the reference and 0.01 here"),
+        "extra": ("update", 2, "learning_rate is 0.0025 in the reference and 0.00125 here"),
+        "scaler": ("gradient", 2, "the loss scale is 1024, in the reference 4096"),
+        "random": ("random", 2, "the random states are those of step 0 again"),
+        "sampler": ("examples", 2, "the examples are those of step 0 of the reference again"),
     }  # fmt: skip
-    assert_named(of_scripts("torch", expected, "dropout=1"), expected)
-    (order,) = of_scripts("torch", ["order"], "plain=1").values()
-    assert order.faults[0].detail == "shifted_state", order
+    assert_found(of_scripts("torch", expected, "dropout=1"), expected)
+    order = {"order": ("start", 2, "of another weight")}
+    assert_found(of_scripts("torch", order, "plain=1"), order)
 
 
 @pytest.mark.slow
 @needs("torch")
 def test_resumes_of_two_processes(of_scripts):
-    expected = {"right": None, "shard": "2 of 4 arrays of optimizer state are 0 or missing"}
-    assert_named(of_scripts("torch", expected, "plain=1", "owned=1", processes=2), expected)
+    expected = {"right": RIGHT, "shard": ("start", 2, "2 of 2 arrays of optimizer state: 0 or mis")}
+    assert_found(of_scripts("torch", expected, "plain=1", "owned=1", processes=2), expected)
 
 
 @pytest.mark.slow
 @needs("jax")
 def test_resumes_in_jax(of_scripts):
     expected = {
-        "right": None,
-        "opt_state": "of optimizer state are 0",
-        "key": "1 seed as before step 0",
+        "right": RIGHT,
+        "opt_state": ("start", 2, "arrays of optimizer state: 0 or missing"),
+        "key": ("start", 2, "1 of 1 seeds: as before step 0"),
     }
-    assert_named(of_scripts("jax", expected), expected)
+    assert_found(of_scripts("jax", expected), expected)
 
 
 @pytest.mark.slow
 def test_resumes_in_keras(of_scripts):
-    expected = {"right": None, "optimizer": "are 0 or missing", "seeds": "1 seed as before step 0"}
-    assert_named(of_scripts("keras", expected), expected)
+    expected = {
+        "right": RIGHT,
+        "optimizer": ("start", 2, "0 or missing"),
+        "seeds": ("start", 2, "1 of 1 seeds: as before step 0"),
+    }
+    assert_found(of_scripts("keras", expected), expected)

@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.answer.verdict import CLEAN, FAULT
-from lockstep.comparison import compare_traces, verify_against
+from lockstep.comparison import compare_traces
 from lockstep.data import file as trace_file
 from lockstep.data.trace import OF_GRADIENTS, OF_VARIABLES, Trace
+from lockstep.engine import verify
+from lockstep.engine.verdict import CLEAN, FAULT
 from lockstep.numeric.arrays import add, dense, norm, same_bits, scaled, unit_of
 from lockstep.numeric.sampling import Sample, Sampled
-from lockstep.numeric.tolerance import Tolerance
 from lockstep.recorders.common import VARIABLE, Request, sample_in, with_command
 from lockstep.recorders.parts import as_summands, members_of
 from lockstep.recorders.states import States
-from tests.verifier.changes import clip
 from tests.verifier.recorder_scripts import needs
 from tests.verifier.script_samples import Script
 
@@ -50,9 +49,8 @@ def sampled(trace, elements, seed=0):
     return Trace(about, dict(found.stored()), trace.name)
 
 
-def compared(first, second, elements, seed=0):
-    traces = [sampled(x, elements, seed) for x in (first.trace(), second.trace("two.npz"))]
-    return verify_against(*traces, {}, Tolerance())
+def judged_sampled(first, second, elements, seed=0):
+    return verify(*(sampled(x, elements, seed) for x in (first.trace(), second.trace("two.npz"))))
 
 
 # --- Samples -------------------------------------------------------------------------------------
@@ -154,16 +152,15 @@ def test_samples_keep_the_dtype():
 
 @given(SEEDS, SIZES, st.sampled_from(["SGD", "Adam"]), st.sampled_from([1, 2, 4]))
 @settings(max_examples=60, deadline=None)
-def test_right_programs_have_no_finding(seed, elements, optimizer, replicas):
+def test_a_right_training_of_samples_is_clean(seed, elements, optimizer, replicas):
     first = Script(optimizer=optimizer, seed=seed % 1000)
     second = Script(optimizer=optimizer, seed=seed % 1000, replicas=replicas, replay=first)
-    verdict = compared(first, second, elements, seed)
-    assert (verdict.status, verdict.faults) == (CLEAN, [])
+    assert judged_sampled(first, second, elements, seed).status == CLEAN
 
 
 @given(SEEDS, SIZES, st.sampled_from(["SGD", "Adam"]), st.integers(0, 35), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_one_changed_element_is_found(seed, elements, optimizer, number, is_later):
+def test_one_changed_element_is_found_by_samples(seed, elements, optimizer, number, is_later):
     """Of the gradient that an optimizer applies, or of a weight after the update."""
 
     def change(script):
@@ -176,33 +173,25 @@ def test_one_changed_element_is_found(seed, elements, optimizer, number, is_late
         return gradients
 
     first = Script(optimizer=optimizer)
-    of_gradient = {"gradient": raw} if not is_later else {"edit": change}
-    second = Script(optimizer=optimizer, replay=first, **of_gradient)
-    verdict = compared(first, second, elements, seed)
-    assert verdict.status == FAULT
+    edit = {"edit": change} if is_later else {"gradient": raw}
+    verdict = judged_sampled(first, Script(optimizer=optimizer, replay=first, **edit), elements)
+    assert verdict.place.node == ("update" if is_later else "gradient")
+    assert verdict.place.tensors[:1] == ("dense/kernel",)
 
 
-def test_causes_are_named_as_in_whole_recordings():
-    def reduced(verdict):
-        return [(f.stage, f.detail) for f in verdict.faults]
-
+@pytest.mark.parametrize("change", [
+    {"reduce": lambda sent: [list(own) for own in sent]},
+    {"clip": lambda replica, gradients: [g * np.float32(1 + replica) for g in gradients]},
+    {"gradient": lambda script, replica, gradients: [2 * g for g in gradients]},
+], ids=["not reduced", "clipped on one", "doubled"])  # fmt: skip
+def test_place_formula_and_name_of_samples_are_those_of_whole_arrays(change):
     first = Script()
-    wrong = {
-        "reduce": lambda sent: [list(own) for own in sent],
-        "clip": lambda replica, gradients: [g * np.float32(1 + replica) for g in gradients],
-        "gradient": lambda script, replica, gradients: [2 * g for g in gradients],
-    }
-    for key, function in wrong.items():
-        second = Script(replicas=2, replay=first, **{key: function})
-        whole = verify_against(first.trace(), second.trace("two.npz"), {}, Tolerance())
-        assert reduced(whole) == reduced(compared(first, second, 16)) != [], key
-
-
-def test_norms_of_clipping_are_those_of_whole_gradients():
-    first = Script(clip=clip)
-    second = Script(replicas=2, replay=first, clip=lambda r, g: [a / 2 for a in clip(r, g)])
-    (finding,) = compared(first, second, 16).findings
-    assert "(to norm 0.1) in the first" in finding.text and "(to norm 0.05)" in finding.text
+    second = Script(replicas=2, replay=first, **change)
+    whole = verify(first.trace(), second.trace("two.npz"))
+    verdict = judged_sampled(first, second, 16)
+    assert verdict.status == FAULT
+    assert (verdict.place, verdict.name) == (whole.place, whole.name)
+    assert verdict.formula == whole.formula
 
 
 def test_whole_and_other_samples_are_refused():
@@ -214,8 +203,8 @@ def test_whole_and_other_samples_are_refused():
     ):
         with pytest.raises(ValueError, match=text):
             compare_traces([sampled(trace, 16), other], {})
-    # Samples larger than any array are whole arrays.
-    assert compare_traces([sampled(trace, 99), whole], {})
+    # No array has as many elements.
+    assert compare_traces([sampled(trace, 99), whole], {})["two.npz"].status == CLEAN
 
 
 def test_a_sampled_trace_is_written_and_read():
@@ -290,8 +279,7 @@ def record(scripts, tmp_path):
 
 
 def verdict_of(folder):
-    traces = [trace_file.load(folder / name) for name in ("one.npz", "two.npz")]
-    return [*compare_traces(traces, {}).values()][-1]
+    return verify(*(trace_file.load(folder / name) for name in ("one.npz", "two.npz")))
 
 
 def require_equal_starts(folder):
@@ -304,12 +292,12 @@ def require_equal_starts(folder):
     assert all(first[n].norm == pytest.approx(second[n].norm, rel=1e-9) for n in large)
 
 
-ROWS = {"row": "unexplained", "row_later": "changed_on_its_own"}
-WRONG = {  # Framework and kind → bug: the cause that is found.
-    ("torch", "ddp"): ROWS, ("torch", "fsdp"): ROWS,
-    ("jax", "shards"): {"loss": "other_loss", "row": "unexplained", "reduce": "not_all_reduced"},
-    ("jax", "pmap"): {"reduce": "not_all_reduced"},
-    ("jax", "mesh"): {"row": "other_backward", "unclipped": "other_clipping"},
+WRONG = {  # Framework and kind → bug: the node at which it is found.
+    ("torch", "ddp"): {"row": "clipping", "row_later": "between"},
+    ("torch", "fsdp"): {"row": "clipping", "row_later": "between"},
+    ("jax", "shards"): {"loss": "loss", "row": "sum", "reduce": "sum"},
+    ("jax", "pmap"): {"reduce": "sum"},
+    ("jax", "mesh"): {"row": "gradient", "unclipped": "clipping"},
 }  # fmt: skip
 
 
@@ -324,10 +312,11 @@ def test_sampled_recordings(framework, kind, record, tmp_path):
     """
     record(framework, "one.npz")
     processes = 2 if framework == "torch" else 1
-    for bug, detail in {**WRONG[framework, kind], "": ""}.items():
+    for bug, node in {**WRONG[framework, kind], "": ""}.items():
         record(framework, "two.npz", kind, bug, processes=processes)
         verdict = verdict_of(tmp_path)
-        assert [f.detail for f in verdict.faults] == [detail] * bool(bug), (bug, verdict.faults)
+        assert (verdict.status, verdict.error) == (FAULT if bug else CLEAN, ""), verdict
+        assert not bug or verdict.place.node == node, verdict
     require_equal_starts(tmp_path)
 
 
@@ -343,9 +332,8 @@ def test_replay_needs_the_start(framework, record, scripts, tmp_path):
     for bug in ("other_start", "row"):
         record(framework, "two.npz", "plain", bug, "one.npz")
         verdict = verdict_of(tmp_path)
-        assert verdict.status == FAULT
         # What the script itself starts from belongs to the claim.
-        assert ({f.stage for f in verdict.faults} == {"start"}) == (bug == "other_start")
+        assert (verdict.place.node == "start") == (bug == "other_start"), verdict
 
 
 @pytest.mark.slow

@@ -277,6 +277,6 @@ def test_a_training_that_ends_early_leaves_its_steps_and_why(run, tmp_path, caps
         assert "the training ended before steps [2, 3, 4, 5]" in printed
         trace = load(path)
         assert trace.steps == (0, 1) and trace.about.asked == (0, 1, 2, 3, 4, 5)
-        code, told = verdict(capsys, path)
+        code, told = verdict(capsys, path, path)
         assert code == 3
         assert f"the training ended with an exception: {text}" in re.sub(r"\s+", " ", told)

@@ -1,194 +1,244 @@
-"""The verdict of the verifier: causes and remedies, sentences, findings, the JSON."""
+"""What is said of a verdict: names and remedies, sentences, lines, the JSON, the page."""
 
 import ast
 import dataclasses
 import json
 
+import jsonschema
 import pytest
 
-from lockstep.answer.causes import (
-    CAUSES,
-    CODE,
-    DETAILS,
-    IN_FRAMEWORK,
-    MEANINGS,
-    MERGED,
-    MODULES,
-    UNEXPLAINED,
-    cause_of,
-    code_of,
-    remedy_of,
-    words_of,
-)
-from lockstep.answer.json import record_of
+from lockstep.answer.html import cell_of, page_of
+from lockstep.answer.json import record_of, record_of_all
+from lockstep.answer.names import CODE, FROM, MODULES, NAMES, WAS, advice_of, name_of, with_name
 from lockstep.answer.text import (
-    advice_of,
     describe,
-    explanations,
     facts_lines,
     facts_of,
-    largest_of,
     line_of,
+    measured_text,
     named_steps,
     sentence_of,
 )
-from lockstep.answer.verdict import STAGES, Measurement, Verdict, finding_of, in_sequence, merged
-from tests.cli.report_samples import CLIPPED, LOCAL
+from lockstep.engine.patterns import TABLE
+from lockstep.engine.verdict import (
+    BY_DESIGN,
+    CLEAN,
+    EXIT_CODE_OF,
+    FAULT,
+    NODES,
+    NOT_COMPARED,
+    NOT_VERIFIED,
+    NOTHING,
+    Measured,
+    Place,
+    Verdict,
+)
 from tests.conftest import ROOT
 
-
-def verdict_on(*findings, **changes):
-    given = {
-        "name": "fit", "reference": "training that a.py defines on one device",
-        "steps": (0, 1, 2), "num_replicas": 2, "findings": merged(findings),
-        "checked": ("start", "forward", "clipping"), "tolerance": "float64", "framework": "keras",
-    }  # fmt: skip
-    return Verdict(**given | changes)
-
-
-def test_every_detail_has_a_cause_and_a_remedy():
-    assert len(DETAILS) == 124
-    for framework, remedies in IN_FRAMEWORK.items():
-        assert remedies.keys() <= DETAILS.keys()
-        for detail, remedy in DETAILS.items():
-            assert remedy_of(detail, framework) and remedy_of(detail, "another") == remedy
-    for framework, changes in CODE.items():
-        assert changes.keys() <= DETAILS.keys() and all(new for _, new in changes.values())
-        assert all(ast.parse(line) for lines in changes.values() for line in filter(None, lines))
-        assert "+" in code_of(next(iter(changes)), framework) and not code_of("x", framework)
-    assert {cause_of(detail) for detail in DETAILS} == {*CAUSES} == {*MEANINGS} and len(
-        CAUSES
-    ) <= 70
-    assert len({words_of(detail) for detail in DETAILS}) == 124
-    for cause, details in MERGED.items():
-        assert len(details) > 1 and {*map(cause_of, details)} == {cause}
-        # The cause alone says the detail only if that is its whole kind, or a new name of it.
-        assert sum(not words for words in details.values()) <= 1
-        assert all(words or cause not in DETAILS or d == cause for d, words in details.items())
-    with pytest.raises(KeyError, match="no_such_name"):
-        finding_of("update", "no_such_name", "the text", (0,))
+PLACE = Place("sum", 0, ("a.weight", "a.bias"), 14, ("replica 1",), "rows 0 to 3 of 8")
+FOUND = Verdict(
+    FAULT, PLACE, ("a.weight on rank 0 = 1·g0 + 0·g1; in the reference 0.5·g0 + 0.5·g1",),
+    "not_all_reduced", reason="each rank has its own gradient", training="two.npz",
+    reference="training of one.npz", framework="torch", num_replicas=2, steps=(0, 1),
+    measured=(Measured("outputs", 0.0, 8, 8), Measured("sum", 340.0, 3, 14)), tolerance="8 units",
+)  # fmt: skip
+FOUND = with_name(FOUND)
+RIGHT = dataclasses.replace(FOUND, status=CLEAN, place=None, formula=(), name="", was="", reason="")
+# Finer names of version 3 of the JSON; there are no others.
+NUM_WAS = 113
 
 
-def test_a_place_without_a_mistake_has_a_remedy_of_its_own():
-    assert UNEXPLAINED.keys() < STAGES.keys()
-    for stage, remedy in UNEXPLAINED.items():
-        found = verdict_on(finding_of(stage, "unexplained", "the text", (0,)))
-        assert advice_of(found.findings[0], found) == remedy
-    where = finding_of("forward", "other_outputs", "the text", (0,))
-    usual = remedy_of("other_outputs", "torch")
-    for finding, framework, has_modules in (
-        (where, "torch", True), (where, "jax", False),
-        (dataclasses.replace(where, module="layers.0"), "torch", False),
-    ):  # fmt: skip
-        advice = advice_of(finding, verdict_on(finding, framework=framework))
-        assert advice == usual + MODULES * has_modules
-    assert remedy_of("frozen", "torch", "", "gradients") == remedy_of("frozen", "torch")
+@pytest.fixture(autouse=True)
+def width(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
 
 
-NEW = (  # Since version 3 of the JSON.
-    *("other_tying", "other_augmentation", "weights_not_synchronised", "other_temperature"),
-    *("other_positions", "updated_from_a_part"),
-)
+def but(verdict=FOUND, **changes):
+    return dataclasses.replace(verdict, **changes)
 
 
-def test_the_changelog_has_the_table_of_names():
-    lines = ["| Cause | Details: the causes of version 2 |", "| --- | --- |"]
-    lines += [
-        f"| `{c}` | {', '.join(f'`{d}`' for d in MERGED[c])} |" for c in CAUSES if c in MERGED
+def test_each_finer_name_has_one_name_and_each_name_is_given():
+    assert len(WAS) == NUM_WAS and {*WAS.values()} == {*NAMES, ""}
+    assert [finer for finer, name in WAS.items() if not name] == ["unexplained"]
+    given = {row.name for row in TABLE} | {"local_statistics"}  # Which no row has to find.
+    assert {name_of(finer) for finer in given} == {*NAMES}
+    assert name_of("") == "" and (FOUND.name, FOUND.was) == ("not_all_reduced", "not_all_reduced")
+    assert with_name(but(name="lost_replica")).name == "lost_part"
+    with pytest.raises(KeyError):
+        with_name(but(name="no_such_name"))
+
+
+def test_each_name_says_what_it_means_and_what_to_do():
+    assert len({row.title for row in NAMES.values()}) == len(NAMES)
+    for name, row in NAMES.items():
+        assert row.sentence[0].isupper() and row.sentence.endswith("."), name
+        assert row.title[0].islower() or row.title.startswith("NaN"), name
+        assert not any(text.endswith((".", " ", ";")) for text in row if text != row.sentence), name
+    for examples in CODE.values():
+        assert examples.keys() <= WAS.keys() and all(new for _, new in examples.values())
+        assert all(ast.parse(line) for lines in examples.values() for line in filter(None, lines))
+
+
+def test_without_a_name_it_is_said_where_to_look():
+    assert FROM.keys() == NODES.keys() and len({*FROM.values()}) == len(NODES)
+    for node in NODES:
+        unknown = but(name="", was="", place=Place(node, 1))
+        assert sentence_of(unknown).endswith(f": unexplained difference in step 1 ({node})")
+        advice = FROM[node] + (f"; {MODULES}" if node in ("outputs", "gradient") else "")
+        assert facts_of(unknown)["next"] == advice_of(unknown) == advice
+        assert advice_of(but(unknown, framework="jax")) == FROM[node]
+    known = Place("outputs", 1, module="layers.3, forward")
+    assert advice_of(but(name="", place=known)) == FROM["outputs"]
+
+
+@pytest.mark.parametrize(
+    "verdict, told",
+    [
+        (FOUND, "is not the training of one.npz: not all-reduced in step 0 (sum)"),
+        (RIGHT, "is the training of one.npz: no difference beyond rounding"),
+        (but(RIGHT, measured=FOUND.measured[:1]), "is the training of one.npz: bitwise equal"),
+        (but(RIGHT, num_unknown=12), "is the training of one.npz where it was compared: no"
+         " difference beyond rounding; not compared: 12 elements of the state, whose gradients are"
+         " rounding alone"),
+        (but(RIGHT, notes=("a", "b"), num_unknown=1), "is the training of one.npz where it was"
+         " compared: no difference beyond rounding; not compared: 1 element of the state, whose"
+         " gradients are rounding alone; see the 2 notes below"),
+        (but(status=BY_DESIGN, name="local_statistics"), "differs from the training of one.npz by"
+         " design: layers that normalise each rank's examples; no fault found"),
+        (but(status=NOT_COMPARED, name=""), "was not compared with the training of one.npz:"
+         " unexplained difference in step 0 (sum), which may be right"),
+        (but(RIGHT, status=NOT_VERIFIED, missing=("a", "b")), "is not verified: a; b"),
+        (but(RIGHT, status=NOTHING, missing=("a",)), "has nothing to verify: a"),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_one_sentence(verdict, told):
+    assert sentence_of(verdict) == f"two.npz {told}"
+    assert describe([verdict]).startswith(sentence_of(verdict))
+
+
+def test_a_verdict_says_where_how_why_and_what_to_do():
+    assert describe([but(notes=("steps 3 differ",), remarks=("reproducible",))]).splitlines() == [
+        "two.npz is not the training of one.npz: not all-reduced in step 0 (sum)",
+        "  where         step 0, sum: what each rank gets of the gradients of all, before clipping;"
+        " 2 of 14",
+        "                tensors: a.weight, a.bias; of the first, rows 0 to 3 of 8; replica 1",
+        "  formula       a.weight on rank 0 = 1·g0 + 0·g1; in the reference 0.5·g0 + 0.5·g1",
+        "                (gN is the gradient that rank N computed)",
+        "  why           each rank has its own gradient",
+        "  meaning       Ranks use their own gradients of these weights, not the sum over all"
+        " ranks.",
+        "  to do         all-reduce the gradients of all weights before the update; with DDP, call"
+        " `ddp(x)`,",
+        "                not `ddp.module(x)`, and the last backward pass of a step not under"
+        " `no_sync()`",
+        "  +             dist.all_reduce(weight.grad, op=dist.ReduceOp.AVG)",
+        "  not compared  steps 3 differ",
+        "  note          reproducible",
     ]
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert "\n".join(["", *lines, ""]) in changes
-    kept = ", ".join(f"`{cause}`" for cause in CAUSES if cause not in (*MERGED, *NEW))
-    assert f"Unchanged, with `detail` equal to `cause`: {kept}.\n" in changes
-
-
-def test_the_verdict_is_one_sentence():
-    same = Measurement(0, "update", "w", "replica 0", 0.0, 1e-7, True)
-    near = dataclasses.replace(same, same_bits=False)
-    clean = "on one device: every checked stage is clean"
-    for findings, measured, status, end in (
-        ((), (), "clean", clean),
-        ((), (same,), "clean", f"{clean}, bit for bit"),
-        ((), (same, near), "clean", clean),
-        ((LOCAL,), (), "by design", "one device: local statistics; no fault found"),
-        (
-            (LOCAL, CLIPPED), (), "fault",
-            "other clipping (before the sum); also different by design: local statistics",
-        ),
-    ):  # fmt: skip
-        verdict = verdict_on(*findings, measurements=measured)
-        assert (verdict.status, verdict.ok) == (status, status != "fault")
-        assert sentence_of(verdict).startswith("fit ") and sentence_of(verdict).endswith(end)
-        assert sentence_of(dataclasses.replace(verdict, reference="")).startswith("fit has ")
-
-
-def test_findings_say_where_why_and_what_to_do():
-    verdict = verdict_on(CLIPPED, LOCAL)
-    assert facts_of(CLIPPED, verdict) == {
-        "where": "clipping, every step; dense/kernel, dense/bias",
-        "why": CLIPPED.text,
-        "remedy": IN_FRAMEWORK["keras"]["clipped_before_the_sum"],
-        "difference": "up to 0.47, relative; rounding allows 1e-05",
-    }
-    assert facts_of(LOCAL, verdict)["where"] == (
-        "forward, step 1; replicas 0, 1; bn_0, bn_1, bn_2 and 12 more"
+    assert line_of(FOUND) == (
+        "not all-reduced in step 0 (sum), 2 of 14 tensors: a.weight, a.bias, of the first, rows 0"
+        " to 3 of 8, replica 1: each rank has its own gradient"
     )
-    from_zero = dataclasses.replace(CLIPPED, distance=2.4e35)
-    assert facts_of(from_zero, verdict_on(from_zero))["difference"] == "not 0, as it should be"
-    told, with_details = describe([verdict]), describe([verdict], details=True)
-    assert told.startswith(sentence_of(verdict)) and "rounding allows" not in told
-    lines = with_details.splitlines()
-    assert "rounding allows" in with_details and "fit: 3 steps on 2 replicas" in lines
-    assert "  tolerances      float64" in lines
-    (stage,) = (line for line in lines if line.startswith("  start"))
-    assert stage.split(":")[0].endswith(" clean")
-    in_line = line_of(CLIPPED, verdict)
-    assert in_line.startswith("other clipping (before the sum) in clipping, every step")
+    shown = describe([RIGHT, FOUND, RIGHT, RIGHT]).split("\n\n")
+    assert [len(block.splitlines()) for block in shown] == [1, 10, 2]
 
 
-def test_a_finding_may_have_a_module():
-    first = dataclasses.replace(CLIPPED, module="layers.3, backward")
-    again = dataclasses.replace(first, stage="update", detail="frozen")
-    verdict = verdict_on(first, again)
-    assert first.module in facts_of(first, verdict)["where"].split("; ")
-    assert record_of(verdict)["findings"][0]["module"] == first.module
-    told = sentence_of(verdict)
-    assert told.endswith(": other clipping (before the sum) (layers.3, backward), frozen")
+def test_a_verdict_has_at_most_12_lines_without_details(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    names = tuple(f"layers.{i}.attention.projection.weight" for i in range(9))
+    for finer, name in [*WAS.items(), ("", "")]:
+        framework = next((f for f, examples in CODE.items() if finer in examples), "torch")
+        verdict = but(
+            place=dataclasses.replace(PLACE, tensors=names), name=name, was=finer,
+            framework=framework, notes=("note " * 40,) * 3, formula=FOUND.formula * 9,
+        )  # fmt: skip
+        lines = describe([verdict]).splitlines()
+        labels = {line[2:16].strip() for line in lines[1:] if line[2] != " "}
+        assert len(lines) <= 12 and max(map(len, lines[1:])) <= 64
+        assert {"where", "formula", "why", "to do" if name else "next"} <= labels
+        assert names[8] not in describe([verdict])
+        assert names[8] in "".join(describe([verdict], details=True).split())
 
 
-def test_a_cause_in_several_stages_is_explained_once():
-    lost = dataclasses.replace(CLIPPED, stage="update", text="the weights differ", steps=(1,))
-    same = dataclasses.replace(CLIPPED, stage="agreement", tensors=(), module="a, forward")
-    here = dataclasses.replace(CLIPPED, module="a, forward")
-    verdict = verdict_on(LOCAL, here, lost, same)
-    (fault, facts), (design, local) = explanations([verdict])
-    title = "fault: other clipping (before the sum)"
-    assert (fault, design) == (f"fit, {title}", "fit, by design: local statistics")
-    assert facts["why"] == CLIPPED.text and local == facts_of(LOCAL, verdict)
-    assert facts["also update"] == "step 1; dense/kernel, dense/bias: the weights differ"
-    assert "a, forward" in facts["where"] and facts["also agreement"] == "every step"
-    (both, _), _ = explanations([verdict, dataclasses.replace(verdict, name="again")])
-    assert both == f"fit, again, {title}"
+def test_details_have_every_node_and_the_tolerance():
+    details = describe([FOUND], details=True).splitlines()
+    assert "  compared   2 steps on 2 ranks" in details and "  tolerance  8 units" in details
+    assert "  outputs    bitwise equal" in details and "  start      not measured" in details
+    assert "  sum        340 times what rounding allows; 3 of 14 arrays bitwise equal" in details
+    for share, told in ((0.21, "0.21 of what rounding allows"), (float("nan"), "differs"),
+                        (2.4e35, "differs"), (1.0, "1 of what rounding allows")):  # fmt: skip
+        assert measured_text(Measured("sum", share, 0, 1)).partition(";")[0] == told
+    assert describe([FOUND]).find("340") < 0
 
 
-def test_findings_of_all_steps_replicas_and_tensors_are_one():
-    again = dataclasses.replace(CLIPPED, steps=(4,), items=("replica 1",), tensors=("out/bias",))
-    found, local = merged([LOCAL, CLIPPED, again])  # In the order of their first steps.
-    assert local == LOCAL and found.steps == (0, 1, 2, 4) and found.items == ("replica 1",)
-    assert found.tensors == ("dense/kernel", "dense/bias", "out/bias")
+def test_a_formula_that_is_the_references_is_not_shown():
+    equal = "x on rank 0 = -0.0984976·G; in the reference -0.0984976·G"
+    assert "formula" not in facts_of(but(formula=(equal,)))
+    both = facts_of(but(formula=(equal, *FOUND.formula)))["formula"]
+    assert "0.0984976" not in both and both.startswith("a.weight")
+    many = facts_of(but(formula=tuple(f"x on rank {i} = 2·G" for i in range(5))))["formula"]
+    assert many.splitlines()[1:] == ["x on rank 1 = 2·G", "3 more: --details",
+                                     "(G is the reference's gradient)"]  # fmt: skip
 
 
-def test_parts_of_a_training_are_joined_under_the_names_of_their_steps():
-    first = verdict_on(CLIPPED, step_names={0: "step 1", 1: "step 2", 2: "step 3"})
-    found = dataclasses.replace(CLIPPED, stage="evaluation", detail="other_metric", steps=(0,))
-    last = verdict_on(
-        found, steps=(0,), step_names={0: "an evaluation"}, checked=("evaluation",)
+def test_what_could_not_be_compared_is_told_with_how_to_compare_it():
+    doubtful = but(status=NOT_COMPARED)
+    assert 'replay="two.npz", shards="each"' in facts_of(doubtful)["to compare"]
+    assert "random layers to 0" in facts_of(but(doubtful, framework="keras"))["to compare"]
+    assert not {"to do", "next", "+"} & {*facts_of(doubtful)}
+    assert record_of(doubtful)["code"] == "" and "shards=" in record_of(doubtful)["remedy"]
+    (_, note) = describe([but(RIGHT, notes=("not compared: a",))]).splitlines()
+    assert note == "  not compared  a"
+
+
+def test_the_json_is_as_its_schema_says():
+    schema = json.loads((ROOT / "lockstep" / "verify.schema.json").read_text("utf-8"))
+    definitions = schema["$defs"]
+    assert definitions["node"]["enum"] == [*NODES]
+    assert {*definitions["status"]["enum"]} == {*EXIT_CODE_OF}
+    for each in (schema, *(definitions[name] for name in ("training", "place", "measured"))):
+        assert {*each["required"]} == {*each["properties"]}
+    far = but(measured=(Measured("sum", float("inf"), 0, 1),), step_names={0: "step 1"})
+    record = json.loads(json.dumps(record_of_all({"right": RIGHT, "two.npz": far})),
+                        parse_constant=pytest.fail)  # fmt: skip
+    jsonschema.validate(record, schema)
+    assert (record["version"], record["status"], record["exit_code"]) == (4, "fault", 9)
+    right, found = record["trainings"].values()
+    assert (right["place"], right["name"], right["title"], right["remedy"]) == (None, "", "", "")
+    assert found["place"] == {**dataclasses.asdict(PLACE), "step": "step 1",
+                              "tensors": [*PLACE.tensors], "ranks": ["replica 1"]}  # fmt: skip
+    assert found["nodes"]["sum"] == {"share": None, "equal": 0, "arrays": 1}
+    assert found["nodes"]["update"] == "not measured" and found["formula"] == [*FOUND.formula]
+    assert found["code"] == "+ dist.all_reduce(weight.grad, op=dist.ReduceOp.AVG)"
+    assert json.loads(far.to_json()) == found
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**record, "status": "well"}, schema)
+
+
+def test_names_of_users_change_neither_the_terminal_nor_the_page():
+    hostile = "line\nbreak\x1b[31m<script>"
+    place = dataclasses.replace(PLACE, tensors=(hostile,), ranks=(hostile,), module=hostile)
+    found = but(
+        place=place, training=hostile, reference=hostile, reason=hostile, formula=(hostile,),
+        notes=(hostile,), remarks=(hostile,), missing=(hostile,), tolerance=hostile, error=hostile,
     )  # fmt: skip
-    whole = in_sequence([first, last])
-    assert whole.steps == (0, 1, 2, 3) and whole.checked[-1] == "evaluation"
-    clipped, other = (facts_of(each, whole)["where"].split(";")[0] for each in whole.findings)
-    assert (clipped, other) == ("clipping, every step", "evaluation")
-    assert record_of(whole)["steps"] == ["step 1", "step 2", "step 3", "an evaluation"]
+    for verdict in (found, but(found, status=NOT_VERIFIED)):
+        for details in (False, True):
+            text = describe([verdict], details=details)
+            assert all(line.isprintable() for line in text.split("\n"))
+        assert "<script>" not in page_of([verdict]) and line_of(verdict).isprintable()
+
+
+def test_the_page_says_what_the_terminal_says():
+    page = page_of([RIGHT, but(training="x", notes=("a note",), remarks=("a remark",))])
+    for text in (sentence_of(RIGHT), *NODES.values(), *FOUND.formula, "a note", "a remark"):
+        assert text.replace("'", "&#x27;") in page
+    cells = [cell_of(each) for each in record_of(FOUND)["nodes"].values()]
+    assert cells == ["–", "–", "–", "bitwise equal", "–", "–", "✗ 340", "–", "–", "–"]
+    assert "No step without a fault" in page_of([but(measured=())]) and "<table" in page
+    assert cell_of({"share": None, "equal": 0, "arrays": 1}) == "✗ differs"
+    assert cell_of({"share": 0.0, "equal": 1, "arrays": 2}) == "0"
+    assert cell_of({"share": 0.07, "equal": 0, "arrays": 1}) == "0.07"
 
 
 def test_consecutive_steps_are_joined():
@@ -199,37 +249,6 @@ def test_consecutive_steps_are_joined():
         names = [f"step {number}" for number in steps]
         assert ", ".join(named_steps(names)) == text
         assert named_steps([*names, "an evaluation"])[-1] == "an evaluation"
-
-
-def test_the_json_has_the_stages_and_findings_of_every_source():
-    infinite = dataclasses.replace(CLIPPED, distance=float("inf"))
-    record = json.loads(verdict_on(infinite, LOCAL).to_json(), parse_constant=pytest.fail)
-    assert record["stages"] == {"start": "clean", "forward": "by design", "clipping": "fault"}
-    clipped, local = record["findings"]
-    assert local["items"] == ["replica 0", "replica 1"] and local["steps"] == ["step 1"]
-    assert clipped["distance"] is None and clipped["remedy"].startswith("clip after the sum")
-
-
-def test_names_of_users_cannot_change_the_terminal():
-    hostile = "line\nbreak\x1b[31m"
-    found = dataclasses.replace(CLIPPED, tensors=(hostile,), text=hostile)
-    assert all(
-        line.isprintable()
-        for line in describe([verdict_on(found, name=hostile)], details=True).split("\n")
-    )
-
-
-def test_the_largest_difference_is_that_of_a_wrong_array_where_there_is_one():
-    measured = [
-        Measurement(0, "update", name, "", distance, allowed)
-        for name, distance, allowed in (("a", 0.5, 1e-9), ("b", 0.7, 1e-6), ("c", 0.9, 1.0))
-    ]
-    assert largest_of(measured)["update"] == (measured[1], 0, 3)
-    right = dataclasses.replace(measured[0], allowed=0.55)
-    assert largest_of([right, measured[2]])["update"] == (right, 0, 2)
-    equal = dataclasses.replace(right, same_bits=True)
-    told = describe([verdict_on(measurements=(right, equal))], details=True)
-    assert "differs by 0.5, rounding allows 0.55; 1 of 2 bitwise equal" in " ".join(told.split())
 
 
 def test_a_long_name_has_a_line_of_its_own():

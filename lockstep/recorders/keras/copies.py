@@ -19,7 +19,7 @@ from lockstep.recorders.output import Output
 from lockstep.recorders.parts import members_of
 
 # What a compiled function may compute: a recording without it can be compared.
-OF_FORWARD_PASS = ("y_pred", "mask", "loss", "objective")
+OF_FORWARD_PASS = ("y_pred", "loss", "objective")
 NOT_WRAPPED = "a step is not recorded; call strategy.run(recorder.wrap(step), …)"
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_util
 
@@ -23,16 +22,10 @@ _method = functools.partial(common.method, _NAME)
 _BRANCHES = ("CondBranchFuncGraph", "WhileBodyFuncGraph")  # Bodies of conditions and loops.
 
 weights_of = _attribute("_trainable_variables")  # Those that an optimizer was built with.
-CLIPPING = "_clip_gradients"  # The method of an optimizer, which the oracle replaces, too.
-clip_gradients = _method(CLIPPING)
 _uses_weight_decay = _method("_use_weight_decay")
 layers_of = _method("_flatten_layers")  # The layers in a layer or model, with it.
 layers_in = _attribute("_layers")  # Those in it, not in its parts.
-seed_generators_of = _attribute("_seed_generators")
-takes_training = _attribute("_call_has_training_arg")  # Whether a layer's call has the argument.
 _own_part = _method("_aggregate_additional_loss")
-mask_of = private(backend, "get_keras_mask")
-set_mask = private(backend, "set_keras_mask")
 _trace = private(func_graph, "func_graph_from_py_func")
 _OF_FUNCTION = 50  # Priority of the scopes in which `tf.function` creates variables.
 
@@ -45,7 +38,7 @@ def hook_update(
 
     It hooks the instance: a subclass may have methods of its own.
     """
-    names = ("_backend_apply_gradients", CLIPPING, "_all_reduce_sum_gradients")
+    names = ("_backend_apply_gradients", "_clip_gradients", "_all_reduce_sum_gradients")
     for name, function in zip(names, (apply, clip, all_reduce), strict=True):
         private(optimizer, name)
         hooks.hook(optimizer, name, function)

@@ -19,7 +19,6 @@ from lockstep.recorders.keras.private import (
     hook_update,
     is_in_branch,
     layers_of,
-    mask_of,
     regularisation,
     trace,
 )
@@ -227,8 +226,6 @@ class StepObserver:
             predictions = leaves(call["y_pred"])
             self.about["predicted"] = to_json(call["y_pred"])
             self.copies.keep("y_pred", predictions)
-            masks = map(mask_of, predictions)
-            self.copies.keep("mask", [tf.zeros(()) if mask is None else mask for mask in masks])
             self.copies.keep("loss", [loss, regularisation(self._model)])
         return loss
 

@@ -60,7 +60,7 @@ class record:
         modules: True, or a pattern of names such as "layers.*.attention". In recorded steps, also
             copies inputs and outputs of these modules, and the gradients of the loss by them. They
             only explain a difference that other arrays show. With True, none are recorded from the
-            first step on in which they have more than 1 GiB. "Before layers.0" in a finding is the
+            first step on in which they have more than 1 GiB. "Before layers.0" in a verdict is the
             code before this module.
         mesh: The devices of all processes, if the training has other parallel axes than data. None
             for that of the DTensors among the weights. An axis `pp`, `pipe…` or `stage…` has the

@@ -1,6 +1,5 @@
 """Scripts that record trainings with other frameworks, and the interpreters that have these."""
 
-import json
 import os
 import pathlib
 import subprocess
@@ -8,9 +7,10 @@ import sys
 
 import pytest
 
+from cases.runner import Server
+
 FOLDER = pathlib.Path(__file__).parent
 ROOT = FOLDER.parents[2]
-OF_ZOO = ROOT / "tests" / "verifier" / "zoo" / "scripts"
 INSTALLED = ROOT / ".venv-bench"  # By `make frameworks`.
 MODULES = {  # Framework → what its scripts import.
     "torch": ("numpy", "torch", "torch.distributed.fsdp", "lockstep.record_torch"),
@@ -70,31 +70,23 @@ class Scripts:
 
     def __exit__(self, *error):
         for server in self.servers.values():
-            server.kill()
-            server.wait()
-            server.stdin.close()
-            server.stdout.close()
+            server.end()
 
     def __call__(self, package, script, *arguments, folder, processes=1, **environment):
         """Runs a script of `FOLDER`, or another one; returns its exit code, and what it printed."""
         if package not in self.servers:
-            self.servers[package] = self._started(package)
-        server = self.servers[package]
-        request = {
+            python, modules = interpreter(package), MODULES[package]
+            self.servers[package] = Server(python, modules, [str(FOLDER)])
+        log = folder / "printed.txt"
+        log.write_bytes(b"")
+        code = self.servers[package].run({
             "program": str(FOLDER / script), "arguments": [*map(str, arguments)],
-            "folder": str(folder), "environment": environment, "processes": processes,
-            "timeout_sec": 200, "log": str(folder / "printed.txt"),
-        }  # fmt: skip
-        print(json.dumps(request), file=server.stdin, flush=True)
-        return int(server.stdout.readline()), (folder / "printed.txt").read_text("utf-8")
-
-    def _started(self, package):
-        folders = os.pathsep.join(map(str, (ROOT, FOLDER, OF_ZOO)))
-        given = {"PYTHONPATH": folders, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-        return subprocess.Popen(
-            [interpreter(package), OF_ZOO / "serve.py", *MODULES[package]],
-            env={**os.environ, **given}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            "folder": str(folder), "environment": environment, "timeout_sec": 200,
+            "log": str(log), "processes": processes if processes > 1 else 0,
+        })  # fmt: skip
+        if code is None:  # The next script gets a new server.
+            self.servers.pop(package).end()
+        return code, log.read_text("utf-8")
 
 
 def run_cases(package, folder, *kinds):

@@ -31,27 +31,31 @@ IN_ONE_PROCESS = {
     if name.startswith("case_")
 }
 CASES = {
+    "average": [ranks.case_average_of_one_rank],
+    "rates": [torch_optimizers.case_two_rates],
     "two": [
         *(ranks.case_ddp, ranks.case_bypass, ranks.case_no_sync),
         ranks.case_random_numbers_that_are_sent,
     ],
     "sharded": [
-        *(ranks.case_fsdp, ranks.case_owned_state, ranks.case_average_of_one_rank),
+        *(ranks.case_fsdp, ranks.case_owned_state),
         *(ranks.case_passes_of_fsdp, ranks.case_flat_parameters, ranks.case_mesh),
         ranks.case_flat_copies,
         changes.case_later_changes,
     ],
-    "one": [case for name, case in IN_ONE_PROCESS.items() if name not in MORE],
+    "one": [case for name, case in IN_ONE_PROCESS.items() if name not in (*MORE, "two_rates")],
     "more": [IN_ONE_PROCESS[name] for name in MORE],
 }
 
 
-PROCESSES = {"two": 2, "sharded": 2, "four": 4}
+PROCESSES = {"average": 2, "two": 2, "sharded": 2, "four": 4}
 
 
 def record_one_process(kind):
     """Records what the cases of a kind compare with, before its processes find each other."""
-    if kind == "sharded":
+    if kind == "average":
+        ranks.train_averaged("averaged_by_one.npz")
+    elif kind == "sharded":
         ranks.record_one_process()
         changes.record_one_process()
     elif kind == "four":

@@ -89,4 +89,4 @@ def case_later_changes():
             name, one = f"{kind}_{split}_{is_wrong}", f"one_{kind}.npz"
             train_changed(f"{name}.npz", kind, split, is_wrong, replay=one)
             verdict = of_all_ranks(name) and compare(one, f"{name}.npz")
-            assert verdict.ok != is_wrong and compare(one).ok, (name, str(verdict))
+            assert verdict.ok != is_wrong, (name, str(verdict))

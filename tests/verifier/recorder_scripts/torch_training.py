@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep import record_torch
-from recording import Trace
+from recording import Trace, node_of  # noqa: F401 (of the cases)
 
 torch.set_num_threads(1)
 
@@ -152,7 +152,3 @@ def norm_of(arrays):
 def mean_of_raw(trace, step):
     raw = [trace.kind("raw", step, replica) for replica in range(2)]
     return {name: (raw[0][name] + raw[1][name]) / 2 for name in raw[0]}
-
-
-def details(verdict):
-    return {fault.detail for fault in verdict.faults}

@@ -1,1 +1,0 @@
-"""Fits recorded arrays by sums of others, and says what their coefficients mean."""

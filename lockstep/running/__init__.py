@@ -1,0 +1,1 @@
+"""Runs trainings, and verifies their recordings."""

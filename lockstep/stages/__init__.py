@@ -1,1 +1,0 @@
-"""What a step computes, one node of it in each file."""
