@@ -8,11 +8,12 @@
 # make docs            writes docs/options.md from the table of options
 # make site            writes the documents as a site into site/, and checks its links
 # make campaign        disturbs small trainings at random; ARGS="kills --cycles=20 --seed=1"; others:
-#                      bits, network, fuzz, scripts, public, trainers, copies, layouts, sensitivity,
-#                      bounds
+#                      bits, network, fuzz, layouts, sensitivity, bounds; optimizers: right models
+#                      with every optimizer of Keras, of which a finding is a false alarm
+# make cases           verifies the programs of the data set of silent bugs, right and wrong ones, and
+#                      compares verdicts with those expected; ARGS="losses --tool=plain"; ARGS=--help
+# make recordings      records those programs of which `make test` judges the recordings
 # make mutations       inserts bugs one at a time and lists which test detects each
-# make zoo             runs bugs that others reported, and lists whether each is found and named
-# make zoo-optimizers  trains correct models with every optimizer of Keras; a finding is a false alarm
 # make frameworks      installs PyTorch and JAX into .venv-bench, for frameworks/ and the tests of the
 #                      recorders, which make test skips without it
 # make bench           compares speed with PyTorch, JAX and Keras, and writes docs/BENCHMARKS.md
@@ -28,8 +29,15 @@ DEV := $(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.tom
 WORDS := whoever|nobody|somebody|in silence|witness(es)?|spoil(s|ed|ing)?|onlooker|mend(s|ed|ing)?
 WORDS := $(WORDS)|the same bits|go(es)? on|went on|(is|are|was|were) cut off|told of|the book
 
-.PHONY: help setup train test test-all coverage package lint mutations zoo zoo-optimizers campaign bench
-.PHONY: accuracy docs site frameworks recording lock clean
+# One or two small programs of each kind.
+RECORDED := adapters/drawn_projections averages/keras_ema averages/local_updates data/uneven_join
+RECORDED += experts/summed_tokens gathered/label_offset jax/key_of_each_step jax/sampled_waves
+RECORDED += keras/scalar_loss losses/masked_pmean losses/quantiles parallel/transposed_spectrum
+RECORDED += precision/loss_dtype_jax random/jax_keys random/one_coin resume/jax_restored_tree
+RECORDED += sharded/flat_buffer_padding sharded/master_weights
+
+.PHONY: help setup train test test-all coverage package lint mutations campaign cases bench accuracy
+.PHONY: docs site frameworks recording recordings lock clean
 
 help:
 	@sed -n '/^# make /,/^# make clean/s/^# //p' Makefile
@@ -68,14 +76,17 @@ lint: $(BIN)/.installed-dev
 	! git grep -nE '^_?[a-z]\w*(: .+)? = (\[|\{|list\(|dict\(|set\(|None$$)' -- app
 	! git grep -nwiE '$(WORDS)' -- '*.md' '*.py' docs/tour.ipynb deploy
 
-zoo: $(BIN)/.installed-dev
-	$(BIN)/python -m tests.campaigns zoo $(ARGS)
-
-zoo-optimizers: $(BIN)/.installed-dev
-	$(BIN)/python -m tests.campaigns optimizers $(ARGS)
-
 campaign: $(BIN)/.installed-dev
 	$(BIN)/python -m tests.campaigns $(ARGS)
+
+cases: $(BIN)/.installed-dev .venv-bench/.installed
+	$(BIN)/python -m cases $(ARGS)
+
+recordings: $(BIN)/.installed-dev .venv-bench/.installed
+	rm -rf build/recorded
+	$(BIN)/python -m cases $(RECORDED) --keep=build/recorded
+	find build/recorded ! -type d ! -name 'out*.npz' ! -name end.json -delete
+	tar --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner -C build/recorded -cJf tests/recordings.tar.xz .
 
 bench: $(BIN)/.installed .venv-bench/.installed
 	$(BIN)/python benchmarks/run.py --output=docs/BENCHMARKS.md $(ARGS)
@@ -112,7 +123,7 @@ recording: $(BIN)/.installed
 	$(BIN)/python docs/recording.py
 
 docs: $(BIN)/.installed
-	$(BIN)/python -m app.options.help_text
+	$(BIN)/python -m app.options.help
 
 site: $(BIN)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet

@@ -24,8 +24,8 @@ _TYPING_SEC, _SEC_BETWEEN_LINES, _PAUSE_SEC = 1.2, 0.18, 4.5
 _PROGRAM = ".venv/bin/python main.py"
 _SCENES = (
     "--recipe=fast --epochs=1",
-    "verify --strategies=manual,mirrored --steps=5 --num_devices=2",
-    "verify --strategies=manual --steps=5 --num_devices=2 --inject=drop_gradient:replica=1",
+    "verify --strategies=manual,mirrored --steps=5",
+    "verify --strategies=manual --steps=5 --inject=drop_gradient:replica=1",
 )
 _STYLE = """
   svg {

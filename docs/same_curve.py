@@ -17,26 +17,27 @@ from collections.abc import Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from app.report.plot_style import STYLE, save_figure
-from lockstep.answer.verdict import STAGES
-
-# Two devices of unequal speed: of each batch, one trains on 192 examples and the other on 64.
-_COMMON = ("--num_devices=2", "--shard_weights=3,1", "--recipe=fast")
-_TRAIN = (*_COMMON, "--epochs=8", "--num_train_examples=20000", "--verify_every=0")
+_COMMON = ("--device=cpu", "--num_gpus=2", "--recipe=fast")
+_TRAIN = (*_COMMON, "--epochs=8", "--num_train_examples=20000")
 _VERIFY = ("verify", *_COMMON, "--strategies=manual", "--steps=5")
-_FAULT = "--inject=mean_of_means"
+_FAULT = "--inject=scale_gradient:factor=1.5"
 _OTHER_SEEDS = (1, 2)
 _RIGHT, _WRONG, _QUIET = "#009E73", "#D55E00", "0.6"
 _RIGHT_TEXT, _WRONG_TEXT = "#00664B", "#A84800"  # Darker: text is thin.
 _ROOM = 62  # Points above the panels, for texts.
-_TEXT = 11  # Points: about 12 pixels where the figure is 800 pixels wide.
-_EQUAL, _LOWEST, _HIGHEST = 1e-4, 1e-5, 1e8  # Of the axis; equal arrays are drawn at the first.
+_STYLE: Any = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "0.9",
+    "font.size": 11,  # Points: about 12 pixels where the figure is 800 pixels wide.
+    "svg.hashsalt": "lockstep",  # The same figure, the same file.
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Curve:
 
 
 def train(out: pathlib.Path, *more: str) -> Curve:
-    """Trains, without verification; returns the curve.
+    """Trains; returns the curve.
 
     Args:
         out: the run directory.
@@ -82,7 +83,7 @@ def _run(words: Sequence[str], out: pathlib.Path, expected: int) -> None:
         raise subprocess.CalledProcessError(result.returncode, command, result.stdout)
 
 
-@matplotlib.rc_context({**STYLE, "font.size": _TEXT})
+@matplotlib.rc_context(_STYLE)
 def draw(
     right: Curve,
     wrong: Curve,
@@ -97,23 +98,13 @@ def draw(
         others: the right training with other seeds.
         right_verdict, wrong_verdict: what `verify.json` has about the two.
     """
-    figure = Figure(figsize=(10, 5.2), layout="constrained")
-    curves, distances = figure.subplots(1, 2, width_ratios=[0.8, 1])
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    curves, nodes = figure.subplots(1, 2, width_ratios=[0.9, 1])
     _draw_curves(curves, right, wrong, others)
-    _draw_distances(distances, right_verdict, _RIGHT, {"marker": "o", "markersize": 13})
-    worst = _draw_distances(distances, wrong_verdict, _WRONG, {"marker": "s", "markersize": 6})
-    stage = wrong_verdict["findings"][0]["stage"]
-    times = f"{float(f'{worst[stage]:.2g}'):,.0f} times"
-    distances.annotate(
-        f"{times}\nwhat rounding allows", (stage, worst[stage]), (-12, 0),
-        textcoords="offset points", ha="right", va="center", color=_WRONG_TEXT,
-    )  # fmt: skip
-    _scale(distances)
-    _write_verdicts(distances, right_verdict, wrong_verdict)
+    _draw_nodes(nodes, right_verdict, wrong_verdict)
     figure.supxlabel(
-        "LeNet on Fashion-MNIST, two devices with 192 and 64 examples of each batch of 256."
-        f"\nThe wrong {stage}: {wrong_verdict['findings'][0]['text']}."
-        f"\nLater stages are compared given what they got: they are right for the wrong {stage}.",
+        "LeNet on Fashion-MNIST, two devices."
+        f"\nThe wrong training: {wrong_verdict['formula'][0]}.",
         fontsize=10, color="0.25", ha="left", x=0.01, linespacing=1.3,
     )  # fmt: skip
     return figure
@@ -139,60 +130,35 @@ def _draw_curves(axes: Axes, right: Curve, wrong: Curve, others: Sequence[Curve]
     axes.set_title("The loss curves look alike", loc="left", weight="bold", pad=_ROOM)
 
 
-def _draw_distances(
-    axes: Axes, verdict: dict[str, Any], colour: str, look: dict[str, Any]
-) -> dict[str, float]:
-    """Draws the largest difference of each stage over all steps; returns stage → difference."""
-    measured, shares = verdict["measurements"], dict[str, list[float]]()
-    columns = (measured[name] for name in ("stage", "distance", "allowed", "same_bits"))
-    for stage, distance, allowed, same in zip(*columns, strict=True):
-        shares.setdefault(stage, []).append(_EQUAL if same else distance / allowed)
-    stages = [stage for stage in STAGES if stage in shares]
-    worst = [max(shares[stage]) for stage in stages]
-    axes.plot(stages, worst, "-", color=colour, linewidth=2)
-    for stage, share in zip(stages, worst, strict=True):
-        fill = "white" if share == _EQUAL else colour
-        axes.plot(stage, share, color=colour, markerfacecolor=fill, markeredgewidth=1.8, **look)
-    axes.set_xlim(-0.35, len(stages) - 0.6)
-    return dict(zip(stages, worst, strict=True))
-
-
-def _scale(axes: Axes) -> None:
-    axes.set_yscale("log")
-    axes.set_ylim(_LOWEST, _HIGHEST)
-    axes.axhspan(_LOWEST, 1, color="0.93", linewidth=0, zorder=0)
-    axes.minorticks_off()
-    axes.set_yticks(
-        [_EQUAL, 1e-2, 1, 1e2, 1e4, 1e6],
-        ["bitwise\nequal", "0.01", "1", "100", "10,000", "1,000,000"],
-    )
-    axes.text(
-        0.01, 0.8, "what rounding allows", transform=axes.get_yaxis_transform(), va="top",
-        color="0.35",
-    )  # fmt: skip
-    axes.set_xlabel("stage of a training step")
-    axes.set_ylabel("difference from one device / allowed")
-    axes.grid(axis="y")
-
-
-def _write_verdicts(
-    axes: Axes, right_verdict: dict[str, Any], wrong_verdict: dict[str, Any]
-) -> None:
-    """Writes the verdicts above the panel, and what is wrong where it is drawn."""
-    wrong = wrong_verdict["findings"][0]
-    bits = ", bit for bit" if right_verdict["sentence"].endswith("bit for bit") else ""
-    where = ", ".join((wrong["steps"][0], wrong["stage"], wrong["tensors"][0], wrong["items"][0]))
+def _draw_nodes(axes: Axes, right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """Draws each compared node of a step, right or wrong, and writes the verdicts above."""
+    first = wrong["place"]
+    order = [*right["nodes"]]
+    nodes = [node for node in order if right["nodes"][node] != "not compared"]
+    nodes = sorted({*nodes, first["node"]}, key=order.index)
+    is_right = ("\N{CHECK MARK}", _RIGHT)
+    for row, node in enumerate(nodes):
+        marks = [is_right, is_right if row < nodes.index(first["node"]) else ("–", _QUIET)]
+        if node == first["node"]:
+            marks[1] = ("\N{BALLOT X}", _WRONG)  # What is behind it, is not compared.
+        for column, (mark, colour) in enumerate(marks):
+            axes.text(column, row, mark, color=colour, ha="center", va="center", fontsize=15)
+    axes.set_xlim(-0.5, 1.5)
+    axes.set_ylim(len(nodes) - 0.5, -0.5)
+    axes.set_xticks([0, 1], ["right", "wrong"])
+    axes.set_yticks(range(len(nodes)), nodes)
+    axes.tick_params(length=0)
     lines = {
-        f"\N{CHECK MARK} right is the {right_verdict['reference']}{bits}": _RIGHT_TEXT,
-        f"\N{BALLOT X} wrong is not: {wrong['title']}": _WRONG_TEXT,
-        f"    first in {where}": _WRONG_TEXT,
+        f"\N{CHECK MARK} {right['sentence'].partition(':')[0]}": _RIGHT_TEXT,
+        f"\N{BALLOT X} {wrong['sentence']}": _WRONG_TEXT,
+        f"    first in {first['step']}, {first['node']}, {first['tensors'][0]}": _WRONG_TEXT,
     }
     for number, (text, colour) in enumerate(lines.items()):
         axes.annotate(
-            text, (0, 1), (0, _ROOM - 14 - 17 * number), xycoords="axes fraction",
+            text, (0, 1), (-60, _ROOM - 14 - 17 * number), xycoords="axes fraction", fontsize=10,
             textcoords="offset points", color=colour, va="center",
         )  # fmt: skip
-    axes.set_title("The verdict tells them apart", loc="left", weight="bold", pad=_ROOM)
+    axes.set_title("The verdict tells them apart", loc="left", x=-0.15, weight="bold", pad=_ROOM)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -209,7 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             verify(path / "right-verified"),
             verify(path / "wrong-verified", _FAULT),
         )
-    save_figure(figure, out, "same_curve")
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(out / "same_curve.svg", metadata={"Date": None})
+        figure.savefig(out / "same_curve.png", dpi=150)
 
 
 if __name__ == "__main__":

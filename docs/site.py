@@ -1,4 +1,4 @@
-"""What mkdocs adds to the pages of `docs/`: pages of the root, causes, and files that pages name.
+"""What mkdocs adds to the pages of `docs/`: pages of the root, names, and files that pages name.
 
 Pages link to files of the repository, as in `../strategies/manual.py`. In the site, such a link
 leads to a page that shows the file, so that no link leaves the site unless it is a web address.
@@ -13,7 +13,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from lockstep.answer import causes
+from lockstep.answer.names import CODE, FROM, NAMES, WAS
+from lockstep.engine.verdict import NODES
 
 ROOT = pathlib.Path(__file__).parents[1]
 OF_ROOT = ("BUILD.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -30,20 +31,20 @@ API = {
         "note",
     ],
     "Verify": ["compare", "assert_same_training"],
-    "Verdict": ["Verdict", "Finding", "Measurement"],
+    "Verdict": ["Verdict", "Place", "Measured"],
 }
-ABOUT_CAUSES = """
-# Causes
+ABOUT_NAMES = """
+# Names
 
-Each finding has a *cause*, the kind of mistake, and a *detail*, which names it exactly. A cause is
-named only where the step, computed again with that mistake, gives what was recorded; anything else
-is *unexplained*.
+A verdict says where two trainings first part, and with which formula. A *name* is a comment on
+that: it is given where a mistake fits, and changes neither the status nor the place. Without one,
+the difference is *unexplained*. The JSON has a finer name in `was`.
 """
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are made here."""
-    texts = {"index.md": (ROOT / "README.md").read_text("utf-8"), "causes.md": page_of_causes()}
+    texts = {"index.md": (ROOT / "README.md").read_text("utf-8"), "names.md": page_of_names()}
     texts |= {name: (ROOT / name).read_text("utf-8") for name in OF_ROOT}
     texts["api.md"] = "# API reference\n\n" + "\n\n".join(
         f"## {title}\n\n" + "\n\n".join(f"::: lockstep.{name}" for name in names)
@@ -107,24 +108,24 @@ def _shown(path: str) -> str:
     return f"# {path}\n\n~~~~~~~~ {language}\n{text}\n~~~~~~~~\n"
 
 
-def page_of_causes() -> str:
-    """Returns the page of all causes: details, remedies, and examples in each framework."""
-    lines = [ABOUT_CAUSES]
-    for cause in causes.CAUSES:
-        lines.append(f"\n## {causes.title_of(cause)} {{ #{cause} }}\n\n{causes.MEANINGS[cause]}\n")
-        details = [detail for detail in causes.DETAILS if causes.cause_of(detail) == cause]
-        for detail in details:
-            lines += _lines_of(detail)
+def page_of_names() -> str:
+    """Returns the page of all names, with remedies and examples; and where to look without one."""
+    lines = [ABOUT_NAMES]
+    for name, row in NAMES.items():
+        finer = [each for each, into in WAS.items() if into == name]
+        lines.append(f"\n## {row.title[0].upper()}{row.title[1:]} {{ #{name} }}\n")
+        lines.append(row.sentence + (f" It may also come from {row.also}." if row.also else ""))
+        lines.append(f"To do: {row.remedy}.\n")
+        more = f"; finer: {', '.join(finer)}" if finer != [name] else ""
+        lines.append(f"`{name}`{more}\n")
+        lines += [example for each in finer for example in _examples_of(each)]
+    lines.append("\n## Unexplained { #unexplained }\n")
+    lines += [f"- `{node}`, {NODES[node]}: {advice}." for node, advice in FROM.items()]
     return "\n".join(lines)
 
 
-def _lines_of(detail: str) -> Iterator[str]:
-    yield f"- `{detail}`, told as *{causes.words_of(detail)}*: {causes.DETAILS[detail]}.\n"
-    for framework, name in FRAMEWORKS.items():
-        remedy = causes.IN_FRAMEWORK.get(framework, {}).get(detail)
-        code = causes.code_of(detail, framework)
-        if remedy or code:
-            yield f"    In {name}{f': {remedy}.' if remedy else ':'}\n"
-        if code:
-            shown = "\n".join(f"    {sign} {line}" for sign, line in code.items())
-            yield f"    ```diff\n{shown}\n    ```\n"
+def _examples_of(finer: str) -> Iterator[str]:
+    for framework, title in FRAMEWORKS.items():
+        both = zip("-+", CODE[framework].get(finer, ("", "")), strict=True)
+        if shown := "\n".join(f"{sign} {line}" for sign, line in both if line):
+            yield f"{title}, `{finer}`:\n\n```diff\n{shown}\n```\n"
