@@ -49,6 +49,7 @@ from lockstep.numeric.tolerance import Tolerance
 Names = Mapping[str, str]
 # Nodes that layers which mix or draw for each rank do not touch.
 UNMIXED = START, EXAMPLES, CLIPPING, UPDATE, BETWEEN
+HIDDEN = "the reference clips this gradient to a norm, which hides its factor: the state is right"
 
 
 @RECENT.kept(256 << 20)
@@ -358,6 +359,8 @@ class _Training:
             name, reason = named(finding, look)
         except Exception as raised:  # A name is a comment; nothing that it reads may lose a place.
             error = f"{type(raised).__name__}: {raised}"
+        if finding.seen.get("is_hidden"):
+            reason = f"{reason}; {HIDDEN}" if reason else HIDDEN
         place, module = _place_of(finding, look), ""
         with contextlib.suppress(Exception):  # It is no part of the verdict, either.
             module = modules.first_wrong(look, finding.node)
