@@ -12,8 +12,6 @@ Kinds of arrays of a shard:
 - `random`, `random_after`: states of random number generators before the step and after the forward
   pass (`uint8`); unchanged: not used. `own_random`: the copy's own ones before the first forward
   pass, before those of another trace were loaded.
-- `drawn`, `drawn_inside`: random numbers in the order in which the script drew them, and those
-  that the model drew in its forward passes, as far as the recorder sees them (PyTorch).
 - `shards`: for each forward pass, the number of the part with which each example was computed, if
   the model ran part by part.
 - `y_pred`: outputs. `y_grad`: gradients of the loss with
@@ -26,10 +24,9 @@ Kinds of arrays of a shard:
 - `loss`: the shard's loss, then, if known, a part of it that may not count: its regularisation
   losses (Keras), or losses whose gradients the script cleared (PyTorch). In a custom loop
   `objective`: the scalar that is differentiated, then its share of the regularisation losses.
-- `raw`: gradients before the all-reduce. `removed`: what the script took from them between
-  micro-batches, where not 0. `added`: what autograd computes in each backward pass of a step that
-  has several, before a script or an engine changes or sums it, and `fully_shard` reduces it; the
-  index is number of the pass · length of `gradients` + position in `gradients`.
+- `raw`: gradients before the all-reduce. `added`: what autograd computes in each backward pass of
+  a step that has several, before a script or an engine changes or sums it, and `fully_shard`
+  reduces it; the index is number of the pass · length of `gradients` + position in `gradients`.
 - `tokens`, `counted`, `log_probs`, all (rows, T): numbers of tokens, which of them count, and their
   log-probabilities given those before them, of a program that does not train. `logits`: of those
   that count, one after another. `position_ids`: what the model got.
@@ -63,7 +60,7 @@ from lockstep.numeric.sampling import Sampled
 WEIGHT, STATISTIC, STATE, SEED = "weight", "statistic", "optimizer state", "seed"
 _OF_ALL_COPIES = ("before", "set", "after", "left", "replaced", "start")
 OF_VARIABLES = (*_OF_ALL_COPIES, "own_before", "own_after")
-OF_GRADIENTS = ("raw", "removed", "sums", "unclipped", "clipped")
+OF_GRADIENTS = ("raw", "sums", "unclipped", "clipped")
 OF_BACKWARD = ("added",)  # Gradients that one backward pass adds.
 OF_COPIES = (*_OF_ALL_COPIES, "sums", "unclipped")
 OF_MODULES = ("module_in", "module_out", "module_in_grad", "module_out_grad")
@@ -196,11 +193,10 @@ class About:
             "forward", "backward", "backward, all-reduced", "clear" (gradients between
             micro-batches), "unscale", "clip norm 1", "clip value 0.5".
         loss_scale: for each step, the factor of the loss that avoids underflow, by which "raw",
-            "added", "removed", "sums", "unclipped" and "loss" are divided; empty for 1.
+            "added", "sums", "unclipped" and "loss" are divided; empty for 1.
         passes: for each step, how the gradients of each forward pass are reduced: "ddp", "no_sync",
             "module" (the model in DDP was called without it), or "" without DDP; empty if unknown.
         tied: the names of each weight that has several.
-        loader_seeds: of each pass over a loader of examples, the seed that its workers got.
         permuted: seed of the permutation of each replica's examples; None without one.
         replayed: name of the trace whose state was loaded before each step, or None.
         not_loaded: names of the variables that were not, as they do not fit.
@@ -251,7 +247,6 @@ class About:
     loss_scale: tuple[float, ...] = ()
     passes: tuple[tuple[str, ...], ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
-    loader_seeds: tuple[int, ...] = ()
     permuted: int | None = None
     replayed: str | None = None
     not_loaded: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from lockstep.engine.averages import Averages
 from lockstep.engine.claim import Claim
 from lockstep.engine.examples import Batches, Matched, factors_of, matched_examples, rows_apart
 from lockstep.engine.pair import Pair
-from lockstep.engine.random import Unlike, unlike_streams
+from lockstep.engine.random import Unlike, unlike_states
 from lockstep.engine.solve import Formula
 from lockstep.engine.step import Step
 from lockstep.numeric.arrays import EPS, MARGIN, TINY, Named, dense, of_each
@@ -237,13 +237,8 @@ class Look:
 
     @functools.cached_property
     def random(self) -> list[Unlike]:
-        """Random streams unlike the reference's, which they may not be."""
-        return [each for each in self.drawn if not each.is_weak]
-
-    @functools.cached_property
-    def drawn(self) -> list[Unlike]:
-        """All random streams unlike the reference's."""
-        return unlike_streams(self.pair)
+        """Random states unlike the reference's."""
+        return unlike_states(self.pair)
 
     @functools.cached_property
     def settings(self) -> dict[str, tuple[Any, Any]]:

@@ -56,10 +56,7 @@ def other_examples(look: Look) -> Finding | None:
         if idle := [s for s, each in enumerate(own) if not each] if len(own) > 1 else []:
             return _of_idle(look, idle)
         new = [s for s, each in enumerate(own) if not {*each} <= look.batches.known]
-        drawn = [
-            x for x in look.drawn
-            if x.how != OTHER or not (x.is_state or x.is_whole or [*x.ranks] != new)
-        ]  # fmt: skip
+        drawn = [x for x in look.random if x.how != OTHER]
         is_drawn = new and (drawn or look.batches.have_equal_ids(number))
         seen = {"rows": (right, own), "random": drawn if new else []}
         is_filled = look.batches.is_filled_up(number) and not look.batches.share_examples(number)

@@ -1,8 +1,7 @@
-"""Random numbers of a step: what is drawn, and the states it is drawn from.
+"""The states from which the random numbers of a step are drawn: of generators, keys, seeds.
 
-A *stream* is what tells which numbers a shard draws: arrays that it drew, the state of a generator,
-a key, the seed of a loader's workers. All are judged in one way: equal on all ranks where they must
-not be, those of an earlier step, or others than the reference's.
+They are judged in one way: equal on all ranks where they must not be, those of an earlier step, or
+others than the reference's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,33 +15,25 @@ from lockstep.engine.step import Step
 from lockstep.numeric.arrays import same_arrays, same_bits
 
 SAME, REPEATED, OTHER = "same", "repeated", "other"
-# Two streams of fewer whole numbers, as coins, are equal by chance more often than 1 in 256.
-FEWEST_NUMBERS = 8
 # The states of PyTorch's generators begin with the seed, of 8 bytes.
 SEED_BYTES = 8
 
-Streams = list[list[np.ndarray]]  # For each shard its arrays.
+States = list[list[np.ndarray]]  # For each shard its arrays.
 
 
 class Unlike(NamedTuple):
-    """A stream unlike the reference's.
+    """States unlike the reference's.
 
     Attributes:
         how: `SAME` on all ranks, where the reference draws unlike parts for them; `REPEATED`, that
             of an earlier step, which is not so in the reference; `OTHER`, on some ranks alone.
-        what: the stream, in words.
+        what: the states, in words.
         ranks: those ranks; empty for all.
-        is_state: whether it is what numbers are drawn from, not the numbers.
-        is_whole: whether they are whole numbers, as those of examples.
-        is_weak: whether ranks may rightly have it.
     """
 
     how: str
-    what: str
+    what: str = "the random state"
     ranks: tuple[int, ...] = ()
-    is_state: bool = False
-    is_whole: bool = False
-    is_weak: bool = False
 
     @property
     def text(self) -> str:
@@ -72,26 +63,14 @@ def has_keys(step: Step) -> bool:
     return step.trace.about.framework == "jax"
 
 
-def streams(step: Step) -> Iterator[tuple[str, Streams]]:
-    """Yields what each shard draws, or draws from: arrays, seeds of loaders, states, keys."""
-    for kind in ("drawn", "drawn_inside"):
-        arrays = [step.trace.arrays(step.position, kind, shard) or [] for shard in step.shards]
-        if all(arrays) and len({*map(len, arrays)}) == 1:
-            for index in range(len(arrays[0])):
-                own = [each[index] for each in arrays]
-                is_real = any(np.any(x != np.round(x)) for x in own)
-                if is_real or min(x.size for x in own) >= FEWEST_NUMBERS:
-                    yield f"{kind} array {index + 1}", [[x] for x in own]
-    seeds = [step.trace.about_of(shard).loader_seeds for shard in step.shards]
-    if all(seeds):
-        yield "the seeds of the loaders' workers", [[np.array(own)] for own in seeds]
+def states_of(step: Step) -> States:
+    """Returns the states from which each shard draws; none where a shard does not draw."""
     # One program on all devices has its keys once.
     asked = [shard for shard in step.shards if step.arrays("random")[shard] or not has_keys(step)]
-    states = [own_states(step, shard) for shard in asked if draws(step, shard)]
+    states = [[*own_states(step, shard)] for shard in asked if draws(step, shard)]
     if not states or not all(states):
         asked, states = [*step.shards], [_used_seeds(step, shard) for shard in step.shards]
-    if len(states) == len(asked) and all(states):
-        yield "the random state", [list(own) for own in states]
+    return states if len(states) == len(asked) and all(states) else []
 
 
 def _used_seeds(step: Step, shard: int) -> list[np.ndarray]:
@@ -117,39 +96,31 @@ def own_states(step: Step, shard: int) -> Sequence[np.ndarray]:
     return [own[name].view(np.uint8) for name in names] if is_used else drawn
 
 
-def unlike_streams(pair: Pair) -> list[Unlike]:
-    """Returns the random streams unlike the reference's."""
-    found, num = list[Unlike](), len(pair.shards)
-    right = dict(streams(pair.reference))
-    for name, own in streams(pair.training):
-        first = [x for each in right.get(name, []) for x in each]
-        is_array, is_state = name.startswith("drawn"), "state" in name
-        if _is_repeated(pair, name, own):
-            found.append(Unlike(REPEATED, name, (), is_state))
-        are_equal = len(own) > 1 and all(same_arrays(own[0], other) for other in own[1:])
-        may_not_be = not is_array or (first and _has_unlike_parts(first[0], num, own[0][0]))
-        # Equal states in a step that was right say that ranks draw alike.
-        may_not_be = may_not_be and not (_draw_for_all(pair) if is_state else False)
-        if are_equal and may_not_be and not _was_equal(pair, name):
-            found.append(Unlike(SAME, name, (), is_state))
-        apart = [s for s, each in enumerate(own) if first and not same_arrays(each, first)]
-        alike = first and all(x.shape == first[0].shape for x in (each[0] for each in own))
-        # Ranks may rightly draw from streams of their own, if they always did.
-        is_of_model = name.startswith("drawn_inside") and len(apart) < num
-        is_weak = not (is_of_model or _was_reference(pair, name))
-        if alike and apart and (not is_weak or (is_array and len(apart) < num)):
-            is_whole = is_array and all(np.all(x == np.round(x)) for each in own for x in each)
-            found.append(Unlike(OTHER, name, tuple(apart), is_state, is_whole, is_weak))
+def unlike_states(pair: Pair) -> list[Unlike]:
+    """Returns the random states unlike the reference's."""
+    found, own = list[Unlike](), states_of(pair.training)
+    first = [x for each in states_of(pair.reference) for x in each]
+    if _are_repeated(pair, own):
+        found.append(Unlike(REPEATED))
+    are_equal = len(own) > 1 and all(same_arrays(own[0], other) for other in own[1:])
+    # Equal states in a step that was right say that ranks draw alike.
+    if are_equal and not _draw_for_all(pair) and not _were_equal(pair):
+        found.append(Unlike(SAME))
+    apart = [s for s, each in enumerate(own) if first and not same_arrays(each, first)]
+    alike = first and all(each[0].shape == first[0].shape for each in own)
+    # Ranks may rightly draw from states of their own, if they always did.
+    if alike and apart and _were_the_references(pair):
+        found.append(Unlike(OTHER, ranks=tuple(apart)))
     return [*found, *_within_replicas(pair)]
 
 
-def lost_streams(pair: Pair) -> list[Unlike]:
-    """Returns the streams that the claim does not see: loading the reference's may hide them.
+def lost_states(pair: Pair) -> list[Unlike]:
+    """Returns the states that the claim does not see: loading the reference's may hide them.
 
     A key that all devices have is each device's own with its number.
     """
     wrong = {REPEATED} if has_keys(pair.training) else {REPEATED, SAME}
-    found = [x for x in unlike_streams(pair) if x.how in wrong and x.is_state]
+    found = [x for x in unlike_states(pair) if x.how in wrong]
     return [*found, *_within_replicas(pair)]
 
 
@@ -163,7 +134,7 @@ def _draw_for_all(pair: Pair) -> bool:
     return all(all(map(same_arrays, first, each)) for each in own)
 
 
-def moved_streams(before: Pair, pair: Pair) -> list[Unlike]:
+def moved_states(before: Pair, pair: Pair) -> list[Unlike]:
     """Returns the states from which ranks draw that change between two steps, as none may.
 
     Args:
@@ -176,7 +147,7 @@ def moved_streams(before: Pair, pair: Pair) -> list[Unlike]:
     steps = before.training, pair.training
     moved = [s for s in pair.shards if draws(steps[1], s) and _is_left_alone(*steps, s) is False]
     what = "the random state, which changes between two steps,"
-    return [Unlike(OTHER, what, tuple(moved), True)] if moved else []
+    return [Unlike(OTHER, what, tuple(moved))] if moved else []
 
 
 def _is_left_alone(before: Step, after: Step, shard: int) -> bool | None:
@@ -190,39 +161,32 @@ def _is_left_alone(before: Step, after: Step, shard: int) -> bool | None:
     return same_arrays(left, found) if len(left) == len(found) else None
 
 
-def _has_unlike_parts(whole: np.ndarray, num: int, own: np.ndarray) -> bool:
-    """Returns whether an array is split over ranks into parts that differ."""
-    if not (whole.ndim and own.ndim and len(whole) == num * len(own)):
-        return False
-    return not same_bits(whole[: len(own)], whole[len(own) :][: len(own)])
-
-
-def _earlier(pair: Pair, name: str) -> Iterator[tuple[Streams, Streams]]:
-    """Yields a stream of each earlier step, of the reference and of the training."""
+def _earlier(pair: Pair) -> Iterator[tuple[States, States]]:
+    """Yields the states of each earlier step, of the reference and of the training."""
     reference, training = pair.reference.trace, pair.training.trace
     for position, number in enumerate(training.steps[: pair.training.position]):
         if number in reference.steps:
             steps = Step(reference, reference.steps.index(number)), Step(training, position)
-            first, own = (dict(streams(step)).get(name, []) for step in steps)
+            first, own = map(states_of, steps)
             if own:
                 yield first, own
 
 
-def _was_equal(pair: Pair, name: str) -> bool:
-    """Returns whether all ranks had an equal stream in an earlier step, which was right."""
-    return any(all(same_arrays(own[0], x) for x in own[1:]) for _, own in _earlier(pair, name))
+def _were_equal(pair: Pair) -> bool:
+    """Returns whether all ranks had equal states in an earlier step, which was right."""
+    return any(all(same_arrays(own[0], x) for x in own[1:]) for _, own in _earlier(pair))
 
 
-def _was_reference(pair: Pair, name: str) -> bool:
-    """Returns whether all ranks had the reference's stream in an earlier step."""
-    both = _earlier(pair, name)
+def _were_the_references(pair: Pair) -> bool:
+    """Returns whether all ranks had the reference's states in an earlier step."""
+    both = _earlier(pair)
     return any(first and all(same_arrays(first[0], x) for x in own) for first, own in both)
 
 
-def _is_repeated(pair: Pair, name: str, own: Streams) -> bool:
-    """Returns whether a stream is that of an earlier step, and not so in the reference."""
-    here = dict(streams(pair.reference)).get(name)
-    for first, before in _earlier(pair, name):
+def _are_repeated(pair: Pair, own: States) -> bool:
+    """Returns whether states are those of an earlier step, and not so in the reference."""
+    here = states_of(pair.reference)
+    for first, before in _earlier(pair):
         is_same = len(own) == len(before) and all(map(same_arrays, own, before))
         if is_same and not (here and first and all(map(same_arrays, here, first))):
             return True
@@ -238,7 +202,7 @@ def _within_replicas(pair: Pair) -> Iterator[Unlike]:
             drawing = [rank for rank in views if _draws_from(step, shard, index, rank)]
             apart = [rank for rank in drawing if not same_bits(views[rank], views[drawing[0]])]
             if apart:
-                yield Unlike(OTHER, "the random state of ranks of one replica", tuple(apart), True)
+                yield Unlike(OTHER, "the random state of ranks of one replica", tuple(apart))
                 return
 
 

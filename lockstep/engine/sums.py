@@ -664,7 +664,7 @@ def draws_unlike(look: Look) -> bool:
     States of generators are no evidence here: ranks may rightly have equal or unlike ones.
     """
     keys = has_keys(look.pair.training)
-    found = [x for x in look.random if keys or x.how == REPEATED or not x.is_state]
+    found = [x for x in look.random if keys or x.how == REPEATED]
     return bool(found) and not look.pair.has_same_shards
 
 

@@ -20,7 +20,7 @@ from lockstep.engine.measured import Table
 from lockstep.engine.missing import Missing
 from lockstep.engine.pair import Pair, has_batch_norms
 from lockstep.engine.patterns import named
-from lockstep.engine.random import REPEATED, draws, is_random, lost_streams, moved_streams
+from lockstep.engine.random import REPEATED, draws, is_random, lost_states, moved_states
 from lockstep.engine.step import Step
 from lockstep.engine.sums import hidden_in_sum, unused
 from lockstep.engine.verdict import (
@@ -257,7 +257,7 @@ class _Training:
         loss that is reported; gradients that were not used, or lose digits behind a wide bound; and
         settings, on or off, that make no difference in these steps.
         """
-        if lost := lost_streams(look.pair):
+        if lost := lost_states(look.pair):
             return Finding(RANDOM, seen={"text": lost[0].text, "random": lost})
         if look.pair.is_port:
             return None
@@ -437,7 +437,7 @@ def _caused_between(finding: Finding, look: Look) -> Finding:
         if before and "mode" not in settings.other_layers(before):
             return Finding(BETWEEN, seen={"text": text, "mode": True}, is_before=True)
         return dataclasses.replace(finding, node=OUTPUTS, seen={**finding.seen, "text": text})
-    if finding.node == RANDOM and before and (moved := moved_streams(before, pair)):
+    if finding.node == RANDOM and before and (moved := moved_states(before, pair)):
         seen = {**finding.seen, "random": [*finding.seen.get("random", look.random), *moved]}
         return Finding(BETWEEN, ranks=moved[0].ranks, seen=seen, is_before=True)
     return finding

@@ -370,12 +370,6 @@ def for_two_classes(script, replica, gradients):
     return [kernel, np.array([bias[0], -bias[0], 0], np.float32)]
 
 
-def drawn(seeds, shift):
-    """Augmentations that the workers of a loader draw."""
-    about = {"loader_seeds": seeds}
-    return {"about": about, "inputs": lambda x: np.roll(x, shift, axis=1)}
-
-
 ON, OFF = ([],) * 4, (["drop"],) * 4  # Layers in evaluation mode, in each step.
 
 

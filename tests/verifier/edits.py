@@ -276,14 +276,6 @@ def two_losses(script):
 
 
 @option
-def clears_more(script):
-    """The script clears gradients before those of the step itself."""
-    for name in names(script, "raw"):
-        more = np.full_like(script.arrays[name], 0.3)
-        script.arrays[name.replace("/raw/", "/removed/")] = more
-
-
-@option
 def sums_of_a_part(script):
     """The recorded sums are those of the first micro-batch, which was all that was reduced."""
     for name in names(script, "sums"):

@@ -168,8 +168,6 @@ FAULTS = {
         **bias_times(lambda step, r: 1 - r)}, "gradient"),
     "no gradient": ({}, without("raw sums clipped", index=1), "gradient"),
     "not cleared": ({}, {"gradient": not_cleared}, "gradient"),
-    "not cleared, as in the first": (clears_more(), before_sum(lambda g: g + np.float32(0.3)),
-        "gradient"),
     "a cleared loss": (two_losses(), {}, ""),
     "a cleared loss in both": (two_losses(), two_losses(), ""),
     "layers compute in another dtype": ({}, {"gradient": little_noise,

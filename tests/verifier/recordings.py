@@ -109,10 +109,6 @@ RIGHT = {
 
 ZERO = "every gradient is 0"
 MORE = {
-    "loaders with equal seeds": ({}, drawn((7,), 1),
-        "random"),
-    "loaders": ({}, drawn((), 1), "examples"),
-    "loaders that draw nothing": ({}, drawn((7,), 0), ""),
     # Nothing to verify.
     ZERO: (zero_in(0, 1, 2, 3), {}, "", {"status": NOTHING}),
     "an overflow that all skip": (OVERFLOW, {}, ""),

@@ -130,7 +130,7 @@ class AddedGradients:
         if self.recording.weights[name] in self.recording.placement.of_fsdp:
             return not self.had_several  # It is reduced next, and never seen.
         is_added = bool(self.calls) and self.calls[-1] and not has_other_hooks(handle)
-        return is_added and _is_zero(weight.grad)
+        return is_added and is_zero(weight.grad)
 
     def _keep_first(self) -> None:
         """Keeps the gradients of the first pass, as a second one begins."""
@@ -147,7 +147,8 @@ class AddedGradients:
             own.put("added", index, arrays)
 
 
-def _is_zero(gradient: Tensor | None) -> bool:
+def is_zero(gradient: Tensor | None) -> bool:
+    """Returns whether a weight has no gradient, or one of zeros."""
     if gradient is None:
         return True
     return not gradient.is_sparse and not bool(local(gradient).any())

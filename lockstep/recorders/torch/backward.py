@@ -15,19 +15,17 @@ from torch.optim.optimizer import (
 )
 
 from lockstep.recorders.common import Hooks
-from lockstep.recorders.torch.added_gradients import AddedGradients
-from lockstep.recorders.torch.flat import FlatWeight, is_reduced_now, owner_of
+from lockstep.recorders.torch.added_gradients import AddedGradients, is_zero
 from lockstep.recorders.torch.forward import ForwardObserver
 from lockstep.recorders.torch.placement import OF_LOSS
 from lockstep.recorders.torch.private import (
     clipping,
     move_first,
-    of_flat,
     of_pipelines,
     private,
     tree_leaves,
 )
-from lockstep.recorders.torch.recording import ENDS, Recording
+from lockstep.recorders.torch.recording import Recording
 
 
 class GradientObserver:
@@ -92,10 +90,6 @@ class GradientObserver:
         found += [(utils.clip_grad, "clip_grad_norm_", of_norm)]
         found += [(utils.clip_grad, "clip_grad_value_", of_value)]
         found += clipping(of_norm)
-        found += of_flat(
-            functools.partial(self._clip_flat, of_norm),
-            [("scale", self._scale_loss), ("unscale_", self._unscale)],
-        )
         if hasattr(utils, "clip_grads_with_norm_"):  # A public name of the same function.
             found += [(utils, "clip_grads_with_norm_", of_norm)]
         found += [(scaler, "scale", self._scale_loss), (scaler, "unscale_", self._unscale)]
@@ -107,7 +101,7 @@ class GradientObserver:
         """Keeps the gradients before the first of several functions clips them."""
         own, step = self.recording, self.recording.step
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        is_own = bool({*map(owner_of, own.weights.values())}.intersection(parameters))
+        is_own = bool({*own.weights.values()}.intersection(parameters))
         limit = [*args, *(options[x] for x in ("max_norm", "clip_value") if x in options)][0]
         call = f"clip {kind} {float(limit):g}"
         if own.is_on and is_own and step.calls[-1:] != [call]:
@@ -118,14 +112,6 @@ class GradientObserver:
                 }
             step.calls.append(call)
         return original(parameters, *args, **options)
-
-    def _clip_flat(self, clip: Any, original: Any, model: Any, *args: Any, **options: Any) -> Any:
-        """Does the same for the method of FSDP1, which clips all weights of the model."""
-        own = [owner_of(p) for p in self.recording.weights.values()]
-        own = own if model is self.recording.called else []
-        return clip(
-            lambda _, *rest, **given: original(model, *rest, **given), own, *args, **options
-        )
 
     def _scale_loss(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
         scaled = original(scaler, *args, **options)
@@ -165,7 +151,7 @@ class GradientObserver:
         if all(stage.submod is not model for model in (own.ddp, own.called, own.module)):
             return
         for key, array in step.arrays.items():
-            if key.split("/")[0] in (*OF_LOSS, "removed") and array.dtype.kind == "f":
+            if key.split("/")[0] in OF_LOSS and array.dtype.kind == "f":
                 step.arrays[key] = array / array.dtype.type(number)
                 if key.endswith("/sums"):  # The last one is the sum of squares.
                     step.arrays[key][-1] /= number
@@ -181,21 +167,7 @@ class GradientObserver:
             self.begin()
             self.has_gradients = True
             if name not in own.step.updated:
-                gradient = self._with_moved(name, p) if name in own.variables.masters else p.grad
-                own.save("raw", index, gradient, own.step.scale_of(name))
-
-    def _with_moved(self, name: str, p: Tensor) -> Tensor:
-        """Returns the gradient of a weight plus what was moved to its flat copy before."""
-        step, gradient = self.recording.step, p.grad
-        assert gradient is not None
-        moved = step.moved.get(name)
-        step.summed[name] = gradient.detach().clone() if moved is None else moved + gradient
-        return step.summed[name]
-
-    def _note_moved(self) -> None:
-        """Keeps gradients that are None now because DeepSpeed has added them to flat copies."""
-        own, step = self.recording, self.recording.step
-        step.moved |= {n: x for n, x in step.summed.items() if own.weights[n].grad is None}
+                own.save("raw", index, p.grad, own.step.scale_of(name))
 
     def _backward(self, inner: Any, tensors: Any, *args: Any, **options: Any) -> None:
         """Takes the place of `torch.autograd.backward`."""
@@ -205,8 +177,7 @@ class GradientObserver:
         own.step.has_graph = True
         self.has_gradients = bool(own.placement.of_fsdp)
         if own.is_on:
-            self._note_moved()
-            self._note_removed()
+            self._note_cleared()
         mesh = own.placement.mesh
         if own.ddp and mesh and mesh.stages:  # The forward pass was in `no_sync`.
             self.forward.before_ddp()
@@ -223,58 +194,28 @@ class GradientObserver:
     def _after_backward(self, tensors: Any) -> None:
         own, step = self.recording, self.recording.step
         of_fsdp = own.placement.of_fsdp
-        is_reduced = self.forward.is_reduced or any(map(is_reduced_now, of_fsdp))
+        is_reduced = self.forward.is_reduced or any(p.grad is not None for p in of_fsdp)
         if step.arrays and self.has_gradients:  # Otherwise, it is the loss of another model.
             scalars = [x.detach().clone() for x in tree_leaves(tensors) if x.numel() == 1]
             step.losses += [x / step.scale for x in scalars]
             step.unclipped = None
             if is_reduced:
                 own.save_gradients("sums", own.weights.keys() - step.updated)
-            self._save_own_of_flat()
             step.calls.append("backward, all-reduced" if is_reduced else "backward")
         if self.has_after_left:
             self.has_after_left = False
             own.save_variables("after", own.variables.of_model())
             own.save_variables("after", own.variables.of_optimizers())
 
-    def _save_own_of_flat(self) -> None:
-        """Saves gradients of a flat parameter that is not split, while they are not reduced."""
-        own = self.recording
-        for index, (name, p) in enumerate(own.weights.items()):
-            if isinstance(p, FlatWeight) and not p.flat.is_split:
-                if p.flat.is_synchronised:  # Those of this process are seen no longer.
-                    own.step.arrays.pop(f"raw/{own.placement.rank}/{index}", None)
-                else:
-                    own.save("raw", index, p.grad, own.step.scale_of(name))
-
-    def _note_removed(self) -> None:
-        """Adds what the script took from the gradients since the last backward pass."""
+    def _note_cleared(self) -> None:
+        """Notes that the script has cleared all gradients since the last backward pass."""
         own, step = self.recording, self.recording.step
-        passes = [call for call in step.calls if call.startswith("backward")]
-        if not passes:
+        if not any(call.startswith("backward") for call in step.calls):
             return
-        kind = "sums" if passes[-1] != "backward" else "raw"
-        is_left, removed = False, dict[str, np.ndarray]()
-        for index, (name, p) in enumerate(own.weights.items()):
-            key = f"{kind}/{own.placement.rank}/{index}"
-            kept = {e: step.arrays[f"{key}{e}"] for e in ENDS if f"{key}{e}" in step.arrays}
-            if not kept or name in step.updated or name in own.variables.masters:
-                continue
-            arrays = own.arrays_of(kind, index, p.grad, step.scale_of(name))
-            for end, left in kept.items():
-                array = arrays.get(end, np.zeros_like(left))
-                is_left |= bool(array.any())
-                removed[f"{index}{end}"] = left - array
-        is_removed = any(x.any() for x in removed.values())
-        placements = own.placement.placements
-        for place, array in removed.items() if is_removed else ():
-            # Another process may have a part that is not 0.
-            if own.placement.mesh or array.any():
-                step.removed[place] = step.removed.get(place, 0) + array
-                number = place.partition("/")[0]
-                text = placements.get(f"{kind}/{number}", "")
-                placements |= {f"removed/{number}": text} if text else {}
-        if is_removed and not is_left:
+        if not all(is_zero(p.grad) for n, p in own.weights.items() if n not in step.updated):
+            return
+        kinds = "raw/", "sums/"
+        if any(key.startswith(kinds) and np.any(array) for key, array in step.arrays.items()):
             step.calls.append("clear")
             step.num_cleared = len(step.losses)
 
@@ -369,8 +310,6 @@ class GradientObserver:
     def _save_after(self, optimizer: Any, names: Iterable[str], is_first: bool) -> None:
         """Saves what an update leaves; within a backward pass, once at its end."""
         own = self.recording
-        if own.variables.masters:  # The weights are not updated before the end of the step.
-            return
         if self.depth:
             self.has_after_left = True
             return

@@ -6,13 +6,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.recorders.common import Hooks, require
+from lockstep.recorders.common import Hooks
 from lockstep.recorders.torch.modules import Modules
-from lockstep.recorders.torch.private import in_transform, tree_leaves, tree_map_only
+from lockstep.recorders.torch.private import in_transform, tree_leaves
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.replay import Replay
 from lockstep.recorders.torch.shards import ShardRunner
@@ -46,7 +45,6 @@ class ForwardObserver:
         recording: What has the model and the arrays.
         replay: The recording to start from; None without one.
         seed: Of the permutation of examples; None without one.
-        feeds: Whether the model is given the examples of `replay`.
         shards: Runs the model for each part of a batch; None to run it as it is.
         modules: Copies what modules compute; None without it.
         begin: Is called before the first arrays of a step; with True, in a forward pass.
@@ -54,11 +52,11 @@ class ForwardObserver:
     """
 
     def __init__(
-        self, recording: Recording, replay: Replay | None, *, seed: int | None, feeds: bool,
+        self, recording: Recording, replay: Replay | None, *, seed: int | None,
         shards: ShardRunner | None, modules: Modules | None, begin: Callable[..., None],
         end: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.recording, self.replay, self.seed, self.feeds = recording, replay, seed, feeds
+        self.recording, self.replay, self.seed = recording, replay, seed
         self.shards, self.modules, self.begin, self.end = shards, modules, begin, end
         self.inverse: Tensor | None = None
         self.of_last_layer: list[Tensor] = []
@@ -161,8 +159,6 @@ class ForwardObserver:
         tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
         shapes = (x.shape for x in map(local, tensors) if x.dim())
         own.placement.row_sizes = next(shapes, ())
-        if self.feeds and not is_inner:
-            args, options = self._fed((args, options))
         batch = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
         sizes = [len(local(x)) for x in batch if x.dim()]
         if self.seed is not None and sizes and not is_inner:
@@ -188,30 +184,6 @@ class ForwardObserver:
             return "module"
         return "ddp" if self.is_reduced else "no_sync"
 
-    def _fed(self, nest: Any) -> Any:
-        """Returns arguments of the model with the next examples of `replay` in place of its own."""
-        assert self.replay
-        recording, placement = self.recording, self.recording.placement
-        step = recording.step
-        own = [x for x in tree_leaves(nest) if isinstance(x, Tensor)]
-        arrays = self.replay.examples(recording.number, 0)
-        # The examples of all micro-batches of the step.
-        columns = [np.concatenate(arrays[i :: len(own)]) for i in range(len(own))]
-        share = len(columns[0]) // placement.num_replicas if columns else 0
-        start = placement.replica * share + step.num_fed
-        size = len(own[0]) if own and own[0].dim() else 0
-        step.num_fed += size
-        is_enough = size and step.num_fed <= share and len(arrays) % len(own) == 0
-        shapes = [(c.shape[1:], tuple(x.shape[1:])) for c, x in zip(columns, own, strict=True)]
-        require(
-            is_enough and all(given == wanted for given, wanted in shapes),
-            f"feed_examples: step {recording.number} of {self.replay.name} does not have the"
-            f" examples for a batch of shapes {', '.join(str(tuple(x.shape)) for x in own)} on each"
-            " process",
-        )
-        given = (torch.tensor(c[start : start + size]) for c in columns)
-        return tree_map_only(Tensor, lambda x: torch.zeros_like(x).copy_(next(given)), nest)
-
     def _note_dtype(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Keeps the dtype in which layers compute; a model may convert its own outputs."""
         own = self.recording
@@ -227,12 +199,6 @@ class ForwardObserver:
         if not (own.is_on and is_training and own.step.outside is not None):
             return None
         own.step.outside = None
-        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-        require(
-            not self.feeds or any(not x.dim() for x in tensors),
-            "feed_examples: the model returns no loss; targets outside of it would be those of"
-            " other examples",
-        )
         own.add("random_after", random_states())
         outputs = with_rows(output, self.num_rows)
         mesh = own.placement.mesh

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import require
-from lockstep.recorders.torch.flat import modules_of
 from lockstep.recorders.torch.private import in_transform, number_of
 from lockstep.recorders.torch.values import floating, to_array
 
@@ -45,7 +44,7 @@ class Modules:
         self.defaults, self.unknown = set[str](), set[str]()  # Names of arrays.
         self.num_bytes, self.most_bytes = 0, MOST_BYTES if pattern is True else np.inf
         wanted = "*" if pattern is True else str(pattern)
-        named = modules_of(recording.module)
+        named = recording.module.named_modules()
         self.modules = {n: m for n, m in named if n and fnmatch.fnmatchcase(n, wanted)}
         require(self.modules, f"modules={pattern!r}: no module of the model has such a name")
 

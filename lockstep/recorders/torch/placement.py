@@ -21,7 +21,6 @@ from lockstep.recorders.parts import (
     places,
     whole_shape,
 )
-from lockstep.recorders.torch.flat import FlatWeight, buffers_of, ranks_of_parts
 from lockstep.recorders.torch.layout import Mesh, mesh_of
 from lockstep.recorders.torch.private import (
     check_sharded,
@@ -46,7 +45,7 @@ class Placement:
         mesh, dims: As those of `record`.
 
     Attributes:
-        of_fsdp: The weights of `fully_shard` and `FullyShardedDataParallel`.
+        of_fsdp: The weights of `fully_shard`.
         rank, num_ranks, replica, num_replicas: The place of this process.
         mesh: The devices on their axes; None if nothing is split.
         placements: "KIND/INDEX" → how an array is part of a whole one.
@@ -64,15 +63,12 @@ class Placement:
         if groups:
             check_sharded("fully_shard")
         self.of_fsdp = {sharded_weight(p) for group in groups for p in weights_of_group(group)}
-        self.of_fsdp |= {p for p in variables.weights.values() if isinstance(p, FlatWeight)}
         group = ddp.process_group if ddp else None
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank = self.replica = dist.get_rank(group) if is_distributed else 0
         self.num_ranks = self.num_replicas = dist.get_world_size(group) if is_distributed else 1
         weights = variables.weights.values()
-        flats = [*variables.flats, *{x.flat: None for x in variables.masters.values()}]
         meshes = [mesh_of_group(each) for each in groups]
-        meshes += [x.mesh for x in flats] if is_distributed else []
         self.mesh = mesh_of(mesh, meshes, weights) if is_distributed else None
         self.placements: dict[str, str] = {}
         self.texts: dict[str, str] = {}
@@ -85,7 +81,6 @@ class Placement:
             return
         along = [mesh_of_group(each).mesh.flatten().tolist() for each in groups]
         along += [dist.get_process_group_ranks(group)] if ddp else []
-        along += [ranks for flat in flats for ranks in flat.reduced]
         self._name_axes(self.mesh, along, dims)
 
     def _name_axes(
@@ -96,7 +91,7 @@ class Placement:
         axes = [mesh.axes_of(ranks) for ranks in along]
         require(None not in axes, "mesh: has no axes over which the model is reduced; pass it")
         reduced = {axis for each in axes for axis in each or ()}
-        own: dict[str, Any] = {**dict(buffers_of(self.module)), **self.variables.weights}
+        own: dict[str, Any] = {**dict(self.module.named_buffers()), **self.variables.weights}
         for pattern, text in dims.items():
             found = mesh.dimensions(text)
             self.dims |= {pattern: found} if pattern in self.dims else {}
@@ -183,9 +178,7 @@ class Placement:
         if kind in OF_LOSS and not self.knows_loss:  # It is not known how losses are added.
             return None
         text: str | None = ""
-        if flat := self._flat_text(value):
-            text = flat
-        elif is_dtensor(value):
+        if is_dtensor(value):
             text = self.mesh.text_of(value)
         elif kind.removesuffix("_grad") in OF_ROWS:
             text = self._text_of_rows(kind, value)
@@ -203,12 +196,6 @@ class Placement:
             text = text or " ".join(f"d{k}" for k in range(value.dim()))
             text = f"{text} mean({','.join(self.mesh.sequence)})".strip()
         return text
-
-    def _flat_text(self, value: Any) -> str:
-        """Returns how what processes have of a flat parameter makes a whole weight."""
-        ranks = ranks_of_parts(value)
-        axes = self.mesh.axes_of(ranks) if self.mesh and ranks else ()
-        return f"sum({','.join(axes)})" if axes else ""
 
     def _text_of_layer(self, kind: str, name: str, value: Tensor, text: str) -> str | None:
         """Returns the same if a layer's weight is split: so are its outputs, or its inputs."""

@@ -19,10 +19,7 @@ from lockstep.recorders.common import (
 from lockstep.recorders.notes import Notes
 from lockstep.recorders.output import Output
 from lockstep.recorders.torch.backward import GradientObserver
-from lockstep.recorders.torch.drawn import DrawObserver
-from lockstep.recorders.torch.flat import FlatWeight, modules_of, size_of
 from lockstep.recorders.torch.forward import ForwardObserver
-from lockstep.recorders.torch.loaders import observe_loaders
 from lockstep.recorders.torch.modules import Modules
 from lockstep.recorders.torch.private import version_of
 from lockstep.recorders.torch.recording import Recording
@@ -37,8 +34,7 @@ class record:
     Args:
         path: File to write as arrays come, `*.npz`; an older one is replaced when the block begins.
             None: only runs of `assert_same_training` are recorded.
-        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2) or
-            `FullyShardedDataParallel` (FSDP1).
+        model: What the training calls: a plain module, DDP, or sharded by `fully_shard` (FSDP2).
         optimizer: One optimizer or a list; None for all that update a weight of the model. Others
             that do are recorded, too, also those of backward hooks. `step` calls a closure at most
             once. A wrapper, as of Accelerate, has the optimizer in its attribute `optimizer`.
@@ -54,9 +50,6 @@ class record:
         shards: "each" runs the model, in one process, once for each replica's part of the batch in
             `replay`, with its random state: layers such as BatchNorm and Dropout then compute what
             each replica does. The loss must be computed outside of the model.
-        feed_examples: Gives the model, in recorded steps, this process' part of the examples in
-            `replay`, recorded in one process. The model must return the loss, so that no target
-            of another example enters it.
         modules: True, or a pattern of names such as "layers.*.attention". In recorded steps, also
             copies inputs and outputs of these modules, and the gradients of the loss by them. They
             only explain a difference that other arrays show. With True, none are recorded from the
@@ -91,10 +84,9 @@ class record:
         self, path: str | None, model: nn.Module, optimizer: Any = None,
         steps: int | Sequence[int] = DEFAULT_STEPS, replay: str | None = None,
         permute: int | None = None, names: Mapping[str, str] | None = None,
-        shards: str | None = None, feed_examples: bool = False, modules: bool | str = False,
-        mesh: Any = None, dims: str | Mapping[str, str] = "", first_step: int = 0,
-        others: Mapping[str, Any] | None = None,
-        sample: int | None = None, start: bool = False,
+        shards: str | None = None, modules: bool | str = False, mesh: Any = None,
+        dims: str | Mapping[str, str] = "", first_step: int = 0,
+        others: Mapping[str, Any] | None = None, sample: int | None = None, start: bool = False,
     ) -> None:  # fmt: skip
         file, given = with_command(
             path, steps=steps, replay=replay, permute=permute, names=names, modules=modules,
@@ -105,10 +97,8 @@ class record:
             return
         pattern, shards = given.pop("modules"), given.pop("shards")
         self.path, self.request = file, (request := Request(**given))
-        request.choose_sample(size_of(model))
-        kind = type(model).__name__
-        is_known = kind != "DataParallel"
-        require(is_known, f"model: {kind} cannot be recorded; use DistributedDataParallel")
+        request.choose_sample(sum(p.numel() * p.element_size() for p in model.parameters()))
+        _require_known(model)
         own = Recording(
             model,
             optimizer,
@@ -123,36 +113,27 @@ class record:
         is_alone = shards is None or (shards == "each" and request.replay and place.num_ranks == 1)
         require(is_alone, f"shards={shards!r}: must be 'each', with replay= and in one process")
         self.replay = Replay(own, request, file) if request.replay else None
-        self._check_replay(shards, feed_examples)
+        self._check_shards(shards)
         self.modules = Modules(own, pattern) if pattern else None
         self.shards = None
         if shards and self.replay:
             self.shards = ShardRunner(own, self.replay, request.permute, self.modules)
         self.forward = ForwardObserver(
-            own, self.replay, seed=request.permute, feeds=feed_examples, shards=self.shards,
-            modules=self.modules, begin=self._begin, end=self._end_step,
+            own, self.replay, seed=request.permute, shards=self.shards, modules=self.modules,
+            begin=self._begin, end=self._end_step,
         )  # fmt: skip
         self.gradients = GradientObserver(
             own, self.forward, self._begin, self._end_step, self._prepare
         )
-        self.draws = None if shards else DrawObserver(own)
         self.has_hooks, self.counters = False, Hooks()
         self.notes = Notes(lambda: own.is_updated)
-        self.loader_seeds = list[int]()
 
-    def _check_replay(self, shards: str | None, feed_examples: bool) -> None:
-        """Raises an error if what the arguments ask for is not in the other recording."""
+    def _check_shards(self, shards: str | None) -> None:
+        """Raises an error if the parts of the other recording compute one BatchNorm together."""
         trace = self.replay.trace if self.replay else None
         classes = [str(layer.get("class")) for layer in (trace.about.layers if trace else ())]
         is_local = not (shards and any("SyncBatchNorm" in name for name in classes))
         require(is_local, "shards='each': BatchNorm is synchronised; record without shards=")
-        is_whole = trace and trace.about.num_replicas == 1 and not trace.mesh
-        require(
-            is_whole or not feed_examples,
-            "feed_examples: needs replay= and a recording of one process, whose examples are given",
-        )
-        is_split = self.recording.placement.num_parts != 1
-        require(not (is_split and feed_examples), "feed_examples: dims split the inputs")
 
     def __enter__(self) -> None:
         if not self.is_recording:
@@ -162,7 +143,6 @@ class record:
         own.output = Output(path, place.rank)
         self.gradients.install_always(self.counters)
         self.forward.install_always(self.counters)
-        observe_loaders(self.counters, self.loader_seeds)
         self.counters.enter_context(self.notes)
         self._start_step()
 
@@ -194,8 +174,6 @@ class record:
             self.has_hooks = True
             self.forward.install()
             self.gradients.install()
-            if self.draws:
-                self.draws.install()
 
     def _prepare(self) -> None:
         """Installs the hooks of the next step, whose first forward pass is too late for it."""
@@ -242,15 +220,10 @@ class record:
             step = own.step
             own.save_ids(ids)
             own.save_variables("after", own.variables.of_others())
-            if own.variables.masters:  # After an update, weights are copied from there.
-                own.save_variables("after", own.variables.of_model())
-                own.save_variables("after", own.variables.of_optimizers())
             own.save_left()
             cleared = step.losses[: step.num_cleared]
             for index, losses in enumerate(x for x in (step.losses, cleared) if x):
                 own.save("loss", index, sum(losses))
-            for place, array in step.removed.items():
-                step.arrays[f"removed/{own.placement.rank}/{place}"] = array
             if self.shards:
                 self.shards.end(self.path)
             own.keep()
@@ -258,7 +231,6 @@ class record:
         own.is_updated = False
         own.variables.end_step()
         self._start_step()
-        own.step.drawn, own.next_drawn = own.next_drawn, []
 
     # The file.
 
@@ -289,11 +261,8 @@ class record:
         """Returns the description of the recording."""
         own, place = self.recording, self.recording.placement
         described, wrapper = own.variables.described, type(own.ddp).__name__ if own.ddp else ""
-        flats = own.variables.flats
-        if place.of_fsdp:
-            wrapper = "FullyShardedDataParallel" if flats else "fully_shard"
-        of_flat = [name for name, p in own.weights.items() if isinstance(p, FlatWeight)]
-        layers = [*layers_of(modules_of(own.module), of_flat), *own.variables.layers_of_others()]
+        wrapper = "fully_shard" if place.of_fsdp else wrapper
+        layers = [*layers_of(own.module.named_modules()), *own.variables.layers_of_others()]
         about: dict[str, Any] = {
             "framework": "torch",
             "order": "reduce, clip",
@@ -309,7 +278,6 @@ class record:
             "layers": layers,
             "data_layout": "NCHW" if "OIHW" in str(described) else "",
             "tied": own.variables.tied(),
-            "loader_seeds": self.loader_seeds,
             "trained": own.number - self.request.first_step,
             "skipped": own.num_skipped,
             **own.per_step,
@@ -330,3 +298,16 @@ class record:
             return {"class": "", "framework": "torch"}
         rule = {"class": type(optimizers[0]).__name__, "framework": "torch"}
         return {**settings_of(optimizers[0].defaults), **rule}
+
+
+def _require_known(model: nn.Module) -> None:
+    """Raises ValueError if a wrapper keeps weights where no recorder sees them."""
+    instead = {
+        "DataParallel": "DistributedDataParallel",
+        "FullyShardedDataParallel": "fully_shard (FSDP2)",
+    }
+    kinds = {type(module).__name__ for module in model.modules()} & instead.keys()
+    text = ", ".join(f"{kind} is not recorded; use {instead[kind]}" for kind in sorted(kinds))
+    require(not kinds, f"model: {text}")
+    is_sharded = any(hasattr(p, "_hp_mapping") for p in model.parameters())  # By DeepSpeed.
+    require(not is_sharded, "model: DeepSpeed's ZeRO is not recorded; use stage 0, or fully_shard")

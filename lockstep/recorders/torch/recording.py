@@ -1,8 +1,7 @@
 """Holds what was seen of the current step, and the arrays of the steps before it."""
 
-import collections
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from lockstep.recorders.common import Hooks
 from lockstep.recorders.notes import IDS
 from lockstep.recorders.output import Output
 from lockstep.recorders.parts import SAMPLED, has_rows
-from lockstep.recorders.torch.flat import FlatWeight, modules_of
 from lockstep.recorders.torch.placement import Placement
 from lockstep.recorders.torch.private import (
     indices_of_sparse,
@@ -26,7 +24,6 @@ from lockstep.recorders.torch.samples import rows_sampled, sample_of
 from lockstep.recorders.torch.values import local, to_array
 from lockstep.recorders.torch.variables import Variables
 
-ENDS = "", "/elements", "/sums"  # Of names of arrays that are no rows.
 PER_STEP = (
     *("steps", "settings", "micro_batches", "in_evaluation", "calls", "loss_scale", "passes"),
 )
@@ -34,14 +31,6 @@ PER_STEP = (
 _WRITTEN_AT_ONCE = (
     *("before", "start", "replaced", "set", "added", "unclipped", "clipped", "after", "left"),
 )
-
-
-class Drawn(NamedTuple):
-    """Random numbers that were drawn: their kind, a copy, and the tensor, while the step lasts."""
-
-    kind: str
-    array: np.ndarray
-    tensor: Tensor
 
 
 class Step:
@@ -57,10 +46,6 @@ class Step:
         settings: The groups of the optimizers, in the order in which they ended.
         versions: Name → how often a weight had been changed in place when the step began.
         updated: Names of the weights that were updated.
-        removed: What the script took from gradients between backward passes, by the number of the
-            weight with the end of the array's name.
-        summed, moved: Name of a weight with a flat copy → its gradient so far, and what of it was
-            moved to the copy.
         num_passes: Backward passes that give gradients.
         in_pass: Names of the weights of which the last one has given one.
         first_pass: What is known of the first one by the number of the weight, beside `raw`.
@@ -68,13 +53,11 @@ class Step:
         in_evaluation: Names of layers.
         num_forward: Forward passes in train mode.
         num_bytes: Bytes of outputs.
-        num_fed: Examples of `replay` that the model was given.
         loss_scale, scale: Of the step, and of the loss that is computed now.
         unscaled: Names of the weights whose gradients are no longer scaled.
         was_called, is_evaluated: Whether the model was called, and in evaluation mode.
         has_graph: Whether a part of the model was called, or a backward pass has begun.
         is_transformed: Whether `torch.func` has called the model.
-        drawn: The random numbers that were drawn, each with its kind; None if they are too many.
     """
 
     def __init__(self) -> None:
@@ -85,17 +68,14 @@ class Step:
         self.settings: list[dict[str, Any]] = []
         self.updated = set[str]()
         self.versions = dict[str, int]()
-        self.removed: dict[str, Any] = {}
-        self.summed, self.moved = dict[str, Tensor](), dict[str, Tensor]()
         self.num_passes, self.in_pass = 0, set[str]()
         self.first_pass: dict[int, dict[str, np.ndarray]] = {}
         self.unclipped: dict[int, dict[str, np.ndarray]] | None = None
         self.in_evaluation: dict[str, None] = {}
-        self.num_forward, self.num_bytes, self.num_fed = 0, 0, 0
+        self.num_forward, self.num_bytes = 0, 0
         self.loss_scale = self.scale = 1.0
         self.unscaled = set[str]()
         self.was_called = self.is_evaluated = self.has_graph = self.is_transformed = False
-        self.drawn: list[Drawn] | None = []
 
     @property
     def is_differentiated(self) -> bool:
@@ -138,7 +118,6 @@ class Recording:
         shapes: "KIND/INDEX" → shape of the whole array, if it is sampled.
         per_step: Key of the description → a value for each recorded step.
         computed_in: 16-bit dtype of the layers.
-        next_drawn: As those of a step, drawn since the last update.
     """
 
     def __init__(
@@ -161,7 +140,6 @@ class Recording:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.per_step: dict[str, list[Any]] = {key: [] for key in PER_STEP}
         self.computed_in = ""
-        self.next_drawn: list[Drawn] | None = []
 
     def forget(self) -> None:
         """Forgets what was seen of the step."""
@@ -260,8 +238,7 @@ class Recording:
         for index, (name, p) in enumerate(self.weights.items()):
             if name in wanted:
                 own = self.step.scale_of(name) if scale is None else scale
-                flat = self.variables.masters.get(name) if kind == "clipped" else None
-                self.save(kind, index, (flat or p).grad, own)
+                self.save(kind, index, p.grad, own)
 
     def save(self, kind: str, index: int, value: Any, scale: float = 1.0) -> None:
         """Saves one array; None and what is no number are left out."""
@@ -286,7 +263,6 @@ class Recording:
 
         Without `copy`, they may share the memory of the value.
         """
-        value = value.read() if isinstance(value, FlatWeight) else value
         whole = value
         if isinstance(value, Tensor):
             if not self.placement.place(kind, index, value):
@@ -331,20 +307,12 @@ class Recording:
         )
         for key, value in zip(PER_STEP, noted, strict=True):
             self.per_step[key].append(value)
-        self._add_drawn()
         for key, array in step.arrays.items():
             # The index of an array of a module is known at the end.
             is_of_module = ":" in key and not isinstance(array, Member)
             self.output.put(f"{position}/{key}", self.output.add(array) if is_of_module else array)
 
-    def _add_drawn(self) -> None:
-        """Adds the random numbers of the step to its arrays."""
-        numbers = collections.Counter[str]()
-        for kind, array, _ in self.step.drawn or ():
-            self.put(kind, numbers[kind], {"": array})
-            numbers[kind] += 1
-
     def note_modes(self) -> None:
         """Notes the layers that are in evaluation mode."""
-        modes = {name: module.training for name, module in modules_of(self.module)}
+        modes = {name: module.training for name, module in self.module.named_modules()}
         self.step.in_evaluation |= {name: None for name, is_on in modes.items() if not is_on}

@@ -12,10 +12,8 @@ from lockstep.data.trace import STATISTIC, WEIGHT, Variable
 from lockstep.numeric.arrays import Named
 from lockstep.recorders.common import Request
 from lockstep.recorders.states import Own, Source, States
-from lockstep.recorders.torch.flat import FlatWeight
 from lockstep.recorders.torch.recording import Recording
 from lockstep.recorders.torch.values import assign, is_dtensor, set_random_states, to_array
-from lockstep.recorders.torch.variables import MASTER
 
 _MOST_NAMED = 3  # Variables in a warning.
 
@@ -111,10 +109,7 @@ class Replay:
                 break
             if other not in weights or x.shape != value.shape:
                 continue
-            array, own_array = (
-                to_array(each.read() if isinstance(each, FlatWeight) else each)
-                for each in (x, value)
-            )
+            array, own_array = to_array(x), to_array(value)
             # Not initial values such as 0.
             is_same = np.array_equal(array, own_array) and array.size and array.std() > 0
             if is_same or any({name, other} <= {*names} for names in self.trace.about.tied):
@@ -198,9 +193,7 @@ class Replay:
             array = self._part(name, value, array)
             if tuple(array.shape) == tuple(value.shape):
                 try:
-                    value.write(array) if isinstance(value, FlatWeight) else assign(value, array)
-                    if master := self.recording.variables.masters.get(name):
-                        master.write(array)
+                    assign(value, array)
                     return
                 except (RuntimeError, TypeError, ValueError):
                     pass  # As of a tensor that cannot be changed: it is not loaded.
@@ -228,11 +221,7 @@ class Replay:
             return
         # Of several that update it, the one that keeps such state.
         known = {variable.slot for variable, _ in slots}
-        own = self.recording.variables.owner_of(name)
-        optimizer = max(same, key=lambda x: len(known & x.state.get(own, {}).keys()))
-        if flat := self.recording.variables.flat_of(name):
-            self._load_flat(name, flat, slots, optimizer, is_whole=True)
-            return
+        optimizer = max(same, key=lambda x: len(known & x.state.get(p, {}).keys()))
         old = optimizer.state.pop(p, {})
         if not slots:
             return
@@ -252,46 +241,10 @@ class Replay:
                 state[v.slot] = loaded
         optimizer.state[p] = state
 
-    def _load_flat(
-        self, name: str, p: FlatWeight, slots: Sequence[tuple[Variable, np.ndarray]],
-        optimizer: Any, *, is_whole: bool,
-    ) -> None:  # fmt: skip
-        """Loads the part of a weight's state that this process has into a flat parameter.
-
-        With `is_whole`, the optimizer has the recorded class: slots that it lacks are made.
-        """
-        if name in self.recording.variables.masters:
-            for array in (array for v, array in slots if v.slot == MASTER):
-                p.write(array)
-            slots = [pair for pair in slots if pair[0].slot != MASTER]
-        if is_whole and not slots:
-            optimizer.state.pop(p.owner, None)
-        if not (p.is_here and slots):
-            return
-        state = optimizer.state[p.owner] if is_whole else optimizer.state.get(p.owner, {})
-        for variable, array in slots:
-            slot, is_like = variable.slot, array.shape == p.shape
-            if slot not in state and not is_whole:
-                continue
-            if state.get(slot) is None:
-                state[slot] = torch.zeros_like(p.owner) if is_like else torch.tensor(array)
-            if p.is_like(state[slot]) and is_like:
-                p.write(array, state[slot])
-                continue
-            loaded = _loaded(state[slot], array, self.placement)
-            if loaded is None:
-                self.not_loaded[f"{name}/{slot}"] = None
-            else:
-                state[slot] = loaded
-
     def _load_slots(
         self, name: str, p: Tensor, slots: Sequence[tuple[Variable, np.ndarray]], owners: Any
     ) -> None:
         """Loads what an optimizer of another class has, too."""
-        if flat := self.recording.variables.flat_of(name):
-            for each in owners:
-                self._load_flat(name, flat, slots, each, is_whole=False)
-            return
         for variable, array in slots:
             slot = variable.slot
             state = next((x.state[p] for x in owners if slot in x.state.get(p, {})), None)

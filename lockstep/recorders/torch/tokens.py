@@ -12,7 +12,6 @@ from lockstep.data.trace import WEIGHT
 from lockstep.numeric.sampling import Sample
 from lockstep.recorders.common import FORMAT, in_words, require
 from lockstep.recorders.output import Output
-from lockstep.recorders.torch.flat import modules_of
 from lockstep.recorders.torch.samples import sample_of
 from lockstep.recorders.torch.values import computed_in, floating, layers_of, to_array
 
@@ -47,7 +46,7 @@ class record_log_probs:
 
     def __enter__(self) -> "record_log_probs":
         self._output = Output(self.path)
-        for name, module in modules_of(self.model):
+        for name, module in self.model.named_modules():
             self._handles.append(module.register_forward_hook(functools.partial(self._after, name)))
         hook = self.model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._handles.append(hook)
@@ -73,7 +72,7 @@ class record_log_probs:
             "framework": "torch",
             "num_replicas": 1,
             "computed_in": self._dtype,
-            "layers": layers_of(modules_of(self.model)),
+            "layers": layers_of(self.model.named_modules()),
             "modules": [*self._names],
             "ended_with": in_words(error),
         }
@@ -133,7 +132,7 @@ class record_log_probs:
         self._modes.clear()
 
     def _before(self, module: nn.Module, args: Any, options: Mapping[str, Any]) -> None:
-        self._modes |= {n: None for n, each in modules_of(module) if not each.training}
+        self._modes |= {n: None for n, each in module.named_modules() if not each.training}
         if isinstance(value := options.get(_POSITIONS), Tensor) and value.dim() == 2:
             self._kept.setdefault(_POSITIONS, []).append(value.detach().clone())
 

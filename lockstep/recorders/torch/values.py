@@ -138,24 +138,15 @@ def settings_of(options: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in plain.items() if isinstance(v, bool | int | float | str)}
 
 
-def layers_of(
-    modules: Iterable[tuple[str, nn.Module]], flat: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """Returns class, weights and settings of the layers that have some.
-
-    Args:
-        modules: Names and modules of a model.
-        flat: Names of weights in flat parameters, which layers do not have.
-    """
+def layers_of(modules: Iterable[tuple[str, nn.Module]]) -> list[dict[str, Any]]:
+    """Returns class, weights and settings of the layers, given with their names, that have some."""
     layers = []
     for name, layer in modules:
         settings = {NAMES.get(x, x): getattr(layer, x) for x in OF_LAYERS if hasattr(layer, x)}
         # A layer in it, a weight or a process group may have the name of a setting.
         settings = {x: value for x, value in settings.items() if _is_plain(value)}
-        names = [x for x in flat if x.rpartition(".")[0] == name]
-        own = layer.named_parameters(recurse=False) if not flat else ()
-        others = [*own, *layer.named_buffers(recurse=False)]
-        names += [f"{name}.{x}" if name else x for x, _ in others]
+        own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        names = [f"{name}.{x}" if name else x for x, _ in own]
         if settings or names:
             kind = {"name": name, "class": type(layer).__name__, "weights": names}
             layers.append(kind | settings)

@@ -9,18 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.recorders.common import require
-from lockstep.recorders.torch.flat import (
-    FlatWeight,
-    buffers_of,
-    masters_of,
-    modules_of,
-    owner_of,
-    weights_of,
-)
-from lockstep.recorders.torch.private import unwrapped
 from lockstep.recorders.torch.values import is_dtensor, settings_of
 
-MASTER = "master"  # Slot of the flat copy of a weight.
 LAYOUTS = {nn.Linear: "OI", nn.Conv2d: "OIHW", nn.ConvTranspose2d: "OIHW"}
 
 
@@ -36,22 +26,18 @@ class Variables:
         weights: Name of a weight → the weight.
         optimizers: All that update a weight of the model, as far as they have been seen.
         described: Name of a variable → its description, in the order of their arrays.
-        flats: The flat parameters of FSDP1.
-        masters: Name of a weight → its flat copy that an optimizer updates in its place.
         stepped: The optimizers that have updated a weight in this step.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, others: Mapping[str, Any]) -> None:
         self.module, self.others = module, others
-        self.weights = weights_of(module)
-        self.flats = [*{p.flat: None for p in self.weights.values() if isinstance(p, FlatWeight)}]
-        self.masters = masters_of(self.weights)
+        self.weights = dict(module.named_parameters())
         self.described: dict[str, dict[str, Any]] = {}
         self.stepped, self._stepped_before = list[Any](), list[Any]()
         self._names: dict[Any, list[str]] = {}
-        for name in self.weights:
-            self._names.setdefault(self.owner_of(name), []).append(name)
-        owners = dict(modules_of(module))
+        for name, p in self.weights.items():
+            self._names.setdefault(p, []).append(name)
+        owners = dict(module.named_modules())
         self._layouts = {}
         for name in self.weights:
             layer, _, leaf = name.rpartition(".")
@@ -63,13 +49,13 @@ class Variables:
             require(
                 bool(updated & self._names.keys()),
                 "optimizer: updates no weight of the model: it is that of another one, or was built"
-                " before fully_shard, or FullyShardedDataParallel, made new ones",
+                " before fully_shard made new ones",
             )
             if more := len(updated - self._names.keys()):
                 text = f"optimizer: updates {more} weights that the model does not have: these are"
                 warnings.warn(f"{text} not compared, unless others= has them", stacklevel=3)
         self._find_optimizers(is_needed=optimizer is None)
-        own = {*self.weights, *(name for name, _ in buffers_of(module))}
+        own = {*self.weights, *(name for name, _ in module.named_buffers())}
         known = {f"{key}.{name}" for key in others for name, _ in self._of_other(key)}
         require(not own & known, "others: have names of the model's own weights or statistics")
 
@@ -82,9 +68,8 @@ class Variables:
                 *vars(each)
             }:
                 self.add(each)
-        for name in self.weights:
-            own = self.owner_of(name)
-            owners = [each for each in self.optimizers if each.state.get(own)]
+        for name, p in self.weights.items():
+            owners = [each for each in self.optimizers if each.state.get(p)]
             require(
                 not is_needed or len(owners) < 2,
                 f"optimizer: {len(owners)} optimizers have state of {name}; pass those that train"
@@ -99,19 +84,6 @@ class Variables:
             return False
         self.optimizers.append(optimizer)
         return True
-
-    def flat_of(self, name: str) -> FlatWeight | None:
-        """Returns a weight in a flat parameter, or its flat copy; None if an optimizer has it."""
-        p = self.weights[name]
-        return p if isinstance(p, FlatWeight) else self.masters.get(name)
-
-    def _has_exact_copy(self, name: str) -> bool:
-        """Returns whether the flat copy of a weight has digits that the weight lacks."""
-        return name in self.masters and self.masters[name].dtype != self.weights[name].dtype
-
-    def owner_of(self, name: str) -> Any:
-        """Returns the tensor of a weight that an optimizer has."""
-        return owner_of(self.flat_of(name) or self.weights[name])
 
     def names_of(self, optimizer: Any) -> list[str]:
         """Returns the names of the model's weights that an optimizer updates."""
@@ -149,23 +121,20 @@ class Variables:
         """Yields those of weights and statistics."""
         for name, p in self.weights.items():
             yield {"name": name, "kind": "weight", "layout": self._layouts[name]}, p
-        for name, buffer in buffers_of(self.module):
+        for name, buffer in self.module.named_buffers():
             yield {"name": name, "kind": "statistic", "layout": ""}, _real(buffer)
 
     def of_optimizers(self) -> Iterator[tuple[dict[str, str], Any]]:
         """Yields those of optimizer state; a second optimizer's state of a slot has a number."""
         recent = [*self.stepped, *(x for x in self._stepped_before if x not in self.stepped)]
-        for name in self.weights:
-            own, flat = self.owner_of(name), self.flat_of(name)
-            states = [x.state[own] for x in recent if x.state.get(own)]
-            states = states or [x.state[own] for x in self.optimizers if x.state.get(own)]
+        for name, p in self.weights.items():
+            states = [x.state[p] for x in recent if x.state.get(p)]
+            states = states or [x.state[p] for x in self.optimizers if x.state.get(p)]
             seen: dict[str, int] = {}
-            more = {MASTER: flat.flat.shard} if self._has_exact_copy(name) and flat else {}
-            for slot, value in [pair for state in (*states, more) for pair in state.items()]:
+            for slot, value in [pair for state in states for pair in state.items()]:
                 number = seen[slot] = seen.get(slot, 0) + 1
                 key = slot if number == 1 else f"{slot}#{number}"
                 kind = {"kind": "optimizer state", "layout": "", "of": name, "slot": key}
-                value = flat.read(value) if flat and flat.is_like(value) else value
                 yield {"name": f"{name}/{key}", **kind}, value
 
     def of_others(self) -> Iterator[tuple[dict[str, str], Any]]:
@@ -202,9 +171,8 @@ class Variables:
         """Returns the names of weights that have several."""
         names: dict[Any, list[str]] = {}
         for name, p in self.module.named_parameters(remove_duplicate=False):
-            names.setdefault(p, []).append(unwrapped(name))
-        of_flat = [tied for flat in self.flats for tied in flat.tied]
-        return of_flat + [each for each in names.values() if len(each) > 1]
+            names.setdefault(p, []).append(name)
+        return [each for each in names.values() if len(each) > 1]
 
 
 def _given(optimizer: Any) -> list[Any]:

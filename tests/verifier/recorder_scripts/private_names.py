@@ -29,7 +29,7 @@ def is_checked_at_import(owner, name):
 
 
 def check_torch():
-    nn, data = framework.nn, framework.utils.data
+    nn = framework.nn
     layer = nn.BatchNorm1d(2)
     assert set(private.buffers_of(layer)) == {"running_mean", "running_var", "num_batches_tracked"}
     first = framework.ones(1, requires_grad=True) * 2
@@ -38,9 +38,6 @@ def check_torch():
     table(framework.tensor([1, 1])).sum().backward()
     assert private.values_of_sparse(table.weight.grad).shape == (2, 2)
     assert private.indices_of_sparse(table.weight.grad).tolist() == [[1, 1]]
-    iterator = iter(data.DataLoader([1, 2], num_workers=1))
-    assert isinstance(iterator, private.iterator_of_loaders())
-    assert private.num_workers_of(iterator) == 1 and private.seed_of_workers(iterator) >= 0
     calls = []
     parameter = nn.Parameter(framework.ones(1))
     for number in (1, 2):
@@ -57,8 +54,8 @@ def check_torch():
     assert len([private.private(owner, name) for owner, name, _ in targets]) == 2
     for each in (
         *(private.buffers_of, private.number_of, private.values_of_sparse, private.move_first),
-        *(private.indices_of_sparse, private.num_workers_of, private.seed_of_workers),
-        *(private.weights_of_group, private.sharded_weight, private.mesh_of_group),
+        *(private.indices_of_sparse, private.weights_of_group, private.sharded_weight),
+        private.mesh_of_group,
     ):
         fails(each, object())
     is_checked_at_import(framework.utils._pytree, "tree_leaves")
@@ -81,35 +78,6 @@ def check_sharded():
     model(framework.ones(1, 2))
     assert private.whole_weight(weight).shape == (3, 2)
     assert private.root_mesh(private.mesh_of_group(group)).mesh.numel() == 1
-    check_flat()
-
-
-def check_flat():
-    wrapper = importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
-    model = framework.nn.Sequential(framework.nn.Linear(3, 5), framework.nn.Linear(5, 5))
-    values = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for uses_originals in (True, False):
-        copy = framework.nn.Sequential(framework.nn.Linear(3, 5), framework.nn.Linear(5, 5))
-        copy.load_state_dict(values)
-        options = {"use_orig_params": uses_originals, "device_id": framework.device("cpu")}
-        copy[1] = wrapper(copy[1], **options)
-        wrapped = wrapper(copy, **options)
-        flats = private.flat_parameters(wrapped)
-        assert [flat.names for flat in flats] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
-        assert all(flat.is_synchronised and flat.mesh.mesh.numel() == 1 for flat in flats)
-        assert (flats[0].originals is not None) == uses_originals
-        for flat in flats:
-            parts = zip(flat.names, flat.shapes, flat.ranges, flat.starts, strict=True)
-            for name, shape, own, start in parts:
-                assert own.length == values[name].numel() and own.start == 0
-                assert own.offset == start and shape == values[name].shape
-                part = flat.shard[own.offset : own.offset + own.length]
-                assert framework.equal(part, values[name].flatten()), name
-        with wrapped.no_sync():
-            assert not flats[0].is_synchronised and flats[0].gathered is None
-        assert len(private.of_flat(None, [])) == 1
-    assert private.unwrapped("_fsdp_wrapped_module.a._fsdp_wrapped_module") == "a"
-    fails(private.Flat, object(), "")
 
 
 def check_jax():

@@ -21,7 +21,7 @@ import torch_steps
 from recording import run_cases
 
 MORE = (
-    "shards", "fed", "port", "tied", "state_that_does_not_fit", "optimizers_in_turns",
+    "shards", "port", "tied", "state_that_does_not_fit", "optimizers_in_turns",
     "optimizers_in_backward", "averages_of_weights",
 )  # fmt: skip
 IN_ONE_PROCESS = {
@@ -33,14 +33,9 @@ IN_ONE_PROCESS = {
 CASES = {
     "average": [ranks.case_average_of_one_rank],
     "rates": [torch_optimizers.case_two_rates],
-    "two": [
-        *(ranks.case_ddp, ranks.case_bypass, ranks.case_no_sync),
-        ranks.case_random_numbers_that_are_sent,
-    ],
+    "two": [ranks.case_ddp, ranks.case_bypass, ranks.case_no_sync],
     "sharded": [
-        *(ranks.case_fsdp, ranks.case_owned_state),
-        *(ranks.case_passes_of_fsdp, ranks.case_flat_parameters, ranks.case_mesh),
-        ranks.case_flat_copies,
+        *(ranks.case_fsdp, ranks.case_owned_state, ranks.case_passes_of_fsdp, ranks.case_mesh),
         changes.case_later_changes,
     ],
     "one": [case for name, case in IN_ONE_PROCESS.items() if name not in (*MORE, "two_rates")],

@@ -3,8 +3,6 @@
 
 import contextlib
 import functools
-import sys
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,29 +93,6 @@ def case_no_sync():
     assert_close(trace.kind("sums"), mean_of_raw(trace, 0))
 
 
-def case_random_numbers_that_are_sent():
-    """A rank has what another one sends it; of numbers that are sent in part, none is known."""
-
-    def steps_of(model, optimizer, step):
-        torch.manual_seed(2 * step + dist.get_rank())
-        noise, scale = torch.randn(2), torch.rand(3)
-        own = noise.clone()
-        for sent in (noise, 2 * scale):
-            dist.broadcast(sent, 0)
-        drawn.append((own.numpy(), noise.numpy()))
-        optimizer.zero_grad()
-        loss_of(model, step, *own_shard()).backward()
-        optimizer.step()
-
-    model, drawn = DistributedDataParallel(network()), []
-    train(model, adamw(model), "sent.npz", steps_of, 2, steps=2)
-    trace, rank = of_all_ranks("sent"), dist.get_rank()
-    for step, (own, noise) in enumerate(drawn):
-        arrays = trace.kind("drawn", step, rank)
-        assert np.array_equal(arrays["0"], noise) and not arrays["1"].size
-        assert np.array_equal(own, noise) == (not rank)
-
-
 # --- Weights and state of which each process has a part ------------------------------------------
 
 
@@ -165,15 +140,6 @@ def case_fsdp():
         assert_equal(original.kind("before", step), whole(replayed, "before", step))
 
 
-def flat(uses_originals):
-    """Returns a network in FSDP1, and an optimizer that was built before."""
-    options = {"device_id": torch.device("cpu"), "use_orig_params": uses_originals}
-    model = network()
-    before = adamw(model)
-    model[4] = FullyShardedDataParallel(model[4], **options)
-    return FullyShardedDataParallel(model, **options), before
-
-
 def case_passes_of_fsdp():
     """What each rank computes in each pass, before it is reduced, of steps after one with several.
 
@@ -199,139 +165,6 @@ def case_passes_of_fsdp():
         assert_close({name: sum(each[name] for each in own) / 2}, {name: total})
     first, second = trace.backward_passes(2, 0)
     assert not first and second.keys() == own[0].keys()
-
-
-def case_flat_parameters():
-    """FSDP1: parts of flat parameters are arrays of the whole weights, which add up to them."""
-    steps_of = functools.partial(plain, shard=own_shard())
-    wrapped = DistributedDataParallel(network())
-    train(wrapped, adamw(wrapped), "ddp_of_flat.npz", steps_of)
-    dist.barrier()
-    for uses_originals in (True, False):
-        bits = []
-        for path, replay in (("flat.npz", "ddp_of_flat.npz"), ("bits.npz", None), (None, None)):
-            model, before = flat(uses_originals)
-            bits.append(train(model, adamw(model), path, steps_of, replay=replay))
-            dist.barrier()
-        assert is_equal(*bits[1:])
-        trace, original = Trace("flat"), Trace("ddp_of_flat")
-        assert trace.about["wrapper"] == "FullyShardedDataParallel"
-        assert {*trace.about["gradients"]} == {*original.about["gradients"]}
-        index = trace.about["gradients"].index("4.weight")
-        assert trace.about["placements"][f"clipped/{index}"] == "sum(data)"
-        for step in range(3):
-            parts = [trace.kind("sums", step, rank) for rank in range(2)]
-            names = {name for part in parts for name in part}
-            total = {name: sum(part.get(name, 0) for part in parts) for name in names}
-            assert_close(total, original.kind("sums", step))
-        before = None if uses_originals else before
-        if before:
-            told = "optimizer: updates no weight of the model: it is that of another one, or was"
-            refused(
-                f"{told} built before fully_shard", record_torch.record, "no.npz", model, before
-            )
-
-
-class DeepSpeedZeroOptimizer:
-    """Updates flat copies of weights, of which each process has a range, as DeepSpeed's ZeRO.
-
-    Args:
-        model: the model.
-        factor: what the sums of gradients are multiplied by.
-        is_reduced: whether gradients are added over the processes.
-        adds: whether gradients of micro-batches are added.
-    """
-
-    def __init__(self, model, factor=0.5, is_reduced=True, adds=True):
-        self.factor, self.is_reduced, self.adds, self.moved = factor, is_reduced, adds, {}
-        pairs = [*model.named_parameters()]
-        kinds = ["weight", "bias"]
-        self.bit16_groups = [[p for name, p in pairs if name.endswith(kind)] for kind in kinds]
-        self.real_dp_process_group = [dist.group.WORLD] * len(kinds)
-        self.single_partition_of_fp32_groups = []
-        for group in self.bit16_groups:
-            part = self.own_part(group, [p.detach() for p in group]).clone()
-            self.single_partition_of_fp32_groups.append(part.requires_grad_())
-        groups = [{"params": [part]} for part in self.single_partition_of_fp32_groups]
-        self.optimizer = torch.optim.AdamW(groups, 0.01)
-
-    def own_part(self, group, arrays):
-        """Returns this process' range of arrays that stand one after another."""
-        values = torch.cat([x.reshape(-1) for x in arrays])
-        size = (len(values) + 2) // 2  # The last range has padding.
-        begin = dist.get_rank() * size
-        place = 0
-        for p in group:
-            start, end = max(place, begin), min(place + p.numel(), begin + size)
-            own = SimpleNamespace(start=start - begin, numel=end - start)
-            of_weight = SimpleNamespace(start=start - place, numel=end - start)
-            fragment = SimpleNamespace(hp_fragment_address=own, lp_fragment_address=of_weight)
-            p._hp_mapping = fragment if end > start else None
-            place += p.numel()
-        return F.pad(values, (0, 2 * size - len(values)))[begin : begin + size]
-
-    def zero_grad(self):
-        for p in (p for group in self.bit16_groups for p in group):
-            p.grad = None
-
-    def move(self):
-        """Adds the gradients to those of earlier micro-batches, which stage 2 keeps elsewhere."""
-        for p in (p for group in self.bit16_groups for p in group):
-            self.moved[p] = p.grad + (self.moved.get(p, 0) if self.adds else 0)
-        self.zero_grad()
-
-    @torch.no_grad()
-    def step(self):
-        groups = self.optimizer.param_groups
-        for i, group in enumerate(self.bit16_groups):
-            part = self.single_partition_of_fp32_groups[i]
-            for p in group if self.is_reduced else ():
-                dist.all_reduce(self.moved[p])
-            part.grad = self.own_part(group, [self.moved[p] * self.factor for p in group])
-            self.optimizer.param_groups = [groups[i]]
-            self.optimizer.step()
-            parts = [torch.empty_like(part) for _ in range(2)]
-            dist.all_gather(parts, part)
-            values = torch.cat(parts)
-            for p in group:
-                p.copy_(values[: p.numel()].reshape(p.shape))
-                values = values[p.numel() :]
-        self.optimizer.param_groups = groups
-        self.moved.clear()
-
-
-def in_micro_batches(model, optimizer, step):
-    """Trains one step of two micro-batches, whose gradients are moved after each."""
-    for number in range(2):
-        (loss_of(model, step, dist.get_rank() + 2 * number, 4) / 2).backward()
-        optimizer.move()
-    optimizer.step()
-
-
-def case_flat_copies():
-    """ZeRO of DeepSpeed: an optimizer updates ranges of flat copies, then all have the weights."""
-    module = ModuleType("deepspeed.runtime.zero.stage_1_and_2")
-    module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer
-    sys.modules[module.__name__] = module
-    for name, options, node in (
-        ("copies", {}, ""), ("copies_sum", {"factor": 1.0}, "sum"),
-        ("copies_own", {"factor": 1.0, "is_reduced": False}, "sum"),
-        ("copies_last", {"adds": False}, "gradient"),
-    ):  # fmt: skip
-        model = Halves()
-        optimizer = DeepSpeedZeroOptimizer(model, **options)
-        told = warnings_of(
-            train, model, optimizer, f"{name}.npz", in_micro_batches, 3, replay="single.npz"
-        )
-        assert not [text for text in told if "not loaded" in text], told
-        trace, verdict = of_all_ranks(name), compare("single.npz", f"{name}.npz")
-        assert node_of(verdict) == node, str(verdict)
-        index = trace.about["gradients"].index("first.weight")
-        assert trace.about["placements"][f"clipped/{index}"] == "sum(data)"
-        assert_close(mean_of_raw(trace, 1), Trace("single").kind("raw", 1))
-        shapes = {x.shape for name, x in trace.kind("after", 1).items() if "first.weight" in name}
-        assert shapes == {(8, 64), ()}
-    del sys.modules[module.__name__]
 
 
 def train_averaged(path, keeper=0, share=0.1, **options):

@@ -8,7 +8,6 @@ import shutil
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lockstep import compare
@@ -272,44 +271,3 @@ def case_shards():
     whole.forward = lambda x, inner=whole.forward: inner(x).sum()
     expected = "shards='each': the model has an output of shape (), without a row"
     refused(expected, recorded, "output", whole, momentum, **options)
-
-
-class WithLoss(nn.Module):
-    """Returns the loss of its inputs and targets."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = network()
-
-    def forward(self, x, y):
-        return F.mse_loss(self.inner(x), y)
-
-
-def in_micro_batches(first, number, model, optimizer, step):
-    for part in range(number):
-        (model(*batch(first + step, part, number)) / number).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def case_fed():
-    """Other examples, in other micro-batches, are replaced by those of the recording."""
-    traces, feeds = [], {"replay": "given.npz", "feed_examples": True}
-    for name, first, number, options in (
-        ("given", 0, 1, {}), ("fed", 50, 1, feeds), ("fed_in_parts", 50, 3, feeds),
-    ):  # fmt: skip
-        steps_of = functools.partial(in_micro_batches, first, number)
-        traces.append(recorded(name, WithLoss(), momentum, steps_of, 3, steps=2, **options))
-    given, fed, in_parts = traces
-    for step in range(2):
-        for kind in ("data", "loss", "raw"):
-            assert_equal(given.kind(kind, step), fed.kind(kind, step))
-        for index, array in given.kind("data", step).items():
-            names = [f"{2 * part + int(index)}" for part in range(3)]
-            parts = [in_parts.kind("data", step)[name] for name in names]
-            np.testing.assert_array_equal(np.concatenate(parts), array)
-    text = "feed_examples: the model returns no loss; targets outside"
-    options = {"steps": 1, "feed_examples": True}
-    recorded("plain", **{"steps": 1})
-    refused(text, recorded, "x", None, momentum, replay="plain.npz", **options)
-    refused("feed_examples: needs replay= and a recording of one process", recorded, "x", **options)

@@ -269,22 +269,6 @@ def case_two_models():
     np.testing.assert_allclose(trace.kind("loss")["0"], losses[0], rtol=1e-6)
 
 
-def case_loader():
-    """The seed from which the workers of a loader draw is noted for each pass over it."""
-    loader = torch.utils.data.DataLoader([*zip(*batch(0), strict=True)], 12, num_workers=1)
-    seeds = []
-
-    def steps_of(model, optimizer, step):
-        passes = iter(loader)
-        seeds.append(passes._base_seed)
-        x, y = next(passes)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-    trace = recorded("loader", None, adamw, steps_of, 2, steps=2)
-    assert trace.about["loader_seeds"] == seeds and len({*seeds}) == 2
-
-
 def case_exception():
     """What was recorded before is written."""
 
