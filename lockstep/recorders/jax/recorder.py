@@ -22,7 +22,6 @@ from lockstep.data.trace import (
 )
 from lockstep.recorders.common import DEFAULT_STEPS, Request, rank_path, with_command
 from lockstep.recorders.jax.arrays import copied, is_array, like, placement_of, plain
-from lockstep.recorders.jax.clipping import clipped_by_state
 from lockstep.recorders.jax.compiled import computed_in, placed_leaves
 from lockstep.recorders.jax.gradients_kept import GradientsKept
 from lockstep.recorders.jax.keeping import Kept
@@ -245,8 +244,6 @@ class record:
             states = zip(about["variables"], found["before"], strict=True)
             shapes = {v["name"]: column[0].shape for v, column in states if v["kind"] == WEIGHT}
             self._gradients.join(found, given, shapes)
-        if "sums" in found and "clipped" not in found:
-            found["clipped"] = self._clipped(found, settings, replicas) or found["sums"]
         about |= {"num_replicas": replicas.number, "replicas": [r for r, _ in replicas.local]}
         if replicas.mesh:
             about |= self._on_mesh(replicas, found, given) | {"ranks": about.pop("replicas")}
@@ -290,25 +287,6 @@ class record:
         names = self._gradients.names if kind in OF_GRADIENTS else []
         weights = {v["name"]: v for v in variables if v["kind"] == WEIGHT}
         return weights.get(names[index], {}) if names else {}
-
-    def _clipped(
-        self, found: Mapping[str, Any], settings: Mapping[str, Any], replicas: Replicas
-    ) -> list[Any] | None:
-        """Returns what a step that clips without keeping it applies; None if it does not clip."""
-        if replicas.mesh:
-            return None  # The devices have parts, of which each knows its own norm only.
-        optimizer = {**settings, "class": self.optimizer.get("class")}
-        described, of_replicas, is_clipped = self._about["variables"], list[Any](), False
-        pairs = zip(self._gradients.names, found["sums"], strict=False)
-        known = {name: column for name, column in pairs if column}
-        for i in range(len(replicas.local)):
-            sums = [column[i] for column in known.values()]
-            before, after = ([column[i] for column in found[kind]] for kind in ("before", "after"))
-            clipped = clipped_by_state(optimizer, described, [*known], sums, before, after)
-            is_clipped |= clipped is not None
-            of_replicas.append(clipped or sums)
-        columns = iter(zip(*of_replicas, strict=True))
-        return [[*next(columns)] if c else [] for c in found["sums"]] if is_clipped else None
 
     def _on_mesh(
         self, replicas: Replicas, found: dict[str, Any], placements: dict[str, str]
