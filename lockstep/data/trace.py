@@ -272,16 +272,17 @@ class About:
         """The mesh of the devices; None without one."""
         return Mesh(self.mesh, self.data_axes) if self.mesh else None
 
-    @property
+    @functools.cached_property
     def keys(self) -> list[str]:
         """A unique name of each variable: its name, numbered where names repeat."""
-        found: list[str] = []
+        found, numbers = dict[str, None](), collections.Counter[str]()
         for variable in self.variables:
-            name, number = variable.name, 2
+            name = variable.name
             while name in found:
-                name, number = f"{variable.name}#{number}", number + 1
-            found.append(name)
-        return found
+                numbers[variable.name] += 1
+                name = f"{variable.name}#{numbers[variable.name] + 1}"
+            found[name] = None
+        return [*found]
 
 
 def is_of_copies(kind: str, about: About) -> bool:

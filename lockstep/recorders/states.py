@@ -1,5 +1,6 @@
 """The states of another recording, from which each recorded step starts (`replay=`)."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -7,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.data.file import TraceError, load
-from lockstep.data.trace import STATE, STATISTIC, WEIGHT, Variable
+from lockstep.data.match import Matching
+from lockstep.data.trace import STATE, STATISTIC, WEIGHT, About, Trace, Variable
 from lockstep.numeric.arrays import Named
 from lockstep.recorders.common import axes_between, require
 
@@ -45,6 +47,7 @@ class States:
     A sampled one has the whole state before its first step alone: the script continues from there.
 
     Args:
+        framework: that of the training that is recorded.
         path: its file, `one.npz`, also for `one.rank0.npz` and further ones.
         wanted: numbers of the steps that are recorded here.
         names: name of a variable here → its name there.
@@ -59,12 +62,15 @@ class States:
         ValueError: it cannot be read, or does not have the steps or the whole state.
     """
 
-    def __init__(self, path: str, wanted: Collection[int], names: Mapping[str, str]) -> None:
+    def __init__(
+        self, framework: str, path: str, wanted: Collection[int], names: Mapping[str, str]
+    ) -> None:
         try:
             self.trace = load(path)
         except TraceError as error:
             raise ValueError(f"replay={error}") from None
-        self._path, self.name, self.names = path, os.path.basename(path), names
+        self._framework, self._path = framework, path
+        self.name, self.names = os.path.basename(path), names
         self.not_loaded: dict[str, None] = {}
         self._first = min(wanted)
         positions = enumerate(self.trace.steps)
@@ -99,12 +105,13 @@ class States:
         self, own: Sequence[Own], kinds: Collection[str], *, is_part: bool = False,
         fits: Fits | None = None,
     ) -> dict[int, Source]:  # fmt: skip
-        """Matches own variables of some kinds: by name, else by shape and order.
+        """Matches own variables of some kinds: by name, else as a comparison does.
 
         Args:
             own: all variables here.
             kinds: those to match.
-            is_part: whether they are a part of the model, so that the order tells nothing.
+            is_part: whether they are a part of the model: others than those of equal names are not
+                matched.
             fits: whether an array, in the layout here, fits the own variable of an index; the last
                 argument says whether it has its name. By default, that has its shape.
 
@@ -118,29 +125,48 @@ class States:
         listed = ", ".join(sorted(unknown))
         require(is_part or not unknown, f"names has {listed}, which the model does not have")
         others, found = self.before(self._first, 0), dict[int, Source]()
-        wanted = [self.names.get(each.name, each.name) for each in own]
         variables = {key: self.trace.variables[key] for key in others}
+        wanted = [self.names.get(each.name, each.name) for each in own]
         free = [key for key, v in variables.items() if v.name not in wanted]
+        named = {v.name for v in variables.values()}
+        left = [each for each, name in zip(own, wanted, strict=True) if name not in named]
+        pairs = {} if is_part else self._paired(left, [variables[key] for key in free])
         partners = {"": ""}  # Weight here → weight there.
         for index, each in enumerate(own):
             if each.about["kind"] not in kinds:
                 continue
-            named = [key for key, v in variables.items() if v.name == wanted[index]]
-            options = named or ([] if is_part or each.name in self.names else free)
+            if source := pairs.get(each.name):
+                found[index], partners[each.name] = source, variables[source.key].name
+                continue
+            options = [key for key, v in variables.items() if v.name == wanted[index]]
+            is_named, is_state = bool(options), each.about["kind"] not in (WEIGHT, STATISTIC)
+            if is_state and not (is_named or is_part or each.name in self.names):
+                options = free
             options = [key for key in options if self._is_alike(each, variables[key], partners)]
             options.sort(key=lambda key: variables[key].slot != each.about.get("slot", ""))
             for key in options:
-                array = np.asarray(others[key])
-                source = Source(key, self._axes(each, variables[key], array.ndim))
-                array = np.transpose(array, source.axes)
-                if fits(index, array, bool(named)) if fits else _has_shape(each, array):
+                array, layout = np.asarray(others[key]), variables[key].layout
+                axes = axes_between(layout, each.about.get("layout", ""), array.ndim)
+                source, array = Source(key, axes), np.transpose(array, axes)
+                if fits(index, array, is_named) if fits else _has_shape(each, array):
                     found[index], partners[each.name] = source, variables[key].name
                     free = [other for other in free if other != key]
                     break
         return found
 
-    def _axes(self, own: Own, other: Variable, ndim: int) -> tuple[int, ...]:
-        return axes_between(other.layout, own.about.get("layout", ""), ndim)
+    def _paired(self, own: Sequence[Own], others: Sequence[Variable]) -> dict[str, Source]:
+        """Returns what weights and statistics are there whose names differ, by their names here."""
+        kinds = WEIGHT, STATISTIC
+        first = [
+            Variable(x.name, x.about["kind"], x.about.get("layout", ""), shape=x.shape)
+            for x in own if x.about["kind"] in kinds and x.name not in self.names
+        ]  # fmt: skip
+        second, arrays = [v for v in others if v.kind in kinds], self.before(self._first, 0)
+        second = [dataclasses.replace(v, shape=np.shape(arrays[v.name])) for v in second]
+        here = Trace(About(self._framework, 1, variables=tuple(first)))
+        there = Trace(About(self.framework, 1, variables=tuple(second)))
+        pairs = Matching(here, there, {}).pairs
+        return {pair.first: Source(pair.second, pair.transpose) for pair in pairs}
 
     def _is_alike(self, own: Own, other: Variable, partners: Mapping[str, str]) -> bool:
         """Returns whether kinds, weights and slots of two variables may be the same."""

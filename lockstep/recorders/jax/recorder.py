@@ -95,7 +95,7 @@ class record:
         self._carried: dict[str, str] | None = None  # Path of an argument → that of the result.
         self._states: States | None = None
         if self._request and self._request.replay:
-            self._states = States(self._request.replay, self._wanted, self._request.names)
+            self._states = States("jax", self._request.replay, self._wanted, self._request.names)
 
     def __enter__(self) -> "record":
         self._notes.__enter__()

@@ -26,7 +26,7 @@ class Replay:
 
     def __init__(self, request: Request) -> None:
         assert request.replay
-        self.states, self.error = States(request.replay, request.wanted, request.names), ""
+        self.states, self.error = States("keras", request.replay, request.wanted, request.names), ""
         self._first = min(request.wanted)
 
     def assign(

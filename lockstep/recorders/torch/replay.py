@@ -53,7 +53,7 @@ class Replay:
     def __init__(self, recording: Recording, request: Request, path: str) -> None:
         assert request.replay
         self.recording, self.placement = recording, recording.placement
-        self.states = States(request.replay, request.wanted, request.names)
+        self.states = States("torch", request.replay, request.wanted, request.names)
         self.path, self.trace, self.name = path, self.states.trace, self.states.name
         self.not_loaded = self.states.not_loaded
         self.twins: dict[str, str] = {}  # Copies of a weight that the other recording has once.
