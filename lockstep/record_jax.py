@@ -28,10 +28,8 @@ records gradients and returns them:
 
 Keep "raw" and "sums" after gradients are divided by the number of examples, or by the sum of their
 weights, as on one device. Gradients that are divided later are compared as "clipped", unless
-clipping hides the factor. What SGD, Adam or AdamW applies after clipping to a norm or to a value,
-as in a chain of Optax, is read off its state if the step keeps "sums" and `optimizer` has its
-settings. Any other step that clips must keep "clipped"; "clipped" alone is enough, but then a
-factor that clipping hides is not seen: also keep "sums" or "unclipped". A chain can keep both:
+clipping hides the factor. A step that clips keeps "clipped", and "sums" or "unclipped", without
+which a factor that clipping hides is not seen. A chain of Optax can keep both:
 
     kept = [optax.stateless(lambda g, _, kind=k: record_jax.keep(kind, g))
             for k in ("unclipped", "clipped")]

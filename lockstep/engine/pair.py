@@ -31,8 +31,13 @@ from lockstep.numeric.arrays import (
     stored,
     wide,
 )
+from lockstep.numeric.sampling import without_sums
+from lockstep.numeric.state_bounds import unit_of_state
 from lockstep.oracles.rules import Rule, RuleOracle
 
+# A rule gives the change of weights to 1e-3, beside what these round; Muon computes in bfloat16, in
+# five iterations: its matrices are known to a few percent.
+OF_RULE, OF_MIXED, UNITS_OF_WEIGHTS = 1e-3, 0.05, 8
 # A loaded state has the bits of the reference; of a state in another layout, float32's digits.
 SAME_START = 1e-7
 
@@ -302,7 +307,9 @@ class Pair:
             *self.reference.calls(0),
             *(c for s in self.shards for c in self.training.calls(s)),
         ]
-        return any(call.startswith("clip") for call in calls) or self.clip_factor < 1 - 1e-6
+        if any(call.startswith("clip") for call in calls) or self.clip_factor < 1 - 1e-6:
+            return True
+        return self.follows_rule is False and not self.reference.has("clipped")
 
     # State.
 
@@ -352,6 +359,29 @@ class Pair:
         used = self.reference.applied(0)
         found = RuleOracle(self.reference.trace, self.reference.position, used) if used else None
         return found if found and found.rules else None
+
+    @functools.cached_property
+    def follows_rule(self) -> bool | None:
+        """Whether its rule makes the reference's update of what it applies; None without a rule.
+
+        Something between both, as clipping that was not recorded, makes another one.
+        """
+        if self.oracle is None:
+            return None
+        new = self.oracle.update(self.reference.starts[0], self.reference.applied(0))
+        for variable in [v for v in self.variables if v.kind == WEIGHT and v.first in new]:
+            first, rule = self.states(variable)[0], self.rule(variable.first)
+            if first is None or rule is None:
+                continue
+            num_sums = self.reference.trace.num_sums(np.shape(first.new))
+            far, change = (
+                norm(without_sums(x, num_sums))
+                for x in (dense(new[variable.first]) - dense(first.new), dense(first.change))
+            )
+            slack = UNITS_OF_WEIGHTS * unit_of_state(first.new) * norm(first.new)
+            if far > (OF_MIXED if rule.mixes_elements else OF_RULE) * change + slack:
+                return False
+        return True
 
     def rule(self, weight: str) -> Rule | None:
         """Returns the rule that updates a weight in the reference; None if it is unknown."""

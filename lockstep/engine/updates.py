@@ -7,12 +7,10 @@ import numpy as np
 from lockstep.data.trace import STATE, WEIGHT
 from lockstep.engine.averages import FITS
 from lockstep.engine.look import Finding, Look
+from lockstep.engine.pair import OF_MIXED
 from lockstep.engine.solve import CLOSE, solve
 from lockstep.numeric.arrays import Named, dense, norm, same_bits
 from lockstep.numeric.sampling import without_sums
-
-# Muon computes in bfloat16, in five iterations: its matrices are known to a few percent.
-OF_MIXED = 0.05
 
 
 def changed_rules(finding: Finding, look: Look) -> dict[str, str]:
@@ -27,6 +25,8 @@ def _candidates(look: Look) -> Iterator[tuple[str, str, Named]]:
         return
     before, used = pair.reference.starts[0], pair.reference.applied(0)
     once = oracle.update(before, used)
+    if pair.follows_rule is False:
+        return
     yield "updated_twice", "the update is made twice", oracle.update(once, used)
     stateless = {n: a for n, a in before.items() if pair.reference.trace.kinds[n] != STATE}
     yield "reset_state", "the update starts from no state", oracle.update(stateless, used)

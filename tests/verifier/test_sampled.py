@@ -243,11 +243,11 @@ def test_a_sampled_recording_is_replayed_from_its_start(tmp_path):
     with pytest.raises(
         ValueError, match="without the whole state before step 0; record it with st"
     ):
-        States(path, [0, 1], {})
+        States("torch", path, [0, 1], {})
     start = Script(steps=(0, 1)).trace().arrays(0, "before", 0)
     trace.put(0, "start", 0, start)
     trace_file.save(trace, path)
-    states = States(path, [0, 1], {})
+    states = States("torch", path, [0, 1], {})
     found = states.before(0, 0).values()
     assert all(map(same_bits, found, start)) and not states.before(1, 0)
 

@@ -181,9 +181,11 @@ def clipping_step(num_devices, kind, bug=""):
         loss, grads = value_and_grad(params, x, y, jax.random.key(0), 0)
         if bug == "before the sum":
             grads = clipped(grads, 2.5)
-        grads = record_jax.keep("sums", jax.lax.pmean(record_jax.keep("raw", grads), "d"))
-        if bug in ("", "limit"):
-            grads = clipped(grads, 2.0 if bug else 2.5)
+        mean = jax.lax.pmean(record_jax.keep("raw", grads), "d")
+        mean = jax.tree.map(lambda g: 2 * g, mean) if bug == "doubled" else mean
+        grads = record_jax.keep("sums", mean)
+        if bug in ("", "limit", "doubled"):
+            grads = clipped(grads, 2.0 if bug == "limit" else 2.5)
         return *updated(params, state, grads), jax.lax.pmean(loss, "d")
 
     return step
