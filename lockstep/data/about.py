@@ -25,8 +25,8 @@ from lockstep.data.trace import (
 
 FORMAT, VERSION = "lockstep trace", 2
 
-_MAX_DEPTH, _MAX_TEXT, _MAX_SHOWN, _MAX_REPLICAS = 50, 2_000, 60, 65_536
-MAX_MICRO_BATCHES = 65_536
+_MAX_DEPTH, _MAX_TEXT, _MAX_SHOWN, _MAX_REPLICAS = 50, 2_000, 60, 16_384
+_MAX_AXES, MAX_MICRO_BATCHES = 16, 65_536
 _SETTINGS = {  # Setting of a parameter group → its types.
     **dict.fromkeys(("learning_rate", "momentum", "dampening", "weight_decay"), (int, float)),
     **dict.fromkeys(("beta_1", "beta_2", "rho", "epsilon"), (int, float)),
@@ -201,6 +201,7 @@ def _requirements_of_mesh(about: About) -> Iterator[tuple[str, Any, str]]:
         return
     yield "mesh", all(mesh.axes) and all(n > 0 for n in mesh.axes.values()), "of positive sizes"
     yield "mesh", 0 < mesh.size <= _MAX_REPLICAS, f"of at most {_MAX_REPLICAS} ranks"
+    yield "mesh", len(mesh.axes) <= _MAX_AXES, f"of at most {_MAX_AXES} axes"
     are_axes = {*about.data_axes} <= {*mesh.axes}
     yield "data_axes", are_axes and len({*about.data_axes}) == len(about.data_axes), "axes of mesh"
     number = mesh.num_replicas

@@ -38,14 +38,21 @@ class TraceError(ValueError):
     """A file is not a trace, or is damaged; the text is one line with the file and advice."""
 
 
+# What reading a damaged file raises; any other error is one of this program.
+_OF_FILES = (
+    *(Fault, OSError, MemoryError, EOFError, ValueError, RuntimeError, struct.error),
+    *(zipfile.BadZipFile, NotImplementedError),
+)
+
+
 @contextlib.contextmanager
 def errors_of(name: str) -> Iterator[None]:
-    """Raises any error of reading a file, which may be damaged anywhere, as a `TraceError`."""
+    """Raises an error of reading a file, which may be damaged anywhere, as a `TraceError`."""
     try:
         yield
     except TraceError:
         raise
-    except Exception as error:
+    except _OF_FILES as error:
         line = f"{name}: {_text_of(error)}"
         raise TraceError("".join(c if c.isprintable() else repr(c)[1:-1] for c in line)) from error
 
@@ -84,9 +91,9 @@ class Member(NamedTuple):
     is_transposed: bool = False
 
     def read(self) -> np.ndarray:
-        """Returns the array; a wrong checksum raises a `TraceError`.
+        """Returns the array, which cannot be written; a wrong checksum raises a `TraceError`.
 
-        While the array is in use, it is not read again: nothing may write to it.
+        While it is in use, it is not read again.
         """
         place = self.archive, self.name
         if (known := _IN_USE.get(place)) is None:
@@ -94,31 +101,35 @@ class Member(NamedTuple):
         return RECENT.get(place, lambda: known)
 
     def _read(self) -> np.ndarray:
-        array = np.empty(self.shape, self.dtype, order="F" if self.is_transposed else "C")
-        if not array.nbytes:
-            return array
-        elements = _bytes_of(array.T if self.is_transposed else array)
         with errors_of(self.file):
-            if not self._read_stored(elements):
-                with self.archive.open(self.name) as member:
-                    found = member.read()[self.start :]  # Compares the checksum.
-                if len(found) != array.nbytes:
-                    raise Fault(f"has {len(found):,} of {array.nbytes:,} bytes in {self.name}")
-                elements[:] = found
+            array = np.empty(self.shape, self.dtype, order="F" if self.is_transposed else "C")
+            elements = _bytes_of(array.T if self.is_transposed else array) if array.nbytes else None
+            if elements is not None and not self._read_at_once(elements):
+                self._read_in_parts(elements)
         _CHECKED.setdefault(self.archive, set()).add(self.name)
+        array.flags.writeable = False
         return array
 
-    def _read_stored(self, elements: memoryview) -> bool:
-        """Reads elements that are not compressed to where they belong; returns whether it could.
+    def _read_in_parts(self, elements: memoryview) -> None:
+        """Reads the elements to where they belong; a wrong checksum is an error of the module."""
+        num = 0
+        with self.archive.open(self.name) as member:
+            member.read(self.start)
+            while part := member.read(min(len(elements) - num, _READ_BYTES)):
+                elements[num : num + len(part)] = part
+                num += len(part)
+            if num < len(elements) or member.read(1):
+                raise Fault(f"has other sizes in {self.name} than its index; record it again")
+
+    def _read_at_once(self, elements: memoryview) -> bool:
+        """Reads the elements from a file to where they belong; returns whether it could.
 
         Their checksum is compared once: a wrong one is left to the module for these files.
         """
         info, file = self.archive.getinfo(self.name), self.archive.fp
-        if info.compress_type != zipfile.ZIP_STORED or not isinstance(file, io.BufferedReader):
+        if not (isinstance(file, io.BufferedReader) and hasattr(os, "preadv")):  # As in Windows.
             return False
         number, start = file.fileno(), info.header_offset
-        if not hasattr(os, "preadv"):  # Windows.
-            return False
         # A local header has 30 bytes, then a name and more of the lengths that its end tells.
         start += 30 + sum(struct.unpack("<HH", os.pread(number, 4, start + 26)))
         is_checked = self.name in _CHECKED.get(self.archive, ())
@@ -176,6 +187,7 @@ class Writer(Arrays):
     Raises:
         BlockingIOError: another process writes this file.
         OSError: the file cannot be written; any method may raise it.
+        ValueError: an array has a dtype that no reader takes, as complex numbers.
     """
 
     def __init__(self, target: Path | BinaryIO):
@@ -221,6 +233,8 @@ class Writer(Arrays):
 
     def _add(self, array: np.ndarray, name: str) -> Member:
         array = np.asarray(array)
+        if array.dtype.kind not in "biufSU":
+            raise ValueError(f"an array of {array.dtype} cannot be recorded")
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
         firsts = self._firsts[array.dtype, array.shape, _checksum(array)]
         first = next((member for member in firsts if self._has(member, array)), None)

@@ -4,11 +4,11 @@ Another program may have written a file, or it may be damaged: names, sizes, dty
 checked when it is opened, and an array is read, with its checksum, when it is asked for.
 """
 
+import ast
 import collections
 import dataclasses
 import functools
 import glob
-import io
 import json
 import math
 import os
@@ -48,9 +48,11 @@ from lockstep.data.trace import (
 from lockstep.numeric.arrays import Rows
 
 __all__ = ["TraceError", "Writer", "from_parts", "load", "save"]
-MAX_MEMBERS, MAX_RATIO = 250_000, 1000  # Deflate reaches a ratio of 1032.
+MAX_MEMBERS = MAX_ARRAYS = 250_000  # Several names of arrays may be one member's.
 
 _MAX_ABOUT_BYTES, _MAX_HEADER_BYTES = 64 << 20, 1024
+_MAX_AXES, _MAX_ELEMENTS = 32, 2**48
+_NUMBERS, _TEXTS = re.compile(r"[<|](b1|[iu][1248]|f[248])"), re.compile(r"[<|][SU][0-9]{1,9}")
 _NUMBER = r"(?:0|[1-9]\d{0,8})"
 _NAME = re.compile(
     rf"{_NUMBER}/[a-z_]{{1,40}}/{_NUMBER}/{_NUMBER}(/(values|indices|rows|elements|sums))?",
@@ -174,6 +176,8 @@ def _read_file(name: str, file: BinaryIO) -> _File:
             raise Fault("has an 'about' that is not one text of at most 64 MiB; record it again")
         about, aliases = about_from(str(text.read()))
         named = {name: each for name, each in members.items() if name.split("/")[1] != KEPT}
+        if len(named) + len(aliases) > MAX_ARRAYS:
+            raise Fault(f"has more than {MAX_ARRAYS:,} arrays; record fewer steps")
         if named and not about.steps:
             raise Fault("has no steps; record it again")
         for alias, of in aliases.items():
@@ -217,11 +221,14 @@ def _members_of(name: str, archive: zipfile.ZipFile, size_bytes: int) -> dict[st
     infos, found = archive.infolist(), dict[str, zipfile.ZipInfo]()
     if len(infos) > MAX_MEMBERS:
         raise Fault(f"has more than {MAX_MEMBERS:,} members; record fewer steps")
-    if sum(info.file_size for info in infos) > MAX_RATIO * size_bytes:
-        raise Fault(
-            f"would be more than {MAX_RATIO:,} times as large uncompressed; record it again"
-        )
+    if sum(info.file_size for info in infos) > size_bytes:
+        raise Fault("has less bytes than its index says; record it again, without compression")
     for info in infos:
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise Fault(
+                f"has a compressed member {shown(info.orig_filename)}; record it again, without"
+                " compression"
+            )
         key = info.orig_filename.removesuffix(".npy")
         if key == info.orig_filename or not (key == "about" or _NAME.fullmatch(key)):
             raise Fault(f"has a member {shown(info.orig_filename)}, which no trace has; {ADVICE}")
@@ -238,28 +245,44 @@ def _member_of(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Me
     with archive.open(info) as member:
         if np.lib.format.read_magic(member) != (1, 0):  # Others are for longer headers.
             raise Fault(f"has a long header in {info.filename}; record it again")
-        size = member.read(2)
-        header = size + member.read(int.from_bytes(size, "little"))
-        shape, is_transposed, dtype = _header_of(header)
-        is_text = dtype.kind in "SU" and (info.filename == "about.npy" or "/data/" in info.filename)
-        is_number = dtype.kind in "biuf" and dtype.itemsize <= 8 and dtype.str[0] != ">"
-        if not (is_number or is_text):
+        size = int.from_bytes(member.read(2), "little")
+        if size > _MAX_HEADER_BYTES or (header := _header_of(member.read(size))) is None:
+            raise Fault(f"has a header that no trace has in {info.filename}; record it again")
+        shape, is_transposed, descr = header
+        is_text = info.filename == "about.npy" or "/data/" in info.filename
+        if not (_NUMBERS.fullmatch(descr) or (is_text and _TEXTS.fullmatch(descr))):
             raise Fault(
-                f"has dtype {shown(dtype.str)} in {info.filename}, which no trace has; record"
-                " numbers of at most 64 bits, little-endian (bfloat16 as float32)"
+                f"has dtype {shown(descr)} in {info.filename}, which no trace has; record numbers"
+                " of at most 64 bits, little-endian (bfloat16 as float32)"
             )
+        dtype = np.dtype(descr)
         start = member.tell()
         expected = start + math.prod(shape) * dtype.itemsize
-        if min(shape, default=0) < 0 or info.file_size != expected:
+        if info.file_size != expected:
             sizes = f"has {info.file_size:,} of {expected:,} bytes"
             raise Fault(f"{sizes} in {info.filename}; record it again")
     return Member(name, archive, info.filename, dtype, shape, start, is_transposed)
 
 
 @functools.lru_cache(maxsize=1024)  # Many arrays have the same one; parsing it takes 0.2 ms.
-def _header_of(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Returns shape, whether columns come before rows, and dtype of an array in a file."""
-    return np.lib.format.read_array_header_1_0(io.BytesIO(header), _MAX_HEADER_BYTES)
+def _header_of(header: bytes) -> tuple[tuple[int, ...], bool, str] | None:
+    """Returns shape, whether columns come before rows, and dtype of an array in a file.
+
+    None for a header that no array of a trace has: other keys, more axes, sizes that are not whole
+    numbers from 0, or more elements than any memory has.
+    """
+    try:
+        values = ast.literal_eval(header.decode("latin-1"))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    if not isinstance(values, dict) or values.keys() != {"descr", "fortran_order", "shape"}:
+        return None
+    descr, is_transposed, shape = (values[k] for k in ("descr", "fortran_order", "shape"))
+    is_shape = isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
+    if not (isinstance(descr, str) and type(is_transposed) is bool and is_shape):
+        return None
+    is_small = len(shape) <= _MAX_AXES and math.prod(max(n, 1) for n in shape) <= _MAX_ELEMENTS
+    return (shape, is_transposed, descr) if is_small else None
 
 
 def _check_arrays(about: About, arrays: Arrays) -> None:

@@ -139,13 +139,20 @@ class Mesh(NamedTuple):
 
     def ranks_of(self, replica: int) -> list[int]:
         """Returns the ranks of a replica."""
-        return [rank for rank in range(self.size) if self.replica_of(rank) == replica]
+        at = {}
+        for axis in reversed([axis for axis in self.axes if axis in self.data_axes]):
+            replica, at[axis] = divmod(replica, self.axes[axis])
+        return self._at(at)
 
     def along(self, axis: str, rank: int) -> list[int]:
         """Returns the ranks that differ from a rank on one axis only, in order, with it."""
-        at = self.coordinates(rank)
-        others = [self.coordinates(each) | {axis: at[axis]} for each in range(self.size)]
-        return [each for each, other in enumerate(others) if other == at]
+        return self._at({a: at for a, at in self.coordinates(rank).items() if a != axis})
+
+    def _at(self, places: Mapping[str, int]) -> list[int]:
+        """Returns the ranks at these places of some axes."""
+        ranks = np.arange(self.size).reshape([*self.axes.values()])
+        chosen = ranks[tuple(places.get(axis, slice(None)) for axis in self.axes)]
+        return [int(rank) for rank in np.ravel(chosen)]
 
     def name_of(self, rank: int) -> str:
         """Returns "rank 3 (dp 1, tp 1)", or "replica 1" if all axes are data axes."""

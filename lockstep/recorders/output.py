@@ -17,15 +17,15 @@ from lockstep.data.archive import Member, Writer
 class Output:
     """Writes arrays to the file of a process as they come.
 
+    Any method may raise a `ValueError`: another process writes this file, or an array has a dtype
+    that no reader takes.
+
     Args:
-        path: File to write; one that has this name is replaced.
+        path: File to write; one that has this name is replaced when the first array is written.
         item: A shard or copy that the file has.
 
     Attributes:
         error: The error that ended the file; None without one.
-
-    Raises:
-        ValueError: Another process writes this file.
     """
 
     def __init__(self, path: str, item: int = 0) -> None:
@@ -33,21 +33,11 @@ class Output:
         self._writer: Writer | None = None
         self.error: OSError | None = None
         self._lock = threading.Lock()  # Autograd has a thread for each GPU.
-        try:
-            self._writer = Writer(path)
-        except BlockingIOError:
-            raise ValueError(
-                f"{path}: another process writes this file; give each its own path, or record after"
-                " init_process_group, which gives each rank its file, and with mesh= where"
-                " DDP reduces over some of the processes"
-            ) from None
-        except OSError as error:
-            self._fail(error)
 
     @property
     def has_failed(self) -> bool:
         """Whether nothing more is written."""
-        return self._writer is None
+        return self.error is not None
 
     def add(self, array: np.ndarray) -> Member | None:
         """Writes an array that gets its name later, if at all; returns what `put` takes."""
@@ -65,13 +55,25 @@ class Output:
 
     def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Calls a method of the writer, unless one has failed."""
-        if self._writer is None:
-            return None
-        try:
-            with self._lock:
+        with self._lock:
+            if self.error is not None:
+                return None
+            try:
+                if self._writer is None:
+                    self._writer = self._opened()
                 return method(self._writer, *args)
-        except OSError as error:
-            self._fail(error)
+            except OSError as error:
+                self._fail(error)
+
+    def _opened(self) -> Writer:
+        try:
+            return Writer(self._path)
+        except BlockingIOError:
+            raise ValueError(
+                f"{self._path}: another process writes this file; give each its own path, or record"
+                " after init_process_group, which gives each rank its file, and with mesh= where"
+                " DDP reduces over some of the processes"
+            ) from None
 
     def _fail(self, error: OSError) -> None:
         self.error = error

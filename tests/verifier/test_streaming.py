@@ -202,9 +202,10 @@ def test_a_file_that_another_program_cuts_is_one_line_and_no_exception(tmp_path,
 
 
 HOLD = """
-import sys
+import numpy, sys
 from lockstep.recorders.output import Output
 output = Output(sys.argv[1])
+output.add(numpy.ones(1))
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -219,9 +220,22 @@ def test_two_processes_cannot_write_one_file(tmp_path):
     ) as process:  # fmt: skip
         assert process.stdout.readline() == "open\n"
         with pytest.raises(ValueError, match="another process writes this file; give each its own"):
-            Output(path)
+            Output(path).add(np.ones(1))
         process.kill()
-    assert not Output(path).has_failed
+    output = Output(path)
+    assert output.add(np.ones(1)) is not None and not output.has_failed
+
+
+def test_an_older_recording_stays_until_the_first_array_of_the_new_one(tmp_path):
+    path = tmp_path / "one.npz"
+    write_sample(path)
+    old = path.read_bytes()
+    output = Output(str(path))
+    assert path.read_bytes() == old
+    with pytest.raises(ValueError, match="an array of complex64 cannot be recorded"):
+        output.add(np.ones(2, np.complex64))
+    output.add(np.ones(2, np.float32))
+    assert path.read_bytes() != old
 
 
 # --- Trainings with PyTorch ----------------------------------------------------------------------

@@ -202,6 +202,11 @@ class record:
         slots = weights_of_state(shapes["params"], shapes["opt_state"])
         for role, index, name in [(r, *pair) for r in KINDS for pair in inputs.get(r, [])]:
             shape, dtype = shapes[role][name], np.result_type(plain(leaves[index])).kind
+            if dtype == "c":
+                raise ValueError(
+                    f"{name} is complex, which cannot be recorded; keep its real and imaginary part"
+                    " as one real array"
+                )
             weight, slot = (name, "") if role == "params" else ("", name.split("/")[-1])
             entry = {"name": name if role in ("params", name) else f"{role}/{name}"}
             entry |= {"kind": KINDS[role]}

@@ -23,13 +23,14 @@ OF_LAYERS = (
 
 
 def to_array(value: Tensor, *, copy: bool = True) -> np.ndarray:
-    """Returns the elements in the memory of the host; bfloat16 as float32.
+    """Returns the elements in the memory of the host; bfloat16 as float32, complex ones as pairs.
 
     Args:
         value: A tensor.
         copy: Whether to copy them; otherwise the array may share the memory of the tensor.
     """
     value = local(value)
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     dense = value if value.layout == torch.strided else value.to_dense()
     dense = dense.float() if dense.dtype == torch.bfloat16 else dense  # NumPy does not have it.
     array = np.asarray(dense.detach().cpu())

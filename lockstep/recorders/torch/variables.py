@@ -32,6 +32,9 @@ class Variables:
     def __init__(self, module: nn.Module, optimizer: Any, others: Mapping[str, Any]) -> None:
         self.module, self.others = module, others
         self.weights = dict(module.named_parameters())
+        odd = [f"{name} is {p.dtype}" for name, p in self.weights.items() if p.is_complex()]
+        text = "which cannot be recorded; keep its real and imaginary part as one real weight"
+        require(not odd, f"model: {', '.join(odd[:1])}, {text}")
         self.described: dict[str, dict[str, Any]] = {}
         self.stepped, self._stepped_before = list[Any](), list[Any]()
         self._names: dict[Any, list[str]] = {}

@@ -240,6 +240,8 @@ def case_errors():
     for expected, model_of, optimizer, options in (
         ("model: DataParallel is not recorded; use DistributedDataParallel",
          nn.DataParallel(model), own, {}),
+        ("model: weight is torch.complex64, which cannot be recorded; keep its real and imaginary",
+         nn.Linear(2, 2, dtype=torch.complex64), own, {}),
         ("model: FullyShardedDataParallel is not recorded; use fully_shard (FSDP2)",
          type("FullyShardedDataParallel", (nn.Module,), {})(), own, {}),
         ("model: DeepSpeed's ZeRO is not recorded; use stage 0, or fully_shard", in_zero, own, {}),
