@@ -174,8 +174,11 @@ def _requirements_of_steps(about: About) -> Iterator[tuple[str, Any, str]]:
             is_right = group.get(key) is None or type(group[key]) in wanted
             yield f"{key} in settings", is_right, "a number, true or false"
     for layer in about.layers:
-        texts = [layer.get("name"), layer.get("class"), *layer.get("weights", ())]
-        yield "layers", all(isinstance(text, str) for text in texts), "names, classes and weights"
+        weights_of, texts = layer.get("weights", []), [layer.get("name"), layer.get("class")]
+        is_right = isinstance(weights_of, list) and all(
+            isinstance(text, str) for text in (*texts, *weights_of)
+        )
+        yield "layers", is_right, "names, classes and weights"
         is_right = isinstance(layer.get("settings", {}), Mapping)
         yield "settings in layers", is_right, "names and values"
     counts = about.micro_batches

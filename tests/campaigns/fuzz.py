@@ -224,17 +224,22 @@ def fuzz_tf_config(folder: pathlib.Path, choose: random.Random) -> Read:
 
 TRACE = about(num_replicas=2, steps=[3], settings=about()["settings"][:1], micro_batches=[1])
 KINDS = ("data", "random", "loss", "raw", "sums", "clipped", "before", "after")
-HUGE = np.lib.format.header_data_from_array_1_0(np.zeros(1)) | {"shape": (99999999999,)}
+HEADER = np.lib.format.header_data_from_array_1_0(np.zeros(1))
+SHAPES = (99999999999,), (False,), (0, 2**62), (1,) * 33, (-1, 0), (2**20, 2**20, 2**20)
+MESHES = {"dp": 2}, {"dp": 2, "tp": 1}, {"dp": 2, "tp": 4096}, {f"a{i}": 1 for i in range(70)}
 
 
 def fuzz_trace(folder: pathlib.Path, choose: random.Random) -> Read:
-    """Recordings of scripts: damaged, truncated, or with members that are missing or huge."""
-    text = damaged_json(TRACE, choose).decode("utf-8", "replace").rstrip("\0")
+    """Recordings of scripts: damaged, truncated, packed, or with members missing or huge."""
+    mesh = {"mesh": choose.choice(MESHES), "data_axes": ["dp"], "ranks": [0, 1]}
+    description = TRACE | mesh if choose.random() < 0.3 else TRACE
+    text = damaged_json(description, choose).decode("utf-8", "replace").rstrip("\0")
     members = arrays(1) | {"about": np.array(text)}
     missing = choose.sample(sorted(members), choose.randrange(3))
     huge, content = io.BytesIO(), io.BytesIO()
-    np.lib.format.write_array_header_1_0(huge, HUGE)
-    np.savez(content, **{name: each for name, each in members.items() if name not in missing})
+    np.lib.format.write_array_header_1_0(huge, HEADER | {"shape": choose.choice(SHAPES)})
+    save = np.savez_compressed if choose.random() < 0.1 else np.savez
+    save(content, **{name: each for name, each in members.items() if name not in missing})
     with zipfile.ZipFile(content, "a") as archive:
         for name in missing if choose.random() < 0.5 else ():
             archive.writestr(f"{name}.npy", huge.getvalue())
