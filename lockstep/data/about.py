@@ -167,7 +167,8 @@ def _requirements_of_steps(about: About) -> Iterator[tuple[str, Any, str]]:
     yield "settings", len(about.settings) in (0, len(steps)), "one list of groups for each step"
     for group in groups:
         names = group.get("weights", [])
-        is_right = isinstance(names, list) and all(name in weights for name in names)
+        are_texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        is_right = are_texts and weights.issuperset(names)
         yield "weights in settings", is_right, "names of weights"
         yield "optimizer in settings", isinstance(group.get("optimizer", ""), str), "a class"
         for key, wanted in _SETTINGS.items():
